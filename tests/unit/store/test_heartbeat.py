@@ -1,3 +1,5 @@
+"""Which launchers follow a sweep now, by the names and the times of their journals."""
+
 import os
 import socket
 import subprocess
@@ -20,18 +22,12 @@ def folder(tmp_path):
     return made
 
 
-def follows(folder, host, pid, age_s=0.0, token="0123abcd"):
+def follows(folder, host, pid, age_s=0.0, role="launcher"):
     """The journal of a launcher, touched so long ago."""
-    path = folder.journal / f"launcher-{host}-{pid}-{token}.jsonl"
+    path = folder.journal / f"{role}-{host}-{pid}-0123abcd.jsonl"
     path.write_text("")
     os.utime(path, (time.time() - age_s,) * 2)
     return path
-
-
-def ended_process():
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
 
 
 def test_the_one_who_asks_does_not_count(folder):
@@ -42,10 +38,10 @@ def test_the_one_who_asks_does_not_count(folder):
 
 
 def test_on_this_host_the_process_has_to_exist(folder):
-    follows(folder, HERE, ended_process())
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    follows(folder, HERE, ended.pid)
     assert living_launchers(folder) == []
-    follows(folder, HERE, os.getppid())
-    assert living_launchers(folder) == [f"process {os.getppid()} on {HERE}"]
 
 
 @pytest.mark.parametrize(
@@ -65,19 +61,11 @@ def test_the_clock_of_the_file_server_counts_for_one_who_follows(folder):
     assert living_launchers(folder, own) == []
 
 
-def test_agents_and_commands_do_not_follow(folder):
+def test_other_files_and_one_that_vanishes_are_passed_over(folder):
     for role in ("agent", "pause", "cancel"):
-        JournalWriter(folder.journal, role).write(Cancel(generation=1))
-    assert living_launchers(folder) == []
-
-
-@pytest.mark.parametrize(
-    "name", ["launcher-.jsonl", "launcher-a.jsonl", "launcher-a-1.jsonl", "launcher--x-.jsonl"]
-)
-def test_a_file_of_another_name_or_that_vanishes_is_passed_over(folder, name):
-    (folder.journal / name).write_text("")
+        follows(folder, "login2", 7, role=role)
+    for name in ("launcher-.jsonl", "launcher-a.jsonl", "launcher-a-1.jsonl"):
+        (folder.journal / name).write_text("")
     (folder.journal / "launcher-gone-7-0123abcd.jsonl").symlink_to("nowhere")
     follows(folder, "login2", 8)
-    living = living_launchers(folder)
-    assert "process 8 on login2" in living
-    assert "process 7 on gone" not in living
+    assert living_launchers(folder) == ["process 8 on login2"]

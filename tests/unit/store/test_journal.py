@@ -1,11 +1,11 @@
 """Journals: lines that are written whole, files that are no journals, and file systems that lack what a sweep needs."""
 
+import errno
 import json
 import os
 import resource
+import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,8 @@ import pytest
 from tests.configs import refused
 from ultrabench.errors import SweepFolderError
 from ultrabench.result import RunResult, Status
-from ultrabench.store.events import Cancel, Failed, Phase
+from ultrabench.store.events import Cancel, Failed
+from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import MAX_LINE_BYTES, JournalReader, JournalWriter, read_journal
 
 
@@ -54,27 +55,20 @@ def test_lines_hold_no_nan(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_line_is_one_json_object(tmp_path):
+def test_a_line_is_one_json_object_whatever_it_tells(tmp_path):
+    """Names of files, for example, may have bytes that are no UTF-8."""
     writer = JournalWriter(tmp_path, "agent")
-    writer.write(Phase(run_id="aaaa", repeat=0, attempt=0, name="two\nlines \u2028 and more"))
-    raw = writer.path.read_bytes()
-    assert raw.count(b"\n") == 1
-    assert json.loads(raw)["name"] == "two\nlines \u2028 and more"
-
-
-def test_a_result_with_bytes_that_are_no_utf8_is_read_again(tmp_path):
     told = {
-        "reason": os.fsdecode(b"no such file: caf\xe9"),
+        "reason": os.fsdecode(b"no such\nfile: caf\xe9") + "\u2028",
         "evidence": {"tail": [os.fsdecode(b"\xff\xfe ok \xc3\xa9")]},
     }
-    writer = JournalWriter(tmp_path, "agent")
     writer.write(Failed(run_id="aaaa", repeat=0, attempt=0, result=RunResult(status=Status.CRASH, **told)))
+    assert writer.path.read_bytes().count(b"\n") == 1
     (found,) = read_journal(tmp_path, pytest.fail)
-    assert found.event.result.reason == "no such file: caf?"
+    assert found.event.result.reason == "no such\nfile: caf?\u2028"
     assert found.event.result.evidence == {"tail": ["?? ok \u00e9"]}
 
 
-ROOT = Path(__file__).resolve().parents[3]
 GOOD = {"v": 1, "writer": "w", "seq": 0, "time": 0.0, "event": "cancel", "generation": 1}
 
 
@@ -82,28 +76,18 @@ def line(**values):
     return json.dumps({**GOOD, **values}).encode() + b"\n"
 
 
-def fifo(path):
-    os.mkfifo(path)
-
-
-def folder(path):
-    path.mkdir()
-
-
-def loop(path):
-    path.symlink_to(path)
-
-
 def unix_socket(path):
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
 
 
-def device(path):
-    path.symlink_to("/dev/zero")
+ODD = {
+    "fifo": os.mkfifo, "folder": Path.mkdir, "loop": lambda path: path.symlink_to(path), "socket": unix_socket,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [fifo, folder, loop, unix_socket, device], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
 def test_what_is_no_regular_file_is_skipped_with_one_warning(tmp_path, make):
     (tmp_path / "a.jsonl").write_bytes(line(seq=0))
     make(tmp_path / "b.jsonl")
@@ -162,19 +146,24 @@ def test_an_overlong_line_is_skipped_in_bounded_memory(tmp_path):
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 4 * MAX_LINE_BYTES
 
 
-@pytest.mark.parametrize("number", ["EPERM", "EOPNOTSUPP", "EMLINK", "ENOSYS"])
-def test_a_file_system_without_hard_links_is_refused_when_the_sweep_is_opened(tmp_path, number):
-    code = (
-        "import sys; from pathlib import Path; from ultrabench.store.folder import SweepFolder\n"
-        "SweepFolder(Path(sys.argv[1])).create()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.without_links", number, sys.executable, "-c", code, str(tmp_path / "s")],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        f"ultrabench.errors.SweepFolderError: the file system of {tmp_path / 's'} makes no"
-    )
-    assert "results_dir=FOLDER" in last
+def refuse(number):
+    def link(source, target):
+        raise OSError(getattr(errno, number), number)
+
+    return link
+
+
+@pytest.mark.parametrize(
+    ("link", "reason"),
+    [
+        *((refuse(number), number) for number in ("EPERM", "EOPNOTSUPP", "EMLINK", "ENOSYS")),
+        (shutil.copy, "the link count stays 1"),
+    ],
+)
+def test_a_file_system_without_hard_links_is_refused_when_the_sweep_is_opened(
+    tmp_path, monkeypatch, link, reason
+):
+    monkeypatch.setattr(os, "link", link)
+    with refused(f"the file system of {tmp_path / 's'} makes no hard links ({reason})", SweepFolderError):
+        SweepFolder(tmp_path / "s").create()
     assert list((tmp_path / "s" / "claims").iterdir()) == []

@@ -1,8 +1,9 @@
-"""The fold of journals: what lines say of attempts and of the sweep, whatever their order and damage."""
+"""The fold of journals: what lines say of attempts, allocations and the sweep, whatever their order and damage."""
 
 import json
 import tempfile
 from collections import defaultdict
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -14,28 +15,8 @@ from ultrabench.errors import SweepFolderError
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.events import (
-    NAMES,
-    Adopted,
-    AllocationEnded,
-    AllocationPlanned,
-    AllocationStarted,
-    Cancel,
-    Claimed,
-    Failed,
-    Launched,
-    LeadingAgent,
-    Pause,
-    Phase,
-    Preflight,
-    Result,
-    Start,
-    Started,
-    Submitted,
-    Submitting,
-    decode,
-    encode,
-)  # fmt: skip
+from ultrabench.store import events
+from ultrabench.store.events import NAMES, Cancel, Pause, Start, decode, encode
 from ultrabench.store.journal import JournalReader, read_journal
 from ultrabench.store.state import Fold, final_attempts, fold
 
@@ -44,7 +25,7 @@ NAME = KEY._asdict()
 
 
 def ended(status, source="agent", name=NAME):
-    kind, times = (Result, (0.1,)) if status == "ok" else (Failed, ())
+    kind, times = (events.Result, (0.1,)) if status == "ok" else (events.Failed, ())
     return kind(**name, source=source, result=RunResult(status=Status(status), step_times_s=times))
 
 
@@ -82,47 +63,51 @@ def test_order_repetition_and_files_do_not_matter(files, random):
 
 
 @given(files=journals(), data=st.data())
-def test_losing_the_ends_of_files_never_invents_a_result(files, data):
-    told = defaultdict(set)
-    for line in (line for file in files for line in file):
-        if isinstance(line.event, Result):
+def test_losing_the_ends_of_files_invents_nothing(files, data):
+    """A launcher that has read less knows no result, end, start or job that it would not know later."""
+    lines, told = [line for file in files for line in file], defaultdict(set)
+    for line in lines:
+        if isinstance(line.event, events.Result):
             told[line.event.key].add(line.event.result.status)
     cut_files = [f[: data.draw(st.integers(0, len(f)))] for f in map(text, files)]
-    full, cut = fold(line for file in files for line in file), fold(read(cut_files))
+    full, cut = fold(lines), fold(read(cut_files))
     assert set(cut.attempts) <= set(full.attempts)
     for key, attempt in cut.attempts.items():
         assert attempt.result is None or attempt.result.status in told[key]
-        if attempt.result is not None and attempt.result.status == Status.OK:
-            assert full.attempts[key].result.status == Status.OK
+        assert attempt.ok is None or full.attempts[key].ok is not None
+    for name, less in cut.allocations.items():
+        held = full.allocations[name]
+        assert less.start <= held.start
+        assert set(less.ends) <= set(held.ends)
+        assert set(less.agents) <= set(held.agents)
+        assert (less.job is None) or (held.job is not None)
+        assert bool(less.preflight) <= bool(held.preflight)
 
 
 @given(files=journals(most_writers=1), data=st.data())
-def test_a_torn_last_line_equals_the_journal_without_it(files, data):
+def test_a_torn_last_line_is_read_once_it_is_whole(files, data):
     *whole, last = files[0] or [written(Cancel(generation=1))]
     line, warnings = encode(last), []
     torn = line[: data.draw(st.integers(0, len(line) - 1))]
-    assert fold(read([text(whole) + torn], warnings.append)) == fold(whole)
-    assert warnings == []
-
-
-def test_a_torn_last_line_is_read_once_it_is_whole(tmp_path):
-    line, reader = encode(written(Cancel(generation=1))), JournalReader(tmp_path)
-    for content, events in ((line[:20], []), (line, [Cancel(generation=1)]), (line, [])):
-        (tmp_path / "w.jsonl").write_bytes(content)
-        assert [found.event for found in reader.poll()] == events
+    with tempfile.TemporaryDirectory() as folder:
+        reader = JournalReader(Path(folder), warnings.append)
+        for content, new in ((text(whole) + torn, whole), (text(whole) + line, [last])):
+            (Path(folder) / "w.jsonl").write_bytes(content)
+            assert [*reader.poll()] == new
+        assert [*reader.poll()] == warnings == []
 
 
 JOB = Start(job_id="57_0", restart=1)
-RUN = Claimed(**NAME, allocation="n1", job=JOB, spec={"nodes": 1}, predicted={"x": 1})
+RUN = events.Claimed(**NAME, allocation="n1", job=JOB, spec={"nodes": 1}, predicted={"x": 1})
 EVERY_EVENT = [
-    RUN, Started(**NAME, allocation="n1", scratch="/a"), Phase(**NAME, name="init", at=1.0),
+    RUN, events.Started(**NAME, allocation="n1", scratch="/a"), events.Phase(**NAME, name="init", at=1.0),
     ended("crash"), ended("ok"),
-    AllocationPlanned(allocation="n1", nodes=1, limit_s=1.0, tasks=(KEY,), control="aaaa", by={"user": "ann"}),
-    Submitting(allocation="n1", token="t"), Submitted(allocation="n1", job={"pid": 1}),
-    Adopted(allocation="n1", job={"pid": 1}), Preflight(allocation="n1", found={"probe": {}}),
-    AllocationStarted(allocation="n1", agent=LeadingAgent(host="gpu01", job=JOB)),
-    AllocationEnded(allocation="n1", reason="all tasks done", job=JOB, elapsed_s=1.0, held_s=3.0),
-    Launched(generation=1, config={}, retry=(KEY,)), Pause(generation=1), Cancel(generation=1),
+    events.AllocationPlanned(allocation="n1", nodes=1, limit_s=1.0, tasks=(KEY,), control="aaaa", by={"user": "ann"}),
+    events.Submitting(allocation="n1", token="t"), events.Submitted(allocation="n1", job={"pid": 1}),
+    events.Adopted(allocation="n1", job={"pid": 1}), events.Preflight(allocation="n1", found={"probe": {}}),
+    events.AllocationStarted(allocation="n1", agent=events.LeadingAgent(host="gpu01", job=JOB)),
+    events.AllocationEnded(allocation="n1", reason="all tasks done", job=JOB, elapsed_s=1.0, held_s=3.0),
+    events.Launched(generation=1, config={}, retry=(KEY,)), Pause(generation=1), Cancel(generation=1),
 ]  # fmt: skip
 JUNK = [
     None, "x", -1, 0.5, [], [1], [[1]], {}, {"status": "fine"}, True, "7" * 40, float("nan"), float("inf"),
@@ -190,44 +175,41 @@ def test_what_later_versions_write():
 )  # fmt: skip
 def test_who_is_believed(stronger, weaker):
     """Whoever writes first, and whatever the clocks say."""
-    for events in ([ended(*stronger), ended(*weaker)], [ended(*weaker), ended(*stronger)]):
-        for times in ((1.0, 9e9), (9e9, 1.0)):
-            lines = [
-                written(e, writer=f"w{n}", time=t) for n, (e, t) in enumerate(zip(events, times, strict=True))
-            ]
-            assert fold(lines).attempts[KEY].result.status == stronger[0]
+    for said in ((stronger, weaker), (weaker, stronger)):
+        lines = [written(ended(*words), writer=f"w{n}", time=float(n)) for n, words in enumerate(said)]
+        assert fold(lines).attempts[KEY].result.status == stronger[0]
 
 
-def config(generation, **values):
-    return Launched(generation=generation, config={}, **values)
+def launched(generation, *retry):
+    return events.Launched(generation=generation, config={}, retry=retry)
 
 
-@pytest.mark.parametrize(
-    ("config_at", "cancel_at", "cancelled"), [(1, 2, True), (2, 1, False), (5, 4, False), (3, 3, True)]
-)
-def test_a_later_launch_lifts_a_cancel_an_earlier_does_not(config_at, cancel_at, cancelled):
-    state = folded(Cancel(generation=cancel_at), config(config_at))
-    assert (state.cancelled, state.generation) == (cancelled, max(config_at, cancel_at))
+RESUMED = Pause(generation=2, on=False)
 
 
-def test_a_launch_does_not_lift_a_pause():
-    assert folded(Pause(generation=1), config(2)).paused
-    assert not folded(Pause(generation=1), config(1), Pause(generation=2, on=False)).paused
-    assert folded(Pause(generation=1, on=False), Pause(generation=1)).paused
+@pytest.mark.parametrize(("said", "paused", "cancelled"), [
+    ((launched(1), Cancel(generation=2)), False, True),
+    ((launched(2), Cancel(generation=1)), False, False),
+    ((launched(3), Cancel(generation=3)), False, True),
+    ((Pause(generation=1), launched(2)), True, False),
+    ((Pause(generation=1), launched(1), RESUMED), False, False),
+    ((Pause(generation=2), RESUMED), True, False),
+])  # fmt: skip
+def test_a_later_launch_lifts_a_cancel_and_no_pause(said, paused, cancelled):
+    state = folded(*said)
+    assert (state.paused, state.cancelled) == (paused, cancelled)
+    assert state.generation == max(event.generation for event in said)
 
 
 def test_the_latest_launch_counts_and_every_retry_is_remembered():
     other = AttemptKey("bbbb", 1, 2)
-    state = folded(config(3, retry=(other,)), config(1, retry=(KEY,)), config(2))
+    state = folded(launched(3, other), launched(1, KEY), launched(2))
     assert (state.launched.generation, state.retried) == (3, {KEY, other})
 
 
 def test_what_an_attempt_says_of_itself():
-    said = (
-        RUN, Started(**NAME, allocation="n1", scratch="/node"), *(
-            Phase(**NAME, name=n) for n in ("warmup", "measure")
-        ),
-    )  # fmt: skip
+    phases = (events.Phase(**NAME, name=name) for name in ("warmup", "measure"))
+    said = (RUN, events.Started(**NAME, allocation="n1", scratch="/node"), *phases)
     attempt = fold(written(event, seq=n, time=7.0) for n, event in enumerate(said)).attempts[KEY]
     assert (attempt.allocation, attempt.spec, attempt.predicted) == ("n1", {"nodes": 1}, {"x": 1})
     assert (attempt.started, attempt.scratch, attempt.phase) == (True, "/node", "measure")
@@ -235,6 +217,120 @@ def test_what_an_attempt_says_of_itself():
 
 
 def test_the_ok_attempt_stands_for_its_repeat():
-    events = [ended(s, name={**NAME, "attempt": n}) for n, s in enumerate(("hang", "ok", "crash"))]
-    assert final_attempts(folded(*events))["aaaa", 0].key.attempt == 1
-    assert final_attempts(folded(events[0], events[2]))["aaaa", 0].key.attempt == 2
+    hang, ok, crash = (ended(s, name={**NAME, "attempt": n}) for n, s in enumerate(("hang", "ok", "crash")))
+    assert final_attempts(folded(hang, ok, crash))["aaaa", 0].key.attempt == 1
+    assert final_attempts(folded(hang, crash))["aaaa", 0].key.attempt == 2
+
+
+# allocations
+
+
+def start(restart, job_id="57_0"):
+    agent = events.LeadingAgent(host="gpu01", job=Start(job_id=job_id, restart=restart))
+    return events.AllocationStarted(allocation="n1", agent=agent)
+
+
+def end(restart, reason="all tasks done", elapsed_s=None, *, source="agent", job_id="57_0", **more):
+    job = Start(job_id=job_id, restart=restart)
+    return events.AllocationEnded(
+        allocation="n1", source=source, job=job, reason=reason, elapsed_s=elapsed_s, **more
+    )
+
+
+def gone(restart, reason, elapsed_s=None, **more):
+    return end(restart, reason, elapsed_s, source="launcher", **more)
+
+
+def held(restart, held_s):
+    return end(restart, "its nodes are free", source="slurm", held_s=held_s)
+
+
+def planned(limit_s=600.0, **more):
+    return events.AllocationPlanned(allocation="n1", nodes=1, limit_s=limit_s, tasks=(KEY,), **more)
+
+
+def held_of(*said):
+    """The allocation of these events, the same in whatever order they are read and whoever wrote them."""
+    orders = [*permutations(said)] if len(said) < 6 else [said, said[::-1]]
+    found = [
+        fold(written(e, writer=f"w{n}") for n, e in enumerate(order)).allocations["n1"] for order in orders
+    ]
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+ENDS = {
+    "a start that has not ended lives": ([start(0)], None),
+    "what was planned may live": ([planned()], None),
+    "a start that is over": ([start(0), gone(0, "preempted")], "preempted"),
+    "a requeued job lives again": ([start(0), gone(0, "preempted"), start(1)], None),
+    "and ends again": ([start(0), gone(0, "preempted"), start(1), end(1, "done")], "done"),
+    "a late word on an earlier start": ([start(1), gone(0, "vanished")], None),
+    "restarts are numbers, not words": ([start(2), start(10), end(2)], None),
+    # It was submitted twice, since an answer got lost: the other job runs nothing, and ends when it likes.
+    "a second job": ([start(0), end(0, job_id="61_0")], None),
+    "a second job that others report": ([start(0), gone(0, "CANCELLED", job_id="61_0")], None),
+    "the first of two jobs": ([start(0), gone(0, "CANCELLED", job_id="61_0"), end(0, "done")], "done"),
+    "restarts of a second job are its own": ([start(0), end(1, job_id="61_0")], None),
+    "local processes have no job": ([start(1), end(1, "done", job_id="")], "done"),
+    "of an earlier start without a job": ([start(1), end(0, job_id="")], None),
+    "its own end comes first": ([start(0), end(0, "another", job_id=""), end(0, "done")], "done"),
+    "before agents have started any end ends it": ([planned(), gone(0, "unknown", job_id="")], "unknown"),
+    "and agents are believed": (
+        [planned(), gone(0, "unknown", job_id=""), end(3, "no time left")],
+        "no time left",
+    ),
+    "agents are believed about their end": ([end(0, "no time left"), gone(0, "unknown")], "no time left"),
+    "the batch system is not asked for a reason": ([start(0), end(0, "done"), held(0, 1.0)], "done"),
+}
+
+
+@pytest.mark.parametrize(("said", "reason"), ENDS.values(), ids=ENDS)
+def test_the_end_of_the_latest_start_of_its_job_ends_an_allocation(said, reason):
+    assert held_of(*said).ended == reason
+
+
+UNTIMED = gone(0, "vanished")
+
+
+@pytest.mark.parametrize(("said", "held_s", "timed"), [
+    ([start(0)], 0.0, False),
+    ([start(0), gone(0, "preempted", 10.0), start(1), end(1, "done", 5.0)], 15.0, False),
+    ([end(0, "no time left", 7.0), gone(0, "unknown")], 7.0, False),
+    # The batch system counts the setup before the agents and the clean-up after them, and launchers may have
+    # looked before the last node was free, so the longest time counts.
+    ([start(0), end(0, "done", 100.0), held(0, 120.0), held(0, 130.0), held(0, None)], 130.0, True),
+    ([start(0), *(held(0, s) for s in (120.0, 130.0, 90.0)), end(0, "done", 100.0), held(1, 5.0)], 135.0, True),
+    # A budget must hold: what nodes were held for unseen counts as all that it may have been.
+    ([planned(), UNTIMED], 0.0, False),
+    ([planned(), gone(0, "vanished", 0.0)], 0.0, False),
+    ([planned(), start(0), UNTIMED], 600.0, False),
+    ([planned(), start(0), gone(0, "vanished", 0.0)], 0.0, False),
+    ([planned(), start(0), gone(0, "vanished", 12.5)], 12.5, False),
+    ([planned(), start(0), UNTIMED, held(0, 45.0)], 45.0, True),
+])  # fmt: skip
+def test_nodes_were_held_as_long_as_the_batch_system_or_else_the_agents_say(said, held_s, timed):
+    """For an end that nobody timed, it is the limit once agents had started."""
+    found = held_of(*said)
+    assert (found.held_s, found.timed) == (held_s, timed)
+
+
+def test_what_an_allocation_says_of_itself():
+    by = {"user": "ann", "cluster": "big", "host": "login1"}
+    submitted = events.Submitted(allocation="n1", job={"pid": 7})
+    said = [events.Submitting(allocation="n1"), submitted, planned(60.0, by=by)]
+    found = fold(written(event, seq=n) for n, event in enumerate(said)).allocations["n1"]
+    assert (found.nodes, found.limit_s, found.tasks, found.by) == (1, 60.0, (KEY,), by)
+    assert (found.submission, found.job, found.ended, found.control) == (("w", 0), {"pid": 7}, None, None)
+    assert held_of(planned(control="aaaa")).control == "aaaa"
+    told = held_of(start(0), start(1), end(0), end(1, avoid=("gpu01",)), gone(1, "vanished"))
+    assert (told.start, len(told.agents)) == (Start(job_id="57_0", restart=1), 2)
+    assert (set(told.ends), told.end.source) == ({Start(job_id="57_0"), told.start}, "agent")
+    assert told.end.avoid == ("gpu01",)
+
+
+def test_the_preflight_of_the_latest_start_counts():
+    first, second = (
+        events.Preflight(allocation="n1", restart=n, found={"nodes": [{"host": f"gpu{n}"}]}) for n in range(2)
+    )
+    assert held_of(first, second).preflight == {"nodes": [{"host": "gpu1"}]}
