@@ -1,7 +1,5 @@
 """Sweeps made by hand, for tests of the analysis."""
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from ultrabench.analysis.collect import collect
@@ -16,13 +14,15 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalWriter
 from ultrabench.store.sweep_json import SweepJson, write_sweep_json
 from ultrabench.sweep.config.load import read_hardware
+from ultrabench.sweep.plan import Candidate
+from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.predict.predict import Prediction
 
 TINY = ModelShape(
     name="tiny", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
     intermediate_size=128, vocab_size=256, tie_word_embeddings=False,
 )  # fmt: skip
 GPUS = read_hardware({"name": "h100x8", "gpu": "H100-SXM"})
-LAPTOP = read_hardware({"name": "laptop", "gpu": "cpu"})
 LAYOUTS = tuple(Layout(dp=8, zero_stage=z, mbs=m, gas=16 // m) for z in (0, 1) for m in (1, 2, 4, 8))
 OK = RunResult(
     status=Status.OK, step_times_s=(0.3, 0.1, 0.2), hardware_flops_per_step=4e12, duration_s=90.0,
@@ -38,17 +38,15 @@ def spec_of(layout, kernel=None, nodes=1, gpus_per_node=8):
     )  # fmt: skip
 
 
-def candidate(spec, decision="run", rule=None, reason=None):
-    work = {"model": spec.shape.name, "gbs": spec.workload.gbs, "seq_len": spec.workload.seq_len}
-    place = {"nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "gpus": spec.layout.world_size}
-    predicted = {
-        "predicted_step_time_s": 0.5, "predicted_step_time_low_s": 0.5, "predicted_step_time_high_s": 0.5,
-        "predicted_peak_mem_bytes": 1000, "predicted_memory_share": 1.0, "predicted_duration_s": 45.0,
-        "predicted_limited_by": "compute",
-    }  # fmt: skip
-    price = {"predicted_gpu_hours": 0.1, "p_oom": 0.25}
-    told = {"run_id": spec.run_id, "decision": decision, "rule": rule, "reason": reason}
-    return to_dict(spec.layout) | work | place | predicted | price | told
+PREDICTED = Prediction(
+    step_time_s=0.5, step_time_low_s=0.5, step_time_high_s=0.5, peak_mem_bytes=1000, memory_share=1.0, p_oom=0.25,
+    limited_by="compute", duration_s=45.0,
+)  # fmt: skip
+
+
+def candidate(spec, rule=None, reason=None):
+    told = {"rule": rule, "reason": reason, "predicted": PREDICTED, "flops_formula": "palm"}
+    return Candidate(run_id=spec.run_id, spec=spec, **told)
 
 
 def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", kernel=None):
@@ -61,7 +59,7 @@ def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", ker
         **(peak or {}),
     )  # fmt: skip
     write_sweep_json(folder, content)
-    pq.write_table(pa.Table.from_pylist([{"order": i} | c for i, c in enumerate(candidates)]), folder.plan)
+    write_plan(candidates, folder.plan)
     return folder
 
 
@@ -80,10 +78,10 @@ def rows_of(*folders, warn=lambda message: pytest.fail(message)):
 SPECS = tuple(spec_of(layout) for layout in LAYOUTS)
 
 
-def swept(path, *results):
-    """A sweep of SPECS whose first runs were claimed and ended like this; None: not ended. With its journal's writer."""
-    folder = make_sweep(path / "s", [candidate(spec) for spec in SPECS])
+def swept(path, *results, specs=SPECS):
+    """A sweep of specs whose first runs were claimed and ended like this; None: not ended. With its journal's writer."""
+    folder = make_sweep(path / "s", [candidate(spec) for spec in specs])
     writer = JournalWriter(folder.journal, "agent")
-    for spec, result in zip(SPECS, results, strict=False):
+    for spec, result in zip(specs, results, strict=False):
         claim(writer, spec, result=result)
     return folder, writer

@@ -1,36 +1,28 @@
-import json
 import random
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from tests.unit.analysis.sweeps import (
-    LAPTOP,
-    LAYOUTS,
-    OK,
-    SPECS,
-    TINY,
-    candidate,
-    claim,
-    make_sweep,
-    rows_of,
-    spec_of,
-    swept,
-)
+from tests.unit.analysis.sweeps import OK, SPECS, TINY, candidate, claim, make_sweep, rows_of, spec_of, swept
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import Launched, Result, Submitted
 from ultrabench.store.journal import JournalWriter
+from ultrabench.sweep.config.load import read_hardware
+from ultrabench.sweep.plan import PRUNED
+
+
+def values(row, expected):
+    """What a row holds in the columns that are expected."""
+    return {name: row[name] for name in expected}
 
 
 def test_speed_and_mfu_by_hand(tmp_path):
-    folder = make_sweep(tmp_path / "s", [candidate(SPECS[0])])
-    writer = JournalWriter(folder.journal, "agent")
-    job = {"job_id": 4711, "host": "login"}
-    writer.write(Submitted(allocation="a0", job=job))
+    folder, writer = swept(tmp_path, specs=SPECS[:1])
+    writer.write(Submitted(allocation="a0", job={"job_id": 4711, "host": "login"}))
     claim(writer, SPECS[0], result=OK)
     (row,) = rows_of(folder)
     # 16,384 tokens in 0.2 s on 8 GPUs. A layer multiplies by 4*64*64 + 3*64*128 = 40,960
@@ -42,17 +34,41 @@ def test_speed_and_mfu_by_hand(tmp_path):
         "peak_flops_per_s": 989e12, "gpu_hours": 90 * 8 / 3600, "num_params": TINY.num_params,
         "predicted_step_time_s": 0.4, "predicted_peak_mem_bytes": 2000,
     }  # fmt: skip
-    assert {name: row[name] for name in expected} == pytest.approx(expected)
-    words = {"flops_formula": "palm", "job_id": "4711", "git_commit": "abc", "kernel_digest": "digest"}
-    assert {name: row[name] for name in words} == words
-    assert (row["step_times_s"], row["step_time_ci95_rel"]) == ([0.3, 0.1, 0.2], None)
+    assert values(row, expected) == pytest.approx(expected)
+    exact = {
+        "flops_formula": "palm", "job_id": "4711", "git_commit": "abc", "kernel_digest": "digest",
+        "step_times_s": [0.3, 0.1, 0.2], "step_time_ci95_rel": None,
+    }  # fmt: skip
+    assert values(row, exact) == exact
     assert row["started_at"].isoformat() == "1970-01-01T00:00:00+00:00"
     # The formula of the latest launch counts: Megatron's halves the attention.
-    launch = Launched(generation=1, config={"measure": {"flops_formula": "megatron"}})
-    JournalWriter(folder.journal, "launcher").write(launch)
+    writer.write(Launched(generation=1, config={"measure": {"flops_formula": "megatron"}}))
     (row,) = rows_of(folder)
     halved = (6 * 98_304 + 6 * 2 * 64 * 128) * 10_240
     assert (row["flops_formula"], row["mfu"]) == ("megatron", pytest.approx(halved / 989e12))
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (OK, {"status": "ok", "attempt": 0, "evidence": None, "throttled": None, "suspect": None}),
+        (replace(OK, sm_clock_hz=1.9e9), {"sm_clock_hz": 1.9e9, "throttled": False}),
+        (replace(OK, sm_clock_hz=1.4e9, throttled="thermal"), {"sm_clock_hz": 1.4e9, "throttled": True}),
+        (replace(OK, status=Status.INVALID, reason="loss is NaN"), {
+            "status": "invalid", "gpu_hours": 0.2, "step_time_s": None, "mfu": None, "step_times_s": None,
+            "flops_formula": None}),
+        (None, {"status": None, "attempt": 0, "step_time_s": None, "mfu": None, "gpu_hours": None}),
+        (RunResult(status=Status.CRASH, evidence={"ranks": [{"rank": 1, "code": 3}]}),
+         {"status": "crash", "mfu": None, "evidence": '{"ranks": [{"code": 3, "rank": 1}]}'}),
+        (replace(OK, step_times_s=(1e-9,), rank_step_times_s={"0": 1.0, "7": 2.0}, suspect_hosts=("n1",)), {
+            "status": "ok", "suspect_hosts": ["n1"], "confirmed": None,
+            "suspect": "rank 7 took 2.00 x the step time of rank 0; "
+                       "mfu 1628.53 is above 1: steps or peak are measured wrongly"}),
+    ],
+    ids=["ok", "clock", "throttled", "invalid", "running", "crash", "in doubt"],
+)  # fmt: skip
+def test_the_row_of_an_attempt_tells_its_result(tmp_path, result, expected):
+    assert values(rows_of(swept(tmp_path, result)[0])[0], expected) == expected
 
 
 def test_layers_with_a_split_backward_pass_are_never_compiled(tmp_path):
@@ -67,57 +83,39 @@ def test_layers_with_a_split_backward_pass_are_never_compiled(tmp_path):
 def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, core_rate):
     spec = spec_of(Layout(dp=4, gas=4), KernelConfig(name="embedded"), nodes=2, gpus_per_node=2)
     peak = {"core_flops_per_s": core_rate, "cores": 2}
-    folder = make_sweep(tmp_path / "s", [candidate(spec)], LAPTOP, peak, precision="fp32")
+    laptop = read_hardware({"name": "laptop", "gpu": "cpu"})
+    folder = make_sweep(tmp_path / "s", [candidate(spec)], laptop, peak, precision="fp32")
     claim(JournalWriter(folder.journal, "agent"), spec, result=replace(OK, hardware_flops_per_step=None))
     (row,) = rows_of(folder)
     assert (row["tokens_per_s"] is not None, row["hfu"]) == (True, None)
-    if core_rate:
-        assert (row["peak_flops_per_s"], row["peak_source"]) == (1e9 * 2 / 4, "measured")
-        assert row["mfu"] == pytest.approx(row["model_flops_per_s_per_gpu"] / 5e8)
-    else:
-        assert row["mfu"] is row["peak_flops_per_s"] is row["peak_source"] is None
+    told = row["peak_flops_per_s"], row["peak_source"], row["mfu"]
+    mfu = pytest.approx(row["model_flops_per_s_per_gpu"] / 5e8)
+    assert told == ((1e9 * 2 / 4, "measured", mfu) if core_rate else (None, None, None))
 
 
 def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path):
-    plan = [
-        candidate(SPECS[0]),
-        candidate(SPECS[1], "rejected", "tp_heads", "tp=3 does not divide heads=32"),
-        candidate(SPECS[2], "skipped", None, "predicted 112 GiB of 80"),
-    ]
+    why = [(None, None), ("tp_heads", "tp=3 does not divide heads=32"), (PRUNED, "predicted 112 GiB of 80")]
+    plan = [candidate(spec, *held) for spec, held in zip(SPECS, why, strict=False)]
     rows = rows_of(make_sweep(tmp_path / "s", plan))
-    assert [(row["status"], row["rule"], row["reason"]) for row in rows] == [
-        (None, None, None),
-        ("rejected", "tp_heads", "tp=3 does not divide heads=32"),
-        ("skipped", None, "predicted 112 GiB of 80"),
-    ]
-    for row in rows:
-        assert row["is_final"]
-        assert (row["predicted_step_time_s"], row["num_params"]) == (0.5, TINY.num_params)
-        for name in ("repeat", "attempt", "mfu", "step_times_s", "gpu_hours", "hostnames", "env_id",
-                     "num_steps_measured", "peak_mem_reserved_bytes", "throttled"):  # fmt: skip
-            assert row[name] is None, name
+    assert [row["status"] for row in rows] == [None, "rejected", "skipped"]
+    assert [(row["rule"], row["reason"]) for row in rows] == why
+    told = {"is_final": True, "predicted_step_time_s": 0.5, "num_params": TINY.num_params}
+    told |= dict.fromkeys(
+        ("repeat", "attempt", "mfu", "step_times_s", "gpu_hours", "hostnames", "env_id", "num_steps_measured",
+         "peak_mem_reserved_bytes", "throttled")
+    )  # fmt: skip
+    assert [values(row, told) for row in rows] == [told] * 3
 
 
 def test_what_another_run_dominates_is_skipped_and_says_by_whom(tmp_path):
     small, large = (spec_of(Layout(dp=8, zero_stage=1, mbs=m, gas=16 // m)) for m in (1, 2))
-    folder = make_sweep(tmp_path / "s", [candidate(small), candidate(large)])
-    writer = JournalWriter(folder.journal, "agent")
+    folder, writer = swept(tmp_path, specs=(small, large))
     for attempt in range(2):
         claim(writer, small, attempt=attempt, result=RunResult(status=Status.OOM, confirmed=True))
     row = rows_of(folder)[-1]
     assert (row["run_id"], row["status"], row["attempt"]) == (large.run_id, "skipped", None)
     assert row["dominated_by"] == small.run_id
     assert row["reason"].startswith(f"dominated by {small.run_id}")
-
-
-def test_only_ok_attempts_have_speeds(tmp_path):
-    invalid = replace(OK, status=Status.INVALID, reason="loss is NaN")
-    rows = rows_of(swept(tmp_path, invalid, RunResult(status=Status.OOM), None)[0])[:3]
-    assert [row["status"] for row in rows] == ["invalid", "oom", None]
-    assert rows[0]["gpu_hours"] is not None
-    for row in rows:
-        assert row["attempt"] == 0
-        assert row["step_time_s"] is row["mfu"] is row["step_times_s"] is row["flops_formula"] is None
 
 
 def test_an_outlying_loss_is_an_invalid_row_that_keeps_its_numbers(tmp_path):
@@ -130,28 +128,10 @@ def test_an_outlying_loss_is_an_invalid_row_that_keeps_its_numbers(tmp_path):
     assert [(r["status"], r["is_final"]) for r in rows_of(folder)[3:5]] == [("invalid", False), ("ok", True)]
 
 
-def test_what_is_in_doubt_is_told_with_all_its_reasons(tmp_path):
-    odd = replace(OK, step_times_s=(1e-9,), rank_step_times_s={"0": 1.0, "7": 2.0}, suspect_hosts=("n1",))
-    row = rows_of(swept(tmp_path, odd)[0])[0]
-    first, second = row["suspect"].split("; ")
-    assert first == "rank 7 took 2.00 x the step time of rank 0"
-    assert second.startswith("mfu ")
-    assert (row["status"], row["suspect_hosts"], row["confirmed"]) == ("ok", ["n1"], None)
-
-
-@pytest.mark.parametrize(
-    ("clock", "reasons", "throttled"), [(None, None, None), (1.9e9, None, False), (1.4e9, "thermal", True)]
-)
-def test_throttling_is_unknown_where_nobody_looked(tmp_path, clock, reasons, throttled):
-    row = rows_of(swept(tmp_path, replace(OK, sm_clock_hz=clock, throttled=reasons))[0])[0]
-    assert (row["sm_clock_hz"], row["throttled"]) == (clock, throttled)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, seed):
     choose = random.Random(seed)
-    planned = {spec.run_id for spec in SPECS[:6]}
-    folder = make_sweep(tmp_path / "s", [candidate(spec) for spec in SPECS[:6]])
+    folder, _ = swept(tmp_path, specs=SPECS[:6])
     writers = [JournalWriter(folder.journal, "agent") for _ in range(3)]
     attempts = Counter()
     for spec in SPECS:
@@ -162,7 +142,7 @@ def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, seed):
                 attempts[spec.run_id] += 1
     rows = rows_of(folder)
     assert rows == rows_of(folder)
-    assert Counter(row["run_id"] for row in rows) == Counter(dict.fromkeys(planned, 1)) | attempts
+    assert Counter(row["run_id"] for row in rows) == Counter(spec.run_id for spec in SPECS[:6]) | attempts
     finals = {(row["run_id"], row["repeat"]): row for row in rows if row["is_final"]}
     assert len(finals) == sum(row["is_final"] for row in rows)
     for row in rows:
@@ -171,9 +151,9 @@ def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, seed):
 
 
 def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path):
-    folder = make_sweep(tmp_path / "s", [candidate(SPECS[0])])
+    folder, writer = swept(tmp_path, specs=SPECS[:1])
     other = replace(SPECS[1], shape=replace(TINY, name="other", num_hidden_layers=3))
-    claim(JournalWriter(folder.journal, "agent"), other, result=OK)
+    claim(writer, other, result=OK)
     row = rows_of(folder)[1]
     assert (row["run_id"], row["model"], row["num_hidden_layers"]) == (other.run_id, "other", 3)
     assert (row["dp"], row["mbs"], row["precision"], row["gpus"]) == (8, 2, "bf16", 8)
@@ -181,17 +161,15 @@ def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path):
 
 
 def test_models_that_a_later_launch_added_are_known(tmp_path):
-    added = replace(spec_of(LAYOUTS[0]), shape=replace(TINY, name="added", vocab_size=512))
-    folder = make_sweep(tmp_path / "s", [candidate(added)])
+    added = replace(SPECS[0], shape=replace(TINY, name="added", vocab_size=512))
+    folder, writer = swept(tmp_path, specs=[added])
     assert rows_of(folder)[0]["num_params"] is None
-    writer = JournalWriter(folder.journal, "launcher")
     writer.write(Launched(generation=1, config={"models": [to_dict(added.shape)]}))
     assert rows_of(folder)[0]["num_params"] == added.shape.num_params
 
 
 def test_a_lost_claim_loses_no_result(tmp_path):
-    folder = make_sweep(tmp_path / "s", [candidate(SPECS[0])])
-    writer = JournalWriter(folder.journal, "agent")
+    folder, writer = swept(tmp_path, specs=SPECS[:1])
     for run_id in (SPECS[0].run_id, "f" * 16):
         writer.write(Result(run_id=run_id, repeat=0, attempt=0, result=OK))
     told = []
@@ -201,8 +179,12 @@ def test_a_lost_claim_loses_no_result(tmp_path):
     assert len(told) == 1
 
 
-def test_a_failure_has_its_evidence_as_json(tmp_path):
-    ended = RunResult(status=Status.CRASH, reason="boom", evidence={"ranks": [{"rank": 1, "code": 3}]})
-    failed, ok = rows_of(swept(tmp_path, ended, OK)[0])[:2]
-    assert json.loads(failed["evidence"]) == ended.evidence
-    assert ok["evidence"] is None
+def test_a_lost_plan_is_told_and_several_sweeps_follow_each_other(tmp_path):
+    one, two = (make_sweep(tmp_path / name, [candidate(SPECS[n])]) for n, name in enumerate(("one", "two")))
+    assert [(row["sweep"], row["run_id"]) for row in rows_of(two, one)] == [
+        ("two", SPECS[1].run_id), ("one", SPECS[0].run_id),
+    ]  # fmt: skip
+    two.plan.unlink()
+    told = []
+    assert [row["sweep"] for row in rows_of(two, one, warn=told.append)] == ["one"]
+    assert told == ["two: no plan.parquet; candidates that were never attempted are missing"]
