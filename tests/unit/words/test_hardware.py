@@ -39,27 +39,24 @@ def hardware_of(name):
     return read_hardware({"name": name, **read_yaml(files("hardware")[name])})
 
 
-@pytest.mark.parametrize("name", files("hardware"))
-def test_every_file_is_hardware_with_a_source(name):
-    hardware = hardware_of(name)
-    assert hardware.source.startswith("https://") or hardware.device == "cpu"
-    assert (hardware.device == "cpu") == (hardware.architecture is None)
-    assert hardware.device == "cpu" or hardware.peak_flops_per_s["bf16"] > hardware.peak_flops_per_s["fp32"]
+# Name of a file -> dense bf16 FLOPs/s, GiB and link bytes/s of the data sheet.
+DATA_SHEETS = {
+    "h100x8": (989e12, 80, 450e9), "h100-pcie-x8": (756e12, 80, 64e9), "h100-nvl-x8": (835e12, 87.5, 64e9),
+    "h200x8": (989e12, 131.3, 450e9), "a100-80x8": (312e12, 80, 300e9), "a100-40x8": (312e12, 37.3, 300e9),
+    "b200x8": (2.25e15, 167.6, 900e9), "gb200x4": (2.5e15, 173.2, 900e9), "l40s-x8": (362.05e12, 44.7, 32e9),
+    "mi300x-x8": (1307.4e12, 192, 448e9),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16", "gib", "link"),
-    [
-        ("h100x8", 989e12, 80, 450e9), ("h100-pcie-x8", 756e12, 80, 64e9), ("h100-nvl-x8", 835e12, 87.5, 64e9),
-        ("h200x8", 989e12, 131.3, 450e9), ("a100-80x8", 312e12, 80, 300e9), ("a100-40x8", 312e12, 37.3, 300e9),
-        ("b200x8", 2.25e15, 167.6, 900e9), ("gb200x4", 2.5e15, 173.2, 900e9), ("l40s-x8", 362.05e12, 44.7, 32e9),
-        ("mi300x-x8", 1307.4e12, 192, 448e9),
-    ],
-)  # fmt: skip
-def test_rates_are_the_dense_ones_of_the_data_sheets(name, bf16, gib, link):
+@pytest.mark.parametrize("name", [name for name in files("hardware") if name != "cpu"])
+def test_every_file_of_a_gpu_has_a_source_and_the_dense_rates_of_the_data_sheet(name):
     hardware = hardware_of(name)
-    assert (hardware.peak_flops_per_s["bf16"], hardware.link_bytes_per_s) == (bf16, link)
-    assert hardware.mem_bytes / 2**30 == pytest.approx(gib, abs=0.05)
+    assert hardware.source.startswith("https://")
+    assert hardware.architecture
+    rates = hardware.peak_flops_per_s
+    assert (rates["bf16"], hardware.link_bytes_per_s) == DATA_SHEETS[name][::2]
+    assert rates["bf16"] > rates["fp32"]
+    assert hardware.mem_bytes / 2**30 == pytest.approx(DATA_SHEETS[name][1], abs=0.05)
 
 
 def test_no_two_files_hold_the_rates_of_one_gpu():
@@ -102,8 +99,6 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
         (("[ACME Toaster 9000]", "[]"), "lacks values of peak_flops_per_s or reported_as"),
         (("mem_bytes: 24000000000\n", ""), "hardware lacks mem_bytes"),
         (("mem_bytes: 24000000000", "mem_bytes: 24GB"), "hardware.mem_bytes='24GB' is no whole number of bytes"),
-        (("1.0e14", "-1"), "hardware.peak_flops_per_s.bf16=-1.0; must be 1e9 to 1e18"),
-        (("3.2e10", ".inf"), "hardware.link_bytes_per_s=inf; must be 1e8 to 1e14"),
         (("3.2e10", "450"), "link_bytes_per_s=450.0; must be 1e8 to 1e14 bytes per second, such as 4.5e11"),
         (("node_link_bytes_per_s: 1.0e10", "node_link_bytes_per_s: 50"), "node_link_bytes_per_s=50.0; must be 1e8"),
         (("1.0e12", "4.0"), "hbm_bytes_per_s=4.0; must be 1e9 to 1e15 bytes per second"),

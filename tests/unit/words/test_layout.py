@@ -1,11 +1,8 @@
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 
 from tests.configs import refused
-from tests.strategies import layouts, powers
-from ultrabench.errors import ConfigError
+from tests.strategies import layouts
 from ultrabench.layout import Layout, default_schedule
 
 
@@ -14,42 +11,19 @@ def test_ranks_and_coordinates_are_a_bijection(layout):
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert len(set(places)) == layout.world_size
     assert [layout.rank(at) for at in places] == list(range(layout.world_size))
-    for at in places:
-        assert 0 <= at.pp < layout.pp
-        assert 0 <= at.dp < layout.dp
-        assert 0 <= at.cp < layout.cp
-        assert 0 <= at.tp < layout.tp
+    degrees = (layout.pp, layout.dp, layout.cp, layout.tp)
+    assert all(0 <= n < degree for at in places for n, degree in zip(at, degrees, strict=True))
 
 
-@given(layout=layouts(most=4), gpus_per_node=powers(8), tp=powers(8))
-def test_a_tp_group_stays_on_a_node_when_it_fits(layout, gpus_per_node, tp):
-    if tp > gpus_per_node:
-        tp = gpus_per_node
-    layout = replace(layout, tp=tp)
-    nodes_of = {}
-    for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        nodes_of.setdefault((at.pp, at.dp, at.cp), set()).add(rank // gpus_per_node)
-    assert all(len(nodes) == 1 for nodes in nodes_of.values())
+def test_the_order_of_axes_is_pp_dp_cp_tp_so_that_a_tp_group_stays_on_a_node():
+    layout = Layout(dp=2, tp=2, pp=2, cp=2, gas=2, pp_schedule="1f1b")
+    places = [layout.coordinates(rank) for rank in (1, 2, 4, 8)]
+    assert places == [(0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0)]
 
 
-@pytest.mark.parametrize(
-    ("words", "rank", "place"),
-    [
-        ({"pp": 2, "pp_schedule": "1f1b", "gas": 2}, 1, (0, 0, 0, 1)),
-        ({"pp": 2, "pp_schedule": "1f1b", "gas": 2}, 2, (0, 1, 0, 0)),
-        ({"pp": 2, "pp_schedule": "1f1b", "gas": 2}, 4, (1, 0, 0, 0)),
-        ({"cp": 2}, 2, (0, 0, 1, 0)),
-        ({"cp": 2}, 4, (0, 1, 0, 0)),
-    ],
-)
-def test_the_order_of_axes_is_pp_dp_cp_tp(words, rank, place):
-    assert Layout(dp=2, tp=2, **words).coordinates(rank) == place
-
-
-@pytest.mark.parametrize("rank", [-1, 4, 100])
+@pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_outside_has_no_coordinates(rank):
-    with pytest.raises(ConfigError, match=rf"rank={rank}; must be in 0\.\.3"):
+    with refused(f"rank={rank}; must be in 0..3"):
         Layout(dp=4).coordinates(rank)
 
 
@@ -61,15 +35,10 @@ def test_default_schedule(pp, gas, schedule):
     assert default_schedule(pp, gas) == schedule
 
 
-@pytest.mark.parametrize("word", ["dp", "tp", "pp", "cp", "mbs", "gas", "virtual_stages"])
-def test_degrees_are_at_least_one(word):
-    with pytest.raises(ConfigError, match=rf"^{word}=0; must be >= 1$"):
-        Layout(**{"dp": 1, word: 0})
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        *(({name: 0}, f"{name}=0; must be >= 1") for name in ("dp", "tp", "pp", "cp", "mbs", "gas", "virtual_stages")),
         ({"zero_stage": 4}, "zero_stage=4; must be 0, 1, 2 or 3"),
         ({"zero_stage": -1}, "zero_stage=-1; must be 0, 1, 2 or 3"),
         ({"pp_schedule": "gpipe"}, "pp_schedule='gpipe'; must be none, 1f1b, afab, interleaved or zbv"),
@@ -78,7 +47,7 @@ def test_degrees_are_at_least_one(word):
         ({"virtual_stages": 2}, "with pp_schedule=none; must be 1, but for interleaved >= 2 and for zbv 2"),
         ({"pp": 2, "pp_schedule": "zbv", "virtual_stages": 3}, "virtual_stages=3 with pp_schedule=zbv; must"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused_in_one_line(words, line):
     with refused(line):
         Layout(**{"dp": 1, **words})
@@ -88,13 +57,10 @@ def test_what_cannot_be_is_refused_in_one_line(words, line):
     ("layout", "label"),
     [
         (Layout(dp=4, mbs=2, gas=8), "dp4 tp1 pp1 z0 mbs2 gas8"),
-        (
-            Layout(dp=1, tp=2, pp=4, cp=2, zero_stage=1, pp_schedule="afab"),
-            "dp1 tp2 pp4 cp2 z1 mbs1 gas1 afab",
-        ),
+        (Layout(dp=1, tp=2, pp=4, cp=2, zero_stage=1, pp_schedule="afab"), "dp1 tp2 pp4 cp2 z1 mbs1 gas1 afab"),
         (Layout(dp=1, pp=2, gas=2, pp_schedule="1f1b"), "dp1 tp1 pp2 z0 mbs1 gas2"),
         (Layout(dp=1, recompute="every2"), "dp1 tp1 pp1 z0 mbs1 gas1 recompute-every2"),
     ],
-)
+)  # fmt: skip
 def test_label(layout, label):
     assert layout.label() == label
