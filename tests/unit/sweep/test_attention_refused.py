@@ -12,27 +12,35 @@ from ultrabench.sweep.grid import refusal
 from ultrabench.sweep.plan import make_plan
 
 
-@pytest.mark.parametrize(
-    ("asked", "precision", "cp", "device", "reason"),
-    [
-        ("auto", "fp64", 2, "cpu", None), ("flash", "fp32", 2, "cpu", None), ("math", "fp32", 1, "cpu", None),
-        ("auto", "bf16", 2, "cuda", None), ("cudnn", "bf16", 2, "cuda", None), ("auto", "fp32", 1, "cuda", None),
-        ("cudnn", "bf16", 1, "cpu", "attention=cudnn needs an NVIDIA GPU; on CPUs take auto, flash or math"),
-        ("flash3", "bf16", 1, "cpu", "attention=flash3 needs an NVIDIA GPU; on CPUs take auto, flash or math"),
-        ("math", "bf16", 2, "cuda", "attention=math cannot run with cp=2, whose parts it cannot put together"),
-        ("auto", "fp32", 2, "cuda", "cp=2 needs precision=bf16 on GPUs; precision=fp32"),
-        ("flash", "fp64", 1, "cuda", "attention=flash needs precision=bf16 on GPUs; precision=fp64: take auto"),
-    ],
-)  # fmt: skip
-def test_attention_that_a_device_lacks_is_refused(asked, precision, cp, device, reason):
-    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
-    found = refusal(kernel, Layout(dp=1, cp=cp), load_model("tiny"), 64, device)
-    assert found == reason if reason is None else found.startswith(reason)
-
-
 @cache
 def configured(hardware):
     return load_config([f"hardware={hardware}", "model=1B", "sweep.nodes=[1]"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "precision", "cp", "device", "architecture", "reason"),
+    [
+        ("auto", "fp64", 2, "cpu", None, None), ("flash", "fp32", 2, "cpu", None, None), ("math", "fp32", 1, "cpu", None, None),
+        ("auto", "bf16", 2, "cuda", None, None), ("cudnn", "bf16", 2, "cuda", None, None), ("auto", "fp32", 1, "cuda", None, None),
+        ("cudnn", "bf16", 1, "cpu", None, "attention=cudnn needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("flash3", "bf16", 1, "cpu", None, "attention=flash3 needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("math", "bf16", 2, "cuda", None, "attention=math cannot run with cp=2, whose parts it cannot put together"),
+        ("auto", "fp32", 2, "cuda", None, "cp=2 needs precision=bf16 on GPUs; precision=fp32"),
+        ("flash", "fp64", 1, "cuda", None, "attention=flash needs precision=bf16 on GPUs; precision=fp64: take auto"),
+        ("auto", "bf16", 2, "cuda", "sm_90", "take math and cp=1"),
+        ("flash3", "bf16", 2, "cuda", "sm_70", "needs sm_90; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
+        ("auto", "bf16", 2, "cuda", "sm_70", "needs sm_80 to sm_121; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
+    ],
+)  # fmt: skip
+def test_attention_that_a_device_or_a_ring_lacks_is_refused(
+    asked, precision, cp, device, architecture, reason
+):
+    """What an accelerator of unknown architecture has is not checked."""
+    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
+    hardware = replace(configured("h100x8").hardware, architecture=architecture)
+    shape = replace(load_model("tiny"), head_dim=264)
+    found = refusal(kernel, Layout(dp=1, cp=cp), shape, 64, device, hardware)
+    assert found is None if reason is None else reason in found
 
 
 @pytest.mark.parametrize(
@@ -60,16 +68,3 @@ def test_attention_that_an_accelerator_lacks_is_refused_in_the_plan(hardware, as
     told = {c.reason for c in candidates if c.rule == "kernel" and c.reason.startswith("attention=")}
     assert bool(told) == bool(lacking)
     assert all(reason.startswith(f"attention={lacking}") for reason in told)
-
-
-def test_attention_of_hardware_without_an_architecture_is_not_checked_and_math_cannot_go_round_a_ring():
-    h100 = load_config(["hardware=h100x8"]).hardware
-    shape, ring = replace(load_model("tiny"), head_dim=264), Layout(dp=1, cp=2)
-    for architecture, asked, end in (
-        (None, "auto", None), ("sm_90", "auto", "take math and cp=1"),
-        ("sm_70", "flash3", "needs sm_90; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
-        ("sm_70", "auto", "needs sm_80 to sm_121; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
-    ):  # fmt: skip
-        kernel = KernelConfig(name="embedded", attention=asked, precision="bf16")
-        found = refusal(kernel, ring, shape, 64, "cuda", replace(h100, architecture=architecture))
-        assert found is None if end is None else found.endswith(end)
