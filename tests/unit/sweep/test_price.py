@@ -1,4 +1,4 @@
-"""One reckoning of what is left of a sweep, for its plan, the consent and the budget; and its control layouts."""
+"""What is left of a sweep as allocations: their runs, limits and price, and their control layouts."""
 
 import math
 import re
@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.allocations import PLAN, first_allocations, jobs_of, open_sweep, todo_of, told, with_launcher
+from tests.unit.allocations import (
+    CONFIG,
+    PLAN,
+    first_allocations,
+    jobs_of,
+    open_sweep,
+    todo_of,
+    told,
+    with_launcher,
+)
 from ultrabench.errors import ConfigError
 from ultrabench.result import Status
 from ultrabench.store.state import SweepState
@@ -17,38 +26,44 @@ from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.price import (
     ALLOCATION_START_S,
     CONTROL_SHARE,
+    ROUND_S,
+    RUN_LIMIT_FACTOR,
     SAFE_SHARE,
+    START_S,
+    allocation_limit_s,
     controls,
     least_limit_s,
     next_repeat,
     pack,
     price_of,
+    run_limit_s,
     within_limit,
 )
 
 SWEEP = ["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[1,2]", "sweep.strategy=exhaustive"]
 BIG = make_plan(load_config([*SWEEP, "launcher=slurm", "max_p_oom=1"]))
+ONE = [r for r in PLAN.runs if r.nodes == 1]
 
 
 def lasts(todo):
     return todo.candidate.prediction.duration_s
 
 
-def tasks_of(price):
-    return [t for draft in price.jobs for t in draft.attempts]
+def lasting(run, seconds):
+    return replace(run, predicted=replace(run.prediction, duration_s=seconds))
 
 
 def test_the_price_is_that_of_every_task_and_of_every_start():
     price = price_of(BIG)
-    tasks = sum(t.candidate.gpu_hours for t in tasks_of(price))
-    starts = sum(ALLOCATION_START_S["cuda"] * d.nodes * 8 / 3600 for d in price.jobs)
-    assert price.gpu_hours == pytest.approx(tasks + starts)
+    tasks = [t for job in price.jobs for t in job.attempts]
+    starts = sum(ALLOCATION_START_S["cuda"] * job.nodes * 8 / 3600 for job in price.jobs)
+    assert price.gpu_hours == pytest.approx(sum(t.candidate.gpu_hours for t in tasks) + starts)
     parts = [*price.runs.values(), *price.extra.values()]
     assert sum(cost for _, cost in parts) == pytest.approx(price.gpu_hours)
     times = [sorted(run.prediction.step_time_s for run in runs if run.fits) for runs in BIG.cells.values()]
     repeats = 2 * sum(time_s <= 1.05 * known[0] for known in times for time_s in known[:4])
     assert {name: number for name, (number, _) in price.extra.items()} == {
-        "control runs": len(tasks_of(price)) - len(BIG.runs) - repeats,
+        "control runs": len(tasks) - len(BIG.runs) - repeats,
         "repeats of the best": repeats,
         "starts of jobs": len(price.jobs),
     }
@@ -64,16 +79,60 @@ def test_a_launch_submits_what_was_priced():
     assert sum(d.gpu_hours for d in made) == pytest.approx(price.gpu_hours)
 
 
-def test_only_what_is_left_is_priced():
-    state, done = SweepState(), PLAN.runs[:5]
-    for run in done:
+@pytest.mark.parametrize("done", [5, len(PLAN.runs)])
+def test_only_what_is_left_is_priced(done):
+    state = SweepState()
+    for run in PLAN.runs[:done]:
         told(state, run, Status.OK)
     left = price_of(PLAN, state)
-    assert sum(number for number, _ in left.runs.values()) == len(PLAN.runs) - 5
-    assert left.gpu_hours < price_of(PLAN).gpu_hours
-    for run in PLAN.runs:
-        told(state, run, Status.OK)
-    assert price_of(PLAN, state).gpu_hours == 0
+    assert sum(number for number, _ in left.runs.values()) == len(PLAN.runs) - done
+    assert left.gpu_hours < price_of(PLAN).gpu_hours if done == 5 else left.gpu_hours == 0
+
+
+def test_what_does_not_fit_costs_its_start_and_is_not_repeated():
+    large = [c for c in BIG.runs if not c.fits]
+    assert len(large) > 100
+    seconds = sum(20 * c.layout.world_size for c in large)
+    assert sum(c.gpu_hours for c in large) == pytest.approx(seconds / 3600)
+    assert "repeats of the best" not in price_of(replace(BIG, candidates=tuple(large))).extra
+
+
+# how attempts share allocations
+
+
+@given(
+    numbers=st.lists(
+        st.tuples(st.integers(0, len(PLAN.runs) - 1), st.integers(0, 2)), max_size=30, unique=True
+    ),
+    most=st.none() | st.integers(1, 5),
+    minutes=st.floats(0.1, 30),
+)
+def test_pack_loses_nothing_and_keeps_the_order(numbers, most, minutes):
+    items = [todo_of(PLAN.runs[i], repeat) for i, repeat in numbers]
+    groups = pack(items, with_launcher(pack=most, allocation_minutes=minutes))
+    places = [[items.index(t) for t in group] for group in groups]
+    assert sorted(place for at in places for place in at) == list(range(len(items)))
+    assert [at[0] for at in places] == sorted(at[0] for at in places)
+    for group, at in zip(groups, places, strict=True):
+        assert at == sorted(at)
+        assert len({(t.candidate.nodes, t.key.repeat) for t in group}) == 1
+        assert most is None or len(group) <= most
+        assert len(group) == 1 or sum(map(lasts, group)) <= 60 * minutes * (1 + 1e-9)
+
+
+def of_model(run, name):
+    return replace(run, spec=replace(run.spec, shape=replace(run.shape, name=name)))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "groups"),
+    [({"control": True}, ["tiny tiny", "other other"]), ({"control": False}, ["tiny other tiny other"]),
+     ({"control": False, "pack": 3}, ["tiny other tiny", "other"])],
+)  # fmt: skip
+def test_an_allocation_is_filled_with_runs_of_one_model_where_it_has_a_control(launcher, groups):
+    runs = [ONE[0], of_model(ONE[1], "other"), ONE[2], of_model(ONE[3], "other")]
+    made = pack([todo_of(r) for r in runs], with_launcher(**launcher))
+    assert [" ".join(t.candidate.shape.name for t in group) for group in made] == groups
 
 
 def test_a_control_run_takes_a_small_share_of_its_allocation():
@@ -86,6 +145,32 @@ def test_a_control_run_takes_a_small_share_of_its_allocation():
         for group, total in zip(whole, totals, strict=True):
             needed_s = max(short_s, control_s / CONTROL_SHARE + lasts(group[-1]), control_s + lasts(group[0]))
             assert total <= needed_s, "no longer than allocation_minutes, the share or a single run ask for"
+
+
+# time limits
+
+
+def test_the_limit_of_a_run_follows_prediction_and_patience():
+    short = run_limit_s(todo_of(ONE[0]), CONFIG)
+    assert short == CONFIG.measure.run_limit_s
+    assert run_limit_s(todo_of(ONE[0], patience=2.0), CONFIG) == 2 * short
+    assert run_limit_s(todo_of(lasting(ONE[0], 1e6)), CONFIG) == RUN_LIMIT_FACTOR * 1e6
+
+
+@given(
+    chosen=st.lists(st.sampled_from(ONE), min_size=1, max_size=6),
+    patience=st.sampled_from((1.0, 2.0, 4.0)),
+    seconds=st.floats(0.1, 1e6),
+)
+def test_any_one_run_of_an_allocation_may_be_slow(chosen, patience, seconds):
+    group = [todo_of(lasting(r, seconds), patience=patience) for r in chosen]
+    limit = allocation_limit_s(group, CONFIG)
+    for slow in group:
+        others = sum(lasts(t) for t in group if t is not slow)
+        assert START_S + others + run_limit_s(slow, CONFIG) <= limit
+    assert allocation_limit_s(group[:1], CONFIG) <= limit
+    assert limit % ROUND_S == 0
+    assert allocation_limit_s(group, with_launcher(time_minutes=7)) == 420.0
 
 
 @pytest.mark.parametrize("given", [{"time_minutes": 60}, {}])
@@ -115,50 +200,36 @@ def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
     assert len(out) + len(kept.runs) == len(BIG.runs)
     assert {c.run_id for c in kept.candidates} == {c.run_id for c in BIG.candidates}
     source = "launcher.time_minutes=20" if given else "partition, QOS and account allow a job 20 minutes"
-    assert all(
-        re.fullmatch(rf"a job needs \d\d minutes with its control run; {source}", c.reason) for c in out
-    )
-    assert price_of(kept, max_limit_s=longest_s).jobs
-    for job in price_of(kept, max_limit_s=longest_s).jobs:
-        assert least_limit_s(job.predicted_s, plan.config) <= 1200, "all of its runs begin"
+    told = rf"a job needs \d\d minutes with its control run; {source}"
+    assert all(re.fullmatch(told, c.reason) for c in out)
+    jobs = price_of(kept, max_limit_s=longest_s).jobs
+    assert 0 < max(least_limit_s(job.predicted_s, plan.config) for job in jobs) <= 1200, "all runs begin"
     for run in out:
         alone = [todo_of(replace(run, rule=None)), todo_of(controls(BIG)[run.cell])]
         assert least_limit_s(sum(map(lasts, alone)), plan.config) > 1200
     assert within_limit(BIG) is BIG
 
 
-def test_a_time_limit_that_no_run_can_begin_in_is_refused():
-    plan = replace(BIG, config=with_launcher(BIG.config, time_minutes=3))
-    told = r"^launcher.time_minutes=3; the shortest job of \d+ runs needs \d+ minutes with its control run: allow "
-    with pytest.raises(ConfigError, match=told):
-        within_limit(plan)
-    with pytest.raises(ConfigError, match=r"^partition, QOS and account allow a job 2 minutes; the shortest"):
-        within_limit(plan, 120.0)
+@pytest.mark.parametrize(
+    ("given", "longest_s", "told"),
+    [({"time_minutes": 3}, math.inf, "launcher.time_minutes=3"),
+     ({}, 120.0, "partition, QOS and account allow a job 2 minutes")],
+)  # fmt: skip
+def test_a_time_limit_that_no_run_can_begin_in_is_refused(given, longest_s, told):
+    least = r"the shortest job of \d+ runs needs \d+ minutes with its control run: allow more"
+    with pytest.raises(ConfigError, match=rf"^{told}; {least}"):
+        within_limit(replace(BIG, config=with_launcher(BIG.config, **given)), longest_s)
 
 
-def test_what_does_not_fit_costs_its_start():
-    large = [c for c in BIG.runs if not c.fits]
-    assert len(large) > 100
-    assert sum(c.gpu_hours for c in large) == pytest.approx(
-        sum(20 * c.layout.world_size for c in large) / 3600
-    )
-    most = replace(BIG, candidates=tuple(large))
-    assert "repeats of the best" not in price_of(most).extra, "an OOM is not repeated"
+# control layouts
 
 
-LIMIT = SAFE_SHARE
-ONE = [r for r in PLAN.runs if r.nodes == 1]
-
-
-def plan_of(predictions, nodes=1):
-    """A plan whose first runs have these (memory as a share of what is safe, step time)."""
-    same = [r for r in PLAN.runs if r.nodes == nodes][: len(predictions)]
+def plan_of(predictions):
+    """A plan whose runs, all of one node, have these (memory as a share of what is safe, step time)."""
     runs = [
-        replace(
-            run, predicted=replace(run.prediction, memory_share=share * LIMIT, step_time_s=time_s)
-        )
-        for run, (share, time_s) in zip(same, predictions, strict=True)
-    ]  # fmt: skip
+        replace(run, predicted=replace(run.prediction, memory_share=share * SAFE_SHARE, step_time_s=time_s))
+        for run, (share, time_s) in zip(ONE, predictions, strict=False)
+    ]
     return replace(PLAN, candidates=tuple(runs)), runs
 
 
@@ -182,27 +253,12 @@ def test_the_fastest_that_surely_fits_else_the_smallest(predictions, chosen):
 )
 def test_every_launch_chooses_the_same_control(predictions, random):
     plan, runs = plan_of(predictions)
-    shuffled = list(runs)
-    random.shuffle(shuffled)
-    (chosen,) = controls(plan).values()
-    assert controls(replace(plan, candidates=tuple(shuffled))) == {chosen.cell: chosen}
-    fitting = [r for r in runs if r.prediction.memory_share <= LIMIT]
-    if fitting:
-        assert chosen in fitting
-        assert chosen.prediction.step_time_s == min(r.prediction.step_time_s for r in fitting)
-    else:
-        assert chosen.prediction.memory_share == min(r.prediction.memory_share for r in runs)
+    random.shuffle(runs)
+    assert controls(replace(plan, candidates=tuple(runs))) == controls(plan)
 
 
-def test_every_cell_that_runs_has_a_control_of_its_own():
-    chosen = controls(PLAN)
-    assert set(chosen) == {r.cell for r in PLAN.runs}
-    for cell, run in chosen.items():
-        assert cell == run.cell
-        assert run.runs
-
-
-def test_what_does_not_run_is_no_control():
+def test_every_cell_that_runs_has_a_control_of_its_own_that_runs():
+    assert {cell: run.cell for cell, run in controls(PLAN).items()} == {r.cell: r.cell for r in PLAN.runs}
     plan, runs = plan_of([(0.5, 1.0), (0.5, 2.0)])
     refused = replace(runs[0], rule="kernel", reason="no")
     assert list(controls(replace(plan, candidates=(refused, runs[1]))).values()) == [runs[1]]

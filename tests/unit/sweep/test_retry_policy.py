@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.configs import retry
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched, Start
@@ -16,7 +17,7 @@ from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import left_out, next_attempts
 from ultrabench.sweep.running.retry import broken, decide_retry, excluded
 
-POLICY = load_config(["retry.backoff_s=0"]).retry
+POLICY = retry()
 PLAN = make_plan(load_config(["retry.backoff_s=0", "measure.confirm=2", "retry.breaker=null"]))
 SMALL = replace(PLAN, candidates=PLAN.runs[:6])
 
@@ -29,50 +30,38 @@ def result(status="hang", hosts=("a",), **more):
     return RunResult(status=Status(status), hostnames=hosts, **more)
 
 
-def test_a_known_cause_counts_instead_of_its_status():
-    once = result("crash", cause="killed")
-    assert decide_retry(failed(once), POLICY).again
-    assert not decide_retry(failed(once, once), POLICY).again
-    assert not decide_retry(failed(result("crash", cause="assertion")), POLICY).again
-    assert decide_retry(failed(result("invalid", cause="wrong_gpu")), POLICY).again
-    assert not decide_retry(failed(result("invalid", cause="unmeasured")), POLICY).again, (
-        "it reports none again"
-    )
+SURE, KILLED = result("oom", confirmed=True), result("crash", cause="killed")
+HERE, THERE = result(fingerprint="f"), result(fingerprint="f", hosts=("b",))
 
 
-def test_the_same_failure_on_other_nodes_is_deterministic():
-    here, there = result(fingerprint="f"), result(fingerprint="f", hosts=("b",))
-    assert decide_retry(failed(here, here), POLICY).again
-    verdict = decide_retry(failed(here, there), POLICY)
-    assert not verdict.again
-    assert verdict.why == "the same failure on a and on b"
-    assert decide_retry(failed(here, replace(there, fingerprint="g")), POLICY).again
+@pytest.mark.parametrize(
+    ("results", "share", "again"),
+    [
+        # A known cause counts instead of the status.
+        ([KILLED], 1.0, True), ([KILLED, KILLED], 1.0, False), ([result("crash", cause="assertion")], 1.0, False),
+        ([result("invalid", cause="wrong_gpu")], 1.0, True),
+        ([result("invalid", cause="unmeasured")], 1.0, False),  # it reports none again
+        # The same failure on other nodes is deterministic.
+        ([HERE, HERE], 1.0, True), ([HERE, THERE], 1.0, False), ([HERE, replace(THERE, fingerprint="g")], 1.0, True),
+        # An OOM is an answer when it is confirmed and predicted.
+        ([SURE], 0.9, False), ([SURE], 0.8, True), ([result("oom")], 0.9, True), ([SURE, SURE], 0.1, False),
+    ],
+)  # fmt: skip
+def test_what_is_tried_again(results, share, again):
+    assert decide_retry(failed(*results), POLICY, memory_share=share).again is again
 
 
-def test_a_pause_doubles_with_each_failure():
-    policy = replace(POLICY, backoff_s=30.0, backoff_max_s=50.0)
-    # A node's clock, or a result without times, has no part in it.
-    for end in ({"started_at": 100.0, "duration_s": 10.0}, {"started_at": 9e9, "duration_s": 10.0}, {}):
-        assert decide_retry(failed(result(**end)), policy).pause_s == 30.0
-        assert decide_retry(failed(result(**end), result(**end)), policy).pause_s == 50.0
-        assert decide_retry(failed(result("timeout", **end)), policy).pause_s == 0.0
-        assert decide_retry(failed(result(**end)), POLICY).pause_s == 0.0
-
-
-@pytest.mark.parametrize("status", sorted(FAILURES))
-def test_a_pause_follows_only_what_waiting_may_help(status):
-    policy = replace(POLICY, backoff_s=30.0)
-    paused = status in ("hang", "comm_error", "node_fail", "invalid", "crash")
-    again = decide_retry(failed(result(status)), policy)
-    assert again.pause_s == (30.0 if paused and again.again else 0.0)
-
-
-def test_an_oom_is_an_answer_when_confirmed_and_predicted():
-    sure = result("oom", confirmed=True)
-    assert not decide_retry(failed(sure), POLICY, memory_share=0.9).again
-    assert decide_retry(failed(sure), POLICY, memory_share=0.8).again
-    assert decide_retry(failed(result("oom")), POLICY, memory_share=0.9).again
-    assert not decide_retry(failed(sure, sure), POLICY, memory_share=0.1).again
+@pytest.mark.parametrize(
+    ("backoff_s", "statuses", "pause_s"),
+    [
+        *((30.0, [status], 30.0 if status in ("hang", "comm_error", "node_fail", "invalid") else 0.0)
+          for status in sorted(FAILURES)),
+        (30.0, ["hang"] * 2, 50.0), (0.0, ["hang"], 0.0),
+    ],
+)  # fmt: skip
+def test_a_pause_follows_what_waiting_may_help_and_doubles_up_to_its_limit(backoff_s, statuses, pause_s):
+    policy = replace(POLICY, backoff_s=backoff_s, backoff_max_s=50.0)
+    assert decide_retry(failed(*map(result, statuses)), policy).pause_s == pause_s
 
 
 def test_what_happened_before_this_launch_and_was_not_its_fault_is_forgotten():
@@ -85,49 +74,56 @@ def state_of(*attempts):
     return SweepState(attempts={a.key: a for a in attempts})
 
 
-def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed():
-    hang = result(suspect_hosts=("bad",))
-    one, two = failed(hang, hang, run_id="r"), failed(hang, run_id="s")
-    assert excluded(state_of(*one), POLICY) == {}
-    assert excluded(state_of(*one, *two), POLICY) == {"bad": "suspected in 2 runs"}
-    here = Launched(generation=1, config={"launcher": {"name": "local"}})
-    assert excluded(replace(state_of(*one, *two), launched=here), POLICY) == {}, "there is no other node"
-    assert excluded(state_of(*one, *two), replace(POLICY, forgive=("bad",))) == {}
-    wrong = result("invalid", suspect_hosts=("bad",))  # what a program computes or reports is no node's fault
-    assert excluded(state_of(*failed(wrong, run_id="r"), *failed(wrong, run_id="s")), POLICY) == {}
-    down = result("node_fail", suspect_hosts=("dead",), reason="ECC error")
-    assert excluded(state_of(*failed(down)), POLICY) == {"dead": "ECC error"}
+HANG = result(suspect_hosts=("bad",))
+WRONG = result("invalid", suspect_hosts=("bad",))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "more", "nodes"),
+    [
+        (failed(HANG, HANG), {}, {}),
+        ([*failed(HANG), *failed(HANG, run_id="s")], {}, {"bad": "suspected in 2 runs"}),
+        ([*failed(HANG), *failed(HANG, run_id="s")], {"forgive": ("bad",)}, {}),
+        ([*failed(WRONG), *failed(WRONG, run_id="s")], {}, {}),  # what a program computes is no node's fault
+        (failed(result("node_fail", suspect_hosts=("dead",), reason="ECC error")), {}, {"dead": "ECC error"}),
+    ],
+)  # fmt: skip
+def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed(attempts, more, nodes):
+    state, policy = state_of(*attempts), replace(POLICY, **more)
     end = AllocationEnded(allocation="x", reason="", avoid=("full",))
-    told = SweepState(allocations={"x": AllocationState(name="x", ends={Start(): end})})
-    assert list(excluded(told, POLICY)) == ["full"]
+    state.allocations["x"] = AllocationState(name="x", ends={Start(): end})
+    assert excluded(state, policy) == nodes | {"full": "its agent gave it up"}
+    here = Launched(generation=1, config={"launcher": {"name": "local"}})
+    assert excluded(replace(state, launched=here), policy) == {}, "there is no other node"
 
 
-def test_the_breaker_wants_the_same_failure_in_a_row():
-    crash = result("crash", fingerprint="f", reason="ImportError: no module x")
-    runs = [replace_key(a, n) for n, a in enumerate(failed(*[crash] * 10))]
-    ago = {run.key: 100.0 - n for n, run in enumerate(runs)}
-    assert "ImportError" in (broken(state_of(*runs), POLICY, ago) or "")
-    assert broken(state_of(*runs[1:]), POLICY, ago) is None
-    assert broken(state_of(*runs), POLICY, {run.key: 1.0 for run in runs[1:]}) is None, "before this launch"
-    assert broken(state_of(*runs), replace(POLICY, breaker=None), ago) is None
-    runs[5].result = result("ok")
-    assert broken(state_of(*runs), POLICY, ago) is None
-    runs[5].result = result("oom")
-    assert broken(state_of(*runs), POLICY, ago) is None, "nine are not ten"
+CRASHES = [
+    AttemptState(key=AttemptKey(f"r{n}", 0, 0), result=result("crash", fingerprint="f", reason="no module x"))
+    for n in range(11)
+]
 
 
-def test_the_breaker_goes_by_when_the_launcher_saw_an_end_and_not_by_clocks_of_nodes():
-    crash = result("crash", fingerprint="f", reason="ImportError: no module x")
-    runs = [replace_key(a, n) for n, a in enumerate(failed(*[crash] * 11))]
-    runs[0].result, runs[0].time = result("ok"), 9e9  # the first to end, on a node whose clock is ahead
-    ago = {run.key: 100.0 - n for n, run in enumerate(runs)}
-    assert broken(state_of(*runs), POLICY, ago) is not None
-    ago[runs[0].key] = 1.0
-    assert broken(state_of(*runs), POLICY, ago) is None
-
-
-def replace_key(attempt, number):
-    return replace(attempt, key=AttemptKey(f"r{number}", 0, 0))
+@pytest.mark.parametrize(
+    ("number", "other", "stops"),
+    [
+        (10, {}, True), (9, {}, False),
+        (10, {5: "ok"}, False), (10, {5: "oom"}, False),  # nine are not ten
+        (11, {0: "ok"}, True), (11, {10: "ok"}, False),  # the first and the last to end
+    ],
+)  # fmt: skip
+def test_the_breaker_wants_the_same_failure_in_a_row_as_the_launcher_saw_the_ends(number, other, stops):
+    runs = [
+        replace(a, result=result(other[n]) if n in other else a.result)
+        for n, a in enumerate(CRASHES[:number])
+    ]
+    ago_s = {run.key: 100.0 - n for n, run in enumerate(runs)}
+    told = broken(state_of(*runs), POLICY, ago_s)
+    assert (told is not None) is stops
+    assert told is None or "(no module x)" in told
+    assert broken(state_of(*runs), POLICY, dict(list(ago_s.items())[-9:])) is None, (
+        "others ended before this launch"
+    )
+    assert broken(state_of(*runs), replace(POLICY, breaker=None), ago_s) is None
 
 
 ENDS = st.builds(
@@ -159,9 +155,8 @@ def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
                 done.add(todo.key[:2])
     assert decision.over, "it loops"
     tries = [k for k in state.attempts if k.repeat == 0]
-    assert len(tries) <= len(SMALL.candidates) * (
-        sum(POLICY.attempts.values()) + sum(POLICY.causes.values()) + 2
-    )
-    dominated = left_out(SMALL.runs, state)
-    for run in SMALL.candidates:
-        assert run.run_id in dominated or any(k.run_id == run.run_id for k in state.attempts)
+    most = sum(POLICY.attempts.values()) + sum(POLICY.causes.values()) + 2
+    assert len(tries) <= len(SMALL.candidates) * most
+    assert {run.run_id for run in SMALL.runs} == left_out(SMALL.runs, state).keys() | {
+        k.run_id for k in state.attempts
+    }
