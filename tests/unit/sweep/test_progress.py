@@ -19,37 +19,35 @@ ENDS = (None, *(s for s in Status if s not in (Status.SKIPPED, Status.REJECTED))
 HOUR = 3600.0
 
 
-def held(state, name, nodes, *seconds):
-    state.allocations[name] = AllocationState(name=name, nodes=nodes, ends=ends(*seconds))
-    return state
-
-
-def ends(*seconds, held_s=None):
+def held(nodes=1, starts_s=(HOUR,), held_s=None, **more):
+    """An allocation whose starts each ended after so many seconds."""
     end = AllocationEnded(allocation="a", reason="", source="agent", held_s=held_s)
-    return {Start(restart=n): replace(end, elapsed_s=s) for n, s in enumerate(seconds)}
+    ends = {Start(restart=n): replace(end, elapsed_s=seconds) for n, seconds in enumerate(starts_s)}
+    return AllocationState(name="a", nodes=nodes, ends=ends, **more)
 
 
 def standing(*attempts, old=None):
-    state = SweepState(launched=Launched(generation=1, config=PLAN.config.resolved))
-    state = held(state, "over", 1, HOUR)
+    state = SweepState(
+        launched=Launched(generation=1, config=PLAN.config.resolved), allocations={"over": held()}
+    )
     for repeat, attempt, status in attempts:
         if status == "no result":
             told(state, ONE, None, repeat, attempt, allocation="over")
         else:
-            told(state, ONE, status, repeat, attempt, cause="killed" if status == Status.CRASH else None)
+            cause = "killed" if status == "crash" else None
+            told(state, ONE, status and Status(status), repeat, attempt, cause=cause)
     return progress("s", PLANNED, state, "cuda", old)
 
 
 @pytest.mark.parametrize(
     ("attempts", "status"),
     [
-        ([], "pending"), ([(0, 0, None)], "running"), ([(0, 0, Status.OOM), (0, 1, Status.OOM)], "oom"),
-        ([(0, 0, Status.CRASH), (0, 1, None)], "running"), ([(0, 0, Status.HANG), (0, 1, Status.OK)], "ok"),
-        ([(0, 0, Status.OK), (1, 0, Status.CRASH)], "ok"), ([(0, 0, Status.CRASH), (1, 0, Status.OK)], "ok"),
-        ([(0, 0, Status.CRASH), (1, 0, Status.OK), (2, 0, None)], "ok"),
-        ([(0, 0, Status.CRASH), (3, 0, Status.LOST)], "lost"),
-        ([(0, 0, Status.CRASH), (1, 0, None)], "running"), ([(0, 0, Status.CANCELLED)], "cancelled"),
-        ([(0, 0, Status.CRASH), (0, 1, Status.PREEMPTED)], "preempted"), ([(0, 0, "no result")], "lost"),
+        ([], "pending"), ([(0, 0, None)], "running"), ([(0, 0, "oom"), (0, 1, "oom")], "oom"),
+        ([(0, 0, "crash"), (0, 1, None)], "running"), ([(0, 0, "hang"), (0, 1, "ok")], "ok"),
+        ([(0, 0, "ok"), (1, 0, "crash")], "ok"), ([(0, 0, "crash"), (1, 0, "ok"), (2, 0, None)], "ok"),
+        ([(0, 0, "crash"), (3, 0, "lost")], "lost"), ([(0, 0, "crash"), (1, 0, None)], "running"),
+        ([(0, 0, "cancelled")], "cancelled"), ([(0, 0, "crash"), (0, 1, "preempted")], "preempted"),
+        ([(0, 0, "no result")], "lost"),
     ],
 )  # fmt: skip
 def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
@@ -66,14 +64,12 @@ def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
 
 
 def test_a_failed_run_is_settled_when_no_further_attempt_follows():
-    killed = [(0, n, Status.CRASH) for n in range(2)]
+    killed = [(0, n, "crash") for n in range(2)]
     assert standing(*killed[:1]).again == {key_of(ONE): 30.0}
     assert ONE.run_id in standing(*killed).settled
-    lost = [(0, n, Status.LOST) for n in range(6)]
-    assert standing(*lost).again == {key_of(ONE, attempt=5): 0.0}
-    assert ONE.run_id in standing(*lost, old=frozenset()).settled, (
-        "this launch gives it up, the next does not"
-    )
+    lost = [(0, n, "lost") for n in range(6)]
+    assert standing(*lost).again == {key_of(ONE, attempt=5): 0.0}, "by the next launch"
+    assert ONE.run_id in standing(*lost, old=frozenset()).settled, "this launch gives it up"
 
 
 def test_running_layouts_have_their_step_time_and_the_sweep_its_rate():
@@ -119,60 +115,44 @@ def test_every_planned_run_is_counted_once(ends):
     oks = {k.run_id for k, a in state.attempts.items() if a.result and a.result.status == Status.OK}
     assert now.by_status.get("ok", 0) == len(oks)
     assert set(measured(PLANNED, state, "cuda")[1]) == oks
-    done = sum(a.result is not None for a in state.attempts.values())
-    nodes = sum(k.nodes * (1 if a.result else 0) for k, a in _with_runs(state))
-    assert (now.useful_gpu_hours + now.wasted_gpu_hours) * 3600 == pytest.approx(nodes * GPUS)
-    assert (done == 0) == (nodes == 0)
-
-
-def _with_runs(state):
-    runs = {r.spec.run_id: r for r in RUNS}
-    return [(runs[k.run_id], a) for k, a in state.attempts.items()]
+    nodes = {r.run_id: r.nodes for r in RUNS}
+    hours = sum(nodes[k.run_id] * GPUS / 3600 for k, a in state.attempts.items() if a.result)
+    assert now.useful_gpu_hours + now.wasted_gpu_hours == pytest.approx(hours)
 
 
 def test_gpu_hours_by_hand():
-    state = held(held(SweepState(), "a", 1, HOUR), "b", 2, 2 * HOUR)
+    state = SweepState(allocations={"a": held(), "b": replace(held(2, (2 * HOUR,)), name="b")})
     told(state, ONE, Status.OK, duration_s=0.5 * HOUR, allocation="a")
     told(state, ONE, Status.HANG, attempt=1, duration_s=0.25 * HOUR, allocation="a")
     told(state, TWO, Status.OK, duration_s=1.5 * HOUR, allocation="b")
     useful, wasted = gpu_hours(state, GPUS)
     assert useful == pytest.approx(GPUS * (0.5 + 2 * 1.5))
-    assert wasted == {
-        "hang": pytest.approx(GPUS * 0.25),
-        "between_runs": pytest.approx(GPUS * (0.25 + 2 * 0.5)),
-    }
+    between = GPUS * (0.25 + 2 * 0.5)
+    assert wasted == {"hang": pytest.approx(GPUS * 0.25), "between_runs": pytest.approx(between)}
 
 
-@pytest.mark.parametrize("status", [None, Status.LOST, Status.NODE_FAIL])
-def test_nodes_that_were_held_for_nothing_are_wasted(status):
-    """Of a run that vanished with its nodes nobody told how long it took, or even that it began."""
-    state = held(SweepState(), "a", 2, HOUR)
-    assert gpu_hours(state, GPUS) == (0.0, {"between_runs": pytest.approx(2 * GPUS)})
-    told(state, TWO, status, allocation="a", claimed=status is None)
-    assert gpu_hours(state, GPUS) == (0.0, {"between_runs": pytest.approx(2 * GPUS)})
-
-
-@pytest.mark.parametrize(("agents", "hours"), [((), 0.0), ((LeadingAgent(host="gpu01"),), 2.0)])
-def test_an_end_that_nobody_timed_counts_to_the_limit_if_agents_had_started(agents, hours):
-    state = SweepState()
-    state.allocations["a"] = AllocationState(name="a", nodes=1, limit_s=7200, agents=agents, ends=ends(None))
-    between = {"between_runs": pytest.approx(hours * GPUS)} if hours else {}
-    assert gpu_hours(state, GPUS) == (0.0, between)
+AGENTS = (LeadingAgent(host="gpu01"),)
 
 
 @pytest.mark.parametrize(
-    ("starts", "held_s", "between"),
+    ("allocation", "run_s", "between"),
     [
-        ((), None, 0.0), ((0.0,), None, 0.0), ((10.0,), None, 0.0),  # never shorter than its runs
-        ((HOUR, 0.5 * HOUR), None, 0.5),  # every start of a job holds nodes
-        ((HOUR,), 1.25 * HOUR, 0.25),  # the batch system counts the setup before the agents, too
+        # Of a run that vanished with its nodes nobody told how long it took.
+        (held(2), None, 2.0),
+        # An end that nobody timed counts to the limit if agents had started.
+        (held(starts_s=(None,), limit_s=7200), None, 0.0), (held(starts_s=(None,), limit_s=7200, agents=AGENTS), None, 2.0),
+        # An allocation was never shorter than its runs.
+        (held(starts_s=()), HOUR, 0.0), (held(starts_s=(0.0,)), HOUR, 0.0), (held(starts_s=(10.0,)), HOUR, 0.0),
+        # Every start of a job holds nodes, and the batch system counts the setup before the agents, too.
+        (held(starts_s=(HOUR, 0.5 * HOUR)), HOUR, 0.5), (held(held_s=1.25 * HOUR), HOUR, 0.25),
     ],
 )  # fmt: skip
-def test_what_an_allocation_held_beside_its_run_of_an_hour(starts, held_s, between):
-    state = told(SweepState(), ONE, Status.OK, allocation="a", duration_s=HOUR)
-    state.allocations["a"] = AllocationState(name="a", nodes=1, ends=ends(*starts, held_s=held_s))
+def test_what_an_allocation_held_beside_its_run(allocation, run_s, between):
+    state = SweepState(allocations={"a": allocation})
+    status = Status.OK if run_s else Status.LOST
+    told(state, ONE, status, allocation="a", duration_s=run_s)
     wasted = {"between_runs": pytest.approx(between * GPUS)} if between else {}
-    assert gpu_hours(state, GPUS) == (GPUS, wasted)
+    assert gpu_hours(state, GPUS) == (GPUS * (run_s or 0) / HOUR, wasted)
 
 
 def test_the_rest_is_scaled_by_what_was_measured():
