@@ -9,8 +9,8 @@ from ultrabench.errors import ConfigError
 from ultrabench.store.events import Launched
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.sweep.config.load import CLUSTER_KEYS, config_from_tree, load_config
+from ultrabench.sweep.config.sweep_config import TEXTS
 
-TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 TREE = load_config(["launcher=slurm"]).resolved
 
 
@@ -24,11 +24,9 @@ def composed(**values):
 
 
 @pytest.fixture
-def cluster(tmp_path, monkeypatch):
+def cluster(alone):
     """Writes ./ultrabench/cluster/mine.yaml; gives the launcher's values that come of it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ULTRABENCH_CONFIG_DIR", str(tmp_path / "nobody"))
-    path = tmp_path / "ultrabench/cluster/mine.yaml"
+    path = alone / "ultrabench/cluster/mine.yaml"
     path.parent.mkdir(parents=True)
 
     def choose(text, *overrides):
@@ -48,51 +46,31 @@ def test_the_defaults_are_kind_to_others():
     assert (local.name, local.max_jobs, local.nice, local.exclusive) == ("local", 1, None, False)
 
 
-def test_a_cluster_feeds_the_launcher(cluster):
+def test_a_cluster_feeds_the_launcher_and_the_command_line_wins(cluster):
     choice = cluster(
-        "name: mine\npartition: hopper\naccount: proj\nqos: low\nsbatch: {constraint: h100&nvme}\n"
+        "name: mine\npartition: hopper\naccount: 1234\nqos: low\n"
+        "sbatch: {constraint: h100&nvme, qos-hint: a, hold: true}\n"
         "exclude: gpu[03,07]\ngres: gpu:h100:8\nmem: 500G\ncpus: 96\npython: /opt/venv/bin/python\n"
-        "setup: ['module load cuda/12.8', 'ulimit -c 0']\n"
-    )
-    assert (choice.partition, choice.account, choice.qos) == ("hopper", "proj", "low")
+        "setup: ['module load cuda/12.8', 'ulimit -c 0']\n",
+        "launcher.partition=debug", "+launcher.sbatch={qos-hint:b}", "+launcher.sbatch.mail-type=FAIL",
+    )  # fmt: skip
+    assert (choice.partition, choice.account, choice.qos) == ("debug", "1234", "low")
     assert (choice.exclude, choice.gres) == ("gpu[03,07]", "gpu:h100:8")
-    assert choice.sbatch == {"constraint": "h100&nvme"}
+    assert choice.sbatch == {"constraint": "h100&nvme", "qos-hint": "b", "hold": "", "mail-type": "FAIL"}
     assert (choice.mem, choice.cpus, choice.python) == ("500G", 96, ("/opt/venv/bin/python",))
     assert choice.setup == ("module load cuda/12.8", "ulimit -c 0")
-
-
-def test_a_key_that_no_launcher_takes_is_told(cluster):
-    for key, hint in (("partion", "did you mean partition?"), ("nice", "known: ")):
-        with pytest.raises(ConfigError, match=rf"unknown key of cluster=mine '{key}'.*{hint}"):
-            cluster(f"{key}: hopper\n")
-    package = Path(ultrabench.__file__).parent / "configs"
-    taken = re.findall(r"cluster\.(\w+)", (package / "launcher/slurm.yaml").read_text())
-    assert {"name", "sbatch", *taken} == CLUSTER_KEYS
-
-
-def test_options_of_sbatch_add_to_those_of_the_cluster(cluster):
-    file = "sbatch: {constraint: h100, qos-hint: a, hold: true}\n"
-    choice = cluster(file, "+launcher.sbatch={qos-hint:b}", "+launcher.sbatch.mail-type=FAIL")
-    assert choice.sbatch == {"constraint": "h100", "qos-hint": "b", "hold": "", "mail-type": "FAIL"}
     assert load_config(["cluster=mine", "launcher=local"]).launcher.sbatch == {}
 
 
-@pytest.mark.parametrize("key", ["reservation", "constraint"])
-def test_options_that_had_a_key_of_their_own_are_told_where_they_are_now(cluster, key):
-    for refused in (
-        lambda: slurm(f"launcher.{key}=x"),
-        lambda: composed(**{key: "x"}),
-        lambda: cluster(f"{key}: x\n"),
-    ):
-        with pytest.raises(ConfigError, match=rf"write \+launcher\.sbatch\.{key}=VALUE"):
-            refused()
+@pytest.mark.parametrize(("key", "hint"), [("partion", "did you mean partition?"), ("nice", "known: ")])
+def test_a_key_that_no_launcher_takes_is_told(cluster, key, hint):
+    with pytest.raises(ConfigError, match=rf"unknown key of cluster=mine '{key}'.*{hint}"):
+        cluster(f"{key}: hopper\n")
 
 
-def test_what_the_command_line_says_wins(cluster):
-    choice = cluster(
-        "name: mine\npartition: hopper\n", "launcher.partition=debug", "launcher.python=[env,python]"
-    )
-    assert (choice.partition, choice.python) == ("debug", ("env", "python"))
+def test_every_key_of_a_cluster_is_taken():
+    text = (Path(ultrabench.__file__).parent / "configs/launcher/slurm.yaml").read_text()
+    assert {"name", "sbatch", *re.findall(r"cluster\.(\w+)", text)} == CLUSTER_KEYS
 
 
 @pytest.mark.parametrize("text", ["", "name: null\n"])
@@ -101,18 +79,76 @@ def test_an_empty_cluster_says_nothing(cluster, text):
     assert load_config(["cluster=mine"]).cluster == "mine", "whatever its file says"
 
 
-def test_names_of_digits_are_names(cluster):
-    assert cluster("name: mine\naccount: 1234\n", "launcher.mem=0").account == "1234"
-    for key in TEXTS:
-        assert getattr(composed(**{key: 1234}), key) == "1234"
-        assert getattr(composed(**{key: 0}), key) == "0"
+@pytest.mark.parametrize("key", TEXTS)
+def test_names_of_digits_are_names(key):
+    assert [getattr(composed(**{key: number}), key) for number in (1234, 0)] == ["1234", "0"]
 
 
-def test_an_empty_text_is_none():
-    assert slurm("launcher.partition=", "launcher.python=") == composed()
-    assert [composed(nice=nice).nice for nice in (None, 0, -5)] == [None, 0, -5]
-    for key in (*TEXTS, "python", "max_nodes", "time_minutes"):
-        assert composed(**{key: ""}) == composed(**{key: None}) == composed()
+@pytest.mark.parametrize("key", [*TEXTS, "python", "max_nodes", "time_minutes"])
+def test_an_empty_text_is_none(key):
+    assert composed(**{key: ""}) == composed(**{key: None}) == composed()
+
+
+@pytest.mark.parametrize(
+    ("given", "sbatch"),
+    [
+        ({"mail-type": "FAIL", "switches": "1@10"}, {"mail-type": "FAIL", "switches": "1@10"}), (None, {}),
+        *(({"requeue": flag}, {"requeue": ""}) for flag in ("", None, True)), ({"requeue": False}, {}),
+        ({"priority": 5}, {"priority": "5"}),
+    ],
+)  # fmt: skip
+def test_options_of_sbatch(given, sbatch):
+    assert composed(sbatch=given).sbatch == sbatch
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        *((f"launcher.{key}=x", f"write +launcher.sbatch.{key}=VALUE") for key in ("reservation", "constraint")),
+        ("launcher.sbatch.foo=1", "write +launcher.sbatch.NAME=VALUE"),
+        ("launcher.sbatch={foo:1}", "write +launcher.sbatch.NAME=VALUE"), ("launcher.sbatch=[a]", "launcher.sbatch"),
+        *((given, "without dashes in front") for given in (
+            "launcher.sbatch.--foo=1", "+launcher.sbatch.-f=1", "+launcher.sbatch={--foo:1}")),
+    ],
+)  # fmt: skip
+def test_options_written_differently_are_explained(override, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        slurm(override)
+
+
+def test_options_that_had_a_key_of_their_own_are_told_where_they_are_now(cluster):
+    with pytest.raises(ConfigError, match=r"write \+launcher\.sbatch\.constraint=VALUE"):
+        composed(constraint="x")
+    with pytest.raises(ConfigError, match=r"write \+launcher\.sbatch\.constraint=VALUE"):
+        cluster("constraint: x\n")
+
+
+BREAK = "a\nrm -r x"
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        *(({key: 0}, f"launcher.{key}=0; must be >= 1") for key in ("pack", "max_jobs", "max_nodes", "cpus", "time_minutes")),
+        *(({key: bad}, f"launcher.{key}={bad}; must be") for key, least in (
+            ("heartbeat_s", 0.4), ("poll_s", 0.0), ("grace_s", -1.0), ("allocation_minutes", 0.0)) for bad in (least, NAN, INF)),
+        *(({"window": window}, "must be HH:MM-HH:MM") for window in (
+            "7-9", "24:00-07:00", "19:60-07:00", "19:00", "19:00-07:00 ", "19:00 - 07:00", "9:00-17:00", "",
+            "\u0661\u0669:00-07:00")),
+        *(({"sbatch": {key: "1"}}, f"launcher.sbatch.{key}; ultrabench sets that itself") for key in (
+            "array", "job-name", "nodes", "ntasks-per-node", "parsable", "wait", "wrap")),
+        *(({"sbatch": {key: "1"}}, "without dashes in front") for key in (
+            "--foo", "-p", "Foo", "foo bar", "foo=1", "foo\n", "", "foo;x", "1")),
+        *(({"exclude": f"a{line_break}b"}, "must be one line") for line_break in "\r\0"),
+        *(({key: BREAK}, "must be one line") for key in TEXTS),
+        *(({key: ("a", BREAK)}, "must be one line") for key in ("setup", "srun", "python", "environment")),
+        ({"sbatch": {"comment": BREAK}}, "must be one line"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_used(values, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        configured(**values)
 
 
 @pytest.mark.parametrize(
@@ -123,83 +159,6 @@ def test_what_is_no_name_is_refused(key, value):
         composed(**{key: value})
 
 
-@pytest.mark.parametrize(
-    ("given", "sbatch"),
-    [
-        ({"mail-type": "FAIL", "switches": "1@10"}, {"mail-type": "FAIL", "switches": "1@10"}),
-        ({"requeue": ""}, {"requeue": ""}), ({"requeue": None}, {"requeue": ""}),
-        ({"requeue": True}, {"requeue": ""}), ({"requeue": False}, {}), ({"priority": 5}, {"priority": "5"}),
-        (None, {}),
-    ],
-)  # fmt: skip
-def test_options_of_sbatch(given, sbatch):
-    assert composed(sbatch=given).sbatch == sbatch
-
-
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        ("launcher.sbatch.foo=1", r"write \+launcher\.sbatch\.NAME=VALUE"),
-        ("launcher.sbatch={foo:1}", r"write \+launcher\.sbatch\.NAME=VALUE"),
-        ("launcher.sbatch.--foo=1", "without dashes in front"),
-        ("+launcher.sbatch.-f=1", "without dashes in front"),
-        ("+launcher.sbatch={--foo:1}", "without dashes in front"),
-        ("launcher.sbatch=[a]", "launcher.sbatch"),
-    ],
-)
-def test_options_written_differently_are_explained(override, text):
-    with pytest.raises(ConfigError, match=text):
-        slurm(override)
-
-
-@pytest.mark.parametrize("key", ["array", "job-name", "nodes", "ntasks-per-node", "parsable", "wait", "wrap"])
-def test_options_that_a_launch_rests_on_are_refused(key):
-    with pytest.raises(ConfigError, match=rf"launcher\.sbatch\.{key}"):
-        configured(sbatch={key: "1"})
-
-
-@pytest.mark.parametrize("key", ["--foo", "-p", "Foo", "foo bar", "foo=1", "foo\n", "", "foo;x", "1"])
-def test_names_of_options_are_names(key):
-    with pytest.raises(ConfigError, match="without dashes in front"):
-        configured(sbatch={key: "1"})
-
-
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [
-        ("pack", 0), ("max_jobs", 0), ("max_nodes", 0), ("cpus", 0), ("time_minutes", 0), ("heartbeat_s", 0.4),
-        ("poll_s", 0.0), ("grace_s", -1.0), ("allocation_minutes", 0.0), ("allocation_minutes", -1.0),
-        *((word, value) for word in ("allocation_minutes", "heartbeat_s", "poll_s", "grace_s")
-          for value in (float("nan"), float("inf"))),
-    ],
-)  # fmt: skip
-def test_numbers_that_cannot_be_used(word, value):
-    with pytest.raises(ConfigError, match=rf"launcher\.{word}=.*must be"):
-        configured(**{word: value})
-
-
-@pytest.mark.parametrize(
-    "window",
-    ["7-9", "24:00-07:00", "19:60-07:00", "19:00", "19:00-07:00 ", "19:00 - 07:00", "9:00-17:00", "", "\u0661\u0669:00-07:00"],
-)  # fmt: skip
-def test_windows_that_are_none(window):
-    with pytest.raises(ConfigError, match=r"must be HH:MM-HH:MM"):
-        configured(window=window)
-
-
-@pytest.mark.parametrize("line_break", ["\n", "\r", "\0"])
-@pytest.mark.parametrize(
-    ("word", "make"),
-    [
-        ("partition", str), ("exclude", str), ("setup", lambda s: (s,)), ("srun", lambda s: ("a", s)),
-        ("python", lambda s: (s,)), ("environment", lambda s: (s,)), ("sbatch", lambda s: {"comment": s}),
-    ],
-)  # fmt: skip
-def test_a_value_is_one_line(word, make, line_break):
-    with pytest.raises(ConfigError, match=rf"launcher\.{word}(\.comment)?=.*must be one line"):
-        configured(**{word: make(f"a{line_break}rm -r x")})
-
-
 def test_a_sweep_is_continued_with_the_same_launcher(tmp_path):
     config = load_config(
         ["launcher=slurm", "launcher.nice=null", "launcher.python=[a b,c]", "+launcher.sbatch.requeue=",
@@ -207,4 +166,6 @@ def test_a_sweep_is_continued_with_the_same_launcher(tmp_path):
     )  # fmt: skip
     JournalWriter(tmp_path, "launcher").write(Launched(generation=1, config=config.resolved))
     (line,) = read_journal(tmp_path)
-    assert config_from_tree(line.event.config).launcher == config.launcher
+    found = config_from_tree(line.event.config).launcher
+    assert found == config.launcher
+    assert (found.nice, found.mem, found.python) == (None, "0", ("a b", "c"))
