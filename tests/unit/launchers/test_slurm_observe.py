@@ -1,6 +1,7 @@
 """What a launcher makes of squeue and sacct; both are played here, answer by answer."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from ultrabench.launchers.slurm.query import Answer, CommandError
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
 from ultrabench.store.folder import SweepFolder
-from ultrabench.store.jobs_seen import JobLimits
+from ultrabench.store.jobs_seen import JobEnd, JobsSeen
 from ultrabench.store.state import AllocationState
 
 A, B = "n1-0000aaaa.0", "n1-0000aaaa.1"
@@ -23,13 +24,9 @@ JOB_NAME = "ub-quick-n1-0000aaaa"
 GRACE_S = 60.0
 
 
-def row(job_id, state, name=JOB_NAME, **more):
-    return SlurmJob(job_id=job_id, name=name, state=state, **more)
-
-
-def rows(*jobs, **more):
-    """What squeue or sacct lists, from (id, state) or (id, state, name of the job)."""
-    return {job_id: row(job_id, *rest, **more) for job_id, *rest in jobs}
+def rows(*jobs, name=JOB_NAME, **more):
+    """What squeue or sacct lists, from (id, state)."""
+    return {job_id: SlurmJob(job_id=job_id, name=name, state=state, **more) for job_id, state in jobs}
 
 
 class Slurm:
@@ -38,10 +35,9 @@ class Slurm:
     def __init__(self, folder):
         self.now = self.asked_at = 0.0
         self.listed, self.known, self.held = {}, {}, {}
-        self.error, self.silent, self.polled, self.refuses = None, False, True, False
+        self.error, self.polled, self.refuses = None, True, False
         self.asked, self.cancelled = [], []
-        config, limits = with_launcher(grace_s=GRACE_S), JobLimits(max_jobs=8, max_array=100)
-        self.launcher = SlurmLauncher(config, SweepFolder(folder / "quick"), limits)
+        self.launcher = SlurmLauncher(with_launcher(grace_s=GRACE_S), SweepFolder(folder / "quick"))
         self.launcher.query = self
 
     def monotonic(self):
@@ -54,8 +50,6 @@ class Slurm:
         if self.error is None and self.polled:
             self.asked_at = self.now
         jobs = {i: job for i, job in self.listed.items() if job.name.startswith(prefix)}
-        if self.silent:
-            return Answer(jobs={}, age_s=math.inf, error=self.error)
         return Answer(jobs=jobs, age_s=self.now - self.asked_at, error=self.error)
 
     def accounting(self, job_ids):
@@ -107,7 +101,7 @@ def slurm(tmp_path, monkeypatch):
 
 
 def test_before_the_first_answer_everything_may_live(slurm):
-    slurm.silent, slurm.error = True, "squeue: refused"
+    slurm.asked_at, slurm.error = -math.inf, "squeue: refused"
     for _ in range(3):
         seen = slurm.lives(after=1000)
         note = "squeue does not answer (squeue: refused); jobs go on, asking again"
@@ -116,53 +110,46 @@ def test_before_the_first_answer_everything_may_live(slurm):
 
 @pytest.mark.parametrize(
     ("state", "queued", "note"),
-    [("PENDING", True, ""), ("REQUEUE_HOLD", True, "is held there"), ("RUNNING", False, ""),
-     ("COMPLETING", False, ""), ("CONFIGURING", False, ""), ("SUSPENDED", False, "suspended"),
-     ("FROBNICATED", False, "is in the state FROBNICATED, which is not known here"),
-     ("", False, "is in the state (none)"), ("running", False, "")],
+    [("PENDING", True, None), ("REQUEUE_HOLD", True, "went back to the queue and is held there"),
+     ("RUNNING", False, None), ("COMPLETING", False, None), ("CONFIGURING", False, None),
+     ("SUSPENDED", False, "is suspended; its processes are kept"),
+     ("FROBNICATED", False, "is in the state FROBNICATED, which is not known here")],
 )  # fmt: skip
-def test_what_squeue_lists_lives(slurm, state, queued, note):
+def test_what_squeue_lists_lives_and_is_timed_while_it_holds_nodes(slurm, state, queued, note):
+    slurm.listed = rows(("57_0", state), elapsed_s=8.0)
     for _ in range(3):
-        seen = slurm.lives(("57_0", state), after=1000)
-        assert seen.queued == ({A} if queued else set())
+        seen = slurm.lives(after=1000)
+        assert (seen.queued, seen.held_s) == (({A}, {}) if queued else (set(), {A: 8.0}))
         assert seen.running == ({A} if state == "RUNNING" else set())
         assert seen.jobs == {A: {"job_id": "57_0", "name": JOB_NAME}}
+        assert seen.notes == ((f"job 57_0 is {state}: {note}",) if note else ())
     assert slurm.asked == []
-    assert note in "".join(seen.notes)
-    if note:
-        assert seen.notes[0].startswith(f"job 57_0 is {state}: ")
-    elif state != "running":
-        assert seen.notes == ()
 
 
-@pytest.mark.parametrize("listed", [True, False], ids=["squeue", "sacct"])
+def over(status, state):
+    return JobEnd(status=status, reason=f"Slurm ended job 57_0: {state} (TimeLimit)", held_s=77.0)
+
+
 @pytest.mark.parametrize(
-    ("state", "status"),
-    [("COMPLETED", Status.LOST), ("TIMEOUT", Status.CANCELLED), ("NODE_FAIL", Status.NODE_FAIL),
-     ("PREEMPTED", Status.PREEMPTED), ("CANCELLED by 1000", Status.CANCELLED), ("OUT_OF_MEMORY", Status.OOM)],
+    ("where", "state", "after_s", "asked", "end"),
+    [
+        ("listed", "COMPLETED", END_GRACE_S, 0, over(Status.LOST, "COMPLETED")),
+        ("listed", "CANCELLED by 1000", END_GRACE_S, 0, over(Status.CANCELLED, "CANCELLED by 1000")),
+        ("known", "NODE_FAIL", GRACE_S, 1, over(Status.NODE_FAIL, "NODE_FAIL")),
+        ("known", "RUNNING", STALE_ACCOUNTING_S, 2,
+         JobEnd(reason="squeue has forgotten job 57_0, sacct says RUNNING")),
+    ],
 )  # fmt: skip
-def test_a_job_that_is_over_leaves_its_agents_a_moment_to_say_so(slurm, listed, state, status):
-    """A long one where squeue has forgotten it: only then is sacct asked."""
-    where, grace_s = (slurm.listed, END_GRACE_S) if listed else (slurm.known, GRACE_S)
-    where["57_0"] = row("57_0", state, elapsed_s=77.0, reason="TimeLimit")
+def test_a_job_that_is_not_active_leaves_its_agents_time_to_say_so(slurm, where, state, after_s, asked, end):
+    """Little where squeue says that it is over; else sacct is asked, which may lag when it says the opposite."""
+    setattr(slurm, where, rows(("57_0", state), elapsed_s=77.0, reason="TimeLimit"))
     slurm.lives()
-    slurm.lives(after=grace_s - 1)
-    assert slurm.asked == []
+    slurm.lives(after=after_s - 1)
     seen = slurm.observe(after=1)
-    assert (seen.alive, seen.queued) == (frozenset(), frozenset())
-    assert seen.ended_jobs[A].status == status
-    assert seen.ended_jobs[A].reason == f"Slurm ended job 57_0: {state} (TimeLimit)"
-    assert seen.ended_jobs[A].held_s == 77.0
+    assert (seen.alive, seen.queued, seen.ended_jobs) == (frozenset(), frozenset(), {A: end})
+    assert slurm.asked == ["57_0"] * asked
     slurm.ended()
     assert slurm.observe(after=1000).ended_jobs == {}, "what the agents said is enough"
-
-
-@pytest.mark.parametrize("state", ["RUNNING", "PENDING", "WHATEVER"])
-def test_accounting_that_lags_is_believed_for_a_while(slurm, state):
-    slurm.known = rows(("57_0", state))
-    for after in (0, GRACE_S, STALE_ACCOUNTING_S - GRACE_S - 1):
-        slurm.lives(after=after)
-    assert slurm.ends(after=1) == (Status.LOST, f"squeue has forgotten job 57_0, sacct says {state}")
 
 
 @pytest.mark.parametrize("job_id", ["57_0", None])
@@ -214,28 +201,22 @@ def test_answers_that_are_stale_bury_nobody_and_cancel_nothing(slurm):
     assert slurm.cancelled == [["61_0"]]
 
 
-@pytest.mark.parametrize("grace_s", [0.0, 1.0, GRACE_S])
-def test_an_answer_older_than_a_submission_says_nothing_of_it(slurm, grace_s):
-    slurm.launcher._config = with_launcher(grace_s=grace_s)
+def test_an_answer_older_than_a_submission_says_nothing_of_it(slurm):
     slurm.observe(("57_0", "RUNNING"))
     slurm.polled = False
     slurm.submitted(B, "58_0")
     for _ in range(3):
         assert slurm.observe(after=GRACE_S).alive == {A, B}
     slurm.polled = True
-    # Only from here on its absence counts.
-    seen = slurm.observe()
-    assert (B in seen.ended_jobs) == (grace_s == 0)
-    if grace_s:
-        assert slurm.observe(after=grace_s - 0.5).alive == {A, B}
-        assert B in slurm.observe(after=0.5).ended_jobs
+    for after in (0.0, GRACE_S - 0.5):
+        assert slurm.observe(after=after).alive == {A, B}, "only from here on its absence counts"
+    assert B in slurm.observe(after=0.5).ended_jobs
 
 
-@pytest.mark.parametrize(
-    "name", ["ub-quick-2-n1-0000aaaa", "ub-quick-n1-0000bbbb", "ub-quic-n1-0000aaaa", "ub-quick-"]
-)
+@pytest.mark.parametrize("name", ["ub-quick-2-n1-0000aaaa", "ub-quick-n1-0000bbbb", "ub-quick-"])
 def test_jobs_of_others_whose_names_begin_alike_are_not_ours(slurm, name):
-    slurm.lives(("60_0", "RUNNING", name))
+    slurm.listed = rows(("60_0", "RUNNING"), name=name)
+    slurm.lives()
     seen = slurm.observe(after=GRACE_S)
     assert (seen.alive, seen.jobs, list(seen.ended_jobs)) == (frozenset(), {}, [A])
 
@@ -260,8 +241,7 @@ def test_the_second_of_two_jobs_is_cancelled_once_while_it_waits(slurm, owner, s
     slurm.started(job_id=owner)
     for _ in range(3):
         seen = slurm.lives(after=1000)
-        assert (seen.queued, seen.running) == (frozenset(), {A})
-        assert seen.jobs[A]["job_id"] == owner
+        assert (seen.queued, seen.running, seen.jobs[A]["job_id"]) == (frozenset(), {A}, owner)
     assert slurm.cancelled == [sorted([second, "62_0"])]
 
 
@@ -270,8 +250,7 @@ def test_the_second_job_never_revives_an_allocation(slurm):
     slurm.ended()
     for second in ("PENDING", "PENDING", "RUNNING"):
         seen = slurm.observe(("57_0", "COMPLETED"), ("61_0", second), after=1000)
-        assert (seen.alive, seen.queued, seen.running, seen.leaving) == (frozenset(),) * 4
-        assert (seen.ended_jobs, seen.jobs) == ({}, {})
+        assert replace(seen, timed={}) == JobsSeen()
     assert slurm.cancelled == [["61_0"]]
 
 
@@ -293,26 +272,19 @@ def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
     assert slurm.asked == ["57_0"]
 
 
-@pytest.mark.parametrize(
-    ("state", "held_s"), [("CONFIGURING", 7.0), ("RUNNING", 8.0), ("COMPLETING", 9.0), ("PENDING", 0.0)]
-)
-def test_jobs_that_hold_nodes_are_timed(slurm, state, held_s):
-    """Also those that are set up, or whose agents have said goodbye; none that wait."""
-    slurm.listed = rows(("57_0", state), elapsed_s=held_s)
-    assert slurm.observe().held_s == ({A: held_s} if held_s else {})
-
-
-def test_an_ended_job_is_timed_by_squeue_until_that_was_taken_down(slurm):
-    slurm.started()
+def test_an_ended_job_that_ran_is_timed_by_squeue_until_that_was_taken_down(slurm):
+    slurm.submitted(B, "58_0")
+    slurm.started(B, "58_0")
     slurm.ended()
-    slurm.listed = rows(("57_0", "COMPLETING"), elapsed_s=130.0)
-    assert slurm.observe().timed == {}, "its nodes are not free yet"
-    slurm.listed = rows(("57_0", "COMPLETED"), elapsed_s=135.0)
+    both = ("57_0", "COMPLETED"), ("58_0", "RUNNING")
+    assert slurm.observe(*both).timed == {}, "one never started, the other is not over"
+    slurm.started()
+    assert slurm.observe(("57_0", "COMPLETING"), both[1]).timed == {}, "its nodes are not free yet"
+    slurm.listed = rows(*both, elapsed_s=135.0)
     for _ in range(2):
         assert slurm.observe(after=10).timed == {A: 135.0}
     slurm.ended(held_s=135.0)
-    assert slurm.observe(after=10).timed == {}
-    assert slurm.asked == []
+    assert (slurm.observe(after=10).timed, slurm.asked) == ({}, [])
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -326,13 +298,6 @@ def test_sacct_is_asked_once_for_what_squeue_has_forgotten(slurm, known):
     for _ in range(3):
         assert slurm.observe(after=1000).timed == {}
     assert slurm.asked == ["57_0"]
-
-
-def test_what_never_started_or_is_not_over_is_not_timed(slurm):
-    slurm.submitted(B, "58_0")
-    slurm.ended()
-    slurm.started(B, "58_0")
-    assert (slurm.observe(("57_0", "COMPLETED"), ("58_0", "RUNNING")).timed, slurm.asked) == ({}, [])
 
 
 @pytest.mark.parametrize("refuses", [False, True])
