@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from ultrabench.errors import ConfigError
+from tests.configs import refused
+from tests.unit.allocations import key_of, told, with_launcher
 from ultrabench.launchers.doctor.acceptance import (
     LAYOUTS,
     Outcome,
@@ -20,9 +21,8 @@ from ultrabench.launchers.doctor.acceptance import (
 )
 from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
 from ultrabench.result import RunResult, Status
-from ultrabench.run import AttemptKey
 from ultrabench.store.folder import SweepFolder
-from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
@@ -36,35 +36,30 @@ ACCEPTED = passed("x").named("a")
 
 
 def outcome(*ends, runs=RUNS):
-    """A trial whose runs ended like this, each by one attempt or a list of them, all in one allocation."""
-    attempts = {}
+    """A trial whose runs ended like this, each by one attempt."""
+    state = SweepState()
     for run, end in zip(runs, ends, strict=False):
-        for number, result in enumerate(end if isinstance(end, list) else [end]):
-            key = AttemptKey(run.run_id, 0, number)
-            attempts[key] = AttemptState(key=key, allocation="n1-a.0", result=result)
+        told(state, run, None)
+        state.attempts[key_of(run)].result = end
     folder = SweepFolder(acceptance_folder(PLAN.config) / "now" / "trial")
-    return Outcome(folder=folder, runs=runs[: len(ends)], state=SweepState(attempts=attempts), stopped=None)
-
-
-def loss(value):
-    return replace(OK, loss_final=value)
+    return Outcome(folder=folder, runs=runs[: len(ends)], state=state, stopped=None)
 
 
 @pytest.mark.parametrize(
-    ("one", "layouts", "told"),
+    ("one", "second", "wrong"),
     [
-        (OK, (OK, loss(6.000001)), None),
-        (OK, (OK, loss(6.0001)), "1 of 2 layouts have the loss"),
-        (OK, (OK, None), "has not run"),
-        (OK, (RunResult(status=Status.CRASH, reason="rank 1: no"), OK), "crash, rank 1: no"),
-        (RunResult(status=Status.TIMEOUT, reason="slow"), (OK,), "one GPU alone"),
+        (OK, replace(OK, loss_final=6.000001), None),
+        (OK, replace(OK, loss_final=6.0001), "1 of 2 layouts have the loss"),
+        (OK, None, "has not run"),
+        (OK, RunResult(status=Status.CRASH, reason="rank 1: no"), "crash, rank 1: no"),
+        (RunResult(status=Status.TIMEOUT, reason="slow"), OK, "one GPU alone"),
     ],
 )
-def test_losses(one, layouts, told):
-    check = check_equal(outcome(one), outcome(*layouts), "loss")
-    assert (check.status is CheckStatus.FAIL) == bool(told)
-    assert (told or "2 layouts have the loss of one GPU") in check.told
-    assert not told or "ultrabench sweep show " in check.remedy
+def test_losses(one, second, wrong):
+    check = check_equal(outcome(one), outcome(OK, second), "loss")
+    assert (check.status is CheckStatus.FAIL) == bool(wrong)
+    assert (wrong or "2 of 2 layouts have the loss of one GPU at step 5: 6.000000") in check.told
+    assert not wrong or "ultrabench sweep show " in check.remedy
 
 
 @pytest.mark.parametrize(
@@ -74,22 +69,26 @@ def test_losses(one, layouts, told):
         ("loss", 1.4e-3, True),  # the copies of a tied embedding have their own gradients
         ("gradient", 8e-4, False),
         ("gradient", 2.6e-2, True),  # gathered tokens in the wrong order
-        ("gradient", 1.0, True),  # summed over dp instead of averaged, which AdamW hides from the loss
     ],
 )
 def test_planted_faults_are_told_from_rounding_in_bf16(word, off, fails):
     runs = make_plan(load_config(H100)).runs[:2]
-    end = replace(OK, loss_final=6 * (1 + off), gradient_norm=4 * (1 + off))
-    one, layouts = outcome(replace(OK, gradient_norm=4.0), runs=runs), outcome(end, end, runs=runs)
-    assert runs[0].spec.kernel.precision == "bf16"
-    assert (check_equal(one, layouts, word).status is CheckStatus.FAIL) == fails
+    one, end = (replace(OK, loss_final=6 * by, gradient_norm=4 * by) for by in (1, 1 + off))
+    check = check_equal(outcome(one, runs=runs), outcome(end, end, runs=runs), word)
+    assert (runs[0].spec.kernel.precision, check.status is CheckStatus.FAIL) == ("bf16", fails)
 
 
-def test_an_oom_counts_when_it_is_confirmed():
-    oom = RunResult(status=Status.OOM, reason="no memory", confirmed=True)
-    assert check_memory(outcome(oom)).status is CheckStatus.PASS
-    assert "not confirmed" in check_memory(outcome(replace(oom, confirmed=False))).told
-    assert check_memory(outcome(OK)).status is CheckStatus.FAIL
+OOM = RunResult(status=Status.OOM, reason="no memory", confirmed=True)
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [(OOM, CheckStatus.PASS, "no memory"), (replace(OOM, confirmed=False), CheckStatus.FAIL, "not confirmed"),
+     (OK, CheckStatus.FAIL, "ok")],
+)  # fmt: skip
+def test_an_oom_counts_when_it_is_confirmed(end, status, told):
+    check = check_memory(outcome(end))
+    assert (check.status, told in check.told) == (status, True)
 
 
 @pytest.mark.parametrize(("share", "status"), [(1.1, CheckStatus.PASS), (0.6, CheckStatus.FAIL)])
@@ -111,48 +110,42 @@ def test_nothing_is_published_of_other_hardware():
     assert published(PLAN.config) is None
     assert published(load_config([*H100, "kernel.precision=fp32"])) is None
     assert published(load_config([*H100, "hardware.gpus_per_node=4"])) is None
-    check = check_speed(None, outcome(OK, OK))
-    assert check.status is CheckStatus.PASS
-    assert "ours: tiny " in check.told
-    assert "compare" in check_speed(None, outcome()).told
+    assert "ours: tiny " in check_speed(None, outcome(OK, OK)).told
+    assert check_speed(None, outcome()).status is CheckStatus.PASS
 
 
 def test_a_published_file_of_the_user_that_lacks_something(alone):
-    for group, text in (
-        ("hardware", "gpu: H100-SXM\ngpus_per_node: 8\nnode_link_bytes_per_s: 1e10\nprecision: bf16"),
-        ("published", "runs: [{nodes: 1}]"),
-    ):
+    files = {"hardware": "gpu: H100-SXM\ngpus_per_node: 8\nnode_link_bytes_per_s: 1e10\nprecision: bf16",
+             "published": "runs: [{nodes: 1}]"}  # fmt: skip
+    for group, text in files.items():
         (alone / "ultrabench" / group).mkdir(parents=True)
         (alone / "ultrabench" / group / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"published/mine.yaml: KeyError\('dp'\); write it as"):
+    with refused("published/mine.yaml: KeyError('dp'); write it as"):
         published(load_config(["sweep=acceptance", "hardware=mine"]))
 
 
-def test_twelve_layouts_use_every_parallel_form_on_one_and_two_nodes():
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_twelve_layouts_use_every_parallel_form_on_one_and_two_nodes(nodes):
     chosen = _differing(make_plan(load_config(H100)))
     assert len({run.run_id for run in chosen}) == LAYOUTS
-    for nodes in (1, 2):
-        layouts = [run.layout for run in chosen if run.nodes == nodes]
-        assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
-        assert {layout.pp_schedule for layout in layouts} >= {"none", "1f1b", "interleaved", "zbv"}
-        for word in ("dp", "tp", "pp", "cp"):
-            assert max(getattr(layout, word) for layout in layouts) > 1
+    layouts = [run.layout for run in chosen if run.nodes == nodes]
+    assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.pp_schedule for layout in layouts} >= {"none", "1f1b", "interleaved", "zbv"}
+    assert min(max(getattr(layout, word) for layout in layouts) for word in ("dp", "tp", "pp", "cp")) > 1
 
 
 def test_a_large_sweep_wants_an_acceptance_run_that_passed():
-    large = load_config([*H100, "sweep.nodes=[1,16]"])
+    large, two, one = (load_config([*H100, f"sweep.nodes={nodes}"]) for nodes in ("[1,16]", "[1,2]", "[1]"))
     folder = acceptance_folder(large) / "now"
-    assert "has no acceptance run" in not_accepted(large)
     assert "ultrabench doctor --deep launcher=slurm cluster=local hardware=h100x8" in not_accepted(large)
-    many = [*H100, "sweep.nodes=[16]"]
-    for small in ("sweep.nodes=[8]", "hardware.simulated=true", "launcher=local"):
-        others = [word for word in many if not word.startswith(small[:8])]
-        assert not_accepted(load_config([*others, small])) is None
-    write_acceptance(load_config([*H100, "sweep.nodes=[1]"]), [ACCEPTED], folder, 1.0)
+    path = write_acceptance(one, [ACCEPTED], folder, 1.0)
     assert "has no acceptance run" in not_accepted(large), "on one node only"
-    write_acceptance(load_config(H100), [ACCEPTED, failed("x", "y").named("b")], folder, 1.0)
+    write_acceptance(two, [ACCEPTED, failed("x", "y").named("b")], folder, 1.0)
     assert "failed its acceptance run (b)" in not_accepted(large)
-    path = write_acceptance(load_config(H100), [ACCEPTED], folder, 1.0)
+    assert not_accepted(replace(large, axes=replace(large.axes, nodes=(8,)))) is None
+    assert not_accepted(replace(large, hardware=replace(large.hardware, simulated=True))) is None
+    assert not_accepted(with_launcher(large, name="local")) is None
+    write_acceptance(two, [ACCEPTED], folder, 1.0)
     assert not_accepted(large) is None
     assert json.loads(path.read_text())["gpu_hours"] == 1.0
     path.write_text("{")

@@ -21,6 +21,7 @@ __all__ = ["sweep"]  # a fixture
 
 HERE = {"user": "ann", "cluster": "", "host": "desk"}
 BIG = {"user": "ann", "cluster": "big", "host": "login1"}
+BOB = {"user": "bob", "cluster": "big", "host": "login1"}
 THEIRS = "n1-0000bbbb.0"
 
 
@@ -39,13 +40,11 @@ def test_this_user_on_this_host_is_the_origin(monkeypatch):
 @pytest.mark.parametrize(
     ("own", "by", "place", "seen"),
     [
-        (BIG, BIG, True, True), (BIG, {**BIG, "host": "login2"}, True, True),
-        (BIG, {**BIG, "user": "bob"}, True, False), (BIG, {**BIG, "cluster": "small"}, False, False),
-        (BIG, HERE, False, False), (BIG, {**HERE, "host": "login1"}, False, False), (HERE, HERE, True, True),
-        (HERE, {**HERE, "host": "desk:4026532"}, False, False),
-        (HERE, {**HERE, "host": "desk2"}, False, False), (HERE, {**HERE, "user": "bob"}, True, False),
-        (HERE, BIG, False, False), (HERE, {**BIG, "host": "desk"}, False, False), (BIG, {}, True, True),
-        (HERE, {}, True, True),
+        (BIG, {**BIG, "host": "login2"}, True, True), (BIG, {**BIG, "user": "bob"}, True, False),
+        (BIG, {**BIG, "cluster": "small"}, False, False), (BIG, {**HERE, "host": "login1"}, False, False),
+        (HERE, HERE, True, True), (HERE, {**HERE, "host": "desk2"}, False, False),
+        (HERE, {**HERE, "user": "bob"}, True, False), (HERE, {**BIG, "host": "desk"}, False, False),
+        (BIG, {}, True, True), (HERE, {}, True, True),
     ],
 )  # fmt: skip
 def test_who_sees_whose_allocations(own, by, place, seen):
@@ -55,12 +54,16 @@ def test_who_sees_whose_allocations(own, by, place, seen):
 
 
 class Watched:
-    """A reconciler whose looks a test can take one by one, at times of its own."""
+    """A reconciler whose looks a test can take one by one, at times of its own; it has submitted `mine`."""
 
-    def __init__(self, sweep, launcher, clock):
-        self.sweep, self.launcher, self.clock = sweep, launcher, clock
+    def __init__(self, sweep, clock):
+        self.sweep, self.launcher, self.clock = sweep, Played(), clock
         self.told, self.alive = [], frozenset()
-        self.reconciler = Reconciler(sweep, launcher, self._show, self.told.append)
+        self.reconciler = Reconciler(sweep, self.launcher, self._show, self.told.append)
+        self.patience_s = self.reconciler.settler.watchdog.patience_s
+        self.once()
+        (mine,) = self.launcher.taken
+        self.mine, self.keys = mine.name, keys(mine)
 
     def _show(self, state, alive):
         self.alive = alive
@@ -69,7 +72,14 @@ class Watched:
         self.clock[0] += after
         return self.reconciler.once()[1]
 
-    def ended(self, name):
+    def starts(self, name=THEIRS, **job):
+        return Agents(self.sweep, name, **job).start()
+
+    def plan(self, *tasks, by=BOB, name=THEIRS):
+        """Somebody else plans an allocation."""
+        plan(self.sweep, name, tasks, by=by)
+
+    def ended(self, name=THEIRS):
         return self.sweep.state().allocations[name].ended
 
 
@@ -77,7 +87,7 @@ class Watched:
 def watched(sweep, monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    return Watched(sweep, Played(), clock)
+    return Watched(sweep, clock)
 
 
 def touch(agents, stamp):
@@ -88,25 +98,22 @@ def touch(agents, stamp):
 
 
 @pytest.mark.parametrize("started", [False, True])
-@pytest.mark.parametrize("by", [{"user": "somebody else", "cluster": "big", "host": "login1"},
-                                {"user": own_name(), "cluster": "small", "host": "login1"},
-                                {"user": own_name(), "cluster": "", "host": "a laptop"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "by",
+    [BOB, BOB | {"user": own_name(), "cluster": "small"}, {**HERE, "user": own_name(), "host": "a laptop"}],
+)
 def test_an_allocation_of_others_lives_and_is_left_alone(watched, by, started):
     """squeue shows nothing of it here: neither is it over, nor is it ours to end or to replace."""
-    watched.once()
-    (mine,) = watched.launcher.taken
-    plan(watched.sweep, THEIRS, keys(mine), by=by)
-    if started:
-        agents = Agents(watched.sweep, THEIRS).start()
+    watched.plan(*watched.keys, by=by)
+    agents = watched.starts() if started else None
     watched.launcher.ended_jobs[THEIRS] = JobEnd(status=Status.LOST, reason="Slurm does not know a job of it")
     local = not (by["cluster"] or started)
     for n in range(2 if local else 50):
-        if started:
+        if agents:
             touch(agents, 2e9 + n)
         assert watched.once(after=60.0)
-        assert watched.alive == {mine.name, THEIRS}
+        assert watched.alive == {watched.mine, THEIRS}
     assert all(THEIRS not in known for known in watched.launcher.looked)
-    assert watched.ended(THEIRS) is None
     whose = f"{by['user']} on {by['cluster'] or by['host']}"
     note = f"{THEIRS} is a job of {whose}: it is watched, and neither ended nor replaced. "
     assert sum(told.startswith(note) for told in watched.told) == 1
@@ -116,142 +123,117 @@ def test_an_allocation_of_others_lives_and_is_left_alone(watched, by, started):
     watched.sweep.journal.write(Cancel(generation=2))
     watched.once()
     interrupt(watched.sweep, watched.launcher)
-    assert watched.launcher.cancelled == [[mine.name]] * 2
-    assert watched.ended(THEIRS) is None
-    assert watched.ended(mine.name) == f"the agents of {mine.name} were ended"
+    assert watched.launcher.cancelled == [[watched.mine]] * 2
+    assert (watched.ended(), watched.ended(watched.mine)) == (
+        None,
+        f"the agents of {watched.mine} were ended",
+    )
     assert not watched.once(), "there is nothing of ours to wait for"
 
 
 def test_what_others_finish_is_settled(watched):
-    watched.once()
-    (mine,) = watched.launcher.taken
-    key, *_ = keys(mine)
-    plan(watched.sweep, THEIRS, [key], by={"user": "bob", "cluster": "big", "host": "login1"})
-    agents = Agents(watched.sweep, THEIRS).start()
+    watched.plan(key := watched.keys[0])
+    agents = watched.starts()
     agents.claim(key, told=False)
     agents.end()
     watched.once()
-    assert watched.alive == {mine.name}
-    assert statuses(watched.sweep) == {key: Status.LOST}
+    assert (watched.alive, statuses(watched.sweep)) == ({watched.mine}, {key: Status.LOST})
 
 
 def test_others_whose_agents_are_silent_for_longer_than_their_limit_are_over(watched):
     """Slurm has ended that job by then, whoever it belongs to."""
-    watched.once()
-    (mine,) = watched.launcher.taken
-    key, *_ = keys(mine)
-    plan(watched.sweep, THEIRS, [key], by={"user": "bob", "cluster": "small", "host": "login1"})
-    agents = Agents(watched.sweep, THEIRS).start()
+    watched.plan(key := watched.keys[0])
+    agents = watched.starts()
     agents.claim(key)
-    patience_s = watched.reconciler.settler.watchdog.patience_s
     touch(agents, 2e9)
-    silent_s = 0.0
     watched.once()
-    while silent_s + 10.0 <= 600.0 + patience_s:
-        silent_s += 10.0
+    for _ in range(int((600.0 + watched.patience_s) / 10.0)):
         watched.once(after=10.0)
         assert THEIRS in watched.alive
     for _ in range(2):  # its claim is looked at first
         watched.once(after=10.0)
-    assert watched.alive == {mine.name}
-    assert watched.ended(THEIRS) == (
-        f"the agents of {THEIRS}, of bob on small, were silent for longer than its time limit"
-    )
-    assert statuses(watched.sweep) == {key: Status.LOST}
+    assert (watched.alive, statuses(watched.sweep)) == ({watched.mine}, {key: Status.LOST})
+    told = f"the agents of {THEIRS}, of bob on big, were silent for longer than its time limit"
+    assert watched.ended() == told
+
+
+def test_processes_of_another_host_that_never_started_are_given_up_after_their_limit(watched):
+    """A container that died at once never comes back under its name; unlike a job it waits in no queue."""
+    watched.plan(*watched.keys, by={"user": own_name(), "cluster": "", "host": "a container"})
+    for _ in range(50):
+        watched.once(after=60.0)
+    assert "longer than its time limit" in str(watched.ended())
+    assert owner_of(watched.sweep.folder.claims, THEIRS) == GIVEN_UP
 
 
 def test_what_others_have_queued_is_taken_over_only_where_a_person_asks(watched):
-    by = {"user": "bob", "cluster": "small", "host": "login1"}
-    watched.once()
-    (mine,) = watched.launcher.taken
-    running = "n1-0000bbbb.1"
-    plan(watched.sweep, THEIRS, keys(mine)[-1:], by=by)
-    plan(watched.sweep, running, by=by)
-    runs = Agents(watched.sweep, running, Start(job_id="9_1")).start()
-    Agents(watched.sweep, mine.name).start().end()
+    running, last = "n1-0000bbbb.1", watched.keys[-1]
+    watched.plan(last)
+    watched.plan(name=running)
+    runs = watched.starts(running, job=Start(job_id="9_1"))
+    watched.starts(watched.mine).end()
     watched.once()
     assert watched.alive >= {THEIRS, running}
     watched.reconciler.settler.withdraw([THEIRS, running], "taken over")
     assert owner_of(watched.sweep.folder.claims, THEIRS) == GIVEN_UP
-    assert watched.ended(THEIRS) == "taken over"
-    assert watched.ended(running) is None, "what runs is waited for"
+    assert (watched.ended(), watched.ended(running)) == ("taken over", None), "what runs is waited for"
     watched.once()
     assert watched.alive == {running}
     runs.end()  # until now it was the first of its size
     watched.once()
     again = [key for made in watched.launcher.taken[1:] for key in keys(made)]
-    assert keys(mine)[-1] in again, "the same attempt: nobody has claimed it, and now nobody else will"
+    assert last in again, "the same attempt: nobody has claimed it, and now nobody else will"
 
 
 def test_what_has_started_meanwhile_is_not_taken_over(watched):
     """Its claim is there, its journal cannot be seen yet."""
-    plan(watched.sweep, THEIRS, by={"user": "bob", "cluster": "small", "host": "login1"})
-    agents = Agents(watched.sweep, THEIRS).start()
-    agents.journal.path.rename(agents.journal.path.with_suffix(".late"))
+    watched.plan()
+    path = watched.starts().journal.path
+    path.rename(path.with_suffix(".late"))
     watched.reconciler.settler.withdraw([THEIRS], "taken over")
-    assert watched.ended(THEIRS) is None
+    assert watched.ended() is None
     assert owner_of(watched.sweep.folder.claims, THEIRS) == THEIRS
 
 
 # a job that Slurm does not show
 
 
-UNKNOWN = JobEnd(status=Status.LOST, reason="Slurm does not know job 57_0")
-ENDED = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", held_s=50.0)
-
-
-@pytest.mark.parametrize("gone", [UNKNOWN, ENDED])
+@pytest.mark.parametrize(
+    "gone",
+    [JobEnd(status=Status.LOST, reason="Slurm does not know job 57_0"),
+     JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", held_s=50.0)],
+)  # fmt: skip
 def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
     """slurmctld may have lost its state, sacct be behind or squeue ask the wrong cluster."""
-    watched.once()
-    (made,) = watched.launcher.taken
-    agents = Agents(watched.sweep, made.name).start()
-    agents.claim(keys(made)[0])
-    watched.launcher.ended_jobs[made.name] = gone
-    patience_s = watched.reconciler.settler.watchdog.patience_s
+    agents, key = watched.starts(watched.mine), watched.keys[0]
+    agents.claim(key)
+    watched.launcher.ended_jobs[watched.mine] = gone
     for n in range(100):
         touch(agents, (-1) ** n * n + 1e9)  # whatever clock it is
-        assert watched.once(after=0.3 * patience_s)
-        assert watched.alive == {made.name}
-    assert watched.ended(made.name) is None
-    assert statuses(watched.sweep) == {keys(made)[0]: None}
+        assert watched.once(after=0.3 * watched.patience_s)
+        assert watched.alive == {watched.mine}
+    assert (watched.ended(watched.mine), statuses(watched.sweep)) == (None, {key: None})
     assert len(watched.launcher.taken) == 1
-    note = f"{gone.reason}, but the agents of {made.name} touched their journal lately"
+    note = f"{gone.reason}, but the agents of {watched.mine} touched their journal lately"
     assert sum(told.startswith(note) for told in watched.told) == 1
     for _ in range(3):
-        watched.once(after=0.3 * patience_s)
-        assert watched.alive == {made.name}
-    watched.once(after=0.3 * patience_s)
-    assert watched.ended(made.name) == gone.reason
-    assert statuses(watched.sweep)[keys(made)[0]] == gone.status
+        watched.once(after=0.3 * watched.patience_s)
+        assert watched.alive == {watched.mine}
+    watched.once(after=0.3 * watched.patience_s)
+    assert (watched.ended(watched.mine), statuses(watched.sweep)[key]) == (gone.reason, gone.status)
 
 
 def test_where_its_processes_were_looked_at_it_is_dead_at_once(watched):
+    watched.starts(watched.mine)
+    watched.launcher.ended_jobs[watched.mine] = JobEnd(reason="vanished", certain=True)
     watched.once()
-    (made,) = watched.launcher.taken
-    Agents(watched.sweep, made.name).start()
-    watched.launcher.ended_jobs[made.name] = JobEnd(status=Status.LOST, reason="vanished", certain=True)
-    watched.once()
-    assert watched.ended(made.name) == "vanished"
+    assert watched.ended(watched.mine) == "vanished"
 
 
 def test_a_silent_job_that_slurm_lists_is_not_dead(watched):
     """It may be suspended, or its file server hangs: Slurm has to say that it is over."""
-    watched.once()
-    (made,) = watched.launcher.taken
-    Agents(watched.sweep, made.name).start()
+    watched.starts(watched.mine)
     for _ in range(50):
         assert watched.once(after=100.0)
-        assert watched.alive == {made.name}
-    assert (watched.ended(made.name), watched.launcher.ended) == (None, [])
-
-
-def test_processes_of_another_host_that_never_started_are_given_up_after_their_limit(watched):
-    """A container that died at once never comes back under its name; unlike a job it waits in no queue."""
-    watched.once()
-    (mine,) = watched.launcher.taken
-    plan(watched.sweep, THEIRS, keys(mine), by={"user": own_name(), "cluster": "", "host": "a container"})
-    for _ in range(50):
-        watched.once(after=60.0)
-    assert "longer than its time limit" in str(watched.ended(THEIRS))
-    assert owner_of(watched.sweep.folder.claims, THEIRS) == GIVEN_UP
+        assert watched.alive == {watched.mine}
+    assert (watched.ended(watched.mine), watched.launcher.ended) == (None, [])
