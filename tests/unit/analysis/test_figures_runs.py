@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from tests.configs import refused
 from tests.published import PLAYBOOK, needs
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.figures.kinds import KINDS, prepared
+from ultrabench.analysis.figures.kinds import KINDS, prepared, runs_drawn
 from ultrabench.analysis.figures.picture import render, styled
 from ultrabench.analysis.figures.runs import final, measured
 from ultrabench.analysis.importing.import_table import import_csv
@@ -92,13 +92,8 @@ def test_runs_that_lack_what_a_figure_shows_are_counted(kind, axis):
     assert "Left out: 1 run without" in told
 
 
-def test_scatter_shows_runs_that_cannot_win_as_crosses():
-    points = drawn("scatter", *SEVERAL)[0].set_index("run_id")
-    assert sorted(points.index[~points["good"]]) == ["c", "d"]
-    assert points["height"]["a"] == pytest.approx(20.0)
-
-
-def test_scatter_without_comparable_mfu_has_the_speed_as_height():
+def test_scatter_has_mfu_as_height_or_the_speed_where_it_is_not_comparable():
+    assert drawn("scatter", row("a", rate=200.0))[0]["height"].tolist() == pytest.approx([20.0])
     assert set(drawn("scatter", row("a"), row("b", flops_formula="megatron"))[0]["height"]) == {100.0}
     assert "tokens/s/GPU" in drawn("scatter", row("a", mfu=None))[1]
 
@@ -218,13 +213,18 @@ def test_no_text_is_cut_or_overlaps(kind, axis, models):
         assert overlaps(figure) == ([], [])
 
 
+@pytest.fixture(scope="module")
+def playbook():
+    return import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table
+
+
 @needs(PLAYBOOK)
-def test_published_runs_are_all_drawn_or_counted():
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [("scatter", 896), ("scaling", 586), ("pareto", 586), ("failures", 1945), ("bubble", None)],
+)
+def test_published_runs_are_all_drawn_or_counted(playbook, kind, ends):
     """896 of the 1,945 rows are ok, 310 of these in doubt."""
-    table = import_csv(PLAYBOOK, read_map(built_in("nanotron"))).table
-    scatter, failures = (prepared(kind, table, title="playbook")[0] for kind in ("scatter", "failures"))
-    assert (len(scatter), int(scatter["good"].sum())) == (896, 586)
-    assert failures.groupby("end")["runs"].sum().to_dict() == {
-        "ok": 586, "suspect": 310, "oom": 824, "crash": 225,
-    }  # fmt: skip
-    assert list(scatter.sort_values("num_params")["panel"].unique()) == ["1B", "8B", "80B"]
+    points, make = prepared(kind, playbook, title="playbook")
+    assert runs_drawn(kind, points) == ends
+    assert make().axes

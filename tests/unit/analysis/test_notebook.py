@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 
 import ultrabench
+from tests.configs import refused
 from tests.unit.analysis.sweeps import OK, SPECS, candidate, claim, make_sweep
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.notebook import table_of
-from ultrabench.errors import ConfigError, UltrabenchError
+from ultrabench.errors import UltrabenchError
 from ultrabench.store.journal import JournalWriter
 
 PAGE = Path(__file__).parents[3] / "docs/notebook.md"
@@ -21,11 +22,10 @@ PAGE = Path(__file__).parents[3] / "docs/notebook.md"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A sweep in ./results with an ok run, an OOM and runs that were never tried."""
+    """A sweep in ./results with an ok run and runs that were never tried."""
     monkeypatch.chdir(tmp_path)
     made = make_sweep(tmp_path / "results/quick-cpu", [candidate(spec) for spec in SPECS])
-    writer = JournalWriter(made.journal, "agent")
-    claim(writer, SPECS[0], result=OK)
+    claim(JournalWriter(made.journal, "agent"), SPECS[0], result=OK)
     return made
 
 
@@ -39,9 +39,8 @@ def test_import_alone_imports_neither_pandas_nor_a_figure():
 
 
 def test_a_frame_is_the_table_again_whatever_its_order(folder):
-    table = collect([folder], pytest.fail)
     rows = ultrabench.read()
-    assert table_of(rows).equals(table)
+    assert table_of(rows).equals(collect([folder], pytest.fail))
     assert rows.dp.dtype == pd.Int64Dtype()
     best = ultrabench.best(rows)
     pd.testing.assert_frame_equal(best, ultrabench.best(rows.sample(frac=1, random_state=1)))
@@ -50,43 +49,44 @@ def test_a_frame_is_the_table_again_whatever_its_order(folder):
 
 def test_a_frame_may_be_filtered_lack_columns_and_hold_floats(folder):
     rows = ultrabench.read("quick-cpu")
-    narrow = rows[rows.mbs == 1][
-        ["run_id", "model", "nodes", "status", "is_final", "dp", "tokens_per_s_per_gpu"]
-    ]
-    best = ultrabench.best(narrow.astype({"dp": float, "nodes": float}).assign(mine="x"))
+    kept = ["run_id", "model", "nodes", "status", "is_final", "dp", "tokens_per_s_per_gpu"]
+    best = ultrabench.best(rows[rows.mbs == 1][kept].astype({"dp": float, "nodes": float}).assign(mine="x"))
     assert (best.run_id[0], best.dp[0], best.num_runs[0]) == (SPECS[0].run_id, 8, 1)
     assert ultrabench.best(rows.iloc[:0]).columns.tolist() == ultrabench.best(rows).columns.tolist()
 
 
-def test_mistakes_say_what_to_do(folder):
-    rows = ultrabench.read()
-    with pytest.raises(ConfigError, match="lacks status, is_final; ranking and figures need run_id, model"):
-        ultrabench.best(rows.drop(columns=["is_final", "status"]))
-    with pytest.raises(ConfigError, match="has dp twice; rename or drop"):
-        ultrabench.best(rows.join(rows[["dp"]].rename(columns={"dp": "x"})).rename(columns={"x": "dp"}))
-    with pytest.raises(ConfigError, match="column dp of the DataFrame needs values of type int64"):
-        ultrabench.best(rows.assign(dp="two"))
-    with pytest.raises(UltrabenchError, match=r"unknown figure .*did you mean heatmap"):
-        ultrabench.plot("heatmop", rows)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda rows: rows.drop(columns=["is_final", "status"]),
+         "lacks status, is_final; ranking and figures need run_id, model"),
+        (lambda rows: pd.concat([rows, rows[["dp"]]], axis=1), "has dp twice; rename or drop"),
+        (lambda rows: rows.assign(dp="two"), "column dp of the DataFrame needs values of type int64"),
+    ],
+)  # fmt: skip
+def test_a_frame_that_is_no_result_table_says_what_to_do(folder, change, told):
+    with refused(told):
+        ultrabench.best(change(ultrabench.read()))
 
 
 def test_plot_draws_as_the_command_does(folder):
-    rows = ultrabench.read()
-    drawn = ultrabench.plot("heatmap", rows, rank_by="step_time_s")
+    drawn = ultrabench.plot("heatmap", ultrabench.read(), rank_by="step_time_s")
     assert "quick-cpu" in drawn.texts[0].get_text()
-    with pytest.raises(ConfigError, match="sweep=comm"):
-        ultrabench.plot("comm", rows)
-
-
-def test_a_layout_is_drawn_without_rows():
     assert len(ultrabench.plot("schedule", layout={"pp": 2, "gas": 2}).axes[0].texts) == 8
-    for kind, options, told in (
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("heatmop", {}, "did you mean heatmap"),
         ("heatmap", {}, "the figure heatmap needs result rows"),
         ("scatter", {}, "the figure scatter needs result rows"),
         ("schedule", {"layout": {"pp": 2}, "axis": "tp"}, "has no choice of axis"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            ultrabench.plot(kind, **options)
+    ],
+)
+def test_a_figure_that_cannot_be_drawn_without_rows_says_what_to_do(kind, options, told):
+    with refused(told, UltrabenchError):
+        ultrabench.plot(kind, **options)
 
 
 @pytest.mark.filterwarnings("ignore:The inplace keyword")  # duckdb uses it

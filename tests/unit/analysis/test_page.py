@@ -7,11 +7,11 @@ import shlex
 import pyarrow as pa
 import pytest
 
-from tests.unit.analysis.page_tables import failed, page, repeated, row, small, table
+from tests.unit.analysis.page_tables import page, repeated, run, small
+from tests.unit.analysis.tables import table_of
 from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.page.commands import launch_words, predict_words
 from ultrabench.analysis.page.rows import NAMES, PUBLIC, WORDS, document, encoded
-from ultrabench.analysis.ranking import rank
 from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA
 from ultrabench.layout import Layout
 from ultrabench.sweep.arguments import PREDICTED, read_run
@@ -20,47 +20,42 @@ from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 
 
+def decoded(held):
+    return held.get("values") or [None if code < 0 else held["known"][code] for code in held["codes"]]
+
+
 def shown(results, public=False):
     """The document of a page, with its columns as lists."""
     told = document(results, public=public)
-    for name, held in told["columns"].items():
-        codes = held.get("codes", ())
-        told["columns"][name] = held.get("values") or [None if c < 0 else held["known"][c] for c in codes]
-    return told
+    return told | {"columns": {name: decoded(held) for name, held in told["columns"].items()}}
 
 
 def test_rows_are_in_the_order_of_the_leaderboard_and_every_attempt_is_there():
     told = shown(small())
     columns = told["columns"]
     assert told["rows"] == len(small()) - 1 == len(columns["run_id"])
-    assert columns["rank"][:-1] == [*range(1, 12), *range(1, 10), *range(1, 10), *range(1, 11)]
-    assert columns["rank"][-1] is None  # the attempt that crashed before another one was ok
+    # The last one is the attempt that crashed before another one was ok.
+    assert columns["rank"] == [*range(1, 12), *range(1, 10), *range(1, 10), *range(1, 11), None]
     assert [columns["mark"].count(mark) for mark in ("best", "as good as the best")] == [4, 0]
     best = columns["run_id"][columns["mark"].index("best")]
     assert best == f"{0:016x}", "the suspect row is faster and must not be the best"
-    assert told["rejected"][0]["number"] == 1
-    assert told["rejected"][0]["example"] == "tp=3 does not divide 8"
+    assert (told["rejected"][0]["number"], told["rejected"][0]["example"]) == (1, "tp=3 does not divide 8")
 
 
 @pytest.mark.parametrize("public", [False, True])
 def test_a_peak_that_is_too_low_is_told(public):
-    (fast,) = small().slice(0, 1).to_pylist()
-    told = shown(pa.Table.from_pylist([fast | {"mfu": 1.41}], schema=SCHEMA), public=public)
-    assert told["made_with"].startswith("MFU up to 1.41 is above 1: the peak is too low")
+    told = shown(table_of(run(1, mfu=1.41)), public=public)["made_with"]
+    assert told.startswith("MFU up to 1.41 is above 1: the peak is too low")
 
 
 def test_the_row_of_a_run_counts_as_in_the_heatmap():
     columns = shown(repeated())["columns"]
     states = [state for state, place in zip(columns["state"], columns["rank"], strict=True) if place]
     assert sorted(states) == ["crash", "hang", "ok", "ok", "ok", "oom", "running", "skipped"]
-    (cell,) = rank(repeated())
-    assert (cell.num_runs, cell.num_oom, cell.num_failed, cell.num_in_doubt) == (6, 1, 2, 1)
-    assert (cell.num_repeats, cell.num_repeats_failed) == (2, 1)
 
 
 def test_the_order_of_the_rows_changes_no_byte():
-    rows = small().to_pylist()
-    assert page(table(*reversed(rows)), title="s") == page(table(*rows), title="s")
+    assert page(table_of(*reversed(small().to_pylist()))) == page(small())
 
 
 def test_texts_of_users_are_data_and_no_html():
@@ -77,81 +72,68 @@ PLANTED = "node17.cluster.example"
 def test_a_public_page_tells_no_text_that_is_not_allowed():
     """Every column of text and every list holds a name of a host, a path and a user, also those that failed."""
     names = {
-        "model": f"/home/{PLANTED}/8B",
-        "kernel": f"/opt/{PLANTED}/kernel/",
-        "hardware": rf"C:\{PLANTED}\h100x8",
-    }
-    texts = {f.name: f"error on {PLANTED}" for f in SCHEMA if f.type == pa.string() and f.name not in PUBLIC}
-    lists = {f.name: [PLANTED] for f in SCHEMA if f.type == pa.list_(pa.string())}
-    doubt = {"suspect": f"throttled on {PLANTED}"}
-    rows = [row(1, **names | texts | lists), row(2, **names | texts | lists | doubt)]
-    rows += [
-        failed(n, s, f"{s} at {PLANTED}", **names | lists)
-        for n, s in enumerate(("crash", "rejected", "oom"), 5)
-    ]
-    text = page(table(*rows), title=PLANTED, public=True)
+        "model": f"/home/{PLANTED}/8B", "kernel": f"/opt/{PLANTED}/kernel/", "hardware": rf"C:\{PLANTED}\h100x8",
+    }  # fmt: skip
+    names |= {column.name: [PLANTED] for column in SCHEMA if column.type == pa.list_(pa.string())}
+    texts = [column.name for column in SCHEMA if column.type == pa.string() and column.name not in PUBLIC]
+    told = names | dict.fromkeys(texts, f"error on {PLANTED}")
+    rows = [run(1, **told), run(2, **told, suspect=f"throttled on {PLANTED}")]
+    ends = enumerate(("crash", "rejected", "oom"), 5)
+    rows += [run(n, status=end, reason=f"{end} at {PLANTED}", **names) for n, end in ends]
+    text = page(table_of(*rows), title=PLANTED, public=True)
     assert PLANTED not in text
     assert "h100x8" in text
-    assert PLANTED in page(table(*rows), title="s")
+    assert PLANTED in page(table_of(*rows))
 
 
 def test_what_is_public_is_a_number_or_a_text_that_was_chosen_by_name():
-    assert set(SCHEMA.names) >= PUBLIC
     texts = {column.name for column in SCHEMA if column.type not in (INT, FLOAT, BOOL)}
+    assert set(SCHEMA.names) >= PUBLIC
     assert PUBLIC & texts == {*NAMES, *WORDS}
-    numbers = {
-        name
-        for name in set(SCHEMA.names) - texts
-        if re.search("(^|_)(ids?|user|host|path|account)(_|$)", name)
-    }
-    assert not numbers, "an id is a text, which is not public unless it is named"
-    assert PUBLIC.isdisjoint(
-        {"sweep", "cluster", "reason", "hostnames", "suspect_hosts", "source", "job_id", "allocation"}
-    )
+    private = "sweep", "cluster", "reason", "hostnames", "suspect_hosts", "source", "job_id", "allocation"
+    assert PUBLIC.isdisjoint(private)
+    numbers = set(SCHEMA.names) - texts
+    assert not [
+        name for name in numbers if {"id", "ids", "user", "host", "path", "account"} & {*name.split("_")}
+    ]
 
 
 def test_memory_by_part_is_that_of_predict():
-    told = row(1) | {"source": None}
-    columns = shown(table(told, failed(2, "oom", None), row(3, hardware="none"), row(4, vocab_size=None)))[
-        "columns"
-    ]
-    parts = {name: held for name, held in columns.items() if re.fullmatch("predicted_[a-z]+_bytes", name)}
-    spec = spec_of(told)
+    rows = run(1), run(2, status="oom"), run(3, hardware="none"), run(4, vocab_size=None)
+    columns = shown(table_of(*rows))["columns"]
+    known = zip(columns["run_id"], columns["predicted_weights_bytes"], strict=True)
+    assert sorted(run_id for run_id, held in known if held) == [f"{n:016x}" for n in (1, 2)]
     profile = load_profile("ultrabench")
+    spec = spec_of(rows[0] | {"source": None})
     (stage,) = predict_memory(spec, memory_constants(profile.framework, profile.memory))
-    at = columns["run_id"].index(told["run_id"])
-    assert sum(held[at] for held in parts.values()) == pytest.approx(stage.peak_bytes, abs=len(parts))
-    known = {
-        run_id
-        for run_id, held in zip(columns["run_id"], parts["predicted_weights_bytes"], strict=True)
-        if held
-    }
-    assert known == {f"{n:016x}" for n in (1, 2)}, "nobody here knows that hardware or model"
+    at = columns["run_id"].index(rows[0]["run_id"])
+    parts = [held[at] for name, held in columns.items() if re.fullmatch("predicted_[a-z]+_bytes", name)]
+    assert sum(parts) == pytest.approx(stage.peak_bytes, abs=len(parts))
 
 
-def test_a_page_of_probes_or_of_nothing_ranks_nothing():
-    probe = row(1, model=None, **dict.fromkeys(("dp", "tp", "mfu", "tokens_per_s_per_gpu", "step_time_s")))
-    for results in (table(), table(probe)):
-        assert shown(results)["cells"] == []
-        assert "nothing to rank" in page(results, title="s")
+PROBE = run(1, model=None, **dict.fromkeys(("dp", "tp", "mfu", "tokens_per_s_per_gpu", "step_time_s")))
 
 
-def test_the_colour_scale_is_that_of_the_heatmap():
+@pytest.mark.parametrize(
+    ("rows", "name", "told"),
+    [([], "cells", []), ([PROBE], "cells", []), ([], "mfu_end", 0.1), ([run(1, mfu=0.0011)], "mfu_end", 0.2),
+     ([run(0, mfu=0.4), run(1)], "mfu_end", 40)],
+)  # fmt: skip
+def test_probes_are_no_cells_and_the_colour_scale_is_that_of_the_heatmap(rows, name, told):
     """Round: in percent the smallest of 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 and so on that no MFU exceeds."""
-    assert shown(small())["mfu_end"] == 40
-    assert shown(table(row(1, mfu=0.0011)))["mfu_end"] == 0.2
-    assert shown(table())["mfu_end"] == 0.1
+    assert shown(table_of(*rows))[name] == told
 
 
 def test_a_cell_of_rejected_layouts_alone_has_its_reason():
-    cells = shown(table(failed(1, "rejected", "too few heads", rule="heads", attempt=None), row(2, nodes=2)))[
-        "cells"
+    rejected = run(1, status="rejected", reason="too few heads", rule="heads", attempt=None)
+    assert [bool(cell["reason"]) for cell in shown(table_of(rejected, run(2, nodes=2)))["cells"]] == [
+        True,
+        False,
     ]
-    assert [bool(cell["reason"]) for cell in cells] == [True, False]
 
 
 def test_numbers_that_are_none_are_null():
-    told = shown(table(row(1, hfu=float("nan"), loss_final=float("inf"))))
+    told = shown(table_of(run(1, hfu=float("nan"), loss_final=float("inf"))))
     assert {"hfu", "loss_final"}.isdisjoint(told["columns"])
 
 
@@ -159,9 +141,7 @@ def test_numbers_that_are_none_are_null():
     "values", [["a", "b", "a", None] * 4, [*range(20)], [None, 1.5], [True, False, True]]
 )
 def test_a_column_is_encoded_without_loss(values):
-    held = encoded(values)
-    decoded = held.get("values") or [None if code < 0 else held["known"][code] for code in held["codes"]]
-    assert decoded == values
+    assert decoded(encoded(values)) == values
 
 
 @pytest.mark.parametrize(
@@ -175,7 +155,7 @@ def test_a_column_is_encoded_without_loss(values):
 )
 def test_the_commands_of_a_row_describe_its_layout(layout):
     axes = {name: getattr(layout, name) for name in Layout.__slots__}
-    told = row(1, **axes) | {"source": None}
+    told = run(1, **axes) | {"source": None}
     (candidate,) = make_plan(load_config(shlex.split(launch_words(told)))).candidates
     assert candidate.spec.layout == layout
     assert (candidate.spec.workload.gbs, candidate.spec.workload.seq_len) == (256, 4096)
