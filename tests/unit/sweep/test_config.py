@@ -81,6 +81,12 @@ def test_sweep_and_hardware_go_together(overrides, name, seq_len):
     assert config.hardware.name == name.partition("-")[2]
 
 
+def test_any_sweep_can_be_searched():
+    write("ultrabench", "sweep/own", "models: [tiny]\nnodes: [1]\nseq_len: 64\ngbs: 8\nmbs: [1]\n")
+    own = [load_config(["sweep=own", *words]) for words in ([], ["sweep.strategy=adaptive"])]
+    assert [(config.strategy, config.batch) for config in own] == [("exhaustive", 4), ("adaptive", 4)]
+
+
 def test_one_value_is_a_list_of_one():
     assert [m.name for m in shipped("model=tiny").models] == ["tiny"]
     assert [m.name for m in load_config(["sweep.models=[tiny,mini]"]).models] == ["tiny", "mini"]

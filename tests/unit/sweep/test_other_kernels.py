@@ -53,9 +53,17 @@ def planned(kernel, *more):
     return plan, [c.spec for c in plan.runs], refused
 
 
-def flags(spec, measure):
-    words = fill_in(spec, AttemptKey(spec.run_id, 0, 0), measure)
-    return dict(word.lstrip("-").split("=", 1) for word in words if "=" in word), words
+def command_of(spec, config):
+    there = replace(spec, kernel=without_other_models(spec, config.kernel))
+    return fill_in(there, AttemptKey("x", 0, 0), config.measure)
+
+
+def told_to(spec, config):
+    """The flags of the command with their values; it tells the program all that a run has."""
+    words = fill_in(spec, AttemptKey("x", 0, 0), config.measure)
+    assert not [word for word in words if "{" in word]
+    assert list(not_expressed(spec, config.kernel)) == []
+    return dict(word.lstrip("-").partition("=")[::2] for word in words)
 
 
 def test_torchtitan_is_told_the_layout_and_trains_only_its_own_model():
@@ -64,21 +72,18 @@ def test_torchtitan_is_told_the_layout_and_trains_only_its_own_model():
     _, on_one, _ = planned("torchtitan", "sweep.tp=8", "sweep.pp=1", "sweep.gas=8")
     assert {(s.layout.dp, s.layout.zero_stage) for s in on_one} == {(1, 0)}, "one dp rank is any stage"
     assert "kernel torchtitan supports hidden_size in [4096]; hidden_size=8192" in refused
-    spec = next(s for s in runs if s.layout.pp == 2)
-    told, words = flags(spec, plan.config.measure)
-    assert words[1:3] == ["-m", "torchtitan.train"]
-    assert words[-2:] == ["--config=llama3_8b", "activation-checkpoint:none"]
-    steps = plan.config.measure.warmup_steps + plan.config.measure.max_steps
-    for axis in ("data-parallel-shard", "tensor-parallel", "pipeline-parallel"):
-        assert told[f"parallelism.{axis}-degree"] == "2"
-    assert told["parallelism.pipeline-parallel-microbatch-size"] == "1"
-    assert told["training.local-batch-size"] == "4", "a pipeline gets all micro-batches"
-    assert (told["training.global-batch-size"], told["training.steps"]) == ("8", str(steps))
-    assert (spec.layout.dp, spec.layout.gas) == (2, 4)
-    assert list(not_expressed(spec, plan.config.kernel)) == []
-    flat, _ = flags(next(s for s in runs if s.layout.pp == 1), plan.config.measure)
-    assert flat["training.local-batch-size"] == "1"
-    assert not [word for word in words if "{" in word]
+    flat, piped = (next(s for s in runs if s.layout.pp == pp) for pp in (1, 2))
+    assert (piped.layout.dp, piped.layout.gas) == (2, 4)
+    degrees = ("data-parallel-shard", "tensor-parallel", "pipeline-parallel")
+    expected = {
+        "torchtitan.train": "", "config": "llama3_8b", "activation-checkpoint:none": "",
+        **{f"parallelism.{axis}-degree": "2" for axis in degrees},
+        "parallelism.pipeline-parallel-microbatch-size": "1", "training.global-batch-size": "8",
+        "training.local-batch-size": "4",  # a pipeline gets all micro-batches
+        "training.steps": str(plan.config.measure.warmup_steps + plan.config.measure.max_steps),
+    }  # fmt: skip
+    assert told_to(piped, plan.config).items() >= expected.items()
+    assert told_to(flat, plan.config)["training.local-batch-size"] == "1"
 
 
 def test_megatron_is_told_layout_and_model():
@@ -86,15 +91,13 @@ def test_megatron_is_told_layout_and_model():
     assert {s.layout.zero_stage for s in runs} == {1}
     assert {s.shape.name for s in runs} == {"llama3-8b", "llama3-70b"}
     spec = next(s for s in runs if s.layout.pp == 2 and s.shape.name == "llama3-70b")
-    told, words = flags(spec, plan.config.measure)
-    assert list(not_expressed(spec, plan.config.kernel)) == []
     expected = {
         "num-layers": 80, "hidden-size": 8192, "num-query-groups": 8, "tensor-model-parallel-size": 2, "seq-length": 4096,
-        "pipeline-model-parallel-size": 2, "micro-batch-size": 1, "global-batch-size": 8,
+        "pipeline-model-parallel-size": 2, "micro-batch-size": 1, "global-batch-size": 8, "use-distributed-optimizer": "",
     }  # fmt: skip
-    assert told.items() >= {name: str(value) for name, value in expected.items()}.items()
-    assert "--use-distributed-optimizer" in words
-    assert not [word for word in words if "{" in word]
+    assert (
+        told_to(spec, plan.config).items() >= {name: str(value) for name, value in expected.items()}.items()
+    )
 
 
 OTHER_VALUES = {
@@ -130,7 +133,7 @@ def test_every_word_of_a_run_changes_the_command_or_is_named_beside_it(framework
         made = [replace(r, **{k: v for k, v in more.items() if k in values_of(r)}) for r in records]
         spec = RunSpec(layout=made[0], shape=made[1], workload=made[2], kernel=made[3], nodes=1,
                        gpus_per_node=made[0].world_size)  # fmt: skip
-        return _command(spec, config), list(not_expressed(spec, kernel))
+        return command_of(spec, config), list(not_expressed(spec, kernel))
 
     usual, nothing = shown()
     assert nothing == []
@@ -156,29 +159,24 @@ RECOMPUTE_FLAGS = {
 }  # fmt: skip
 
 
-def _command(spec, config):
-    there = replace(spec, kernel=without_other_models(spec, config.kernel))
-    return fill_in(there, AttemptKey("x", 0, 0), config.measure)
-
-
 def test_a_model_that_torchtitan_does_not_have_is_not_called_by_the_name_of_another():
     config = load_config(["kernel=torchtitan", "model=qwen3-8b", "sweep.nodes=[1]"])  # hidden_size=4096, too
     (shape,), layout = config.models, Layout(dp=2, zero_stage=3)
     spec = RunSpec(layout=layout, shape=shape, workload=Workload(seq_len=4096, gbs=2), kernel=config.kernel,
                    nodes=1, gpus_per_node=2)  # fmt: skip
-    assert not [word for word in _command(spec, config) if "llama3_8b" in word]
+    assert not [word for word in command_of(spec, config) if "llama3_8b" in word]
     (told,) = [line for line in not_expressed(spec, config.kernel) if line.startswith("the model")]
     assert "--config=llama3_8b is another; register one with hidden_size=4096, num_hidden_layers=36" in told
     assert "qk_norm=True" in told
 
 
-def test_a_pipeline_with_too_few_micro_batches_is_refused_by_both():
-    few = [*SWEEP[1:-6], "sweep.mbs=2", "sweep.gas=1", "sweep.gbs=4", "sweep.seq_len=4096", "sweep.pp=2"]
-    for kernel, stage in (("torchtitan", 3), ("megatron", 1)):
-        words = [f"kernel={kernel}", *few, f"sweep.zero_stage={stage}", "model=llama3-8b"]
-        plan = make_plan(load_config(words))
-        assert [c.spec.layout.pp_schedule for c in plan.candidates] == ["afab"]
-        assert "supports pp_schedule in" in str(plan.candidates[0].reason)
+@pytest.mark.parametrize(("kernel", "zero_stage"), [("torchtitan", 3), ("megatron", 1)])
+def test_a_pipeline_with_too_few_micro_batches_is_refused(kernel, zero_stage):
+    more = ["sweep.models=[llama3-8b]", "sweep.pp=2", f"sweep.zero_stage={zero_stage}"]
+    plan, _, _ = planned(kernel, *more, "sweep.mbs=2", "sweep.gas=1", "sweep.gbs=4")
+    (candidate,) = plan.candidates
+    assert candidate.layout.pp_schedule == "afab"
+    assert "supports pp_schedule in" in candidate.reason
 
 
 @pytest.mark.parametrize(
