@@ -1,4 +1,4 @@
-"""The attempts that a sweep still needs, and what is held back until a number of nodes has proved itself."""
+"""The attempts that a sweep still needs, what is held back, and what a launch submits of them within its limits."""
 
 import time
 from dataclasses import replace
@@ -7,19 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.configs import left, retry
+from tests.configs import left, measure, retry
 from tests.strategies import FAILURES
-from tests.unit.allocations import PLAN, key_of, open_sweep, told
+from tests.unit.allocations import PLAN, key_of, open_sweep, told, with_launcher
 from tests.unit.launchers.played import Played, reconciler_of
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import Failed
+from ultrabench.store.jobs_seen import JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running.attempts import Launch
+from ultrabench.sweep.running.decide import Actions, decide
 
-ONES = [run for run in PLAN.runs if run.nodes == 1][:3]
-RUNS = [*ONES, *[run for run in PLAN.runs if run.nodes == 2][:3]]
-ONE, TWO, _ = ONES
+ONES = [run for run in PLAN.runs if run.nodes == 1]
+RUNS = [*ONES[:3], *[run for run in PLAN.runs if run.nodes == 2][:3]]
+ONE, TWO, *_ = ONES
 
 
 def state_of(*attempts):
@@ -231,3 +234,96 @@ def test_a_passed_run_without_its_claim_proves_nothing(spec):
     state = told(SweepState(), ONE, Status.OK)
     state.attempts[key_of(ONE)].spec = spec
     assert 1 in canary(state)[1]
+
+
+# what a launch does next within its limits
+
+BIG = {"user": "ann", "cluster": "big", "host": "login1"}
+LAUNCH = Launch(name="launcher-a", by=BIG)
+
+
+def plan_of(*runs, **launcher):
+    """Each run is an allocation of its own."""
+    config = with_launcher(PLAN.config, **{"pack": 1, "control": False, **launcher})
+    return replace(PLAN, candidates=tuple(runs or ONES), config=config)
+
+
+def in_flight(number, by=BIG):
+    """The state in which the first runs are in allocations that are alive, and what is seen of their jobs."""
+    state = SweepState()
+    for run in ONES[:number]:
+        holds(state, run.run_id, run).allocations[run.run_id].by = by
+    return state, JobsSeen(alive=frozenset(state.allocations))
+
+
+def actions(state=None, seen=None, plan=None, launch=LAUNCH, **limits):
+    allowed = JobLimits(**{"max_jobs": 8, **limits})
+    noon_s = 1_700_000_000.0
+    return decide(plan or plan_of(), state or SweepState(), seen or JobsSeen(), allowed, launch, noon_s)
+
+
+def test_as_many_jobs_as_may_be_in_flight_in_the_order_of_the_plan():
+    found = [t.key for job in actions(max_jobs=3).submit for t in job.attempts]
+    assert found == [key_of(run) for run in ONES[:3]]
+    assert len(actions(max_nodes=2).submit) == 2
+    assert len(actions(plan=plan_of(ONE, RUNS[-1], TWO), max_nodes=2).submit) == 1
+
+
+@pytest.mark.parametrize(("alive", "number"), [(0, 4), (1, 3), (2, 2), (3, 0), (4, 0)])
+def test_it_is_refilled_when_half_of_the_jobs_are_over(alive, number):
+    found = actions(*in_flight(alive), max_jobs=4)
+    assert (len(found.submit), found.wait, found.stopped) == (number, True, None)
+
+
+@pytest.mark.parametrize(("by", "number"), [({**BIG, "cluster": "small"}, 2), ({**BIG, "user": "bob"}, 0)])
+def test_only_jobs_in_the_same_place_take_room(by, number):
+    assert len(actions(*in_flight(2, by), max_jobs=2).submit) == number
+
+
+def test_a_budget_holds_what_is_used_and_what_is_planned():
+    price = actions().submit[0].gpu_hours
+    assert len(actions(max_gpu_hours=1.01 * price).submit) == 1
+    none = actions(max_gpu_hours=0.99 * price)
+    assert (none.submit, none.over_budget, none.wait) == ((), True, False)
+    assert none.stopped.endswith("that may be used")
+    state, seen = in_flight(1)
+    seen = replace(seen, held_s={ONE.run_id: 7200.0})  # two GPUs for two hours
+    assert actions(state, seen, max_gpu_hours=4.0 + 0.5 * price).over_budget
+    assert not actions(state, seen, max_gpu_hours=4.0 + 3 * price).over_budget
+
+
+@pytest.mark.parametrize(("window", "number"), [("00:00-00:00", 8), ("00:00-00:01", 0)])
+def test_outside_its_window_it_waits(window, number):
+    found = actions(plan=plan_of(*ONES[:8], window=window))
+    assert (len(found.submit), found.wait, bool(found.notes)) == (number, True, number == 0)
+
+
+def test_what_a_person_has_stopped():
+    paused = actions(SweepState(paused=True))
+    assert (paused.submit, paused.end_jobs, paused.wait) == ((), False, False)
+    assert paused.stopped == f"paused; go on with: ultrabench sweep resume {PLAN.config.name}"
+    cancelled = actions(SweepState(cancelled=True, paused=True))
+    assert (cancelled.submit, cancelled.end_jobs, cancelled.stopped) == ((), True, "cancelled")
+
+
+def test_runs_that_all_fail_alike_end_the_sweep():
+    state = SweepState()
+    for run in ONES[:10]:
+        told(state, run, Status.CRASH, fingerprint="same", reason="no module x")
+    found = actions(state, launch=replace(LAUNCH, ended_s=dict.fromkeys(state.attempts, 1.0)))
+    assert (found.end_jobs, found.submit) == (True, ())
+    assert "no module x" in found.stopped
+
+
+def test_a_sweep_with_nothing_left_is_over():
+    state, seen = in_flight(1)
+    assert actions(state, seen, plan_of(ONE)).wait
+    told(state, ONE, Status.OK, allocation=ONE.run_id)
+    over = plan_of(ONE)
+    over = replace(over, config=replace(over.config, measure=measure(confirm=1)))
+    assert actions(state, plan=over) == actions(plan=replace(over, candidates=())) == Actions()
+
+
+def test_nodes_under_suspicion_are_named_with_the_submission():
+    state = told(SweepState(), ONE, Status.NODE_FAIL, suspect_hosts=("gpu07",), reason="no answer")
+    assert actions(state).avoid == {"gpu07": "no answer"}

@@ -5,19 +5,22 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.configs import refused
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.launchers.open_sweep import sweep_json_of
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.run import Workload
 from ultrabench.store.state import SweepState
-from ultrabench.store.sweep_json import SweepJson
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.config.sweep_config import Axes
-from ultrabench.sweep.grid import broken_rules, layouts
+from ultrabench.sweep.grid import broken_rules, layouts, refusal
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import plan_table, runs_of
 from ultrabench.sweep.remedy import require_runs
@@ -104,11 +107,8 @@ def test_the_plan_table_has_a_row_for_every_candidate_and_the_predictions_of_val
 
 
 def test_the_runs_of_a_plan_table_have_its_predictions(pruned):
-    config, rows = pruned.config, plan_table(pruned.candidates).to_pylist()
-    sweep = SweepJson(
-        sweep="s", cluster=None, hardware=config.hardware, kernel=config.kernel, kernel_digest="",
-        models=config.models, workload=config.workload, provenance={}, config={},
-    )  # fmt: skip
+    rows = plan_table(pruned.candidates).to_pylist()
+    sweep = sweep_json_of(pruned.config, {})
     assert tuple(runs_of(sweep, rows, SweepState())) == pruned.runs
 
 
@@ -253,3 +253,64 @@ def test_a_grid_of_millions_is_refused_with_its_size_before_it_is_enumerated():
     with refused("have 2,000,000 combinations; a sweep may have 1,000,000: narrow sweep.tp (100 values)"):
         make_plan(config)
     assert time.process_time() - began < 1.0
+
+
+# attention that a device, an accelerator or a layout lacks
+
+
+@cache
+def configured(hardware):
+    return load_config([f"hardware={hardware}", "model=1B", "sweep.nodes=[1]"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "precision", "cp", "device", "architecture", "reason"),
+    [
+        ("auto", "fp64", 2, "cpu", None, None), ("flash", "fp32", 2, "cpu", None, None), ("math", "fp32", 1, "cpu", None, None),
+        ("auto", "bf16", 2, "cuda", None, None), ("cudnn", "bf16", 2, "cuda", None, None), ("auto", "fp32", 1, "cuda", None, None),
+        ("cudnn", "bf16", 1, "cpu", None, "attention=cudnn needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("flash3", "bf16", 1, "cpu", None, "attention=flash3 needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("math", "bf16", 2, "cuda", None, "attention=math cannot run with cp=2, whose parts it cannot put together"),
+        ("auto", "fp32", 2, "cuda", None, "cp=2 needs precision=bf16 on GPUs; precision=fp32"),
+        ("flash", "fp64", 1, "cuda", None, "attention=flash needs precision=bf16 on GPUs; precision=fp64: take auto"),
+        ("auto", "bf16", 2, "cuda", "sm_90", "take math and cp=1"),
+        ("flash3", "bf16", 2, "cuda", "sm_70", "needs sm_90; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
+        ("auto", "bf16", 2, "cuda", "sm_70", "needs sm_80 to sm_121; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
+    ],
+)  # fmt: skip
+def test_attention_that_a_device_or_a_ring_lacks_is_refused(
+    asked, precision, cp, device, architecture, reason
+):
+    """What an accelerator of unknown architecture has is not checked."""
+    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
+    hardware = replace(configured("h100x8").hardware, architecture=architecture)
+    shape = replace(load_model("tiny"), head_dim=264)
+    found = refusal(kernel, Layout(dp=1, cp=cp), shape, 64, device, hardware)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("hardware", "asked", "head_dim", "lacking"),
+    [
+        ("h100x8", "flash3", 128, None), ("h200x8", "cudnn", 256, None), ("gb200x4", "cudnn", 128, None),
+        ("a100-40x8", "cudnn", 128, None), ("a100-80x8", "flash", 256, None), ("mi300x-x8", "auto", 512, None),
+        ("h100x8", "math", 512, None), ("mi300x-x8", "flash", 128, None), ("l40s-x8", "flash", 256, None),
+        ("a100-80x8", "flash3", 128, "flash3 needs sm_90; A100-SXM-80GB is sm_80, head_dim=128: take auto"),
+        ("b200x8", "flash3", 128, "flash3 needs sm_90; B200 is sm_100, head_dim=128: take auto"),
+        ("l40s-x8", "flash3", 128, "flash3 needs sm_90; L40S is sm_89, head_dim=128: take auto"),
+        ("mi300x-x8", "flash3", 128, "flash3 needs sm_90; MI300X is gfx942, head_dim=128: take auto"),
+        ("mi300x-x8", "cudnn", 128, "cudnn needs an NVIDIA GPU; MI300X is gfx942, head_dim=128: take auto"),
+        ("a100-80x8", "cudnn", 136, "cudnn needs head_dim <= 128; A100-SXM-80GB is sm_80, head_dim=136: take auto"),
+        ("h100x8", "cudnn", 264, "cudnn needs head_dim <= 256; H100-SXM is sm_90, head_dim=264: take math"),
+        ("h100x8", "cudnn", 100, "cudnn needs a head_dim that is a multiple of 8; H100-SXM is sm_90, head_dim=100"),
+        ("h100x8", "auto", 264, "auto needs head_dim <= 256; H100-SXM is sm_90, head_dim=264: take math"),
+        ("l40s-x8", "flash", 224, "flash needs head_dim <= 192 or > 224; L40S is sm_89, head_dim=224: take math"),
+    ],
+)  # fmt: skip
+def test_attention_that_an_accelerator_lacks_is_refused_in_the_plan(hardware, asked, head_dim, lacking):
+    config = configured(hardware)
+    shape, kernel = replace(config.models[0], head_dim=head_dim), replace(config.kernel, attention=asked)
+    candidates = make_plan(replace(config, models=(shape,), kernel=kernel)).candidates
+    told = {c.reason for c in candidates if c.rule == "kernel" and c.reason.startswith("attention=")}
+    assert bool(told) == bool(lacking)
+    assert all(reason.startswith(f"attention={lacking}") for reason in told)

@@ -1,12 +1,18 @@
+"""The sizes of models, and how their stages share them."""
+
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ultrabench
 from tests.configs import refused
+from tests.strategies import shapes
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import to_dict
+from ultrabench.stages import split_stages
 from ultrabench.sweep.config.load import load_model
 
 MODELS = sorted((Path(ultrabench.__file__).parent / "configs" / "model").glob("*.yaml"))
@@ -62,3 +68,30 @@ def test_every_model_file_is_a_model(path):
 def test_what_cannot_be_is_refused_in_one_line(words, line):
     with refused(f"model small: {line}"):
         ModelShape(**{**SMALL, **words})
+
+
+@given(shape=shapes(), pp=st.integers(1, 16))
+def test_stages_hold_every_parameter_once_but_a_tied_copy(shape, pp):
+    stages = split_stages(shape, pp)
+    # Embedding and head meet on one stage when the layers weigh next to nothing.
+    apart = not any(s.has_embedding and s.has_head for s in stages)
+    copy = shape.vocab_size * shape.hidden_size if shape.tie_word_embeddings and apart else 0
+    assert sum(s.num_params(shape) for s in stages) == shape.num_params + copy
+    assert sum(s.matmul_params(shape) for s in stages) == shape.num_matmul_params
+    layers = [n for s in stages for n in range(s.first_layer, s.first_layer + s.num_layers)]
+    assert layers == list(range(shape.num_hidden_layers))
+    assert sum(s.num_blocks for s in stages) == shape.num_hidden_layers + 5
+
+
+def test_a_small_split_by_hand():
+    shape = ModelShape(
+        name="hand", hidden_size=2, num_hidden_layers=4, num_attention_heads=1,
+        num_key_value_heads=1, intermediate_size=1, vocab_size=44, tie_word_embeddings=False,
+    )  # fmt: skip
+    assert shape.layer_matmul_params == 22
+    first, second = split_stages(shape, 2)
+    # total 176, half 88: the four layers make exactly 88, which is not more than half, so the
+    # norm and the head still go to stage 0, and only cast and loss are left.
+    assert (first.num_layers, first.has_head, first.num_blocks) == (4, True, 7)
+    assert (second.num_layers, second.has_head, second.num_blocks) == (0, False, 2)
+    assert second.num_params(shape) == 0
