@@ -1,7 +1,7 @@
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, reduce
-from operator import getitem
+from operator import attrgetter, getitem
 from pathlib import Path
 
 import pytest
@@ -63,55 +63,48 @@ def test_a_folder_of_that_name_without_configuration_is_ignored():
     assert [p.name for p in search_path()] == ["configs"]
 
 
+H100, COMMAND = "hardware=h100x8", ("kernel=command", "kernel.command=[x]")
+SECONDS = "measure.warmup_s measure.min_s"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "name", "seq_len"),
+    ("overrides", "settings", "values"),
     [
-        ([], "quick-cpu", 64), (["hardware=h200x8", "sweep=quick"], "quick-h200x8", 64),
-        # A sweep brings its hardware, but the user's wins.
-        (["sweep=playbook"], "playbook-h100x8", 4096), (["sweep=layouts"], "layouts-h100x8", 4096),
-        (["sweep=playbook", "hardware=h200x8"], "playbook-h200x8", 4096),
-        (["hardware=h200x8", "sweep=playbook"], "playbook-h200x8", 4096),
-        # GPUs get the sweep for real models unless a sweep is named.
-        (["model=1B", "hardware=h200x8"], "layouts-h200x8", 4096), (["hardware=cpu"], "quick-cpu", 64),
+        # A sweep brings its hardware, but the user's wins; GPUs get the sweep for real models unless a sweep is named.
+        ([], "name workload.seq_len", ("quick-cpu", 64)), (["hardware=cpu"], "name", "quick-cpu"),
+        (["sweep=playbook"], "name hardware.name", ("playbook-h100x8", "h100x8")),
+        (["sweep=playbook", "hardware=h200x8"], "name hardware.name", ("playbook-h200x8", "h200x8")),
+        (["hardware=h200x8", "sweep=playbook"], "name hardware.name", ("playbook-h200x8", "h200x8")),
+        (["model=1B", "hardware=h200x8"], "name workload.seq_len", ("layouts-h200x8", 4096)),
+        (["hardware=h200x8", "sweep=quick"], "name workload.seq_len", ("quick-h200x8", 64)),
+        (["sweep=layouts"], "hardware.name", "h100x8"), (["name=mine", "repeats=3"], "name repeats", ("mine", 3)),
+        # So does the precision; layers are compiled on GPUs, but those of a program only if it says so.
+        ([], "kernel.precision kernel.compile trace", ("fp32", False, False)), (["trace=true"], "trace", True),
+        (["sweep=playbook"], "kernel.precision kernel.compile", ("bf16", True)),
+        (["kernel.compile=true"], "kernel.compile", True), ([H100, "kernel.compile=false"], "kernel.compile", False),
+        (["kernel=torchtitan", "model=llama3-8b", H100], "kernel.compile", False),
+        # The profile is that of the kernel or the named one.
+        ([], "profile.name", "ultrabench-cpu"), ([H100], "profile.name", "ultrabench"),
+        ([H100, "kernel=megatron"], "profile.name", "megatron"), ([H100, "profile=nanotron"], "profile.name", "nanotron"),
+        # Seconds of measuring are those of the hardware unless given.
+        ([], SECONDS, (0, 0)), ([H100], SECONDS, (5, 10)), ([H100, *COMMAND], SECONDS, (0, 0)), (["measure.min_s=1.5"], SECONDS, (0, 1.5)),
+        ([H100, "measure=quick", "measure.warmup_s=0", "hardware.min_s=30"], SECONDS, (0, 30)),
+        ([], "strategy batch", ("exhaustive", 4)), (["sweep.strategy=adaptive"], "strategy batch", ("adaptive", 4)),
     ],
 )  # fmt: skip
-def test_sweep_and_hardware_go_together(overrides, name, seq_len):
-    config = shipped(*overrides)
-    assert (config.name, config.workload.seq_len) == (name, seq_len)
-    assert config.hardware.name == name.partition("-")[2]
+def test_what_follows_from_the_overrides(overrides, settings, values):
+    assert attrgetter(*settings.split())(shipped(*overrides)) == values
 
 
 def test_any_sweep_can_be_searched():
     write("ultrabench", "sweep/own", "models: [tiny]\nnodes: [1]\nseq_len: 64\ngbs: 8\nmbs: [1]\n")
-    own = [load_config(["sweep=own", *words]) for words in ([], ["sweep.strategy=adaptive"])]
-    assert [(config.strategy, config.batch) for config in own] == [("exhaustive", 4), ("adaptive", 4)]
+    assert load_config(["sweep=own", "sweep.strategy=adaptive"]).batch == 4
 
 
 def test_one_value_is_a_list_of_one():
     assert [m.name for m in shipped("model=tiny").models] == ["tiny"]
     assert [m.name for m in load_config(["sweep.models=[tiny,mini]"]).models] == ["tiny", "mini"]
     assert load_config(["sweep.tp=2"]).axes.layout["tp"] == (2,)
-
-
-def test_the_kernel_takes_its_precision_from_the_hardware_and_compiles_on_gpus_unless_told_otherwise():
-    here, there = shipped().kernel, shipped("sweep=playbook").kernel
-    assert (here.precision, here.compile, there.precision, there.compile) == ("fp32", False, "bf16", True)
-    assert load_config(["kernel.compile=true"]).kernel.compile is True
-    for words in (["kernel.compile=false"], ["kernel=torchtitan", "model=llama3-8b"]):
-        assert load_config(["sweep=playbook", "sweep.nodes=[1]", *words]).kernel.compile is False
-
-
-def test_a_sweep_can_be_traced():
-    assert [shipped(*words).trace for words in ([], ["trace=true"])] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [([], "ultrabench-cpu"), (["hardware=h100x8"], "ultrabench"), (["hardware=h100x8", "kernel=megatron"], "megatron"),
-     (["hardware=h100x8", "profile=nanotron"], "nanotron")],
-)  # fmt: skip
-def test_the_profile_is_that_of_the_kernel_or_the_named_one(overrides, name):
-    assert shipped(*overrides).profile.name == name
 
 
 def test_the_profile_stands_in_the_record():
@@ -127,7 +120,6 @@ def test_the_profile_stands_in_the_record():
 def test_a_resolved_configuration_is_the_configuration():
     config = shipped("sweep=playbook", "model=8B", "repeats=3", "name=mine")
     assert config_from_tree(config.resolved) == config
-    assert (config.name, config.repeats) == ("mine", 3)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -256,21 +248,6 @@ def test_values_of_a_composed_tree_that_cannot_be_used(given, line):
     reduce(getitem, groups, tree)[name] = yaml.safe_load(value)
     with refused(line):
         config_from_tree(tree)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "seconds"),
-    [
-        ([], (0, 0)),
-        (["hardware=h100x8"], (5, 10)),
-        (["hardware=h100x8", "measure=quick", "measure.warmup_s=0", "hardware.min_s=30"], (0, 30)),
-        (["hardware=cpu", "measure.min_s=1.5"], (0, 1.5)),
-        (["hardware=h100x8", "kernel=command", "kernel.command=[x]"], (0, 0)),
-    ],
-)
-def test_seconds_of_measuring_are_those_of_the_hardware_unless_given(overrides, seconds):
-    measure = load_config(["model=tiny", *overrides]).measure
-    assert (measure.warmup_s, measure.min_s) == seconds
 
 
 def test_a_sweep_goes_on_with_the_profile_that_it_began_with(tmp_path):

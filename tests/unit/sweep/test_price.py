@@ -8,37 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.allocations import (
-    CONFIG,
-    PLAN,
-    first_allocations,
-    jobs_of,
-    open_sweep,
-    todo_of,
-    told,
-    with_launcher,
-)
+from tests.unit.allocations import PLAN, first_allocations, jobs_of, open_sweep, todo_of, told, with_launcher
 from ultrabench.errors import ConfigError
 from ultrabench.result import Status
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.price import (
-    ALLOCATION_START_S,
-    CONTROL_SHARE,
-    ROUND_S,
-    RUN_LIMIT_FACTOR,
-    SAFE_SHARE,
-    START_S,
-    allocation_limit_s,
-    controls,
-    least_limit_s,
-    next_repeat,
-    pack,
-    price_of,
-    run_limit_s,
-    within_limit,
-)
+from ultrabench.sweep.running import price
 
 SWEEP = ["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[1,2]", "sweep.strategy=exhaustive"]
 BIG = make_plan(load_config([*SWEEP, "launcher=slurm", "max_p_oom=1"]))
@@ -54,29 +30,29 @@ def lasting(run, seconds):
 
 
 def test_the_price_is_that_of_every_task_and_of_every_start():
-    price = price_of(BIG)
-    tasks = [t for job in price.jobs for t in job.attempts]
-    starts = sum(ALLOCATION_START_S["cuda"] * job.nodes * 8 / 3600 for job in price.jobs)
-    assert price.gpu_hours == pytest.approx(sum(t.candidate.gpu_hours for t in tasks) + starts)
-    parts = [*price.runs.values(), *price.extra.values()]
-    assert sum(cost for _, cost in parts) == pytest.approx(price.gpu_hours)
+    whole = price.price_of(BIG)
+    tasks = [t for job in whole.jobs for t in job.attempts]
+    starts = sum(price.ALLOCATION_START_S["cuda"] * job.nodes * 8 / 3600 for job in whole.jobs)
+    assert whole.gpu_hours == pytest.approx(sum(t.candidate.gpu_hours for t in tasks) + starts)
+    parts = [*whole.runs.values(), *whole.extra.values()]
+    assert sum(cost for _, cost in parts) == pytest.approx(whole.gpu_hours)
     times = [sorted(run.prediction.step_time_s for run in runs if run.fits) for runs in BIG.cells.values()]
     repeats = 2 * sum(time_s <= 1.05 * known[0] for known in times for time_s in known[:4])
-    assert {name: number for name, (number, _) in price.extra.items()} == {
+    assert {name: number for name, (number, _) in whole.extra.items()} == {
         "control runs": len(tasks) - len(BIG.runs) - repeats,
         "repeats of the best": repeats,
-        "starts of jobs": len(price.jobs),
+        "starts of jobs": len(whole.jobs),
     }
-    assert sum(number for number, _ in price.runs.values()) == len(BIG.runs)
+    assert sum(number for number, _ in whole.runs.values()) == len(BIG.runs)
 
 
 def test_a_launch_submits_what_was_priced():
-    """Without repeats of the best, whose number nobody knows before, price and submissions are the same."""
-    price = price_of(PLAN)
+    """Without repeats of the best, whose number nobody knows before, whole and submissions are the same."""
+    whole = price.price_of(PLAN)
     made = jobs_of(open_sweep("unused"))
-    assert "repeats of the best" not in price.extra
-    assert [d.attempts for d in made] == [d.attempts for d in price.jobs]
-    assert sum(d.gpu_hours for d in made) == pytest.approx(price.gpu_hours)
+    assert "repeats of the best" not in whole.extra
+    assert [d.attempts for d in made] == [d.attempts for d in whole.jobs]
+    assert sum(d.gpu_hours for d in made) == pytest.approx(whole.gpu_hours)
 
 
 @pytest.mark.parametrize("done", [5, len(PLAN.runs)])
@@ -84,9 +60,9 @@ def test_only_what_is_left_is_priced(done):
     state = SweepState()
     for run in PLAN.runs[:done]:
         told(state, run, Status.OK)
-    left = price_of(PLAN, state)
+    left = price.price_of(PLAN, state)
     assert sum(number for number, _ in left.runs.values()) == len(PLAN.runs) - done
-    assert left.gpu_hours < price_of(PLAN).gpu_hours if done == 5 else left.gpu_hours == 0
+    assert left.gpu_hours < price.price_of(PLAN).gpu_hours if done == 5 else left.gpu_hours == 0
 
 
 def test_what_does_not_fit_costs_its_start_and_is_not_repeated():
@@ -94,7 +70,7 @@ def test_what_does_not_fit_costs_its_start_and_is_not_repeated():
     assert len(large) > 100
     seconds = sum(20 * c.layout.world_size for c in large)
     assert sum(c.gpu_hours for c in large) == pytest.approx(seconds / 3600)
-    assert "repeats of the best" not in price_of(replace(BIG, candidates=tuple(large))).extra
+    assert "repeats of the best" not in price.price_of(replace(BIG, candidates=tuple(large))).extra
 
 
 # how attempts share allocations
@@ -109,7 +85,7 @@ def test_what_does_not_fit_costs_its_start_and_is_not_repeated():
 )
 def test_pack_loses_nothing_and_keeps_the_order(numbers, most, minutes):
     items = [todo_of(PLAN.runs[i], repeat) for i, repeat in numbers]
-    groups = pack(items, with_launcher(pack=most, allocation_minutes=minutes))
+    groups = price.pack(items, with_launcher(pack=most, allocation_minutes=minutes))
     places = [[items.index(t) for t in group] for group in groups]
     assert sorted(place for at in places for place in at) == list(range(len(items)))
     assert [at[0] for at in places] == sorted(at[0] for at in places)
@@ -131,19 +107,21 @@ def of_model(run, name):
 )  # fmt: skip
 def test_an_allocation_is_filled_with_runs_of_one_model_where_it_has_a_control(launcher, groups):
     runs = [ONE[0], of_model(ONE[1], "other"), ONE[2], of_model(ONE[3], "other")]
-    made = pack([todo_of(r) for r in runs], with_launcher(**launcher))
+    made = price.pack([todo_of(r) for r in runs], with_launcher(**launcher))
     assert [" ".join(t.candidate.shape.name for t in group) for group in made] == groups
 
 
 def test_a_control_run_takes_a_small_share_of_its_allocation():
-    for cell, control in controls(BIG).items():
+    for cell, control in price.controls(BIG).items():
         todo = [todo_of(r) for r in BIG.runs if r.cell == cell and r.fits]
-        whole = pack(todo, BIG.config, {cell: control})
+        whole = price.pack(todo, BIG.config, {cell: control})
         control_s, short_s = control.prediction.duration_s, 60 * BIG.config.launcher.allocation_minutes
         totals = [control_s + sum(lasts(t) for t in g if t.key.run_id != control.run_id) for g in whole]
-        assert all(control_s <= CONTROL_SHARE * total for total in totals[:-1])
+        assert all(control_s <= price.CONTROL_SHARE * total for total in totals[:-1])
         for group, total in zip(whole, totals, strict=True):
-            needed_s = max(short_s, control_s / CONTROL_SHARE + lasts(group[-1]), control_s + lasts(group[0]))
+            needed_s = max(
+                short_s, control_s / price.CONTROL_SHARE + lasts(group[-1]), control_s + lasts(group[0])
+            )
             assert total <= needed_s, "no longer than allocation_minutes, the share or a single run ask for"
 
 
@@ -151,10 +129,10 @@ def test_a_control_run_takes_a_small_share_of_its_allocation():
 
 
 def test_the_limit_of_a_run_follows_prediction_and_patience():
-    short = run_limit_s(todo_of(ONE[0]), CONFIG)
-    assert short == CONFIG.measure.run_limit_s
-    assert run_limit_s(todo_of(ONE[0], patience=2.0), CONFIG) == 2 * short
-    assert run_limit_s(todo_of(lasting(ONE[0], 1e6)), CONFIG) == RUN_LIMIT_FACTOR * 1e6
+    short = price.run_limit_s(todo_of(ONE[0]), PLAN.config)
+    assert short == PLAN.config.measure.run_limit_s
+    assert price.run_limit_s(todo_of(ONE[0], patience=2.0), PLAN.config) == 2 * short
+    assert price.run_limit_s(todo_of(lasting(ONE[0], 1e6)), PLAN.config) == price.RUN_LIMIT_FACTOR * 1e6
 
 
 @given(
@@ -164,50 +142,52 @@ def test_the_limit_of_a_run_follows_prediction_and_patience():
 )
 def test_any_one_run_of_an_allocation_may_be_slow(chosen, patience, seconds):
     group = [todo_of(lasting(r, seconds), patience=patience) for r in chosen]
-    limit = allocation_limit_s(group, CONFIG)
+    limit = price.allocation_limit_s(group, PLAN.config)
     for slow in group:
         others = sum(lasts(t) for t in group if t is not slow)
-        assert START_S + others + run_limit_s(slow, CONFIG) <= limit
-    assert allocation_limit_s(group[:1], CONFIG) <= limit
-    assert limit % ROUND_S == 0
-    assert allocation_limit_s(group, with_launcher(time_minutes=7)) == 420.0
+        assert price.START_S + others + price.run_limit_s(slow, PLAN.config) <= limit
+    assert price.allocation_limit_s(group[:1], PLAN.config) <= limit
+    assert limit % price.ROUND_S == 0
+    assert price.allocation_limit_s(group, with_launcher(time_minutes=7)) == 420.0
 
 
 @pytest.mark.parametrize("given", [{"time_minutes": 60}, {}])
 def test_all_runs_of_a_job_begin_within_its_time_limit(given):
     plan = replace(BIG, config=with_launcher(BIG.config, allocation_minutes=600.0, **given))
-    cell, control = next(iter(controls(plan).items()))
+    cell, control = next(iter(price.controls(plan).items()))
     todo = [todo_of(run) for run in plan.cells[cell]]
-    groups = pack(todo, plan.config, {cell: control}, math.inf if given else 3600.0)
+    groups = price.pack(todo, plan.config, {cell: control}, math.inf if given else 3600.0)
     free = replace(plan.config, launcher=replace(plan.config.launcher, time_minutes=None))
-    assert len(groups) > len(pack(todo, free, {cell: control})), "ten hours would be too long"
+    assert len(groups) > len(price.pack(todo, free, {cell: control})), "ten hours would be too long"
     allocation = first_allocations(open_sweep("unused"))[0]
     for group in groups:
         runs_s = sum(lasts(t) for t in {t.candidate.run_id: t for t in (todo_of(control), *group)}.values())
-        limit_s = least_limit_s(runs_s, plan.config)
+        limit_s = price.least_limit_s(runs_s, plan.config)
         assert limit_s <= 3600
         ends_s = limit_s - replace(allocation, limit_s=limit_s).warning_s
-        assert ends_s == pytest.approx(ALLOCATION_START_S["cuda"] + runs_s)
+        assert ends_s == pytest.approx(price.ALLOCATION_START_S["cuda"] + runs_s)
 
 
 @pytest.mark.parametrize("given", [{"time_minutes": 20}, {}])
 def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
     plan = replace(BIG, config=with_launcher(BIG.config, **given))
     longest_s = math.inf if given else 1200.0
-    kept = within_limit(plan, longest_s)
-    assert within_limit(kept, longest_s) is kept
+    kept = price.within_limit(plan, longest_s)
+    assert price.within_limit(kept, longest_s) is kept
     out = [c for c in kept.candidates if c.rule == "time_limit"]
     assert len(out) + len(kept.runs) == len(BIG.runs)
     assert {c.run_id for c in kept.candidates} == {c.run_id for c in BIG.candidates}
     source = "launcher.time_minutes=20" if given else "partition, QOS and account allow a job 20 minutes"
     told = rf"a job needs \d\d minutes with its control run; {source}"
     assert all(re.fullmatch(told, c.reason) for c in out)
-    jobs = price_of(kept, max_limit_s=longest_s).jobs
-    assert 0 < max(least_limit_s(job.predicted_s, plan.config) for job in jobs) <= 1200, "all runs begin"
+    jobs = price.price_of(kept, max_limit_s=longest_s).jobs
+    assert 0 < max(price.least_limit_s(job.predicted_s, plan.config) for job in jobs) <= 1200, (
+        "all runs begin"
+    )
     for run in out:
-        alone = [todo_of(replace(run, rule=None)), todo_of(controls(BIG)[run.cell])]
-        assert least_limit_s(sum(map(lasts, alone)), plan.config) > 1200
-    assert within_limit(BIG) is BIG
+        alone = [todo_of(replace(run, rule=None)), todo_of(price.controls(BIG)[run.cell])]
+        assert price.least_limit_s(sum(map(lasts, alone)), plan.config) > 1200
+    assert price.within_limit(BIG) is BIG
 
 
 @pytest.mark.parametrize(
@@ -218,7 +198,7 @@ def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
 def test_a_time_limit_that_no_run_can_begin_in_is_refused(given, longest_s, told):
     least = r"the shortest job of \d+ runs needs \d+ minutes with its control run: allow more"
     with pytest.raises(ConfigError, match=rf"^{told}; {least}"):
-        within_limit(replace(BIG, config=with_launcher(BIG.config, **given)), longest_s)
+        price.within_limit(replace(BIG, config=with_launcher(BIG.config, **given)), longest_s)
 
 
 # control layouts
@@ -227,7 +207,9 @@ def test_a_time_limit_that_no_run_can_begin_in_is_refused(given, longest_s, told
 def plan_of(predictions):
     """A plan whose runs, all of one node, have these (memory as a share of what is safe, step time)."""
     runs = [
-        replace(run, predicted=replace(run.prediction, memory_share=share * SAFE_SHARE, step_time_s=time_s))
+        replace(
+            run, predicted=replace(run.prediction, memory_share=share * price.SAFE_SHARE, step_time_s=time_s)
+        )
         for run, (share, time_s) in zip(ONE, predictions, strict=False)
     ]
     return replace(PLAN, candidates=tuple(runs)), runs
@@ -242,35 +224,19 @@ def plan_of(predictions):
 )  # fmt: skip
 def test_the_fastest_that_surely_fits_else_the_smallest(predictions, chosen):
     plan, runs = plan_of(predictions)
-    assert controls(plan) == {runs[0].cell: runs[chosen]}
+    assert price.controls(plan) == {runs[0].cell: runs[chosen]}
 
 
-@given(
-    predictions=st.lists(
-        st.tuples(st.floats(0.1, 2.0), st.sampled_from((1.0, 2.0, 3.0))), min_size=1, max_size=len(ONE)
-    ),
-    random=st.randoms(use_true_random=False),
-)
-def test_every_launch_chooses_the_same_control(predictions, random):
-    plan, runs = plan_of(predictions)
-    random.shuffle(runs)
-    assert controls(replace(plan, candidates=tuple(runs))) == controls(plan)
+def test_every_launch_chooses_the_same_control():
+    plan, runs = plan_of([(0.5, 1.0)] * 3)
+    assert price.controls(replace(plan, candidates=tuple(runs[::-1]))) == price.controls(plan)
 
 
 def test_every_cell_that_runs_has_a_control_of_its_own_that_runs():
-    assert {cell: run.cell for cell, run in controls(PLAN).items()} == {r.cell: r.cell for r in PLAN.runs}
+    assert {cell: run.cell for cell, run in price.controls(PLAN).items()} == {
+        r.cell: r.cell for r in PLAN.runs
+    }
     plan, runs = plan_of([(0.5, 1.0), (0.5, 2.0)])
     refused = replace(runs[0], rule="kernel", reason="no")
-    assert list(controls(replace(plan, candidates=(refused, runs[1]))).values()) == [runs[1]]
-    assert controls(replace(plan, candidates=(refused,))) == {}
-
-
-@given(
-    known=st.lists(st.tuples(st.sampled_from(("a", "b")), st.integers(0, 6), st.integers(0, 3))),
-    repeats=st.integers(1, 4),
-)
-def test_the_next_repeat_is_new_and_behind_those_of_the_plan(known, repeats):
-    found = next_repeat("a", known, repeats)
-    assert found >= repeats
-    assert found not in {repeat for run_id, repeat, _ in known if run_id == "a"}
-    assert found == repeats or any(run_id == "a" and repeat == found - 1 for run_id, repeat, _ in known)
+    assert list(price.controls(replace(plan, candidates=(refused, runs[1]))).values()) == [runs[1]]
+    assert price.controls(replace(plan, candidates=(refused,))) == {}
