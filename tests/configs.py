@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,13 @@ def left(runs, state, alive=frozenset(), *, repeats=1, confirm=1, policy=None, c
         launcher=slurm(control=canary),
     )  # fmt: skip
     return next_attempts(Plan(config=config, candidates=tuple(runs)), state, alive, Launch(**words))
+
+
+def write_config(name: str, text: str, folder: str = "ultrabench") -> None:
+    """Writes a file of the user's configuration, such as hardware/mine, to a folder, which the test's own one holds."""
+    path = Path(folder) / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 @contextmanager

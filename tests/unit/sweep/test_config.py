@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.configs import refused
+from tests.configs import refused, write_config
 from ultrabench.launchers.open_sweep import folder_of, in_force, sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.store.sweep_json import write_sweep_json
@@ -15,12 +15,6 @@ from ultrabench.sweep.config.compose import GROUPS, describe, files, search_path
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-def write(folder, name, text):
-    path = Path(folder) / f"{name}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 @cache
@@ -43,7 +37,7 @@ tie_word_embeddings: false
 
 def test_the_strongest_folder_wins():
     for folder, layers in (("../user", 8), ("ultrabench", 9)):
-        write(folder, "model/tiny", MODEL.format(layers=layers))
+        write_config("model/tiny", MODEL.format(layers=layers), folder)
         assert load_model("tiny").num_hidden_layers == layers
     assert load_config(["model=tiny"]).models == (load_model("tiny"),)
     assert describe("model")["tiny"] == "A model of mine."
@@ -52,13 +46,13 @@ def test_the_strongest_folder_wins():
 
 @pytest.mark.parametrize("where", ["ultrabench", "../user"])
 def test_other_groups_of_the_user_are_found(where):
-    write(where, "hardware/ours", "gpu: H200-SXM\ngpus_per_node: 4\nnode_link_bytes_per_s: 2.5e10\n")
+    write_config("hardware/ours", "gpu: H200-SXM\ngpus_per_node: 4\nnode_link_bytes_per_s: 2.5e10\n", where)
     config = load_config(["hardware=ours", "kernel.precision=bf16", "sweep.nodes=[1]"])
     assert (config.name, config.hardware.gpu) == ("layouts-ours", "H200-SXM")
 
 
 def test_a_folder_of_that_name_without_configuration_is_ignored():
-    write("ultrabench", "docs/readme", "x: 1")
+    write_config("docs/readme", "x: 1")
     Path("ultrabench/model").mkdir()
     assert [p.name for p in search_path()] == ["configs"]
 
@@ -97,7 +91,7 @@ def test_what_follows_from_the_overrides(overrides, settings, values):
 
 
 def test_any_sweep_can_be_searched():
-    write("ultrabench", "sweep/own", "models: [tiny]\nnodes: [1]\nseq_len: 64\ngbs: 8\nmbs: [1]\n")
+    write_config("sweep/own", "models: [tiny]\nnodes: [1]\nseq_len: 64\ngbs: 8\nmbs: [1]\n")
     assert load_config(["sweep=own", "sweep.strategy=adaptive"]).batch == 4
 
 

@@ -5,6 +5,7 @@ import pytest
 
 import ultrabench
 from tests.configs import slurm as configured
+from tests.configs import write_config
 from ultrabench.errors import ConfigError
 from ultrabench.store.events import Launched
 from ultrabench.store.journal import JournalWriter, read_journal
@@ -23,17 +24,13 @@ def composed(**values):
     return config_from_tree({**TREE, "launcher": {**TREE["launcher"], **values}}).launcher
 
 
-@pytest.fixture
-def cluster(alone):
-    """Writes ./ultrabench/cluster/mine.yaml; gives the launcher's values that come of it."""
-    path = alone / "ultrabench/cluster/mine.yaml"
-    path.parent.mkdir(parents=True)
+pytestmark = pytest.mark.usefixtures("alone")
 
-    def choose(text, *overrides):
-        path.write_text(text)
-        return slurm("cluster=mine", *overrides)
 
-    return choose
+def cluster(text, *overrides):
+    """The launcher's values that come of a file of a cluster."""
+    write_config("cluster/mine", text)
+    return slurm("cluster=mine", *overrides)
 
 
 def test_the_defaults_are_kind_to_others():
@@ -46,7 +43,7 @@ def test_the_defaults_are_kind_to_others():
     assert (local.name, local.max_jobs, local.nice, local.exclusive) == ("local", 1, None, False)
 
 
-def test_a_cluster_feeds_the_launcher_and_the_command_line_wins(cluster):
+def test_a_cluster_feeds_the_launcher_and_the_command_line_wins():
     choice = cluster(
         "name: mine\npartition: hopper\naccount: 1234\nqos: low\n"
         "sbatch: {constraint: h100&nvme, qos-hint: a, hold: true}\n"
@@ -63,7 +60,7 @@ def test_a_cluster_feeds_the_launcher_and_the_command_line_wins(cluster):
 
 
 @pytest.mark.parametrize(("key", "hint"), [("partion", "did you mean partition?"), ("nice", "known: ")])
-def test_a_key_that_no_launcher_takes_is_told(cluster, key, hint):
+def test_a_key_that_no_launcher_takes_is_told(key, hint):
     with pytest.raises(ConfigError, match=rf"unknown key of cluster=mine '{key}'.*{hint}"):
         cluster(f"{key}: hopper\n")
 
@@ -74,7 +71,7 @@ def test_every_key_of_a_cluster_is_taken():
 
 
 @pytest.mark.parametrize("text", ["", "name: null\n"])
-def test_an_empty_cluster_says_nothing(cluster, text):
+def test_an_empty_cluster_says_nothing(text):
     assert cluster(text) == composed()
     assert load_config(["cluster=mine"]).cluster == "mine", "whatever its file says"
 
@@ -116,7 +113,7 @@ def test_options_written_differently_are_explained(override, text):
         slurm(override)
 
 
-def test_options_that_had_a_key_of_their_own_are_told_where_they_are_now(cluster):
+def test_options_that_had_a_key_of_their_own_are_told_where_they_are_now():
     with pytest.raises(ConfigError, match=r"write \+launcher\.sbatch\.constraint=VALUE"):
         composed(constraint="x")
     with pytest.raises(ConfigError, match=r"write \+launcher\.sbatch\.constraint=VALUE"):

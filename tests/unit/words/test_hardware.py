@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.configs import refused
+from tests.configs import refused, write_config
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.open_sweep import require_same, sweep_json_of
 from ultrabench.record import to_dict
@@ -28,12 +28,6 @@ node_link_bytes_per_s: 1.0e10
 """
 
 
-def write(name, text):
-    path = Path("ultrabench/hardware") / f"{name}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-
 def hardware_of(name):
     """The hardware of a file, without the rest of a configuration."""
     return read_hardware({"name": name, **read_yaml(files("hardware")[name])})
@@ -53,7 +47,7 @@ def test_no_two_files_hold_the_rates_of_one_gpu():
 
 
 def test_a_gpu_of_the_users_own_is_planned_and_recorded():
-    write("toasters", OURS)
+    write_config("hardware/toasters", OURS)
     config = load_config(["hardware=toasters", "model=tiny", "sweep.nodes=[1]"])
     assert (config.hardware.gpu, config.hardware.device) == ("Toaster-9000", "cuda")
     assert make_plan(config).runs
@@ -69,9 +63,11 @@ def test_a_sweep_from_before_architectures_goes_on(tmp_path):
 
 
 def test_another_node_of_a_known_gpu_names_the_gpu_only():
-    write("toasters", OURS)
-    write("toastersx4", "gpu: Toaster-9000\ngpus_per_node: 4\n")
-    write("pair", "gpu: H100-SXM\ngpus_per_node: 2\nnode_link_bytes_per_s: 1.0e10\nmem_bytes: null\n")
+    write_config("hardware/toasters", OURS)
+    write_config("hardware/toastersx4", "gpu: Toaster-9000\ngpus_per_node: 4\n")
+    write_config(
+        "hardware/pair", "gpu: H100-SXM\ngpus_per_node: 2\nnode_link_bytes_per_s: 1.0e10\nmem_bytes: null\n"
+    )
     four, pair = (load_config([f"hardware={n}", "sweep.nodes=[1]"]).hardware for n in ("toastersx4", "pair"))
     assert (four.name, four.gpus_per_node, four.mem_bytes) == ("toastersx4", 4, 24 * 10**9)
     assert (pair.gpus_per_node, pair.node_link_bytes_per_s, pair.mem_bytes) == (2, 1e10, 80 * 2**30)
@@ -97,13 +93,13 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
     ],
 )  # fmt: skip
 def test_what_is_no_hardware_is_refused_in_one_line(change, line):
-    write("toasters", OURS.replace(*change))
+    write_config("hardware/toasters", OURS.replace(*change))
     with refused(line):
         hardware_of("toasters")
 
 
 def test_a_precision_without_a_rate_is_refused():
-    write("toasters", OURS)
+    write_config("hardware/toasters", OURS)
     told = "toasters.yaml: peak_flops_per_s of hardware=toasters has no rate for fp64, only for bf16; add it to its file"
     with refused(told):
         load_config(["hardware=toasters", "kernel.precision=fp64", "sweep.nodes=[1]"])
@@ -111,8 +107,8 @@ def test_a_precision_without_a_rate_is_refused():
 
 @pytest.mark.parametrize("broken", [b"gpu: X\n  bad: [open\n", b"\xff\xfe", b"- a\n"])
 def test_a_broken_file_breaks_no_other_hardware(broken):
-    write("toasters", OURS)
-    write("toastersx4", "gpu: Toaster-9000\ngpus_per_node: 4\n")
+    write_config("hardware/toasters", OURS)
+    write_config("hardware/toastersx4", "gpu: Toaster-9000\ngpus_per_node: 4\n")
     Path("ultrabench/hardware/broken.yaml").write_bytes(broken)
     assert [hardware_of(name).name for name in ("toastersx4", "h100x8")] == ["toastersx4", "h100x8"]
     with pytest.raises(ConfigError, match=r"broken"):
