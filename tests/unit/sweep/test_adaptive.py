@@ -136,26 +136,21 @@ def test_a_cell_is_searched_with_the_links_that_its_allocations_have_measured():
 
 
 def test_the_latest_three_allocations_count_in_any_order_of_the_journal():
-    slow, runs = probed("e", 10, 13e9, 6.5e9), next_attempts(LARGE, on_links()).todo[:2]
-    older = [probed(f"d{job}", job, 177e9, 44e9) for job in (7, 8, 9)]
+    runs = search(LARGE)[1]
+    slow, older = probed("e", 10, 13e9, 6.5e9), [probed(f"d{job}", job, 177e9, 44e9) for job in (7, 8, 9)]
     held = [*older, slow, probed("c", 11, 13e9, 6.5e9), probed("b", 12, 1e9, 0.5e9)]
-    told = not_promising(LARGE.runs, on_links(slow, runs=runs))
-    expected = next_attempts(LARGE, on_links(slow, runs=runs)).todo
-    assert expected != next_attempts(LARGE, on_links(runs=runs)).todo
-    for order in (held, held[::-1], held[3:] + older):
-        state = on_links(*order, runs=runs)
-        assert next_attempts(LARGE, state).todo == expected
-        assert not_promising(LARGE.runs, state) == told
 
+    def found(*allocations, **more):
+        begun, whole = on_links(*allocations, runs=runs[:2]), on_links(*allocations, runs=runs)
+        whole.launched = replace(whole.launched, config=whole.config | more)
+        return next_attempts(LARGE, begun).todo, not_promising(LARGE.runs, whole)
 
-def test_what_is_left_out_is_explained_by_the_measured_links():
-    whole = search(LARGE)[1]
-    sheet, known = (not_promising(LARGE.runs, on_links(*held, runs=whole)) for held in ([], [SLOW]))
-    assert sheet != known
-    state = on_links(SLOW, runs=whole)
-    config = LARGE.config.resolved
-    state.launched = Launched(generation=1, config=config | {"hardware": {"gpu": "H100-SXM"}})
-    assert not_promising(LARGE.runs, state) == sheet, "a launch of an older version told less"
+    sheet, known = found(), found(slow)
+    assert sheet[0] != known[0]
+    assert sheet[1] != known[1]
+    assert all(found(*order) == known for order in (held, held[::-1], held[3:] + older))
+    older_version = found(slow, hardware={"gpu": "H100-SXM"})[1]
+    assert older_version == sheet[1], "a launch of an older version told less"
 
 
 def test_the_price_is_that_of_the_runs_that_are_expected_whatever_links_were_measured():

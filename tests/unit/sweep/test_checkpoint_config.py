@@ -55,13 +55,11 @@ def test_a_config_json_is_a_model_as_it_is(values, name):
 @pytest.mark.parametrize(
     ("path", "change", "name"),
     [
-        ("mine.json", {}, "mine"),
-        ("a b/config.json", {}, "a b"),
+        ("mine.json", {}, "mine"), ("a b/config.json", {}, "a b"), ("x/config.json", {"_name_or_path": ""}, "x"),
         ("x/config.json", {"_name_or_path": "meta-llama/Llama-3.1-8B"}, "Llama-3.1-8B"),
         ("x/config.json", {"_name_or_path": "/fsx/runs/step 10/"}, "step 10"),
-        ("x/config.json", {"_name_or_path": ""}, "x"),
     ],
-)
+)  # fmt: skip
 def test_the_models_name(path, change, name):
     assert load_config([f"model={write(path, change)}"]).models[0].name == name
 

@@ -7,8 +7,6 @@ import ultrabench
 from tests.configs import slurm as configured
 from tests.configs import write_config
 from ultrabench.errors import ConfigError
-from ultrabench.store.events import Launched
-from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.sweep.config.load import CLUSTER_KEYS, config_from_tree, load_config
 from ultrabench.sweep.config.sweep_config import TEXTS
 
@@ -37,10 +35,7 @@ def test_the_defaults_are_kind_to_others():
     choice = composed()
     assert (choice.name, choice.max_jobs, choice.max_nodes, choice.nice) == ("slurm", 8, None, 1000)
     assert (choice.exclusive, choice.requeue, choice.control, choice.preflight) == (True, False, True, True)
-    assert {getattr(choice, key) for key in TEXTS} == {None}
-    assert (choice.python, choice.setup, choice.srun, choice.environment) == ((), (), (), ())
-    local = load_config([]).launcher
-    assert (local.name, local.max_jobs, local.nice, local.exclusive) == ("local", 1, None, False)
+    assert {getattr(choice, key) for key in (*TEXTS, "window")} == {None}
 
 
 def test_a_cluster_feeds_the_launcher_and_the_command_line_wins():
@@ -154,15 +149,3 @@ def test_values_that_cannot_be_used(values, told):
 def test_what_is_no_name_is_refused(key, value):
     with pytest.raises(ConfigError, match=rf"launcher\.{key}="):
         composed(**{key: value})
-
-
-def test_a_sweep_is_continued_with_the_same_launcher(tmp_path):
-    config = load_config(
-        ["launcher=slurm", "launcher.nice=null", "launcher.python=[a b,c]", "+launcher.sbatch.requeue=",
-         "launcher.mem=0", "launcher.window=19:00-07:00"]
-    )  # fmt: skip
-    JournalWriter(tmp_path, "launcher").write(Launched(generation=1, config=config.resolved))
-    (line,) = read_journal(tmp_path)
-    found = config_from_tree(line.event.config).launcher
-    assert found == config.launcher
-    assert (found.nice, found.mem, found.python) == (None, "0", ("a b", "c"))

@@ -4,10 +4,8 @@ from ultrabench.analysis.schema import GROUPS
 from ultrabench.device_rates import DEVICE_RATES, OPERATIONS, bandwidths, crossing_share, summary
 
 
-def rows(*bandwidths):
-    return [
-        {"bytes": 2**20 * 2**i, "seconds": 1e-3, "busbw_bytes_per_s": b} for i, b in enumerate(bandwidths)
-    ]
+def rows(*rates):
+    return [{"bytes": 2**n, "seconds": 1e-3, "busbw_bytes_per_s": rate} for n, rate in enumerate(rates)]
 
 
 WHOLE = {
