@@ -27,3 +27,15 @@ def row(run_id, rate=100.0, status="ok", nodes=1, **more):
 
 def table_of(*rows):
     return pa.Table.from_pylist(list(rows), schema=SCHEMA)
+
+
+def piped(run_id, rate=80.0, pp=2, dp=4, **more):
+    """The row of a run with a pipeline on 8 GPUs; its like without has dp=8."""
+    return row(run_id, rate, pp=pp, dp=dp, gas=256 // dp, **{"pp_schedule": "1f1b"} | more)
+
+
+PIPELINES = (
+    row("like"), piped("a"), piped("b", 50.0, pp=4, dp=2, pp_schedule="interleaved", virtual_stages=3),
+    piped("c", 70.0, mbs=2), piped("d", 10.0, suspect="mfu 1.2 is above 1"), piped("e", status="oom", pp=8, dp=1),
+)  # fmt: skip
+"""Runs with pipelines: a and b have their like, c differs in mbs, d is in doubt, and e ran out of memory."""

@@ -9,7 +9,7 @@ from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.figures.plots.comm import figure, points
 from ultrabench.analysis.ranking import rank
-from ultrabench.device_rates import OPERATIONS
+from ultrabench.device_rates import OPERATIONS, bandwidths
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.store.journal import JournalWriter
@@ -28,24 +28,18 @@ def probe(scale, inside, *sizes):
     return {"gemm_flops_per_s": [6e14, 7e14], "collectives": dict.fromkeys(OPERATIONS, rows)}
 
 
-@pytest.fixture
-def probed(tmp_path):
-    """Makes the rows of a sweep from (nodes, repeat, probe) of each run, with 8 GPUs a node."""
-
-    def rows(*runs):
-        specs = {n: spec_of(Layout(dp=8 * n), kernel=PROBE, nodes=n) for n, _, _ in runs}
-        folder = make_sweep(tmp_path / "comm", [candidate(spec) for spec in specs.values()], kernel=PROBE)
-        writer = JournalWriter(folder.journal, "agent")
-        for nodes, repeat, found in runs:
-            claim(writer, specs[nodes], repeat, result=replace(OK, step_times_s=(), probe=found))
-        return rows_of(folder)
-
-    return rows
+def probed(nodes, *measured, repeat=0):
+    """The row of a run that measured links."""
+    held = {"model": None, "kernel": "probe", "cluster": "local", "bandwidths": bandwidths(probe(*measured))}
+    return row("p", nodes=nodes, repeat=repeat, **held)
 
 
-def test_a_probe_has_rates_and_is_no_run_of_a_model(probed):
+def test_a_probe_has_rates_and_is_no_run_of_a_model(tmp_path):
     """The row says what the links did, and no ranking or heatmap takes it for training."""
-    (told,) = probed((2, 0, probe(10.0, 100.0, 2**20, 2**28)))
+    spec, found = spec_of(Layout(dp=16), kernel=PROBE, nodes=2), probe(10.0, 100.0, 2**20, 2**28)
+    folder = make_sweep(tmp_path / "comm", [candidate(spec)], kernel=PROBE)
+    claim(JournalWriter(folder.journal, "agent"), spec, result=replace(OK, step_times_s=(), probe=found))
+    (told,) = rows_of(folder)
     expected = {
         "status": "ok", "nodes": 2, "gpus": 16, "kernel": "probe", "gemm_flops_per_s": 6e14,
         "sendrecv_busbw_bytes_per_s": 10.0 * 2**28, "alltoall_intra_node_busbw_bytes_per_s": 100.0 * 2**28,
@@ -58,49 +52,55 @@ def test_a_probe_has_rates_and_is_no_run_of_a_model(probed):
     assert rank(table_of(told)) == []
 
 
-def points_of(rows, operation):
+def points_of(operation, *rows):
     found, _ = points(table_of(*rows))
     return found[found["operation"] == operation].drop(columns="operation").values.tolist()
 
 
-def test_points_join_repeats_and_take_a_node_alone_where_there_is_one(probed):
+def test_points_join_repeats_and_take_a_node_alone_where_there_is_one():
     """Sizes that 24 ranks cut a little smaller are the same size."""
     cut = 2**20 // 96 * 96
-    runs = [(1, 0, probe(90.0, 90.0, 2**20)), (3, 0, probe(8.0, 70.0, cut)), (3, 1, probe(12.0, 70.0, cut))]
-    assert points_of(probed(*runs), "allgather") == [
+    rows = probed(1, 90.0, 90.0, 2**20), probed(3, 8.0, 70.0, cut), probed(3, 12.0, 70.0, cut, repeat=1)
+    assert points_of("allgather", *rows) == [
         [2**20, 1, 45.0 * 2**20, 90.0 * 2**20, 180.0 * 2**20],
         [2**20, 3, 4.0 * cut, pytest.approx(10.0 * cut), 24.0 * cut],
     ]
 
 
-def test_runs_on_several_nodes_say_what_one_is_like_inside(probed):
-    found = points_of(probed((2, 0, probe(8.0, 70.0, 2**20))), "sendrecv")
+def test_runs_on_several_nodes_say_what_one_is_like_inside():
+    found = points_of("sendrecv", probed(2, 8.0, 70.0, 2**20))
     assert [(nodes, middle / 2**20) for _, nodes, _, middle, _ in found] == [(1, 70.0), (2, 8.0)]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "nodes", "gone", "words"),
+    ("rows", "number", "words"),
     [
-        ((2**20, 2**28), (1, 2), None, ["AllToAll", "SendRecv", ">256 MiB<", ">1 MiB<", "inside", ">2<"]),
-        ((2**20,), (1,), "alltoall", [">0.01<"]),
+        ([probed(n, 9.0 / n, 9.0, 2**20, 2**28) for n in (1, 2)], 5 * 2 * 2,
+         ["AllToAll", "SendRecv", ">256 MiB<", ">1 MiB<", "inside", ">2<"]),
+        ([probed(1, 9.0, 9.0, 2**20)], 5, [">0.01<"]),
     ],
-)
-def test_the_figure_has_a_panel_for_each_operation_and_a_plain_scale(probed, sizes, nodes, gone, words):
-    runs = [(n, 0, probe(9.0 / n, 9.0, *sizes)) for n in nodes]
-    for _, _, found in runs:
-        found["collectives"].pop(gone, None)
-    drawn, notes = points(table_of(*probed(*runs)))
-    assert len(drawn) == (4 if gone else 5) * len(sizes) * len(nodes)
+)  # fmt: skip
+def test_the_figure_has_a_panel_for_each_operation_and_a_plain_scale(rows, number, words):
+    drawn, notes = points(table_of(*rows))
+    assert len(drawn) == number
     svg = render(lambda: figure(drawn, title="comm", notes=notes), Path("f.svg")).decode()
     assert [word for word in words if word not in svg] == []
     assert "mathdefault" not in svg
 
 
-def test_nothing_to_draw_and_two_places_are_mistakes(probed):
+def test_an_operation_that_was_not_measured_has_an_empty_panel():
+    told = probed(1, 9.0, 9.0, 2**20)
+    told["bandwidths"] = [held for held in told["bandwidths"] if held["operation"] != "alltoall"]
+    drawn, notes = points(table_of(told))
+    assert len(drawn) == 4
+    assert len(figure(drawn, title="comm", notes=notes).axes) == 5
+
+
+def test_nothing_to_draw_and_two_places_are_mistakes():
     with refused("no bandwidths by size here; measure them with: ultrabench sweep launch sweep=comm"):
         points(table_of(row("a")))
     with refused("sweep=comm; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"):
         points(table_of(row("a", allreduce_busbw_bytes_per_s=4e11)))
-    (here,) = probed((1, 0, probe(1.0, 1.0, 2**20)))
+    here = probed(1, 1.0, 1.0, 2**20)
     with refused("2 places (h100x8 of elsewhere; h100x8 of local)"):
         points(table_of(here, here | {"cluster": "elsewhere"}))

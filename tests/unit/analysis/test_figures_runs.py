@@ -1,7 +1,8 @@
-"""The figures of runs: scatter and failures, from tables made by hand and from published measurements."""
+"""The figures of runs, from tables made by hand and from published measurements, and those of docs/gallery.md."""
 
 import itertools
 import random
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,16 @@ from matplotlib.text import Text
 
 from tests.configs import refused
 from tests.published import PLAYBOOK, needs
-from tests.unit.analysis.tables import row, table_of
+from tests.unit.analysis.tables import PIPELINES, piped, row, table_of
+from tests.unit.cli.conftest import ultrabench  # noqa: F401
 from ultrabench.analysis.figures.kinds import KINDS, prepared, runs_drawn
 from ultrabench.analysis.figures.picture import render, styled
+from ultrabench.analysis.figures.plots.bubble import points as bubble_points
 from ultrabench.analysis.figures.runs import final, measured
 from ultrabench.analysis.importing.import_table import import_csv
 from ultrabench.analysis.importing.table_map import built_in, read_map
 
+ROOT = Path(__file__).parents[3]
 SEVERAL = [
     row("a", rate=200.0), row("b", nodes=2, rate=150.0),
     row("c", nodes=2, rate=900.0, suspect="mfu 1.2 is above 1"),
@@ -52,19 +56,20 @@ def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publishe
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "rows", "words"),
     [
-        ("scatter", ["MFU and throughput of 5 runs over nodes: sweep", "nodes (largest marker: 14.4 ktokens/s)",
+        ("scatter", SEVERAL, ["MFU and throughput of 5 runs over nodes: sweep", "nodes (largest marker: 14.4 ktokens/s)",
                      "cannot win", "80B", f"Drawn as crosses: {CANNOT_WIN}"]),
-        ("scaling", [f"Not drawn: {CANNOT_WIN}"]),
-        ("pareto", [f"Not drawn: {CANNOT_WIN}"]),
-        ("predicted", [f"Not drawn: {CANNOT_WIN}"]),
-        ("failures", ["How 7 runs ended, over nodes: sweep", "out of memory", "ok, but suspect", "waits or runs"]),
+        ("scaling", SEVERAL, [f"Not drawn: {CANNOT_WIN}"]),
+        ("pareto", SEVERAL, [f"Not drawn: {CANNOT_WIN}"]),
+        ("predicted", SEVERAL, [f"Not drawn: {CANNOT_WIN}"]),
+        ("failures", SEVERAL, ["How 7 runs ended, over nodes: sweep", "out of memory", "ok, but suspect", "waits or runs"]),
+        ("bubble", PIPELINES, ["Points (2)", "1 measured run with", "and 1 ok row with pp", "measured, interleaved"]),
     ],
 )  # fmt: skip
-def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind, words):
-    told = drawn(kind, *SEVERAL)[1]
-    assert told == drawn(kind, *random.Random(1).sample(SEVERAL, len(SEVERAL)))[1]
+def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind, rows, words):
+    told = drawn(kind, *rows)[1]
+    assert told == drawn(kind, *random.Random(1).sample(rows, len(rows)))[1]
     assert [word for word in words if word not in told] == []
 
 
@@ -180,6 +185,36 @@ def test_long_names_of_models_do_not_hide_what_tells_panels_apart():
     assert ">gbs 256<" in told
 
 
+def test_a_measured_share_is_against_the_run_that_differs_only_in_its_pipeline():
+    found, _ = bubble_points(table_of(*PIPELINES))
+    pairs = found[found["nodes"] > 0]
+    assert pairs[["pp", "schedule"]].values.tolist() == [[2, "1f1b"], [4, "interleaved"]]
+    assert [*pairs["share"]] == pytest.approx([0.2, 0.5])
+
+
+def test_the_lines_are_of_every_pp_and_of_the_interleaved_stages_of_the_table():
+    found, _ = bubble_points(table_of(*PIPELINES))
+    lines = found[found["nodes"] == 0]
+    assert {*zip(lines["pp"], lines["schedule"], lines["virtual_stages"], strict=True)} == {
+        (pp, *series) for pp, v in ((2, 2), (4, 3), (8, 2)) for series in (("1f1b", 1), ("interleaved", v), ("zbv", 2))
+    }  # fmt: skip
+    at = lines.set_index(["pp", "schedule", "gas"])["share"]
+    assert (at[2, "1f1b", 8], at[4, "interleaved", 8]) == pytest.approx((1 / 9, 3 / (3 * 8 + 3)))
+
+
+def test_a_panel_without_measured_pairs_says_so_and_every_point_is_inside_the_scale():
+    figure = prepared("bubble", table_of(*PIPELINES, piped("fast", 120.0)), title="t")[1]()
+    texts = {axes.get_title("left"): [text.get_text() for text in axes.texts] for axes in figure.axes}
+    assert texts == {"pp=2": [], "pp=4": [], "pp=8": ["no pair of measured runs"]}
+    assert figure.axes[0].get_ylim()[0] == pytest.approx(100 * (1 - 120 / 100) - 6)
+
+
+def test_formulas_stand_alone_where_no_run_was_measured():
+    shown, told = drawn("bubble", PIPELINES[-1])
+    assert (shown["nodes"] == 0).all()
+    assert "Points (0)" in told
+
+
 def overlaps(figure):
     """Texts of a figure that its edge cuts, and pairs of texts that lie over each other."""
     FigureCanvasAgg(figure).draw()
@@ -228,3 +263,24 @@ def test_published_runs_are_all_drawn_or_counted(playbook, kind, ends):
     points, make = prepared(kind, playbook, title="playbook")
     assert runs_drawn(kind, points) == ends
     assert make().axes
+
+
+def commands():
+    spec = spec_from_file_location("draw", ROOT / "examples/gallery/draw.py")
+    draw = module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    return draw.commands()
+
+
+def test_every_kind_of_figure_is_in_the_gallery():
+    assert {words[1] for words in commands() if words[0] == "plot"} == {*KINDS}
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: Path(words[-1]).name)
+def test_a_command_of_the_gallery_draws_its_picture(ultrabench, words, tmp_path, monkeypatch):  # noqa: F811
+    drawn, kept = tmp_path / Path(words[-1]).name, ROOT / words[-1]
+    monkeypatch.chdir(ROOT)
+    code, _, err = ultrabench(*words[:-1], str(drawn))
+    assert code == 0, err
+    assert drawn.stat().st_size > 5000
+    assert kept.exists() or kept.suffix == ".html", "draw it: make gallery"
