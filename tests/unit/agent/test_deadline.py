@@ -22,7 +22,6 @@ HANG, TIMEOUT = Status.HANG, Status.TIMEOUT
 @pytest.mark.parametrize(
     ("change", "status", "reason"),
     [
-        ({}, None, ""),
         # After the first step: the floor, or ten times the slowest gap.
         ({"moved": 40.0}, None, ""),
         ({"moved": 39.9}, HANG, "no progress for 10.1 s in phase measure (deadline 10.0 s)"),
@@ -35,7 +34,6 @@ HANG, TIMEOUT = Status.HANG, Status.TIMEOUT
         ({**STARTING, "now": 100.1}, HANG, "in phase init (deadline 100.0 s)"),
         ({**STARTING, "now": 500.0, "predicted_step_time_s": 50.0}, None, ""),
         ({**STARTING, "now": 500.1, "predicted_step_time_s": 50.0}, HANG, "deadline 500.0 s"),
-        ({**STARTING, "now": 190.0, "moved": 95.0}, None, ""),
         # Writing and reading a trace is as silent as a start.
         ({"phase": "profile", "now": 149.0}, None, ""),
         ({"phase": "profile", "now": 149.1}, HANG, "deadline 100.0 s"),
@@ -62,10 +60,21 @@ def test_deadlines(change, status, reason):
     assert reason in (found.reason if found else "")
 
 
+STEP = {"line": {"event": "step", "seconds": 1.0}}
+
+
+def phase(name):
+    return {"line": {"event": "phase", "name": name}}
+
+
+def in_part(part, microbatches=0):
+    return {"microbatches": int(microbatches), "step": 1, "part": part}
+
+
 class Simulated:
     """A run whose events are given with their times; at each, no deadline may have been missed."""
 
-    def __init__(self, world_size):
+    def __init__(self, world_size=1):
         self.progress = AttemptProgress(world_size, ("n0",))
         self.progress.started = 0.0
         for rank in self.progress.ranks:
@@ -73,54 +82,35 @@ class Simulated:
         measure = measure_of(deadline_floor_s=2.0, start_deadline_s=100.0)
         self.task = replace(TASK, measure=measure, predicted_step_time_s=0.1, limit_s=1e9)
 
-    def add(self, at, rank, **item):
-        assert self.hangs(at) is None, (at, rank, item)
-        self.progress.add([{"rank": rank, **item}], now=at)
-
-    def phase(self, at, rank, name):
-        self.add(at, rank, line={"event": "phase", "name": name})
-
-    def step(self, at, rank):
-        self.add(at, rank, line={"event": "step", "seconds": 1.0})
-
-    def part(self, at, rank, part, microbatches=0):
-        self.add(at, rank, microbatches=microbatches, step=1, part=part)
+    def add(self, at, event, rank=0):
+        assert not self.hangs(at), (at, rank, event)
+        self.progress.add([{"rank": rank, **event}], now=at)
 
     def hangs(self, at):
-        found = overdue(self.task, self.progress, at)
-        return found and found.status == HANG
-
-
-def test_a_healthy_run_is_as_slow_as_it_likes():
-    """The run is fifty times slower than the floor, and its first step showed its pace."""
-    run = Simulated(1)
-    for number in range(1, 8):
-        run.step(100.0 * number, 0)
-        assert not run.hangs(100.0 * number + 999.0)
-    assert run.hangs(1701.0)
+        return overdue(self.task, self.progress, at) is not None
 
 
 def test_a_slow_rank_among_quick_ones_is_healthy():
     """Some rank moves every second; then all the quick ones wait 20 s for the slow one, twice."""
     run = Simulated(3)
     for rank in range(3):
-        run.phase(0.0, rank, "first_step")
+        run.add(0.0, phase("first_step"), rank)
     for start in (0.0, 30.0, 60.0):
         for second in range(1, 10):
-            run.part(start + second, second % 2, "forward_backward", microbatches=int(start) + second)
-        run.part(start + 29.0, 2, "forward_backward", microbatches=int(start) + 1)
+            run.add(start + second, in_part("forward_backward", start + second), second % 2)
+        run.add(start + 29.0, in_part("forward_backward", start + 1), 2)
         for rank in range(3):
-            run.step(start + 30.0, rank)
+            run.add(start + 30.0, STEP, rank)
 
 
 def test_what_the_start_and_the_first_step_took_is_forgotten():
-    run = Simulated(1)
-    run.phase(1.0, 0, "build")
-    run.phase(90.0, 0, "first_step")
-    run.step(110.0, 0)
+    run = Simulated()
+    run.add(1.0, phase("build"))
+    run.add(90.0, phase("first_step"))
+    run.add(110.0, STEP)
     assert not run.hangs(309.9), "ten times the first step"
     assert run.hangs(310.1), "the start is no part of the first step"
-    run.step(111.0, 0)
+    run.add(111.0, STEP)
     assert not run.hangs(120.9)
     assert run.hangs(121.1), "from the second step on the first does not count"
     # What is found at a rank that hangs is no progress.
@@ -130,16 +120,14 @@ def test_what_the_start_and_the_first_step_took_is_forgotten():
 
 def test_the_optimizer_has_a_deadline_of_its_own():
     """With steps of 1 s and an optimizer of 50 s, a silence of 11 s is a hang only in a step."""
-    run = Simulated(1)
-    run.phase(0.0, 0, "first_step")
-    now = 0.0
-    for _ in range(3):
-        run.part(now, 0, "forward_backward")
-        run.part(now + 1.0, 0, "optimizer", microbatches=int(now))
-        now += 51.0
-        run.step(now, 0)
-        run.part(now, 0, "data")
-    assert not run.hangs(now + 9.9)
-    assert run.hangs(now + 10.1)
-    run.part(now + 1.0, 0, "optimizer", microbatches=int(now))
-    assert not run.hangs(now + 400.0)
+    run = Simulated()
+    run.add(0.0, phase("first_step"))
+    for now in (0.0, 51.0, 102.0):
+        run.add(now, in_part("forward_backward"))
+        run.add(now + 1.0, in_part("optimizer", now))
+        run.add(now + 51.0, STEP)
+        run.add(now + 51.0, in_part("data"))
+    assert not run.hangs(153.0 + 9.9)
+    assert run.hangs(153.0 + 10.1)
+    run.add(154.0, in_part("optimizer", 153))
+    assert not run.hangs(153.0 + 400.0)
