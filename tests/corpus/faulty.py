@@ -14,11 +14,13 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
 
-fault, culprit = sys.argv[1], int((*sys.argv[2:], "1")[0])
+fault, culprit = sys.argv[1].removeprefix("peers_sleep_"), int((*sys.argv[2:], "1")[0])
+peers_sleep = fault != sys.argv[1]
 rank = int(os.environ["RANK"])
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
 
@@ -40,13 +42,6 @@ def bus_error():
         held[0] = 1
 
 
-def refused():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    socket.create_connection(("127.0.0.1", port))
-
-
 def write_to_full_disk():
     with open("/dev/full", "w") as file:
         file.write("checkpoint")
@@ -56,8 +51,6 @@ def caught_memory_error():
     try:
         bytearray(2**60)
     except MemoryError:
-        import traceback
-
         traceback.print_exc()
     print("CUDA out of memory. Tried to allocate 2.00 GiB: retrying with a smaller batch", flush=True)
 
@@ -77,7 +70,8 @@ FAULTS = {
     "import_error": lambda: __import__("flash_attention_that_is_not_installed"),
     "missing_library": lambda: ctypes.CDLL("libcudart.so.9.9"),
     "undefined_symbol": lambda: libc.ncclCommThatIsTooNew, "disk_full": write_to_full_disk,
-    "exit_early": lambda: os._exit(0), "exit_3": lambda: os._exit(3), "refused": refused,
+    "exit_early": lambda: os._exit(0), "exit_3": lambda: os._exit(3),
+    "refused": lambda: socket.create_connection(("127.0.0.1", 1)),
     "caught_then_killed": lambda: (caught_memory_error(), os.kill(os.getpid(), signal.SIGKILL)),
     "caught_then_fine": caught_memory_error, "late": lambda: time.sleep(1000),
 }  # fmt: skip
@@ -94,10 +88,8 @@ say("phase", name="train")
 for step in range(1, 11):
     if step == 3 and rank == culprit and fault in FAULTS:
         FAULTS[fault]()
-    if step == 3 and rank != culprit and fault.startswith("peers_sleep_"):
+    elif step == 3 and peers_sleep:
         time.sleep(1000)
-    if step == 3 and rank == culprit and fault.startswith("peers_sleep_"):
-        FAULTS[fault.removeprefix("peers_sleep_")]()
     value = torch.tensor([float("nan") if fault == "nan" and step == 3 else 1.0])
     dist.all_reduce(value)
     say("step", step=step, seconds=0.01, loss=float(value))

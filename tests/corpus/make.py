@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from ultrabench.agent.agent_group import AgentGroup, StopRequest
 from ultrabench.agent.lead import Leader
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks.node import Node
-from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.processes import become_subreaper, descendants
 from ultrabench.run import Task
@@ -64,9 +64,7 @@ def task_of(fault: str, ranks: int) -> Task:
     if fault.startswith("embedded"):
         kernel = KernelConfig(name="embedded")
     workload = replace(task.spec.workload, gbs=layout.gbs)
-    spec = replace(
-        task.spec, shape=TINY, workload=workload, layout=layout, kernel=kernel, gpus_per_node=ranks
-    )
+    spec = replace(task.spec, workload=workload, layout=layout, kernel=kernel, gpus_per_node=ranks)
     memory = 2**22 if fault == "embedded_oom" else task.rank_mem_bytes
     return replace(task, spec=spec, run_id=spec.run_id, measure=MEASURE, rank_mem_bytes=memory)
 
@@ -79,27 +77,23 @@ def run(head: dict[str, Any], folder: Path) -> dict[str, Any]:
     leader = Striker(node, group, JournalWriter(folder, "agent"))
     leader.signal = head["signal"]
     group.start(task, 0)
-    progress, end = group.progress, leader.watch(task)
+    end = leader.watch(task)
     group.end_ranks()
-    group.order("finish", keep_all=False)
     node.close()
-    return {
-        **head,
-        "stopped": end and {"status": end.status, "reason": end.reason},
-        "killed_by_us": [rank.number for rank in progress.ranks if rank.killed_by_us],
-        "rank_events": shortened(node.heard, folder, node.scratch),
-    }
+    stopped = end and {"status": end.status, "reason": end.reason}
+    killed = [rank.number for rank in group.progress.ranks if rank.killed_by_us]
+    events = shortened(node.heard, folder, node.scratch)
+    return {**head, "stopped": stopped, "killed_by_us": killed, "rank_events": events}
 
 
 def shortened(rank_events: list[dict[str, Any]], *folders: Path) -> list[dict[str, Any]]:
     """The events without names of this machine, without most steps and without the environment."""
-    kept, steps = [], dict[int, int]()
+    kept, steps = [], Counter[int]()
     for item in rank_events:
         event = item.get("line", {}).get("event")
-        steps[item["rank"]] = steps.get(item["rank"], 0) + (event == "step")
-        if event == "environment" or (event == "step" and steps[item["rank"]] > 3 and item["rank"] != 0):
-            continue
-        kept.append({**item, **({"tail": item["tail"][-TAIL:]} if "tail" in item else {})})
+        steps[item["rank"]] += event == "step"
+        if event != "environment" and (event != "step" or steps[item["rank"]] <= 3 or item["rank"] == 0):
+            kept.append({**item, **({"tail": item["tail"][-TAIL:]} if "tail" in item else {})})
     text = json.dumps(kept)
     for folder in folders:
         text = text.replace(str(folder), "/tmp/run")
