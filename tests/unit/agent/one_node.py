@@ -13,19 +13,15 @@ import ultrabench
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import gpus
 from ultrabench.agent.ranks.node import Cleaned, Node
+from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.measure import Measure
-from ultrabench.model_shape import ModelShape
 from ultrabench.processes import become_subreaper
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec, Task, Workload
 from ultrabench.store.allocation import Allocation
 
-TINY = ModelShape(
-    name="tiny", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, vocab_size=128, tie_word_embeddings=False,
-)  # fmt: skip
 # Composing the configuration would take longer than all else that this process does.
 _VALUES = yaml.safe_load((Path(ultrabench.__file__).parent / "configs/measure/default.yaml").read_text())
 # null stands for what the hardware says, which for programs of the user is the neutral value.

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack
 
 import pytest
 
@@ -10,52 +11,42 @@ from ultrabench.agent.ranks.fork_server import ForkServer, cpu_text, rank_cpus
 
 MINE = tuple(sorted(os.sched_getaffinity(0)))
 FIRST, LAST = MINE[:1], MINE[-1:]
+THEIRS = (100000,)
 two_cpus = pytest.mark.skipif(len(MINE) < 2, reason="needs two CPUs to choose from")
 
 
-@pytest.fixture
-def sysfs(tmp_path):
-    """Makes a tree like /sys of NUMA nodes with the given CPUs and of devices on them."""
-
-    def make(nodes, devices=()):
-        files = {f"devices/system/cpu/cpu{n}/node{i}/cpu": n for i, cpus in enumerate(nodes) for n in cpus}
-        files |= {f"bus/pci/devices/{bus}/numa_node": node for bus, node in dict(devices).items()}
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True)
-            (tmp_path / name).write_text(f"{text}\n")
-        return tmp_path
-
-    return make
-
-
 @pytest.mark.parametrize(
-    ("text", "cpus"),
-    [("0-3,8", (0, 1, 2, 3, 8)), ("5", (5,)), ("", ()), ("0-1,4-5", (0, 1, 4, 5)), ("0,2,4", (0, 2, 4))],
+    ("text", "cpus"), [("0-3,8", (0, 1, 2, 3, 8)), ("5", (5,)), ("", ()), ("0,2,4-5", (0, 2, 4, 5))]
 )
 def test_lists_of_cpus(text, cpus):
     assert cpu_text((*reversed(cpus), *cpus)) == text
 
 
-def test_one_numa_node_leaves_nothing_to_choose(sysfs, tmp_path):
-    assert rank_cpus(2, None, tmp_path / "nothing") is None
-    # A node of memory, or of CPUs that others have, does not count.
-    assert rank_cpus(2, None, sysfs([MINE, (), range(100000, 100008)])) is None
+DEVICES = {"0000:1b:00.0": 1, "0000:43:00.0": 0, "0001:c3:00.0": -1, "0000:c4:00.0": 2}
 
 
+@pytest.mark.parametrize(
+    ("ranks", "buses", "nodes", "expected"),
+    [
+        # A node of memory, or of CPUs that others have, does not count; one node leaves nothing to choose.
+        (2, None, [], None),
+        (2, None, [MINE, (), THEIRS], None),
+        # Without GPUs ranks are spread in order.
+        (4, None, [FIRST + THEIRS, LAST], [FIRST, FIRST, LAST, LAST]),
+        (3, None, [FIRST + THEIRS, LAST], [FIRST, FIRST, LAST]),
+        # With GPUs they run near them; all our CPUs if the GPU's node is unknown, that of others, not there or not given.
+        (6, ["00000000:1B:00.0", "0000:43:00.0", "00000001:C3:00.0", "0000:C4:00.0", "0000:ff:00.0"], [FIRST, LAST, THEIRS],
+         [LAST, FIRST, MINE, MINE, MINE, MINE]),
+    ],
+)  # fmt: skip
 @two_cpus
-def test_without_gpus_ranks_are_spread_in_order(sysfs):
-    tree = sysfs([(*FIRST, 100000), (*LAST, 100001)])
-    assert rank_cpus(4, None, tree) == [FIRST, FIRST, LAST, LAST]
-    assert rank_cpus(3, None, tree) == [FIRST, FIRST, LAST]
-
-
-@two_cpus
-def test_ranks_run_near_their_gpus(sysfs):
-    devices = {"0000:1b:00.0": 1, "0000:43:00.0": 0, "0001:c3:00.0": -1, "0000:c4:00.0": 2}
-    tree = sysfs([FIRST, LAST, (100000,)], devices)
-    buses = ["00000000:1B:00.0", "0000:43:00.0", "00000001:C3:00.0", "0000:C4:00.0", "0000:ff:00.0"]
-    # Unknown, on a node whose CPUs others have, not there at all, and not given: all our CPUs.
-    assert rank_cpus(6, buses, tree) == [LAST, FIRST, MINE, MINE, MINE, MINE]
+def test_the_cpus_of_ranks(tmp_path, ranks, buses, nodes, expected):
+    files = {f"devices/system/cpu/cpu{n}/node{i}/cpu": n for i, cpus in enumerate(nodes) for n in cpus}
+    files |= {f"bus/pci/devices/{bus}/numa_node": node for bus, node in DEVICES.items()}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert rank_cpus(ranks, buses, tmp_path) == expected
 
 
 TELL = "import os; print(sorted(os.sched_getaffinity(0)))"
@@ -70,15 +61,14 @@ def exits(server, count):
 @pytest.fixture
 def start(tmp_path):
     """Starts fork servers."""
-    made = []
+    with ExitStack() as made:
 
-    def make(module="", **env):
-        made.append(ForkServer(tmp_path / "server.log", {**os.environ, **env}, module))
-        return made[-1]
+        def make(module="", **env):
+            server = ForkServer(tmp_path / "server.log", {**os.environ, **env}, module)
+            made.callback(server.stop)
+            return server
 
-    yield make
-    for server in made:
-        server.stop()
+        yield make
 
 
 def execute(server, rank, folder, *command, cpus=None, **env):
@@ -108,7 +98,7 @@ def test_a_program_finds_its_folder_its_environment_and_signals_as_usual(tmp_pat
 
 def test_a_program_that_cannot_start_fails_its_rank_alone(tmp_path, start):
     server = start()
-    execute(server, 3, tmp_path, sys.executable, "-c", TELL, cpus=(100000,))
+    execute(server, 3, tmp_path, sys.executable, "-c", TELL, cpus=THEIRS)
     execute(server, 4, tmp_path, "no-such-program")
     assert exits(server, 2) == [(3, 127), (4, 127)]
     assert f"cannot start {sys.executable}" in (tmp_path / "3.log").read_text()

@@ -1,24 +1,27 @@
-"""What a run leaves behind is gone before the next one begins: real processes, files and ports."""
+"""What a run or a dead agent leaves behind is gone before the next one begins: real processes, files and ports."""
 
 import json
+import mmap
 import os
 import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from tests.patience import Deadline, wait_until
+from ultrabench import processes
 from ultrabench.agent.ranks.cleanup import SHARED_MEMORY, SharedMemoryCleanup
-from ultrabench.processes import alive, start_time
 
 ROOT = Path(__file__).parents[3]
-HERE = """
-import os, signal, subprocess, sys, time
+PRELUDE = """
+import json, os, signal, subprocess, sys, time
 def here():
     open(f"pids/{os.getpid()}", "w").close()
     time.sleep(1000)
@@ -33,22 +36,19 @@ FROZEN = "open(f'pids/{os.getpid()}', 'w').close()\nos.kill(os.getpid(), signal.
 class OneNode:
     """A node whose rank runs some code."""
 
-    def __init__(self, folder, code, *device, **environment):
-        self.pids = folder / "pids"
+    def __init__(self, folder, code, *device):
+        self.pids, program = folder / "pids", folder / "program.py"
         self.pids.mkdir()
-        prelude = f"{HERE}\nPRELUDE = {HERE!r}\n"
-        program = folder / "program.py"
-        program.write_text(prelude + dedent(code))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.agent.one_node", str(folder), str(program), *device], cwd=ROOT,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
-        )  # fmt: skip
+        program.write_text(f"{PRELUDE}\nPRELUDE = {PRELUDE!r}\n{dedent(code)}")
+        words = [sys.executable, "-m", "tests.unit.agent.one_node", str(folder), str(program), *device]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
 
     def wait_for(self, count):
         """Pids of so many processes of the run, with their start times."""
         wait_until(lambda: len(list(self.pids.iterdir())) >= count or self._process.poll() is not None, 20)
         assert self._process.poll() is None
-        return {int(p.name): start_time(int(p.name)) or 0 for p in self.pids.iterdir()}
+        return {int(p.name): processes.start_time(int(p.name)) or 0 for p in self.pids.iterdir()}
 
     def ask(self, expression):
         self._process.stdin.write(expression + "\n")
@@ -62,19 +62,12 @@ class OneNode:
 
 @pytest.fixture
 def one_node(tmp_path):
-    made = []
-
-    def make(code, *device, **environment):
-        made.append(OneNode(tmp_path, code, *device, **environment))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.close()
+    with ExitStack() as made:
+        yield lambda code: made.enter_context(closing(OneNode(tmp_path, code)))
 
 
 @pytest.mark.parametrize(
-    ("code", "processes"),
+    ("code", "count"),
     [
         ("child('here()', start_new_session=True); here()", 2),
         (f"child({ORPHAN + IGNORES + 'here()'!r}, env={{}}); here()", 2),
@@ -84,14 +77,14 @@ def one_node(tmp_path):
     ],
     ids=["session", "deaf without a tag", "rank gone", "stopped", "family"],
 )
-def test_every_process_of_a_run_ends_and_the_fork_server_stays(one_node, code, processes):
+def test_every_process_of_a_run_ends_and_the_fork_server_stays(one_node, code, count):
     node = one_node(code)
-    family = node.wait_for(processes)
+    family = node.wait_for(count)
     server = node.ask("node._server.pid")
     assert not node.ask("'pynvml' in __import__('sys').modules"), "it is needed on GPUs only"
     assert node.ask("node.kill()")["left"] is None
-    assert [pid for pid, started in family.items() if alive(pid, started)] == []
-    assert start_time(server) is not None
+    assert [pid for pid, started in family.items() if processes.alive(pid, started)] == []
+    assert processes.start_time(server) is not None
 
 
 def test_children_that_fork_and_leave_all_the_time_end_for_good(one_node):
@@ -101,11 +94,9 @@ def test_children_that_fork_and_leave_all_the_time_end_for_good(one_node):
         for chain in range(6):
             if os.fork() == 0:
                 while True:
-                    if os.fork():
-                        os._exit(0)
+                    os.fork() and os._exit(0)
                     os.setsid()
-                    if os.fork():
-                        os._exit(0)
+                    os.fork() and os._exit(0)
                     with open(os.path.abspath(f"alive{chain}"), "w") as file:
                         file.write(str(time.time()))
                     time.sleep(0.002)
@@ -115,21 +106,17 @@ def test_children_that_fork_and_leave_all_the_time_end_for_good(one_node):
     node.wait_for(1)
     folder = node.pids.parent
     wait_until(lambda: len(list(folder.glob("alive*"))) == 6, 20)
-    server = node.ask("node._server.pid")
     assert node.ask("node.kill()")["left"] is None
     ended = time.time()
     time.sleep(0.5)
     # Whoever lived would have written since.
     assert max(path.stat().st_mtime for path in folder.glob("alive*")) < ended
-    assert start_time(server) is not None
 
 
 def test_a_report_that_ends_late_is_heard_before_the_exit(one_node):
     node = one_node("""
         with open(os.environ["ULTRABENCH_REPORT"], "w") as report:
-            for n in range(100_000):
-                report.write('{"event": "step", "seconds": 0.5}\\n')
-            report.write('{"event": "done"}\\n')
+            report.writelines(['{"event": "step", "seconds": 0.5}\\n'] * 100_000 + ['{"event": "done"}\\n'])
         open(f"pids/{os.getpid()}", "w").close()
     """)
     node.wait_for(1)
@@ -149,10 +136,7 @@ def test_what_a_run_leaves_is_removed_and_its_logs_are_kept_with_both_ends(one_n
         open("/dev/shm/{name}", "wb").write(b"x" * 4096)
         server = socket.create_server(("127.0.0.1", 0))
         open("port", "w").write(str(server.getsockname()[1]))
-        print("first")
-        for _ in range(40):
-            print("x" * 2**20)
-        print("last", flush=True)
+        print("first", *["x" * 2**20] * 40, "last", sep="\\n", flush=True)
         child("here()", pass_fds=[server.fileno()])
         here()
     """)
@@ -184,12 +168,79 @@ def test_only_new_unused_files_with_a_known_name_are_removed(tmp_path):
     (tmp_path / "torch_old").rename(tmp_path / "kept")
     for name in ("sem.new", "torch_new", "data.bin", "torch_old"):
         (tmp_path / name).write_text("x")
-    code = """import mmap, sys; f = open(sys.argv[1], "r+b"); m = mmap.mmap(f.fileno(), 0); f.close()
-print("up", flush=True); sys.stdin.read()"""
-    pipe = subprocess.PIPE
-    mapper = subprocess.Popen([sys.executable, "-c", code, tmp_path / "torch_new"], stdin=pipe, stdout=pipe)
-    assert mapper.stdout.readline() == b"up\n"
+    with (tmp_path / "torch_new").open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
     assert leftovers.remove() == ["sem.new", "torch_old"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.bin", "kept", "torch_kept", "torch_new"]
-    mapper.communicate()
+    mapped.close()
     assert leftovers.remove() == ["torch_new"]
+
+
+INSIDE = """
+import os, subprocess, sys
+from ultrabench.processes import TAG_VARIABLE, clean_up_after_the_dead, make_scratch, own_tag
+clean_up_after_the_dead()
+scratch = make_scratch()
+env = {**os.environ, TAG_VARIABLE: own_tag("a", 0)}
+rank = subprocess.Popen(["sleep", "1000"], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+print(scratch, flush=True)
+sys.stdin.read()
+assert rank.poll() is None, "somebody killed it"
+assert scratch.is_dir(), "somebody removed it"
+rank.kill()
+"""
+UNSHARE = ("unshare", "--pid", "--fork")
+CAN_UNSHARE = subprocess.run([*UNSHARE, "--mount-proc", "true"], capture_output=True).returncode == 0
+in_namespaces = pytest.mark.skipif(not CAN_UNSHARE, reason="this user may not make PID namespaces")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder for temporary files, which agents inside and outside a container share."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@in_namespaces
+def test_agents_in_and_outside_a_container_do_not_take_each_other_for_dead(folder):
+    outside = (
+        folder
+        / f"ultrabench-{os.getpid()}-{processes.start_time(os.getpid())}-{processes.pid_namespace()}-abc"
+    )
+    outside.mkdir()
+    pipe = subprocess.PIPE
+    words = [*UNSHARE, "--mount-proc", sys.executable, "-c", INSIDE]
+    agent = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
+    scratch = Path(agent.stdout.readline().strip())
+    assert scratch.name.split("-")[3] != str(processes.pid_namespace())
+    processes.clean_up_after_the_dead()
+    agent.communicate()
+    assert agent.returncode == 0
+    assert outside.is_dir()
+
+
+@in_namespaces
+def test_a_foreign_proc_is_refused():
+    code = "from ultrabench.processes import pid_namespace; pid_namespace()"
+    done = subprocess.run([*UNSHARE, sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ClusterError: /proc shows another PID namespace" in done.stderr
+
+
+def test_the_dead_of_this_namespace_are_cleaned_up(folder):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    scratch = folder / f"ultrabench-{dead.pid}-1-{processes.pid_namespace()}-abc"
+    scratch.mkdir()
+    tag = f"a:0:{dead.pid}:1:{processes.pid_namespace()}"
+    left = subprocess.Popen(["sleep", "1000"], env={**os.environ, processes.TAG_VARIABLE: tag})
+    processes.clean_up_after_the_dead()
+    assert left.wait(10) < 0
+    assert not scratch.exists()
+
+
+@pytest.mark.parametrize(
+    "tag", ["", "a:0:1:1", "a:0:x:1:1", "a:0:1:1:1:1", f"a:0:1:1:{2**63}", processes.own_tag("a", 0)]
+)
+def test_the_own_tag_and_one_of_another_form_or_namespace_are_nobodys_orphan(tag):
+    assert not processes.orphaned(tag)

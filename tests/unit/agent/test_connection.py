@@ -2,8 +2,8 @@
 
 import json
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -26,24 +26,16 @@ def hello(node, secret=SECRET, **more):
     return json.dumps({"secret": secret, "facts": facts, **more}).encode() + b"\n"
 
 
-class Leader(threading.Thread):
-    """A leader that waits for its peers."""
+class Leader:
+    """A leader that waits for nodes 1 and 2."""
 
-    def __init__(self, folder, nodes=3, timeout_s=30.0):
-        super().__init__(daemon=True)
-        self.file, self.nodes, self.timeout_s = folder / "leader.json", nodes, timeout_s
-        self.beats, self.peers, self.error = [], {}, None
-        self.rendezvous = Rendezvous(self.file, "127.0.0.1", SECRET)
-        self.start()
+    def __init__(self, folder, timeout_s=30.0):
+        self.file, self.beats = folder / "leader.json", []
+        rendezvous = Rendezvous(self.file, "127.0.0.1", SECRET)
+        self.peers = ThreadPoolExecutor(1).submit(rendezvous.wait_for_peers, 3, timeout_s, self.beat)
 
-    def run(self):
-        def beat():
-            self.beats.append(time.monotonic())
-
-        try:
-            self.peers = self.rendezvous.wait_for_peers(self.nodes, self.timeout_s, beat)
-        except ClusterError as error:
-            self.error = error
+    def beat(self):
+        self.beats.append(time.monotonic())
 
     def call(self, *parts):
         connection = socket.create_connection(("127.0.0.1", json.loads(self.file.read_text())["port"]))
@@ -65,12 +57,12 @@ STRANGERS = {
 def test_strangers_delay_nobody(tmp_path):
     leader = Leader(tmp_path)
     strangers = [leader.call(words) for words in STRANGERS.values()]
-    assert leader.is_alive()
-    peers = [connect_to_leader(leader.file, {"node": n, "host": f"n{n}"}, SECRET, 60.0) for n in (1, 2)]
-    leader.join(60.0)
-    assert {n: peer.facts["host"] for n, peer in sorted(leader.peers.items())} == {1: "n1", 2: "n2"}
+    assert not leader.peers.done()
+    agents = [connect_to_leader(leader.file, {"node": n, "host": f"n{n}"}, SECRET, 60.0) for n in (1, 2)]
+    peers = leader.peers.result(60.0)
+    assert {n: peer.facts["host"] for n, peer in peers.items()} == {1: "n1", 2: "n2"}
     assert max(b - a for a, b in zip(leader.beats, leader.beats[1:], strict=False)) < 4.0 * slowness()
-    for connection in (*strangers, *peers, *leader.peers.values()):
+    for connection in (*strangers, *agents, *peers.values()):
         connection.close()
 
 
@@ -81,71 +73,56 @@ def test_a_hello_may_come_in_pieces_and_the_first_of_a_node_stays(tmp_path):
         closing(leader.call(words[:5], words[5:30], words[30:])) as first,
         closing(leader.call(hello(1, mark="second"))) as second,
         closing(leader.call(hello(2))),
+        closing(leader.peers.result(60.0)[1]) as peer,
+        closing(leader.peers.result()[2]),
     ):
-        leader.join(60.0)
-        assert sorted(leader.peers) == [1, 2]
         second.settimeout(10.0)
         assert second.recv(1) == b""
         first.sendall(b'{"rank_events": []}\nnot json\n[]\n{"ending": "bye"}\n')
-        peer = leader.peers[1]
         assert wait_readable([peer], 10.0) == [peer]
         assert peer.receive() == [{"rank_events": []}, {}, {}, {"ending": "bye"}]
         assert peer.receive() == []
         assert not peer.closed
     with pytest.raises(ConnectionRefusedError):  # all have come
         leader.call()
-    for peer in leader.peers.values():
-        peer.close()
 
 
 def test_who_does_not_come_is_named(tmp_path):
     leader = Leader(tmp_path, timeout_s=0.5)
-    with closing(leader.call(hello(2))):
-        leader.join(60.0)
-    assert str(leader.error) == "agents of nodes [1] did not connect within 0.5 s"
+    with (
+        closing(leader.call(hello(2))),
+        pytest.raises(ClusterError, match=r"^agents of nodes \[1\] did not connect within 0.5 s$"),
+    ):
+        leader.peers.result(60.0)
 
 
 HERE = socket.gethostname().split(".")[0]
 JOB = {"SLURM_JOB_ID": "60", "SLURM_NODEID": "1", "SLURMD_NODENAME": "gpu02"}
-ARRAY = {**JOB, "SLURM_ARRAY_JOB_ID": "57", "SLURM_ARRAY_TASK_ID": "3"}
+ARRAY = {**JOB, "SLURM_ARRAY_JOB_ID": "57", "SLURM_ARRAY_TASK_ID": "0"}
 LOCAL = {"SUBMITIT_LOCAL_GLOBALID": "1"}
 
 
-def identity(**words):
-    return NodeIdentity(**{"node": 0, "host": HERE, **words})
+def on_gpu02(job_id, restart=0, **words):
+    return NodeIdentity(node=1, host="gpu02", job=Start(job_id=job_id, restart=restart), **words)
 
 
 @pytest.mark.parametrize(
-    ("environ", "simulated", "expected"),
+    ("environ", "simulated", "expected", "file"),
     [
-        ({}, True, identity(host="local-0")),
-        ({**ARRAY, "SLURM_ARRAY_TASK_ID": "0"}, False, identity(node=1, host="gpu02", job=Start(job_id="57_0"), array_task="0")),
-        ({**JOB, "SLURM_RESTART_COUNT": "2"}, False, identity(node=1, host="gpu02", job=Start(job_id="60", restart=2))),
-        ({**JOB, "SLURM_RESTART_COUNT": ""}, False, identity(node=1, host="gpu02", job=Start(job_id="60"))),
-        ({"SLURM_JOB_ID": "60"}, False, identity(job=Start(job_id="60"))),
-        ({**JOB, "SLURMD_NODENAME": ""}, False, identity(node=1, job=Start(job_id="60"))),
-        (LOCAL, False, identity(node=1)),
-        ({**ARRAY, **LOCAL}, True, identity(node=1, host="local-1")),
+        ({}, True, NodeIdentity(node=0, host="local-0"), "leader.json"),
+        ({**ARRAY, "SLURM_RESTART_COUNT": "1"}, False, on_gpu02("57_0", 1, array_task="0"), "leader-57_0.1.json"),
+        ({**JOB, "SLURM_RESTART_COUNT": ""}, False, on_gpu02("60"), "leader-60.0.json"),
+        ({"SLURM_JOB_ID": "60", "SLURMD_NODENAME": ""}, False,
+         NodeIdentity(node=0, host=HERE, job=Start(job_id="60")), "leader-60.0.json"),
+        (LOCAL, False, NodeIdentity(node=1, host=HERE), "leader.json"),
+        ({**ARRAY, **LOCAL}, True, NodeIdentity(node=1, host="local-1"), "leader.json"),
     ],
 )  # fmt: skip
-def test_where_an_agent_is(environ, simulated, expected):
-    assert identify_node(environ, simulated) == expected
-
-
-@pytest.mark.parametrize(
-    ("environ", "job", "file", "folder"),
-    [
-        ({}, None, "leader.json", "/s/allocations/n1-a.0"),
-        (LOCAL, None, "leader.json", "/s/allocations/n1-a.0"),
-        (JOB, Start(job_id="60", restart=0), "leader-60.0.json", "/s/allocations/n1-a.0"),
-        ({**ARRAY, "SLURM_RESTART_COUNT": "1"}, Start(job_id="57_3", restart=1), "leader-57_3.1.json",
-         "/s/allocations/n1-a.0.3"),
-    ],
-)  # fmt: skip
-def test_what_follows_from_it(environ, job, file, folder):
-    found = identify_node(environ)
-    assert (found.job, found.rendezvous_file) == (job, file)
-    assert found.folder("/s/allocations/n1-a.0") == Path(folder)
+def test_where_an_agent_is(environ, simulated, expected, file):
+    found = identify_node(environ, simulated)
+    assert (found, found.rendezvous_file) == (expected, file)
+    index = f".{expected.array_task}" if expected.array_task else ""
+    assert found.folder("/s/allocations/n1-a.0") == Path(f"/s/allocations/n1-a.0{index}")
 
 
 STARTS = st.tuples(st.integers(1, 99), st.none() | st.integers(0, 9), st.integers(0, 3))
@@ -177,7 +154,7 @@ def test_the_address_others_can_reach(monkeypatch, host, one_host, variable, add
     monkeypatch.delenv("SLURM_LAUNCH_NODE_IPADDR", raising=False)
     if variable:
         monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", variable)
-    assert identity(host=host).address(one_host) == address
+    assert NodeIdentity(node=0, host=host).address(one_host) == address
 
 
 def test_a_port_is_none_that_the_system_gives_away():

@@ -3,8 +3,8 @@
 import os
 import pwd
 import subprocess
-import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -80,60 +80,6 @@ def test_a_driver_that_fails_hangs_or_is_absent_knows_nothing(driver, monkeypatc
     assert foreign_processes(lambda pid: False) == []
 
 
-ASK = """
-import sys, time
-from ultrabench.agent.ranks import gpus
-gpus.SAMPLE_S = gpus.FREE_S = 0.0
-gauge = gpus.GpuGauge([gpus.VisibleGpu(n, u, "") for n, u in (("0", "GPU-a"), ("1", "GPU-b"), ("2", "GPU-gone"))])
-print("up", flush=True)
-for line in sys.stdin:
-    print(eval(line), flush=True)
-"""
-
-
-@pytest.fixture
-def gauge(driver):
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", ASK], stdin=pipe, stdout=pipe, text=True)
-    assert process.stdout.readline() == "up\n"
-
-    def ask(expression):
-        process.stdin.write(expression + "\n")
-        process.stdin.flush()
-        return process.stdout.readline().strip()
-
-    yield ask, driver
-    process.communicate()
-
-
-def test_clocks_and_what_slows_them(gauge):
-    ask, set_gpus = gauge
-    ask("gauge.sample()")
-    assert ask("gauge.clocks_hz, gauge.slowdowns") == "([1980000000.0, 1980000000.0], set())"
-    # No work, and a power cap that was reached, are no faults; the others are.
-    set_gpus(gpu("a", A, mhz=1200, mask=0x1 | 0x4), gpu("b", B, mhz=900, mask=0x8 | 0x40 | 0x80))
-    ask("gauge.sample()")
-    assert ask("gauge.clocks_hz[2:]") == "[1200000000.0, 900000000.0]"
-    assert (
-        ask("sorted(gauge.slowdowns)") == "['hardware slowdown', 'hardware thermal slowdown', 'power brake']"
-    )
-    ask("gauge.clear()")
-    set_gpus()  # they fell off the bus
-    ask("gauge.sample()")
-    assert ask("gauge.clocks_hz, gauge.slowdowns, gauge.occupied(lambda: None)") == "([], set(), None)"
-
-
-def test_memory_has_to_be_as_free_as_before(gauge):
-    ask, set_gpus = gauge
-    held = "GPU 0 still holds 12.0 GiB after the run: "
-    for used, pid, message in (
-        (1 * GIB, 0, "None"), (int(2.5 * GIB), 0, "None"), (13 * GIB, 77, f"{held}process 77"),
-        (13 * GIB, 0, f"{held}no known process"),
-    ):  # fmt: skip
-        set_gpus(gpu("a", A, used, pid=pid), gpu("b", B))
-        assert ask("gauge.occupied(lambda: None)") == message
-
-
 def test_without_a_driver_the_gauge_knows_nothing():
     gauge = gpus.GpuGauge([VisibleGpu("0", "GPU-none", "")])
     gauge.sample()
@@ -141,7 +87,6 @@ def test_without_a_driver_the_gauge_knows_nothing():
 
 
 STEPS = """
-import json
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
 for step in range(3):
     print(json.dumps({"event": "step", "step": step, "seconds": 0.1}), file=report)
@@ -150,16 +95,30 @@ here()
 
 
 def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_time(tmp_path, driver):
-    node = OneNode(tmp_path, STEPS, "cuda")
-    node.wait_for(1)
-    assert len(node.ask("node.rank_events()")) == 3
-    driver(gpu("a", A, 41 * GIB))
-    freed = threading.Timer(1.0, driver, [gpu("a", A, 1 * GIB)])
-    freed.start()
-    assert node.ask("node.kill()") == {"left": None, "sm_clocks_hz": [1980e6], "slowdowns": []}
-    assert not freed.is_alive()
-    driver(gpu("a", A, 41 * GIB))
-    node.ask("setattr(gpus, 'FREE_S', 0.2)")
-    held = "GPU 0 still holds 40.0 GiB after the run: no known process"
-    assert node.ask("node.kill()")["left"] == held
-    node.close()
+    with closing(OneNode(tmp_path, STEPS, "cuda")) as node:
+        node.wait_for(1)
+        assert len(node.ask("node.rank_events()")) == 3
+        driver(gpu("a", A, 41 * GIB))
+        freed = threading.Timer(1.0, driver, [gpu("a", A, int(2.5 * GIB))])  # the driver's own use may grow
+        freed.start()
+        assert node.ask("node.kill()") == {"left": None, "sm_clocks_hz": [1980e6], "slowdowns": []}
+        assert not freed.is_alive()
+        node.ask("setattr(gpus, 'FREE_S', 0.0)")
+        for pid, holder in ((0, "no known process"), (77, "process 77")):
+            driver(gpu("a", A, 41 * GIB, pid=pid))
+            assert node.ask("node.kill()")["left"] == f"GPU 0 still holds 40.0 GiB after the run: {holder}"
+
+
+def test_a_gauge_tells_clocks_and_the_faults_that_slow_them(tmp_path, driver):
+    with closing(OneNode(tmp_path, STEPS, "cuda")) as node:
+        node.ask("setattr(gpus, 'SAMPLE_S', 0.0)")
+        # No work, and a power cap that was reached, are no faults; the others are.
+        for mhz, mask in ((1200, 0x1 | 0x4), (900, 0x8 | 0x40 | 0x80)):
+            driver(gpu("a", A, mhz=mhz, mask=mask))
+            node.ask("node._gauge.sample()")
+        faults = ["hardware slowdown", "hardware thermal slowdown", "power brake"]
+        assert node.ask("node.kill()") == {"left": None, "sm_clocks_hz": [1200e6, 900e6], "slowdowns": faults}
+        node.ask("node._gauge.clear()")
+        driver()  # it fell off the bus
+        node.ask("node._gauge.sample()")
+        assert node.ask("node.kill()") == {"left": None, "sm_clocks_hz": [], "slowdowns": []}

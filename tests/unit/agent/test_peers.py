@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -30,7 +31,7 @@ def node(tmp_path):
     shutil.rmtree(made.scratch)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def stop():
     held = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)}
     yield StopRequest()
@@ -39,28 +40,28 @@ def stop():
 
 
 @pytest.mark.parametrize(("local", "who"), [(True, "the user: Ctrl-C in the launch"), (False, "SIGTERM")])
-def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(stop, local, who):
-    asked = StopRequest(local)  # the fixture restores the handlers
+def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(local, who):
+    asked = StopRequest(local)
     os.kill(os.getpid(), signal.SIGTERM)
     assert asked.reason.startswith(f"the allocation was ended by {who}")
 
 
 @pytest.fixture
 def pair():
-    tcp = socket.create_server(("127.0.0.1", 0))
-    there = socket.create_connection(tcp.getsockname())
-    here, _ = tcp.accept()
-    tcp.close()
-    yield Connection(here), there
-    here.close()
-    there.close()
+    """The connection to the other agent, and the socket of that agent."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as there,
+        closing(Connection(server.accept()[0])) as line,
+    ):
+        line.facts = {"node": 1, "host": "local-1"}
+        yield line, there
 
 
-def group_of(node, stop, pair):
-    """The leader's view of two nodes, and the socket of the other agent."""
-    line, there = pair
-    line.facts = {"node": 1, "host": "local-1"}
-    return AgentGroup(node, {"node": 0, "host": "local-0"}, {1: line}, stop), there
+@pytest.fixture
+def group(node, stop, pair):
+    """The leader's view of two nodes."""
+    return AgentGroup(node, {"node": 0, "host": "local-0"}, {1: pair[0]}, stop)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,8 @@ def group_of(node, stop, pair):
     [{"cleaned": 7}, {"cleaned": {"left": None}}, {"rank_events": 7}, {"rank_events": [7]}, {"rank_events": [{"rank": 99, "line": {}}]},
      {"cleaned": {"left": None, "sm_clocks_hz": ["x"], "slowdowns": []}}, {"rank_events": [{}]}],
 )  # fmt: skip
-def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(node, stop, pair, message):
-    group, there = group_of(node, stop, pair)
-    there.sendall(json.dumps(message).encode() + b"\n")
+def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(group, pair, message):
+    pair[1].sendall(json.dumps(message).encode() + b"\n")
     group.listen(5.0)
     assert group.progress.fault or "node 1 (local-1) sent an invalid message" in str(group.interrupted)
     assert (group.lost, group.avoid) == (None, [])
@@ -86,10 +86,9 @@ def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
     assert said[-1] == {"ending": told, "left": True}
 
 
-def test_an_agent_that_failed_and_left_gives_its_node_no_blame(node, stop, pair):
-    group, there = group_of(node, stop, pair)
-    there.sendall(b'{"ending": "the agent of local-1 failed: KeyError", "left": true}\n')
-    there.close()
+def test_an_agent_that_failed_and_left_gives_its_node_no_blame(group, pair):
+    pair[1].sendall(b'{"ending": "the agent of local-1 failed: KeyError", "left": true}\n')
+    pair[1].close()
     group.listen(5.0)
     group.end_ranks()
     group.listen(0.1)
@@ -108,8 +107,7 @@ def stopped_s(node, monkeypatch):
     return seconds
 
 
-def test_a_leader_that_was_stopped_after_its_wait_blames_nobody(node, stop, pair, stopped_s):
-    group, _ = group_of(node, stop, pair)
+def test_a_leader_that_was_stopped_after_its_wait_blames_nobody(group, stopped_s):
     waited = group.listen(0.0)
     assert group.listen(0.0) - waited > 999.0
     assert (len(stopped_s), group.interrupted) == (2, None)
