@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.campaign import Campaign
 from tests.chaos.fault import EXPLAINS, FAILURES, INTERFERENCE, OF_A_PROGRAM, draw
@@ -22,32 +24,26 @@ from tests.slurm.sweeps import SlurmBench
 
 PART = 25
 """Number of faults in one campaign; every fourth campaign runs the embedded kernel."""
-EMBEDDED_KINDS = tuple(
-    kind for kind in EXPLAINS if kind not in OF_A_PROGRAM and kind not in ("node_silent", "stop_leader")
-)
+GROUPS = {"failures": FAILURES, "interference": INTERFERENCE}
+ALL = "failures,interference"
 
 
 def say(note: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {note}", flush=True)
 
 
-def kinds_of(words: str | None) -> tuple[str, ...]:
-    """The kinds of faults that a list of names stands for; all kinds if there is no list."""
-    groups = {"failures": tuple(FAILURES), "interference": tuple(INTERFERENCE)}
-    given = [kind for word in (words or "").split(",") if word for kind in groups.get(word, (word,))]
-    unknown = sorted(set(given) - set(EXPLAINS))
-    if unknown:
-        raise SystemExit(f"--kinds {', '.join(unknown)}: they are {', '.join((*groups, *EXPLAINS))}")
-    return tuple(given) or tuple(EXPLAINS)
+def kinds_of(words: str) -> tuple[str, ...]:
+    """The kinds of faults that a list of names stands for."""
+    kinds = tuple(kind for word in words.split(",") for kind in GROUPS.get(word, (word,)))
+    if unknown := sorted(set(kinds) - set(EXPLAINS)):
+        raise SystemExit(f"--kinds {', '.join(unknown)}: they are {', '.join((*GROUPS, *EXPLAINS))}")
+    return kinds
 
 
 def part(
-    folder: Path, cluster: Cluster, seed: str, count: int, kinds: tuple[str, ...], embedded: bool
-) -> dict:
-    """Runs one campaign in its own folder; returns the facts for the report.
-
-    If the campaign finds problems, a copy of the folder is kept.
-    """
+    folder: Path, cluster: Cluster, seed: str, count: int, kinds: Sequence[str], embedded: bool
+) -> dict[str, Any]:
+    """Runs one campaign in its own folder, which is kept if there are problems; returns facts for the report."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began = time.time()
@@ -58,10 +54,9 @@ def part(
         if campaign.problems:  # the file system with the results is removed
             subprocess.run(["cp", "-a", str(folder), str(folder.with_name(f"problems.{seed}"))], check=False)
         campaign.close()
-    return {
-        "seed": seed, "kernel": "embedded" if embedded else "command", "began": began, "faults": campaign.records,
-        "duration_s": time.time() - began, "problems": campaign.problems,
-    }  # fmt: skip
+    facts = {"seed": seed, "kernel": "embedded" if embedded else "command", "began": began}
+    took = {"duration_s": time.time() - began}
+    return {**facts, **took, "faults": campaign.records, "problems": campaign.problems}
 
 
 def main() -> int:
@@ -70,39 +65,36 @@ def main() -> int:
     given.add_argument("--faults", type=int, default=200)
     given.add_argument("--seed", type=int, default=7)
     given.add_argument("--folder", type=Path, help="default: one for each seed and kinds in /tmp")
-    given.add_argument("--kinds", help="names with commas between them; default: all")
+    given.add_argument("--kinds", default=ALL, help="names with commas between them; default: all")
     words = given.parse_args()
     kinds = kinds_of(words.kinds)
+    fit = [k for k in kinds if k not in OF_A_PROGRAM and k not in ("node_silent", "stop_leader")]
     # Signals clean up like any other end. A shell makes programs in the background ignore Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))
-    some = f"-{zlib.crc32(words.kinds.encode()):08x}" if words.kinds else ""
+    some = f"-{zlib.crc32(words.kinds.encode()):08x}" if words.kinds != ALL else ""
     folder = (words.folder or Path(f"/tmp/ultrabench-chaos-{words.seed}{some}")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     done_file = folder / "campaigns.jsonl"
+    done_file.touch()
     cluster = Cluster(folder / "cluster")
-    cluster.tool("up", *SETTINGS)
     os.environ["SLURM_CONF"] = str(cluster.folder / "slurm.conf")
     try:
-        for number in range(-(-words.faults // PART)):
-            done = done_file.read_text().splitlines() if done_file.exists() else []
-            if number < len(done):
-                continue
+        for number in range(len(done_file.read_text().splitlines()), -(-words.faults // PART)):
+            cluster.tool("up", *SETTINGS)
             count = min(PART, words.faults - number * PART)
             say(f"campaign {number + 1}: {count} faults")
-            fit = tuple(kind for kind in kinds if kind in EMBEDDED_KINDS)
             embedded = number % 4 == 3 and bool(fit)
             seed, drawn = f"{words.seed}.{number}", fit if embedded else kinds
             told = part(folder / "work", cluster, seed, count, drawn, embedded)
             with done_file.open("a") as file:
                 file.write(json.dumps(told) + "\n")
-            cluster.tool("up", *SETTINGS)
     finally:
         cluster.tool("down")
-    told = [json.loads(line) for line in done_file.read_text().splitlines()]
-    write_report(folder / "chaos.md", words.seed, told)
+    campaigns = [json.loads(line) for line in done_file.read_text().splitlines()]
+    write_report(folder / "chaos.md", words.seed, campaigns)
     say(f"report: {folder}/chaos.md")
-    return int(any(campaign["problems"] for campaign in told))
+    return int(any(campaign["problems"] for campaign in campaigns))
 
 
 if __name__ == "__main__":

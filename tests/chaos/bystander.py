@@ -7,7 +7,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,34 +26,6 @@ SETTINGS = ("--nodes", "4", "--gpus", "0", "--no-accounting")
 """Options of the second cluster."""
 
 
-class OtherCluster:
-    """A second cluster on this machine, which is started when it is first needed."""
-
-    def __init__(self) -> None:
-        self._cluster: Cluster | None = None
-
-    def environment(self) -> dict[str, str]:
-        """The environment variables of a user on the login node of this cluster."""
-        if self._cluster is None:
-            self._cluster = Cluster(Path(tempfile.mkdtemp(prefix="ultrabench-other-")))
-            self._cluster.tool("up", *SETTINGS)
-        return {"SLURM_CONF": str(self._cluster.folder / "slurm.conf")}
-
-    def clean(self) -> bool:
-        """Whether this cluster has no jobs."""
-        return self._cluster is None or self._cluster.clean()
-
-    def jobs(self) -> list[str]:
-        """The jobs of this cluster that are not over."""
-        return [] if self._cluster is None else self._cluster.jobs()
-
-    def close(self) -> None:
-        """Stops the cluster."""
-        if self._cluster is not None:
-            self._cluster.tool("down")
-            self._cluster = None
-
-
 def other_user(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     """Another user, who may read and write everything, looks at a sweep that no launcher follows.
 
@@ -68,9 +39,8 @@ def other_user(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     capability = "+dac_override"
     become = ["setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups",
               f"--inh-caps={capability}", f"--ambient-caps={capability}"]  # fmt: skip
-    with _onlookers(campaign, fault) as start:
-        start([*become, *campaign.bench.command("sweep", "status", campaign.sweep, "--watch")])
-        start([*become, *campaign.bench.command("sweep", "status", campaign.sweep)])
+    status = [*become, *campaign.bench.command("sweep", "status", campaign.sweep)]
+    _look(campaign, fault, [[*status, "--watch"], status])
     _blame(campaign)
     campaign.launch()
     return {"target": f"status by user {STRANGER}"}
@@ -79,48 +49,39 @@ def other_user(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 def _blame(campaign: "Campaign") -> None:
     """Reports a problem for everything that the other user wrote or submitted, which must be nothing."""
     written = [path for path in campaign.folder.rglob("*") if path.lstat().st_uid == STRANGER]
-    if written:
-        names = sorted(str(path.relative_to(campaign.folder)) for path in written)
-        campaign.complain(f"status by another user wrote {len(written)} files, such as {names[0]}")
     submitted = slurm_says("squeue", "-h", "-r", "-t", "all", "-o", "%i %j", f"--user={STRANGER}").split("\n")
     mine = [line for line in submitted if f"ub-{campaign.sweep}-" in line]
-    if mine:
-        campaign.complain(f"status by another user submitted {len(mine)} jobs, such as {mine[0]}")
+    if written or mine:
+        campaign.complain(
+            f"status by another user wrote {sorted(map(str, written))[:5]}, submitted {mine[:5]}"
+        )
 
 
 def other_cluster(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     """Somebody on the login node of a second cluster watches a sweep of the first one, or launches it too."""
-    environment = campaign.other.environment()
+    if len(campaign.clusters) == 1:
+        other = Cluster(Path(tempfile.mkdtemp(prefix="ultrabench-other-")))
+        other.tool("up", *SETTINGS)
+        campaign.clusters.append(other)
     one_of(lambda: jobs(campaign.sweep), fault)
     launches = fault.share % 2
     if fault.share % 4 < 2:  # in these cases no launcher follows the sweep meanwhile
         campaign.kill_launchers()
     words = campaign.launch_words() if launches else ["sweep", "status", campaign.sweep, "--watch"]
-    with _onlookers(campaign, fault) as start:
-        start(campaign.bench.command(*words), environment)
+    conf = f"{campaign.clusters[1].folder}/slurm.conf"
+    _look(campaign, fault, [campaign.bench.command(*words)], SLURM_CONF=conf)
     if not campaign.living():
         campaign.launch()
     return {"target": f"{'launch' if launches else 'status --watch'} on another cluster"}
 
 
-@contextlib.contextmanager
-def _onlookers(campaign: "Campaign", fault: Fault) -> Iterator[Any]:
-    """Yields a function that starts commands; at the end all of them and their children are ended."""
-    log = campaign.bench.folder / f"onlooker.{fault.number}.log"
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(words: list[str], more: dict[str, str] | None = None) -> None:
-        with log.open("ab") as file:
-            environment = {**os.environ, **(more or {})}
-            started.append(
-                subprocess.Popen(
-                    words, cwd=campaign.bench.folder, env=environment, stdin=subprocess.DEVNULL, stdout=file,
-                    stderr=file, start_new_session=True,
-                )
-            )  # fmt: skip
-
+def _look(campaign: "Campaign", fault: Fault, commands: list[list[str]], **variables: str) -> None:
+    """Runs commands for some seconds, then ends them and their children."""
+    where: dict[str, Any] = {"cwd": campaign.bench.folder, "env": {**os.environ, **variables}}
+    with (campaign.bench.folder / f"onlooker.{fault.number}.log").open("ab") as log:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        started = [subprocess.Popen(c, start_new_session=True, **pipes, **where) for c in commands]
     try:
-        yield start
         time.sleep(LOOKS_S)
     finally:
         for process in started:

@@ -12,8 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tests import patience
-from tests.chaos.bystander import OtherCluster
-from tests.chaos.fault import OF_A_PROGRAM, Fault
+from tests.chaos.fault import Fault
 from tests.chaos.judge import judge, submitted_jobs
 from tests.chaos.strike import strike
 from tests.chaos.target import PROGRAM, MissedError
@@ -53,16 +52,15 @@ EMBEDDED = ("sweep.gbs=4", "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.m
 class Campaign:
     """A series of sweeps in the folder of a bench, with their results on a small file system of its own."""
 
-    def __init__(
-        self, bench: SlurmBench, cluster: Cluster, say: Callable[[str], None] = lambda note: None
-    ) -> None:
+    def __init__(self, bench: SlurmBench, cluster: Cluster, say: Callable[[str], None]) -> None:
         self.bench, self.cluster, self.say = bench, cluster, say
+        self.clusters = [cluster]
+        """The cluster of the sweeps, and after its first use a second one on this machine."""
         bench.slowness = 1.0  # faults last as long as the deadlines above need
         self.results = bench.folder / "results"
         self.records: list[dict[str, Any]] = []
         self.problems: list[str] = []
         self.sweep, self.embedded = "", False
-        self.other = OtherCluster()
         self._numbers, self._launches, self._opened = 0, 0, 0.0
         self._launchers: list[subprocess.Popen[bytes]] = []
         for name in ("results", "orders", "taken"):
@@ -88,7 +86,8 @@ class Campaign:
         self.kill_launchers()
         if left := self.cluster.jobs():
             self.cluster.run("scancel", *left, code=None)
-        self.other.close()
+        for other in self.clusters[1:]:
+            other.tool("down")
         if self.mounted:
             subprocess.run(["umount", "--lazy", str(self.results)], capture_output=True)
 
@@ -103,8 +102,7 @@ class Campaign:
         command = self.bench.command(*self.launch_words())
         if program:
             command[1:3] = ["-P", *program]
-        places = [str(path)] if path else []
-        environment = {**os.environ, "PATH": os.pathsep.join([*places, os.environ["PATH"]])}
+        environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}" if path else os.environ["PATH"]}
         with (self.bench.folder / f"launcher.{self._launches}.log").open("wb") as log:
             started = subprocess.Popen(
                 ["env", "--default-signal=INT", *command], cwd=self.bench.folder, env=environment,
@@ -150,29 +148,28 @@ class Campaign:
 
     def _inject(self, fault: Fault) -> None:
         self._watch(fault.wait_s)
-        record: dict[str, Any] = {"number": fault.number, "kind": fault.kind, "sweep": self.sweep}
-        record["at"] = round(time.time(), 1)
-        before = self._signs()
-        if fault.kind in ("disk_full", "read_only") and not self.mounted:
-            record["missed"] = "no file system can be mounted here"
-        elif self.embedded and fault.kind in OF_A_PROGRAM:
-            record["missed"] = "the embedded kernel obeys no orders"
-        else:
-            try:
-                record |= strike(self, fault)
-            except MissedError:
-                # A sweep that was just ending had nothing left to hit, but the next sweep has.
-                self._watch(AGAIN_S, lambda: self.sweep != record["sweep"] or self._signs() > before)
-                record |= {"sweep": self.sweep, "at": round(time.time(), 1)}
-                before = self._signs()
-                try:
-                    record |= strike(self, fault)
-                except MissedError as error:
-                    record["missed"] = str(error)
+        before, record = self._signs(), self._tried(fault)
+        if "missed" in record:
+            # A sweep that was just ending had nothing left to hit, but the next sweep has.
+            self._watch(AGAIN_S, lambda: self.sweep != record["sweep"] or self._signs() > before)
+            before, record = self._signs(), self._tried(fault)
         self.records.append(record)
         self.say(f"{fault.number:4d} {fault.kind:18s} {record.get('target') or record.get('missed')}")
         if "missed" not in record:
             self._wait(lambda: self._signs() > before, LIFE_S)
+
+    def _tried(self, fault: Fault) -> dict[str, Any]:
+        """What a fault hit, or why it `missed`."""
+        record = {
+            "number": fault.number,
+            "kind": fault.kind,
+            "sweep": self.sweep,
+            "at": round(time.time(), 1),
+        }
+        try:
+            return record | strike(self, fault)
+        except MissedError as error:
+            return {**record, "missed": str(error)}
 
     def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Keeps a sweep and its launcher running for some seconds, or until `until` returns True."""
@@ -221,13 +218,11 @@ class Campaign:
             time.sleep(0.2)
         self._judge()
         with contextlib.suppress(AssertionError):
-            self.cluster.wait_for(lambda: self.cluster.clean() and self.other.clean(), 40.0)
+            self.cluster.wait_for(lambda: all(cluster.clean() for cluster in self.clusters), 40.0)
         self._wait(lambda: not self.bench.leftovers(), 20.0)
         self.problems += [f"left: {process}" for process in self.bench.leftovers()]
-        if not (self.cluster.clean() and self.other.clean()):
-            self.problems.append(
-                f"nodes {self.cluster.nodes()}, jobs {self.cluster.jobs()}, other jobs {self.other.jobs()}"
-            )
+        unclean = [cluster for cluster in self.clusters if not cluster.clean()]
+        self.problems += [f"nodes {cluster.nodes()}, jobs {cluster.jobs()}" for cluster in unclean]
 
     def _judge(self) -> None:
         mine = [r for r in self.records if r["sweep"] == self.sweep]
@@ -240,10 +235,8 @@ class Campaign:
         executions = None if self.embedded else executions_of(self.sweep, self.bench.executions())
         jobs, launches = self._jobs(), len(self._launchers)
         found = judge(table, mine, executions, jobs, launches)
-        self.say(
-            f"     sweep {self.sweep} is over: {self._last_words()}; {jobs} jobs, {launches} launches, "
-            f"{len(found)} problems"
-        )
+        counts = f"{jobs} jobs, {launches} launches, {len(found)} problems"
+        self.say(f"     sweep {self.sweep} is over: {self._last_words()}; {counts}")
         for problem in found:
             self.complain(problem)
 
@@ -256,9 +249,8 @@ class Campaign:
 
     def _signs(self) -> int:
         """A number that grows with everything the agents do."""
-        return sum(
-            p.stat().st_size for p in self.results.glob(f"{self.sweep}/journal/agent-*.jsonl") if p.exists()
-        )
+        journals = self.folder.glob("journal/agent-*.jsonl")
+        return sum(path.stat().st_size for path in journals if path.exists())
 
     def _wait(self, what: Callable[[], object], seconds: float) -> None:
         deadline = patience.Deadline(seconds)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def torn_line(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
 def deleted_logs(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     """Deletes the logs of all runs and jobs."""
     shutil.rmtree(campaign.folder / "logs", ignore_errors=True)
-    found: list[Path] = [*campaign.folder.glob("allocations/*/job.log")]
+    found = [*campaign.folder.glob("allocations/*/job.log")]
     for log in found:
         log.unlink(missing_ok=True)
     return {"target": f"logs and {len(found)} job logs"}
@@ -102,17 +103,13 @@ def fifo_journal(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
         raise MissedError("there was nothing to hit")
     role = ("agent", "launcher")[fault.share % 2]
     path = journal / f"{role}-stray-{os.getpid()}-{fault.number}.jsonl"
-    match fault.share // 2 % 4:
-        case 0:
-            os.mkfifo(path)
-            what = "a FIFO"
-        case 1:
-            path.mkdir()
-            what = "a folder"
-        case 2:
-            path.symlink_to(path.name)
-            what = "a symbolic link to itself"
-        case _:
-            path.write_text('{"v": 1, "event": ' + DEPTH * "[" + DEPTH * "]" + "}\n")
-            what = f"a file {DEPTH} brackets deep"
+    nested = '{"v": 1, "event": ' + DEPTH * "[" + DEPTH * "]" + "}\n"
+    strays: list[tuple[str, Callable[[], object]]] = [
+        ("a FIFO", lambda: os.mkfifo(path)),
+        ("a folder", path.mkdir),
+        ("a symbolic link to itself", lambda: path.symlink_to(path.name)),
+        (f"a file {DEPTH} brackets deep", lambda: path.write_text(nested)),
+    ]
+    what, put = strays[fault.share // 2 % 4]
+    put()
     return {"target": f"{path.name}: {what}"}

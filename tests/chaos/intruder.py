@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tests.chaos.fault import Fault
 from tests.chaos.target import AWAY_S, MissedError, one_of
 from ultrabench.processes import command_line, own_processes, start_time
+from ultrabench.store.events import Failed, Result
+from ultrabench.store.journal import read_journal
 
 if TYPE_CHECKING:
     from tests.chaos.campaign import Campaign
@@ -31,32 +33,30 @@ RUN_S = 60.0
 def port_scan(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     """Connects to the leading agent of an allocation, if possible before its peers do."""
     known = {path for path, _ in _rendezvous_files(campaign.folder)}
-    when = "while its agents met"
+
+    def new() -> list[tuple[Path, dict[str, Any]]]:
+        return [m for m in _rendezvous_files(campaign.folder) if m[0] not in known and _of_many(m[0])]
+
     try:
-        rendezvous, address = one_of(
-            lambda: [m for m in _rendezvous_files(campaign.folder) if m[0] not in known and _of_many(m[0])],
-            fault,
-            0.002,
-        )
+        (rendezvous, address), when = one_of(new, fault, 0.002), "while its agents met"
     except MissedError:
-        rendezvous, address = one_of(lambda: _rendezvous_files(campaign.folder), fault)
-        when = "while it ran"
+        (rendezvous, address), when = (
+            one_of(lambda: _rendezvous_files(campaign.folder), fault),
+            "while it ran",
+        )
     words, said = [*SAYINGS.items()][fault.share % len(SAYINGS)]
     with contextlib.ExitStack() as calls:
         for _ in range(3):
             with contextlib.suppress(OSError):
-                call = calls.enter_context(
-                    socket.create_connection((address["host"], address["port"]), timeout=2.0)
-                )
-                call.sendall(said)
+                call = socket.create_connection((address["host"], address["port"]), timeout=2.0)
+                calls.enter_context(call).sendall(said)
         time.sleep(AWAY_S if said.endswith(b"\n") else HELD_S)
     return {"target": f"the leader of {rendezvous.parent.name}, {when}: {words}"}
 
 
 def _of_many(rendezvous: Path) -> bool:
     """Whether the allocation has several nodes, so that the leading agent waits for peers."""
-    held: dict[str, Any] = json.loads((rendezvous.parent / "allocation.json").read_text())
-    return int(held["nodes"]) > 1
+    return bool(json.loads((rendezvous.parent / "allocation.json").read_text())["nodes"] > 1)
 
 
 def _rendezvous_files(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -93,12 +93,6 @@ def _left(mark: str) -> list[int]:
 
 def _has_ended(journal: Path, key: str) -> bool:
     """Whether the journal records how an attempt ended."""
-    run_id, repeat, attempt = key.split(".")
-    name = {"run_id": run_id, "repeat": int(repeat), "attempt": int(attempt)}
-    for path in journal.glob("agent-*-*-*.jsonl"):
-        for line in path.read_bytes().splitlines() if path.is_file() else ():
-            with contextlib.suppress(ValueError, RecursionError):
-                event = json.loads(line)
-                if event.get("event") in ("result", "failed") and name.items() <= event.items():
-                    return True
-    return False
+    events = (line.event for line in read_journal(journal, lambda warning: None))
+    ends = (event for event in events if isinstance(event, Result | Failed))
+    return any(f"{end.run_id}.{end.repeat}.{end.attempt}" == key for end in ends)

@@ -35,13 +35,13 @@ def judge(
         jobs: the number of submitted jobs.
         launches: the number of launchers that followed the sweep.
     """
-    rows = [row for row in table if row["attempt"] is not None]
+    rows, most = [row for row in table if row["attempt"] is not None], most_jobs(table, records, launches)
     return [
         *_never_lost(table),
         *_never_twice(rows),
         *([] if executions is None else [*_witnessed(rows, executions), *_one_at_a_time(executions)]),
         *_explained(rows, records),
-        *_few_jobs(jobs, most_jobs(table, records, launches)),
+        *([f"{jobs} jobs were submitted, more than {most}"] if jobs > most else []),
     ]
 
 
@@ -69,10 +69,6 @@ def submitted_jobs(journal: Path) -> int:
             except (ValueError, TypeError, KeyError, RecursionError):
                 continue
     return len(found)
-
-
-def _few_jobs(jobs: int, most: int) -> list[str]:
-    return [f"{jobs} jobs were submitted, more than {most}"] if jobs > most else []
 
 
 def _key(row: dict[str, Any]) -> str:
@@ -114,39 +110,30 @@ def _witnessed(rows: Rows, executions: Iterable[Execution]) -> list[str]:
     """Problems with the rule that each execution is recorded once, and ok only if the program was done."""
     counts = Counter(execution.key for execution in executions)
     complete = {execution.key for execution in executions if execution.ended}
+    found = [f"{key} ran {count} times" for key, count in counts.items() if count > 1]
     ends = {_key(row): row for row in rows}
-    return [
-        *(f"{key} ran {count} times" for key, count in counts.items() if count > 1),
-        *(f"{key} ran and is not recorded" for key in counts if key not in ends),
-        *(
-            f"{key} is {row['status']} and never ran"
-            for key, row in ends.items()
-            if key not in counts and row["status"] not in UNFINISHED
-        ),
-        *(
-            f"{key} is ok and its program never came to its end"
-            for key, row in ends.items()
-            if key in counts and key not in complete
-            if row["status"] == "ok" and row.get("stopped") not in CUT_SHORT
-        ),
-    ]
+    found += [f"{key} ran and is not recorded" for key in counts if key not in ends]
+    for key, row in ends.items():
+        if key not in counts and row["status"] not in UNFINISHED:
+            found.append(f"{key} is {row['status']} and never ran")
+        if key in counts.keys() - complete and row["status"] == "ok" and row.get("stopped") not in CUT_SHORT:
+            found.append(f"{key} is ok and its program never came to its end")
+    return found
 
 
 def _one_at_a_time(executions: Sequence[Execution]) -> list[str]:
     """Problems with the rule that executions of one attempt, run, allocation or node never overlap."""
     found = []
     for one, two in itertools.combinations(executions, 2):
-        if not one.beside(two):
-            continue
+        shared = ""
         if one.key.rpartition(".")[0] == two.key.rpartition(".")[0]:
             shared = f"of the same run in {one.allocation} and {two.allocation}"
         elif one.allocation == two.allocation:
             shared = f"in {one.allocation}"
         elif one.host == two.host:
             shared = f"on {one.host}"
-        else:
-            continue
-        found.append(f"{one.key} and {two.key} ran at the same time, {shared}")
+        if shared and one.beside(two):
+            found.append(f"{one.key} and {two.key} ran at the same time, {shared}")
     return found
 
 

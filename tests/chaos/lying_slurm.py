@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.chaos.fault import Fault
-from tests.chaos.target import MissedError, jobs, one_of
+from tests.chaos.target import jobs, one_of
 
 if TYPE_CHECKING:
     from tests.chaos.campaign import Campaign
@@ -24,15 +24,13 @@ HANGS_S = 3.0
 """Seconds after which an sbatch that hangs is killed."""
 UNKNOWN_S = 70.0
 """Seconds for which squeue then fails; a launcher searches a job without a number for less time."""
-DOUBLE_SBATCH = 'if [ -e $FLAG ]; then $REAL "$@" > /dev/null; echo $$ >> $HITS; fi\nexec $REAL "$@"'
-HANGING_SBATCH = (
-    'if [ -e $FLAG ]; then $REAL "$@" > /dev/null; echo $$ >> $HITS; exec sleep 90; fi\nexec $REAL "$@"'
-)
+SBATCH = 'if [ -e $FLAG ]; then $REAL "$@" > /dev/null; echo $$ >> $HITS; %s; fi\nexec $REAL "$@"'
+"""An sbatch that submits and then does something else; `:` submits again."""
 FAILING_SQUEUE = (
-    'if [ -e $FLAG ]; then echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; fi\n'
-    "touch $FLAG.over\n"
-    'exec $REAL "$@"'
+    'if [ -e $FLAG ]; then if [ -e $HITS ]; then echo "Unable to contact slurm controller" >&2; exit 1; fi\n'
+    'else touch $FLAG.over; fi\nexec $REAL "$@"'
 )
+"""A squeue that works until the first submission, since a launcher first has to see its jobs."""
 EMPTY_SQUEUE = 'if [ -e $FLAG ]; then echo $$ >> $HITS; exit 0; fi\nexec $REAL "$@"'
 LYING_SACCT = (
     'if [ -e $FLAG ]; then $REAL "$@" | sed -E "s/\\|(RUNNING|PENDING|COMPLETING)\\|/|COMPLETED|/"; exit 0; fi\n'
@@ -41,28 +39,24 @@ LYING_SACCT = (
 
 
 class Wrappers:
-    """Programs that replace Slurm's on the PATH of one launcher, and lie while a flag file exists."""
+    """Programs that replace Slurm's on the PATH of a launcher, which is started, and lie while a flag exists."""
 
     def __init__(self, campaign: "Campaign", fault: Fault, scripts: dict[str, str]) -> None:
-        self.folder = campaign.bench.folder / f"bin.{fault.number}"
-        self.folder.mkdir(exist_ok=True)
-        self.flag, self.hits = self.folder / "flag", self.folder / "hits"
+        folder = campaign.bench.folder / f"bin.{fault.number}"
+        folder.mkdir(exist_ok=True)
+        self.flag, self.hits = folder / "flag", folder / "hits"
         self.hits.unlink(missing_ok=True)  # an earlier try may have left it
         for program, script in scripts.items():
-            path = self.folder / program
-            path.write_text(
-                f"#!/bin/bash\nREAL={shutil.which(program)}\nFLAG={self.flag}\nHITS={self.hits}\n{script}\n"
-            )
-            path.chmod(0o755)
+            real = f"REAL={shutil.which(program)}\nFLAG={self.flag}\nHITS={self.hits}"
+            (folder / program).write_text(f"#!/bin/bash\n{real}\n{script}\n")
+            (folder / program).chmod(0o755)
         self.flag.touch()
+        campaign.kill_launchers()
+        campaign.launch(path=folder)
 
     def pids(self) -> list[int]:
         """The pids of the calls that got a false answer, in order."""
         return [int(word) for word in self.hits.read_text().split()] if self.hits.exists() else []
-
-    def stop(self) -> None:
-        """Makes the wrappers do what Slurm's programs do from now on."""
-        self.flag.unlink(missing_ok=True)
 
     def wait_for_answer(self) -> None:
         """Waits until squeue is called again; the longer it has failed, the less often it is called."""
@@ -86,27 +80,20 @@ def double_submission(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
         MissedError: nothing was submitted in time.
     """
     hangs = fault.share >= 50
-    scripts = {"sbatch": HANGING_SBATCH, "squeue": FAILING_SQUEUE} if hangs else {"sbatch": DOUBLE_SBATCH}
-    wrappers = Wrappers(campaign, fault, scripts)
-    squeue_fails = wrappers.folder / "squeue"
-    if hangs:  # a launcher first has to see its jobs, so squeue works until sbatch is called
-        squeue_fails.rename(wrappers.folder / "squeue.later")
-    campaign.kill_launchers()
-    campaign.launch(path=wrappers.folder)
+    hanging = {"sbatch": SBATCH % "exec sleep 90", "squeue": FAILING_SQUEUE}
+    wrappers = Wrappers(campaign, fault, hanging if hangs else {"sbatch": SBATCH % ":"})
+    what = "whose answer was lost while squeue failed" if hangs else "made twice"
     try:
         one_of(wrappers.pids, fault, patience_s=SUBMITS_S)
-        if not hangs:
+        if hangs:
+            _let_hang(wrappers)
+        else:
             time.sleep(HANGS_S)
-            return {"target": f"{len(wrappers.pids())} submissions made twice", "costs": 0}
-        (wrappers.folder / "squeue.later").rename(squeue_fails)
-        _let_hang(wrappers)
     finally:
-        wrappers.stop()
-    wrappers.wait_for_answer()
-    return {
-        "target": f"{len(wrappers.pids())} submissions whose answer was lost while squeue failed",
-        "costs": 0,
-    }
+        wrappers.flag.unlink()
+    if hangs:
+        wrappers.wait_for_answer()
+    return {"target": f"{len(wrappers.pids())} submissions {what}", "costs": 0}
 
 
 def _let_hang(wrappers: Wrappers) -> None:
@@ -125,16 +112,12 @@ def empty_squeue(campaign: "Campaign", fault: Fault) -> dict[str, Any]:
     scripts = {"squeue": EMPTY_SQUEUE} | ({"sacct": LYING_SACCT} if fault.share % 2 else {})
     one_of(lambda: jobs(campaign.sweep), fault)
     wrappers = Wrappers(campaign, fault, scripts)
-    campaign.kill_launchers()
-    campaign.launch(path=wrappers.folder)
     try:
         one_of(wrappers.pids, fault)
         time.sleep(LIES_S)
         waiting = len(jobs(campaign.sweep, states="PD"))
     finally:
-        wrappers.stop()
+        wrappers.flag.unlink()
     told = "squeue lists nothing" + ", sacct calls all jobs completed" * (fault.share % 2)
-    if not wrappers.pids():
-        raise MissedError("squeue was not asked")
     # A waiting job gives no sign of life, so it may be submitted again if both programs say that it is over.
     return {"target": told, "costs": waiting if fault.share % 2 else 0}

@@ -99,15 +99,10 @@ def reduce(peers):
     if rank != 0:
         peers[0].sendall(b"x")
     for peer in peers:
-        hear(peer)
-    if rank == 0:
-        for peer in peers:
-            peer.sendall(b"x")
-
-
-def hear(peer):
-    if peer.recv(1) != b"x":
-        raise ConnectionError(f"rank {rank}: Connection closed by peer in all_reduce")
+        if peer.recv(1) != b"x":
+            raise ConnectionError(f"rank {rank}: Connection closed by peer in all_reduce")
+    for peer in peers if rank == 0 else ():
+        peer.sendall(b"x")
 
 
 def obey():

@@ -19,7 +19,7 @@ from tests.chaos.clumsy_files import (
     torn_line,
     unreadable_claim,
 )
-from tests.chaos.fault import Fault
+from tests.chaos.fault import OF_A_PROGRAM, Fault
 from tests.chaos.intruder import port_scan, reforking_children
 from tests.chaos.lying_slurm import clock_offset, double_submission, empty_squeue
 from tests.chaos.target import AWAY_S, MissedError, Target, jobs, nodes_at_work, one_of, processes
@@ -43,18 +43,18 @@ def strike(campaign: "Campaign", fault: Fault) -> Hit:
         MissedError: nothing could be hit.
     """
     done_by: dict[str, Callable[[Campaign, Fault], Hit]] = {
-        "kill_launcher": _kill_launcher, "two_launchers": _two_launchers,
-        "kill_leader": _signal, "kill_follower": _signal, "stop_leader": _signal, "stop_follower": _signal,
-        "kill_rank": _signal, "stop_rank": _signal,
-        "sleep_rank": order, "exit_rank": order, "orphan": order, "hostile_numbers": order,
-        "reforking_children": _reforking_children,
-        "node_down": _node, "node_silent": _node, "slurmctld": _slurmctld, "scancel": _job, "requeue": _job,
+        "kill_launcher": _kill_launcher, "two_launchers": _two_launchers, "slurmctld": _slurmctld,
+        **dict.fromkeys(("kill_leader", "kill_follower", "kill_rank"), _signal),
+        **dict.fromkeys(("stop_leader", "stop_follower", "stop_rank"), _signal),
+        **dict.fromkeys(OF_A_PROGRAM, order), "reforking_children": _reforking_children,
+        "node_down": _node, "node_silent": _node, "scancel": _job, "requeue": _job,
         "disk_full": disk_full, "read_only": read_only, "torn_line": torn_line, "deleted_logs": deleted_logs,
-        "unreadable_claim": unreadable_claim, "fifo_journal": fifo_journal,
-        "other_user": other_user, "other_cluster": other_cluster,
-        "clock_offset": clock_offset, "double_submission": double_submission, "empty_squeue": empty_squeue,
-        "port_scan": port_scan,
+        "unreadable_claim": unreadable_claim, "fifo_journal": fifo_journal, "port_scan": port_scan,
+        "other_user": other_user, "other_cluster": other_cluster, "clock_offset": clock_offset,
+        "double_submission": double_submission, "empty_squeue": empty_squeue,
     }  # fmt: skip
+    if fault.kind in ("disk_full", "read_only") and not campaign.mounted:
+        raise MissedError("no file system can be mounted here")
     return {"allocations": [], **done_by[fault.kind](campaign, fault)}
 
 
@@ -80,26 +80,20 @@ def order(campaign: "Campaign", fault: Fault) -> Hit:
     folder, number = campaign.bench.folder, str(fault.number)
     order = folder / f"orders/{fault.kind}.{number}.{fault.share}"
     order.touch()
-    told = folder / f"taken/{number}.json"
 
     def answer() -> list[Path]:
-        return [told] if told.exists() and told.stat().st_size else []
+        return [told for told in (folder / "taken").glob(f"{number}.json") if told.stat().st_size]
 
     try:
-        one_of(answer, fault)
+        told = one_of(answer, fault)
     except MissedError:
-        try:
+        if order.exists():
             order.unlink()
-        except FileNotFoundError:  # a rank took it at the last moment
-            one_of(answer, fault)
-        else:
             raise
+        told = one_of(answer, fault)  # a rank took it at the last moment
     taken = json.loads(told.read_text())
-    return {
-        "target": f"rank {taken['rank']} of {taken['key']}",
-        "share": fault.share,
-        "allocations": [taken["allocation"]],
-    }
+    target = f"rank {taken['rank']} of {taken['key']}"
+    return {"target": target, "allocations": [taken["allocation"]]}
 
 
 def _reforking_children(campaign: "Campaign", fault: Fault) -> Hit:
@@ -116,18 +110,14 @@ def _job(campaign: "Campaign", fault: Fault) -> Hit:
 def _node(campaign: "Campaign", fault: Fault) -> Hit:
     node = one_of(lambda: nodes_at_work(campaign.sweep), fault)
     words, away_s = ([], AWAY_S) if fault.kind == "node_down" else (["--silent"], SILENT_S)
-
-    def on_it() -> set[str]:
-        return {job.allocation for job in jobs(campaign.sweep, f"--nodelist={node}")}
-
-    hit = on_it()
+    hit = jobs(campaign.sweep, f"--nodelist={node}")
     campaign.cluster.tool("node-down", node, *words)
     until = time.monotonic() + away_s
     while time.monotonic() < until:  # Slurm starts other jobs on a silent node until it notices
-        hit |= on_it()
+        hit += jobs(campaign.sweep, f"--nodelist={node}")
         time.sleep(1)
     campaign.cluster.tool("node-up", node)
-    return {"target": node, "allocations": sorted(hit)}
+    return {"target": node, "allocations": sorted({job.allocation for job in hit})}
 
 
 def _kill_launcher(campaign: "Campaign", fault: Fault) -> Hit:

@@ -1,11 +1,11 @@
 """Finds the targets of faults: agents and ranks on the simulated nodes, and the jobs they belong to."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tests.chaos.fault import Fault
 from tests.slurm.sweeps import slurm_says
@@ -34,15 +34,13 @@ def one_of(
     """
     end = time.monotonic() + patience_s
     while time.monotonic() < end:
-        found = find()
-        if found:
+        if found := find():
             return found[fault.share * len(found) // 100]
         time.sleep(pause_s)
     raise MissedError("there was nothing to hit")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(NamedTuple):
     """A process of an allocation that a fault can hit."""
 
     pid: int
@@ -55,12 +53,11 @@ class Target:
         return f"{self.role} {self.pid} of {self.allocation} on {self.host}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(NamedTuple):
     """A job of a sweep."""
 
-    job_id: str
     allocation: str
+    job_id: str
     nodes: str
 
 
@@ -79,20 +76,15 @@ def processes(folder: Path, role: str) -> list[Target]:
         else:
             continue
         if own == role and start_time(pid) is not None:
-            found.append(Target(pid=pid, role=own, allocation=name, host=env.get("SLURMD_NODENAME", "?")))
+            found.append(Target(pid, own, name, env.get("SLURMD_NODENAME", "?")))
     return sorted(found, key=lambda t: (t.allocation, t.host, t.pid))
 
 
 def _is_rank(pid: int, words: list[str]) -> bool:
-    """Whether a process runs the program of these tests, or was forked from the fork server."""
-    return str(PROGRAM) in words or (FORK_SERVER in words and FORK_SERVER in command_line(_parent(pid)))
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+    """Whether a process runs the program of these tests, or was forked from the fork server into its own group."""
+    with contextlib.suppress(ProcessLookupError):
+        return str(PROGRAM) in words or (FORK_SERVER in words and os.getpgid(pid) == pid)
+    return False
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -106,14 +98,9 @@ def environment(pid: int) -> dict[str, str]:
 
 def jobs(sweep: str, *options: str, states: str = "R,CF") -> list[Job]:
     """The jobs of a sweep in these states, by default those that run."""
-    text = slurm_says("squeue", "-h", "-r", "-t", states, "-o", "%i|%j|%K|%N", *options)
-    prefix, found = f"ub-{sweep}-", []
-    for line in sorted(text.splitlines()):
-        job_id, name, index, nodes = line.split("|")
-        if name.startswith(prefix):
-            allocation = f"{name.removeprefix(prefix)}.{index}"
-            found.append(Job(job_id=job_id, allocation=allocation, nodes=nodes))
-    return found
+    text = slurm_says("squeue", "-h", "-r", "-t", states, "-o", "%j.%K|%i|%N", *options)
+    lines = sorted(line.partition(f"ub-{sweep}-")[2] for line in text.splitlines())
+    return [Job(*line.split("|")) for line in lines if line]
 
 
 def nodes_at_work(sweep: str) -> list[str]:
