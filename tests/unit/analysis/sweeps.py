@@ -63,16 +63,26 @@ def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", ker
     return folder
 
 
-def claim(writer, spec, repeat=0, attempt=0, result=None, allocation="a0"):
+def attempted(spec, result=None, repeat=0, attempt=0, allocation="a0"):
+    """What the journal says of an attempt: that it was claimed and, if there is a result, how it ended."""
     key = {"run_id": spec.run_id, "repeat": repeat, "attempt": attempt}
     predicted = {"step_time_s": 0.4, "peak_mem_bytes": 2000, "p_oom": 0.1}
-    writer.write(Claimed(allocation=allocation, spec=to_dict(spec), predicted=predicted, **key))
-    if result is not None:
-        writer.write(Result(source="agent", result=result, **key))
+    claimed = Claimed(allocation=allocation, spec=to_dict(spec), predicted=predicted, **key)
+    return [claimed] if result is None else [claimed, Result(source="agent", result=result, **key)]
+
+
+def claim(writer, spec, repeat=0, attempt=0, result=None):
+    for event in attempted(spec, result, repeat, attempt):
+        writer.write(event)
 
 
 def rows_of(*folders, warn=lambda message: pytest.fail(message)):
     return collect(folders, warn).to_pylist()
+
+
+def values(row, expected):
+    """What a row holds in the columns that are expected."""
+    return {name: row[name] for name in expected}
 
 
 SPECS = tuple(spec_of(layout) for layout in LAYOUTS)

@@ -1,4 +1,4 @@
-"""The columns of results: those of a candidate, of an attempt, and of the allocation that it ran in."""
+"""The columns of results that come from a candidate or an attempt."""
 
 import random
 from collections import Counter
@@ -6,20 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.analysis.sweeps import OK, SPECS, TINY, candidate, claim, make_sweep, rows_of, spec_of, swept
+from tests.unit.analysis.sweeps import (
+    OK,
+    SPECS,
+    candidate,
+    claim,
+    make_sweep,
+    rows_of,
+    spec_of,
+    swept,
+    values,
+)
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.events import AllocationPlanned, Claimed, Launched, Preflight, Result, Start, Submitted
+from ultrabench.store.events import Launched, Result, Submitted
 from ultrabench.store.journal import JournalWriter
 from ultrabench.sweep.config.load import read_hardware
 from ultrabench.sweep.plan import PRUNED
-
-
-def values(row, expected):
-    """What a row holds in the columns that are expected."""
-    return {name: row[name] for name in expected}
 
 
 def test_speed_and_mfu_by_hand(tmp_path):
@@ -33,7 +38,7 @@ def test_speed_and_mfu_by_hand(tmp_path):
     expected = {
         "step_time_s": 0.2, "tokens_per_s": 81_920, "tokens_per_s_per_gpu": 10_240, "num_steps_measured": 3,
         "model_flops_per_s_per_gpu": rate, "mfu": rate / 989e12, "hfu": 4e12 / 0.2 / 8 / 989e12,
-        "peak_flops_per_s": 989e12, "gpu_hours": 90 * 8 / 3600, "num_params": TINY.num_params,
+        "peak_flops_per_s": 989e12, "gpu_hours": 90 * 8 / 3600, "num_params": SPECS[0].shape.num_params,
         "predicted_step_time_s": 0.4, "predicted_peak_mem_bytes": 2000,
     }  # fmt: skip
     assert values(row, expected) == pytest.approx(expected)
@@ -101,7 +106,7 @@ def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path):
     rows = rows_of(make_sweep(tmp_path / "s", plan))
     assert [row["status"] for row in rows] == [None, "rejected", "skipped"]
     assert [(row["rule"], row["reason"]) for row in rows] == why
-    told = {"is_final": True, "predicted_step_time_s": 0.5, "num_params": TINY.num_params}
+    told = {"is_final": True, "predicted_step_time_s": 0.5, "num_params": SPECS[0].shape.num_params}
     told |= dict.fromkeys(
         ("repeat", "attempt", "mfu", "step_times_s", "gpu_hours", "hostnames", "env_id", "num_steps_measured",
          "peak_mem_reserved_bytes", "throttled")
@@ -154,7 +159,7 @@ def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, seed):
 
 def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path):
     folder, writer = swept(tmp_path, specs=SPECS[:1])
-    other = replace(SPECS[1], shape=replace(TINY, name="other", num_hidden_layers=3))
+    other = replace(SPECS[1], shape=replace(SPECS[0].shape, name="other", num_hidden_layers=3))
     claim(writer, other, result=OK)
     row = rows_of(folder)[1]
     assert (row["run_id"], row["model"], row["num_hidden_layers"]) == (other.run_id, "other", 3)
@@ -163,7 +168,7 @@ def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path):
 
 
 def test_models_that_a_later_launch_added_are_known(tmp_path):
-    added = replace(SPECS[0], shape=replace(TINY, name="added", vocab_size=512))
+    added = replace(SPECS[0], shape=replace(SPECS[0].shape, name="added", vocab_size=512))
     folder, writer = swept(tmp_path, specs=[added])
     assert rows_of(folder)[0]["num_params"] is None
     writer.write(Launched(generation=1, config={"models": [to_dict(added.shape)]}))
@@ -190,100 +195,3 @@ def test_a_lost_plan_is_told_and_several_sweeps_follow_each_other(tmp_path):
     told = []
     assert [row["sweep"] for row in rows_of(two, one, warn=told.append)] == ["one"]
     assert told == ["two: no plan.parquet; candidates that were never attempted are missing"]
-
-
-CONTROL, OTHER = SPECS[:2]
-FOUND = {
-    "nodes": [{"host": "gpu01", "git_commit": "def"}, {"host": "gpu02", "git_commit": "def"}],
-    "probe": {
-        "gemm_flops_per_s": [7e14, 6e14],
-        "collectives": {"allreduce": {"all": [{"bytes": 1024, "busbw_bytes_per_s": 4e10}], "intra_node": []}},
-    },
-}  # fmt: skip
-UNKNOWN = dict.fromkeys(("gemm_flops_per_s", "allreduce_busbw_bytes_per_s", "control_ratio", "job_id")) | {
-    "git_commit": "abc"
-}
-
-
-@pytest.fixture
-def sweep(tmp_path):
-    """The folder of a sweep of the control and another run, and the writer of its journal."""
-    return swept(tmp_path, specs=(CONTROL, OTHER))
-
-
-def allocate(writer, n=0, control=CONTROL.run_id, found=None):
-    writer.write(AllocationPlanned(allocation=f"a{n}", nodes=1, limit_s=60.0, tasks=(), control=control))
-    if found is not None:
-        writer.write(Preflight(allocation=f"a{n}", found=found))
-
-
-def attempt(writer, spec, *times, n=0, status=Status.OK):
-    claim(writer, spec, n, result=RunResult(status=status, step_times_s=times), allocation=f"a{n}")
-
-
-@pytest.mark.parametrize(
-    ("submitted", "claimed", "expected"),
-    [
-        ({"job_id": "57_0", "name": "ub"}, Start(job_id="61_0", restart=1), "61_0"),
-        ({"job_id": "57_0", "name": "ub"}, None, "57_0"),
-        ({"job_id": 57}, None, "57"),
-        ({"host": "h", "pid": 7}, None, None),
-        ({"job_id": None}, None, None),
-    ],
-)
-def test_the_job_of_a_row_is_that_of_its_claim_else_of_its_allocation(sweep, submitted, claimed, expected):
-    folder, writer = sweep
-    writer.write(Submitted(allocation="a0", job=submitted))
-    writer.write(Claimed(run_id=OTHER.run_id, repeat=0, attempt=0, allocation="a0", job=claimed))
-    assert rows_of(folder)[1]["job_id"] == expected
-
-
-def test_every_row_of_an_allocation_knows_what_it_was_worth(sweep):
-    folder, writer = sweep
-    allocate(writer, found=FOUND)
-    attempt(writer, CONTROL, 0.3, 0.2, 0.4)
-    control, other = rows_of(folder)
-    assert (values(other, UNKNOWN), control["control_ratio"]) == (UNKNOWN, 1.0)
-    attempt(writer, OTHER, 0.1, 0.2, 0.15)
-    worth = {
-        "gemm_flops_per_s": 6e14,
-        "allreduce_busbw_bytes_per_s": 4e10,
-        "git_commit": "def",
-        "job_id": None,
-    }
-    worth |= {"control_ratio": pytest.approx(0.3 / 0.15), "allgather_busbw_bytes_per_s": None}
-    assert values(rows_of(folder)[1], worth) == worth
-
-
-def test_a_control_counts_for_its_own_allocation_only(sweep):
-    folder, writer = sweep
-    for n, time in enumerate((0.2, 0.8)):
-        allocate(writer, n)
-        attempt(writer, CONTROL, time, n=n)
-        attempt(writer, OTHER, 0.4, n=n)
-    assert [row["control_ratio"] for row in rows_of(folder)] == pytest.approx([1.0, 1.0, 0.5, 2.0])
-
-
-@pytest.mark.parametrize(
-    ("control", "other"), [(Status.CRASH, Status.OK), (Status.OOM, Status.OK), (Status.OK, Status.HANG)]
-)
-def test_without_two_ok_ends_there_is_no_ratio(sweep, control, other):
-    folder, writer = sweep
-    allocate(writer)
-    attempt(writer, CONTROL, 0.2, status=control)
-    attempt(writer, OTHER, 0.4, status=other)
-    assert rows_of(folder)[1]["control_ratio"] is None
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        None, {}, {"nodes": [None]}, {"nodes": {"a": 1}}, {"nodes": [{"git_commit": 7}]}, {"probe": [1]},
-        {"probe": {"collectives": 7}}, {"probe": {"gemm_flops_per_s": {}}},
-    ],
-)  # fmt: skip
-def test_without_preflight_and_control_a_row_knows_less(sweep, found):
-    folder, writer = sweep
-    allocate(writer, control=None, found=found)
-    attempt(writer, OTHER, 0.1)
-    assert values(rows_of(folder)[1], UNKNOWN) == UNKNOWN

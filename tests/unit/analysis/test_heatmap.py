@@ -1,3 +1,4 @@
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,9 @@ def failed(model, nodes, reason, status="crash"):
 
 
 LONG = "3 crash: rank 5: RuntimeError: NCCL error in ProcessGroupNCCL.cpp:2093, unhandled " * 3
+
+
+ODD = failed("$a$_{b}", 1, "cannot write $HOME/x^2_y \x1b[31mred\x1b[0m <tag> \u4f60")
 
 
 def texts_of(picture):
@@ -85,16 +89,16 @@ def test_svg_holds_the_words():
         cell(nodes=8, mfu=None, tokens_per_s_per_gpu=None, **tiny),
         cell(nodes=16, mfu=0.0012, peak_mem_reserved_bytes=2**20, hardware="cpu", peak_source="measured", **tiny),
         cell(nodes=4, compare_ratio=1.08, as_good_as_best=("b",), **tiny),
-        cell(nodes=4, peak_mem_reserved_bytes=None, peak_mem_reserved_rank0_bytes=3 * GIB),
+        cell(nodes=4, peak_mem_reserved_bytes=None, peak_mem_reserved_rank0_bytes=3 * GIB), ODD,
     ]  # fmt: skip
-    options = {"title": "quick & <dirty>", "notes": "Layouts: 2 ok.", "compared_with": "old"}
+    options = {"title": "quick & <dirty> $x", "notes": "Layouts: 2 ok.", "compared_with": "old"}
     svg = ET.fromstring(render(lambda: figure(cells, **options), Path("f.svg")))
     told = "\n".join(" ".join("".join(e.itertext()).split()) for e in svg.iter() if e.tag.endswith("text"))
     expected = (
-        "Best layout per cell: quick & <dirty>", "43.2 %", "dp128 tp32 pp16 z1", "mbs256 gas256 afab",
-        "41.8 GiB", "all 12 oom", "1.34 G params", "1.23 ktok/s", "1.08x of old", "MFU (% of peak)",
+        "Best layout per cell: quick & <dirty> $x", "$a$_{b}", "$HOME/x^2_y", "43.2 %",
+        "dp128 tp32 pp16 z1", "mbs256 gas256 afab", "41.8 GiB", "all 12 oom", "1.34 G params", "1.23 ktok/s", "1.08x of old", "MFU (% of peak)",
         "\nok\n", "0.12 %", "\n1 MiB", "3.00 GiB (rank 0)", "measured", "FLOPs of MFU by the formula palm.",
-        "In 1 of 7 cells other layouts are as good within the 95 % interval.",
+        "In 1 of 8 cells other layouts are as good within the 95 % interval.",
     )  # fmt: skip
     assert [word for word in expected if word not in told] == []
 
@@ -147,22 +151,20 @@ def test_different_hardware_gets_its_own_panel_and_a_panel_without_mfu_no_colour
     assert len(picture.axes) == 3 + 2
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("png", b"\x89PNG")])
-def test_same_input_same_bytes_and_no_trace_in_the_settings(suffix, magic):
-    odd = failed("$a$_{b}", 1, "cannot write $HOME/x^2_y \x1b[31mred\x1b[0m <tag> \u4f60")
+@pytest.mark.parametrize(
+    ("suffix", "holds"),
+    [("svg", rb"<\?xml"), ("pdf", rb"%PDF.*(/TrueType|CIDFontType2)"), ("png", rb"\x89PNG")],
+)
+def test_same_input_same_bytes_and_no_trace_in_the_settings(suffix, holds):
     before = dict(matplotlib.rcParams)
     one, two = (
-        render(lambda: figure([odd, cell(nodes=2)], title="$x", notes="a_b$c$"), Path(f"f.{suffix}"))
+        render(lambda: figure([ODD, cell(nodes=2)], title="$x", notes="a_b$c$"), Path(f"f.{suffix}"))
         for _ in range(2)
     )
     assert one == two
     assert dict(matplotlib.rcParams) == before
-    assert one.startswith(magic)
-    if suffix == "svg":
-        ET.fromstring(one)
-    if suffix == "pdf":
-        assert b"/TrueType" in one or b"CIDFontType2" in one
-        assert b"CreationDate" not in one
+    assert re.match(holds, one, re.DOTALL)
+    assert b"CreationDate" not in one
 
 
 def test_long_reasons_are_shortened():

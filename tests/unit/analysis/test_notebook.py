@@ -55,20 +55,6 @@ def test_a_frame_may_be_filtered_lack_columns_and_hold_floats(folder):
     assert ultrabench.best(rows.iloc[:0]).columns.tolist() == ultrabench.best(rows).columns.tolist()
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda rows: rows.drop(columns=["is_final", "status"]),
-         "lacks status, is_final; ranking and figures need run_id, model"),
-        (lambda rows: pd.concat([rows, rows[["dp"]]], axis=1), "has dp twice; rename or drop"),
-        (lambda rows: rows.assign(dp="two"), "column dp of the DataFrame needs values of type int64"),
-    ],
-)  # fmt: skip
-def test_a_frame_that_is_no_result_table_says_what_to_do(folder, change, told):
-    with refused(told):
-        ultrabench.best(change(ultrabench.read()))
-
-
 def test_plot_draws_as_the_command_does(folder):
     drawn = ultrabench.plot("heatmap", ultrabench.read(), rank_by="step_time_s")
     assert "quick-cpu" in drawn.texts[0].get_text()
@@ -76,17 +62,21 @@ def test_plot_draws_as_the_command_does(folder):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "told"),
+    ("mistake", "told"),
     [
-        ("heatmop", {}, "did you mean heatmap"),
-        ("heatmap", {}, "the figure heatmap needs result rows"),
-        ("scatter", {}, "the figure scatter needs result rows"),
-        ("schedule", {"layout": {"pp": 2}, "axis": "tp"}, "has no choice of axis"),
+        (lambda rows: ultrabench.best(rows.drop(columns=["is_final", "status"])),
+         "lacks status, is_final; ranking and figures need run_id, model"),
+        (lambda rows: ultrabench.best(pd.concat([rows, rows[["dp"]]], axis=1)), "has dp twice; rename or drop"),
+        (lambda rows: ultrabench.best(rows.assign(dp="two")), "column dp of the DataFrame needs values of type int64"),
+        (lambda rows: ultrabench.plot("heatmop", rows), "did you mean heatmap"),
+        (lambda rows: ultrabench.plot("heatmap"), "the figure heatmap needs result rows"),
+        (lambda rows: ultrabench.plot("scatter"), "the figure scatter needs result rows"),
+        (lambda rows: ultrabench.plot("schedule", layout={"pp": 2}, axis="tp"), "has no choice of axis"),
     ],
-)
-def test_a_figure_that_cannot_be_drawn_without_rows_says_what_to_do(kind, options, told):
+)  # fmt: skip
+def test_mistakes_say_what_to_do(folder, mistake, told):
     with refused(told, UltrabenchError):
-        ultrabench.plot(kind, **options)
+        mistake(ultrabench.read())
 
 
 @pytest.mark.filterwarnings("ignore:The inplace keyword")  # duckdb uses it
