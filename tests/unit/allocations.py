@@ -26,6 +26,11 @@ def with_launcher(config=CONFIG, **words):
     return replace(config, launcher=replace(config.launcher, **words))
 
 
+def predicted(run, **words):
+    """The run with other values in its prediction."""
+    return replace(run, predicted=replace(run.prediction, **words))
+
+
 def open_sweep(path, plan=PLAN, **launcher):
     """A sweep as `sweep launch` opens it; nothing is written."""
     folder = SweepFolder(Path(path))

@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import subprocess
@@ -7,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -112,21 +112,18 @@ def test_the_runs_of_a_plan_table_have_its_predictions(pruned):
     assert tuple(runs_of(sweep, rows, SweepState())) == pruned.runs
 
 
+def run_ids(words):
+    return [c.run_id for c in make_plan(load_config(words)).candidates]
+
+
 def test_the_same_input_plans_the_same_in_every_process():
-    code = (
-        "import json, sys\n"
-        "from ultrabench.sweep.config.load import load_config\n"
-        "from ultrabench.sweep.plan import make_plan\n"
-        "plan = make_plan(load_config(sys.argv[1:]))\n"
-        "print(json.dumps([c.run_id for c in plan.candidates]))"
-    )
-    overrides = ["sweep=playbook", "sweep.models=[8B,1B]", "sweep.nodes=[4,1]"]
+    words = ["sweep=playbook", "sweep.models=[8B,1B]", "sweep.nodes=[4,1]"]
+    code = f"from tests.unit.sweep.test_grid import run_ids\nprint(*run_ids({words}))"
     there = subprocess.run(
-        [sys.executable, "-c", code, *overrides],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[3], env={**os.environ, "PYTHONHASHSEED": "1"},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert json.loads(there.stdout) == [c.run_id for c in make_plan(load_config(overrides)).candidates]
+    assert there.stdout.split() == run_ids(words)
 
 
 small = st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple)

@@ -61,7 +61,7 @@ def command_of(spec, config):
 
 def told_to(spec, config):
     """The flags of the command with their values; it tells the program all that a run has."""
-    words = fill_in(spec, AttemptKey("x", 0, 0), config.measure)
+    words = command_of(spec, config)
     assert not [word for word in words if "{" in word]
     assert list(not_expressed(spec, config.kernel)) == []
     return dict(word.lstrip("-").partition("=")[::2] for word in words)

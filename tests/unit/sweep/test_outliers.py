@@ -121,20 +121,7 @@ def test_an_outlier_counts_as_invalid_and_a_further_attempt_stands_for_it():
     assert with_loss_outliers(mended) == mended
 
 
-LOSSES = st.lists(st.sampled_from([5.0, 5.02, 5.04, 5.2, 7.0]), max_size=9)
-
-
-@given(LOSSES, st.integers(0, 8))
-def test_a_further_normal_run_makes_no_normal_run_an_outlier(values, which):
-    state = losses(*values)
-    normal = [n for n in range(len(values)) if n not in bad(state)]
-    if len(values) < 3 or with_loss_outliers(state).disputed:
-        return  # nobody was called normal
-    alike = values[normal[which % len(normal)]]
-    assert bad(losses(*values, alike)) == bad(state)
-
-
-@given(LOSSES, st.randoms())
+@given(st.lists(st.sampled_from([5.0, 5.02, 5.2, 7.0]), max_size=9), st.randoms())
 def test_the_order_of_attempts_and_allocations_never_matters(values, random):
     held = [allocation(f"a{n}", gemm=(value,), control="0") for n, value in enumerate(values)]
     attempts = [attempt(n, allocation=f"a{n}", loss_final=value) for n, value in enumerate(values)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.allocations import PLAN, key_of, told
+from tests.unit.allocations import PLAN, key_of, predicted, told
 from ultrabench.cli.sweep.live import panel
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, Launched, LeadingAgent, Start
@@ -153,6 +153,6 @@ def test_what_an_allocation_held_beside_its_run(allocation, run_s, between):
 
 
 def test_the_rest_is_scaled_by_what_was_measured():
-    planned = [replace(r, predicted=replace(r.prediction, duration_s=10.0)) for r in PLANNED]
+    planned = [predicted(r, duration_s=10.0) for r in PLANNED]
     state = told(SweepState(), RUNS[0], Status.OK, duration_s=30.0)
     assert progress("s", planned, state, "cuda").eta_s == pytest.approx(30.0 * (len(planned) - 1))

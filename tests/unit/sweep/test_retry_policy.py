@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.configs import left, retry
+from tests.unit.allocations import predicted
 from ultrabench.layout import dominates
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
@@ -163,11 +164,7 @@ NEARLY = 0.996
 """With afab, whose micro-batches are all kept, half as many of twice the size need fewer small buffers."""
 
 
-def of_share(run, share):
-    return replace(run, predicted=replace(run.prediction, memory_share=share))
-
-
-SAME = [of_share(r, 1.0) for r in GRID.runs if (r.nodes, r.layout.tp, r.layout.pp) == (1, 1, 1)]
+SAME = [predicted(r, memory_share=1.0) for r in GRID.runs if (r.nodes, r.layout.tp, r.layout.pp) == (1, 1, 1)]
 OK = result("ok", step_times_s=(1.0,) * 6)
 
 
@@ -226,7 +223,7 @@ def test_after_a_confirmed_oom_larger_micro_batches_and_lower_zero_stages_are_le
 
 def test_an_oom_that_was_not_predicted_has_to_happen_twice():
     one, two = after((8, 1, SURE)), after((8, 1, SURE), (8, 1, SURE))
-    unlikely = [of_share(r, 0.8) for r in SAME]
+    unlikely = [predicted(r, memory_share=0.8) for r in SAME]
     assert [len(dominated(state, unlikely)) for state in (one, two)] == [0, 5]
     assert (run_of(8, 1).run_id, 0, 1) in {t.key for t in left(unlikely, one).todo}
 
