@@ -3,7 +3,7 @@ from hypothesis import given
 
 from tests.configs import refused
 from tests.strategies import layouts
-from ultrabench.layout import Layout, default_schedule
+from ultrabench.layout import Layout
 
 
 @given(layouts(most=5))
@@ -25,14 +25,6 @@ def test_the_order_of_axes_is_pp_dp_cp_tp_so_that_a_tp_group_stays_on_a_node():
 def test_a_rank_outside_has_no_coordinates(rank):
     with refused(f"rank={rank}; must be in 0..3"):
         Layout(dp=4).coordinates(rank)
-
-
-@pytest.mark.parametrize(
-    ("pp", "gas", "schedule"),
-    [(1, 1, "none"), (1, 8, "none"), (2, 1, "afab"), (2, 2, "1f1b"), (4, 3, "afab"), (4, 4, "1f1b")],
-)
-def test_default_schedule(pp, gas, schedule):
-    assert default_schedule(pp, gas) == schedule
 
 
 @pytest.mark.parametrize(
