@@ -167,25 +167,23 @@ def test_a_preflight_far_below_the_others_of_as_many_nodes_or_a_device_below_its
     assert doubts(state, device="cpu") == {}, "cores are allowed to wander"
 
 
-def beside_controls(*times_s, others=()):
-    """Allocations of one control layout, and of `others`; a run is in the last one."""
-    measured = [*(("c", time_s) for time_s in times_s), *others]
-    allocations = [AllocationState(name=f"a{n}", control=name) for n, (name, _) in enumerate(measured)]
-    controls = [
-        attempt(name, repeat=n, allocation=f"a{n}", step_times_s=(time_s,))
-        for n, (name, time_s) in enumerate(measured)
-    ]
-    return state_of([*controls, attempt("r", allocation=f"a{len(measured) - 1}")], allocations)
+C = ("c", 0.2)
 
 
 @pytest.mark.parametrize(
-    ("times_s", "others", "doubtful"),
-    [((0.2, 0.2, 0.2, 0.25), (), True), ((0.2, 0.2, 0.2, 0.21), (), False), ((0.2, 0.2, 0.2, 0.1), (), False),
-     ((0.2, 0.25), (), False), ((0.2, 0.2, 0.2), [("d", 0.25)], False)],
+    ("controls", "doubtful"),
+    [([C, C, C, ("c", 0.25)], True), ([C, C, C, ("c", 0.21)], False), ([C, C, C, ("c", 0.1)], False),
+     ([C, ("c", 0.25)], False), ([C, C, C, ("d", 0.25)], False)],
 )  # fmt: skip
-def test_a_control_much_slower_than_elsewhere_puts_its_allocation_in_doubt(times_s, others, doubtful):
+def test_a_control_much_slower_than_elsewhere_puts_its_allocation_in_doubt(controls, doubtful):
+    allocations = [AllocationState(name=f"a{n}", control=name) for n, (name, _) in enumerate(controls)]
+    attempts = [
+        attempt(name, repeat=n, allocation=f"a{n}", step_times_s=(time_s,))
+        for n, (name, time_s) in enumerate(controls)
+    ]
+    state = state_of([*attempts, attempt("r", allocation=allocations[-1].name)], allocations)
     told = "the control layout of its allocation took 1.25 x its median over 4 allocations of 1 node"
-    assert doubts(beside_controls(*times_s, others=others)) == ({"c": told, "r": told} if doubtful else {})
+    assert doubts(state) == ({"c": told, "r": told} if doubtful else {})
 
 
 def test_ranks_with_times_of_their_own():
