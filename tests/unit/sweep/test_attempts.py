@@ -144,13 +144,6 @@ def test_a_result_of_another_environment_needs_a_new_repeat():
     assert found == [key_of(ONE, 2), key_of(ONE, 3)], "repeats elsewhere are not counted"
 
 
-def test_what_an_allocation_holds_is_waited_for():
-    state = holds(SweepState(), "n1", ONE)
-    waiting = left([ONE], state, frozenset({"n1"}))
-    assert (waiting.todo, waiting.waiting, waiting.over) == ((), 1, False)
-    assert keys(left([ONE], state)) == [key_of(ONE)]
-
-
 # pauses after failures
 
 

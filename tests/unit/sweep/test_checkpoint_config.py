@@ -7,7 +7,6 @@ import pytest
 
 from tests.configs import refused
 from tests.strategies import LONG
-from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
@@ -137,8 +136,6 @@ def test_a_window_is_refused_where_it_hides_positions():
     assert refusal(kernel, layout, shape, 4096, "cpu") is None
     use = "sliding_window=4096 is in use with seq_len=4097; attention has no window: "
     assert refusal(kernel, layout, shape, 4097, "cpu") == f"{use}take seq_len <= 4096 or another model"
-    with refused("seq_len <= 4096 or another model"):
-        dryrun_spec(["model=m.json", "seq_len=4097"])
 
 
 @pytest.mark.parametrize(("text", "line"), [("{", "cannot read model=m.json"), ("[]", "holds no sizes")])

@@ -71,10 +71,3 @@ def test_bandwidths_are_one_list_without_what_is_damaged():
         for row, s in ((LONG, 1.0), (odd, None))
     ]
     assert type(found[0]["bytes"]) is int
-
-
-@pytest.mark.parametrize(
-    "bad", [{}, {"collectives": None}, {"collectives": 3}, {"collectives": {"sendrecv": {"all": [LONG | {"bytes": "x"}]}}}]
-)  # fmt: skip
-def test_nothing_readable_gives_no_numbers(bad):
-    assert bandwidths(bad) == []
