@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 
 import pytest
@@ -53,39 +54,35 @@ def sweep(tmp_path):
     write_plan(QUICK.candidates, folder.plan)
     writer = JournalWriter(folder.journal, "agent")
     writer.write(Launched(generation=1, config=QUICK.config.resolved))
-    ends = (
-        RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0, loss_final=3.0),
-        RunResult(status=Status.CRASH, reason="rank 1: ValueError: [bold]no[/bold]", duration_s=4.0),
-    )
-    for run, result in zip(QUICK.runs, ends, strict=False):
-        name = {"run_id": run.spec.run_id, "repeat": 0, "attempt": 0}
-        writer.write(Claimed(**name, allocation="n1", spec=to_dict(run.spec), predicted={}))
-        kind = Result if result.status == Status.OK else Failed
-        writer.write(kind(**name, source="agent", result=result))
+    crash = {"status": Status.CRASH, "reason": "rank 1: ValueError: [bold]no[/bold]", "duration_s": 4.0}
+    for run, end in zip(QUICK.runs, ({"duration_s": 9.0}, crash), strict=False):
+        name = {"run_id": run.run_id, "repeat": 0, "attempt": 0, "spec": to_dict(run.spec)}
+        writer.write(Claimed(**name, allocation="n1"))
+        record(folder, run, writer=writer, **end)
     return folder
 
 
-def record(sweep, run, **values):
-    """Journals the result of a run's first attempt: ok in 0.1 s a step unless `values` say otherwise."""
-    known = {"status": Status.OK, "step_times_s": (0.1,) * 6, "loss_final": 3.0}
-    result = RunResult(**(known | values))
-    key = {"run_id": run.run_id, "repeat": 0, "attempt": 0}
-    event = (Result if result.status == Status.OK else Failed)(
-        **key, source="agent", spec=to_dict(run.spec), result=result
-    )
-    JournalWriter(sweep.journal, "agent").write(event)
+def record(sweep, run, attempt=0, writer=None, **values):
+    """Journals the result of a run's attempt: ok in 0.1 s a step unless `values` say otherwise."""
+    status, usual = values.get("status", Status.OK), {"step_times_s": (0.1,) * 6, "loss_final": 3.0}
+    result = RunResult(**{"status": status} | (usual if status == Status.OK else {}) | values)
+    kind = Result if status == Status.OK else Failed
+    name = {"run_id": run.run_id, "repeat": 0, "attempt": attempt, "spec": to_dict(run.spec)}
+    writer = writer or JournalWriter(sweep.journal, "agent")
+    writer.write(kind(**name, source="agent", result=result))
+
+
+def content(sweep):
+    """The bytes of each file of a sweep."""
+    return {path: path.read_bytes() for path in sweep.path.rglob("*") if path.is_file()}
 
 
 def one_line(run, *words, code=2):
     """The one line on stderr of a command that the user got wrong."""
     got, out, err = run(*words)
-    assert got == code, err
-    assert out == ""
-    assert err.count("\n") == 1
-    assert err.endswith("\n")
-    assert "Traceback" not in err
-    assert err.startswith("ultrabench: ")
-    return err[len("ultrabench: ") : -1]
+    assert (got, out) == (code, ""), err
+    assert re.fullmatch("ultrabench: .+\n", err)
+    return err.removeprefix("ultrabench: ").strip()
 
 
 def as_json(run, *words):
