@@ -1,17 +1,207 @@
-"""What `sweep launch` says while it runs, and of earlier launches of the same sweep."""
+"""What a launch asks before it writes or submits anything, and what it says while it runs."""
 
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
-from tests.unit.allocations import told
-from tests.unit.cli.conftest import QUICK, record
+import pytest
+import typer
+
+from tests.unit.allocations import PLAN, told
+from tests.unit.cli.conftest import QUICK, one_line, record
+from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine
 from ultrabench.cli.sweep.launch import first_lines, other_launches
-from ultrabench.cli.sweep.live import Display
+from ultrabench.cli.sweep.live import Display, attempt_line
+from ultrabench.errors import ConfigError
+from ultrabench.processes import busy_share
 from ultrabench.result import Status
-from ultrabench.store.events import Launched
+from ultrabench.store.events import AllocationEnded, Launched
+from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import SweepState, fold
-from ultrabench.sweep.running.price import price_of
-from ultrabench.sweep.running.progress import settled_runs
+from ultrabench.store.state import AllocationState, SweepState, fold
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running.price import BUDGET_FACTOR, price_of
+
+CONTROLLER = """#!/bin/sh
+echo "scontrol $*" >> asked
+case "$*" in
+*config*) echo "ClusterName = alps"; echo "MaxArraySize = 101";;
+*) echo "PartitionName=hopper Default=YES MaxNodes=UNLIMITED MaxTime=04:00:00 State=UP TotalNodes=8";;
+esac
+"""
+PRICE = price_of(PLAN).gpu_hours
+NOTHING = replace(PLAN, candidates=())
+CLUSTER = JobLimits(max_jobs=8, max_nodes=2)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def after(used):
+    """The state of a sweep whose only allocation has used so many GPU hours and tried nothing."""
+    held_s = 3600 * used / PLAN.config.hardware.gpus_per_node
+    end = AllocationEnded(allocation="a", reason="done", held_s=held_s)
+    return SweepState(allocations={"a": AllocationState(name="a", ends={end.job: end})})
+
+
+def ask(given=None, *, plan=PLAN, used=0.0, yes=False):
+    state = after(used)
+    return ask_for_budget(plan, price_of(plan, state), state, CLUSTER, given, yes)
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Sits at a terminal and types an answer."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", Terminal(text))
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A cluster that can be asked for its limits; any other program of Slurm's fails the test."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("scontrol", "sinfo", "sacctmgr", "sbatch", "squeue", "sacct", "scancel"):
+        other = f"#!/bin/sh\necho {name} >> asked\nexit 1\n"
+        (folder / name).write_text(CONTROLLER if name == "scontrol" else other)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work
+
+
+def test_the_price_is_shown_by_cell(capsys, typed):
+    typed("y\n")
+    assert ask(used=2.0) == pytest.approx(2.0 + BUDGET_FACTOR * PRICE)
+    lines = capsys.readouterr().err.splitlines()
+    batch = "sequences of 64 tokens, global batch 8 (512 tokens), fp32, kernel embedded"
+    assert lines[0] == f"sweep quick-cpu: tiny (328 k parameters) on cpu, {batch}"
+    cells = [line.split() for line in lines if line.startswith("tiny")]
+    count = {n: sum(c.nodes == n for c in PLAN.runs) for n in (1, 2)}
+    assert [cell[:4] for cell in cells] == [["tiny", f"{n}", f"{2 * n}", f"{count[n]}"] for n in (1, 2)]
+    starts, total = (next(line for line in lines if line.startswith(w)) for w in ("starts of jobs: 2", "all"))
+    middle, low, _, high = total.split()[-4:]
+    assert float(low) < PRICE < float(high)
+    parts = sum(float(cell[4]) for cell in cells) + float(starts.split()[-1])
+    assert [float(middle), parts] == pytest.approx([PRICE, PRICE], rel=0.01)
+    assert all(float(cell[5]) < float(cell[4]) < float(cell[7]) for cell in cells)
+    told = r"2 jobs of 0\.\d+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=20\), time limit \d+ minutes"
+    assert re.fullmatch(told, lines[-3])
+    most = "at most 8 jobs and 2 nodes at a time, and 2 nodes in a job"
+    assert re.search(f"^{most}; done in \\w+ at the earliest; used so far: 2 GPU hours$", lines[-2])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [(["model=8B", "max_p_oom=1"], "GiB a rank, which has 2. Launch?"),
+     (["model=80B", "hardware.mem_bytes=9e12"], "hours on this machine. Launch?")],
+)  # fmt: skip
+def test_a_person_is_asked_before_this_machine_works_for_hours_or_for_nothing(typed, capsys, overrides, told):
+    plan = make_plan(load_config(overrides))
+    price = price_of(plan)
+    typed("n\n")
+    with pytest.raises(typer.Abort):
+        ask_for_this_machine(plan, price, yes=False)
+    begin = rf"sweep quick-cpu: {plan.config.models[0].name} \(.* on cpu, sequences of 64 tokens"
+    assert re.match(f"{begin}(.*\n)+.*{re.escape(told)}", capsys.readouterr().err)
+    ask_for_this_machine(plan, price, yes=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_busy_machine_is_told_and_nobody_asked_about_minutes(monkeypatch, capsys, typed):
+    typed("")
+    monkeypatch.setattr("ultrabench.cli.sweep.consent.busy_share", lambda seconds: 0.9)
+    ask_for_this_machine(QUICK, price_of(QUICK), yes=False)
+    assert "other programs use 90% of this machine's cores" in capsys.readouterr().err
+
+
+def test_the_share_of_busy_cores_is_measured():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        used = max(busy_share(0.3) for _ in range(3))
+        busy.kill()
+    assert 0.9 / os.cpu_count() <= used <= 1
+
+
+@pytest.mark.parametrize(
+    ("stdin", "used", "yes"), [(io.StringIO("y\n"), 1.0, False), (None, 1.0, True), (None, 123456.7, False)]
+)
+def test_without_a_terminal_a_number_has_to_be_given(monkeypatch, stdin, used, yes):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(ConfigError, match=r"^no terminal to ask .* --max-gpu-hours [\d.]+$") as caught:
+        ask(yes=yes, used=used)
+    # The number it names is enough for what was predicted.
+    number = float(str(caught.value).split()[-1])
+    assert number == pytest.approx(used + BUDGET_FACTOR * PRICE, rel=0.01)
+    assert ask(number, used=used) == number
+
+
+def test_a_budget_that_the_first_job_would_break_is_refused_unless_jobs_are_under_way():
+    with pytest.raises(ConfigError, match="the first job needs"):
+        ask(0.0)
+    under_way = SweepState(allocations={"a": AllocationState(name="a")})
+    assert ask_for_budget(PLAN, price_of(PLAN, under_way), under_way, CLUSTER, 0.0, False) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("given", "yes", "plan", "budget"),
+    [(0.5, False, PLAN, 0.5), (None, True, PLAN, BUDGET_FACTOR * PRICE), (None, False, NOTHING, 0.4), (7.0, False, NOTHING, 7.0)],
+)  # fmt: skip
+def test_who_gives_a_number_or_says_yes_or_has_nothing_left_is_not_asked(typed, given, yes, plan, budget):
+    typed("")
+    used = 0.4 if plan is NOTHING else 0.0
+    assert ask(given, plan=plan, used=used, yes=yes) == pytest.approx(budget)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "line"), [("", 2, "ultrabench: no terminal to ask whether 0.1"), ("n\n", 130, "Launch, ")]
+)  # fmt: skip
+def test_without_consent_a_launch_writes_and_submits_nothing(ultrabench, site, typed, answer, code, line):
+    if answer:
+        typed(answer)
+    got, out, said = ultrabench("sweep", "launch", "launcher=slurm", "model=tiny")
+    assert (got, out.strip()) == (code, "")
+    assert f"\n{line}" in said
+    assert [p.name for p in site.iterdir()] == ["asked"]
+    assert "sbatch" not in (site / "asked").read_text()
+
+
+H100 = (
+    "launcher=slurm", "hardware=h100x8", "sweep=playbook", "model=8B", "sweep.nodes=[1]", "max_p_oom=1",
+    "sweep.strategy=exhaustive",
+)  # fmt: skip
+LEFT_OUT = r"(\d+) runs of 115 left out, since no job may be long enough: a job needs \d+ minutes"
+
+
+def test_a_limit_that_is_too_short_is_told_before_anything_is_submitted(ultrabench, site):
+    some = ("sweep", "launch", *H100, "launcher.time_minutes=20")
+    code, _, said = ultrabench(*some)
+    assert code == 2, "it asks for consent first"
+    (number,) = re.findall(LEFT_OUT, said)
+    (site.parent / "bin/scontrol").write_text(CONTROLLER.replace("04:00:00", "00:02:00"))
+    told = one_line(ultrabench, "sweep", "launch", *H100)
+    assert told.startswith("partition, QOS and account allow a job 2 minutes; the shortest job of 115 runs")
+    assert [p.name for p in site.iterdir()] == ["asked"]
+    plan = json.loads(ultrabench("sweep", "plan", *some[2:], "--json")[1])
+    assert (plan["rejected"]["time_limit"], plan["runs"]) == (int(number), 115 - int(number))
+    assert re.match(LEFT_OUT, plan["notes"][-2])
+    too_short = "launcher.time_minutes=1"
+    assert f"{too_short}; the" in one_line(ultrabench, "sweep", "plan", *H100, too_short)
+
+
+@pytest.mark.parametrize(("launcher", "hours"), [("local", "nan"), ("slurm", "inf"), ("slurm", "-1")])
+def test_a_budget_is_a_number(ultrabench, site, launcher, hours):
+    words = ("sweep", "launch", f"launcher={launcher}", "model=tiny", "--max-gpu-hours", hours)
+    assert "--max-gpu-hours" in one_line(ultrabench, *words)
+    assert list(site.iterdir()) == []
 
 
 def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
@@ -20,16 +210,14 @@ def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
         record(sweep, run, status=Status.OOM, reason="no memory")
     state = fold(read_journal(sweep.journal))
     assert [*other_launches(state, set(ids), before=set())] == []
-    assert [*other_launches(state, set(ids[1:]), before=set(ids[:2]))] == [
-        "new in this launch: 2 runs settled (2 oom)",
-        "and of earlier launches: 1 run settled (1 ok)",
-    ]
+    new, earlier = other_launches(state, set(ids[1:]), before=set(ids[:2]))
+    assert new == "new in this launch: 2 runs settled (2 oom)"
+    assert earlier == "and of earlier launches: 1 run settled (1 ok)"
 
 
 def test_a_launch_tells_how_many_runs_are_left(sweep):
-    record(sweep, interrupted := QUICK.runs[2], status=Status.CANCELLED, reason="ended by SIGTERM")
+    record(sweep, QUICK.runs[2], status=Status.CANCELLED, reason="ended by SIGTERM")
     state, total = fold(read_journal(sweep.journal)), len(QUICK.runs)
-    assert interrupted.run_id not in settled_runs(state)
     journal = SimpleNamespace(path=next(sweep.journal.iterdir()))
     opened = SimpleNamespace(config=QUICK.config, plan=QUICK, folder=sweep, journal=journal)
     assert f": {total} runs, " in [*first_lines(opened, price_of(QUICK))][1]
@@ -42,20 +230,31 @@ def test_lines_of_a_launch_count_settled_runs_and_tell_what_is_tried_again_or_sk
 
     def lines(*attempt, **result):
         display.show(told(state, *attempt, **result), frozenset())
-        return [line.partition("] ") for line in capsys.readouterr().err.splitlines()]
+        return capsys.readouterr().err
 
-    assert lines(QUICK.runs[-1], None) == []
-    ((counter, _, line),) = lines(run, Status.CRASH, cause="killed")
-    assert counter == f"[0/{total}"
-    assert line.endswith("; trying again in 30 s at the earliest")
-    ((counter, _, line),) = lines(run, Status.CRASH, attempt=1, cause="killed")
-    assert counter == f"[1/{total}"
-    assert "again" not in line
-    ((counter, _, line),) = lines(too_large, Status.OOM, confirmed=True)
-    assert counter == f"[1/{total}"
-    assert line.endswith("; trying again")
-    oom, skipped = lines(too_large, Status.OOM, attempt=1, confirmed=True)
-    assert oom[0] == f"[2/{total}"
-    assert skipped[0] == f"[3/{total}"
-    assert f"skipped {QUICK.runs[0].run_id} " in skipped[2]
-    assert f": dominated by {too_large.run_id}, which had not enough memory" in skipped[2]
+    assert lines(QUICK.runs[-1], None) == ""
+    again = rf"\[0/{total}\] .*; trying again in 30 s at the earliest\n"
+    assert re.fullmatch(again, lines(run, Status.CRASH, cause="killed"))
+    given_up = lines(run, Status.CRASH, attempt=1, cause="killed")
+    assert re.fullmatch(rf"\[1/{total}\] ((?!again).)*\n", given_up)
+    assert re.fullmatch(rf"\[1/{total}\] .*; trying again\n", lines(too_large, Status.OOM, confirmed=True))
+    why = f"dominated by {too_large.run_id}, which had not enough memory"
+    both = rf"\[2/{total}\] .*\n\[3/{total}\] skipped {QUICK.runs[0].run_id} .*: {why}.*\n"
+    assert re.fullmatch(both, lines(too_large, Status.OOM, attempt=1, confirmed=True))
+
+
+def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it():
+    flops_per_step = QUICK.runs[0].shape.flops_per_token(64) * QUICK.runs[0].spec.tokens_per_step
+    run = replace(QUICK.runs[0], peak_flops_per_s=4 * flops_per_step / 0.1 / 2)
+
+    def line(doubt=None, status=Status.OK, **result):
+        (attempt,) = told(SweepState(), run, status, **result).attempts.values()
+        made = attempt_line(run, attempt, doubt)
+        return made.plain.partition(": ")[2], made.style
+
+    text, style = line(peak_mem_reserved_bytes=3 << 29)
+    assert (text.startswith("ok, 25.0 % MFU, 1.50 GiB, "), style) == (True, "green")
+    assert line("throttled")[0].endswith(" (throttled)")
+    text, style = line(stopped="slower_than_best")
+    assert ("slower than the best of its cell" in text, style) == (True, "yellow")
+    assert line(status=Status.OOM, reason="no memory") == ("oom, no memory", "red")
