@@ -1,0 +1,156 @@
+"""`ultrabench predict` and `kernel dryrun`: one layout by part; `validate`, `calibrate` and `replay` on measured runs."""
+
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.unit.cli.conftest import QUICK, as_json
+from ultrabench.cli.kernel.dryrun import dryrun_spec
+from ultrabench.cli.predict.layout import distance
+from ultrabench.sweep.config.compose import files
+from ultrabench.sweep.config.load import load_profile
+
+H100 = Path(__file__).parents[3] / "benchmarks" / "h100"
+"""Results of runs on one H100; no constant comes from those of unseen.parquet."""
+WORDS = ("model=llama3-70b", "nodes=8", "tp=8", "pp=4", "zero_stage=1", "gas=16")
+
+
+def test_predict_json_keeps_its_promise(ultrabench):
+    found = as_json(ultrabench, "predict", *WORDS)
+    assert found["label"].startswith("dp2 tp8 pp4 z1 mbs1 gas16")
+    assert sum(found["memory"].values()) == found["peak_mem_bytes"]
+    peaks = [stage["peak_bytes"] for stage in found["stages"]]
+    assert (len(peaks), max(peaks)) == (4, found["peak_mem_bytes"])
+    assert {type(size) for size in (*found["memory"].values(), *peaks)} == {int}
+    assert found["p_oom"] == round(found["p_oom"], 6)
+    assert sum(found["time"].values()) == pytest.approx(found["step_time_s"])
+    assert found["step_time_low_s"] < found["step_time_s"] < found["step_time_high_s"]
+    tokens = found["spec"]["workload"]["gbs"] * 4096 / found["step_time_s"] / 64
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(tokens)
+    assert 0 < found["mfu"] < 1
+
+
+def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
+    words = ("predict", "model=8B", "profile=nanotron")
+    assert as_json(ultrabench, *words, "tp=4", "zero_stage=1")["unmeasured"] == []
+    words = (*words, "zero_stage=3", "hardware=b200x8")
+    told = as_json(ultrabench, *words)["unmeasured"]
+    assert told == ["gpu=B200 (H100-SXM)", "zero_stage=3 (0 to 1)"]
+    assert f"no run of that fit had {', '.join(told)}" in ultrabench(*words)[1]
+    assert "no run of that fit" not in ultrabench("predict", "profile=megatron", "zero_stage=1")[1]
+
+
+def test_predict_draws_bars_and_says_what_limits_the_layout(ultrabench):
+    out = ultrabench("predict", *WORDS)[1]
+    assert out.startswith("llama3-70b, dp2 tp8 pp4")
+    assert "memory at its peak (pipeline rank 0, " in out
+    assert re.search("\ngemm .*\u2588{40}\n", out)
+    assert re.search(r"P\(OOM\) [^|]*tokens/s/GPU, MFU [^|]*; limited by ", out)
+
+
+def test_predict_shows_measured_runs_that_are_like_the_layout(ultrabench, sweep):
+    measured = QUICK.runs[0]
+    words = [f"{n}={getattr(measured.layout, n)}" for n in ("tp", "pp", "mbs", "gas", "zero_stage")]
+    some = ("predict", "model=tiny", "hardware=cpu", f"nodes={measured.nodes}", "seq_len=64", *words)
+    (run,) = as_json(ultrabench, *some)["nearest"]
+    assert (run["run_id"], run["step_time_s"]) == (measured.run_id, pytest.approx(0.1))
+    assert (run["seq_len"], run["predicted_step_time_s"]) == (64, measured.prediction.step_time_s)
+    told = ultrabench(*some)[1]
+    assert "measured runs that are most alike" in told
+    assert "a core is taken to reach 50 GFLOP/s; a sweep measures it first" in told
+    assert distance(measured.spec, measured.spec) == 0 < distance(measured.spec, QUICK.runs[1].spec)
+
+
+@pytest.mark.parametrize(
+    ("words", "label", "precision"),
+    [("", "dp8 tp1 pp1 z0 mbs1 gas1", "bf16"),
+     ("nodes=8 pp=4 mbs=2", "dp16 tp1 pp4 z0 mbs2 gas4", "bf16"),
+     ("pp=4 pp_schedule=zbv", "dp2 tp1 pp4 z0 mbs1 gas4 zbv x2", "bf16"),
+     ("pp=2 pp_schedule=interleaved virtual_stages=4", "dp4 tp1 pp2 z0 mbs1 gas2 interleaved x4", "bf16"),
+     ("hardware=cpu model=tiny nodes=2 cp=2", "dp2 tp1 pp1 cp2 z0 mbs1 gas1", "fp32")],
+)  # fmt: skip
+def test_what_is_not_said_follows(words, label, precision):
+    spec, _ = dryrun_spec(words.split())
+    assert (spec.layout.label(), spec.kernel.precision) == (label, precision)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Writes a file of results with other step times."""
+
+    def write(*factors):
+        table = pq.read_table(H100 / "unseen.parquet").slice(0, len(factors))
+        at = table.schema.get_field_index("step_time_s")
+        times = pa.array([t * by for t, by in zip(table["step_time_s"].to_pylist(), factors, strict=True)])
+        pq.write_table(table.set_column(at, table.schema.field(at), times), tmp_path / "runs.parquet")
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["runs", "unseen"])
+def test_our_kernel_is_predicted_as_it_ran_on_a_gpu(ultrabench, name):
+    found = as_json(ultrabench, "predict", "validate", str(H100 / f"{name}.parquet"))["all"]
+    assert found["step_time"]["median_error"] < 0.05
+    assert found["memory"]["median_error"] < 0.01
+    assert found["memory"]["p90_error"] < 0.03
+    assert found["oom"]["accuracy"] == 1
+
+
+def test_validate_prints_metrics_rows_and_a_figure(ultrabench):
+    words = ("predict", "validate", str(H100 / "unseen.parquet"))
+    found = as_json(ultrabench, *words, "--rows", "r.parquet", "-o", "f.svg")
+    assert found["healthy"]["rows"] == found["all"]["rows"] == 9
+    columns = {"predicted_step_time_s", "predicted_low_s", "predicted_high_s", "p_oom", "regime"}
+    assert columns <= set(pq.read_table("r.parquet").column_names)
+    assert Path("f.svg").read_text().startswith("<?xml")
+    code, out, err = ultrabench(*words)
+    assert code == 0
+    assert "9 runs; left out: none" in err
+    assert "step time of healthy rows, profile ultrabench: 9 runs (0 excluded)" in out
+    assert out.count("memory and OOM of all rows") == 1
+    assert max(map(len, out.splitlines())) <= 85
+
+
+@pytest.mark.parametrize("profile", sorted(files("profiles")))
+def test_every_profile_predicts_a_layout(ultrabench, profile):
+    found = as_json(ultrabench, "predict", "model=1B", "hardware=h100x8", "tp=2", f"profile={profile}")
+    assert 0 < found["peak_mem_bytes"] < 80 * 2**30
+
+
+def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
+    runs(*[2.0] * 9)
+    found = as_json(ultrabench, "predict", "calibrate", "runs.parquet")
+    assert (found["runs"], found["prior"], found["fitted"]["step_time"]) == (9, "ultrabench", 9)
+    assert found["after"]["median_error"] < found["before"]["median_error"]
+    assert load_profile("mine").prior == "ultrabench"
+    words = ("predict", "validate", "runs.parquet", "profile=mine")
+    used = as_json(ultrabench, *words)
+    assert used["all"]["step_time"]["median_error"] < found["before"]["median_error"] / 2
+    err = ultrabench(*words)[2]
+    assert used["profile"]["source"] in err
+    assert "are those of the fit" in err
+
+
+@pytest.mark.parametrize("command", ["calibrate", "validate", "replay"])
+def test_rows_without_a_time_above_0_are_counted(ultrabench, runs, command):
+    runs(-1.0, 0.0, -2.0)
+    code, _, err = ultrabench("predict", command, "runs.parquet")
+    assert code == 2
+    assert "0 runs; left out: 3 with a step time that is not above 0 s" in err
+
+
+@pytest.mark.parametrize(("words", "line"), [
+    ("validate runs.parquet --leave-out kernel", "unknown group for --leave-out 'kernel'"),
+    ("validate runs.parquet --profile nanotrn", "unknown profile 'nanotrn'; did you mean nanotron?"),
+    ("validate runs.parquet -o f.gif", "f.gif; figures are written as .png, .svg or .pdf"),
+    ("calibrate runs.parquet -o mine.yml", "mine.yml is no name of a profile; end it in .yaml"),
+    ("calibrate runs.parquet", "3 healthy runs with a step time; a fit needs at least 5"),
+])  # fmt: skip
+def test_a_mistake_is_one_line(ultrabench, runs, words, line):
+    runs(1.0, 1.0, 1.0)
+    code, _, err = ultrabench("predict", *words.split())
+    assert code == 2
+    assert line in err.splitlines()[-1]
