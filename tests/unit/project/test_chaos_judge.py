@@ -24,15 +24,13 @@ def lines(run="a", attempt=0, words="start step end", allocation="n1-1.0", host=
 
 LOST = [row(status="lost"), row(attempt=1, allocation="n1-2.0")]
 KILLED = {"kind": "scancel", "allocations": ["n1-1.0"]}
-TWICE = "a.0.0 ran 2 times"
 CASES = {
     "no fault": (
         [row("a"), row("b"), row("c", status="rejected", attempt=None)], [*lines("a"), *lines("b", at=9)], [], []),
     "another sweep": ([row()], [*lines(), *(line.replace("s1", "s2") for line in lines("b"))], [], []),
     "twice at once": (
         [row()], [*lines(), *lines(pid=2, at=1.5, host="gpu02", allocation="n1-2.0")], [],
-        [TWICE, "a.0.0 and a.0.0 ran at the same time, of the same run in n1-1.0 and n1-2.0"]),
-    "twice in one allocation": ([row()], [*lines(), *lines(pid=2, at=60.0, host="gpu02")], [], [TWICE]),
+        ["a.0.0 ran 2 times", "a.0.0 and a.0.0 ran at the same time, of the same run in n1-1.0 and n1-2.0"]),
     "two attempts at once": (
         LOST, [*lines(words="start step step"), *lines(attempt=1, at=1.5, host="gpu02", allocation="n1-2.0")], [KILLED],
         ["a.0.0 and a.0.1 ran at the same time, of the same run in n1-1.0 and n1-2.0"]),
@@ -56,9 +54,6 @@ CASES = {
     "unexplained": (
         [row(status="lost"), row(attempt=1)], [*lines(words="start"), *lines(attempt=1, at=9)],
         [{"kind": "port_scan", "allocations": []}], ["a.0.0 ended lost in n1-1.0: None"]),
-    "explained": (
-        [row(status="lost"), row(attempt=1)], [*lines(words="start"), *lines(attempt=1, at=9)],
-        [{"kind": "unreadable_claim", "allocations": ["n1-1.0"]}], []),
 }  # fmt: skip
 """Name -> rows, lines of the witness, faults, and the problems that are found."""
 
