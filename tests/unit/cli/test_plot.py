@@ -3,8 +3,7 @@
 import pyarrow.parquet as pq
 import pytest
 
-from tests.unit.analysis.test_figures_bubble import RUNS
-from tests.unit.analysis.test_figures_runs import row, table_of
+from tests.unit.analysis.tables import PIPELINES, row, table_of
 from tests.unit.cli.conftest import as_json, one_line
 from ultrabench.analysis.figures.kinds import KINDS
 
@@ -26,7 +25,7 @@ def test_a_layout_is_drawn_without_results(ultrabench, tmp_path):
 def test_figures_of_two_tables_and_of_two_axes_have_names_of_their_own(ultrabench, tmp_path, sweep):
     ultrabench("collect")
     for name in ("a", "runs"):
-        pq.write_table(table_of(*RUNS), tmp_path / f"{name}.parquet")
+        pq.write_table(table_of(*PIPELINES), tmp_path / f"{name}.parquet")
     for table, begin in (("a", "a-"), ("runs", "runs-"), ("results/quick-cpu/runs", "results/quick-cpu/")):
         assert ultrabench("report", f"{table}.parquet")[2].endswith(f" to {begin}report.html\n")
         assert f" to {begin}heatmap.png" in ultrabench("heatmap", f"{table}.parquet")[2]
@@ -54,7 +53,7 @@ def test_a_table_without_anything_to_draw_is_one_line(ultrabench, tmp_path, kind
 def test_a_figure_is_drawn_without_the_columns_that_it_can_do_without(ultrabench, tmp_path, kind):
     """The missing columns are null, as those of rows of other programs are."""
     lacking = ["gas", "virtual_stages", "gbs", "num_params", "hardware", "precision", "mfu", "torch_version"]
-    pq.write_table(table_of(*RUNS).drop_columns(lacking), tmp_path / "t.parquet")
+    pq.write_table(table_of(*PIPELINES).drop_columns(lacking), tmp_path / "t.parquet")
     code, _, err = ultrabench("plot", kind, str(tmp_path / "t.parquet"), "-o", str(tmp_path / "f.svg"))
     assert (code, (tmp_path / "f.svg").exists()) == (0, True), err
 

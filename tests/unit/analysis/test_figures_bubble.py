@@ -1,1 +1,0 @@
-from tests.unit.analysis.tables import PIPELINES as RUNS  # noqa: F401
