@@ -10,18 +10,9 @@ from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
+from ultrabench.store import events
 from ultrabench.store.claim import claim
-from ultrabench.store.events import (
-    EVENTS,
-    AllocationEnded,
-    AllocationPlanned,
-    AllocationStarted,
-    Claimed,
-    Launched,
-    LeadingAgent,
-    Result,
-    Start,
-)
+from ultrabench.store.events import EVENTS, Start
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.sweep.running.price import controls
@@ -58,9 +49,8 @@ class Played:
         gone = {name: end for name, end in self.ended_jobs.items() if name in unended}
         alive = frozenset(unended - gone.keys())
         jobs = {name: {"job_id": name} for name in alive}
-        return JobsSeen(
-            alive=alive, running=self.running & alive, ended_jobs=gone, timed=self.timed, jobs=jobs
-        )
+        running = self.running & alive
+        return JobsSeen(alive=alive, running=running, ended_jobs=gone, timed=self.timed, jobs=jobs)
 
     def cancel(self, known, *, queued_only=False):
         self.cancelled.append(sorted(known))
@@ -72,14 +62,18 @@ class Played:
         self.ended.append(name)
 
 
+def open_played(path):
+    """A sweep of the control of one node and two other runs, which was launched."""
+    made = open_sweep(path, replace(PLAN, candidates=(CONTROL, *OTHERS)))
+    made.folder.create()
+    made.folder.sweep_json.write_text("{}")
+    made.journal.write(events.Launched(generation=1, config={}))
+    return replace(made, kernel_digest=made.config.kernel.digest())
+
+
 @pytest.fixture
 def sweep(tmp_path):
-    """The control of one node and two other runs."""
-    plan = replace(PLAN, candidates=(CONTROL, *OTHERS))
-    made = open_sweep(tmp_path / "quick", plan)
-    made.folder.create()
-    made.journal.write(Launched(generation=1, config={}))
-    return replace(made, kernel_digest=made.config.kernel.digest())
+    return open_played(tmp_path / "quick")
 
 
 class Agents:
@@ -92,26 +86,27 @@ class Agents:
 
     def start(self):
         assert claim(self.claims, self.name, self.me)
-        agent = LeadingAgent(host="gpu01", job=self.job, journal=self.journal.path.name)
-        self.journal.write(AllocationStarted(allocation=self.name, agent=agent))
+        agent = events.LeadingAgent(host="gpu01", job=self.job, journal=self.journal.path.name)
+        self.journal.write(events.AllocationStarted(allocation=self.name, agent=agent))
         return self
 
     def claim(self, key, told=True):
         assert claim(self.claims, str(key), self.me)
         if told:
             spec = SPECS[key.run_id]
-            self.journal.write(Claimed(**key._asdict(), allocation=self.name, job=self.job, spec=spec))
+            self.journal.write(events.Claimed(**key._asdict(), allocation=self.name, job=self.job, spec=spec))
 
     def ok(self, key):
         self.claim(key)
         result = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0)
-        self.journal.write(Result(**key._asdict(), allocation=self.name, result=result))
+        self.journal.write(events.Result(**key._asdict(), allocation=self.name, result=result))
 
-    def end(self, reason="no time left"):
-        end = AllocationEnded(
-            allocation=self.name, reason=reason, source="agent", job=self.job, elapsed_s=10.0
-        )
-        self.journal.write(end)
+    def end(self, reason="no time left", ran=()):
+        """Ends after runs that went well."""
+        for key in ran:
+            self.ok(key)
+        told = {"reason": reason, "source": "agent", "job": self.job, "elapsed_s": 10.0}
+        self.journal.write(events.AllocationEnded(allocation=self.name, **told))
 
 
 def keys(allocation):
@@ -129,9 +124,8 @@ def written(sweep, kind):
 
 
 def plan(sweep, name=NAME, tasks=(), **more):
-    sweep.journal.write(
-        AllocationPlanned(allocation=name, nodes=1, limit_s=600.0, tasks=tuple(tasks), **more)
-    )
+    told = {"nodes": 1, "limit_s": 600.0, "tasks": tuple(tasks), **more}
+    sweep.journal.write(events.AllocationPlanned(allocation=name, **told))
 
 
 def statuses(sweep):

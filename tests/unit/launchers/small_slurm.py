@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tests.unit.launchers.small_tape import Tape
 from ultrabench.errors import ClusterError
 from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
@@ -28,26 +29,30 @@ class SmallJob:
 
 
 class SmallSlurm:
-    """The Launcher of a reconciler; `jobs` are those of the world it was made for, by their id."""
+    """The Launcher of a reconciler, whose answers are steps; `jobs` are those of the world it was made for."""
 
     limits = JobLimits(max_jobs=2, max_nodes=2, max_array=2)
     rest_s = 0.0
 
     def __init__(
-        self, jobs: dict[str, SmallJob], most: int = 99, by: dict[str, str] = OURS, double: bool = False
+        self, jobs: dict[str, SmallJob], tape: Tape, most: int, by: dict[str, str], double: bool
     ) -> None:
         """`most`: jobs that it takes in all; `by`: whose it sees; `double`: a wrapper submits all of them twice."""
-        self.jobs, self.most, self.by, self.double = jobs, most, by, double
+        self.jobs, self.tape, self.most, self.by, self.double = jobs, tape, most, by, double
 
     def submit(
         self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Callable[[str], None]
     ) -> dict[str, Job]:
         """Takes them; a launcher that dies now never learns of it, which is how answers get lost."""
-        if len(self.jobs) + len(allocations) > self.most:
-            raise ClusterError("no more jobs are taken")
-        for again in ("", "+")[: 1 + self.double]:
-            self.jobs |= {f"{a.name}{again}": SmallJob(a, f"{a.name}{again}") for a in allocations}
-        return {a.name: {"job_id": a.name} for a in allocations}
+
+        def take() -> dict[str, Job]:
+            if len(self.jobs) + len(allocations) > self.most:
+                raise ClusterError("no more jobs are taken")
+            for again in ("", "+")[: 1 + self.double]:
+                self.jobs |= {f"{a.name}{again}": SmallJob(a, f"{a.name}{again}") for a in allocations}
+            return {a.name: {"job_id": a.name} for a in allocations}
+
+        return self.tape.step(take, word="submits", wait=True)
 
     def observe(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         """The worst a batch system may say in good faith.
@@ -55,30 +60,31 @@ class SmallSlurm:
         What is not submitted yet is called unknown at once: a launcher may sleep as long as it likes between
         the line in its journal and its submission.
         """
-        # Time stamps stand for nothing in a world without clocks, so every end is certain.
+        asked = {name: bool(held.agents) for name, held in allocations.items()}
+
+        def take() -> JobsSeen:
+            # Of what was read before, a reconciler uses no more than this once it has looked.
+            self.tape.known["state"] = tuple(sorted(asked.items()))
+            return self._seen(allocations)
+
+        return self.tape.step(take, word="looks", kind="look")
+
+    def _seen(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
         unended = {name for name, held in allocations.items() if held.ended is None}
         visible = [job for job in self.jobs.values() if job.allocation.by == self.by]
-        active = {}
+        active: dict[str, SmallJob] = {}
         for job in visible:
             held = allocations.get(job.allocation.name)
             if held is not None and job.phase != "over" and held.start.job_id in ("", job.job_id):
                 active.setdefault(held.name, job)
-        queued = {n for n, job in active.items() if job.phase == "pending"}
+        queued = frozenset(n for n, job in active.items() if job.phase == "pending")
         known = {job.allocation.name for job in visible}
-        gone = {
-            n: JobEnd(
-                status=Status.NODE_FAIL if n in known else Status.LOST, reason="it is over", certain=True
-            )
-            for n in sorted(unended - set(active))
-        }
+        ends = {n: Status.NODE_FAIL if n in known else Status.LOST for n in sorted(unended - active.keys())}
         return JobsSeen(
-            alive=frozenset((unended & set(active)) | queued),
-            queued=frozenset(queued),
-            running=frozenset(set(active) - queued),
-            ended_jobs=gone,
+            alive=frozenset(unended & active.keys()) | queued,
+            queued=queued,
+            running=frozenset(active) - queued,
+            # Time stamps stand for nothing in a world without clocks, so every end is certain.
+            ended_jobs={n: JobEnd(status=s, reason="it is over", certain=True) for n, s in ends.items()},
             jobs={n: {"job_id": job.job_id} for n, job in active.items()},
         )
-
-    def cancel(self, allocations: Mapping[str, AllocationState], *, queued_only: bool = False) -> None:
-        """Nobody cancels here."""
-        raise AssertionError

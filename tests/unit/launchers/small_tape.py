@@ -10,10 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.unit.launchers.small_slurm import SmallJob, SmallSlurm
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.store.events import NAMES, Event, Submitting
-from ultrabench.store.jobs_seen import JobsSeen
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import SweepState, fold
 
@@ -163,28 +161,3 @@ class TapedSweep(OpenSweep):
         if content not in self.folds:
             self.folds[content] = fold(read_journal(self.folder.journal))
         return self.folds[content]
-
-
-class TapedSlurm(SmallSlurm):
-    """A batch system whose answers are steps."""
-
-    def __init__(
-        self, jobs: dict[str, SmallJob], most: int, tape: Tape, by: dict[str, str], double: bool
-    ) -> None:
-        super().__init__(jobs, most, by, double)
-        self._tape = tape
-
-    def submit(self, allocations, avoid, say):  # type: ignore[no-untyped-def]
-        return self._tape.step(
-            lambda: SmallSlurm.submit(self, allocations, avoid, say), word="submits", wait=True
-        )
-
-    def observe(self, allocations):  # type: ignore[no-untyped-def]
-        asked = {name: bool(held.agents) for name, held in allocations.items()}
-
-        def take() -> JobsSeen:
-            # Of what was read before, a reconciler uses no more than this once it has looked.
-            self._tape.known["state"] = tuple(sorted(asked.items()))
-            return SmallSlurm.observe(self, allocations)
-
-        return self._tape.step(take, word="looks", kind="look")

@@ -1,5 +1,6 @@
 """Two launchers, their jobs and the agents in them as values: every step of each can be taken, or cut short."""
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -7,16 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tests.unit.launchers.small_slurm import OTHERS, OURS, SmallJob, SmallSlurm
-from tests.unit.launchers.small_tape import (
-    PLAIN,
-    WHOLE,
-    Halt,
-    Process,
-    Tape,
-    TapedJournal,
-    TapedSlurm,
-    TapedSweep,
-)
+from tests.unit.launchers.small_tape import PLAIN, WHOLE, Halt, Process, Tape, TapedJournal, TapedSweep
 from ultrabench.agent.lead import owns
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.open_sweep import OpenSweep
@@ -25,17 +17,9 @@ from ultrabench.launchers.settle import Settler
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task
+from ultrabench.store import events
 from ultrabench.store.claim import claim, owner
-from ultrabench.store.events import (
-    AllocationEnded,
-    AllocationStarted,
-    Claimed,
-    Failed,
-    LeadingAgent,
-    Result,
-    Start,
-    Started,
-)  # fmt: skip
+from ultrabench.store.events import Start
 from ultrabench.store.state import SweepState
 
 UNSEEN = (lambda state, alive: None), (lambda note: None)
@@ -85,23 +69,15 @@ def _whole(content: bytes) -> bytes:
     return content.rpartition(b"\n")[0] or content
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied(held) for key, held in value.items()}
-    return set(value) if isinstance(value, set) else value
-
-
 class Block(NamedTuple):
     """What a block of steps of one process has changed."""
 
     files: dict[str, bytes]
-    jobs: dict[str, SmallJob]
     process: Process
-    witness: list[str]
     told: str
     steps: int
-    over: bool = False
-    """Whether the process was an agent, and has done its work."""
+    jobs: dict[str, SmallJob]
+    witness: tuple[str, ...] = ()
 
 
 class Stage:
@@ -133,7 +109,9 @@ class Stage:
         """All that a process can see, and how far it goes -> what it does then: worlds differ in little."""
         kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
         self._open = {name: getattr(sweep, name) for name in kept}
-        self._template = vars(Reconciler(sweep, SmallSlurm({}), *UNSEEN))
+        self._template = vars(
+            Reconciler(sweep, SmallSlurm({}, Tape(Process(""), 0), 0, OURS, False), *UNSEEN)
+        )
         self.settler = vars(self._template["settler"])
 
     def first(self) -> World:
@@ -154,20 +132,19 @@ class Stage:
                 yield replace(self.launcher(world, name, most)[0], kills=world.kills + 1)
         yield from self._hide(world)
         for name, job in world.jobs.items():
-            if job.phase == "over" and name in world.agents:
-                yield self.agent(world, name)[0]
-                if mortal:
-                    yield self._end(world, name, job)
-            elif job.phase == "running" and self.late and "done" in world.agents[name].known:
-                told = (*world.story, f"Slurm calls {name} over")
-                yield replace(world, jobs=world.jobs | {name: replace(job, phase="over")}, story=told)
             if job.phase == "pending":
                 yield self.start(world, name)
                 if mortal:
                     yield self._end(world, name, replace(job, phase="over"))
-            elif job.phase == "running":
+            elif name in world.agents:
                 whole, steps = self.agent(world, name)
                 yield whole
+                if job.phase == "over":
+                    yield from [self._end(world, name, job)] * mortal
+                    continue
+                if self.late and "done" in world.agents[name].known:
+                    told = (*world.story, f"Slurm calls {name} over")
+                    yield replace(world, jobs=world.jobs | {name: replace(job, phase="over")}, story=told)
                 for most in range(steps if mortal else 0):
                     cut, _ = self.agent(world, name, most)
                     yield self._end(cut, name, replace(job, phase="over"))
@@ -206,21 +183,17 @@ class Stage:
     def launcher(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
         """A launcher's next block of steps, at most `most` of them before it dies; and how many they were."""
         process = world.launchers[name]
-        how = (most, self.most_jobs, self.coarse)
-        seen = (process.key, how, world.queue, world.lines)
-        made = self._blocks.get(seen)
-        if made is None:
-            made = self._remembered(seen, self._launch(world, process, most))
-        launchers = world.launchers | {name: made.process}
-        jobs, story = world.jobs | made.jobs, (*world.story, made.told)
-        files = world.files | made.files
-        return replace(world, files=files, jobs=jobs, launchers=launchers, story=story), made.steps
+        seen = (process.key, most, self.most_jobs, self.coarse, world.queue, world.lines)
+        made = self._block(seen, lambda: self._launch(world, process, most))
+        return _changed(world, made, launchers=world.launchers | {name: made.process}), made.steps
 
-    def _remembered(self, seen: Any, made: Block) -> Block:
+    def _block(self, seen: Any, take: Callable[[], Block]) -> Block:
+        """The block of a process that sees this; it is taken once."""
         if len(self._blocks) > MOST_BLOCKS:
             self._blocks.clear()
-        self._blocks[seen] = made
-        return made
+        if seen not in self._blocks:
+            self._blocks[seen] = take()
+        return self._blocks[seen]
 
     def _launch(self, world: World, process: Process, most: int) -> Block:
         """Runs a launcher on the files of a world, until it has to wait for others or dies."""
@@ -230,10 +203,10 @@ class Stage:
         tape.coarse = self.coarse and bool(process.memory)
         journal = TapedJournal(folder.journal, process, tape)
         told = {path: lines for path, lines in world.files.items() if path.startswith("journal/")}
-        sweep = TapedSweep(**self._open, journal=journal, tape=tape, folds=self._folds, told=told)  # type: ignore[arg-type]
+        sweep = TapedSweep(**self._open, journal=journal, tape=tape, folds=self._folds, told=told)
         try:
             by = OTHERS if self.stranger and name in ("launcher-b", "launcher-d") else OURS
-            reconciler = self._born(sweep, process, TapedSlurm(jobs, self.most_jobs, tape, by, self.double))
+            reconciler = self._born(sweep, process, SmallSlurm(jobs, tape, self.most_jobs, by, self.double))
             self.current = f"{name[-1]}{reconciler.submitted}"
             _, busy = reconciler.once()
             memory = {k: v for k, v in vars(reconciler).items() if isinstance(v, PLAIN)}
@@ -247,14 +220,14 @@ class Stage:
         if most != WHOLE:
             process = Process(name, over=True)
         new = {name: job for name, job in jobs.items() if name not in world.jobs}
-        return Block(self._from_disk(process.name), new, process, [], tape.told(name), tape.new)
+        return Block(self._from_disk(name), process, tape.told(name), tape.new, new)
 
-    def _born(self, sweep: TapedSweep, process: Process, slurm: TapedSlurm) -> Reconciler:
+    def _born(self, sweep: TapedSweep, process: Process, slurm: SmallSlurm) -> Reconciler:
         """The reconciler of a launcher that has just started, or of one that begins to look again."""
         if not process.memory:
             return self.reconciler(sweep, slurm, *UNSEEN)
         made, settler = object.__new__(self.reconciler), object.__new__(Settler)
-        memory = _copied(process.memory)
+        memory = copy.deepcopy(process.memory)
         vars(settler).update(self.settler, _sweep=sweep, _launcher=slurm, **memory.pop("settler"))
         vars(made).update(self._template, sweep=sweep, launcher=slurm, settler=settler, **memory)
         return made
@@ -265,33 +238,22 @@ class Stage:
         own = f"journal/{process.name}.jsonl"
         files = frozenset(f for f in world.files.items() if f[0] == own or f[0].startswith("claims/"))
         seen = (process.key, most, name, job.restart, files)
-        made = self._blocks.get(seen)
-        if made is None:
-            made = self._remembered(seen, self._run(world, process, job, most))
-        agents = {n: a for n, a in world.agents.items() if n != name}
-        jobs = world.jobs
-        if made.over:
-            jobs = jobs | {name: replace(job, phase="over")}
-        else:
-            agents[name] = made.process
-        told = replace(
-            world, files=world.files | made.files, jobs=jobs, agents=agents,
-            witness=(*world.witness, *made.witness), story=(*world.story, made.told),
-        )  # fmt: skip
-        return told, made.steps
+        made = self._block(seen, lambda: self._run(world, process, job, most))
+        agents = world.agents | {name: made.process}
+        return _changed(world, made, agents={n: a for n, a in agents.items() if not a.over}), made.steps
 
     def _run(self, world: World, process: Process, job: SmallJob, most: int) -> Block:
         """Runs an agent on the files of a world, until it has to wait for others or dies."""
         self.show(world)
-        tape, witness, over = Tape(process, most), list[str](), False
+        tape, witness, jobs = Tape(process, most), list[str](), dict[str, SmallJob]()
         journal = TapedJournal(self.sweep.folder.journal, process, tape)
         try:
             self._lead(job, journal, tape, witness)
-            over = True
+            jobs, process = {job.job_id: replace(job, phase="over")}, replace(process, over=True)
         except Halt:
             process = replace(process, answers=tuple(tape.answers), known=tape.known)
         told = tape.told(f"agent of {job.job_id}")
-        return Block(self._from_disk(process.name), {}, process, witness, told, tape.new, over)
+        return Block(self._from_disk(process.name), process, told, tape.new, jobs, tuple(witness))
 
     def _lead(self, job: SmallJob, journal: TapedJournal, tape: Tape, witness: list[str]) -> None:
         """What ultrabench.agent.lead does, as far as others can see it."""
@@ -300,23 +262,23 @@ class Stage:
         me, name = {"allocation": allocation.name, "job": to_dict(start)}, {"allocation": allocation.name}
         if not tape.step(lambda: self.owns(claims, allocation.name, me), word="claims itself"):
             return
-        journal.write(AllocationStarted(**name, agent=LeadingAgent(job=start)))
+        journal.write(events.AllocationStarted(**name, agent=events.LeadingAgent(job=start)))
         for task in allocation.tasks if job.restart else ():
             held = tape.step(lambda task=task: owner(claims, str(task.key)), word="reads a claim") or {}
             if held.get("allocation") == allocation.name and held.get("job") != me["job"]:
-                journal.write(Failed(**_end_of(task, Status.LOST), **name, source="slurm"))
+                journal.write(events.Failed(**_end_of(task, Status.LOST), **name, source="slurm"))
         for task in allocation.tasks:
             if tape.step(
                 lambda task=task: self.claim(claims, str(task.key), me),
                 word=f"claims {task.key}",
                 kind=str(task.key),
             ):
-                journal.write(Claimed(**task.key._asdict(), **name, spec={"nodes": 1}))
-                journal.write(Started(**task.key._asdict(), **name))
+                journal.write(events.Claimed(**task.key._asdict(), **name, spec={"nodes": 1}))
+                journal.write(events.Started(**task.key._asdict(), **name))
                 tape.step(lambda task=task: witness.append(str(task.key)), word="runs")
-                journal.write(Result(**_end_of(task, Status.OK), **name), wait=True)
+                journal.write(events.Result(**_end_of(task, Status.OK), **name), wait=True)
         tape.step(lambda: None, word="is done", kind="done")
-        end = AllocationEnded(**name, job=start, reason="all tasks done", source="agent")
+        end = events.AllocationEnded(**name, job=start, reason="all tasks done", source="agent")
         journal.write(end, wait=self.late)
 
     def show(self, world: World) -> None:
@@ -341,3 +303,10 @@ class Stage:
 
 def _end_of(task: Task, status: Status) -> dict[str, Any]:
     return {**task.key._asdict(), "result": RunResult(status=status, step_times_s=(1.0,))}
+
+
+def _changed(world: World, made: Block, **processes: dict[str, Process]) -> World:
+    """The world after a block of steps."""
+    files, jobs, story = world.files | made.files, world.jobs | made.jobs, (*world.story, made.told)
+    witness = (*world.witness, *made.witness)
+    return replace(world, files=files, jobs=jobs, witness=witness, story=story, **processes)

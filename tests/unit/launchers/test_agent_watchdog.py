@@ -23,11 +23,9 @@ class Watch:
     def __init__(self, folder, monkeypatch):
         self.folder, self.now, self.running = SweepFolder(folder), 0.0, RUNNING
         self.folder.journal.mkdir()
-        self.journal, self.second = (
-            self.folder.journal / f"agent-{host}-0000.jsonl" for host in ("gpu03", "gpu04")
-        )
-        for path in (self.journal, self.second):
-            path.write_text("")
+        self.journal, self.second = (self.folder.journal / f"agent-gpu0{n}-0000.jsonl" for n in (3, 4))
+        self.touch(self.journal, 1.0)
+        self.touch(self.second, 1.0)
         self.of()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
@@ -56,6 +54,7 @@ class Watch:
         return [reason for reason in found if reason]
 
     def touch(self, path, stamp=5.0):
+        path.touch()
         os.utime(path, (stamp, stamp))
 
 
@@ -93,16 +92,8 @@ def test_agents_that_keep_no_journal_are_not_judged(watch, agents):
     assert watch.dog.silent(NAME), "nor is there a sign that they live"
 
 
-def test_the_one_of_several_starts_that_moves_counts(watch):
-    watch.of(watch.allocation(watch.journal, watch.second))
-    for n in range(5):
-        watch.touch(watch.second, 2e9 + n)
-        assert watch.wait(LOCAL_S - 1) == []
-        assert not watch.dog.silent(NAME)
-
-
-def test_allocations_are_watched_apart(watch):
-    other = watch.allocation(watch.second, name="n1-0000aaaa.1")
+def test_allocations_are_watched_apart_and_of_several_starts_the_one_that_moves_counts(watch):
+    other = watch.allocation(watch.journal, watch.second, name="n1-0000aaaa.1")
     watch.of(*watch.held, other)
     found = []
     for n in range(int(LOCAL_S) + 2):
@@ -146,23 +137,14 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
     told = on_a_small_disk(
         tmp_path,
         """
-        from dataclasses import replace
-        from tests.unit.allocations import open_sweep
+        from tests.unit.launchers.played import Played, open_played, reconciler_of
         from ultrabench.errors import ClusterError
         from ultrabench.launchers import reconcile
-        from ultrabench.launchers.local import LocalLauncher
-        from ultrabench.store.events import Cancel, Launched
         reconcile.DISK_PATIENCE_S, reconcile.DISK_PAUSE_S = 1.0, 0.1
-        sweep = open_sweep(disk / "t")
-        sweep = replace(sweep, kernel_digest=sweep.config.kernel.digest())
-        sweep.folder.create()
-        sweep.folder.sweep_json.write_text("{}")
-        sweep.journal.write(Cancel(generation=0))
-        sweep.journal.write(Launched(generation=1, config={}))
+        sweep = open_played(disk / "t")
         fill()
-        reconciler = reconcile.Reconciler(sweep, LocalLauncher(sweep.folder), lambda *shown: None, print)
         try:
-            reconciler.run()
+            reconciler_of(sweep, Played(), say=print).run()
         except ClusterError as error:
             print(error.exit_code, error)
         """,
@@ -174,13 +156,12 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
 
 
 def test_silence_of_what_never_had_a_file_counts_too(watch):
-    gone, found = watch.folder.journal / "agent-none-0000.jsonl", []
+    gone = watch.folder.journal / "agent-none-0000.jsonl"
     watch.of(watch.allocation(gone))
-    for after in (0.0, 4.0, 95.0):
+    for after, silent_s in ((0.0, 0.0), (4.0, 4.0), (95.0, 4.0 + LOCAL_S / 3)):
         watch.now += after
         watch.look()
-        found.append(watch.dog.silent_s(NAME))
-    assert found == [0.0, 4.0, 4.0 + LOCAL_S / 3]
-    gone.write_text("")
+        assert watch.dog.silent_s(NAME) == silent_s
+    watch.touch(gone)
     watch.look()
     assert watch.dog.silent_s(NAME) == 0.0

@@ -1,7 +1,6 @@
 """What a launcher concludes of allocations that are over, and when it stops; the batch system is played here."""
 
 import errno
-import os
 import time
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from tests.unit.allocations import jobs_of, key_of
 from tests.unit.allocations import made_of as allocations_of
+from tests.unit.launchers import played
 from tests.unit.launchers.played import (
     CONTROL,
     JOB,
@@ -18,9 +18,7 @@ from tests.unit.launchers.played import (
     Played,
     keys,
     plan,
-    reconciler_of,
     statuses,
-    sweep,
     written,
 )
 from ultrabench.errors import ClusterError
@@ -28,13 +26,13 @@ from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import CANCEL_S
 from ultrabench.launchers.settle import Settler
 from ultrabench.result import Status
-from ultrabench.store.claim import claim, give_up
+from ultrabench.store.claim import claim
 from ultrabench.store.events import Cancel, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.sweep.running.attempts import Launch
 from ultrabench.sweep.running.decide import MOST_WITHOUT_RUN, decide
 
-__all__ = ["sweep"]  # a fixture
+sweep = played.sweep
 
 GONE = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", held_s=77.0)
 
@@ -60,20 +58,17 @@ def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
     key = key_of(CONTROL)
     plan(sweep, tasks=[key])
     Agents(sweep).start().claim(key, told=False)
-    settler, state, read = Settler(sweep, Played()), sweep.state(), Path.read_bytes
+    settler, state = Settler(sweep, Played()), sweep.state()
 
     def stale(path):
-        if path == sweep.folder.claims / str(key):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return read(path)
+        raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_bytes", stale)
-        for _ in range(2):
-            with pytest.raises(OSError, match="Stale"):
-                settler.settle(state.allocations[NAME], GONE, state)
-            with pytest.raises(OSError, match="Stale"):
-                settler.settle_claimed([key], state)
+        with pytest.raises(OSError, match="Stale"):
+            settler.settle(state.allocations[NAME], GONE, state)
+        with pytest.raises(OSError, match="Stale"):
+            settler.settle_claimed([key], state)
     assert (statuses(sweep), sweep.state().allocations[NAME].ended, settler.settled) == ({}, None, set())
     settler.settle(state.allocations[NAME], GONE, state)
     assert statuses(sweep) == {key: Status.NODE_FAIL}
@@ -84,24 +79,32 @@ def test_what_agents_own_is_not_given_up(sweep):
     settler = Settler(sweep, Played())
     Agents(sweep).start()
     assert not settler.give_up(NAME)
-    assert settler.claimed == {NAME}
     assert settler.give_up("n1-0000bbbb.0")
-    assert settler.give_up("n1-0000bbbb.0"), "it was given up before"
-    give_up(sweep.folder.claims, "n1-0000cccc.0")
-    assert settler.give_up("n1-0000cccc.0"), "by another launcher"
+    assert settler.claimed == {NAME}
 
 
 # claims of nobody who lives
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"allocation": 7}', b'{"allocation": "gone"}',
-                                     b'{"allocation": "../../../etc"}', b'{"allocation": "a\\u0000b"}',
-                                     b'{"allocation": "' + b"x" * 5000 + b'"}'])  # fmt: skip
-def test_an_attempt_whose_owner_nobody_knows_is_lost(sweep, content):
+ODD_NAMES = [b"7", b'"gone"', b'"../../../etc"', b'"a\\u0000b"', b'"' + b"x" * 5000 + b'"']
+
+
+@pytest.mark.parametrize(
+    ("claimed", "described"),
+    [
+        (b"{", None), *((b'{"allocation": ' + name + b"}", None) for name in ODD_NAMES),
+        *((b'{"allocation": "n1-0000aaaa.0"}', words) for words in (None, "{", "[]", "{}", '{"name": 7}')),
+    ],
+)  # fmt: skip
+def test_an_attempt_whose_owner_nobody_knows_is_lost(sweep, claimed, described):
+    """Neither its claim nor the description of its allocation tells whose it is."""
     key, free = key_of(CONTROL), key_of(OTHERS[0])
     settler = Settler(sweep, Played())
     assert not settler.settle_claimed([key, free], sweep.state())
-    (sweep.folder.claims / str(key)).write_bytes(content)
+    (sweep.folder.claims / str(key)).write_bytes(claimed)
+    if described:
+        (sweep.folder.allocations / NAME).mkdir()
+        (sweep.folder.allocations / NAME / "allocation.json").write_text(described)
     assert settler.settle_claimed([free, key], sweep.state())
     assert (statuses(sweep), written(sweep, "allocation_planned")) == ({key: Status.LOST}, [])
 
@@ -120,17 +123,6 @@ def test_an_owner_that_has_not_ended_is_not_called_dead(sweep):
     assert statuses(sweep) == {key: Status.LOST}
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "null", '{"name": 7}'])
-def test_files_of_an_owner_that_cannot_be_used_do_no_harm(sweep, content):
-    key = key_of(CONTROL)
-    claim(sweep.folder.claims, str(key), {"allocation": NAME})
-    (sweep.folder.allocations / NAME).mkdir()
-    if content is not None:
-        (sweep.folder.allocations / NAME / "allocation.json").write_text(content)
-    assert Settler(sweep, Played()).settle_claimed([key], sweep.state())
-    assert statuses(sweep) == {key: Status.LOST}
-
-
 def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
     """The journal of the launcher that submitted it was lost: its job may run."""
     by = {"user": origin()["user"], "cluster": "big", "host": "login7"}
@@ -140,17 +132,13 @@ def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
     agents.claim(keys(made)[0], told=False)
     agents.journal.path.unlink()
     launcher = Played()
-    reconciler = reconciler_of(sweep, launcher)
-    assert reconciler.once()[1]
+    reconciler = played.reconciler_of(sweep, launcher)
+    for _ in range(4):
+        assert reconciler.once()[1]
     (told,) = written(sweep, "allocation_planned")
     assert (told.allocation, told.by, told.limit_s) == (made.name, by, made.limit_s)
-    assert list(told.tasks) == keys(made)
-    assert launcher.taken == []
-    for _ in range(3):
-        assert reconciler.once()[1]
-    assert launcher.looked[-1] == [made.name]
-    assert (launcher.taken, statuses(sweep)) == ([], {})
-    assert len(written(sweep, "allocation_planned")) == 1
+    assert [*told.tasks] == keys(made)
+    assert (launcher.looked[-1], launcher.taken, statuses(sweep)) == ([made.name], [], {})
 
 
 # brakes
@@ -162,19 +150,13 @@ def test_what_was_refused_is_over_for_launchers_of_other_clusters_too(sweep):
     def refuse(allocation):
         raise ClusterError("sbatch does not take it")
 
-    def play(allocation):
-        agents = Agents(sweep, allocation.name).start()
-        for key in keys(allocation):
-            agents.ok(key)
-        agents.end()
-
     with pytest.raises(ClusterError, match="sbatch does not take it"):
-        reconciler_of(sweep, Played(refuse)).run()
+        played.reconciler_of(sweep, Played(refuse)).run()
     refused = {name: held.ended for name, held in sweep.state().allocations.items()}
     assert set(refused.values()) == {"not submitted: sbatch does not take it"}
-    elsewhere = Played(play)
+    elsewhere = Played(lambda allocation: Agents(sweep, allocation.name).start().end(ran=keys(allocation)))
     elsewhere.by = origin("small")
-    reconciler_of(sweep, elsewhere).run()
+    played.reconciler_of(sweep, elsewhere).run()
     assert set(statuses(sweep).values()) == {Status.OK}
     assert {allocation.name for allocation in elsewhere.taken}.isdisjoint(refused)
 
@@ -189,7 +171,7 @@ def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
 
     launcher = Played(play, max_jobs)
     with pytest.raises(ClusterError) as stopped:
-        reconciler_of(sweep, launcher).run()
+        played.reconciler_of(sweep, launcher).run()
     assert str(stopped.value).startswith(
         "3 allocations in a row ended without running anything (crashed; its log ends: ImportError: no module x"
     )
@@ -203,7 +185,7 @@ def dead_end_of(sweep, ends, max_jobs):
     n: ran nothing, c: its control only, a: a run that was asked for, p: nothing, for the sweep is paused, w: its
     control, outside the window, o: another launch's that ran nothing; |: what is there is excused.
     """
-    excused = frozenset()
+    excused, reasons = frozenset(), {"p": "the sweep is paused", "w": "outside the window 19:00-07:00"}
     for number, kind in enumerate(ends):
         if kind == "|":
             excused = frozenset(sweep.state().allocations)
@@ -212,12 +194,8 @@ def dead_end_of(sweep, ends, max_jobs):
         plan(sweep, name, tasks, control=CONTROL.run_id)
         if kind != "o":
             sweep.journal.write(Submitting(allocation=name, token="t"))
-        agents = Agents(sweep, name).start()
-        if kind in "cwa":
-            agents.ok(tasks[kind == "a"])
-        agents.end(
-            {"p": "the sweep is paused", "w": "outside the window 19:00-07:00"}.get(kind, "no time left")
-        )
+        ran = [tasks[kind == "a"]] if kind in "cwa" else []
+        Agents(sweep, name).start().end(reasons.get(kind, "no time left"), ran=ran)
     launch = Launch(name=sweep.journal.name, by=origin("big"), excused=excused)
     limits = JobLimits(max_jobs=max_jobs)
     found = decide(sweep.plan, sweep.state(), JobsSeen(), limits, launch, time.time()).dead_end
@@ -245,7 +223,7 @@ def test_only_useless_ends_that_follow_each_other_stop_a_launch(sweep, max_jobs,
 
 def test_a_launcher_excuses_what_was_there_while_the_sweep_was_paused(sweep):
     launcher = Played(max_jobs=1)
-    reconciler = reconciler_of(sweep, launcher)
+    reconciler = played.reconciler_of(sweep, launcher)
     for generation in range(2, 12, 2):
         reconciler.once()
         sweep.journal.write(Pause(generation=generation, on=True))
@@ -262,7 +240,7 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
     clock, told = [1000.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     launcher = Played()
-    reconciler = reconciler_of(sweep, launcher, say=told.append)
+    reconciler = played.reconciler_of(sweep, launcher, say=told.append)
     reconciler.once()
     (made,) = launcher.taken
     sweep.journal.write(Cancel(generation=2))
@@ -283,15 +261,13 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
 
 def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
     launcher = Played()
-    reconciler = reconciler_of(sweep, launcher)
+    reconciler = played.reconciler_of(sweep, launcher)
     reconciler.once()
     (made,) = launcher.taken
     launcher.timed = {made.name: 130.0}
     reconciler.once()
     assert written(sweep, "allocation_ended") == [], "it has not ended"
-    agents = Agents(sweep, made.name).start()
-    agents.ok(keys(made)[0])
-    agents.end("all tasks done")
+    Agents(sweep, made.name).start().end("all tasks done", ran=keys(made)[:1])
     reconciler.once()
     launcher.timed = {}
     reconciler.once()

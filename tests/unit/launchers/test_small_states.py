@@ -14,27 +14,23 @@ journals at one moment; `--hypothesis-profile=hunt` lets one more die, and takes
 import json
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
-from tests.unit.allocations import CONFIG, with_launcher
+from tests.unit.allocations import CONFIG, open_sweep
 from tests.unit.launchers.small_tape import Process
 from tests.unit.launchers.small_world import Stage, World
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
-from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import JobsSeen
-from ultrabench.store.journal import JournalReader, JournalWriter, read_journal
+from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.decide import decide
 
-RUNS = 2
 HUNT = int(settings.get_current_profile_name() == "hunt")
 
 
@@ -46,21 +42,12 @@ class WrongError(AssertionError):
 def stage(monkeypatch, request):
     """A stage of two runs that share an allocation, or of one, without clocks and chance."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        config = with_launcher(CONFIG, control=False)
-        config = replace(config, measure=replace(config.measure, confirm=1))
-        plan = make_plan(config)
-        plan = replace(
-            plan, candidates=tuple(c for c in plan.runs if c.nodes == 1)[: getattr(request, "param", RUNS)]
-        )
-        sweep_folder = SweepFolder(Path(folder))
-        sweep_folder.create()
-        made = Stage(
-            OpenSweep(
-                folder=sweep_folder, plan=plan, journal=JournalWriter(sweep_folder.journal, "nobody"),
-                reader=JournalReader(sweep_folder.journal), environment={}, accepts=lambda result: True,
-                kernel_digest="digest", git_commit=None,
-            )
-        )  # fmt: skip
+        config = replace(CONFIG, measure=replace(CONFIG.measure, confirm=1))
+        sweep = open_sweep(folder, make_plan(config), control=False)
+        runs = [run for run in sweep.plan.runs if run.nodes == 1]
+        sweep.plan = replace(sweep.plan, candidates=tuple(runs[: request.param]))
+        sweep.folder.create()
+        made = Stage(sweep)
         clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 0.0)
         names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=made.current))
         monkeypatch.setattr("ultrabench.store.journal.time", SimpleNamespace(time=lambda: 0.0))
@@ -154,35 +141,26 @@ def require_end(stage: Stage, world: World) -> None:
         raise WrongError("ran and is not recorded")
 
 
-@pytest.mark.timeout(3600)
-def test_two_launchers_at_once_lose_nothing_and_repeat_nothing(stage):
-    for coarse, most_kills in [(True, 0), *HUNT * ((True, 1), (False, 0))]:
-        stage.coarse, stage.most_kills = coarse, most_kills
-        assert explore(stage) > 1000
-
-
-@pytest.mark.timeout(3600)
-def test_launchers_and_jobs_may_die_at_every_step(stage):
-    stage.in_turn, stage.most_kills = True, 1 + HUNT
-    assert explore(stage) > 1000
-
-
 AT_ONCE = {"coarse": True, "most_kills": 0}
 IN_TURN = {"in_turn": True, "most_kills": 1}
 DOUBLE = {"double": True, "most_jobs": 4}
 HIDDEN, STRANGER = {"most_hidden": 1}, {"stranger": True}
+HUNTED = {
+    "two launchers at once, of which one dies": (2, {"coarse": True, "most_kills": 1}, 1000),
+    "two launchers at once, look by look": (2, {"coarse": False, "most_kills": 0}, 1000),
+}
 WORLDS = {
+    "two launchers run at once": (2, AT_ONCE, 1000),
+    "launchers and jobs may die at every step": (2, IN_TURN | {"most_kills": 1 + HUNT}, 1000),
     "an unreadable claim costs an attempt and no more": (1, IN_TURN | HIDDEN, 1000),
     "of two jobs of one allocation one runs": (1, IN_TURN | DOUBLE, 500),
-    "who sees no jobs of others does not take them for dead": (
-        2,
-        AT_ONCE | STRANGER | {"most_kills": HUNT},
-        50,
-    ),
+    "who sees no jobs of others does not take them for dead": (2, AT_ONCE | STRANGER | {"most_kills": HUNT}, 50),
     "the last line of an agent may come late": (1, IN_TURN | {"late": True}, 1000),
-}
+    **(HUNTED if HUNT else {}),
+}  # fmt: skip
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("stage", "words", "least"), WORLDS.values(), ids=WORLDS, indirect=["stage"])
 def test_nothing_is_lost_and_nothing_runs_twice_where(stage, words, least):
     vars(stage).update(words)
