@@ -7,7 +7,7 @@ from tests.unit.launchers.small_tape import Tape
 from ultrabench.errors import ClusterError
 from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
-from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
+from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen, Origin
 from ultrabench.store.state import AllocationState
 
 OURS = {"user": "a", "cluster": "small", "host": "login"}
@@ -35,7 +35,7 @@ class SmallSlurm:
     rest_s = 0.0
 
     def __init__(
-        self, jobs: dict[str, SmallJob], tape: Tape, most: int, by: dict[str, str], double: bool
+        self, jobs: dict[str, SmallJob], tape: Tape, most: int = 0, by: Origin = OURS, double: bool = False
     ) -> None:
         """`most`: jobs that it takes in all; `by`: whose it sees; `double`: a wrapper submits all of them twice."""
         self.jobs, self.tape, self.most, self.by, self.double = jobs, tape, most, by, double

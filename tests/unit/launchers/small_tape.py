@@ -1,18 +1,17 @@
 """Processes whose steps are put on a tape: run again with the answers they have had, they go on from there.
 
 A process is its program and what its steps have given so far; to take one more it is run again from its
-beginning (a launcher: of its current look). Journals and claims are real files.
+beginning (a launcher: of its current look).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from tests.strategies import written
 from ultrabench.launchers.open_sweep import OpenSweep
-from ultrabench.store.events import NAMES, Event, Submitting
-from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.events import NAMES, Event, Line, Submitting
 from ultrabench.store.state import SweepState, fold
 
 WHOLE = 99
@@ -63,8 +62,6 @@ class Tape:
         """Its looking around is one step."""
         self.last = ""
         """Its latest step."""
-        self.dying = False
-        """The next step is cut short; a write then leaves half a line."""
 
     @property
     def new(self) -> int:
@@ -83,7 +80,6 @@ class Tape:
         """
         if self._at == len(self.answers):
             if self._new >= self._most or (wait and self._new and not (self.coarse and word == "reads")):
-                self.dying = self._new >= self._most
                 raise Halt
             answer = take()
             self._new += 1
@@ -95,36 +91,25 @@ class Tape:
         return self.answers[self._at - 1]
 
 
+Journal = dict[tuple[str, int, int], Line]
+"""Writer, number and checksum of a line -> the line."""
+
+
 class TapedJournal:
-    """A journal writer that outlives the runs of its process, and dies with it in mid-line."""
+    """A journal writer that outlives the runs of its process."""
 
-    def __init__(self, folder: Path, process: Process, tape: Tape) -> None:
-        self._writer = JournalWriter(folder, "process")
-        self._writer.name, self._writer.path = process.name, folder / f"{process.name}.jsonl"
-        self._writer._seq = process.seq
-        self.name, self.path, self._tape, self._seq = process.name, self._writer.path, tape, process.seq
-
-    @property
-    def seq(self) -> int:
-        """Lines written so far."""
-        return self._seq
+    def __init__(self, journal: Journal, process: Process, tape: Tape) -> None:
+        self.name, self.seq, self._journal, self._tape = process.name, process.seq, journal, tape
 
     def write(self, event: Event, *, wait: bool = False) -> None:
         def take() -> None:
-            self._writer._seq = self._seq
-            self._writer.write(event)
-            self._writer._close()
+            line = written(event, writer=self.name, seq=self.seq)
+            self._journal[self.name, self.seq, line.checksum] = line
             if isinstance(event, Submitting):  # what follows is in its lines
                 self._tape.known.clear()
 
-        try:
-            self._tape.step(take, word=f"writes {NAMES[type(event)]}", wait=wait)
-        except Halt:
-            if self._tape.dying:
-                with self.path.open("ab") as file:
-                    file.write(b'{"v":1,"writer":"half of a li')
-            raise
-        self._seq += 1
+        self._tape.step(take, word=f"writes {NAMES[type(event)]}", wait=wait)
+        self.seq += 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,10 +117,9 @@ class TapedSweep(OpenSweep):
     """An open sweep that reads and folds all journals at once, in one step."""
 
     tape: Tape
-    folds: dict[bytes, SweepState]
-    """Content of all journals -> their fold."""
-    told: dict[str, bytes]
-    """Content of the journals, in which meanwhile only its own has changed."""
+    lines: Journal
+    folds: dict[frozenset[tuple[str, int, int]], SweepState]
+    """All lines -> their fold."""
     _held: SweepState = field(default_factory=SweepState)
 
     def state(self) -> SweepState:
@@ -155,9 +139,7 @@ class TapedSweep(OpenSweep):
         return self.tape.step(lambda: claim(name), word=f"gives up {name}", kind=f"claim {name}")
 
     def _read(self) -> SweepState:
-        if self.tape.new and self.journal.path.exists():
-            self.told[f"journal/{self.journal.path.name}"] = self.journal.path.read_bytes()
-        content = b"".join(lines for _, lines in sorted(self.told.items()))
+        content = frozenset(self.lines)
         if content not in self.folds:
-            self.folds[content] = fold(read_journal(self.folder.journal))
+            self.folds[content] = fold(self.lines.values())
         return self.folds[content]

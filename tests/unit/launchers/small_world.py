@@ -1,14 +1,23 @@
 """Two launchers, their jobs and the agents in them as values: every step of each can be taken, or cut short."""
 
 import copy
-import functools
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tests.unit.launchers.small_slurm import OTHERS, OURS, SmallJob, SmallSlurm
-from tests.unit.launchers.small_tape import PLAIN, WHOLE, Halt, Process, Tape, TapedJournal, TapedSweep
+from tests.unit.launchers.small_tape import (
+    PLAIN,
+    WHOLE,
+    Halt,
+    Journal,
+    Process,
+    Tape,
+    TapedJournal,
+    TapedSweep,
+)
 from ultrabench.agent.lead import owns
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.open_sweep import OpenSweep
@@ -18,7 +27,6 @@ from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task
 from ultrabench.store import events
-from ultrabench.store.claim import claim, owner
 from ultrabench.store.events import Start
 from ultrabench.store.state import SweepState
 
@@ -28,11 +36,16 @@ MOST_BLOCKS = 200_000
 """Largest number of blocks of steps that are remembered."""
 
 
+Claims = dict[str, dict[str, Any]]
+"""Attempt or allocation -> its owner."""
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """Everything there is at one moment."""
 
-    files: dict[str, bytes]
+    journal: Journal
+    claims: Claims
     jobs: dict[str, SmallJob]
     launchers: dict[str, Process]
     agents: dict[str, Process]
@@ -40,39 +53,43 @@ class World:
     """Attempts in the order they ran."""
     kills: int = 0
     """How often somebody has died so far."""
-    hidden: tuple[tuple[str, bytes], ...] = ()
-    """Claims that cannot be read for a while, with their content."""
-    hid: int = 0
-    """How many were hidden so far."""
     story: tuple[str, ...] = ()
     """How it came to this; worlds with different stories can be the same."""
 
     def digest(self) -> int:
         """Equal for worlds with the same future."""
         processes = tuple(p.key for group in (self.launchers, self.agents) for _, p in sorted(group.items()))
-        witness = tuple(sorted(self.witness))
-        return hash((self.lines, self.queue, processes, witness, self.kills, self.hidden, self.hid))
+        return hash((self.seen, processes, tuple(sorted(self.witness)), self.kills))
 
     @property
-    def lines(self) -> frozenset[tuple[str, bytes]]:
-        """What can be read in the files; half a line is there for nobody."""
-        return frozenset((path, _whole(content)) for path, content in self.files.items())
+    def seen(self) -> tuple[Any, ...]:
+        """What a launcher can see: the journal, the claims, and what Slurm knows of its jobs."""
+        queue = frozenset((name, job.phase, job.restart) for name, job in self.jobs.items())
+        return frozenset(self.journal), self.owners, queue
 
     @property
-    def queue(self) -> frozenset[tuple[str, str, int]]:
-        """What Slurm knows of its jobs."""
-        return frozenset((name, job.phase, job.restart) for name, job in self.jobs.items())
+    def owners(self) -> frozenset[tuple[str, str]]:
+        """Who has claimed what."""
+        return frozenset((name, repr(owner)) for name, owner in self.claims.items())
 
 
-@functools.cache
-def _whole(content: bytes) -> bytes:
-    return content.rpartition(b"\n")[0] or content
+def claim(claims: Claims, key: str, owner: dict[str, Any]) -> bool:
+    """What ultrabench.store.claim.claim does."""
+    free = key not in claims
+    claims.setdefault(key, owner)
+    return free
+
+
+def owner(claims: Claims, key: str) -> dict[str, Any] | None:
+    """What ultrabench.store.claim.owner does."""
+    return claims.get(key)
 
 
 class Block(NamedTuple):
     """What a block of steps of one process has changed."""
 
-    files: dict[str, bytes]
+    journal: Journal
+    claims: Claims
     process: Process
     told: str
     steps: int
@@ -81,7 +98,7 @@ class Block(NamedTuple):
 
 
 class Stage:
-    """Where worlds come to life: a folder, the plan, and the programs of launchers and agents."""
+    """Where worlds come to life: the plan, and the programs of launchers and agents."""
 
     def __init__(self, sweep: OpenSweep, *, in_turn: bool = False, most_kills: int = 2) -> None:
         """`in_turn`: the second launcher starts when the first one is gone."""
@@ -94,28 +111,22 @@ class Stage:
         """Every submission makes two jobs."""
         self.stranger = False
         """The second launcher is another user's, who sees no jobs but his own."""
-        self.most_hidden = 0
-        """Claims that may be unreadable for a while."""
         self.late = False
         """Slurm may call a job over before the last line of its agent is there."""
         self.claim: Callable[..., bool] = claim
         self.owns: Callable[..., bool] = owns
-        self.reconciler = Reconciler
         self.current = ""
         """Names the next allocation: whose it is and how many there were."""
-        self._on_disk: dict[str, bytes] = {}
-        self._folds: dict[bytes, SweepState] = {}
+        self._folds: dict[frozenset[tuple[str, int, int]], SweepState] = {}
         self._blocks: dict[Any, Block] = {}
         """All that a process can see, and how far it goes -> what it does then: worlds differ in little."""
-        kept = ("folder", "plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
+        kept = ("plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
         self._open = {name: getattr(sweep, name) for name in kept}
-        self._template = vars(
-            Reconciler(sweep, SmallSlurm({}, Tape(Process(""), 0), 0, OURS, False), *UNSEEN)
-        )
+        self._template = vars(Reconciler(sweep, SmallSlurm({}, Tape(Process(""), 0)), *UNSEEN))
         self.settler = vars(self._template["settler"])
 
     def first(self) -> World:
-        return World({}, {}, {n: Process(n) for n in ("launcher-a", "launcher-b")}, {})
+        return World({}, {}, {}, {n: Process(n) for n in ("launcher-a", "launcher-b")}, {})
 
     def after(self, world: World) -> Iterator[World]:
         """Every world that one block of steps of somebody, or his death in it, can make of this one."""
@@ -130,7 +141,6 @@ class Stage:
             yield whole
             for most in range(steps if mortal else 0):
                 yield replace(self.launcher(world, name, most)[0], kills=world.kills + 1)
-        yield from self._hide(world)
         for name, job in world.jobs.items():
             if job.phase == "pending":
                 yield self.start(world, name)
@@ -154,19 +164,6 @@ class Stage:
         """Whether this launcher starts only when the first one is gone, which it is not yet."""
         return self.in_turn and name == "launcher-b" and not world.launchers["launcher-a"].over
 
-    def _hide(self, world: World) -> Iterator[World]:
-        """A claim that cannot be read, or can be read again."""
-        for path, content in world.hidden:
-            rest = tuple(h for h in world.hidden if h[0] != path)
-            told = (*world.story, f"{path} can be read again")
-            yield replace(world, files=world.files | {path: content}, hidden=rest, story=told)
-        for path, content in world.files.items() if world.hid < self.most_hidden else ():
-            if path.startswith("claims/") and content:
-                told = (*world.story, f"{path} cannot be read")
-                hidden = (*world.hidden, (path, content))
-                files = world.files | {path: b""}
-                yield replace(world, files=files, hidden=hidden, hid=world.hid + 1, story=told)
-
     def start(self, world: World, name: str) -> World:
         """Slurm starts a job, with an agent in it."""
         job = replace(world.jobs[name], phase="running")
@@ -183,7 +180,7 @@ class Stage:
     def launcher(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
         """A launcher's next block of steps, at most `most` of them before it dies; and how many they were."""
         process = world.launchers[name]
-        seen = (process.key, most, self.most_jobs, self.coarse, world.queue, world.lines)
+        seen = (process.key, most, self.most_jobs, self.coarse, world.seen)
         made = self._block(seen, lambda: self._launch(world, process, most))
         return _changed(world, made, launchers=world.launchers | {name: made.process}), made.steps
 
@@ -196,14 +193,14 @@ class Stage:
         return self._blocks[seen]
 
     def _launch(self, world: World, process: Process, most: int) -> Block:
-        """Runs a launcher on the files of a world, until it has to wait for others or dies."""
-        name, jobs, folder = process.name, dict(world.jobs), self.sweep.folder
-        self.show(world)
+        """Runs a launcher in a world, until it has to wait for others or dies."""
+        name, lines, claims, jobs = process.name, dict(world.journal), dict(world.claims), dict(world.jobs)
         tape = Tape(process, most)
         tape.coarse = self.coarse and bool(process.memory)
-        journal = TapedJournal(folder.journal, process, tape)
-        told = {path: lines for path, lines in world.files.items() if path.startswith("journal/")}
-        sweep = TapedSweep(**self._open, journal=journal, tape=tape, folds=self._folds, told=told)
+        journal = TapedJournal(lines, process, tape)
+        folder = SimpleNamespace(path=Path("t"), allocations=Path("t/allocations"), claims=claims)
+        taped = {"folder": folder, "journal": journal, "tape": tape, "lines": lines, "folds": self._folds}
+        sweep = TapedSweep(**self._open, **taped)
         try:
             by = OTHERS if self.stranger and name in ("launcher-b", "launcher-d") else OURS
             reconciler = self._born(sweep, process, SmallSlurm(jobs, tape, self.most_jobs, by, self.double))
@@ -219,45 +216,43 @@ class Stage:
             process = Process(name, over=True)
         if most != WHOLE:
             process = Process(name, over=True)
-        new = {name: job for name, job in jobs.items() if name not in world.jobs}
-        return Block(self._from_disk(name), process, tape.told(name), tape.new, new)
+        return Block(lines, claims, process, tape.told(name), tape.new, jobs)
 
     def _born(self, sweep: TapedSweep, process: Process, slurm: SmallSlurm) -> Reconciler:
         """The reconciler of a launcher that has just started, or of one that begins to look again."""
         if not process.memory:
-            return self.reconciler(sweep, slurm, *UNSEEN)
-        made, settler = object.__new__(self.reconciler), object.__new__(Settler)
+            return Reconciler(sweep, slurm, *UNSEEN)
+        made, settler = object.__new__(Reconciler), object.__new__(Settler)
         memory = copy.deepcopy(process.memory)
         vars(settler).update(self.settler, _sweep=sweep, _launcher=slurm, **memory.pop("settler"))
         vars(made).update(self._template, sweep=sweep, launcher=slurm, settler=settler, **memory)
         return made
 
     def agent(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
-        """The same for the leading agent of a job, which sees its own journal and the claims."""
+        """The same for the leading agent of a job, which sees the claims only."""
         process, job = world.agents[name], world.jobs[name]
-        own = f"journal/{process.name}.jsonl"
-        files = frozenset(f for f in world.files.items() if f[0] == own or f[0].startswith("claims/"))
-        seen = (process.key, most, name, job.restart, files)
+        seen = (process.key, most, name, job.restart, world.owners)
         made = self._block(seen, lambda: self._run(world, process, job, most))
         agents = world.agents | {name: made.process}
         return _changed(world, made, agents={n: a for n, a in agents.items() if not a.over}), made.steps
 
     def _run(self, world: World, process: Process, job: SmallJob, most: int) -> Block:
-        """Runs an agent on the files of a world, until it has to wait for others or dies."""
-        self.show(world)
+        """Runs an agent in a world, until it has to wait for others or dies."""
+        lines, claims = Journal(), dict(world.claims)
         tape, witness, jobs = Tape(process, most), list[str](), dict[str, SmallJob]()
-        journal = TapedJournal(self.sweep.folder.journal, process, tape)
         try:
-            self._lead(job, journal, tape, witness)
+            self._lead(job, TapedJournal(lines, process, tape), claims, tape, witness)
             jobs, process = {job.job_id: replace(job, phase="over")}, replace(process, over=True)
         except Halt:
             process = replace(process, answers=tuple(tape.answers), known=tape.known)
         told = tape.told(f"agent of {job.job_id}")
-        return Block(self._from_disk(process.name), process, told, tape.new, jobs, tuple(witness))
+        return Block(lines, claims, process, told, tape.new, jobs, tuple(witness))
 
-    def _lead(self, job: SmallJob, journal: TapedJournal, tape: Tape, witness: list[str]) -> None:
+    def _lead(
+        self, job: SmallJob, journal: TapedJournal, claims: Claims, tape: Tape, witness: list[str]
+    ) -> None:
         """What ultrabench.agent.lead does, as far as others can see it."""
-        claims, allocation = self.sweep.folder.claims, job.allocation
+        allocation = job.allocation
         start = Start(job_id=job.job_id, restart=job.restart)
         me, name = {"allocation": allocation.name, "job": to_dict(start)}, {"allocation": allocation.name}
         if not tape.step(lambda: self.owns(claims, allocation.name, me), word="claims itself"):
@@ -268,37 +263,15 @@ class Stage:
             if held.get("allocation") == allocation.name and held.get("job") != me["job"]:
                 journal.write(events.Failed(**_end_of(task, Status.LOST), **name, source="slurm"))
         for task in allocation.tasks:
-            if tape.step(
-                lambda task=task: self.claim(claims, str(task.key), me),
-                word=f"claims {task.key}",
-                kind=str(task.key),
-            ):
+            key = str(task.key)
+            if tape.step(lambda key=key: self.claim(claims, key, me), word=f"claims {key}", kind=key):
                 journal.write(events.Claimed(**task.key._asdict(), **name, spec={"nodes": 1}))
                 journal.write(events.Started(**task.key._asdict(), **name))
-                tape.step(lambda task=task: witness.append(str(task.key)), word="runs")
+                tape.step(lambda key=key: witness.append(key), word="runs")
                 journal.write(events.Result(**_end_of(task, Status.OK), **name), wait=True)
         tape.step(lambda: None, word="is done", kind="done")
         end = events.AllocationEnded(**name, job=start, reason="all tasks done", source="agent")
         journal.write(end, wait=self.late)
-
-    def show(self, world: World) -> None:
-        """Makes the files of a world those on disk."""
-        files, root = world.files, self.sweep.folder.path
-        for path in self._on_disk.keys() - files.keys():
-            (root / path).unlink()
-        for path, content in files.items():
-            if self._on_disk.get(path) != content:
-                (root / path).write_bytes(content)
-        self._on_disk = files
-
-    def _from_disk(self, writer: str) -> dict[str, bytes]:
-        """What a process has added: the journal it has written, and claims, which never change."""
-        root, own = self.sweep.folder.path, f"journal/{writer}.jsonl"
-        claims = {f"claims/{entry.name}" for entry in os.scandir(root / "claims")}
-        changed = {*(claims - self._on_disk.keys()), *([own] if (root / own).exists() else ())}
-        found = {path: (root / path).read_bytes() for path in changed}
-        self._on_disk = self._on_disk | found
-        return found
 
 
 def _end_of(task: Task, status: Status) -> dict[str, Any]:
@@ -307,6 +280,7 @@ def _end_of(task: Task, status: Status) -> dict[str, Any]:
 
 def _changed(world: World, made: Block, **processes: dict[str, Process]) -> World:
     """The world after a block of steps."""
-    files, jobs, story = world.files | made.files, world.jobs | made.jobs, (*world.story, made.told)
-    witness = (*world.witness, *made.witness)
-    return replace(world, files=files, jobs=jobs, witness=witness, story=story, **processes)
+    return replace(
+        world, journal=world.journal | made.journal, claims=world.claims | made.claims, jobs=world.jobs | made.jobs,
+        witness=(*world.witness, *made.witness), story=(*world.story, made.told), **processes,
+    )  # fmt: skip

@@ -19,7 +19,6 @@ from ultrabench.store.state import AllocationState
 
 NAME = "n1-0000aaaa.0"
 GRACE_S = 0.05
-SLEEP = "import sys, time; print('up', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
@@ -34,11 +33,11 @@ def start():
     """Starts a process with these words in its command line."""
     started = []
 
-    def run(*words, code=SLEEP):
-        process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE)
-        started.append(process)
-        assert process.stdout.readline() == b"up\n"
-        return process
+    def run(*words, before=""):
+        code = f"import signal, time; {before}print('up', flush=True); time.sleep(60)"
+        started.append(subprocess.Popen([sys.executable, "-c", code, *words], stdout=subprocess.PIPE))
+        assert started[-1].stdout.readline() == b"up\n"
+        return started[-1]
 
     yield run
     for process in started:
@@ -111,10 +110,7 @@ def test_a_process_that_outlives_its_allocation_is_killed(folder, launcher, star
 def test_cancelling_asks_first_and_then_kills(folder, launcher, start):
     mine = str(folder.allocations / NAME)
     asked = start("ultrabench.agent", mine)
-    stubborn = start(
-        "ultrabench.agent", mine,
-        code="import signal, sys, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)",
-    )  # fmt: skip
+    stubborn = start("ultrabench.agent", mine, before="signal.signal(15, signal.SIG_IGN); ")
     other = start("ultrabench.agent", str(folder.allocations / "n1-0000bbbb.0"))
     launcher.cancel(held(NAME), queued_only=True)
     assert asked.poll() is stubborn.poll() is None
@@ -123,20 +119,15 @@ def test_cancelling_asks_first_and_then_kills(folder, launcher, start):
 
 
 def test_what_vanished_is_paid_for_until_its_last_sign_of_life(folder, launcher):
-    """From the moment its files were written, all by one clock."""
+    """From the moment its files were written, all by one clock, which may be set back."""
     allocation = folder.allocations / NAME / "allocation.json"
     allocation.parent.mkdir()
-    allocation.write_text("{}")
-    os.utime(allocation, (1000, 1000))
     journals = [folder.journal / f"agent-here-{n}-0000aaaa.jsonl" for n in range(2)]
-    for n, journal in enumerate(journals):
-        journal.write_text("")
-        os.utime(journal, (1050 + n, 1050 + n))
     agents = tuple(LeadingAgent(host="here", journal=journal.name) for journal in journals)
-    assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].held_s == 51.0
-    # Clocks may be set back, and what never started has held nothing.
-    for journal in journals:
-        os.utime(journal, (900, 900))
-    assert gone_within(launcher, held(NAME, agents=agents)).ended_jobs[NAME].held_s == 0.0
-    assert gone_within(launcher, held(NAME)).ended_jobs[NAME].held_s == 0.0
-    assert gone_within(launcher, held(NAME, agents=(LeadingAgent(host="x"),))).ended_jobs[NAME].held_s == 0.0
+    never = held(NAME, agents=(LeadingAgent(host="x"),))
+    for seconds, told, held_s in ((50, held(NAME, agents=agents), 51.0), (-100, held(NAME, agents=agents), 0.0),
+                                  (50, held(NAME), 0.0), (50, never, 0.0)):  # fmt: skip
+        for path, time_s in zip((allocation, *journals), (1000, 1000 + seconds, 1001 + seconds), strict=True):
+            path.write_text("{}")
+            os.utime(path, (time_s, time_s))
+        assert gone_within(launcher, told).ended_jobs[NAME].held_s == held_s
