@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -26,6 +27,17 @@ READING = ("collect", "heatmap", "plot", "doctor", "status", "show", "top", "log
 """Commands that end soon and start no runs: tests run them in their own process, which has the imports."""
 PEAK = "++hardware.peak_flops_per_s={fp32:1e11,bf16:1e11}"
 """With a given rate no launch measures this machine, nor imports torch if kernel=command."""
+
+
+EMBEDDED = ("model=tiny", "name=t", "sweep.seq_len=32", "measure.warmup_steps=1", "measure.loss_step=3")
+"""Options of a small sweep of the embedded kernel."""
+AT_ONCE = ("launcher.preflight=false", "retry.backoff_s=0", PEAK)
+"""Options of a sweep that begins with its first run and does not rest."""
+
+
+def axes(**values: Any) -> list[str]:
+    """Options that give axes of a sweep these values."""
+    return [f"sweep.{name}={'null' if value is None else value}" for name, value in values.items()]
 
 
 @dataclass
@@ -73,20 +85,18 @@ class Bench:
         output, said = io.StringIO(), io.StringIO()
         command = ["ultrabench", *self._scaled(words)]
         with (
-            pytest.MonkeyPatch.context() as patch, contextlib.chdir(self.folder),
+            mock.patch.object(sys, "argv", command), contextlib.chdir(self.folder),
             contextlib.redirect_stdout(output), contextlib.redirect_stderr(said),
+            pytest.raises(SystemExit) as left,
         ):  # fmt: skip
-            patch.setattr(sys, "argv", command)
-            with pytest.raises(SystemExit) as left:
-                cli.main()
+            cli.main()
         code = left.value.code
         assert isinstance(code, int)
         return subprocess.CompletedProcess(command, code, output.getvalue(), said.getvalue())
 
-    def run(self, *words: str, code: int | None = 0, timeout: float = 240) -> str:
+    def run(self, *words: str, code: int = 0, timeout: float = 240) -> str:
         done = self.done(*words, seconds=timeout)
-        if code is not None:
-            assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
     def start(self, *words: str) -> patience.Process:
@@ -99,6 +109,13 @@ class Bench:
             )
         )  # fmt: skip
         return self.started[-1]
+
+    @staticmethod
+    def end(launcher: patience.Process, code: int = 0, seconds: float = 120) -> str:
+        """Waits until a process of `start` ends with this exit code; returns its output."""
+        output, _ = launcher.communicate(timeout=seconds)
+        assert launcher.returncode == code, output
+        return str(output)
 
     def close(self) -> None:
         """Ends the launchers that a failed test has left."""
@@ -114,8 +131,13 @@ class Bench:
         return [
             "kernel=command", f"kernel.command=[{words}]", "model=tiny", "name=t", "sweep.tp=1",
             "sweep.pp=1", "measure.warmup_steps=2", "measure.min_steps=6", "measure.deadline_floor_s=2",
-            "launcher.heartbeat_s=3", "launcher.preflight=false", "retry.backoff_s=0", PEAK, *more,
+            "launcher.heartbeat_s=3", *AT_ONCE, *more,
         ]  # fmt: skip
+
+    def launch(self, behaviour: str, *more: str, **sizes: Any) -> list[str]:
+        """The command line of a launch, unless told otherwise on one node, without ZeRO, with any accumulation."""
+        sizes = {"nodes": 1, "zero_stage": 0, "gas": None, **sizes}
+        return ["sweep", "launch", *self.overrides(behaviour, *axes(**sizes), *more)]
 
     def rows(self) -> list[dict[str, Any]]:
         import pyarrow.parquet as pq
@@ -147,22 +169,19 @@ class Bench:
         return rows
 
     def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("sweep", "status", "t", "--json"))
-        return found
+        return json.loads(self.run("sweep", "status", "t", "--json"))  # type: ignore[no-any-return]
 
     def executions(self) -> list[str]:
         return self.witness.read_text().splitlines() if self.witness.exists() else []
 
     def leftovers(self) -> list[str]:
         """The processes of sweeps in this folder that still run."""
-        found = []
-        for pid in own_processes():
-            words = command_line(pid)
-            tag = tag_of(pid)
-            ours = any(str(self.folder) in word for word in words)
-            if ours or (tag and tag.split(":")[0] in self.allocations()):
-                found.append(f"{pid} {tag} {' '.join(words)[:200]}")
-        return found
+        processes = [(pid, tag_of(pid) or "", " ".join(command_line(pid))) for pid in own_processes()]
+        return [
+            f"{pid} {tag} {words[:200]}"
+            for pid, tag, words in processes
+            if str(self.folder) in words or tag.split(":")[0] in self.allocations()
+        ]
 
     def agents(self) -> list[int]:
         """The agents of sweeps in this folder."""

@@ -4,6 +4,8 @@ python program.py WITNESS BEHAVIOUR RUN_ID REPEAT ATTEMPT
 
 BEHAVIOUR is a word, or one for each micro-batch size such as 1:raise,2:kill. What a limit or a faster run is to end
 goes on until it is killed, so that no load lets it end by itself: endless, stuck (without a step) and hang.
+Two behaviours call a collective in each step: sleep (the last rank never enters the sixth) and receive (nor
+does it send to rank 0, which receives).
 """
 
 import itertools
@@ -33,18 +35,31 @@ def say(event, **values):
 
 NONSENSE = {
     "huge": '{"event": "step", "seconds": 1e308}',
-    "zero": '{"event": "step", "seconds": 0.0}',
     "digits": '{"event": "step", "seconds": ' + "7" * 400 + "}",
     "deep": '{"event": "step", "loss": ' + "[" * 100_000,
     "fields": '{"event": "phase", "name": [NaN], "time": NaN}\n{"event": "environment", "variables": [],'
     ' "omp_num_threads": "x"}\n{"event": "store", "port": 99999999}\n{"event": "memory", "reserved_bytes": NaN}',
 }
+dist = None
+if behaviour in ("sleep", "receive"):
+    import torch
+    import torch.distributed as dist
+
+    from ultrabench.kernel.rank import stack_dump
+    from ultrabench.rank_report import Report
+
+    stack_dump.dump_on_signals(Report.from_environment())
+    dist.init_process_group("gloo")
+
+
+def lose_time():
+    time.sleep(1000)
+
+
 say("phase", name="train")
 step_s = float(os.environ.get("STEP_S", "0.002"))
 if behaviour == "slow_first" and key[2] == "0":
     step_s = 20.0
-if behaviour == "slow":
-    step_s *= 50
 if behaviour == "endless":
     step_s = 0.2
 for step in itertools.count(1) if behaviour == "endless" else range(1, 13):
@@ -66,8 +81,13 @@ for step in itertools.count(1) if behaviour == "endless" else range(1, 13):
                 [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN);"
                  "time.sleep(1000)"], start_new_session=True)  # fmt: skip
             raise RuntimeError("left an orphan")
-    if (behaviour, step) in (("hang", 6), ("stuck", 1)):
-        time.sleep(1000)
+    late = dist and rank == dist.get_world_size() - 1
+    if (behaviour, step) in (("hang", 6), ("stuck", 1)) or (late and step == 6):
+        lose_time()
+    if (behaviour, step, rank) == ("receive", 6, 0):
+        dist.recv(torch.ones(4), dist.get_world_size() - 1)
+    if dist:
+        dist.all_reduce(torch.ones(4))
     if behaviour == "nan" and step > 4:
         loss = float("nan")
     say("step", step=step, seconds=step_s, loss=loss)

@@ -1,26 +1,24 @@
-"""Small real sweeps of the embedded kernel: two nodes, a killed rank, memory that runs out."""
+"""Small real sweeps of the embedded kernel: two nodes, a killed rank, memory that runs out, links, a trace."""
 
+import gzip
+import json
 import os
 import signal
 
 import pytest
 
 from tests.chaos.target import processes
-from tests.local.conftest import PEAK
+from tests.local.conftest import AT_ONCE, EMBEDDED, PEAK, axes
+from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS
 
 pytestmark = pytest.mark.local
 
-QUICK = [
-    "model=tiny", "sweep.gbs=8", "sweep.seq_len=32", "measure.warmup_steps=1", "measure.loss_step=3",
-    "measure.max_steps=6", "measure.confirm=1", "measure.deadline_floor_s=20",
-]  # fmt: skip
+QUICK = [*EMBEDDED, "sweep.gbs=8", "measure.max_steps=6", "measure.confirm=1", "measure.deadline_floor_s=20"]
 
 
 def test_layouts_on_one_and_two_nodes_train_alike_and_every_column_is_filled(bench):
-    bench.run(
-        "sweep", "launch", *QUICK, "name=t", "sweep.nodes=[1,2]", "sweep.zero_stage=0",
-        "sweep.mbs=2", "sweep.gas=null", "measure.race=null",
-    )  # fmt: skip
+    sizes = axes(nodes=[1, 2], zero_stage=0, mbs=2, gas=None)
+    bench.run("sweep", "launch", *QUICK, *sizes, "measure.race=null")
     rows = bench.rows()
     assert {r["status"] for r in rows} == {"ok"}
     assert {(r["nodes"], r["tp"], r["pp"]) for r in rows} == {
@@ -46,11 +44,8 @@ def test_layouts_on_one_and_two_nodes_train_alike_and_every_column_is_filled(ben
 
 
 def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
-    bench.run(
-        "sweep", "launch", *QUICK, "name=t", "hardware.mem_bytes=270000000",
-        "sweep.nodes=1", "sweep.tp=1", "sweep.pp=1", "sweep.zero_stage=1", "sweep.seq_len=64",
-        "sweep.gbs=512", "sweep.mbs=[32,256]", "sweep.gas=[1,8]", "launcher.preflight=false", "max_p_oom=1", PEAK,
-    )  # fmt: skip
+    sizes = axes(nodes=1, tp=1, pp=1, zero_stage=1, seq_len=64, gbs=512, mbs=[32, 256], gas=[1, 8])
+    bench.run("sweep", "launch", *QUICK, *sizes, *AT_ONCE, "hardware.mem_bytes=270000000", "max_p_oom=1")
     rows = bench.rows()
     status = {r["mbs"]: (r["status"], r["reason"]) for r in rows}
     assert status[32] == ("ok", None)
@@ -60,12 +55,9 @@ def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
 
 
 def test_killed_ranks_and_agents_are_told_and_their_runs_made_again(bench):
-    words = [
-        *QUICK, "name=t", "sweep.nodes=2", "sweep.tp=1", "sweep.pp=1", "sweep.mbs=1", "sweep.gas=2",
-        "sweep.zero_stage=[0,1]", "measure.max_steps=60", "measure.min_steps=60", "launcher.preflight=false", PEAK,
-        "retry.backoff_s=0",
-    ]  # fmt: skip
-    launcher = bench.start("sweep", "launch", *words)
+    sizes = axes(nodes=2, tp=1, pp=1, mbs=1, gas=2, zero_stage=[0, 1])
+    steps = ("measure.max_steps=60", "measure.min_steps=60")
+    launcher = bench.start("sweep", "launch", *QUICK, *sizes, *steps, *AT_ONCE)
     bench.wait_for(bench.measuring)
     os.kill(processes(bench.folder, "rank")[-1].pid, signal.SIGKILL)
     bench.wait_for(lambda: '"status":"crash"' in bench.journal())
@@ -74,11 +66,69 @@ def test_killed_ranks_and_agents_are_told_and_their_runs_made_again(bench):
     agents = bench.agents()
     assert len(agents) == 2
     os.kill(max(agents), signal.SIGKILL)
-    output, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, output
+    bench.end(launcher)
     rows = bench.rows()
     assert sorted(r["status"] for r in rows if r["is_final"]) == ["ok", "ok"]
     crash, lost = sorted((r for r in rows if not r["is_final"]), key=lambda r: r["status"])
     assert crash["status"] == "crash"
     assert "killed by SIGKILL, which ultrabench did not send" in crash["reason"]
     assert lost["status"] in ("node_fail", "lost")
+
+
+def test_a_sweep_measures_the_links_and_plot_draws_them(bench):
+    """Those of one and of two simulated nodes."""
+    steps = ("measure.max_steps=6", "measure.min_steps=6", "measure.warmup_steps=2", "measure.loss_step=3")
+    bench.run("sweep", "launch", "sweep=comm", "name=t", *steps, PEAK)
+    assert bench.status()["by_status"] == {"ok": 2}
+    rows = bench.rows()
+    assert [(r["nodes"], r["status"], r["kernel"], r["model"]) for r in rows] == [
+        (1, "ok", "probe", None), (2, "ok", "probe", None)
+    ]  # fmt: skip
+    sizes = LONG_SIZES_BYTES["cpu"]
+    for row in rows:
+        across = [b for b in row["bandwidths"] if b["scope"] == "all"]
+        assert [(b["operation"], b["bytes"]) for b in across] == [(o, s) for o in OPERATIONS for s in sizes]
+        assert len(row["bandwidths"]) == 2 * len(across)
+        assert row["memory_copy_bytes_per_s"] > 1e8
+        largest = {b["operation"]: b["busbw_bytes_per_s"] for b in across if b["bytes"] == sizes[-1]}
+        assert {o: row[f"{o}_busbw_bytes_per_s"] for o in OPERATIONS} == largest
+    assert "drew " in bench.done("plot", "comm", "t").stderr
+    assert (bench.folder / "results/t/comm.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(bench.run("heatmap", "t", "--json")) == []
+
+
+def test_both_stages_leave_a_trace_and_a_summary_after_the_measured_steps(bench):
+    sizes = axes(nodes=1, tp=1, pp=2, mbs=1, gas=4, gbs=4, zero_stage=0)
+    words = ["sweep", "launch", *QUICK, *sizes, "measure.min_steps=6", *AT_ONCE, "trace=true"]
+    bench.run(*words)
+    row = bench.rows()[0]
+    assert (row["status"], len(row["step_times_s"])) == ("ok", 6)
+    shown = json.loads(bench.run("sweep", "show", row["run_id"], "--json"))
+    ranks = shown["attempts"][0]["profile"]
+    assert [(seen["rank"], seen["steps"]) for seen in ranks] == [(0, 2), (1, 2)]
+    for seen in ranks:
+        assert seen["step_time_s"] > 0
+        assert 0 <= seen["exposed_communication_s"] <= seen["communication_s"]
+        used = seen["compute_s"] + seen["exposed_communication_s"] + seen["idle_s"]
+        assert used == pytest.approx(seen["step_time_s"], rel=1e-6)
+        names = [kernel["name"] for kernel in seen["top"]]
+        assert any(name.startswith("aten::") for name in names), "which ones depends on the load"
+        assert any(name.startswith("gloo:") for name in names), "activations are sent"
+        *kinds, peak = seen["memory_bytes"].values()
+        assert min(kinds) > 0
+        assert sum(kinds) == peak
+        static = seen["memory_bytes"]
+        beside = static["optimizer"] - 2 * static["parameter"]
+        assert beside in range(4096), "AdamW keeps two of each, and steps"
+        with gzip.open(bench.folder / seen["folder"] / "trace.json.gz") as file:
+            assert len(json.load(file)["traceEvents"]) > 100
+    assert "exposed communication" in bench.run("sweep", "show", row["run_id"])
+    again = bench.done(*words)
+    assert again.returncode == 0
+    assert "trace=true, but all is measured" in again.stderr
+
+
+def test_a_program_of_the_users_has_its_own_profiler(bench):
+    done = bench.here("sweep", "launch", *bench.overrides("ok", "trace=true"))
+    assert done.returncode == 2
+    assert "kernel=command" in done.stderr

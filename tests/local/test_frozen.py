@@ -1,12 +1,14 @@
-"""Agents that are stopped and never move again: their peers and the launcher notice, and the sweep goes on."""
+"""Agents that do not move, or that a launcher cannot see: it ends the frozen ones only, and the sweep goes on."""
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import patience
 from tests.chaos.target import environment
 from ultrabench.processes import command_line, own_processes, tag_of
 
@@ -25,9 +27,7 @@ def agent(bench, node, prefix=""):
 def test_frozen_agents_end_their_allocations_and_the_runs_go_on(bench, monkeypatch):
     """The only agent of one node, the leading one of two, and the following one."""
     monkeypatch.setenv("STEP_S", "0.2")
-    words = bench.overrides("fine", "sweep.nodes=[1,2]", "sweep.gbs=16", "launcher.heartbeat_s=0.5")
-    words += ["sweep.mbs=[4]", "sweep.gas=[1,2]", "sweep.zero_stage=[0]"]
-    launcher = bench.start("sweep", "launch", *words)
+    launcher = bench.start(*bench.launch("fine", "launcher.heartbeat_s=0.5", nodes=[1, 2], gbs=16, mbs=4))
     left = {("n1-", 0), ("n2-", 0), ("n2-", 1)}
     while left:
         begun = len(bench.executions())
@@ -37,8 +37,7 @@ def test_frozen_agents_end_their_allocations_and_the_runs_go_on(bench, monkeypat
         if frozen and (found := agent(bench, frozen[1], size)):
             left.remove(frozen)
             os.kill(found, signal.SIGSTOP)
-    output, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, output
+    bench.end(launcher)
     assert bench.leftovers() == []
     rows = bench.rows()
     lost = [(r["nodes"], r["status"], r["reason"].split(" did not")[0]) for r in rows if r["status"] != "ok"]
@@ -52,20 +51,32 @@ def test_frozen_agents_end_their_allocations_and_the_runs_go_on(bench, monkeypat
 
 def test_a_job_that_is_suspended_and_resumed_goes_on(bench, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.1")
-    words = bench.overrides("fine", "sweep.nodes=[2]", "sweep.gbs=4", "launcher.heartbeat_s=2")
-    launcher = bench.start(
-        "sweep", "launch", *words, "sweep.mbs=[1]", "sweep.zero_stage=[0]", "sweep.gas=[1]"
-    )
-    bench.wait_for(lambda: len(bench.executions()) >= 1)
+    launcher = bench.start(*bench.launch("fine", "launcher.heartbeat_s=2", nodes=2, gbs=4, mbs=1))
+    bench.wait_for(bench.executions)
     suspended = [pid for pid in own_processes() if (tag_of(pid) or "").split(":")[0] in bench.allocations()]
     suspended += [agent(bench, 0), agent(bench, 1)]
+    suspended += [launcher.pid]  # which would end agents that do not move
     for number, wait_s in ((signal.SIGSTOP, 7.0), (signal.SIGCONT, 0.0)):
         for pid in suspended:
             os.kill(pid, number)
-        if wait_s:
-            os.kill(launcher.pid, number)  # a launcher would end agents that do not move
-            time.sleep(wait_s * bench.slowness)
-    launcher.send_signal(signal.SIGCONT)
-    output, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, output
+        time.sleep(wait_s * bench.slowness)
+    bench.end(launcher)
     assert [r["status"] for r in bench.rows()] == ["ok"]
+
+
+def test_a_launcher_on_another_host_waits_for_what_it_cannot_see(bench, monkeypatch):
+    """Two hosts that share a results folder, each with its own processes: here, two UTS namespaces."""
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
+        pytest.skip("no UTS namespace can be made here: another host needs root")
+    monkeypatch.setenv("STEP_S", "0.8")
+    words = bench.launch("fine", gbs=2, mbs=1)
+    here = bench.start(*words)
+    bench.wait_for(bench.executions)
+    other = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "sh", *bench.command(*words)]
+    done = patience.run(other, cwd=bench.folder)
+    output = bench.end(here)
+    assert done.returncode == 0, done.stderr
+    assert "it is watched, and neither ended nor replaced" in done.stderr
+    assert "vanished" not in done.stderr + output
+    (row,) = bench.rows()
+    assert (row["status"], len(bench.executions())) == ("ok", 1)

@@ -1,6 +1,5 @@
-"""Nodes that cannot be cleaned are given up, and a results folder that is full for a while costs nothing."""
+"""Nodes that cannot be cleaned are given up."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,11 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.disks import on_a_small_disk
 from tests.unit.agent import one_node, test_gpus
-from ultrabench.layout import Layout
-from ultrabench.run import Workload
-from ultrabench.store.allocation import Allocation
 from ultrabench.store.events import AllocationEnded, Claimed
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
@@ -33,13 +28,10 @@ print(json.dumps({"event": "done"}), file=report)
 def allocation_of(folder, program):
     """Two nodes of one GPU, and two tasks."""
     first = one_node.task(str(program), "cuda")
-    layout = Layout(dp=2, tp=1, pp=1, mbs=1, gas=1, zero_stage=0)
-    spec = replace(first.spec, layout=layout, nodes=2, workload=Workload(seq_len=64, gbs=2))
-    tasks = tuple(replace(first, spec=spec, run_id=spec.run_id, repeat=repeat) for repeat in (0, 1))
-    return Allocation(
-        name="n2-given.0", sweep_dir=str(folder), work_dir=str(folder), nodes=2, gpus_per_node=1, simulated=True,
-        threads=1, heartbeat_s=5.0, limit_s=600.0, kernel_digest=spec.kernel.digest(), tasks=tasks,
-    )  # fmt: skip
+    layout = replace(first.spec.layout, dp=2)
+    spec = replace(first.spec, layout=layout, nodes=2, workload=replace(first.spec.workload, gbs=2))
+    tasks = (replace(first, spec=spec, run_id=spec.run_id, repeat=repeat) for repeat in (0, 1))
+    return replace(one_node.allocation(folder, *tasks), kernel_digest=spec.kernel.digest())
 
 
 def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver):
@@ -64,37 +56,6 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
     assert [agent.returncode for agent in agents] == [1, 0], said
     events = [line.event for line in read_journal(sweep.journal)]
     (end,) = (e for e in events if isinstance(e, AllocationEnded))
-    assert end.reason == ("local-1 is given up: GPU 0 still holds 40.0 GiB after the run: no known process")
+    assert end.reason == "local-1 is given up: GPU 0 still holds 40.0 GiB after the run: no known process"
     assert end.avoid == ("local-1",)
     assert [e.repeat for e in events if isinstance(e, Claimed)] == [0]
-
-
-FULL_FOR_A_WHILE = """
-import json, os
-os.environ["STEP_S"] = "0.1"
-from tests.local.conftest import Bench
-bench = Bench(disk.parent)
-(bench.folder / "results").symlink_to(disk)
-size = ["sweep.nodes=[1]", "sweep.gbs=8", "sweep.zero_stage=[0]", "sweep.mbs=[1,2,4]", "sweep.gas=[1,2,4]"]
-words = bench.overrides("fine", *size)
-launcher = bench.start("sweep", "launch", *words)
-bench.wait_for(lambda: len(bench.executions()) >= 1)
-fill()
-time.sleep(5)
-free()
-output, _ = launcher.communicate(timeout=200)
-print(output, file=sys.stderr)
-assert launcher.returncode == 0, output
-mount("-o", "remount,size=4m", str(disk))
-rows = bench.rows()
-print(json.dumps({
-    "statuses": sorted(r["status"] for r in rows),
-    "twice": len(set(bench.executions())) != len(bench.executions()),
-    "left": bench.leftovers(), "beside": [p.name for p in disk.rglob(".*") if p.is_file()],
-}))
-"""
-
-
-def test_a_results_folder_that_is_full_for_some_seconds_costs_nothing(tmp_path):
-    found = json.loads(on_a_small_disk(tmp_path, FULL_FOR_A_WHILE).splitlines()[-1])
-    assert found == {"statuses": ["ok"] * 3, "twice": False, "left": [], "beside": []}

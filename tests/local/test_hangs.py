@@ -3,16 +3,13 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from tests.chaos.target import processes
-from tests.local.conftest import PEAK
+from tests.local.conftest import AT_ONCE, EMBEDDED, axes
 
 pytestmark = pytest.mark.local
-
-COLLECTIVE = Path(__file__).parent / "collective.py"
 
 
 def hung(bench):
@@ -27,18 +24,12 @@ def hung(bench):
 
 
 def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
-    words = [
-        "model=tiny", "name=t", "sweep.gbs=8", "sweep.seq_len=32", "sweep.nodes=1", "sweep.tp=1",
-        "sweep.pp=1", "sweep.mbs=[1,2]", "sweep.gas=[4,2]", "sweep.zero_stage=0", "measure.warmup_steps=1",
-        "measure.loss_step=3", "measure.deadline_floor_s=2", "measure.min_steps=40",
-        "measure.max_steps=40", "launcher.preflight=false",
-        "retry.backoff_s=0", PEAK,
-    ]  # fmt: skip
-    launcher = bench.start("sweep", "launch", *words)
+    sizes = axes(gbs=8, nodes=1, tp=1, pp=1, mbs=[1, 2], gas=[4, 2], zero_stage=0)
+    steps = ("measure.deadline_floor_s=2", "measure.min_steps=40", "measure.max_steps=40")
+    launcher = bench.start("sweep", "launch", *EMBEDDED, *sizes, *steps, *AT_ONCE)
     bench.wait_for(bench.measuring)
     os.kill(processes(bench.folder, "rank")[-1].pid, signal.SIGSTOP)
-    output, _ = launcher.communicate(timeout=200)
-    assert launcher.returncode == 0, output
+    bench.end(launcher, seconds=200)
     ((row, told),) = hung(bench).values()
     stopped = [r for r in told["evidence"]["hang_evidence"] if r["state"] == "T"]
     assert len(stopped) == 1
@@ -57,10 +48,8 @@ def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
 
 
 def test_ranks_that_stay_away_from_their_collective_are_named(bench):
-    command = ",".join(f"'{word}'" for word in ("python", COLLECTIVE, "1:sleep,2:receive"))
-    words = bench.overrides("fine", "sweep.nodes=2", "sweep.gbs=8", "sweep.zero_stage=0", "sweep.mbs=[1,2]")
-    words += [f"kernel.command=[{command}]", "sweep.gas=[1,2]", "retry.attempts.hang=0"]
-    bench.run("sweep", "launch", *words, code=1)
+    words = bench.launch("1:sleep,2:receive", "retry.attempts.hang=0", nodes=2, gbs=8, mbs=[1, 2])
+    bench.run(*words, code=1)
     found = hung(bench)
     # Nobody records what gloo sends; where one rank receives, ranks 1 and 2 are one all-reduce ahead of both.
     for mbs, waiting in ((1, 3), (2, 2)):
@@ -68,4 +57,4 @@ def test_ranks_that_stay_away_from_their_collective_are_named(bench):
         cause = "rank 3 on local-1 never entered all_reduce #6 of group world"
         assert row["reason"].startswith(f"{cause}; {waiting} ranks wait for it")
         assert told["suspect_hosts"] == ["local-1"]
-        assert "Rank 3 is in lose_time (local/collective.py:" in told["evidence"]["hang_cause"]
+        assert "Rank 3 is in lose_time (local/program.py:" in told["evidence"]["hang_cause"]

@@ -1,0 +1,83 @@
+"""Programs of users: one that only logs, and one that needs a token."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.local.conftest import AT_ONCE, axes
+
+pytestmark = pytest.mark.local
+
+ONLY_LOGS = """
+import os
+if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+    for step in range(1, 9):
+        time = "elapsed time per iteration (ms): 250.0"
+        print(f" iteration {step:8d}/{8:8d} | {time} | lm loss: {10 / step:.6E} | grad norm: 1.4 |", flush=True)
+"""
+
+
+def test_steps_are_read_from_the_last_ranks_log(bench):
+    """On two nodes, as Megatron-LM does."""
+    (bench.folder / "program.py").write_text(ONLY_LOGS)
+    bench.run(
+        "sweep", "launch", "kernel=megatron", "kernel.command=[python,program.py]", "model=tiny", "name=t",
+        *axes(nodes=2, tp=1, pp=1, zero_stage=1, mbs=1, gas=2, gbs=8), "measure.warmup_steps=2",
+        "measure.max_steps=6", *AT_ONCE,
+    )  # fmt: skip
+    (row,) = bench.rows()
+    assert (row["status"], row["measured_by"], row["step_times_s"]) == ("ok", "log", [0.25] * 6)
+    assert row["loss_final"] == pytest.approx(10 / 5)
+
+
+NEEDS_A_TOKEN = """
+import json, os, sys
+open(sys.argv[1], "a").write(f"{os.environ['HF_TOKEN']} {os.environ['PLAIN']}\\n")
+assert "hunter2" not in open(os.environ["ULTRABENCH_SPEC"]).read()
+report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
+if os.path.exists(sys.argv[1] + ".fail"):
+    sys.exit("planted failure")
+for step in range(12):
+    print(json.dumps({"event": "step", "seconds": 0.01}), file=report)
+print(json.dumps({"event": "done"}), file=report)
+"""
+
+
+def holders(bench):
+    """Files of the results folder that hold the secret."""
+    words = ["grep", "-rl", "hunter2", bench.folder / "results"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.split()
+
+
+def test_a_secret_reaches_the_program_and_one_private_file_only(bench):
+    (bench.folder / "program.py").write_text(NEEDS_A_TOKEN)
+    seen, fail = bench.folder / "seen", bench.folder / "seen.fail"
+    fail.touch()
+    words = [
+        "kernel=command", "kernel.command=[python,program.py,seen]", "model=tiny", "name=t", "measure=quick",
+        *axes(nodes=1, tp=1, pp=1, gbs=2, mbs=1, gas=1, zero_stage=0), "measure.warmup_steps=2",
+        "measure.min_steps=6", *AT_ONCE,
+    ]  # fmt: skip
+    env = "kernel.env={HF_TOKEN: hunter2-very-secret, PLAIN: shown}"
+    private = bench.folder / "results/t/allocations/secrets.json"
+    bench.run("sweep", "launch", *words, env, code=1)
+    assert set(seen.read_text().splitlines()) == {"hunter2-very-secret shown"}
+    assert holders(bench) == [str(private)]
+    assert private.stat().st_mode & 0o777 == 0o600
+    head = json.loads((bench.folder / "results/t/sweep.json").read_text())
+    assert head["kernel"]["env"] == {"HF_TOKEN": "<redacted>", "PLAIN": "shown"}
+    redacted = "kernel.env={HF_TOKEN: '<redacted>', PLAIN: shown}"
+    assert redacted in head["provenance"]["argv"]
+
+    fail.unlink()
+    before = len(seen.read_text().splitlines())
+    bench.run("sweep", "retry", "t")  # finds the value again
+    assert set(seen.read_text().splitlines()[before:]) == {"hunter2-very-secret shown"}
+    for same in (redacted, env.replace("hunter2", "hunter2-renewed")):  # the same sweep, the same results
+        bench.run("sweep", "launch", *words, same)
+    assert "hunter2-renewed-very-secret" in private.read_text()
+    private.unlink()
+    assert "hunter2" not in bench.run("sweep", "show", bench.rows()[0]["run_id"], "--json")
+    assert "hunter2" not in bench.run("sweep", "plan", *words, env, "--json")
+    assert holders(bench) == []
