@@ -106,14 +106,6 @@ def test_allocations_are_watched_apart_and_of_several_starts_the_one_that_moves_
     assert watch.dog.silent(other.name), "who was not looked at lately shows no sign of life"
 
 
-def test_a_launcher_that_was_away_does_not_find_everybody_silent(watch):
-    """A laptop that slept for a night has looked once in that time."""
-    watch.of(grace_s=GRACE_S).look()
-    watch.now += 8 * 3600
-    assert watch.look() is None
-    assert not watch.dog.silent(NAME)
-
-
 def test_the_silence_of_a_suspended_job_proves_nothing_when_it_runs_again(watch):
     watch.running = frozenset()
     watch.wait(2 * LOCAL_S)
@@ -155,7 +147,8 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
     assert end.endswith("waited 0.0166667 minutes; what runs goes on: mend it, then launch again")
 
 
-def test_silence_of_what_never_had_a_file_counts_too(watch):
+def test_silence_counts_from_the_first_look_and_a_long_pause_between_two_only_in_part(watch):
+    """Also of what never had a file. A launcher that was away, on a laptop that slept, finds nobody silent."""
     gone = watch.folder.journal / "agent-none-0000.jsonl"
     watch.of(watch.allocation(gone))
     for after, silent_s in ((0.0, 0.0), (4.0, 4.0), (95.0, 4.0 + LOCAL_S / 3)):

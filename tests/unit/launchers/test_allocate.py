@@ -82,25 +82,6 @@ def test_limit_and_price_hold_for_the_control_too(sweep):
     assert short.limit_s == 60.0 < draft.limit_s
 
 
-@given(data=st.data())
-def test_nothing_is_asked_for_twice_and_nothing_is_lost(data):
-    state = SweepState()
-    for run in PLAN.runs:
-        for repeat in data.draw(st.sets(st.integers(0, 3), max_size=2)):
-            told(state, run, data.draw(st.sampled_from((None, Status.OK, Status.LOST))), repeat)
-    sweep = open_sweep("anywhere", pack=data.draw(st.sampled_from((None, 1, 2, 5))))
-    sweep.accepts = data.draw(st.sampled_from((lambda result: True, lambda result: False)))
-    made = jobs_of(sweep, state)
-    chosen = [t.key for d in made for t in d.attempts]
-    assert len(chosen) == len(set(chosen))
-    done = {k for k, a in state.attempts.items() if a.result}
-    assert not done & set(chosen)
-    for draft in made:
-        assert {t.candidate.cell for t in draft.attempts} == {draft.attempts[0].candidate.cell}
-        assert draft.control in (None, draft.attempts[0].key.run_id)
-        assert (draft.control is None) == (sweep.config.launcher.pack == 1)
-
-
 # submissions
 
 
