@@ -1,5 +1,7 @@
 """Sweeps made by hand, for tests of the analysis."""
 
+from itertools import zip_longest
+
 import pytest
 
 from ultrabench.analysis.collect import collect
@@ -44,12 +46,14 @@ PREDICTED = Prediction(
 )  # fmt: skip
 
 
-def candidate(spec, rule=None, reason=None):
-    told = {"rule": rule, "reason": reason, "predicted": PREDICTED, "flops_formula": "palm"}
-    return Candidate(run_id=spec.run_id, spec=spec, **told)
-
-
-def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", kernel=None):
+def make_sweep(path, specs, why=(), hardware=GPUS, peak=None, precision="bf16", kernel=None):
+    """A sweep that was planned and not begun; `why` has the rule and the reason for which the first specs do not run."""
+    made = [
+        Candidate(
+            run_id=spec.run_id, spec=spec, rule=rule, reason=reason, predicted=PREDICTED, flops_formula="palm"
+        )
+        for spec, (rule, reason) in zip_longest(specs, why, fillvalue=(None, None))
+    ]
     folder = SweepFolder(path)
     folder.create()
     content = SweepJson(
@@ -59,7 +63,7 @@ def make_sweep(path, candidates, hardware=GPUS, peak=None, precision="bf16", ker
         **(peak or {}),
     )  # fmt: skip
     write_sweep_json(folder, content)
-    write_plan(candidates, folder.plan)
+    write_plan(made, folder.plan)
     return folder
 
 
@@ -90,7 +94,7 @@ SPECS = tuple(spec_of(layout) for layout in LAYOUTS)
 
 def swept(path, *results, specs=SPECS):
     """A sweep of specs whose first runs were claimed and ended like this; None: not ended. With its journal's writer."""
-    folder = make_sweep(path / "s", [candidate(spec) for spec in specs])
+    folder = make_sweep(path / "s", specs)
     writer = JournalWriter(folder.journal, "agent")
     for spec, result in zip(specs, results, strict=False):
         claim(writer, spec, result=result)

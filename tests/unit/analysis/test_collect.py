@@ -6,17 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.analysis.sweeps import (
-    OK,
-    SPECS,
-    candidate,
-    claim,
-    make_sweep,
-    rows_of,
-    spec_of,
-    swept,
-    values,
-)
+from tests.unit.analysis.sweeps import OK, SPECS, claim, make_sweep, rows_of, spec_of, swept, values
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
@@ -82,7 +72,7 @@ def test_layers_with_a_split_backward_pass_are_never_compiled(tmp_path):
     kernel = KernelConfig(name="embedded", compile=True, precision="bf16")
     split = Layout(dp=4, pp=2, gas=4, pp_schedule="zbv", virtual_stages=2)
     specs = [spec_of(Layout(dp=4, pp=2, gas=4, pp_schedule="1f1b"), kernel), spec_of(split, kernel)]
-    rows = rows_of(make_sweep(tmp_path / "s", [candidate(s) for s in specs], kernel=kernel))
+    rows = rows_of(make_sweep(tmp_path / "s", specs, kernel=kernel))
     assert [row["compile"] for row in rows] == [spec.compiles for spec in specs] == [True, False]
 
 
@@ -91,7 +81,7 @@ def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, core_rate):
     spec = spec_of(Layout(dp=4, gas=4), KernelConfig(name="embedded"), nodes=2, gpus_per_node=2)
     peak = {"core_flops_per_s": core_rate, "cores": 2}
     laptop = read_hardware({"name": "laptop", "gpu": "cpu"})
-    folder = make_sweep(tmp_path / "s", [candidate(spec)], laptop, peak, precision="fp32")
+    folder = make_sweep(tmp_path / "s", [spec], (), laptop, peak, precision="fp32")
     claim(JournalWriter(folder.journal, "agent"), spec, result=replace(OK, hardware_flops_per_step=None))
     (row,) = rows_of(folder)
     assert (row["tokens_per_s"] is not None, row["hfu"]) == (True, None)
@@ -102,8 +92,7 @@ def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, core_rate):
 
 def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path):
     why = [(None, None), ("tp_heads", "tp=3 does not divide heads=32"), (PRUNED, "predicted 112 GiB of 80")]
-    plan = [candidate(spec, *held) for spec, held in zip(SPECS, why, strict=False)]
-    rows = rows_of(make_sweep(tmp_path / "s", plan))
+    rows = rows_of(make_sweep(tmp_path / "s", SPECS[:3], why))
     assert [row["status"] for row in rows] == [None, "rejected", "skipped"]
     assert [(row["rule"], row["reason"]) for row in rows] == why
     told = {"is_final": True, "predicted_step_time_s": 0.5, "num_params": SPECS[0].shape.num_params}
@@ -187,7 +176,7 @@ def test_a_lost_claim_loses_no_result(tmp_path):
 
 
 def test_a_lost_plan_is_told_and_several_sweeps_follow_each_other(tmp_path):
-    one, two = (make_sweep(tmp_path / name, [candidate(SPECS[n])]) for n, name in enumerate(("one", "two")))
+    one, two = (make_sweep(tmp_path / name, [SPECS[n]]) for n, name in enumerate(("one", "two")))
     assert [(row["sweep"], row["run_id"]) for row in rows_of(two, one)] == [
         ("two", SPECS[1].run_id), ("one", SPECS[0].run_id),
     ]  # fmt: skip

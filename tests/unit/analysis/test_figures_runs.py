@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from importlib.util import module_from_spec, spec_from_file_location
+import runpy
 from pathlib import Path
 
 import pytest
@@ -238,18 +238,14 @@ def test_no_text_is_cut_or_overlaps(kind, axis, models):
         assert overlaps(figure) == ([], [])
 
 
-def commands():
-    spec = spec_from_file_location("draw", ROOT / "examples/gallery/draw.py")
-    draw = module_from_spec(spec)
-    spec.loader.exec_module(draw)
-    return draw.commands()
+COMMANDS = runpy.run_path(str(ROOT / "examples/gallery/draw.py"))["commands"]()
 
 
 def test_every_kind_of_figure_is_in_the_gallery():
-    assert {words[1] for words in commands() if words[0] == "plot"} == {*KINDS}
+    assert {words[1] for words in COMMANDS if words[0] == "plot"} == {*KINDS}
 
 
-@pytest.mark.parametrize("words", commands(), ids=lambda words: Path(words[-1]).name)
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: Path(words[-1]).name)
 def test_a_command_of_the_gallery_draws_its_picture(ultrabench, words, tmp_path, monkeypatch):  # noqa: F811
     drawn, kept = tmp_path / Path(words[-1]).name, ROOT / words[-1]
     monkeypatch.chdir(ROOT)

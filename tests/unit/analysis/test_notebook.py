@@ -11,7 +11,7 @@ import pytest
 
 import ultrabench
 from tests.configs import refused
-from tests.unit.analysis.sweeps import OK, SPECS, candidate, claim, make_sweep
+from tests.unit.analysis.sweeps import OK, SPECS, claim, make_sweep
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.notebook import table_of
 from ultrabench.errors import UltrabenchError
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[3] / "docs/notebook.md"
 def folder(tmp_path, monkeypatch):
     """A sweep in ./results with an ok run and runs that were never tried."""
     monkeypatch.chdir(tmp_path)
-    made = make_sweep(tmp_path / "results/quick-cpu", [candidate(spec) for spec in SPECS])
+    made = make_sweep(tmp_path / "results/quick-cpu", SPECS)
     claim(JournalWriter(made.journal, "agent"), SPECS[0], result=OK)
     return made
 

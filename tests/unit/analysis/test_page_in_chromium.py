@@ -95,26 +95,21 @@ def test_a_cell_looks_as_in_the_heatmap(opened):
     assert "3 layouts rejected: 2 by rules, 1 by the kernel" in text_of(tab, "#about")
 
 
-def test_a_filter_is_kept_in_the_fragment_and_a_link_opens_it(opened):
-    tab = opened(small())
-    assert select(tab, "tp", "4") == "#tp=4"
-    shown = text_of(tab, ".heatmap")
-    assert "tp4" in shown
-    assert "tp1" not in shown
-    again = opened(small(), "#tp=4&cell=8B,2")
-    assert text_of(again, "#count") == text_of(tab, "#count")
-    assert text_of(again, "#runs-title") == "Layouts of 8B on 2 nodes"
-    again.get_by_role("button", name="Show all").first.click()
-    assert again.evaluate("location.hash") == "#cell=8B%2C2"
-
-
-def test_a_filter_closes_the_cell_and_the_layout_that_it_excludes(opened):
+def test_a_filter_is_kept_in_the_fragment_and_closes_what_it_excludes(opened):
     link = f"cell=1B%2C1&run={0:016x}"
     tab = opened(small(), f"#{link}")
     assert select(tab, "tp", "1") == f"#tp=1&{link}"
     assert select(tab, "tp", "4") == "#tp=4&cell=1B%2C1"
+    shown = text_of(tab, ".heatmap")
+    assert ("tp4" in shown, "tp1" in shown) == (True, False)
+    count = text_of(tab, "#count")
     assert select(tab, "model", "8B") == "#tp=4&model=8B"
     assert not tab.locator("#runs").is_visible()
+    again = opened(small(), "#tp=4&cell=8B,2")
+    assert text_of(again, "#count") == count
+    assert text_of(again, "#runs-title") == "Layouts of 8B on 2 nodes"
+    again.get_by_role("button", name="Show all").first.click()
+    assert again.evaluate("location.hash") == "#cell=8B%2C2"
 
 
 OOM = [run(n, status="oom", reason="CUDA out of memory") for n in range(3)]
