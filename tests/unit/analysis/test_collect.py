@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.configs import refused
 from tests.unit.analysis.sweeps import OK, SPECS, claim, make_sweep, rows_of, spec_of, swept, values
+from ultrabench.errors import SweepFolderError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
@@ -184,3 +186,6 @@ def test_a_lost_plan_is_told_and_several_sweeps_follow_each_other(tmp_path):
     told = []
     assert [row["sweep"] for row in rows_of(two, one, warn=told.append)] == ["one"]
     assert told == ["two: no plan.parquet; candidates that were never attempted are missing"]
+    two.sweep_json.unlink()
+    with refused(f"no sweep.json in {two.path}; is it a sweep folder?", SweepFolderError):
+        rows_of(two)
