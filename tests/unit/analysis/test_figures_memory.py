@@ -99,20 +99,11 @@ def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
 
 def test_what_is_not_given_is_that_of_the_rows():
     large = row("a", model="8B", tp=2, dp=4, gas=16, kernel="nanotron", seq_len=2048)
-    small = {
-        "model": "1B",
-        "num_params": 10**9,
-        "hardware": "a100-80x8",
-        "nodes": 2,
-        "tp": 2,
-        "dp": 8,
-        "mbs": 4,
-    }
-    rows = [large, *(row("b", gas=gas, kernel="nanotron", **small) for gas in (4, 8))]
+    small = {"model": "1B", "num_params": 10**9, "hardware": "a100-80x8", "kernel": "nanotron"}
+    rows = [large, *(row("b", nodes=2, tp=2, dp=8, mbs=4, gas=gas, **small) for gas in (4, 8))]
     found, told = points({}, table_of(*rows), axis="tp")
-    defaults = "model=1B hardware=a100-80x8 profile=nanotron nodes=2 seq_len=4096 mbs=4 gas=8"
-    usual = "zero_stage=0 recompute=none"
-    assert told.startswith(f"Defaults: {defaults} {usual}.\nThe rows have 2 values of model,")
+    defaults = "model=1B hardware=a100-80x8 profile=nanotron nodes=2 seq_len=4096 mbs=4 gas=8 zero_stage=0 recompute=none"
+    assert told.startswith(f"Defaults: {defaults}.\nThe rows have 2 values of model,")
     assert [*found["shown"]].count("measured") == 2
     told = points({"model": "8B"}, table_of(*rows), axis="tp")[1]
     assert told.startswith("Defaults: hardware=h100x8 profile")

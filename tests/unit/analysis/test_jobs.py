@@ -45,9 +45,17 @@ def rows_after(path, *events):
     return rows_of(folder)
 
 
+PREFLIGHTS = (
+    None, {}, {"nodes": [None]}, {"nodes": {"a": 1}}, {"nodes": [{"git_commit": 7}]}, {"probe": [1]},
+    {"probe": {"collectives": 7}}, {"probe": {"gemm_flops_per_s": {}}},
+)  # fmt: skip
+"""What tells nothing of an allocation."""
+
+
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
+        *(([*planned(control=None, found=found), *ended(OTHER, 0.1)], UNKNOWN | {"status": "ok"}) for found in PREFLIGHTS),
         ([submitted(job_id="57_0"), Claimed(**CLAIMED, job=Start(job_id="61_0", restart=1))], {"job_id": "61_0"}),
         ([submitted(job_id="57_0"), Claimed(**CLAIMED)], {"job_id": "57_0"}),
         ([submitted(job_id=57), Claimed(**CLAIMED)], {"job_id": "57"}),
@@ -69,18 +77,3 @@ def test_a_control_counts_for_its_own_allocation_only(tmp_path):
     second = [*planned(1), *ended(CONTROL, 0.8, n=1), *ended(OTHER, 0.4, n=1)]
     ratios = [row["control_ratio"] for row in rows_after(tmp_path, *first, *second)]
     assert ratios == pytest.approx([1.0, 1.0, 0.5, 2.0])
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        None, {}, {"nodes": [None]}, {"nodes": {"a": 1}}, {"nodes": [{"git_commit": 7}]}, {"probe": [1]},
-        {"probe": {"collectives": 7}}, {"probe": {"gemm_flops_per_s": {}}},
-    ],
-)  # fmt: skip
-def test_without_preflight_and_control_a_row_knows_less(tmp_path, found):
-    expected = UNKNOWN | {"status": "ok"}
-    assert (
-        values(rows_after(tmp_path, *planned(control=None, found=found), *ended(OTHER, 0.1))[1], expected)
-        == expected
-    )

@@ -35,8 +35,7 @@ def test_parquet_and_back_and_through_pandas(tmp_path):
 @pytest.mark.parametrize(
     ("held", "word"),
     [
-        (pa.Table.from_pylist([{"schema_version": 2}], schema=SCHEMA).replace_schema_metadata({VERSION_KEY: b"2"}),
-         "schema 2"),
+        (table_of({"schema_version": 2}).replace_schema_metadata({VERSION_KEY: b"2"}), "schema 2"),
         (pa.table({"x": [1]}), "no result table"),
         (pa.table({"schema_version": ["new"]}), "no result table"),
         (pa.table({"schema_version": [1]}), "no result table"),
