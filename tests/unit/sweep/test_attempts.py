@@ -248,8 +248,7 @@ def in_flight(number, by=BIG):
 
 def actions(state=None, seen=None, plan=None, launch=LAUNCH, **limits):
     allowed = JobLimits(**{"max_jobs": 8, **limits})
-    noon_s = 1_700_000_000.0
-    return decide(plan or plan_of(), state or SweepState(), seen or JobsSeen(), allowed, launch, noon_s)
+    return decide(plan or plan_of(), state or SweepState(), seen or JobsSeen(), allowed, launch, now_s=1.7e9)
 
 
 def test_as_many_jobs_as_may_be_in_flight_in_the_order_of_the_plan():

@@ -97,7 +97,6 @@ def test_any_sweep_can_be_searched():
 
 
 def test_one_value_is_a_list_of_one():
-    assert [m.name for m in shipped("model=tiny").models] == ["tiny"]
     assert [m.name for m in load_config(["sweep.models=[tiny,mini]"]).models] == ["tiny", "mini"]
     assert load_config(["sweep.tp=2"]).axes.layout["tp"] == (2,)
 

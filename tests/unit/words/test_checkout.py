@@ -35,8 +35,7 @@ def git(folder, *words, **more):
 
 def test_the_commit_of_the_clone_whatever_variables_a_git_hook_has(clone, tmp_path, monkeypatch):
     other = tmp_path / "other"
-    other.mkdir()
-    git(other, "init", "--quiet")
+    git(tmp_path, "init", "--quiet", "other")
     git(other, "commit", "--quiet", "--allow-empty", "-m", "theirs")
     expected = git(clone, "rev-parse", "HEAD")
     for name, path in (("GIT_DIR", ".git"), ("GIT_WORK_TREE", ""), ("GIT_INDEX_FILE", ".git/index")):
