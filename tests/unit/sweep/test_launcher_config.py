@@ -12,10 +12,6 @@ from ultrabench.sweep.config.sweep_config import TEXTS
 TREE = load_config(["launcher=slurm"]).resolved
 
 
-def slurm(*overrides):
-    return load_config(["launcher=slurm", *overrides]).launcher
-
-
 def composed(**values):
     """The launcher of a composed tree with these values in it."""
     return config_from_tree({**TREE, "launcher": {**TREE["launcher"], **values}}).launcher
@@ -27,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 def cluster(text, *overrides):
     """The launcher's values that come of a file of a cluster."""
     write_config("cluster/mine", text)
-    return slurm("cluster=mine", *overrides)
+    return load_config(["launcher=slurm", "cluster=mine", *overrides]).launcher
 
 
 def test_the_defaults_are_kind_to_others():
@@ -108,7 +104,7 @@ def test_options_of_sbatch(given, sbatch):
 )  # fmt: skip
 def test_options_written_differently_are_explained(override, text):
     with pytest.raises(ConfigError, match=re.escape(text)):
-        slurm(override)
+        load_config(["launcher=slurm", override])
 
 
 BREAK = "a\nrm -r x"

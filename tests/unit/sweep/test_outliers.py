@@ -80,17 +80,15 @@ def test_groups_of_similar_size_are_all_in_doubt_and_none_is_invalid():
 
 SPEC = spec_of(LAYOUTS[0], BF16)
 SCALED = to_dict(replace(SPEC, shape=replace(TINY, rope_scaling=LONG)))
-OTHERS = (
-    {"shape": replace(TINY, num_hidden_layers=3)}, {"workload": replace(SPEC.workload, seed=1)},
-    {"workload": replace(SPEC.workload, seq_len=64)},
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("other", "outliers"),
     [
         ({}, {9}), ({"spec": to_dict(replace(SPEC, shape=replace(TINY, name="x")))}, {9}),
-        *(({"spec": to_dict(replace(SPEC, **words))}, set()) for words in OTHERS),  # another model, seed or batch
+        *(({"spec": to_dict(replace(SPEC, **other))}, set()) for other in (
+            {"shape": replace(TINY, num_hidden_layers=3)}, {"workload": replace(SPEC.workload, seed=1)},
+            {"workload": replace(SPEC.workload, seq_len=64)})),
         *(({"spec": spec}, set()) for spec in ({}, {"kernel": 7}, {"kernel": {"kind": "x"}}, {"shape": [], "kernel": {}})),
         ({"env_id": "other"}, set()), ({"loss_step": 6}, set()), ({"status": Status.CRASH}, set()), ({"loss_final": None}, set()),
     ],
