@@ -25,22 +25,17 @@ def retry(**words):
     return replace(_DEFAULT.retry, **{"backoff_s": 0.0, **words})
 
 
-def slurm(**words):
-    """The Slurm launcher's values with some others."""
-    return replace(_DEFAULT.launcher, **words)
-
-
 def left(runs, state, alive=frozenset(), *, repeats=1, confirm=1, policy=None, canary=False, **words):
     """What is left to do of a sweep of these runs, by default once each."""
     config = replace(
         _DEFAULT, repeats=repeats, retry=policy or retry(), measure=measure(confirm=confirm),
-        launcher=slurm(control=canary),
+        launcher=replace(_DEFAULT.launcher, control=canary),
     )  # fmt: skip
     return next_attempts(Plan(config=config, candidates=tuple(runs)), state, alive, Launch(**words))
 
 
 def write_config(name: str, text: str, folder: str = "ultrabench") -> None:
-    """Writes a file of the user's configuration, such as hardware/mine, to a folder, which the test's own one holds."""
+    """Writes a file of the user's configuration, such as hardware/mine, below the working folder."""
     path = Path(folder) / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

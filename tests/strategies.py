@@ -40,11 +40,6 @@ def written(event, *, writer="w", seq=0, time=0.0):
     return decode(encode(Line(event=event, writer=writer, seq=seq, time=time)).rstrip())
 
 
-def powers(most):
-    """1, 2, 4 up to `most`."""
-    return st.integers(0, most.bit_length() - 1).map(lambda n: 2**n)
-
-
 def divisors(number):
     """Whole divisors of `number`."""
     return st.sampled_from([n for n in range(1, number + 1) if number % n == 0])
