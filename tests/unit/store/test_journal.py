@@ -1,7 +1,6 @@
 """Journals: lines that are written whole, files that are no journals, and file systems that lack what a sweep needs."""
 
 import errno
-import json
 import os
 import resource
 import shutil
@@ -11,21 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.configs import refused
+from tests.strategies import written
 from ultrabench.errors import SweepFolderError
 from ultrabench.result import RunResult, Status
-from ultrabench.store.events import Cancel, Failed
+from ultrabench.store.events import Cancel, Failed, encode
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import MAX_LINE_BYTES, JournalReader, JournalWriter, read_journal
-
-
-def test_a_writer_numbers_its_events(tmp_path):
-    writer = JournalWriter(tmp_path, "launcher")
-    for n in range(3):
-        writer.write(Cancel(generation=n))
-    assert [(e.writer, e.seq, e.event.generation) for e in read_journal(tmp_path)] == [
-        (writer.name, n, n) for n in range(3)
-    ]
-    assert JournalWriter(tmp_path, "launcher").path != writer.path
 
 
 def test_a_torn_write_is_told_and_the_next_event_starts_a_new_line(tmp_path, monkeypatch):
@@ -39,8 +29,12 @@ def test_a_torn_write_is_told_and_the_next_event_starts_a_new_line(tmp_path, mon
     writer.write(Cancel(generation=3))
     warnings = []
     found = list(read_journal(tmp_path, warnings.append))
-    assert [(e.seq, e.event.generation) for e in found] == [(0, 1), (1, 3)]
+    assert [(e.writer, e.seq, e.event.generation) for e in found] == [
+        (writer.name, 0, 1),
+        (writer.name, 1, 3),
+    ]
     assert len(warnings) == 1
+    assert JournalWriter(tmp_path, "agent").path != writer.path
 
 
 def test_a_journal_that_cannot_be_opened_is_told_in_one_line(tmp_path):
@@ -69,11 +63,8 @@ def test_a_line_is_one_json_object_whatever_it_tells(tmp_path):
     assert found.event.result.evidence == {"tail": ["?? ok \u00e9"]}
 
 
-GOOD = {"v": 1, "writer": "w", "seq": 0, "time": 0.0, "event": "cancel", "generation": 1}
-
-
-def line(**values):
-    return json.dumps({**GOOD, **values}).encode() + b"\n"
+def line(seq=0):
+    return encode(written(Cancel(generation=1), seq=seq))
 
 
 def unix_socket(path):
@@ -89,9 +80,9 @@ ODD = {
 
 @pytest.mark.parametrize("make", ODD.values(), ids=ODD)
 def test_what_is_no_regular_file_is_skipped_with_one_warning(tmp_path, make):
-    (tmp_path / "a.jsonl").write_bytes(line(seq=0))
+    (tmp_path / "a.jsonl").write_bytes(line())
     make(tmp_path / "b.jsonl")
-    (tmp_path / "c.jsonl").write_bytes(line(seq=1))
+    (tmp_path / "c.jsonl").write_bytes(line(1))
     told = []
     reader = JournalReader(tmp_path, told.append)
     assert [e.seq for e in reader.poll()] == [0, 1]
@@ -131,7 +122,7 @@ def test_a_journal_folder_that_is_gone_is_named(tmp_path):
 
 def test_an_overlong_line_is_skipped_in_bounded_memory(tmp_path):
     path = tmp_path / "w.jsonl"
-    path.write_bytes(line(seq=0))
+    path.write_bytes(line())
     with path.open("ab") as file:
         file.truncate(8 * MAX_LINE_BYTES)  # 512 MiB of NULs that take no room on the disk
     told = []
@@ -140,7 +131,7 @@ def test_an_overlong_line_is_skipped_in_bounded_memory(tmp_path):
     assert [e.seq for e in reader.poll()] == [0]
     assert len(told) == 1
     with path.open("ab") as file:
-        file.write(b"\n" + line(seq=1))
+        file.write(b"\n" + line(1))
     assert [e.seq for e in reader.poll()] == [1]
     assert len(told) == 1
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < 4 * MAX_LINE_BYTES
