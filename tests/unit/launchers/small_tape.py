@@ -56,16 +56,14 @@ class Tape:
 
     def __init__(self, process: Process, most: int) -> None:
         self.answers, self.known = list(process.answers), dict(process.known)
-        self._at, self._new, self._most = 0, 0, most
+        self._at, self._most = 0, most
         self._words: list[str] = []
+        self.new = 0
+        """Number of new steps."""
         self.coarse = False
         """Its looking around is one step."""
         self.last = ""
         """Its latest step."""
-
-    @property
-    def new(self) -> int:
-        return self._new
 
     def told(self, who: str) -> str:
         """What it has done now, in words."""
@@ -79,10 +77,10 @@ class Tape:
             kind: of what it tells the process, which an answer of the same kind replaces.
         """
         if self._at == len(self.answers):
-            if self._new >= self._most or (wait and self._new and not (self.coarse and word == "reads")):
+            if self.new >= self._most or (wait and self.new and not (self.coarse and word == "reads")):
                 raise Halt
             answer = take()
-            self._new += 1
+            self.new += 1
             self._words.append(word)
             self.answers.append(answer)
             if kind:

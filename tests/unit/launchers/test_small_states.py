@@ -33,10 +33,6 @@ from ultrabench.sweep.running.decide import decide
 HUNT = int(settings.get_current_profile_name() == "hunt")
 
 
-class WrongError(AssertionError):
-    """A world that must not be."""
-
-
 @pytest.fixture
 def stage(monkeypatch, request, tmp_path):
     """A stage of two runs that share an allocation, or of one, without clocks and chance."""
@@ -92,8 +88,8 @@ def comes_to_nothing(stage: Stage, world: World) -> bool:
 
 def require_once(world: World, in_turn: bool) -> None:
     """Nothing ran twice; with one launcher after another nothing even waits twice."""
-    if len(set(world.witness)) < len(world.witness):
-        raise WrongError("\n".join([f"ran twice: {world.witness}", *world.story]))
+    told = "\n".join(world.story)
+    assert len(set(world.witness)) == len(world.witness), f"ran twice: {world.witness}\n{told}"
     waiting = {job.allocation.name: job for job in world.jobs.values() if job.phase != "over"}
     # The second job of an allocation, and one that was given up, will run nothing.
     owners = {name: world.claims.get(name, {"job": {"job_id": job.job_id}}) for name, job in waiting.items()}
@@ -101,8 +97,7 @@ def require_once(world: World, in_turn: bool) -> None:
         str(task.key) for name, job in waiting.items() for task in job.allocation.tasks
         if owners[name].get("job", {}).get("job_id") == job.job_id
     ]  # fmt: skip
-    if in_turn and len(set(tasks)) < len(tasks):
-        raise WrongError("\n".join([f"is in two jobs at once: {tasks}", *world.story]))
+    assert not in_turn or len(set(tasks)) == len(tasks), f"is in two jobs at once: {tasks}\n{told}"
 
 
 def require_end(stage: Stage, world: World) -> None:
@@ -127,15 +122,13 @@ def require_end(stage: Stage, world: World) -> None:
     stage.most_jobs = most_jobs
     lines = world.journal.values()
     state = fold(lines)
-    if state != fold(reversed(lines)):
-        raise WrongError("the order of events matters")
+    assert state == fold(reversed(lines)), "the order of events matters"
     for run in stage.sweep.plan.runs:
         attempts = [a for k, a in sorted(state.attempts.items()) if k.run_id == run.run_id]
         statuses = [a.result and a.result.status for a in attempts]
-        if statuses.count(Status.OK) != 1 or statuses[-1] != Status.OK:
-            raise WrongError("\n".join([f"{run.run_id} has ended {statuses}", *world.story]))
-    if not set(world.witness) <= {str(key) for key in state.attempts}:
-        raise WrongError("ran and is not recorded")
+        told = "\n".join([f"{run.run_id} has ended {statuses}", *world.story])
+        assert (statuses.count(Status.OK), statuses[-1:]) == (1, [Status.OK]), told
+    assert set(world.witness) <= {str(key) for key in state.attempts}, "ran and is not recorded"
 
 
 AT_ONCE = {"coarse": True, "most_kills": 0}
@@ -196,5 +189,5 @@ def test_a_planted_fault_is_found_out(stage, words, planted, told, monkeypatch):
     vars(stage).update(words)
     for name, value in planted.items():
         monkeypatch.setattr(f"ultrabench.launchers.{name}", value)
-    with pytest.raises(WrongError, match=told):
+    with pytest.raises(AssertionError, match=told):
         explore(stage)
