@@ -45,15 +45,12 @@ class Terminal(io.StringIO):
         return True
 
 
-def after(used):
-    """The state of a sweep whose only allocation has used so many GPU hours and tried nothing."""
-    held_s = 3600 * used / PLAN.config.hardware.gpus_per_node
-    end = AllocationEnded(allocation="a", reason="done", held_s=held_s)
-    return SweepState(allocations={"a": AllocationState(name="a", ends={end.job: end})})
-
-
 def ask(given=None, *, plan=PLAN, used=0.0, yes=False):
-    state = after(used)
+    """The budget of a sweep whose only allocation has used so many GPU hours and tried nothing."""
+    end = AllocationEnded(
+        allocation="a", reason="done", held_s=3600 * used / PLAN.config.hardware.gpus_per_node
+    )
+    state = SweepState(allocations={"a": AllocationState(name="a", ends={end.job: end})})
     return ask_for_budget(plan, price_of(plan, state), state, CLUSTER, given, yes)
 
 

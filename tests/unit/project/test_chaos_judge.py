@@ -1,7 +1,5 @@
 """The judge of chaos campaigns finds what is planted, and finds nothing where nothing is wrong."""
 
-import json
-
 import pytest
 
 from tests.chaos.judge import judge, most_jobs, submitted_jobs
@@ -80,13 +78,8 @@ def test_a_fault_that_takes_a_job_allows_another():
 
 
 def test_jobs_are_counted_whatever_lies_in_the_journal(tmp_path):
-    events = [
-        {"event": "allocation_planned", "allocation": "never"},
-        {"event": "submitted", "allocation": "n1-1.0"},
-        {"event": "adopted", "allocation": "n1-1.0"},
-        {"event": "allocation_started", "allocation": "n1-1.1"},
-    ]
-    text = "".join(json.dumps(event) + "\n" for event in events)
+    events = (("allocation_planned", "a"), ("submitted", "b"), ("adopted", "b"), ("allocation_started", "c"))
+    text = "".join(f'{{"event": "{kind}", "allocation": "{name}"}}\n' for kind, name in events)
     (tmp_path / "launcher-host-1-ab.jsonl").write_text(text + '{"event": "subm\n' + "[" * 100_000 + "\n")
     (tmp_path / "agent-stray-1-1.jsonl").mkdir()
     assert submitted_jobs(tmp_path) == 2

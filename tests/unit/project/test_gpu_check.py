@@ -112,32 +112,27 @@ def test_steps_that_need_more_gpus_have_no_lines():
 
 
 def test_what_passed_is_kept_until_it_is_asked_for_again(monkeypatch, tmp_path):
-    tried = []
+    tried, out = [], tmp_path / "out.json"
 
     def lines_of(step, at):
-        for what, passed in (("good", True), ("bad", False)):
-            yield what, lambda what=what, passed=passed: tried.append(f"{step}: {what}") or (passed, "told")
+        yield "good", lambda: tried.append(f"{step}: good") or (True, "told")
+        yield "bad", lambda: tried.append(f"{step}: bad") or (False, "told")
+
+    def again(*only, ranks=8):
+        tried.clear()
+        lines = gpu_check.run_lines([*only], machine(ranks=ranks), out)
+        assert {key: line["status"] for key, line in lines.items()} == every
+        return tried
 
     monkeypatch.setattr(gpu_check, "lines_of", lines_of)
     monkeypatch.setattr(gpu_check, "LOOK", {"check": "x", "links": "y"})
-    out, everything = tmp_path / "out.json", ["check: good", "check: bad", "links: good", "links: bad"]
-    again = [
-        ([], everything),
-        ([], everything[1::2]),
-        (["links"], everything[2:]),
-        (["check: good"], everything[:1]),
-    ]
-    for only, expected in again:
-        tried.clear()
-        lines = gpu_check.run_lines(only, machine(), out)
-        assert tried == expected
-        assert [(key, line["status"]) for key, line in lines.items()] == [
-            (key, "pass" if key.endswith("good") else "fail") for key in everything
-        ]
+    every = {"check: good": "pass", "check: bad": "fail", "links: good": "pass", "links: bad": "fail"}
+    assert again() == [*every]
+    assert again() == ["check: bad", "links: bad"]
+    assert again("links") == ["links: good", "links: bad"]
+    assert again("check: good") == ["check: good"]
     assert json.loads(out.read_text())["environment"] == FACTS
-    tried.clear()
-    gpu_check.run_lines([], machine(ranks=2), out)
-    assert tried == everything, "another machine"
+    assert again(ranks=2) == [*every], "another machine"
 
 
 def run(*words):
