@@ -12,14 +12,15 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tests import patience
+from tests.chaos import failures, interference
 from tests.chaos.fault import Fault
 from tests.chaos.judge import judge, submitted_jobs
-from tests.chaos.strike import strike
 from tests.chaos.target import PROGRAM, MissedError
 from tests.chaos.witness import executions_of
 from tests.slurm.conftest import Cluster
 from tests.slurm.sweeps import MANY, SlurmBench, slurm_says
 
+STRIKES = failures.STRIKES | interference.STRIKES
 SIZE = "64m"
 """Size of the file system for the results, which is small so that faults can fill it."""
 LIFE_S = 15.0
@@ -167,7 +168,9 @@ class Campaign:
             "at": round(time.time(), 1),
         }
         try:
-            return record | strike(self, fault)
+            if fault.kind in ("disk_full", "read_only") and not self.mounted:
+                raise MissedError("no file system can be mounted here")
+            return {**record, "allocations": [], **STRIKES[fault.kind](self, fault)}
         except MissedError as error:
             return {**record, "missed": str(error)}
 

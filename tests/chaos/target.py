@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tests.chaos.fault import Fault
 from tests.slurm.sweeps import slurm_says
@@ -18,6 +18,9 @@ PATIENCE_S = 15.0
 AWAY_S = 5.0
 """Seconds for which disks are full or read-only, and controllers are down."""
 T = TypeVar("T")
+Hit = dict[str, Any]
+"""What a fault hit: `target` in words, `allocations` whose attempt it may have ended, and `costs`, the number
+of jobs it may cost, if that is not one for each of them."""
 
 
 class MissedError(Exception):

@@ -1,28 +1,27 @@
-"""Injects faults: those of processes, jobs, nodes and launchers are here, the others in modules beside it."""
+"""Faults by which a process, a job, a node, a launcher or the results folder dies, stops or is full."""
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tests.chaos.bystander import other_cluster, other_user
-from tests.chaos.clumsy_files import (
-    deleted_logs,
-    disk_full,
-    fifo_journal,
-    read_only,
-    torn_line,
-    unreadable_claim,
-)
 from tests.chaos.fault import OF_A_PROGRAM, Fault
-from tests.chaos.intruder import port_scan, reforking_children
-from tests.chaos.lying_slurm import clock_offset, double_submission, empty_squeue
-from tests.chaos.target import AWAY_S, MissedError, Target, jobs, nodes_at_work, one_of, processes
+from tests.chaos.target import (
+    AWAY_S,
+    Hit,
+    MissedError,
+    Target,
+    jobs,
+    nodes_at_work,
+    one_of,
+    processes,
+    writers_at_rest,
+)  # fmt: skip
 from tests.slurm.conftest import SETTINGS
 from ultrabench.processes import command_line
 
@@ -31,31 +30,6 @@ if TYPE_CHECKING:
 
 SILENT_S = 13.0
 """Seconds for which a node is silent; they are more than SlurmdTimeout, after which Slurm notices it."""
-Hit = dict[str, Any]
-"""What a fault hit: `target` in words, `allocations` whose attempt it may have ended, and `costs`, the number
-of jobs it may cost, if that is not one for each of them."""
-
-
-def strike(campaign: "Campaign", fault: Fault) -> Hit:
-    """Injects a fault; returns what it hit.
-
-    Raises:
-        MissedError: nothing could be hit.
-    """
-    done_by: dict[str, Callable[[Campaign, Fault], Hit]] = {
-        "kill_launcher": _kill_launcher, "two_launchers": _two_launchers, "slurmctld": _slurmctld,
-        **dict.fromkeys(("kill_leader", "kill_follower", "kill_rank"), _signal),
-        **dict.fromkeys(("stop_leader", "stop_follower", "stop_rank"), _signal),
-        **dict.fromkeys(OF_A_PROGRAM, order), "reforking_children": _reforking_children,
-        "node_down": _node, "node_silent": _node, "scancel": _job, "requeue": _job,
-        "disk_full": disk_full, "read_only": read_only, "torn_line": torn_line, "deleted_logs": deleted_logs,
-        "unreadable_claim": unreadable_claim, "fifo_journal": fifo_journal, "port_scan": port_scan,
-        "other_user": other_user, "other_cluster": other_cluster, "clock_offset": clock_offset,
-        "double_submission": double_submission, "empty_squeue": empty_squeue,
-    }  # fmt: skip
-    if fault.kind in ("disk_full", "read_only") and not campaign.mounted:
-        raise MissedError("no file system can be mounted here")
-    return {"allocations": [], **done_by[fault.kind](campaign, fault)}
 
 
 def _signal(campaign: "Campaign", fault: Fault) -> Hit:
@@ -94,10 +68,6 @@ def order(campaign: "Campaign", fault: Fault) -> Hit:
     taken = json.loads(told.read_text())
     target = f"rank {taken['rank']} of {taken['key']}"
     return {"target": target, "allocations": [taken["allocation"]]}
-
-
-def _reforking_children(campaign: "Campaign", fault: Fault) -> Hit:
-    return reforking_children(campaign, fault, order(campaign, fault))
 
 
 def _job(campaign: "Campaign", fault: Fault) -> Hit:
@@ -139,3 +109,57 @@ def _slurmctld(campaign: "Campaign", fault: Fault) -> Hit:
     time.sleep(AWAY_S)
     campaign.cluster.tool("up", *SETTINGS)
     return {"target": "slurmctld"}
+
+
+def _disk_full(campaign: "Campaign", fault: Fault) -> Hit:
+    """Fills the file system of the results for some seconds."""
+    filler = campaign.results / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (2**20, 2**12, 1):
+            with contextlib.suppress(OSError):
+                while file.write(b"x" * size):
+                    pass
+    time.sleep(AWAY_S)
+    filler.unlink()
+    return {"target": "the results folder"}
+
+
+def _read_only(campaign: "Campaign", fault: Fault) -> Hit:
+    """Makes the file system read-only for some seconds; files that are already open can still be written."""
+    place, aside = str(campaign.results), str(campaign.bench.folder / "aside")
+    Path(aside).mkdir(exist_ok=True)
+    # A second mount is made read-only, since Linux refuses that for a mount with files open for writing.
+    for words in (["--bind", place, aside], ["-o", "remount,bind,ro", aside], ["--bind", aside, place]):
+        subprocess.run(["mount", *words], check=True, capture_output=True)
+    time.sleep(AWAY_S)
+    for mounted in (place, aside):
+        subprocess.run(["umount", "--lazy", mounted], check=True, capture_output=True)
+    return {"target": "the results folder"}
+
+
+def _torn_line(campaign: "Campaign", fault: Fault) -> Hit:
+    """Adds half a line to the journal of a process that has ended, as if it had died while writing."""
+    path = one_of(lambda: writers_at_rest(campaign.folder / "journal"), fault)
+    last = path.read_bytes().splitlines()[-1]
+    with path.open("ab", buffering=0) as file:
+        file.write(last[: max(1, len(last) * fault.share // 100)])
+    return {"target": path.name}
+
+
+def _deleted_logs(campaign: "Campaign", fault: Fault) -> Hit:
+    """Deletes the logs of all runs and jobs."""
+    shutil.rmtree(campaign.folder / "logs", ignore_errors=True)
+    found = [*campaign.folder.glob("allocations/*/job.log")]
+    for log in found:
+        log.unlink(missing_ok=True)
+    return {"target": f"logs and {len(found)} job logs"}
+
+
+STRIKES = {
+    "kill_launcher": _kill_launcher, "two_launchers": _two_launchers, "slurmctld": _slurmctld,
+    **dict.fromkeys(("kill_leader", "kill_follower", "kill_rank"), _signal),
+    **dict.fromkeys(("stop_leader", "stop_follower", "stop_rank"), _signal),
+    **dict.fromkeys(OF_A_PROGRAM, order), "node_down": _node, "node_silent": _node, "scancel": _job, "requeue": _job,
+    "disk_full": _disk_full, "read_only": _read_only, "torn_line": _torn_line, "deleted_logs": _deleted_logs,
+}  # fmt: skip
+"""Kind of fault -> the function that injects it and returns what it hit; it raises MissedError if nothing was hit."""
