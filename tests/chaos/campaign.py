@@ -92,24 +92,27 @@ class Campaign:
         if self.mounted:
             subprocess.run(["umount", "--lazy", str(self.results)], capture_output=True)
 
-    def launch(self, program: Sequence[str] = (), path: Path | None = None) -> None:
+    def launch(self, program: Sequence[str] = (), **variables: str) -> None:
         """Starts a launcher of the sweep, as a person does who sees that none runs.
 
         Args:
             program: arguments of Python that replace those which run ultrabench.
-            path: a folder that comes first in PATH.
+            variables: of its environment, besides those of this process.
         """
         self._launches += 1
         command = self.bench.command(*self.launch_words())
         if program:
             command[1:3] = ["-P", *program]
-        environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}" if path else os.environ["PATH"]}
-        with (self.bench.folder / f"launcher.{self._launches}.log").open("wb") as log:
-            started = subprocess.Popen(
-                ["env", "--default-signal=INT", *command], cwd=self.bench.folder, env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        words = ["env", "--default-signal=INT", *command]
+        self._launchers.append(self.start(words, f"launcher.{self._launches}.log", **variables))
+
+    def start(self, words: Sequence[str], log: str, **variables: str) -> "subprocess.Popen[bytes]":
+        """Starts a command in a session of its own, whose output is added to the file `log`."""
+        with (self.bench.folder / log).open("ab") as file:
+            return subprocess.Popen(
+                words, cwd=self.bench.folder, env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
+                stdout=file, stderr=file, start_new_session=True,
             )  # fmt: skip
-        self._launchers.append(started)
 
     def launch_words(self) -> list[str]:
         """The words of the command line that launches the current sweep."""
@@ -161,12 +164,8 @@ class Campaign:
 
     def _tried(self, fault: Fault) -> dict[str, Any]:
         """What a fault hit, or why it `missed`."""
-        record = {
-            "number": fault.number,
-            "kind": fault.kind,
-            "sweep": self.sweep,
-            "at": round(time.time(), 1),
-        }
+        at = round(time.time(), 1)
+        record = {"number": fault.number, "kind": fault.kind, "sweep": self.sweep, "at": at}
         try:
             if fault.kind in ("disk_full", "read_only") and not self.mounted:
                 raise MissedError("no file system can be mounted here")

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -112,8 +111,8 @@ def _other_cluster(campaign: "Campaign", fault: Fault) -> Hit:
     if fault.share % 4 < 2:  # in these cases no launcher follows the sweep meanwhile
         campaign.kill_launchers()
     words = campaign.launch_words() if launches else ["sweep", "status", campaign.sweep, "--watch"]
-    conf = f"{campaign.clusters[1].folder}/slurm.conf"
-    _look(campaign, fault, [campaign.bench.command(*words)], SLURM_CONF=conf)
+    conf = campaign.clusters[1].folder / "slurm.conf"
+    _look(campaign, fault, [campaign.bench.command(*words)], SLURM_CONF=str(conf))
     if not campaign.living():
         campaign.launch()
     return {"target": f"{'launch' if launches else 'status --watch'} on another cluster"}
@@ -121,10 +120,7 @@ def _other_cluster(campaign: "Campaign", fault: Fault) -> Hit:
 
 def _look(campaign: "Campaign", fault: Fault, commands: list[list[str]], **variables: str) -> None:
     """Runs commands for some seconds, then ends them and their children."""
-    where: dict[str, Any] = {"cwd": campaign.bench.folder, "env": {**os.environ, **variables}}
-    with (campaign.bench.folder / f"onlooker.{fault.number}.log").open("ab") as log:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        started = [subprocess.Popen(c, start_new_session=True, **pipes, **where) for c in commands]
+    started = [campaign.start(words, f"onlooker.{fault.number}.log", **variables) for words in commands]
     try:
         time.sleep(LOOKS_S)
     finally:
@@ -265,7 +261,7 @@ class Wrappers:
             (folder / program).chmod(0o755)
         self.flag.touch()
         campaign.kill_launchers()
-        campaign.launch(path=folder)
+        campaign.launch(PATH=f"{folder}:{os.environ['PATH']}")
 
     def pids(self) -> list[int]:
         """The pids of the calls that got a false answer, in order."""
