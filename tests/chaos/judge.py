@@ -21,11 +21,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def judge(
-    table: Rows,
-    records: list[dict[str, Any]],
-    executions: Sequence[Execution] | None,
-    jobs: int,
-    launches: int,
+    table: Rows, records: Rows, executions: Sequence[Execution] | None, jobs: int, launches: int
 ) -> list[str]:
     """The problems of a sweep that is over; it also adds to each record the ends it explains.
 
@@ -45,7 +41,7 @@ def judge(
     ]
 
 
-def most_jobs(table: Rows, records: list[dict[str, Any]], launches: int) -> int:
+def most_jobs(table: Rows, records: Rows, launches: int) -> int:
     """The largest number of jobs that a sweep may use, which depends on its plan and on the faults.
 
     It is one for each planned run, although an allocation usually has several; one for each allocation that a
@@ -137,7 +133,7 @@ def _one_at_a_time(executions: Sequence[Execution]) -> list[str]:
     return found
 
 
-def _explained(rows: Rows, records: list[dict[str, Any]]) -> list[str]:
+def _explained(rows: Rows, records: Rows) -> list[str]:
     """Problems with the rule that a fault explains each end but ok; a fault explains one per allocation."""
     open_ = [(record, name) for record in records for name in record.get("allocations", ())]
     for record in records:

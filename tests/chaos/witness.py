@@ -37,9 +37,7 @@ def executions_of(sweep: str, lines: Iterable[str]) -> list[Execution]:
         key, at = f"{run_id}.{repeat}.{attempt}", float(seconds)
         if name != sweep:
             continue
-        new = Execution(
-            key=key, allocation=allocation, host=host, process=process, started_s=at, last_s=at
-        )  # fmt: skip
+        new = Execution(key=key, allocation=allocation, host=host, process=process, started_s=at, last_s=at)
         held = found.setdefault((key, process), new)
         held.last_s, held.ended = max(held.last_s, at), held.ended or word == "end"
     return sorted(found.values(), key=lambda execution: execution.started_s)
