@@ -116,7 +116,15 @@ class Campaign:
 
     def launch_words(self) -> list[str]:
         """The words of the command line that launches the current sweep."""
-        return ["sweep", "launch", *self._words(), "--max-gpu-hours", "100"]
+        options = EMBEDDED
+        if not self.embedded:
+            program = ["python", str(PROGRAM), str(self.bench.folder), self.sweep]
+            words = ",".join(f"'{word}'" for word in [*program, "{run_id}", "{repeat}", "{attempt}"])
+            options = (
+                "kernel=command", f"kernel.command=[{words}]", "sweep.tp=1", "sweep.pp=1",
+                "measure.warmup_steps=2", *MANY, *([LONG] if self._numbers % 2 == 0 else []),
+            )  # fmt: skip
+        return ["sweep", "launch", f"name={self.sweep}", *COMMON, *options, "--max-gpu-hours", "100"]
 
     def kill_launchers(self) -> None:
         """Kills all launchers."""
@@ -132,16 +140,6 @@ class Campaign:
     def living(self) -> list["subprocess.Popen[bytes]"]:
         """The launchers that run."""
         return [launcher for launcher in self._launchers if launcher.poll() is None]
-
-    def _words(self) -> list[str]:
-        if self.embedded:
-            return [f"name={self.sweep}", *COMMON, *EMBEDDED]
-        program = ["python", str(PROGRAM), str(self.bench.folder), self.sweep]
-        words = ",".join(f"'{word}'" for word in [*program, "{run_id}", "{repeat}", "{attempt}"])
-        return [
-            f"name={self.sweep}", "kernel=command", f"kernel.command=[{words}]", "sweep.tp=1", "sweep.pp=1",
-            "measure.warmup_steps=2", *COMMON, *MANY, *([LONG] if self._numbers % 2 == 0 else []),
-        ]  # fmt: skip
 
     def _open(self) -> None:
         self._numbers += 1
