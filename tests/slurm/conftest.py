@@ -89,27 +89,10 @@ def cleanliness(slurm: Cluster) -> Iterator[None]:
 @pytest.fixture
 def sweeps(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmBench]:
     """A folder for sweeps on the session's cluster; fails if a process of theirs is left."""
-    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("STEP_S", "0.002")
     monkeypatch.delenv(TAG_VARIABLE, raising=False)
     made = SlurmBench(tmp_path)
     yield made
     made.close()
     slurm.wait_for(lambda: not made.leftovers())
-
-
-@pytest.fixture
-def bare(
-    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SlurmBench]:
-    """A folder for sweeps on a second cluster, which has no accounting."""
-    cluster = Cluster(tmp_path_factory.mktemp("bare"))
-    try:
-        cluster.tool("up", "--nodes", "4", "--gpus", "0", "--no-accounting")
-        monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "slurm.conf"))
-        made = SlurmBench(tmp_path)
-        yield made
-        made.close()
-        cluster.wait_for(lambda: cluster.clean() and not made.leftovers())
-    finally:
-        cluster.tool("down")

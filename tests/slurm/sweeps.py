@@ -1,9 +1,6 @@
 """Runs real sweeps on the Slurm of simulated nodes, through the command line."""
 
-import os
-import stat
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from tests import patience
 from tests.local.conftest import Bench
@@ -18,9 +15,7 @@ FEW = ("sweep.nodes=[1,2]", "sweep.gbs=8", "sweep.zero_stage=[0,1]", "sweep.mbs=
 
 @dataclass
 class SlurmBench(Bench):
-    """A folder with sweeps on a Slurm; the folder `path` comes first in the PATH of commands."""
-
-    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    """A folder with sweeps on a Slurm; its folder `bin` comes first in PATH."""
 
     def overrides(self, behaviour: str, *more: str) -> list[str]:
         return super().overrides(
@@ -37,19 +32,19 @@ class SlurmBench(Bench):
         folder = self.folder / "bin"
         folder.mkdir(exist_ok=True)
         path = folder / program
-        path.write_text(f"#!/bin/bash\nREAL=/usr/bin/{program}\nCOUNT={self.folder}/{program}.count\n"
-                        f'echo x >> $COUNT; N=$(wc -l < $COUNT)\n{script}\n')  # fmt: skip
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        os.environ["PATH"] = f"{folder}:{self.environ['PATH']}"
+        count = f"{self.folder}/{program}.count"
+        path.write_text(
+            f"#!/bin/bash\nREAL=/usr/bin/{program}\necho x >> {count}; N=$(wc -l < {count})\n{script}\n"
+        )
+        path.chmod(0o755)
+
+    def count(self, event: str) -> int:
+        """How many events of this kind the journal holds."""
+        return self.journal().count(f'"event":"{event}"')
 
     def job_ids(self) -> list[str]:
         """The jobs of the sweep that are queued or running."""
         return slurm_says("squeue", "-h", "-r", "-o", "%i", "-t", "PD,R,CF").split()
-
-
-def in_files(folder: Path, text: str) -> list[str]:
-    """The files under `folder` that contain `text`."""
-    return [str(p) for p in folder.rglob("*") if p.is_file() and text.encode() in p.read_bytes()]
 
 
 def slurm_says(*words: str) -> str:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.conftest import SETTINGS, Cluster
+from tests.slurm.sweeps import FEW
 from ultrabench.processes import command_line, own_processes
 
 pytestmark = pytest.mark.slurm
-SMALL = ("--nodes=2", "--gpus=0", "--no-accounting", "--slurmd-timeout=5")
+SMALL = ("--nodes=2", "--gpus=0", "--no-accounting", "--slurmd-timeout=20")
 
 
 @pytest.fixture(scope="module")
@@ -48,52 +49,20 @@ def mentions(folder):
     return found
 
 
-def test_a_second_up_finds_it_running(slurm):
-    before = daemon(slurm, "slurmctld")
+def test_up_finds_it_running_and_a_step_sees_its_nodes_and_gpus(slurm):
     assert "already runs" in slurm.tool("up", *SETTINGS)
-    assert daemon(slurm, "slurmctld") == before
-
-
-def test_a_step_sees_its_nodes_and_gpus(slurm):
     words = "echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"
     lines = slurm.run("srun", "-N4", "--gpus-per-node=8", "sh", "-c", words).splitlines()
     assert sorted(lines) == [f"gpu0{i} 0,1,2,3,4,5,6,7" for i in range(1, 5)]
-    lines = slurm.run("srun", "-n2", "-w", "gpu01", "--gpus-per-task=2", "sh", "-c", words).splitlines()
-    assert sorted(lines) == ["gpu01 0,1", "gpu01 2,3"]
 
 
-def test_an_array_runs_and_sacct_knows_it(slurm, tmp_path):
-    script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran.$SLURM_ARRAY_TASK_ID\n")
-    job = slurm.run(
-        "sbatch", "--parsable", "--mem=100M", "--output=/dev/null", "--array=0-15", str(script)
-    ).strip()
-    slurm.wait_for(lambda: not slurm.jobs())
-    assert len(list(tmp_path.glob("ran.*"))) == 16
-    ask = ("sacct", "-n", "-P", "-X", "-j", job, "-o", "State,Account,Cluster")
-    slurm.wait_for(lambda: slurm.run(*ask).count("COMPLETED|research|ultrabench") == 16)
-    slurm.run("sbatch", "--array=0-101", str(script), code=1)
-
-
-def test_a_job_may_be_killed_with_its_node(slurm):
-    job = slurm.run(
-        "sbatch", "--parsable", "--no-requeue", "-w", "gpu0[1-2]", "-o", "/dev/null", "--wrap",
-        "srun sleep 600",
-    )  # fmt: skip
-    slurm.wait_for(lambda: slurm.nodes()["gpu02"] == "mixed")
-    slurm.tool("node-down", "gpu02")
-    assert slurm.nodes()["gpu02"] == "down"
-    ask = ("sacct", "-n", "-P", "-X", "-j", job.strip(), "-o", "State")
-    slurm.wait_for(lambda: slurm.run(*ask).strip() == "NODE_FAIL")
-    slurm.tool("node-up", "gpu02")
-    assert slurm.nodes()["gpu02"] == "idle"
-
-
-def test_without_accounting_and_beside_another(slurm, other):
-    assert other.nodes() == {"gpu01": "idle", "gpu02": "idle"}
-    assert other.run("srun", "-N2", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES").strip() == ""
-    other.run("squeue")
+def test_a_sweep_needs_no_accounting_and_may_run_beside_another_cluster(slurm, other, sweeps, monkeypatch):
+    monkeypatch.setenv("STEP_S", "0.02")
+    monkeypatch.setenv("SLURM_CONF", str(other.folder / "slurm.conf"))
     other.run("sacct", code=1)
+    sweeps.run(*sweeps.launch("fine", *FEW))
+    sweeps.judge(runs=10)
+    other.wait_for(other.clean)
     assert len(slurm.nodes()) == 8
 
 

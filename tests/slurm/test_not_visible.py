@@ -15,15 +15,6 @@ ONE = ("sweep.nodes=[1]", "sweep.gbs=8", "sweep.zero_stage=[0]", "sweep.mbs=[1]"
 """A single run on one node."""
 
 
-def planned(sweeps):
-    return sweeps.journal().count('"event":"allocation_planned"')
-
-
-def claims(sweeps):
-    """Claims of attempts, not of allocations."""
-    return [p for p in sorted((sweeps.folder / "results/t/claims").glob("*.*.*")) if p.name[0] != "."]
-
-
 def test_lost_journals_with_claims_that_stayed_cost_an_attempt_each(sweeps, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.3")
     launcher = sweeps.start(*sweeps.launch("fine", *FEW))
@@ -32,12 +23,13 @@ def test_lost_journals_with_claims_that_stayed_cost_an_attempt_each(sweeps, monk
     launcher.communicate()
     shutil.rmtree(sweeps.folder / "results/t/journal")
     (sweeps.folder / "results/t/journal").mkdir()
-    before = len(claims(sweeps))
+    # Claims of attempts, not of allocations.
+    before = len([p for p in sweeps.folder.glob("results/t/claims/*.*.*") if p.name[0] != "."])
     monkeypatch.setenv("STEP_S", "0.002")
     output = sweeps.run(*sweeps.launch("fine", *FEW), timeout=280)
     rows = sweeps.judge(runs=10, allowed=frozenset({"lost"}))
     assert 2 <= sum(row["status"] == "lost" for row in rows) <= before + 8, output
-    assert planned(sweeps) < 20
+    assert sweeps.count("allocation_planned") < 20
 
 
 def test_a_budget_bounds_what_is_held_with_its_setup_and_a_larger_one_goes_on(sweeps):
@@ -50,30 +42,33 @@ def test_a_budget_bounds_what_is_held_with_its_setup_and_a_larger_one_goes_on(sw
     assert stopped.returncode == 1, stopped.stderr
     assert f"over the {budget} that may be used" in stopped.stderr
     assert 0 < len(sweeps.rows()) < 10
-    held = [line.split("|") for line in _sacct(sweeps)]
-    hours = sum(int(seconds) * int(nodes) * 2 / 3600 for seconds, nodes in held)
+    hours = held_hours(sweeps)
     told = sweeps.status()["gpu_hours"]
     assert told["useful"] + told["wasted"] == pytest.approx(hours, rel=0.1, abs=0.003 * sweeps.slowness)
     # The canary of each size is submitted at its predicted price; its true one is known only then.
-    assert hours < float(budget) + 0.06 * sweeps.slowness, held
+    assert hours < float(budget) + 0.06 * sweeps.slowness
     sweeps.run(*words)
     sweeps.judge(runs=10)
 
 
-def _sacct(sweeps):
-    """Seconds|nodes of each job of the sweep, once the accounting knows the end of all of them."""
-    names = {p.name.rpartition(".")[0] for p in sweeps.folder.glob("results/t/allocations/*")}
+def held_hours(sweeps):
+    """The GPU hours of the sweep's jobs, once the accounting knows the end of all of them."""
+    names = ",".join({f"ub-t-{name.rpartition('.')[0]}" for name in sweeps.allocations()})
+    words = (
+        "sacct",
+        "-X",
+        "-n",
+        "-P",
+        "--starttime=now-1hour",
+        f"--name={names}",
+        "--format=ElapsedRaw,NNodes,End",
+    )
 
     def rows():
-        text = slurm_says(
-            "sacct", "--parsable2", "--noheader", "--allocations", "--format=JobName,ElapsedRaw,NNodes,End",
-            "--starttime=now-1hour",
-        )  # fmt: skip
-        found = [line.split("|") for line in text.splitlines()]
-        return [row for row in found if row[0].removeprefix("ub-t-") in names]
+        return [line.split("|") for line in slurm_says(*words).splitlines()]
 
-    sweeps.wait_for(lambda: rows() and all(row[3] != "Unknown" for row in rows()))
-    return [f"{row[1]}|{row[2]}" for row in rows()]
+    sweeps.wait_for(lambda: rows() and all(end != "Unknown" for _, _, end in rows()))
+    return sum(int(seconds) * int(nodes) * 2 / 3600 for seconds, nodes, _ in rows())
 
 
 def test_cancel_is_tried_again_until_slurm_takes_it(sweeps, slurm, monkeypatch):

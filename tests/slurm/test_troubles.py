@@ -1,75 +1,55 @@
 """What clusters do to a sweep: it ends as planned, every attempt is told, and nothing runs twice."""
 
-import os
-import subprocess
 import time
 
 import pytest
 
-from tests import patience
+from tests.chaos.target import jobs, nodes_at_work
 from tests.slurm.conftest import SETTINGS
 from tests.slurm.sweeps import FEW, MANY, slurm_says
 
 pytestmark = pytest.mark.slurm
 
 
-def scontrol(*words):
-    assert patience.run(["scontrol", *words]).returncode == 0
-
-
-def running(sweeps):
-    """(job id, nodes) of the sweep's running jobs."""
-    text = slurm_says("squeue", "-h", "-r", "-t", "R", "-o", "%i %N")
-    return [(line.split()[0], line.split()[1]) for line in text.splitlines() if len(line.split()) == 2]
-
-
-def first_node(nodes):
-    return slurm_says("scontrol", "show", "hostnames", nodes).split()[0]
-
-
-def started(sweeps, *more):
-    """A launch in the middle of its first runs."""
-    os.environ["STEP_S"] = "0.25"
-    launcher = sweeps.start(*sweeps.launch("fine", *MANY, *more))
-    sweeps.wait_for(lambda: len(sweeps.executions()) >= 2)
-    return launcher
-
-
 def ended(launcher):
     output, _ = launcher.communicate(timeout=280)
     assert launcher.returncode == 0, output
-    return output
 
 
-def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm):
+def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, monkeypatch):
     """A node that dies, a cancelled job, a requeued one, a node set down, a slurmctld that starts again."""
-    launcher = started(sweeps, "retry.max_excluded=2")
+    monkeypatch.setenv("STEP_S", "0.25")
+    launcher = sweeps.start(*sweeps.launch("fine", *MANY, "retry.max_excluded=2"))
 
-    def next_job():
-        """A job with another run begun since the last trouble."""
+    def wait_for_a_job():
+        """Until a job runs and another run has begun since the last trouble."""
         begun = len(sweeps.executions())
-        sweeps.wait_for(lambda: len(sweeps.executions()) > begun and running(sweeps))
-        return running(sweeps)[0]
+        sweeps.wait_for(lambda: len(sweeps.executions()) > begun and jobs("t"))
 
-    died = first_node(next_job()[1])
+    sweeps.wait_for(lambda: sweeps.executions())
+    wait_for_a_job()
+    died = nodes_at_work("t")[0]
     slurm.tool("node-down", died)
     time.sleep(3)
     slurm.tool("node-up", died)
 
-    cancelled, _ = next_job()
-    subprocess.run(["scancel", cancelled], check=True)
+    wait_for_a_job()
+    cancelled = jobs("t", states="R")[0].job_id
+    slurm.run("scancel", cancelled)
 
-    requeued, _ = next_job()
+    wait_for_a_job()
+    requeued = jobs("t", states="R")[0].job_id
     # With launcher.requeue=true Slurm would requeue the jobs of dead nodes, too.
-    scontrol("update", f"jobid={requeued}", "requeue=1")
-    scontrol("requeue", requeued)
+    slurm.run("scontrol", "update", f"jobid={requeued}", "requeue=1")
+    slurm.run("scontrol", "requeue", requeued)
 
-    down = first_node(next_job()[1])
-    scontrol("update", f"nodename={down}", "state=down", "reason=test")
+    wait_for_a_job()
+    down = nodes_at_work("t")[0]
+    slurm.run("scontrol", "update", f"nodename={down}", "state=down", "reason=test")
     time.sleep(3)
     slurm_says("scontrol", "update", f"nodename={down}", "state=resume")
 
-    next_job()
+    wait_for_a_job()
     slurm.run("scontrol", "shutdown", "slurmctld")
     time.sleep(4)
     slurm.tool("up", *SETTINGS)
@@ -107,8 +87,8 @@ def test_slurm_commands_that_hang_fail_or_lose_their_answer(sweeps):
     sweeps.fake("squeue", 'case $N in [1-3]) exit 1;; 8) sleep 60;; esac\nexec $REAL "$@"')
     sweeps.run(*sweeps.launch("fine", *FEW, "launcher.poll_s=2"), timeout=280)
     rows = sweeps.judge(runs=10)
-    planned = sweeps.journal().count('"event":"allocation_planned"')
-    assert planned == sweeps.journal().count('"event":"allocation_started"'), "submitted twice"
+    planned = sweeps.count("allocation_planned")
+    assert planned == sweeps.count("allocation_started"), "submitted twice"
     assert len({r["allocation"] for r in rows}) == planned
 
 

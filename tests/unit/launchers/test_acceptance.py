@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 H100 = ("sweep=acceptance", "hardware=h100x8", "launcher=slurm", "cluster=local")
 PLAN = make_plan(load_config(["sweep=acceptance-small"]))
-OK = RunResult(status=Status.OK, loss_final=6.0, loss_step=5, step_times_s=(0.5,) * 6)
+OK = RunResult(status=Status.OK, loss_final=6.0, loss_step=5, gradient_norm=4.0, step_times_s=(0.5,) * 6)
 RUNS = PLAN.runs[:3]
 ACCEPTED = passed("x").named("a")
 
@@ -45,37 +45,35 @@ def outcome(*ends, runs=RUNS):
     return Outcome(folder=folder, runs=runs[: len(ends)], state=state, stopped=None)
 
 
-@pytest.mark.parametrize(
-    ("one", "second", "wrong"),
-    [
-        (OK, replace(OK, loss_final=6.000001), None),
-        (OK, replace(OK, loss_final=6.0001), "1 of 2 layouts have the loss"),
-        (OK, None, "has not run"),
-        (OK, RunResult(status=Status.CRASH, reason="rank 1: no"), "crash, rank 1: no"),
-        (RunResult(status=Status.TIMEOUT, reason="slow"), OK, "one GPU alone"),
-    ],
-)
-def test_losses(one, second, wrong):
-    check = check_equal(outcome(one), outcome(OK, second), "loss")
-    assert (check.status is CheckStatus.FAIL) == bool(wrong)
-    assert (wrong or "2 of 2 layouts have the loss of one GPU at step 5: 6.000000") in check.told
-    assert not wrong or "ultrabench sweep show " in check.remedy
+def off(share):
+    """The end of a run whose loss and gradient are off by a share of those of OK."""
+    return replace(OK, loss_final=6 * (1 + share), gradient_norm=4 * (1 + share))
 
 
 @pytest.mark.parametrize(
-    ("word", "off", "fails"),
+    ("word", "one", "second", "wrong"),
     [
-        ("loss", 5e-5, False),  # the largest of honest layouts
-        ("loss", 1.4e-3, True),  # the copies of a tied embedding have their own gradients
-        ("gradient", 8e-4, False),
-        ("gradient", 2.6e-2, True),  # gathered tokens in the wrong order
+        ("loss", OK, off(5e-5), None),  # the largest of honest layouts
+        ("loss", OK, off(1.4e-3), "1 of 2 layouts have the loss"),  # the copies of a tied embedding differ
+        ("gradient", OK, off(8e-4), None),
+        (
+            "gradient",
+            OK,
+            off(2.6e-2),
+            "1 of 2 layouts have the gradient",
+        ),  # gathered tokens in the wrong order
+        ("loss", OK, None, "has not run"),
+        ("loss", OK, RunResult(status=Status.CRASH, reason="rank 1: no"), "crash, rank 1: no"),
+        ("loss", RunResult(status=Status.TIMEOUT, reason="slow"), OK, "one GPU alone"),
     ],
 )
-def test_planted_faults_are_told_from_rounding_in_bf16(word, off, fails):
+def test_planted_faults_are_told_from_rounding_in_bf16(word, one, second, wrong):
     runs = make_plan(load_config(H100)).runs[:2]
-    one, end = (replace(OK, loss_final=6 * by, gradient_norm=4 * by) for by in (1, 1 + off))
-    check = check_equal(outcome(one, runs=runs), outcome(end, end, runs=runs), word)
-    assert (runs[0].spec.kernel.precision, check.status is CheckStatus.FAIL) == ("bf16", fails)
+    assert runs[0].spec.kernel.precision == "bf16"
+    check = check_equal(outcome(one, runs=runs), outcome(OK, second, runs=runs), word)
+    assert (check.status is CheckStatus.FAIL) == bool(wrong)
+    assert (wrong or f"2 of 2 layouts have the {word} of one GPU at step ") in check.told
+    assert not wrong or "ultrabench sweep show " in check.remedy
 
 
 OOM = RunResult(status=Status.OOM, reason="no memory", confirmed=True)

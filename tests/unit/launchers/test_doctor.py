@@ -7,52 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.cli.conftest import ultrabench  # noqa: F401
-from tests.unit.launchers.test_slurm_limits import ASSOCIATIONS, CONFIG, PARTITIONS
-
-PATTERNS = {
-    "version of squeue": "squeue:--version", "version": "*:--version", "sbatch": "sbatch:*", "queue": "squeue:*",
-    "sacct": "sacct:*", "scancel": "scancel:*", "ping": "scontrol:ping", "config": "scontrol:*config*",
-    "partitions": "scontrol:*partition*", "job": "scontrol:*job*", "reasons": "sinfo:*list-reasons*",
-    "nodes": "sinfo:*", "assoc": "sacctmgr:*assoc*", "user": "sacctmgr:*user*", "qos": "sacctmgr:*qos*",
-}  # fmt: skip
-"""An answer of Slurm -> the program that gives it, and its arguments, as a pattern of the shell."""
-NODES = """\
-hopper|8|16|2000|idle|gpu:h100:8(S:0-1)
-debug|2|16|2000|idle|gpu:h100:8(S:0-1)
-"""
-UNENFORCED = CONFIG.replace("associations,limits,qos", "none")
-
-
-class Site:
-    """Slurm's programs in a folder, which is all of PATH.
-
-    `says` is what they print: a text, or a text and an exit code; None where the program is missing.
-    """
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.says = dict.fromkeys(PATTERNS, "") | {
-            "config": UNENFORCED, "partitions": PARTITIONS, "nodes": NODES, "assoc": ASSOCIATIONS,
-            "ping": "Slurmctld(primary) at vm is UP\n", "sbatch": "Submitted batch job 7\n", "user": "research\n",
-            "job": "JobId=7 ExitCode=3:0\n", **dict.fromkeys(("version of squeue", "version"), "slurm-wlm 22.05.8\n"),
-        }  # fmt: skip
-
-    def write(self):
-        script, programs, missing = f'#!/bin/sh\necho "${{0##*/}} $*" >> {self.folder}/asked\n', set(), set()
-        for key, pattern in PATTERNS.items():
-            program, said = pattern.partition(":")[0], self.says[key]
-            (missing if said is None else programs).add(program)
-            text, code = said if isinstance(said, tuple) else (said or "", 0)
-            answer = f"/bin/cat {'>&2 ' * bool(code)}<<'END'\n{text}END\nexit {code}"
-            script += f'case "${{0##*/}}:$*" in {pattern}) {answer};; esac\n'
-        for name in programs - missing - {"*"}:
-            (self.folder / name).write_text(script)
-            (self.folder / name).chmod(0o755)
-
-    @property
-    def asked(self):
-        lines = (self.folder / "asked").read_text().splitlines()
-        return [line for line in lines if not line.endswith("--version")]
+from tests.unit.launchers.site import CONFIG, NODES, PARTITIONS, PATTERNS, UNENFORCED, Site
 
 
 @pytest.fixture

@@ -131,15 +131,6 @@ def test_an_allocation_of_others_lives_and_is_left_alone(watched, by, started):
     assert not watched.once(), "there is nothing of ours to wait for"
 
 
-def test_what_others_finish_is_settled(watched):
-    watched.plan(key := watched.keys[0])
-    agents = watched.starts()
-    agents.claim(key, told=False)
-    agents.end()
-    watched.once()
-    assert (watched.alive, statuses(watched.sweep)) == ({watched.mine}, {key: Status.LOST})
-
-
 def test_others_whose_agents_are_silent_for_longer_than_their_limit_are_over(watched):
     """Slurm has ended that job by then, whoever it belongs to."""
     watched.plan(key := watched.keys[0])
@@ -221,13 +212,6 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
         assert watched.alive == {watched.mine}
     watched.once(after=0.3 * watched.patience_s)
     assert (watched.ended(watched.mine), statuses(watched.sweep)[key]) == (gone.reason, gone.status)
-
-
-def test_where_its_processes_were_looked_at_it_is_dead_at_once(watched):
-    watched.starts(watched.mine)
-    watched.launcher.ended_jobs[watched.mine] = JobEnd(reason="vanished", certain=True)
-    watched.once()
-    assert watched.ended(watched.mine) == "vanished"
 
 
 def test_a_silent_job_that_slurm_lists_is_not_dead(watched):

@@ -9,42 +9,18 @@ from hypothesis import strategies as st
 
 from tests.configs import refused
 from tests.unit.allocations import with_launcher
+from tests.unit.launchers.site import ASSOCIATIONS, CONFIG, PARTITIONS, UNENFORCED
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.choose import PARTITION_DIVISOR, node_share
 from ultrabench.launchers.slurm.query import CommandError
 from ultrabench.launchers.slurm.site import Limits, Partition, Site
 
-CONFIG = """Configuration data as of 2026-11-21T09:18:27
-AccountingStorageEnforce = associations,limits,qos
-AccountingStorageType   = accounting_storage/slurmdbd
-ClusterName             = alps
-KillWait                = 30 sec
-MaxArraySize            = 101
-PowerPlugin             =
-SLURM_VERSION           = 22.05.8
-
-Slurmctld(primary) at vm is UP
-"""
-PARTITIONS = """\
-PartitionName=hopper AllowGroups=ALL AllowAccounts=ALL Default=YES QoS=N/A DefaultTime=NONE Hidden=NO \
-MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0 Nodes=gpu[01-08] State=UP TotalCPUs=128 TotalNodes=8 \
-JobDefaults=(null) TRES=cpu=128,mem=16000M,node=8,billing=128,gres/gpu=64
-PartitionName=debug AllowGroups=ALL AllowAccounts=ALL Default=NO QoS=part DefaultTime=00:10:00 Hidden=NO \
-MaxNodes=2 MaxTime=00:30:00 MinNodes=0 Nodes=gpu[01-02] State=UP TotalCPUs=32 TotalNodes=2
-PartitionName=secret AllowGroups=ALL AllowAccounts=research Default=NO QoS=N/A DefaultTime=NONE Hidden=YES \
-MaxNodes=UNLIMITED MaxTime=2-12:00:00 MinNodes=0 Nodes=gpu[01-08] State=DOWN TotalCPUs=128 TotalNodes=8
-"""
 NODES = """hopper|1|16|2000|down*|gpu:h100:8
 hopper|3|16|2000|idle|gpu:h100:8
 hopper|1|16|2000|mixed|gpu:h100:8
 hopper|1|16|2000|drained|gpu:h100:8
 hopper|2|64|515000|idle~|gpu:a100:4(S:0-1),gpu:v100:2(S:0)
 debug|2|16|2000|maint|(null)
-"""
-ASSOCIATIONS = """research|||77|02:00:00|||normal,short|short
-research|debug|5|||node=3||normal|normal
-guests|debug||||||normal|
-root|||||||normal|
 """
 QOSES = {
     "part": "part||||1-00:00:00|node=6||node=5",
@@ -99,42 +75,42 @@ def test_partitions_and_their_nodes():
     assert (limits.cluster, limits.accounting, limits.max_array_size) == ("alps", True, 101)
 
 
+NONE = (None,) * 6
+
+
 @pytest.mark.parametrize(
-    ("partition", "account", "qos", "limits"),
+    ("said", "partition", "account", "qos", "limits"),
     [
         # max_nodes, max_nodes_per_user, max_submit, max_jobs, max_wall_minutes, job_minutes
-        (None, None, None, (2, 3, 20, 3, 30, 30)),
-        ("hopper", "Research", "short", (2, 3, 20, 3, 30, 30)),
-        ("hopper", "research", "normal", (None, None, 77, None, 120, 120)),
-        ("hopper", "root", None, (None, None, None, None, None, None)),
-        ("debug", None, None, (2, None, None, 5, 1440, 30)),
-        ("debug", None, "short", (2, 4, 20, 3, 1440, 30)),
-        ("debug", None, "strong", (1, None, None, 5, 1440, 30)),
-        ("secret", None, None, (None, 4, 20, 3, 30, 30)),
-        ("hopper", "nobody's", None, (None, None, None, None, None, None)),
+        ({}, None, None, None, (2, 3, 20, 3, 30, 30)),
+        ({}, "hopper", "Research", "short", (2, 3, 20, 3, 30, 30)),
+        ({}, "hopper", "research", "normal", (None, None, 77, None, 120, 120)),
+        ({}, "hopper", "root", None, NONE),
+        ({}, "debug", None, None, (2, None, None, 5, 1440, 30)),
+        ({}, "debug", None, "short", (2, 4, 20, 3, 1440, 30)),
+        ({}, "debug", None, "strong", (1, None, None, 5, 1440, 30)),
+        ({}, "secret", None, None, (None, 4, 20, 3, 30, 30)),
+        ({}, "hopper", "nobody's", None, NONE),
+        ({"sinfo": None}, None, None, None, (None, 4, 20, 3, 30, 30)),
+        ({"assoc": None}, None, None, None, NONE),
+        ({"config": UNENFORCED, "assoc": "not to be asked for"}, None, None, None, NONE),
     ],
 )
-def test_limits_of_qos_and_account(partition, account, qos, limits):
-    programs = Programs()
+def test_limits_of_qos_and_account(said, partition, account, qos, limits):
+    """A source that fails leaves its values open; limits that are not enforced are not asked for."""
+    programs = Programs(**said)
     found = limits_of(partition, account, qos, ask=programs)
     names = "max_nodes", "max_nodes_per_user", "max_submit", "max_jobs", "max_wall_minutes", "job_minutes"
     assert tuple(getattr(found, name) for name in names) == limits
-    assert {f"user={getpass.getuser()}", "cluster=alps"} <= set(programs.asked)
+    if said.get("config"):
+        assert programs.asked == []
+    else:
+        assert {f"user={getpass.getuser()}", "cluster=alps"} <= set(programs.asked)
 
 
-def test_limits_that_are_not_enforced_are_none():
-    programs = Programs(config=CONFIG.replace("associations,limits,qos", "associations,nojobs"))
-    limits = limits_of(ask=programs)
-    assert (limits.max_submit, limits.max_wall_minutes, limits.accounting) == (None, None, False)
-    assert programs.asked == []
-
-
-@pytest.mark.parametrize("gone", ["sinfo", "assoc"])
-def test_a_source_that_fails_leaves_its_values_open(gone):
-    limits = limits_of(ask=Programs(**{gone: None}))
-    assert limits.total_nodes == 8
-    assert (limits.up_nodes is None) == (gone == "sinfo")
-    assert (limits.max_submit is None) == (gone == "assoc")
+@pytest.mark.parametrize(("text", "by"), [("slurmdbd", "none"), ("associations,", "nojobs,associations,")])
+def test_a_cluster_may_record_no_jobs(text, by):
+    assert not limits_of(ask=Programs(config=CONFIG.replace(text, by))).accounting
 
 
 @pytest.mark.parametrize(

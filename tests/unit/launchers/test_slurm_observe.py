@@ -43,9 +43,6 @@ class Slurm:
     def monotonic(self):
         return self.now
 
-    def sleep(self, seconds):
-        self.now += seconds
-
     def jobs(self, prefix, *, fresh=False):
         if self.error is None and self.polled:
             self.asked_at = self.now
@@ -85,9 +82,9 @@ class Slurm:
         assert (seen.alive, seen.ended_jobs) == ({A}, {})
         return seen
 
-    def ends(self, *jobs, after=0.0):
+    def ends(self, after):
         """A look at which the allocation is over: its status and why."""
-        end = self.observe(*jobs, after=after).ended_jobs[A]
+        end = self.observe(after=after).ended_jobs[A]
         return end.status, end.reason
 
 
@@ -305,7 +302,7 @@ def test_sacct_is_asked_once_for_what_squeue_has_forgotten(slurm, known):
 def test_a_job_that_runs_on_after_its_end_is_ended(slurm, refuses, requeue):
     """Unless Slurm may have started it again."""
     slurm.refuses = refuses
-    slurm.launcher._config = with_launcher(slurm.launcher._config, requeue=requeue)
+    slurm.launcher._config = with_launcher(grace_s=GRACE_S, requeue=requeue)
     slurm.started()
     slurm.ended()
     for after in (0.0, GRACE_S):
@@ -318,7 +315,7 @@ def test_a_job_that_runs_on_after_its_end_is_ended(slurm, refuses, requeue):
 @pytest.mark.parametrize("squeue_answers", [False, True])
 def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatch, squeue_answers):
     """Whether the first try made a job, only squeue knows."""
-    tries, told, jobs = [], [], slurm.jobs
+    tries, told = [], []
 
     def submit(path, script, environment):
         tries.append(slurm.now)
@@ -326,19 +323,16 @@ def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatc
             raise CommandError("Socket timed out on send/recv operation")
         return "99"
 
-    def answer(prefix, *, fresh=False):
+    def sleep(seconds):
+        slurm.now += seconds
         if slurm.now > 300.0:
             slurm.polled, slurm.listed = True, rows(("60_0", "PENDING"))
-        slurm.sleep(0.1)
-        found = jobs(prefix, fresh=fresh)
-        slurm.sleep(0.1)
-        return found
 
     monkeypatch.setattr(slurm_module, "array_script", lambda *what, **more: None)
     monkeypatch.setattr(slurm_module, "submit", submit)
-    slurm.jobs, slurm.asked_at, slurm.polled = answer, -1.0, squeue_answers
+    slurm.sleep, slurm.asked_at, slurm.polled = sleep, -1.0, squeue_answers
     found = slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], told.append)
     assert found == {A: {"job_id": "99_0" if squeue_answers else "60_0", "name": JOB_NAME}}
     assert len(tries) == 1 + squeue_answers
-    waited = told.count("squeue does not answer; nothing is submitted before it does")
-    assert bool(waited) != squeue_answers
+    waited = "squeue does not answer; nothing is submitted before it does" in told
+    assert waited != squeue_answers

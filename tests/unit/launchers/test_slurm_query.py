@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.patience import slowness, wait_until
+from tests.unit.launchers.site import Site
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm import query as query_module
 from ultrabench.launchers.slurm.job import SlurmJob, duration_s, find, squeue_jobs
@@ -30,14 +31,15 @@ ACCOUNTS = """59_2|62|PENDING|00:00:00|None assigned|2026-11-21T09:21:14|ub-e
 59_[4-5%1]|59|CANCELLED by 0|00:00:00|None assigned|2026-11-21T09:21:14|ub-e
 7|7|OUT_OF_MEMORY|01:18:31|gpu03|2026-11-20T01:00:00|bar|red
 """
-REFUSED = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+REFUSED = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 
 
-class Slurm:
-    """Fake programs on PATH, which write down how they were called, and the clock of a query of them."""
+class Slurm(Site):
+    """Slurm's programs, and the clock of a query of them."""
 
     def __init__(self, folder):
-        self.folder, self.now, self.query = folder, 1000.0, SlurmQuery(poll_s=30.0)
+        super().__init__(folder)
+        self.now, self.query = 1000.0, SlurmQuery(poll_s=30.0)
 
     def monotonic(self):
         return self.now
@@ -46,21 +48,12 @@ class Slurm:
         self.now += after
         return self.query.jobs(prefix, fresh=fresh)
 
-    def program(self, name, body):
-        path = self.folder / name
-        path.write_text(f'#!/bin/sh\necho "$*" >> {self.folder}/{name}.calls\n{body}\n')
-        path.chmod(0o755)
+    def prints(self, key, text, code=0):
+        self.says[key] = text, code
+        self.write()
 
-    def prints(self, name, text):
-        (self.folder / f"{name}.out").write_text(text)
-        self.program(name, f"cat {self.folder}/{name}.out")
-
-    def fails(self, name, complaint, code=1):
-        self.program(name, f"echo '{complaint}' >&2; exit {code}")
-
-    def calls(self, name):
-        path = self.folder / f"{name}.calls"
-        return path.read_text().splitlines() if path.exists() else []
+    def calls(self, program):
+        return [line.partition(" ")[2] for line in self.asked if line.startswith(f"{program} ")]
 
 
 @pytest.fixture
@@ -68,13 +61,11 @@ def slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     made = Slurm(tmp_path)
     monkeypatch.setattr(query_module, "time", made)
-    for name in ("squeue", "sacct", "scancel"):
-        made.fails(name, "nobody expects this call", 9)
     return made
 
 
 def test_one_question_tells_of_all_jobs_of_a_prefix(slurm):
-    slurm.prints("squeue", QUEUE)
+    slurm.prints("queue", QUEUE)
     answer = slurm.jobs()
     assert sorted(answer.jobs) == ["10_0", "10_1", "10_2", "12"]
     assert answer.jobs["10_0"] == SlurmJob(
@@ -91,7 +82,7 @@ def test_one_question_tells_of_all_jobs_of_a_prefix(slurm):
 @pytest.mark.parametrize("fresh", [False, True])
 def test_it_does_not_ask_again_before_its_time(slurm, fresh):
     """An urgent question comes sooner, but not at once."""
-    slurm.prints("squeue", QUEUE)
+    slurm.prints("queue", QUEUE)
     soon = 2.0 if fresh else 30.0
     for after, age in ((0, 0), (soon - 0.1, soon - 0.1), (0.2, 0), (1, 1)):
         assert slurm.jobs(after=after, fresh=fresh).age_s == pytest.approx(age)
@@ -99,12 +90,12 @@ def test_it_does_not_ask_again_before_its_time(slurm, fresh):
 
 
 def test_while_slurm_fails_the_last_answer_stays_and_questions_become_rare(slurm):
-    slurm.fails("squeue", REFUSED)
+    slurm.prints("queue", REFUSED, 1)
     first = slurm.jobs()
     assert (first.jobs, first.age_s) == ({}, math.inf)
-    slurm.prints("squeue", QUEUE)
+    slurm.prints("queue", QUEUE)
     assert slurm.jobs(after=30).error is None
-    slurm.fails("squeue", REFUSED)
+    slurm.prints("queue", REFUSED, 1)
     asked = []
     for second in range(1, 1301):
         before = len(slurm.calls("squeue"))
@@ -114,36 +105,37 @@ def test_while_slurm_fails_the_last_answer_stays_and_questions_become_rare(slurm
     assert "connect failure" in answer.error
     assert answer.age_s == 1300
     assert "10_0" in answer.jobs
-    slurm.prints("squeue", "")
+    slurm.prints("queue", "")
     answer = slurm.jobs(after=300)
     assert (answer.jobs, answer.error, answer.age_s) == ({}, None, 0)
     assert slurm.jobs(after=30).age_s == 0
 
 
 def test_silence_beyond_the_budget_ends_it_in_one_line(slurm):
-    slurm.fails("squeue", REFUSED)
+    slurm.prints("queue", REFUSED, 1)
     with pytest.raises(ClusterError) as caught:  # noqa: PT012
         while True:
             slurm.jobs(after=10)
     assert slurm.now == pytest.approx(1000 + 1800, abs=300)
-    assert str(caught.value).startswith(f"squeue: {REFUSED} (exit 1), and so for ")
+    assert str(caught.value).startswith(f"squeue: {REFUSED.strip()} (exit 1), and so for ")
     assert "same command continues" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "text", ["Welcome!\n", "Welcome!\n7|7|RUNNING|0:05|gpu01|None|ub-z\n", "7|7|RUNN", "\x00\x01\n", "7\n"]
+    "text", ["Welcome!\n", "Welcome!\n7|7|RUNNING|0:05|gpu01|None|ub-z\n", "7|7|RUNN\n", "\x01\n", "7\n"]
 )
 def test_nonsense_is_a_failure_not_an_empty_queue(slurm, text):
-    slurm.prints("squeue", QUEUE)
+    slurm.prints("queue", QUEUE)
     slurm.jobs()
-    slurm.prints("squeue", text)
+    slurm.prints("queue", text)
     answer = slurm.jobs(after=30)
     assert "not an answer" in answer.error
     assert len(answer.jobs) == 4
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(slurm, tmp_path):
-    slurm.program("squeue", f"sleep 60 & echo $! > {tmp_path}/child; wait")
+    slurm.write()
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path}/child; wait\n")
     begun = time.monotonic()
     with pytest.raises(CommandError, match="no answer within"):
         ask("squeue", timeout_s=0.2 * slowness())
@@ -158,8 +150,9 @@ def test_a_missing_program_is_a_failure(monkeypatch, tmp_path):
         ask("squeue")
 
 
-def test_variables_that_change_the_programs_are_left_out(slurm, monkeypatch):
-    slurm.program("squeue", "env")
+def test_variables_that_change_the_programs_are_left_out(slurm, monkeypatch, tmp_path):
+    slurm.write()
+    (tmp_path / "squeue").write_text("#!/bin/sh\nenv\n")
     theirs = "SLURM_TIME_FORMAT SQUEUE_FORMAT SACCT_FEDERATION SBATCH_QOS SCANCEL_INTERACTIVE"
     for name in ("SLURM_CONF", "SLURM_JWT", *theirs.split()):
         monkeypatch.setenv(name, "x")
@@ -203,7 +196,7 @@ def test_what_squeue_has_forgotten_sacct_knows(slurm):
 
 
 def test_a_site_without_accounting_is_not_asked_all_the_time(slurm):
-    slurm.fails("sacct", "Slurm accounting storage is disabled")
+    slurm.prints("sacct", "Slurm accounting storage is disabled\n", 1)
     assert slurm.query.accounting(["7"]) == {}
     slurm.now += 299
     assert slurm.query.accounting(["8"]) == {}
@@ -224,7 +217,7 @@ def test_many_ids_go_in_parts(slurm):
 
 
 def test_jobs_are_cancelled_in_few_words_and_only_those_that_wait_if_asked_to(slurm):
-    slurm.prints("squeue", QUEUE)
+    slurm.prints("queue", QUEUE)
     slurm.prints("scancel", "")
     slurm.query.cancel(["10_2", "10_0", "7", "10_11"])
     slurm.query.cancel_named("ub-a", pending_only=False)
@@ -241,10 +234,10 @@ def test_jobs_are_cancelled_in_few_words_and_only_those_that_wait_if_asked_to(sl
 )  # fmt: skip
 def test_a_cancellation_that_did_not_arrive_is_told(slurm, complaint, told):
     """One of a job that is over has nothing to do."""
-    slurm.fails("scancel", f"scancel: error: Kill job error on job id 7: {complaint}")
+    slurm.prints("scancel", f"scancel: error: Kill job error on job id 7: {complaint}\n", 1)
     with pytest.raises(ClusterError, match=told) if told else contextlib.nullcontext():
         slurm.query.cancel(["7"])
-    slurm.fails("squeue", REFUSED)
+    slurm.prints("queue", REFUSED, 1)
     with pytest.raises(ClusterError, match="nothing was cancelled"):
         slurm.query.cancel_named("ub-a", pending_only=True)
 
