@@ -66,16 +66,16 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "code", "told"),
     [
-        ("launcher.max_nodes=null sweep.nodes=[4]", "set launcher.max_nodes=4"),
-        ("sweep.nodes=[16]", "partition hopper has 8 nodes"),
-        ("launcher.partition=hoper", "hopper"),
-        ("launcher.partition=debug launcher.time_minutes=60", "allows 30"),
-        ("launcher.partition=debug sweep.nodes=[4]", "gives a job 2"),
+        ("launcher.max_nodes=null sweep.nodes=[4]", 2, "set launcher.max_nodes=4"),
+        ("sweep.nodes=[16]", 2, "partition hopper has 8 nodes"),
+        ("launcher.partition=hoper", 2, "hopper"),
+        ("launcher.partition=debug launcher.time_minutes=60", 2, "allows 30"),
+        ("launcher.partition=debug sweep.nodes=[4]", 2, "gives a job 2"),
+        ("+launcher.sbatch.constraint=nowhere", 3, "Invalid feature specification"),
     ],
 )
-def test_what_the_site_does_not_give_is_said_before_anything_is_submitted(sweeps, override, told):
-    line = refused(sweeps, *sweeps.launch("fine", *FEW, *override.split()), code=2)
-    assert told in line
-    assert not (sweeps.folder / "results").exists()
+def test_what_the_site_does_not_give_is_said_before_anything_is_submitted(sweeps, override, code, told):
+    assert told in refused(sweeps, *sweeps.launch("fine", *FEW, *override.split()), code=code)
+    assert (sweeps.folder / "results").exists() == (code == 3), "only sbatch knows of constraints"

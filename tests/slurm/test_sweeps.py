@@ -108,8 +108,8 @@ def test_no_secret_of_the_environment_reaches_a_file_and_odd_values_reach_no_she
     monkeypatch.setenv("MY_API_TOKEN", "planted-4711-secret")
     odd = 'it\'s "a" $(touch pwned); `touch pwned2` & x'
     words = sweeps.launch("fine", *FEW[1:], "sweep.nodes=1")
-    quoted = odd.replace('"', '\\"')
-    words += [f'+launcher.sbatch.comment="{quoted}"', "launcher.environment=[STEP_*]"]
+    comment = odd.replace('"', '\\"')
+    words += [f'+launcher.sbatch.comment="{comment}"', "launcher.environment=[STEP_*]"]
     launcher = sweeps.start(*words)
     queued = []
     sweeps.wait_for(lambda: queued or queued.extend(sweeps.job_ids()))
