@@ -13,31 +13,6 @@ from tests.slurm.sweeps import FEW, MANY
 pytestmark = pytest.mark.slurm
 
 
-def test_forty_runs_on_1_2_and_4_nodes_with_collect_and_heatmap_meanwhile(sweeps, monkeypatch):
-    monkeypatch.setenv("STEP_S", "0.05")
-    launcher = sweeps.start(*sweeps.launch("fine", *MANY, "launcher.allocation_minutes=0.4"))
-    sweeps.wait_for(lambda: sweeps.executions())
-    assert sweeps.count("allocation_planned") == 3, "the rest of each size waits for its canary"
-    sweeps.wait_for(lambda: sweeps.count("result"))
-    sweeps.run("collect", "t")
-    sweeps.run("heatmap", "t", "-o", "meanwhile.png")
-    assert launcher.poll() is None, "it was over before anybody looked"
-    sweeps.wait_for(lambda: sweeps.count("allocation_planned") > 3)
-    output, _ = launcher.communicate(timeout=250)
-    assert launcher.returncode == 0, output
-    rows = sweeps.judge(runs=40)
-    assert {r["nodes"] for r in rows} == {1, 2, 4}
-    for row in rows:
-        assert re.fullmatch(r"\d+_\d+", row["job_id"])
-        assert len({name for name in row["hostnames"] if name.startswith("gpu0")}) == row["nodes"]
-        assert row["control_ratio"] == pytest.approx(1.0)
-    files = [*sweeps.folder.glob("results/t/allocations/*/allocation.json")]
-    assert len(files) > 3, "every size has its canary and what follows"
-    for head in (json.loads(file.read_text()) for file in files):
-        assert head["tasks"][0]["run_id"] == head["control"]
-    assert sweeps.status()["by_status"] == {"ok": 40}
-
-
 def test_the_embedded_kernel_trains_across_nodes_as_it_does_on_one(sweeps):
     more = ["launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "model=tiny", "name=t", "sweep.gbs=4",
             "sweep.nodes=[1,2]", "sweep.zero_stage=[0]", "sweep.mbs=[1]", "measure.min_steps=6",
@@ -66,6 +41,9 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
 
     interrupted = sweeps.start("sweep", "resume", "t")
     sweeps.wait_for(lambda: sweeps.executions() and followers(sweeps) == 1)
+    sweeps.wait_for(lambda: sweeps.count("result"))
+    sweeps.run("collect", "t")
+    sweeps.run("heatmap", "t", "-o", "meanwhile.png")
     os.kill(interrupted.pid, signal.SIGINT)
     output, _ = interrupted.communicate(timeout=90)
     assert interrupted.returncode == 130
@@ -96,6 +74,16 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
     assert "best so far" in sweeps.run("sweep", "resume", "t")
     rows = sweeps.judge(runs=40)
     assert all(r["attempt"] == 0 for r in rows), "the runs under way were finished"
+    assert {r["nodes"] for r in rows} == {1, 2, 4}
+    for row in rows:
+        assert re.fullmatch(r"\d+_\d+", row["job_id"])
+        assert len({name for name in row["hostnames"] if name.startswith("gpu0")}) == row["nodes"]
+        assert row["control_ratio"] == pytest.approx(1.0)
+    files = [*sweeps.folder.glob("results/t/allocations/*/allocation.json")]
+    assert len(files) > 3, "every size has its canary and what follows"
+    for head in (json.loads(file.read_text()) for file in files):
+        assert head["tasks"][0]["run_id"] == head["control"]
+    assert sweeps.status()["by_status"] == {"ok": 40}
 
 
 def followers(sweeps):

@@ -11,11 +11,13 @@ import ultrabench
 from tests.configs import refused
 from tests.unit.launchers.test_slurm_limits import Programs
 from ultrabench import checkout
+from ultrabench.agent import checkup
 from ultrabench.launchers.doctor.checkup import CheckupFolder, CheckupJob, checkup_folder
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import NODE
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.launchers.slurm.site import Limits, Site
+from ultrabench.store.claim import owner
 from ultrabench.sweep.config.load import load_config
 
 load = cache(load_config)
@@ -117,6 +119,15 @@ def test_the_folder_of_a_checkup_goes_with_all_that_was_made_for_it(tmp_path):
     with checkup_folder(config) as (folder, _):
         folder.keep = True
     assert (folder.path / "request.json").is_file()
+
+
+def test_a_checkup_in_a_job_claims_for_that_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(checkup, "_probe", dict)
+    (tmp_path / "claims").mkdir()
+    report = checkup.look(tmp_path)
+    assert (report["job_id"], report["won_own_claim"], report["token"]) == ("7", True, None)
+    assert owner(tmp_path / "claims", "node")["job"]["job_id"] == "7"
 
 
 SLURM = Site(Programs())
