@@ -212,12 +212,3 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
         assert watched.alive == {watched.mine}
     watched.once(after=0.3 * watched.patience_s)
     assert (watched.ended(watched.mine), statuses(watched.sweep)[key]) == (gone.reason, gone.status)
-
-
-def test_a_silent_job_that_slurm_lists_is_not_dead(watched):
-    """It may be suspended, or its file server hangs: Slurm has to say that it is over."""
-    watched.starts(watched.mine)
-    for _ in range(50):
-        assert watched.once(after=100.0)
-        assert watched.alive == {watched.mine}
-    assert (watched.ended(watched.mine), watched.launcher.ended) == (None, [])

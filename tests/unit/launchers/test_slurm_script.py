@@ -169,14 +169,3 @@ OTHERS = [
 def test_jobs_inherit_what_programs_need_and_what_is_asked_for(more, taken):
     environ = {name: f"value of {name}" for name in (*NEEDED, *OTHERS)}
     assert inherited(environ, more) == {name: environ[name] for name in (*NEEDED, *taken)}
-
-
-def test_the_module_command_of_a_login_shell_works_in_a_job(tmp_path):
-    """Sites define it as a function, which scripts get through the environment."""
-    login = "module() { echo loaded $2; }; export -f module; env -0"
-    told = subprocess.run(["bash", "-c", login], capture_output=True, text=True, check=True).stdout
-    environ = dict(line.split("=", 1) for line in told.split("\0") if line)
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/bash\nmodule load cuda\n")
-    done = subprocess.run(["bash", script], env=inherited(environ), capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("loaded cuda\n", "")
