@@ -7,23 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.cli.conftest import ultrabench  # noqa: F401
-from tests.unit.launchers.site import CONFIG, NODES, PARTITIONS, PATTERNS, UNENFORCED, Site
+from tests.unit.launchers.conftest import CONFIG, NODES, PARTITIONS, PATTERNS, UNENFORCED
 
 
 @pytest.fixture
-def site(tmp_path, alone, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    return Site(tmp_path / "bin")
-
-
-@pytest.fixture
-def doctor(site, ultrabench):  # noqa: F811
+def doctor(programs, alone, ultrabench):  # noqa: F811
     """Runs `ultrabench doctor --json`: exit code, checks by name, stderr."""
 
     def run(*words, says=None):
-        site.says |= says or {}
-        site.write()
+        programs.says |= says or {}
+        programs.write()
         code, out, said = ultrabench("doctor", *words, "--json")
         checks = json.loads(out) if out else []
         assert all(set(c) == {"name", "status", "told", "remedy"} for c in checks)
@@ -33,7 +26,7 @@ def doctor(site, ultrabench):  # noqa: F811
     return run
 
 
-def test_a_site_without_fault(doctor, site, alone):
+def test_a_site_without_fault(doctor, programs, alone):
     code, checks, said = doctor("--wait", "0")
     assert code == 0
     assert {c["status"] for name, c in checks.items() if name != "job"} == {"pass"}
@@ -42,7 +35,7 @@ def test_a_site_without_fault(doctor, site, alone):
     told = "hopper (the default): UP, 8 nodes, no time limit; others: debug: UP, 2 nodes (2 a job), up to 30 min; "
     assert told in checks["partition"]["told"]
     assert list(alone.iterdir()) == [], "it leaves nothing behind"
-    assert not [line for line in site.asked if line.startswith("sbatch")]
+    assert not [line for line in programs.asked if line.startswith("sbatch")]
 
 
 DRAINED = "hopper|3|16|2000|idle|gpu:h100:8\nhopper|5|16|2000|drained|gpu:h100:8\n"
@@ -124,7 +117,7 @@ NAME = "ub-.doctor-abcdef01-checkup"
          "FAILED (NonZeroExitCode) on gpu01; exit code 3:0, no report; it wrote no ", "results_dir=", False),
     ],
 )  # fmt: skip
-def test_a_job_that_does_not_run(doctor, site, monkeypatch, says, words, told, remedy, cancelled):
+def test_a_job_that_does_not_run(doctor, programs, monkeypatch, says, words, told, remedy, cancelled):
     monkeypatch.setattr(
         "ultrabench.launchers.doctor.checkup.uuid.uuid4", lambda: SimpleNamespace(hex="abcdef01" * 4)
     )
@@ -134,7 +127,7 @@ def test_a_job_that_does_not_run(doctor, site, monkeypatch, says, words, told, r
     assert told in checks["job"]["told"]
     assert remedy in checks["job"]["remedy"]
     assert "queue" not in says or "job 7 " in said, "progress tells how the job is"
-    cancels = [line for line in site.asked if line.startswith("scancel")]
+    cancels = [line for line in programs.asked if line.startswith("scancel")]
     assert cancels == cancelled * [f"scancel --user={os.getuid()} --name={NAME}"]
 
 
@@ -151,14 +144,14 @@ def test_mistakes_where_there_is_no_slurm(doctor, words, code, line):
     assert (got, line in said) == (code, True), said
 
 
-def test_write(doctor, site, alone):
+def test_write(doctor, programs, alone):
     words = ("cluster=alps", "--write", "--name", "alps", "--wait", "0")
     code, checks, _ = doctor(*words)
     assert code == 0
     assert checks["partition"]["told"].startswith("hopper (the default)")
     path = alone / "ultrabench/cluster/alps.yaml"
     assert "partition: hopper\ngres: gpu:h100:8\n" in path.read_text()
-    asked = "\n".join(site.asked)
+    asked = "\n".join(programs.asked)
     for question in ("scontrol show config", "scontrol --all", "sinfo --all", "show assoc", "show user"):
         assert asked.count(question) == 1, "Slurm is asked once for the file and the checks"
     code, checks, said = doctor(*words)

@@ -9,7 +9,7 @@ import yaml
 
 import ultrabench
 from tests.configs import refused
-from tests.unit.launchers.test_slurm_limits import Programs
+from tests.unit.launchers.conftest import CONFIG
 from ultrabench import checkout
 from ultrabench.agent import checkup
 from ultrabench.launchers.doctor.checkup import CheckupFolder, CheckupJob, checkup_folder
@@ -130,36 +130,43 @@ def test_a_checkup_in_a_job_claims_for_that_job(tmp_path, monkeypatch):
     assert owner(tmp_path / "claims", "node")["job"]["job_id"] == "7"
 
 
-SLURM = Site(Programs())
-GONE, UNENFORCED = Programs(user="gone\n"), Programs(user="gone\n", config="")
-HOPPER, MEMORY = SLURM.limits("hopper", None, None), Limits(name="big.mem", gres="gpu:8")
+MEMORY = Limits(name="big.mem", gres="gpu:8")
 ASKED, H100X8 = {"account": "a", "qos": "q", "gres": "gpu:4"}, {"gres": "gpu:h100:8"}
 
 
+@pytest.fixture
+def hopper(programs):
+    """The limits in a partition where accounts are needed."""
+    programs.says["config"] = CONFIG
+    programs.write()
+    return Site().limits("hopper", None, None)
+
+
 @pytest.mark.parametrize(
-    ("limits", "site", "choice", "more"),
+    ("limits", "says", "choice", "more"),
     [
-        (HOPPER, SLURM, {}, H100X8),
-        (MEMORY, SLURM, {}, {}),
-        (HOPPER, SLURM, ASKED, ASKED),
-        (HOPPER, Site(GONE), {}, H100X8 | {"account": "research"}),
-        (HOPPER, Site(UNENFORCED), {}, H100X8),
+        (None, {}, {}, H100X8),
+        (MEMORY, {}, {}, {}),
+        (None, {}, ASKED, ASKED),
+        (None, {"user": "gone\n"}, {}, H100X8 | {"account": "research"}),
+        (None, {"user": "gone\n", "config": ""}, {}, H100X8),
     ],
 )
-def test_a_cluster_file(tmp_path, monkeypatch, limits, site, choice, more):
-    monkeypatch.chdir(tmp_path)
-    choice = replace(load(CPU).launcher, **choice)
-    path = write_cluster_file(tmp_path / "ultrabench/cluster", "mine", site, limits, choice, force=False)
+def test_a_cluster_file(alone, programs, hopper, limits, says, choice, more):
+    programs.says |= says
+    programs.write()
+    limits, choice = limits or hopper, replace(load(CPU).launcher, **choice)
+    path = write_cluster_file(alone / "ultrabench/cluster", "mine", Site(), limits, choice, force=False)
     assert yaml.safe_load(path.read_text()) == {"name": "mine", "partition": limits.name, **more}
     assert load_config(["cluster=mine", "launcher=slurm"]).launcher.partition == limits.name
 
 
-def test_a_cluster_file_tells_what_was_found(tmp_path):
-    path = write_cluster_file(tmp_path, "mine", SLURM, HOPPER, load(CPU).launcher, force=False)
+def test_a_cluster_file_tells_what_was_found(tmp_path, hopper):
+    path = write_cluster_file(tmp_path, "mine", Site(), hopper, load(CPU).launcher, force=False)
     lines = path.read_text().splitlines()
-    assert lines[0] == f"# Partition hopper of alps: {'; '.join(HOPPER.kinds)}"
+    assert lines[0] == "# Partition hopper of alps: 8 nodes of 16 CPUs, 2000 MB, gpu:h100:8(S:0-1)"
     assert time.strftime("%Y-%m-%d") in lines[1]
-    assert lines[2] == "# UP, 8 nodes (2 a job), no time limit; nodes up: 6"
+    assert lines[2] == "# UP, 8 nodes, no time limit; nodes up: 8"
     assert "# account: research  # the default is research; yours are research, root" in lines
     assert "# qos: short  # account research has normal, short" in lines
 
@@ -167,4 +174,4 @@ def test_a_cluster_file_tells_what_was_found(tmp_path):
 @pytest.mark.parametrize("name", ["a/b", "local", "", "-x", "a b"])
 def test_names_that_cannot_be(tmp_path, name):
     with refused("--name"):
-        write_cluster_file(tmp_path, name, SLURM, HOPPER, load(CPU).launcher, force=False)
+        write_cluster_file(tmp_path, name, Site(), MEMORY, load(CPU).launcher, force=False)

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from tests.configs import refused
 from tests.unit.allocations import with_launcher
-from tests.unit.launchers.site import ASSOCIATIONS, CONFIG, PARTITIONS, UNENFORCED
+from tests.unit.launchers.conftest import CONFIG, PARTITIONS, UNENFORCED
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.choose import PARTITION_DIVISOR, node_share
-from ultrabench.launchers.slurm.query import CommandError
 from ultrabench.launchers.slurm.site import Limits, Partition, Site
 
 NODES = """hopper|1|16|2000|down*|gpu:h100:8
@@ -22,41 +21,28 @@ hopper|1|16|2000|drained|gpu:h100:8
 hopper|2|64|515000|idle~|gpu:a100:4(S:0-1),gpu:v100:2(S:0)
 debug|2|16|2000|maint|(null)
 """
-QOSES = {
-    "part": "part||||1-00:00:00|node=6||node=5",
-    "short": "short|DenyOnLimit|3|20|00:30:00|gres/gpu=16|gres/gpu=24,node=4|",
-    "strong": "strong|DenyOnLimit,OverPartQOS|||UNLIMITED|node=1||",
-    "normal": "normal|||||||",
-    "other": "other|||||||",
-}
+QOSES = """strong|DenyOnLimit,OverPartQOS|||UNLIMITED|node=1||
+short|DenyOnLimit|3|20|00:30:00|gres/gpu=16|gres/gpu=24,node=4|
+part||||1-00:00:00|node=6||node=5
+normal|||||||
+other|||||||
+"""
+SILENT = "Unable to contact slurm controller (connect failure)\n", 1
 
 
-class Programs:
-    """Answers for the programs; the words that sacctmgr was given stay in `asked`."""
+@pytest.fixture
+def slurm(programs):
+    """The site, of which programs print something else where the test says so."""
 
-    def __init__(self, **changed):
-        self.texts = {
-            "config": CONFIG, "partition": PARTITIONS, "sinfo": NODES, "assoc": ASSOCIATIONS, "user": "research\n",
-        } | changed  # fmt: skip
-        self.asked = []
+    def ask(said):
+        programs.says |= {"config": CONFIG, "nodes": NODES, "qos": QOSES} | said
+        programs.write()
+        return Site()
 
-    def __call__(self, *words):
-        self.asked += words if words[0] == "sacctmgr" else ()
-        if "qos" in words:
-            names = words[6].removeprefix("name=").split(",")
-            # In its own order, not in that of the question.
-            return "".join(f"{QOSES[name]}\n" for name in sorted(QOSES, reverse=True) if name in names)
-        text = next(text for kind, text in self.texts.items() if kind in words)
-        if text is None:
-            raise CommandError(f"{words[0]}: Unable to contact slurm controller (connect failure) (exit 1)")
-        return text
+    return ask
 
 
-def limits_of(partition=None, account=None, qos=None, *, ask):
-    return Site(ask).limits(partition, account, qos)
-
-
-def test_partitions_and_their_nodes():
+def test_partitions_and_their_nodes(slurm):
     hopper = Partition(
         name="hopper", is_default=True, state="UP", total_nodes=8, up_nodes=6, cpus_per_node=16,
         mem_mb_per_node=2000, gpus_per_node=8, gres="gpu:h100:8", kinds=(
@@ -69,8 +55,8 @@ def test_partitions_and_their_nodes():
         cpus_per_node=16, mem_mb_per_node=2000, gpus_per_node=0, kinds=("2 nodes of 16 CPUs, 2000 MB, no gres",),
     )  # fmt: skip
     secret = Partition(name="secret", state="DOWN", total_nodes=8, max_time_minutes=3600)
-    assert Site(Programs()).partitions == [hopper, debug, secret]
-    limits = limits_of(ask=Programs())
+    assert slurm({}).partitions == [hopper, debug, secret]
+    limits = slurm({}).limits(None, None, None)
     assert limits.name == "hopper"
     assert (limits.cluster, limits.accounting, limits.max_array_size) == ("alps", True, 101)
 
@@ -91,41 +77,38 @@ NONE = (None,) * 6
         ({}, "debug", None, "strong", (1, None, None, 5, 1440, 30)),
         ({}, "secret", None, None, (None, 4, 20, 3, 30, 30)),
         ({}, "hopper", "nobody's", None, NONE),
-        ({"sinfo": None}, None, None, None, (None, 4, 20, 3, 30, 30)),
-        ({"assoc": None}, None, None, None, NONE),
-        ({"config": UNENFORCED, "assoc": "not to be asked for"}, None, None, None, NONE),
+        ({"nodes": SILENT}, None, None, None, (None, 4, 20, 3, 30, 30)),
+        ({"assoc": SILENT}, None, None, None, NONE),
+        ({"config": UNENFORCED}, None, None, None, NONE),
     ],
 )
-def test_limits_of_qos_and_account(said, partition, account, qos, limits):
+def test_limits_of_qos_and_account(slurm, programs, said, partition, account, qos, limits):
     """A source that fails leaves its values open; limits that are not enforced are not asked for."""
-    programs = Programs(**said)
-    found = limits_of(partition, account, qos, ask=programs)
+    found = slurm(said).limits(partition, account, qos)
     names = "max_nodes", "max_nodes_per_user", "max_submit", "max_jobs", "max_wall_minutes", "job_minutes"
     assert tuple(getattr(found, name) for name in names) == limits
-    if said.get("config"):
-        assert programs.asked == []
-    else:
-        assert {f"user={getpass.getuser()}", "cluster=alps"} <= set(programs.asked)
+    asked = "config" not in said
+    assert (f" where user={getpass.getuser()} cluster=alps " in " ".join(programs.asked)) == asked
 
 
 @pytest.mark.parametrize(("text", "by"), [("slurmdbd", "none"), ("associations,", "nojobs,associations,")])
-def test_a_cluster_may_record_no_jobs(text, by):
-    assert not limits_of(ask=Programs(config=CONFIG.replace(text, by))).accounting
+def test_a_cluster_may_record_no_jobs(slurm, text, by):
+    assert not slurm({"config": CONFIG.replace(text, by)}).limits(None, None, None).accounting
 
 
 @pytest.mark.parametrize(
     ("partition", "said", "error", "told"),
     [
         ("hoper", {}, ConfigError, r"launcher.partition 'hoper'; did you mean hopper\?"),
-        (None, {"partition": PARTITIONS.replace("Default=YES", "Default=NO")}, ConfigError,
+        (None, {"partitions": PARTITIONS.replace("Default=YES", "Default=NO")}, ConfigError,
          r"set launcher.partition= \(hopper, debug, secret\)"),
-        (None, {"config": None}, ClusterError, "connect failure.*login node"),
-        (None, {"partition": None}, ClusterError, "connect failure.*login node"),
+        (None, {"config": SILENT}, ClusterError, "connect failure.*login node"),
+        (None, {"partitions": SILENT}, ClusterError, "connect failure.*login node"),
     ],
 )  # fmt: skip
-def test_a_partition_that_cannot_be_read(partition, said, error, told):
+def test_a_partition_that_cannot_be_read(slurm, partition, said, error, told):
     with pytest.raises(error, match=told):
-        limits_of(partition, ask=Programs(**said))
+        slurm(said).limits(partition, None, None)
 
 
 HOPPER = Limits(name="hopper", total_nodes=16)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.patience import slowness, wait_until
-from tests.unit.launchers.site import Site
+from tests.unit.launchers.conftest import Programs
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm import query as query_module
 from ultrabench.launchers.slurm.job import SlurmJob, duration_s, find, squeue_jobs
@@ -34,7 +34,7 @@ ACCOUNTS = """59_2|62|PENDING|00:00:00|None assigned|2026-11-21T09:21:14|ub-e
 REFUSED = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 
 
-class Slurm(Site):
+class Slurm(Programs):
     """Slurm's programs, and the clock of a query of them."""
 
     def __init__(self, folder):

@@ -1,5 +1,7 @@
 """Slurm's programs as shell scripts, which print what Slurm 22.05 printed, shortened."""
 
+import pytest
+
 CONFIG = """Configuration data as of 2026-11-21T09:18:27
 AccountingStorageEnforce = associations,limits,qos
 AccountingStorageType   = accounting_storage/slurmdbd
@@ -34,7 +36,7 @@ PATTERNS = {
 """An answer of Slurm -> the program that gives it, and its arguments, as a pattern of the shell."""
 
 
-class Site:
+class Programs:
     """Slurm's programs in a folder, which is all of PATH.
 
     `says` is what they print: a text, or a text and an exit code; None where the program is missing.
@@ -64,3 +66,11 @@ class Site:
     def asked(self):
         lines = (self.folder / "asked").read_text().splitlines()
         return [line for line in lines if not line.endswith("--version")]
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return Programs(folder)
