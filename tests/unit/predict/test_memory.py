@@ -1,4 +1,4 @@
-"""The predicted memory of other frameworks: known layouts, and what must hold of any."""
+"""The predicted memory of every framework: known layouts, and what must hold of any."""
 
 import operator
 from dataclasses import replace
@@ -9,22 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import divisors
+from tests.unit.predict.test_step_time import GPUS, spec_of
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
-from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.model_shape import ModelShape
-from ultrabench.run import RunSpec, Workload
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.load import load_model, load_profile
 from ultrabench.sweep.predict import ultrabench_memory
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 
-H100 = 80 * GIB
-KERNEL = KernelConfig(name="other", kind="command", command=("train",), precision="bf16")
-EMBEDDED = KernelConfig(name="embedded", precision="bf16")
-PROFILES = ("nanotron", "megatron", "ultrabench")
 profile = cache(load_profile)
 
 
@@ -33,93 +28,89 @@ def constants(framework, **words):
     return replace(memory_constants(framework, profile(framework).memory), **words)
 
 
-def run(shape, seq_len=4096, kernel=KERNEL, **axes):
-    """A run of a layout on nodes of one GPU."""
-    axes = {"dp": 1, "pp": 1, "gas": 1} | axes
-    layout = Layout(**{"pp_schedule": default_schedule(axes["pp"], axes["gas"])} | axes)
-    batch = Workload(seq_len=seq_len, gbs=layout.gbs)
-    return RunSpec(
-        shape=shape, workload=batch, layout=layout, kernel=kernel, nodes=layout.world_size, gpus_per_node=1
-    )
-
-
 @pytest.mark.parametrize(
-    ("version", "model", "axes", "measured"),
+    ("version", "model", "layout", "measured"),
     [
-        ("latest", "1B", {"dp": 8, "gas": 16, "mbs": 2}, 50.18),
-        ("latest", "1B", {"dp": 8, "gas": 32}, 36.67),
-        ("latest", "8B", {"dp": 4, "tp": 4, "gas": 16, "mbs": 4, "zero_stage": 1}, 58.3),
-        ("latest", "8B", {"dp": 128, "tp": 4, "mbs": 2}, 57.8),
-        ("run-ahead", "80B", {"dp": 4, "tp": 4, "pp": 16, "gas": 64, "zero_stage": 1}, 64.2),
+        ("latest", "1B", Layout(dp=8, gas=16, mbs=2), 50.18),
+        ("latest", "1B", Layout(dp=8, gas=32), 36.67),
+        ("latest", "8B", Layout(dp=4, tp=4, gas=16, mbs=4, zero_stage=1), 58.3),
+        ("latest", "8B", Layout(dp=128, tp=4, mbs=2), 57.8),
+        ("run-ahead", "80B", Layout(dp=4, tp=4, pp=16, gas=64, zero_stage=1, pp_schedule="1f1b"), 64.2),
     ],
 )
-def test_nanotron_reserves_what_published_runs_did(version, model, axes, measured):
+def test_nanotron_reserves_what_published_runs_did(version, model, layout, measured):
     """The reserved GiB of the Ultra-Scale Playbook's tables."""
-    stages = predict_memory(run(load_model(model), **axes), constants("nanotron", version=version))
+    stages = predict_memory(spec_of(layout, model), constants("nanotron", version=version))
     assert stages[0].peak_bytes / GIB == pytest.approx(measured, rel=0.12)
-    assert p_oom(stages, H100, constants("nanotron")) < 0.5
+    assert p_oom(stages, GPUS.mem_bytes, constants("nanotron")) < 0.5
 
 
-@pytest.mark.parametrize("axes", [{"gas": 32, "zero_stage": 1, "dp": 2}, {"gas": 4}, {"gas": 8, "tp": 4}])
-def test_ranks_of_the_same_stage_are_computed_once_and_right(monkeypatch, axes):
-    spec = run(load_model("llama3-70b"), kernel=EMBEDDED, pp=16, **axes)
-    computed, stages_of, peak = [], ultrabench_memory.rank_stages, ultrabench_memory._peak
-    monkeypatch.setattr(ultrabench_memory, "_peak", lambda *args: computed.append(args[-1]) or peak(*args))
-    stages = predict_memory(spec, constants("ultrabench"))
-    assert len(computed) < 8
-    monkeypatch.setattr(
-        ultrabench_memory, "rank_stages",
-        lambda *key: [one._replace(like=-rank - 1) for rank, one in enumerate(stages_of(*key))],
-    )  # fmt: skip
-    assert predict_memory(spec, constants("ultrabench")) == stages
-    few = predict_memory(spec, constants("ultrabench"), every_rank=False)
+@pytest.mark.parametrize("words", [{"gas": 32, "zero_stage": 1, "dp": 2}, {"gas": 4}, {"gas": 8, "tp": 4}])
+def test_ranks_of_the_same_stage_are_computed_once_and_right(monkeypatch, words):
+    layout, alike = (
+        Layout(**{"dp": 1, "pp": 16, "pp_schedule": default_schedule(16, words["gas"]), **words}),
+        [],
+    )
+    spec, stages_of = spec_of(layout, "llama3-70b"), ultrabench_memory.rank_stages
+    stages, few = (predict_memory(spec, constants("ultrabench"), every_rank=each) for each in (True, False))
     assert 1 < len(few) < 5
     assert max(s.peak_bytes for s in few) == max(s.peak_bytes for s in stages)
 
+    def each_alone(*key):
+        alike.append({one.like for one in stages_of(*key)})
+        return [one._replace(like=-rank - 1) for rank, one in enumerate(stages_of(*key))]
+
+    monkeypatch.setattr(ultrabench_memory, "rank_stages", each_alone)
+    assert predict_memory(spec, constants("ultrabench")) == stages
+    assert all(len(kinds) < 8 for kinds in alike)
+
 
 @pytest.mark.parametrize(
-    ("model", "axes", "static", "peak"),
+    ("model", "layout", "static", "peak"),
     [
-        ("llama3-8b", {"dp": 8, "zero_stage": 3}, 11.22, 35.76),
-        ("llama3-8b", {"tp": 8}, 11.22, 16.34),
-        ("llama3-70b", {"dp": 2, "tp": 8, "pp": 4, "zero_stage": 1, "gas": 8}, 13.29, 40.23),
+        ("llama3-8b", Layout(dp=8, zero_stage=3), 11.22, 35.76),
+        ("llama3-8b", Layout(dp=1, tp=8), 11.22, 16.34),
+        ("llama3-70b", Layout(dp=2, tp=8, pp=4, zero_stage=1, gas=8, pp_schedule="1f1b"), 13.29, 40.23),
     ],
 )
-def test_our_kernel_allocates_what_dry_runs_of_it_said(model, axes, static, peak):
+def test_our_kernel_allocates_what_dry_runs_of_it_said(model, layout, static, peak):
     """The GiB of rank 0 that `ultrabench kernel dryrun` printed; tests/parity compares it with many small ones."""
-    spec = run(load_model(model), kernel=EMBEDDED, **axes)
+    spec = spec_of(layout, model)
     assert static_bytes(spec)[0] / GIB == pytest.approx(static, rel=0.001)
     (most, *_) = predict_memory(spec, constants("ultrabench"))
     assert most.allocated_bytes / GIB == pytest.approx(peak, rel=0.001)
 
 
 def test_fp64_takes_twice_the_bytes_of_fp32_and_zbv_a_margin():
-    tiny, axes = load_model("tiny"), {"pp": 2, "gas": 4}
-    narrow, wide = (
-        predict_memory(run(tiny, 512, replace(EMBEDDED, precision=p), **axes), constants("ultrabench"))[0]
-        for p in ("fp32", "fp64")
-    )
+    plain = Layout(dp=1, pp=2, gas=4, pp_schedule="1f1b")
+    zbv = replace(plain, pp_schedule="zbv", virtual_stages=2)
+    narrow, wide, bare, more = (
+        predict_memory(spec_of(layout, "tiny", seq_len=512, precision=precision), constants("ultrabench", **words))[0]
+        for layout, precision, words in (
+            (plain, "fp32", {}), (plain, "fp64", {}), (zbv, "bf16", {"zbv_margin": 0.0}), (zbv, "bf16", {"zbv_margin": 0.5}),
+        )
+    )  # fmt: skip
     assert wide.activations == 2 * narrow.activations
-    zbv = run(tiny, 512, EMBEDDED, pp_schedule="zbv", virtual_stages=2, **axes)
-    plain, more = (predict_memory(zbv, constants("ultrabench", zbv_margin=m))[0] for m in (0.0, 0.5))
-    assert more.activations == 1.5 * plain.activations
+    assert more.activations == 1.5 * bare.activations
 
 
 def test_what_cannot_fit_is_sure_to_run_out():
-    stages = predict_memory(run(load_model("8B"), dp=8, mbs=8, gas=4), constants("nanotron"))
-    assert stages[0].peak_bytes > 5 * H100
-    assert p_oom(stages, H100, constants("nanotron")) > 0.999
-    assert p_oom(stages, 100 * H100, constants("nanotron")) < 0.001
+    stages = predict_memory(spec_of(Layout(dp=8, mbs=8, gas=4), "8B"), constants("nanotron"))
+    assert stages[0].peak_bytes > 5 * GPUS.mem_bytes
+    assert p_oom(stages, GPUS.mem_bytes, constants("nanotron")) > 0.999
+    assert p_oom(stages, 100 * GPUS.mem_bytes, constants("nanotron")) < 0.001
 
 
 def test_older_versions_keep_gathered_tokens_and_cut_stages_by_the_older_rule():
-    one = run(load_model("8B"), dp=2, tp=4, gas=128)
-    latest, old = (predict_memory(one, constants("nanotron", version=v))[0] for v in ("latest", "old"))
+    one = spec_of(Layout(dp=2, tp=4, gas=128), "8B")
+    many = replace(one, shape=replace(one.shape, num_hidden_layers=80))  # the host is not so far ahead
+    (latest, old), (latest_of_many, old_of_many) = (
+        [predict_memory(spec, constants("nanotron", version=v))[0] for v in ("latest", "old")]
+        for spec in (one, many)
+    )
     assert old.peak_bytes > latest.peak_bytes
     assert old.allocated_bytes == latest.allocated_bytes
-    many = replace(one, shape=replace(one.shape, num_hidden_layers=80))  # the host is not so far ahead
-    more = [predict_memory(many, constants("nanotron", version=v))[0].reserve for v in ("latest", "old")]
-    assert more[1] - more[0] == pytest.approx(old.reserve - latest.reserve)
+    assert old_of_many.reserve - latest_of_many.reserve == pytest.approx(old.reserve - latest.reserve)
     layers = [split_stages(load_model("1B"), 2, ties_advance=ties)[0].num_layers for ties in (False, True)]
     assert layers == [11, 10]
 
@@ -135,56 +126,47 @@ def runs(draw):
         tie_word_embeddings=draw(st.booleans()),
     )  # fmt: skip
     pp = draw(st.sampled_from((1, 2, 4)))
-    axes = {
-        "dp": 2, "tp": draw(divisors(shape.num_key_value_heads)), "pp": pp, "gas": draw(st.integers(pp, 9)),
-    }  # fmt: skip
-    axes["recompute"] = draw(st.sampled_from(("none", "selective", "full", "every2")))
-    return run(shape, 512, mbs=draw(st.integers(1, 4)), zero_stage=draw(st.integers(0, 3)), **axes)
+    gas = draw(st.integers(pp, 9))
+    layout = Layout(
+        dp=2, tp=draw(divisors(shape.num_key_value_heads)), pp=pp, gas=gas, pp_schedule=default_schedule(pp, gas),
+        recompute=draw(st.sampled_from(("none", "selective", "full", "every2"))),
+        mbs=draw(st.integers(1, 4)), zero_stage=draw(st.integers(0, 3)),
+    )  # fmt: skip
+    return spec_of(layout, shape, seq_len=512)
 
 
-def peaks(spec, framework, **words):
-    """The peak of each rank, where the layout has some other values."""
-    seq_len = words.pop("seq_len", spec.workload.seq_len)
-    layout = replace(spec.layout, **words)
-    workload = replace(spec.workload, gbs=layout.gbs, seq_len=seq_len)
-    changed = replace(spec, layout=layout, workload=workload)
-    return [stage.peak_bytes for stage in predict_memory(changed, constants(framework))]
+@pytest.mark.parametrize("framework", ["nanotron", "megatron", "ultrabench"])
+@given(spec=runs())
+def test_parts_add_up_and_more_tokens_need_more_memory_and_less_sharding_never_less(framework, spec):
+    def stages(seq_len=512, **words):
+        changed = spec_of(replace(spec.layout, **words), spec.shape, seq_len=seq_len)
+        return predict_memory(changed, constants(framework))
 
+    def peaks(**words):
+        return [stage.peak_bytes for stage in stages(**words)]
 
-@pytest.mark.parametrize("framework", PROFILES)
-@given(data=st.data())
-def test_more_tokens_need_more_memory_and_less_sharding_never_less(framework, data):
-    spec = data.draw(runs())
-    if framework == "ultrabench":
-        spec = replace(spec, kernel=EMBEDDED)
-    now = peaks(spec, framework)
-    for larger in ({"mbs": spec.layout.mbs + 1}, {"seq_len": 1024}):
-        then = peaks(spec, framework, **larger)
-        assert sum(then) > sum(now)
-        assert all(map(operator.ge, then, now))
+    assert [stage.pp_rank for stage in stages()] == list(range(spec.layout.pp))
+    for stage in stages():
+        assert min(stage[2:]) >= 0
+        assert sum(stage[2:]) == pytest.approx(stage.peak_bytes)
+    for then in (peaks(mbs=spec.layout.mbs + 1), peaks(seq_len=1024)):
+        assert sum(then) > sum(peaks())
+        assert all(map(operator.ge, then, peaks()))
     if spec.layout.zero_stage:
-        assert max(peaks(spec, framework, zero_stage=spec.layout.zero_stage - 1)) >= max(now)
+        assert max(peaks(zero_stage=spec.layout.zero_stage - 1)) >= max(peaks())
 
 
-@given(data=st.data())
-@pytest.mark.parametrize("framework", PROFILES)
-def test_parts_add_up_to_the_peak(framework, data):
-    spec = data.draw(runs())
-    stages = predict_memory(replace(spec, kernel=EMBEDDED), constants(framework))
-    assert [stage.pp_rank for stage in stages] == list(range(spec.layout.pp))
-    for stage in stages:
-        parts = stage[2:]
-        assert min(parts) >= 0
-        assert sum(parts) == pytest.approx(stage.peak_bytes)
+NANOTRON, LIMIT = profile("nanotron").memory, {"share": 0.9, "pipeline_share": 0.9, "sigma": 0.0}
 
 
-def test_a_constant_that_is_unknown_or_missing_is_named():
-    values = dict(load_profile("nanotron").memory)
-    with pytest.raises(ConfigError, match="logitz"):
-        memory_constants("nanotron", values | {"logitz": 1.0})
-    del values["logits"]
-    with pytest.raises(ConfigError, match="memory lacks logits"):
-        memory_constants("nanotron", values)
-    limit = {"limit": {"share": 0.9, "pipeline_share": 0.9, "sigma": 0.0}}
-    with pytest.raises(ConfigError, match="sigma=0"):
-        memory_constants("megatron", load_profile("megatron").memory | limit)
+@pytest.mark.parametrize(
+    ("framework", "values", "message"),
+    [
+        ("nanotron", NANOTRON | {"logitz": 1.0}, "logitz"),
+        ("nanotron", {k: v for k, v in NANOTRON.items() if k != "logits"}, "memory lacks logits"),
+        ("megatron", profile("megatron").memory | {"limit": LIMIT}, "sigma=0"),
+    ],
+)
+def test_a_constant_that_is_unknown_missing_or_impossible_is_named(framework, values, message):
+    with pytest.raises(ConfigError, match=message):
+        memory_constants(framework, values)

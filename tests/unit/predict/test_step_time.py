@@ -1,3 +1,5 @@
+"""The predicted time of a step, by part: what must hold of any layout, and what makes each part larger or smaller."""
+
 import math
 from dataclasses import replace
 from functools import cache
@@ -28,144 +30,135 @@ profile_of = cache(load_profile)
 
 
 def spec_of(layout, shape="1B", *, nodes=1, precision="bf16", seq_len=4096, compiled=False):
+    """The run of a layout by our kernel; `shape` may be the name of a model."""
     return RunSpec(
-        shape=load_model(shape) if isinstance(shape, str) else shape,
-        workload=Workload(seq_len=seq_len, gbs=layout.gbs),
-        layout=layout,
+        shape=load_model(shape) if isinstance(shape, str) else shape, layout=layout, nodes=nodes,
+        workload=Workload(seq_len=seq_len, gbs=layout.gbs), gpus_per_node=layout.world_size // nodes,
         kernel=KernelConfig(name="embedded", precision=precision, compile=compiled),
-        nodes=nodes,
-        gpus_per_node=layout.world_size // nodes,
-    )
+    )  # fmt: skip
 
 
-def step_time(spec, profile="nanotron", *, hides=True, **probe):
-    """Without `hides`, collectives of data parallelism count in full, and cost the host nothing."""
-    links, time = network(GPUS, spec.nodes, **probe), profile_of(profile).time
-    alone = {"dp_overlap": 0.0, "zero_overlap": 0.0, "zero_layer_s": 0.0}
-    return predict_step_time(spec, GPUS, PEAK, links, time if hides else replace(time, **alone))
+def step_time(spec, profile="nanotron", *, probe=None, **constants):
+    """The time of a step on GPUS with the constants of a profile, some of them with other values."""
+    links, time = network(GPUS, spec.nodes, **(probe or {})), replace(profile_of(profile).time, **constants)
+    return predict_step_time(spec, GPUS, PEAK, links, time)
+
+
+EXPOSED = {"dp_overlap": 0.0, "zero_overlap": 0.0, "zero_layer_s": 0.0}
+"""Constants with which collectives of data parallelism count in full and cost the host nothing."""
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-@given(layout=layouts(), shape=shapes(), slow=st.booleans(), compiled=st.booleans())
-def test_parts_are_finite_and_add_up_to_a_positive_time(profile, layout, shape, slow, compiled):
+@given(layout=layouts(), shape=shapes(), probe=st.sampled_from(({}, SLOW)), compiled=st.booleans())
+def test_parts_are_finite_and_add_up_to_a_positive_time(profile, layout, shape, probe, compiled):
     spec = spec_of(replace(layout, dp=2 * layout.dp), shape, nodes=2, compiled=compiled)
-    probe = SLOW if slow else {}
-    found, alone = step_time(spec, profile, **probe), step_time(spec, profile, hides=False, **probe)
-    parts = found._asdict()
-    assert all(math.isfinite(s) and s >= 0 for s in parts.values())
-    assert sum(parts.values()) == pytest.approx(found.total)
+    found, alone = step_time(spec, profile, probe=probe), step_time(spec, profile, probe=probe, **EXPOSED)
+    assert all(math.isfinite(s) and s >= 0 for s in found)
+    assert sum(found) == pytest.approx(found.total)
     assert found.total > 0
     host_s = 1.500001 * layout.gas * profile_of(profile).time.zero_layer_s * shape.num_hidden_layers
     assert found.dp <= alone.dp + host_s
 
 
-def test_zero_costs_the_host_as_often_as_it_reduces_and_gathers():
-    time, links = load_profile("ultrabench-cpu").time, network(GPUS, 1)
-    for zero_stage, times in ((0, 0), (1, 1), (2, 2.5), (3, 6)):
-        spec = spec_of(Layout(dp=8, gas=4, zero_stage=zero_stage))
-        more = replace(time, zero_layer_s=time.zero_layer_s + 1.0)
-        without, with_ = (predict_step_time(spec, GPUS, PEAK, links, c).dp for c in (time, more))
-        assert with_ - without == pytest.approx(times * spec.shape.num_hidden_layers)
+@pytest.mark.parametrize(("zero_stage", "times"), [(0, 0), (1, 1), (2, 2.5), (3, 6)])
+def test_zero_costs_the_host_as_often_as_it_reduces_and_gathers(zero_stage, times):
+    spec = spec_of(Layout(dp=8, gas=4, zero_stage=zero_stage))
+    less, more = (step_time(spec, "ultrabench-cpu", zero_layer_s=s).dp for s in (1.0, 2.0))
+    assert more - less == pytest.approx(times * spec.shape.num_hidden_layers)
 
 
-@pytest.mark.parametrize("change", [
-    {"mbs": 2}, {"recompute": "full"}, {"recompute": "selective"}, {"recompute": "every2"}
-])  # fmt: skip
-def test_more_work_takes_longer(change):
-    layout = Layout(dp=8, mbs=1, gas=4)
-    more = step_time(spec_of(replace(layout, **change), "8B"), "ultrabench")
-    assert more.total > step_time(spec_of(layout, "8B"), "ultrabench").total
+@pytest.mark.parametrize("profile", PROFILES)
+@given(layout=layouts(), shape=shapes(), more=st.integers(1, 64))
+def test_more_micro_batches_and_without_a_pipeline_more_layers_take_longer(profile, layout, shape, more):
+    longer, flat = (
+        replace(layout, gas=layout.gas + more),
+        replace(layout, pp=1, pp_schedule="none", virtual_stages=1),
+    )
+    deeper = replace(shape, num_hidden_layers=shape.num_hidden_layers + more)
+    assert step_time(spec_of(longer, shape), profile).total > step_time(spec_of(layout, shape), profile).total
+    assert step_time(spec_of(flat, deeper), profile).total > step_time(spec_of(flat, shape), profile).total
+
+
+@pytest.mark.parametrize("words", [{"mbs": 2}, *({"recompute": r} for r in ("full", "selective", "every2"))])
+def test_larger_micro_batches_and_layers_that_are_computed_anew_take_longer(words):
+    more, less = (step_time(spec_of(Layout(dp=8, gas=4, **w), "8B"), "ultrabench").total for w in (words, {}))
+    assert more > less
 
 
 def test_communication_that_hides_counts_only_where_it_is_exposed():
     spec = spec_of(Layout(dp=8, gas=4, zero_stage=1), "8B")
-    (few, few_alone), (many, many_alone) = (
-        (step_time(spec, profile).dp, step_time(spec, profile, hides=False).dp)
-        for profile in ("ultrabench", "nanotron")
-    )
-    assert few < few_alone / 2  # reduce-scatters run beside the last backward
-    assert many > many_alone  # nanotron waits for all of them, and pays for each layer
+    few, many = (step_time(spec, profile).dp for profile in ("ultrabench", "nanotron"))
+    assert (
+        few < step_time(spec, "ultrabench", **EXPOSED).dp / 2
+    )  # reduce-scatters run beside the last backward
+    assert many > step_time(spec, **EXPOSED).dp  # nanotron waits for all of them, and pays for each layer
 
 
 def test_slow_links_cost_what_the_probe_says():
-    layout = Layout(dp=64, tp=8, mbs=1, gas=4)
-    fast, slow = (
-        step_time(spec_of(layout, "8B", nodes=64)),
-        step_time(spec_of(layout, "8B", nodes=64), **SLOW),
-    )
+    spec = spec_of(Layout(dp=64, tp=8, gas=4), "8B", nodes=64)
+    fast, slow = step_time(spec), step_time(spec, probe=SLOW)
     assert slow.dp > 2 * fast.dp
     assert slow.launch > 2 * fast.launch
-    inside, across = (Layout(dp=8, tp=8), Layout(dp=4, tp=16))
-    assert step_time(spec_of(across, "8B", nodes=8)).tp > 3 * step_time(spec_of(inside, "8B", nodes=8)).tp
+    inside, across = (step_time(spec_of(Layout(dp=64 // tp, tp=tp), "8B", nodes=8)).tp for tp in (8, 16))
+    assert across > 3 * inside
 
 
 def test_a_pipeline_waits_while_it_fills_and_less_so_with_more_micro_batches():
-    few, many = (step_time(spec_of(Layout(dp=1, pp=8, gas=gas, pp_schedule="1f1b"), "8B")) for gas in (8, 32))
+    plain, halved = {"pp_schedule": "1f1b"}, {"pp_schedule": "interleaved", "virtual_stages": 2}
+    few, many, short = (
+        step_time(spec_of(Layout(dp=1, pp=8, gas=gas, **words), "8B"))
+        for gas, words in ((8, plain), (32, plain), (8, halved))
+    )
     assert few.bubble / few.total > 2 * many.bubble / many.total
-    halved = Layout(dp=1, pp=8, gas=8, pp_schedule="interleaved", virtual_stages=2)
-    assert step_time(spec_of(halved, "8B")).bubble < 0.7 * few.bubble
+    assert short.bubble < 0.7 * few.bubble
 
 
 def test_what_a_rank_waits_for_makes_others_faster_where_they_share_processors():
-    spec = spec_of(
-        Layout(dp=1, pp=2, gas=4, pp_schedule="1f1b")
-    )  # 1B has 10 layers on rank 0, and 6 with the head
-    time, links = profile_of("nanotron").time, network(GPUS, 1)
-    apart, half, shared = (
-        predict_step_time(spec, GPUS, PEAK, links, replace(time, wait_shared=part))
-        for part in (0.0, 0.5, 1.0)
-    )
-    assert apart == predict_step_time(spec, GPUS, PEAK, links, time)
+    spec = spec_of(Layout(dp=1, pp=2, gas=4, pp_schedule="1f1b"))  # 10 layers on rank 0, and 6 with the head
+    apart, half, shared = (step_time(spec, wait_shared=part) for part in (0.0, 0.5, 1.0))
+    assert apart == step_time(spec)
     assert half.total - half.pp == pytest.approx((apart.total - apart.pp + shared.total - shared.pp) / 2)
     assert apart.pp < shared.pp  # ranks exchange while they wait, unless others use that time
     assert (shared.bubble, apart.bubble > 0) == (0.0, True)
     assert shared.gemm < apart.gemm
     alone = spec_of(Layout(dp=2, gas=4))
-    assert step_time(alone) == predict_step_time(alone, GPUS, PEAK, links, replace(time, wait_shared=1.0))
-
-
-def test_zbv_waits_for_a_sixth_of_1f1b_and_for_more_where_few_micro_batches_fill_it():
-    zbv, plain = {"pp_schedule": "zbv", "virtual_stages": 2}, {"pp_schedule": "1f1b"}
-    for gas, share in ((8, 1 / 3), (16, 1 / 6)):
-        own, other = (
-            step_time(spec_of(Layout(dp=1, pp=8, gas=gas, **words), "8B")) for words in (zbv, plain)
-        )
-        assert own.bubble / other.bubble == pytest.approx(share, rel=0.05)
+    assert step_time(alone) == step_time(alone, wait_shared=1.0)
 
 
 def test_every_regime_has_a_name():
     pure, pipeline = Layout(dp=512), Layout(dp=64, pp=8, pp_schedule="1f1b", gas=8)
     found = {
         regime(spec_of(layout, nodes=nodes), network(GPUS, nodes, **probe))
-        for layout, nodes in ((pure, 64), (pipeline, 64), (pure, 4), (pipeline, 4))
-        for probe in ({}, SLOW | {"allgather_bytes_per_s": 98e9 if nodes == 4 else 6.5e9})
+        for layout in (pure, pipeline)
+        for nodes, slow in ((64, SLOW), (4, SLOW | {"allgather_bytes_per_s": 98e9}))
+        for probe in ({}, slow)
     }
     assert found == set(REGIMES)
-    for name in PROFILES:
-        low, high = load_profile(name).quantiles("slow")
-        assert low <= 0 <= high
 
 
-def test_a_profile_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"unknown profile 'nanotrn'; did you mean nanotron.*calibrate"):
-        load_profile("nanotrn")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"framework": "jax"}, "framework='jax'; must be ultrabench, nanotron or megatron"),
+        ({"time": {"rest_s": -1.0}}, "profile.time.rest_s=-1.0; must be >= 0"),
+        ({"time": {"gemm_efficiency": 30.0}}, "gemm_efficiency=30.0; must be 0 to 1"),
+        ({"time": None}, "profile.time lacks gemm_efficiency"),
+        ({"interval": {"all": [0.1, 0.2]}}, r"interval.all=\[0.1, 0.2\]; must enclose 0"),
+        ({"interval": None}, "interval lacks all"),
+        ({"interval": {"slwo": [-0.1, 0.1]}}, "unknown regime of profile .*did you mean slow"),
+        (None, r"unknown profile 'nanotrn'; did you mean nanotron.*calibrate"),
+    ],
+)
+def test_a_profile_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path, monkeypatch, change, message):
+    """Its file is read from the folder of the user's profiles; None stands for an empty table, or a wrong name."""
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "ultrabench" / "profiles" / "mine.yaml"
     mine.parent.mkdir(parents=True)
     values = yaml.safe_load(files("profiles")["nanotron"].read_text())
     mine.write_text(yaml.safe_dump(values))
     assert load_profile("mine").time == load_profile("nanotron").time
-    for change, message in (
-        ({"framework": "jax"}, "framework='jax'; must be ultrabench, nanotron or megatron"),
-        ({"time": values["time"] | {"rest_s": -1.0}}, "profile.time.rest_s=-1.0; must be >= 0"),
-        ({"time": {}}, "profile.time lacks gemm_efficiency"),
-        ({"interval": {"all": [0.1, 0.2]}}, r"interval.all=\[0.1, 0.2\]; must enclose 0"),
-        ({"interval": {}}, "interval lacks all"),
-        (
-            {"interval": {"all": [-0.1, 0.1], "slwo": [-0.1, 0.1]}},
-            "unknown regime of profile .*did you mean slow",
-        ),
-    ):
-        mine.write_text(yaml.safe_dump(values | change))
-        with pytest.raises(ConfigError, match=f"mine.yaml: .*{message}"):
-            load_profile("mine")
+    for name, value in (change or {}).items():
+        values[name] = values[name] | value if isinstance(value, dict) else value or {}
+    mine.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match="mine.yaml: .*" * bool(change) + message):
+        load_profile("mine" if change else "nanotrn")
