@@ -86,9 +86,9 @@ gallery: env
 chaos: env
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
 
-# Plants every fault of docs/mutations.md and writes the page anew; `make test` plants a part of them.
+# Plants every fault of docs/mutations.md and writes its table anew; `make test` plants a part of them.
 mutations: env
-	$(BIN)/python -m tests.mutations -o docs/mutations.md
+	$(BIN)/python -m tests.mutations
 
 slurm-bench: env
 	$(BIN)/python benchmarks/submit.py

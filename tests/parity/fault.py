@@ -1,4 +1,4 @@
-"""Faults that are planted into the kernel of a process: their list, and where each is planted."""
+"""Faults that are planted into the kernel of a process: their list, where each is planted, and what must see it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,19 @@ class Fault:
 
     owner: Any
     name: str
-    instead_of: Callable[[Any], Any]
+    instead: Callable[..., Any]
+    """Gets what is right; where that is a function, also the arguments of each call."""
+    seen: dict[str, list[str]]
+    """Check of tests/mutations.py that must see the fault -> the layouts, models or tests with which it does."""
 
     def __call__(self) -> None:
-        setattr(self.owner, self.name, self.instead_of(getattr(self.owner, self.name)))
+        setattr(self.owner, self.name, self.wrong(getattr(self.owner, self.name)))
+
+    def wrong(self, right: Any) -> Any:
+        """What takes the place of `right`."""
+        if not callable(right):
+            return self.instead(right)
+        return lambda *args, **kwargs: self.instead(right, *args, **kwargs)
 
     @property
     def place(self) -> str:
@@ -26,19 +35,20 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """What is wrong, in one line."""
-        return (self.instead_of.__doc__ or "").splitlines()[0]
+        """What is wrong, in one line without its full stop."""
+        return (self.instead.__doc__ or "").splitlines()[0].rstrip(".")
 
 
 FAULTS: dict[str, Fault] = {}
 
 
-def planted(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Adds the function to FAULTS, planted in the attribute `name` of a module or class."""
+def planted(owner: Any, name: str, **seen: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds the function to FAULTS, as `instead` of the attribute `name`; commas part what sees it."""
 
-    def add(instead_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        FAULTS[instead_of.__name__] = Fault(owner, name, instead_of)
-        return instead_of
+    def add(instead: Callable[..., Any]) -> Callable[..., Any]:
+        places = {check: where.split(", ") for check, where in seen.items()}
+        FAULTS[instead.__name__] = Fault(owner, name, instead, places)
+        return instead
 
     return add
 

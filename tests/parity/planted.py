@@ -1,14 +1,12 @@
 """Faults of parallelism, recomputation and the dry run, and the names of all faults: FAULTS.
 
-Each is a function from what is right to what takes its place; `planted` says where. docs/mutations.md shows which
-check catches which fault.
+Each function takes the place of what `planted` names, which it gets as `right`. docs/mutations.md shows which check
+catches which fault.
 """
 
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ from tests.parity import planted_model, planted_options  # noqa: F401  their fau
 from tests.parity.fault import FAULTS, changed, planted
 from ultrabench.kernel import cp, model, pp, recompute, step, tp
 from ultrabench.kernel.dryrun import counts, rank_cost
-from ultrabench.layout import Layout
 
 __all__ = ["FAULTS"]
 
@@ -28,135 +25,102 @@ __all__ = ["FAULTS"]
 # Tensor parallelism.
 
 
-@planted(step, "sum_norm_gradients")
-def drop_tp_all_reduce(right):
+@planted(step, "sum_norm_gradients", parity="tp=2 gas=2 fp32, dp=2 tp=2 zero_stage=1 bf16")
+def drop_tp_all_reduce(right, *_):
     """Gradients of norms, summands on each rank of tp, pass for sums."""
-    return lambda *_: None
 
 
-@planted(step, "sum_norm_gradients")
-def forgotten_head_norms(right):
+@planted(step, "sum_norm_gradients", parity="tp=2 qwen")
+def forgotten_head_norms(right, params, group):
     """Only norms of tokens are summed over tp, not those of queries and keys."""
-    of_heads = ("q_norm", "k_norm")
-    return lambda params, group: right([(n, p) for n, p in params if n.split(".")[-2] not in of_heads], group)
+    right([(n, p) for n, p in params if n.split(".")[-2] not in ("q_norm", "k_norm")], group)
 
 
-@planted(tp, "reduce_scatter")
-def unsummed_rows(right):
+@planted(tp, "reduce_scatter", parity="tp=2 bf16")
+def unsummed_rows(right, tensor, group):
     """The summands of a row-parallel product stay where they are."""
-    return lambda tensor, group: tensor.chunk(group.size())[group.rank()].clone()
+    return tensor.chunk(group.size())[group.rank()].clone()
 
 
-@planted(tp.Ranks, "scatter")
-def scatter_over_dp(right):
+@planted(tp.Ranks, "scatter", parity="dp=2 tp=2 zero_stage=1")
+def scatter_over_dp(right, ranks, x):
     """The summands of a row-parallel product are summed and scattered over dp instead of tp."""
-
-    def scatter(self, x):
-        groups = dist.distributed_c10d._world.pg_map
-        return right(tp.Ranks(next(g for g in groups if g.group_desc == "mesh_dp_shard")), x)
-
-    return scatter
+    groups = dist.distributed_c10d._world.pg_map
+    return right(tp.Ranks(next(g for g in groups if g.group_desc == "mesh_dp_shard")), x)
 
 
-@planted(tp.Ranks, "gather")
-def reversed_tokens(right):
+@planted(tp.Ranks, "gather", parity="tp=2 bf16")
+def reversed_tokens(right, *args):
     """The gathered tokens are in reverse order."""
-    return lambda *args: lambda: right(*args)().flip(1)
+    return lambda: right(*args)().flip(1)
 
 
-@planted(tp, "_look_up")
-def shifted_vocabulary(right):
+@planted(tp, "_look_up", parity="tp=2")
+def shifted_vocabulary(right, ranks, embedding, tokens):
     """All ranks of tp but the first look up embeddings one row too far."""
-    return lambda ranks, embedding, tokens: right(ranks, embedding, tokens + (ranks.group.rank() > 0))
+    return right(ranks, embedding, tokens + (ranks.group.rank() > 0))
 
 
-@planted(tp, "_loss")
-def mean_over_wrong_tokens(right):
+@planted(tp, "_loss", parity="tp=2")
+def mean_over_wrong_tokens(right, ranks, *args):
     """The sum of the losses is divided by tp times the number of tokens."""
-    return lambda ranks, *args: right(ranks, *args) / ranks.group.size()
+    return right(ranks, *args) / ranks.group.size()
 
 
-@planted(step, "sum_norm_gradients")
-def norms_one_by_one(right):
+@planted(step, "sum_norm_gradients", counts="test_tensor_parallel 1")
+def norms_one_by_one(right, params, group):
     """Each norm has an all-reduce of its own."""
-    return lambda params, group: [right([one], group) for one in params]
+    for one in params:
+        right([one], group)
 
 
 # Data parallelism, ZeRO and the optimizer.
 
 
-def dp_with(change):
-    """For `apply_dp`: also applies `change` to each module that fully_shard wraps."""
-
-    def instead_of(right):
-        def apply_dp(decoder, *args):
-            right(decoder, *args)
-            for module in decoder.modules():
-                if isinstance(module, FSDPModule):
-                    change(module)
-
-        return apply_dp
-
-    return instead_of
-
-
-@planted(step, "apply_dp")
-def wrong_divisor(right):
+@planted(step, "apply_dp", parity="dp=2 zero_stage=1 gas=2, dp=2 pp=2 zero_stage=3 gas=2 bf16")
+def wrong_divisor(right, decoder, *args):
     """Gradients are summed over dp instead of averaged."""
+    right(decoder, *args)
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
-    def summed(module):
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
 
-    return dp_with(summed)(right)
-
-
-@planted(step, "apply_dp")
-def half_the_replicas(right):
+@planted(step, "apply_dp", replicas="dp=4")
+def half_the_replicas(right, decoder, mesh, *args):
     """The groups of dp_replicate are pairs of ranks, so that not all replicas get the same sum."""
-
-    def apply_dp(decoder, mesh, *args):
-        names = ("pairs", "dp_replicate", "dp_shard")
-        pairs = init_device_mesh("cpu", (mesh.size() // 2, 2, 1), mesh_dim_names=names)
-        right(decoder, pairs, *args)
-
-    return apply_dp
+    names = ("pairs", "dp_replicate", "dp_shard")
+    right(decoder, init_device_mesh("cpu", (mesh.size() // 2, 2, 1), mesh_dim_names=names), *args)
 
 
-@planted(step, "begin_microbatch")
-def lost_gradients(right):
+@planted(step, "begin_microbatch", parity="dp=2 zero_stage=2 gas=2")
+def lost_gradients(right, decoder, zero_stage, *, last):
     """The gradients of all micro-batches but the last are lost."""
-
-    def begin_microbatch(decoder, zero_stage, *, last):
-        right(decoder, zero_stage, last=last)
-        for module in decoder.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # only shards have gradients of the micro-batches before
-        for param in decoder.parameters():
-            param.grad = None
-
-    return begin_microbatch
+    right(decoder, zero_stage, last=last)
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # only shards have gradients of the micro-batches before
+    for param in decoder.parameters():
+        param.grad = None
 
 
-@planted(model, "head_loss")
-def drop_microbatch(right):
+losses = count(1)
+
+
+@planted(model, "head_loss", parity="dp=2 gas=4, pp=2 gas=4 bf16")
+def drop_microbatch(right, *args):
     """Every third micro-batch of a rank counts nothing."""
-    seen = []
-
-    def head_loss(*args):
-        seen.append(None)
-        return right(*args) * (len(seen) % 3 != 0)
-
-    return head_loss
+    return right(*args) * (next(losses) % 3 != 0)
 
 
-@planted(step, "sample_indices")
-def same_samples(right):
+@planted(step, "sample_indices", parity="dp=2")
+def same_samples(right, layout, _):
     """All ranks of dp train on the samples of the first one."""
-    return lambda layout, _: right(layout, 0)
+    return right(layout, 0)
 
 
-@planted(step, "dist")
+@planted(step, "dist", parity="dp=2 zero_stage=1")
 def local_norm(right):
     """Each rank clips by the norm of its own part of the gradient."""
 
@@ -168,155 +132,144 @@ def local_norm(right):
     return changed(right, all_reduce=all_reduce)
 
 
-@planted(step.TrainStep, "update")
-def skipped_update(right):
+@planted(step.TrainStep, "update", replicas="dp=2", parity="dp=2 zero_stage=1")
+def skipped_update(right, self, loss):
     """Rank 1 skips the optimizer's step."""
-
-    def update(self, loss):
-        if dist.get_rank() == 1:
-            self.optimizer.step = lambda: None
-        return right(self, loss)
-
-    return update
+    if dist.get_rank() == 1:
+        self.optimizer.step = lambda: None
+    return right(self, loss)
 
 
-@planted(FSDPModule, "set_unshard_in_backward")
-def needless_gathers(right):
+@planted(FSDPModule, "set_unshard_in_backward", counts="test_step dp=2 zero_stage=3")
+def needless_gathers(right, *_):
     """ZeRO-3 gathers the embedding again for its backward, which does not read it."""
-    return lambda *_: None
 
 
-@planted(FSDPModule, "set_modules_to_forward_prefetch")
-def no_prefetch(right):
+@planted(FSDPModule, "set_modules_to_forward_prefetch", counts="test_order")
+def no_prefetch(right, *_):
     """No group requests the parameters of the next one."""
-    return lambda *_: None
+
+
+updates = count(1)
+
+
+@planted(step.TrainStep, "update")
+def flipped_bit(right, self, loss):
+    """Rank 1 changes the last bit of one number after its eighth update."""
+    out = right(self, loss)
+    if next(updates) == 8 and dist.get_rank() == 1:
+        self.shards["layers.1.ffn.up.weight"].view(torch.int32).flatten()[0] ^= 1
+    return out
 
 
 # The ring of context parallelism.
 
 
-@planted(cp, "_meet")
-def ring_sees_the_future(right):
+@planted(cp, "_meet", parity="cp=2 bf16")
+def ring_sees_the_future(right, rank, other, seq):
     """Queries attend to all keys of the later ranks, too."""
-    everything = slice(None), slice(None), False
-    return lambda rank, other, seq: everything if other > rank else right(rank, other, seq)
+    return (slice(None), slice(None), False) if other > rank else right(rank, other, seq)
 
 
-@planted(cp, "_turns")
-def ring_without_last_turn(right):
+@planted(cp, "_turns", parity="cp=2")
+def ring_without_last_turn(right, *args):
     """Each rank leaves out the keys and values that arrive last."""
-    return lambda *args: list(right(*args))[:-1]
+    return list(right(*args))[:-1]
 
 
-@planted(cp, "attention_backward")
-def lost_key_gradients(right):
+@planted(cp, "attention_backward", parity="cp=2 bf16")
+def lost_key_gradients(right, *args, causal):
     """What the ranks before found for a pair of keys and values does not go on with it."""
-    return lambda *args, causal: [
-        grad if causal or i == 0 else grad * 0 for i, grad in enumerate(right(*args, causal=causal))
-    ]
+    query, *others = right(*args, causal=causal)
+    return [query, *(grad if causal else grad * 0 for grad in others)]
 
 
-@planted(model, "rope_tables")
-def positions_from_zero(right):
+@planted(model, "rope_tables", parity="cp=2")
+def positions_from_zero(right, spans, *args):
     """Each rank of a ring rotates its tokens as if they were the first of the sequence."""
-    return lambda spans, *args: right([range(sum(map(len, spans)))], *args)
+    return right([range(sum(map(len, spans)))], *args)
 
 
-@planted(cp, "_turns")
-def ring_goes_on(right):
+@planted(cp, "_turns", counts="test_ring")
+def ring_goes_on(right, pair, group):
     """Keys and values travel one turn more than needed."""
-
-    def turns(pair, group):
-        yield from right(pair, group)
-        cp.Passing(pair, torch.empty_like(pair), group).wait()
-
-    return turns
+    yield from right(pair, group)
+    cp.Passing(pair, torch.empty_like(pair), group).wait()
 
 
 # Pipelines.
 
 
-@planted(step, "sum_tied_gradients")
-def untied_sum(right):
+@planted(
+    step, "sum_tied_gradients",
+    parity="pp=2 gas=2 tied fp32, pp=2 gas=2 zbv tied bf16", replicas="pp=2 gas=2 tied",
+)  # fmt: skip
+def untied_sum(right, *_):
     """Each copy of a tied embedding keeps its own gradient."""
-    return lambda *_: None
 
 
-@planted(pp.Pipeline, "run")
-def wrong_targets(right):
+@planted(pp.Pipeline, "run", parity="pp=2 gas=2")
+def wrong_targets(right, self, inputs, targets):
     """The last stage gets the targets of the micro-batch before."""
-    return lambda self, inputs, targets: right(self, inputs, targets.roll(self._mbs, 0))
+    return right(self, inputs, targets.roll(self._mbs, 0))
 
 
-@planted(stage, "stage_backward_weight")
-def weights_twice(right):
+@planted(stage, "stage_backward_weight", parity="pp=2 gas=2 zbv")
+def weights_twice(right, weights, groups):
     """The gradients of weights are computed and added twice."""
-
-    def stage_backward_weight(weights, groups):
-        held = [*weights]
-        right(iter(held), [dict(group) for group in groups], retain_graph=True)
-        return right(iter(held), groups)
-
-    return stage_backward_weight
+    held = [*weights]
+    right(iter(held), [dict(group) for group in groups], retain_graph=True)
+    return right(iter(held), groups)
 
 
-@planted(step, "cp_group")
-def group_of_two(right):
+@planted(step, "cp_group", groups="dp=3")
+def group_of_two(right, layout):
     """The first and the last rank make a group for themselves."""
-
-    def cp_group(layout: Layout) -> Any:
-        ends = [0, layout.world_size - 1]
-        if dist.get_rank() in ends:
-            dist.new_group(ends, use_local_synchronization=True)
-        return right(layout)
-
-    return cp_group
+    ends = [0, layout.world_size - 1]
+    if dist.get_rank() in ends:
+        dist.new_group(ends, use_local_synchronization=True)
+    return right(layout)
 
 
-@planted(recompute, "checkpoint")
-def stale_recompute(right):
+@planted(recompute, "checkpoint", parity="full bf16")
+def stale_recompute(right, function, *args, **kwargs):
     """A layer is computed anew from half its input."""
+    runs = count()
 
-    def checkpoint(function: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        runs = []
+    def again(x, *more):
+        return function(x * 0.5 if next(runs) else x, *more)
 
-        def again(y: torch.Tensor, *more: Any) -> Any:
-            runs.append(None)
-            return function(y if len(runs) == 1 else y * 0.5, *more)
-
-        return right(again, x, *args, **kwargs)
-
-    return checkpoint
+    return right(again, *args, **kwargs)
 
 
-@planted(recompute, "SELECTED")
+@planted(recompute, "SELECTED", counts="test_recompute")
 def nothing_kept(right):
     """Selective recomputation keeps no results."""
     return {}
 
 
-@planted(recompute, "_word")
-def every_layer(right):
+@planted(recompute, "_word", cost="test_recomputation_keeps_what_docs_say 1")
+def every_layer(right, layout, number):
     """Every N-th layer means all layers, for those who apply it and for those who read back what ran."""
-    return lambda layout, number: "full" if layout.full_every else right(layout, number)
+    return "full" if layout.full_every else right(layout, number)
 
 
 # The dry run.
 
 
-@planted(rank_cost, "_with_gas")
-def gas_of_the_last(right):
+@planted(rank_cost, "_with_gas", cost="test_a_dry_run_equals_a_real_step dp=2 zero_stage=2 gas=6")
+def gas_of_the_last(right, spec, gas):
     """The cost of many micro-batches is extrapolated from two that are alike."""
-    return lambda spec, gas: right(spec, 3 * spec.layout.pp)
+    return right(spec, 3 * spec.layout.pp)
 
 
-@planted(rank_cost, "measure_step")
-def no_states(right):
+@planted(rank_cost, "measure_step", cost="test_a_dry_run_equals_a_real_step dp=2 gas=3")
+def no_states(right, spec):
     """The optimizer has no states yet in the step that a dry run measures."""
-    return lambda spec: right(spec, lambda trainer: None)
+    return right(spec, lambda trainer: None)
 
 
-@planted(counts, "_OPS")
+@planted(counts, "_OPS", counts="test_step dp=2 zero_stage=1")
 def unseen_gathers(right):
     """All-gathers are not counted."""
     return {op: name for op, name in right.items() if name != "all_gather"}
@@ -325,24 +278,17 @@ def unseen_gathers(right):
 # Ranks that die.
 
 
-def on_rank_1(right: Callable[..., Any], act: Callable[[], object]) -> Callable[..., Any]:
-    """Rank 1 does something in its first step."""
-
-    def accumulate(self: step.TrainStep, *batch: torch.Tensor) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            act()
-        return right(self, *batch)
-
-    return accumulate
-
-
-@planted(step.TrainStep, "accumulate")
-def dead_rank(right):
+@planted(step.TrainStep, "accumulate", death="dp=2")
+def dead_rank(right, *args):
     """Rank 1 ends by itself, without a word."""
-    return on_rank_1(right, partial(sys.exit, "rank 1 has had enough"))
+    if dist.get_rank() == 1:
+        sys.exit("rank 1 has had enough")
+    return right(*args)
 
 
 @planted(step.TrainStep, "accumulate")
-def frozen_rank(right):
+def frozen_rank(right, *args):
     """Rank 1 sleeps in its first step."""
-    return on_rank_1(right, partial(time.sleep, 1000))
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    return right(*args)

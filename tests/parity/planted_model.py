@@ -7,146 +7,128 @@ import torch
 from tests.parity.fault import changed, planted
 from ultrabench.kernel import data, model
 
+INITIAL = "test_model.test_initial_values_depend_on_seed_and_name"
+TOKENS = "test_model.test_tokens_depend_on_seed_step_and_index_only"
 
-@planted(model, "rotate")
-def no_rope(right):
+
+@planted(model, "rotate", transformers="llama")
+def no_rope(right, x, cos, sin):
     """Queries and keys are not rotated."""
-    return lambda x, cos, sin: x
+    return x
 
 
-@planted(model, "rotate")
-def neighbours_rotate(right):
+@planted(model, "rotate", transformers="llama")
+def neighbours_rotate(right, x, cos, sin):
     """The pairs that rotate together are (2i, 2i + 1) instead of (i, i + D/2)."""
-
-    def rotate(x, cos, sin):
-        a, b = x[..., ::2], x[..., 1::2]
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-
-    return rotate
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
-@planted(model, "rope_frequencies")
-def no_rope_scaling(right):
+@planted(model, "rope_frequencies", transformers="llama-scaled")
+def no_rope_scaling(right, shape, half):
     """The llama3 scaling of the rotation is ignored."""
-    return lambda shape, half: right(replace(shape, rope_scaling=None), half)
+    return right(replace(shape, rope_scaling=None), half)
 
 
-@planted(model, "rope_frequencies")
-def fixed_rope_theta(right):
+@planted(model, "rope_frequencies", transformers="qwen3")
+def fixed_rope_theta(right, shape, half):
     """The base of the rotation is always 10,000."""
-    return lambda shape, half: right(replace(shape, rope_theta=10000.0), half)
+    return right(replace(shape, rope_theta=10000.0), half)
 
 
-def sdpa_with(change):
-    """For `functional`: attention of changed arguments."""
+def with_attention(functional, change, **options):
+    """For `functional`: attention of other heads and with other options."""
 
-    def instead_of(right):
-        def attention(q, k, v, **options):
-            tensors, more = change(q, k, v)
-            return right.scaled_dot_product_attention(*tensors, **(options | more))
+    def attention(*heads, **more):
+        return functional.scaled_dot_product_attention(*change(*heads), **(more | options))
 
-        return changed(right, scaled_dot_product_attention=attention)
-
-    return instead_of
+    return changed(functional, scaled_dot_product_attention=attention)
 
 
-@planted(model, "functional")
+@planted(model, "functional", transformers="llama")
 def not_causal(right):
     """Each token attends to all tokens."""
-    return sdpa_with(lambda q, k, v: ((q, k, v), {"is_causal": False}))(right)
+    return with_attention(right, lambda *heads: heads, is_causal=False)
 
 
-@planted(model, "functional")
+@planted(model, "functional", transformers="llama")
 def wrong_scale(right):
     """Scores of attention are divided by D instead of its root."""
-    return sdpa_with(lambda q, k, v: ((q, k, v), {"scale": 1 / q.shape[-1]}))(right)
+    return with_attention(right, lambda q, k, v: (q / q.shape[-1] ** 0.5, k, v))
 
 
-@planted(model, "functional")
+@planted(model, "functional", transformers="llama")
 def reordered_groups(right):
     """Query head n reads key head n mod K instead of n K / N."""
 
-    def tiled(q, k, v):
-        return (q, *(t.repeat(1, q.shape[1] // t.shape[1], 1, 1) for t in (k, v))), {"enable_gqa": False}
+    def tiled(q, *others):
+        return (q, *(t.repeat(1, q.shape[1] // t.shape[1], 1, 1) for t in others))
 
-    return sdpa_with(tiled)(right)
+    return with_attention(right, tiled, enable_gqa=False)
 
 
-@planted(model, "functional")
+@planted(model, "functional", transformers="llama")
 def gelu(right):
     """The activation function is GELU instead of SiLU."""
     return changed(right, silu=right.gelu)
 
 
-@planted(model.RmsNorm, "__init__")
-def fixed_eps(right):
+@planted(model.RmsNorm, "__init__", transformers="llama-scaled")
+def fixed_eps(right, self, width, eps):
     """The eps of all norms is 1e-6, whatever the shape says."""
-    return lambda self, width, eps: right(self, width, 1e-6)
+    right(self, width, 1e-6)
 
 
-@planted(model.RmsNorm, "forward")
-def no_qk_norm(right):
+@planted(model.RmsNorm, "forward", transformers="qwen3")
+def no_qk_norm(right, self, x):
     """Queries and keys are not normalised."""
-    return lambda self, x: x if x.dim() == 4 else right(self, x)
+    return x if x.dim() == 4 else right(self, x)
 
 
-@planted(model.FeedForward, "forward")
-def gate_for_up(right):
+@planted(model.FeedForward, "forward", transformers="llama")
+def gate_for_up(right, self, x):
     """The activation function is applied to `up` instead of `gate`."""
-
-    def forward(self, x):
-        up, gate = self.columns(x, self.gate.weight, self.up.weight)
-        return self.row(model.functional.silu(gate) * up, self.down.weight)
-
-    return forward
+    up, gate = self.columns(x, self.gate.weight, self.up.weight)
+    return self.row(model.functional.silu(gate) * up, self.down.weight)
 
 
-@planted(model.Decoder, "tie")
-def not_tied(right):
+@planted(model.Decoder, "tie", transformers="llama-tied")
+def not_tied(right, self):
     """Embedding and head are two parameters although the shape ties them."""
-    return lambda self: None
 
 
-@planted(model.Decoder, "initial_value")
-def keys_like_queries(right):
+@planted(model.Decoder, "initial_value", unit=INITIAL)
+def keys_like_queries(right, self, name, *args):
     """Keys of a layer start with the values of its queries."""
-    return lambda self, name, *args: right(self, name.replace("attention.k", "attention.q"), *args)
+    return right(self, name.replace("attention.k", "attention.q"), *args)
 
 
-@planted(model.Decoder, "initial_value")
-def all_layers_alike(right):
+@planted(model.Decoder, "initial_value", unit=INITIAL)
+def all_layers_alike(right, self, name, *args):
     """All layers start with the values of the first."""
-
-    def initial_value(self, name, *args):
-        return right(self, ".".join("0" if part.isdigit() else part for part in name.split(".")), *args)
-
-    return initial_value
+    return right(self, ".".join("0" if part.isdigit() else part for part in name.split(".")), *args)
 
 
-@planted(model.Decoder, "initial_value")
-def wide_values(right):
+@planted(model.Decoder, "initial_value", unit=INITIAL)
+def wide_values(right, *args):
     """Initial values are ten times too large."""
-    return lambda self, name, *args: right(self, name, *args) * 10
+    return right(*args) * 10
 
 
-@planted(data, "sample")
-def same_sample(right):
+@planted(data, "sample", unit=TOKENS)
+def same_sample(right, seed, step, index, *args):
     """All samples of a step are the same."""
-    return lambda seed, step, index, *args: right(seed, step, 0, *args)
+    return right(seed, step, 0, *args)
 
 
-@planted(data, "sample")
-def same_data(right):
+@planted(data, "sample", unit=TOKENS)
+def same_data(right, seed, step, *args):
     """All steps train on the same tokens."""
-    return lambda seed, step, *args: right(seed, 1, *args)
+    return right(seed, 1, *args)
 
 
-@planted(data, "load")
-def copied_targets(right):
+@planted(data, "load", unit=TOKENS)
+def copied_targets(right, *args):
     """A target is the token itself instead of the next one."""
-
-    def load(*args):
-        inputs, _ = right(*args)
-        return inputs, inputs
-
-    return load
+    inputs, _ = right(*args)
+    return inputs, inputs

@@ -9,76 +9,69 @@ from tests.parity.fault import planted
 from ultrabench.kernel import pp, step
 
 
-@planted(step, "apply_recompute")
-def no_recompute(right):
+@planted(step, "apply_recompute", ignored="full")
+def no_recompute(right, *_):
     """Layers keep everything."""
-    return lambda *_: None
 
 
-@planted(step, "apply_recompute")
-def full_for_selective(right):
+@planted(step, "apply_recompute", ignored="selective")
+def full_for_selective(right, decoder, layout):
     """Layers keep only their input, whatever is asked for."""
-    return lambda decoder, layout: right(decoder, replace(layout, recompute="full"))
+    right(decoder, replace(layout, recompute="full"))
 
 
-@planted(pp, "SCHEDULES")
+@planted(pp, "SCHEDULES", ignored="pp=2 gas=2")
 def other_schedule(right):
     """Under 1f1b all forwards run first."""
     return right | {"1f1b": right["afab"]}
 
 
-@planted(step, "apply_dp")
-def gathered_parameters(right):
+@planted(step, "apply_dp", ignored="zero_stage=3")
+def gathered_parameters(right, decoder, mesh, zero_stage, *more):
     """Parameters stay gathered after forward."""
-    return lambda decoder, mesh, zero_stage, *more: right(decoder, mesh, 1, *more)
+    right(decoder, mesh, 1, *more)
 
 
-@planted(step, "apply_dp")
-def shards_everywhere(right):
+@planted(step, "apply_dp", ignored="dp=4 zero_stage=1 dp_shard=2 gas=2")
+def shards_everywhere(right, decoder, mesh, *args):
     """All ranks of dp share the parameters, where dp_shard says how many do."""
-
-    def apply_dp(decoder, mesh, *args):
-        names = ("dp_replicate", "dp_shard")
-        right(decoder, init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=names), *args)
-
-    return apply_dp
+    names = ("dp_replicate", "dp_shard")
+    right(decoder, init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=names), *args)
 
 
-@planted(step, "begin_microbatch")
-def zero2_as_1(right):
+@planted(step, "begin_microbatch", ignored="dp=2 zero_stage=2 gas=2")
+def zero2_as_1(right, decoder, zero_stage, *, last):
     """Gradients are reduced in the last micro-batch only."""
-    return lambda decoder, zero_stage, *, last: right(decoder, min(zero_stage, 1), last=last)
+    right(decoder, min(zero_stage, 1), last=last)
 
 
-@planted(step, "apply_dp")
-def no_bf16(right):
+@planted(step, "apply_dp", ignored="gas=1 bf16")
+def no_bf16(right, decoder, mesh, zero_stage, precision):
     """Layers compute in the precision of the optimizer."""
-    return lambda decoder, mesh, zero_stage, precision: right(decoder, mesh, zero_stage, "fp32")
+    right(decoder, mesh, zero_stage, "fp32")
 
 
-@planted(step, "apply_compile")
-def no_compile(right):
+@planted(step, "apply_compile", ignored="compile")
+def no_compile(right, decoder, _):
     """Layers are marked as compiled, but torch compiles nothing."""
-    return lambda decoder, _: [
-        setattr(layer, "forward", torch.compiler.disable(layer.forward)) for layer in decoder.layers.values()
-    ]
+    for layer in decoder.layers.values():
+        layer.forward = torch.compiler.disable(layer.forward)
 
 
-@planted(step, "apply_attention")
-def any_attention(right):
+@planted(step, "apply_attention", ignored="gas=1")
+def any_attention(right, *_):
     """Torch chooses the implementation of attention."""
-    return lambda *_: None
 
 
-@planted(step, "apply_attention")
-def plain_attention(right):
+@planted(step, "apply_attention", ignored="gas=1")
+def plain_attention(right, decoder, _, group):
     """The plain implementation of attention runs, which keeps all scores."""
-    return lambda decoder, _, group: right(decoder, "math", group)
+    right(decoder, "math", group)
 
 
-@planted(step, "load")
-def half_the_micro_batches(right):
+@planted(step, "load", ignored="gas=4")
+def half_the_micro_batches(right, indices, *args):
     """Half of the samples train, and each of them reduces gradients."""
     begin = step.begin_microbatch
     step.begin_microbatch = lambda decoder, zero_stage, **_: begin(decoder, zero_stage, last=True)
-    return lambda indices, *args: right(indices[: len(indices) // 2], *args)
+    return right(indices[: len(indices) // 2], *args)

@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from tests.parity.conftest import ROOT
+from tests.parity.server import dry_costs, in_precision, real_costs
 from tests.parity.test_layouts import TINY, spec_of
-from ultrabench.kernel.requests import SINGLE_THREADED, RankCost
+from ultrabench.kernel.requests import SINGLE_THREADED
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
@@ -36,37 +36,30 @@ CASES = [
 ]  # fmt: skip
 
 
-def costs(server, what, spec):
-    """What a step costs each real rank, or by a dry run the first rank of each pipeline stage."""
-    return [from_dict(RankCost, found) for found in server.ask(what, spec)]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_dry_run_equals_a_real_step(server, case):
     """Bytes between steps, FLOPs, calls and bytes of every collective exactly; the peak nearly."""
     spec = spec_of(case, TINY)  # in fewer layers, what a collective holds a little longer weighs more
-    dry_run = costs(server, "dry costs", spec)
-    assert [cost.pp_rank for cost in dry_run] == list(range(spec.layout.pp))
-    run = replace(spec.run, kernel=replace(spec.run.kernel, precision="bf16"))  # as the costs are taken
-    require_closed_form(run, dry_run)
+    layout, dry_run = spec.layout, server.ask(dry_costs, spec)
+    assert [cost.pp_rank for cost in dry_run] == list(range(layout.pp))
+    require_closed_form(in_precision(spec, "bf16"), dry_run)
     for _ in range(TRIES):
-        real = costs(server, "costs", spec)
+        real = server.ask(real_costs, spec)
         pairs = [(dry, real[dry.rank]) for dry in dry_run]
         for dry, wet in pairs:
             assert dry.static_bytes == wet.static_bytes
             assert dry.hardware_flops == wet.hardware_flops
             assert dry.collectives == wet.collectives
-            if spec.layout.world_size == spec.layout.pp:  # no buffers of a pipeline stay, however many gas is
-                params = sum(
-                    s.num_params(spec.shape) for s in stages_by_rank(spec.shape, spec.layout)[dry.pp_rank]
-                )
-                batch = 16 * spec.layout.gas * spec.layout.mbs * spec.seq_len  # its inputs and targets stay
-                assert dry.static_bytes == pytest.approx(12 * params, rel=0.01, abs=batch)
         if all(wet.peak_bytes == pytest.approx(dry.peak_bytes, rel=PEAK) for dry, wet in pairs):
             break
     for dry, wet in pairs:
         assert dry.peak_bytes == pytest.approx(wet.peak_bytes, rel=PEAK)
-    if spec.layout.cp == 1:  # a ring leaves out what is masked as a whole
+    if layout.world_size == layout.pp:  # no buffers of a pipeline stay, however many gas is
+        for dry, stages in zip(dry_run, stages_by_rank(spec.shape, layout), strict=True):
+            params = sum(stage.num_params(spec.shape) for stage in stages)
+            batch = 16 * layout.gas * layout.mbs * spec.seq_len  # its inputs and targets stay
+            assert dry.static_bytes == pytest.approx(12 * params, rel=0.01, abs=batch)
+    if layout.cp == 1:  # a ring leaves out what is masked as a whole
         assert sum(dry.hardware_flops for dry in dry_run) == flops_of_one_rank_a_stage(spec)
 
 
@@ -79,44 +72,36 @@ def require_closed_form(run, dry_run):
     assert peaks == pytest.approx([cost.peak_bytes for cost in dry_run], rel=error)
 
 
-@pytest.mark.parametrize(
-    ("seed", "families"),
-    [("82", {"no", "1f1b", "interleaved"}), ("271", {"no", "1f1b", "afab", "interleaved"})],
-)
-def test_the_closed_form_holds_for_random_layouts(seed, families):
-    """Samples of the benchmark: with and without a pipeline, its schedules but zbv, a ring, and all kinds of recomputation."""
-    program = [sys.executable, "benchmarks/memory.py", "6", seed]
+def test_the_closed_form_holds_for_random_layouts():
+    """A sample of the benchmark: with and without a pipeline, its schedules but zbv, and a ring."""
+    program = [sys.executable, "benchmarks/memory.py", "6", "271"]
     env = os.environ | SINGLE_THREADED
     out = subprocess.run(program, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout
     errors = {found["family"]: found["largest"] for found in map(json.loads, out.splitlines())}
     assert errors.pop("static") < 0.001
-    assert {name.split()[0] for name in errors} == families
+    assert {name.split()[0] for name in errors} == {"no", "1f1b", "afab", "interleaved"}
     for name, largest in errors.items():
         assert largest < CLOSED_FORM.get(name.split()[0], 0.02), name
 
 
 def flops_of_one_rank_a_stage(spec):
-    """6 for each parameter in a matrix product, and 14*L*h*s for attention, computed anew in backward."""
-    shape, layout, run = spec.shape, spec.layout, spec.run
-    attention = 14 * shape.num_hidden_layers * shape.q_width * run.workload.seq_len
-    again = (layout.recompute != "none") * shape.num_hidden_layers // (layout.full_every or 1)
-    more = again * recomputed_flops(run)
-    return run.tokens_per_step * (6 * shape.num_matmul_params + attention + more) // (layout.dp * layout.tp)
-
-
-def recomputed_flops(run):
-    """FLOPs for each token that backward computes again in one layer.
+    """6 for each parameter in a matrix product, 14*L*h*s for attention, and what layers compute again in backward.
 
     full: a forward of the layer, of which the last product is left out at tp=1, since nothing needs its result.
     selective: the products with k, out and up, and with tp > 1 also down. attention: its forward alone.
     """
-    layout, shape = run.layout, run.shape
-    attention = shape.attention_flops(run.workload.seq_len) / 3
-    down = shape.hidden_size * shape.intermediate_size
-    products = shape.hidden_size * (shape.kv_width + shape.q_width) + down * (2 if layout.tp > 1 else 1)
-    if layout.full_every:
-        return 2 * (shape.layer_matmul_params - (0 if layout.tp > 1 else down)) + attention
-    return {"selective": 2 * products, "attention": attention}.get(layout.recompute, 0.0)
+    shape, layout, seq_len = spec.shape, spec.layout, spec.seq_len
+    h, attention, down = (
+        shape.hidden_size,
+        shape.attention_flops(seq_len) / 3,
+        shape.hidden_size * shape.intermediate_size,
+    )
+    full = 2 * (shape.layer_matmul_params - down * (layout.tp == 1)) + attention
+    selective = 2 * (h * (shape.kv_width + shape.q_width) + down * (1 + (layout.tp > 1)))
+    again = {"none": 0, "attention": attention, "selective": selective}.get(layout.recompute, full)
+    layers = shape.num_hidden_layers // (layout.full_every or 1)
+    plain = 6 * shape.num_matmul_params + 14 * shape.num_hidden_layers * shape.q_width * seq_len
+    return spec.run.tokens_per_step * (plain + again * layers) // (layout.dp * layout.tp)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -125,13 +110,21 @@ def test_recomputation_keeps_what_docs_say(server, tp):
     h, q, kv, f, layers, tokens = 64, 64, 32, 128, TINY.num_hidden_layers, 16 * 64 // tp
     whole, half = 4 * h + 2 * q + 2 * kv + 4 * f, h + 2 * q + kv + f + (2 * h if tp > 1 else 0)
     kept = {"attention": whole, "selective": half, "every2": (whole + h) / 2, "full": h}
-    (plain,) = costs(server, "dry costs", spec_of(f"tp={tp} mbs=16", TINY))
+    (plain,) = server.ask(dry_costs, spec_of(f"tp={tp} mbs=16", TINY))
     for word, numbers in kept.items():
-        (found,) = costs(server, "dry costs", spec_of(f"tp={tp} mbs=16 {word}", TINY))
-        saved = 2 * tokens * layers * (whole - numbers)
-        assert plain.activation_bytes - found.activation_bytes == pytest.approx(
-            saved, abs=0.01 * plain.activation_bytes
-        )
+        (found,) = server.ask(dry_costs, spec_of(f"tp={tp} mbs=16 {word}", TINY))
+        saved = plain.activation_bytes - found.activation_bytes
+        expected = 2 * tokens * layers * (whole - numbers)
+        assert saved == pytest.approx(expected, abs=0.01 * plain.activation_bytes)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_more_micro_batches_need_no_more_memory(server, schedule):
+    """Only their inputs and targets stay, of 8 bytes each, but no messages nor what a loss was computed from."""
+    few, many = (spec_of(f"pp=2 gas={gas} {schedule}", TINY) for gas in (8, 12))
+    less, more = (server.ask(dry_costs, spec)[-1].peak_bytes for spec in (few, many))
+    batch = 16 * (many.layout.gas - few.layout.gas) * few.layout.mbs * few.seq_len
+    assert more - less == pytest.approx(batch, abs=64)  # and the losses
 
 
 def test_8b_on_64_gpus_fits_this_machine():

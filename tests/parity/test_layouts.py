@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec
 from ultrabench.layout import PP_SCHEDULES, RECOMPUTE, Layout, default_schedule, default_virtual_stages
 from ultrabench.model_shape import RopeScaling
@@ -74,7 +75,7 @@ CASES = [
 
 
 def spec_of(case, shallow=SHALLOW):
-    """The check that a line of CASES describes; without a pipeline of the model `shallow`."""
+    """The check that a line of CASES describes, which may name a precision; without a pipeline of the model `shallow`."""
     words = case.split()
     numbers = {k: int(v) for k, _, v in (w.partition("=") for w in words if "=" in w)}
     pp, gas = numbers.get("pp", 1), numbers.get("gas", 1)
@@ -87,14 +88,15 @@ def spec_of(case, shallow=SHALLOW):
     layout = Layout(
         **{"dp": 1, "virtual_stages": virtual, **numbers}, pp_schedule=schedule, recompute=recompute
     )
-    return CheckSpec(layout=layout, shape=shape, compile="compile" in words)
+    precision = next((word for word in words if word in ("bf16", "fp32")), "fp64")
+    return CheckSpec(layout=layout, shape=shape, compile="compile" in words, precision=precision)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_layout_equals_one_process(server, case):
     """Loss of 3 steps, gradients of the first, parameters after the third; one graph for each kind of layer."""
     spec = spec_of(case)
-    result = server.check(spec)
+    result = server.ask(run_check, spec)
     assert result.error is None
     assert not result.missing_gradients
     assert result.passed, f"{result} (tolerance {TOLERANCE})"

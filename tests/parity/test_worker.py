@@ -1,10 +1,12 @@
-"""Ranks as an agent starts them: forked from a warm server, a store's port passed on, a report each."""
+"""Ranks as an agent starts them: forked from a warm server, a store's port passed on, a report each.
+
+They train, or they are the preflight of an allocation.
+"""
 
 import dataclasses
 import json
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.configs import measure as measure_of
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
 from tests.unit.agent import one_node
+from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS, SHORT, summary
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import read_progress
@@ -32,9 +35,6 @@ def task_of(case, precision="fp32", rank_mem_bytes=GIB):
     measure = measure_of(warmup_steps=2, min_steps=6, max_steps=8, target_ci95_rel=1e-9, loss_step=5)
     made = one_node.task("", "cpu")
     return replace(made, run_id=spec.run_id, spec=spec, measure=measure, rank_mem_bytes=rank_mem_bytes)
-
-
-Lines = list[dict[str, Any]]
 
 
 def run_ranks(forks, task, folder, **more):
@@ -68,6 +68,14 @@ def lines_of(report):
     return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
 
+def events(lines, name):
+    return [line for line in lines if line["event"] == name]
+
+
+def phases(lines):
+    return [line["name"] for line in events(lines, "phase")]
+
+
 @pytest.mark.parametrize(
     ("case", "precision", "seconds"), [("dp=2 zero_stage=1 gas=2", "fp32", 0.0), ("pp=2 gas=2", "bf16", 0.4)]
 )
@@ -75,12 +83,12 @@ def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
     """Every event of a healthy run, in order, on both ranks; warm-up and measuring last at least `seconds`."""
     task = task_of(case, precision)
     task = replace(task, measure=replace(task.measure, warmup_s=seconds, min_s=seconds))
+    spec, pp = task.spec, task.spec.layout.pp
     codes, lines = run_ranks(forks, task, tmp_path)
     assert codes == [0, 0]
     for rank, seen in enumerate(lines):
-        phases = [line["name"] for line in seen if line["event"] == "phase"]
-        assert phases == ["process_group", "build", "first_step", "warmup", "measure", "teardown"]
-        steps = [line for line in seen if line["event"] == "step"]
+        assert phases(seen) == ["process_group", "build", "first_step", "warmup", "measure", "teardown"]
+        steps = events(seen, "step")
         measured = [line["seconds"] for line in steps if line["measured"]]
         warmup = len(steps) - len(measured)
         assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
@@ -91,54 +99,104 @@ def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
             assert min(len(measured) - 8, warmup - 2) >= 0
         else:
             assert (warmup, len(measured)) == (2, 8)
-        (ran,) = [line["options"] for line in seen if line["event"] == "ran"]
-        options = {**dataclasses.asdict(task.spec.layout), "precision": precision, "recompute": "none"}
-        unknown = {"pp", "pp_schedule", "virtual_stages"} if task.spec.layout.pp == 1 else set()
-        assert ran == {k: v for k, v in options.items() if k not in unknown} | {
-            "compile": False,
-            "attention": "flash",
-        }
-        assert all(line["tokens"] == task.spec.tokens_per_step for line in steps)
+        (ran,) = [line["options"] for line in events(seen, "ran")]
+        options = {**dataclasses.asdict(spec.layout), "precision": precision, "recompute": "none"}
+        unknown = {"pp", "pp_schedule", "virtual_stages"} if pp == 1 else set()
+        known = {k: v for k, v in options.items() if k not in unknown}
+        assert ran == known | {"compile": False, "attention": "flash"}
+        assert all(line["tokens"] == spec.tokens_per_step for line in steps)
         assert steps[-1]["loss"] < steps[0]["loss"]
-        (done,) = [line for line in seen if line["event"] == "done"]
-        assert done["stopped"] == "max_steps"
-        assert done["ci_reached"] is False
-        assert done["loss_final"] == steps[4]["loss"]
-        assert done["omp_num_threads"] == 1
-        assert done["graphs"] == 0
         # Of the products of the matrices, and attention with its scores computed anew.
         per_token = 6 * TINY.num_matmul_params + 14 * TINY.num_hidden_layers * TINY.hidden_size * 64
-        assert done["hardware_flops_per_step"] == task.spec.tokens_per_step * per_token
-        *_, memory = [line for line in seen if line["event"] == "memory"]
+        (done,) = events(seen, "done")
+        assert done.items() >= {
+            "stopped": "max_steps", "ci_reached": False, "loss_final": steps[4]["loss"], "omp_num_threads": 1,
+            "graphs": 0, "hardware_flops_per_step": spec.tokens_per_step * per_token,
+        }.items()  # fmt: skip
+        *_, memory = events(seen, "memory")
         assert memory["allocated_bytes"] is None
         assert 2**26 < memory["reserved_bytes"] < GIB
         progress = read_progress(tmp_path / f"report{rank}")
-        assert progress.microbatches >= len(steps) * task.spec.layout.gas
+        assert progress.microbatches >= len(steps) * spec.layout.gas
         assert (progress.step, progress.part) == (len(steps), "optimizer")
-        assert sum(line["event"] == "environment" for line in seen) == (rank == 0)
+        assert len(events(seen, "environment")) == (rank == 0)
         timeouts = json.loads((tmp_path / f"report{rank}.timeouts").read_text())
         assert timeouts.keys() >= {"default_pg", "mesh_tp", "mesh_dp_replicate"}
         assert {*timeouts.values()} == {12 * 3600}
-    assert 0.1 < lines[0][[line["event"] for line in lines[0]].index("step")]["gradient_norm"] < 100
-    losses = [[line["loss"] for line in seen if line["event"] == "step"] for seen in lines]
-    assert losses[0] == losses[1]
+    first, other = ([line["loss"] for line in events(seen, "step")] for seen in lines)
+    assert first == other
+    assert 0.1 < events(lines[0], "step")[0]["gradient_norm"] < 100
 
 
 def test_too_little_memory_is_oom(forks, tmp_path):
     """The limit is enforced, and the report names it; peers may only see a lost connection."""
     codes, lines = run_ranks(forks, task_of("dp=2 mbs=64", rank_mem_bytes=40 * 2**20), tmp_path)
     assert codes == [1, 1]
-    errors = [line for seen in lines for line in seen if line["event"] == "error"]
-    assert "oom" in {error["kind"] for error in errors}
-    assert {error["kind"] for error in errors} <= {"oom", "comm"}
+    assert {"oom"} <= {error["kind"] for seen in lines for error in events(seen, "error")} <= {"oom", "comm"}
 
 
 def test_replicas_that_differ_are_told(forks, tmp_path):
     """One bit of one copy of a parameter is flipped on rank 1 before the last step."""
-    name = "layers.1.ffn.up.weight"
-    codes, lines = run_ranks(forks, task_of("dp=2"), tmp_path, FLIP=name)
+    codes, lines = run_ranks(forks, task_of("dp=2"), tmp_path, FAULT="flipped_bit")
     assert codes == [1, 1]
-    errors = [line for seen in lines for line in seen if line["event"] == "error"]
-    assert [error["kind"] for error in errors] == ["replicas", "replicas"]
-    assert all(name in error["message"] for error in errors)
-    assert not [line for seen in lines for line in seen if line["event"] == "done"]
+    for seen in lines:
+        (error,) = events(seen, "error")
+        assert error["kind"] == "replicas"
+        assert "layers.1.ffn.up.weight" in error["message"]
+        assert not events(seen, "done")
+
+
+def shares(ranks):
+    """The share of a tensor's bytes that crosses each link, from the definition of nccl-tests."""
+    part = (ranks - 1) / ranks
+    return {"allreduce": 2 * part, "allgather": part, "reducescatter": part, "alltoall": part, "sendrecv": 1}
+
+
+def check_rows(rows, sizes, share, ranks):
+    """A row for each size, whose bandwidth follows from its bytes and seconds."""
+    assert [row["bytes"] for row in rows] == [size // 4 // ranks * 4 * ranks for size in sizes]
+    for row in rows:
+        assert 0 < row["seconds"] < 10
+        assert row["busbw_bytes_per_s"] == pytest.approx(row["bytes"] / row["seconds"] * share)
+        assert 0 < row["busbw_p5_bytes_per_s"] <= row["busbw_bytes_per_s"] <= row["busbw_p95_bytes_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus_per_node", "short"),
+    [(1, 1, True), (1, 2, True), (3, 1, True), (2, 2, True), (2, 2, False)],
+)
+def test_all_ranks_probe_and_rank_0_tells(forks, tmp_path, nodes, gpus_per_node, short):
+    """The dict has what its docstring says, its numbers fit each other, and every rank is done.
+
+    The short probe is a preflight of any kernel's allocation, the long one a run of kernel=probe.
+    """
+    ranks = nodes * gpus_per_node
+    task = task_of(f"dp={ranks}")
+    kernel = task.spec.kernel if short else replace(task.spec.kernel, kind="probe")
+    spec = replace(task.spec, nodes=nodes, gpus_per_node=gpus_per_node, kernel=kernel)
+    codes, lines = run_ranks(forks, replace(task, spec=spec, probe=short), tmp_path)
+    assert codes == [0] * ranks
+    operations = OPERATIONS[:3] if short else OPERATIONS
+    sizes = SHORT["cpu"].sizes_bytes if short else LONG_SIZES_BYTES["cpu"]
+    scopes = (ranks > 1) + (1 < gpus_per_node < ranks)
+    measurements = 2 + len(operations) * len(sizes) * scopes
+    for rank, seen in enumerate(lines):
+        assert phases(seen) == ["process_group", "probe", "teardown"]
+        assert [line["stopped"] for line in events(seen, "done")] == ["probe"]
+        assert read_progress(tmp_path / f"report{rank}").microbatches == measurements
+        assert len(events(seen, "probe")) == (rank == 0)
+    (found,) = events(lines[0], "probe")
+    rates, copies = found["gemm_flops_per_s"], found["memory_copy_bytes_per_s"]
+    assert len(rates) == len(copies) == ranks
+    assert all(1e8 < rate < 1e13 for rate in [*rates, *copies])
+    assert list(found["collectives"]) == list(operations)
+    for name, rows in found["collectives"].items():
+        check_rows(rows["all"], sizes if ranks > 1 else (), shares(ranks)[name], ranks)
+        if gpus_per_node in (1, ranks):
+            assert rows["intra_node"] == (rows["all"] if ranks == gpus_per_node > 1 else None)
+        else:
+            check_rows(rows["intra_node"], sizes, shares(gpus_per_node)[name], gpus_per_node)
+    columns = summary(found)
+    assert columns["gemm_flops_per_s"] == min(rates)
+    assert (columns["allreduce_busbw_bytes_per_s"] is None) == (ranks == 1)
+    assert (columns["allreduce_intra_node_busbw_bytes_per_s"] is None) == (gpus_per_node == 1)

@@ -1,22 +1,31 @@
-"""The plain model, stages that add up to it, and its layers when they are recomputed or compiled."""
+"""The plain model and its data, stages that add up to it, and its layers when they are recomputed or compiled."""
 
 import dataclasses
 from types import FunctionType
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from ultrabench.kernel import data
 from ultrabench.kernel.compile import GraphCounter
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import take
-from ultrabench.kernel.model import INIT_STD, Decoder, RmsNorm
+from ultrabench.kernel.model import INIT_STD, Decoder
 from ultrabench.kernel.recompute import apply_recompute, recompute_of
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel.step import learning_rate
 from ultrabench.layout import Layout
+from ultrabench.run import Workload
 from ultrabench.stages import split_stages
 
 TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
+
+
+def stages_of(shape, pp=1):
+    """The decoders of all stages of a pipeline."""
+    return [Decoder(shape, stage, [range(64)]) for stage in split_stages(shape, pp)]
 
 
 @pytest.mark.parametrize("shape", [TINY, TIED])
@@ -24,8 +33,7 @@ TIED = dataclasses.replace(TINY, tie_word_embeddings=True)
 def test_stages_hold_the_parameters_of_the_model(shape, pp):
     """Under the same names, as many as the shape says."""
     with torch.device("meta"):
-        whole = Decoder(shape, split_stages(shape, 1)[0], [range(64)])
-        stages = [Decoder(shape, stage, [range(64)]) for stage in split_stages(shape, pp)]
+        (whole,), stages = stages_of(shape), stages_of(shape, pp)
     assert sum(p.numel() for p in whole.parameters()) == shape.num_params
     for model, stage in zip(stages, split_stages(shape, pp), strict=True):
         assert sum(p.numel() for p in model.parameters()) == stage.num_params(shape)
@@ -36,36 +44,18 @@ def test_stages_hold_the_parameters_of_the_model(shape, pp):
 
 def test_initial_values_depend_on_seed_and_name():
     """Not on the stage, and not on the default dtype; every matrix has other ones."""
-    cpu = torch.device("cpu")
-    whole = Decoder(TINY, split_stages(TINY, 1)[0], [range(64)])
-    last = Decoder(TINY, split_stages(TINY, 2)[1], [range(64)])
-    size = torch.Size((8, 8))
-    value = whole.initial_value("head.weight", size, 0, cpu)
-    assert torch.equal(last.initial_value("head.weight", size, 0, cpu), value)
-    assert not torch.equal(whole.initial_value("head.weight", size, 1, cpu), value)
-    assert not torch.equal(whole.initial_value("embedding.weight", size, 0, cpu), value)
+    (whole,), (_, last), (_, tied) = stages_of(TINY), stages_of(TINY, 2), stages_of(TIED, 2)
+
+    def value(model, name, seed=0):
+        return model.initial_value(name, torch.Size((8, 8)), seed, torch.device("cpu"))
+
+    assert torch.equal(value(last, "head.weight"), value(whole, "head.weight"))
+    assert torch.equal(value(tied, "head.weight"), value(whole, "embedding.weight"))
+    assert not torch.equal(value(whole, "head.weight", seed=1), value(whole, "head.weight"))
     names = [name for name, param in whole.named_parameters() if param.dim() == 2]
-    values = {tuple(whole.initial_value(name, size, 0, cpu).flatten().tolist()) for name in names}
+    values = {tuple(value(whole, name).flatten().tolist()) for name in names}
     assert len(values) == len(names), "matrices start with the same values"
     assert torch.tensor([*values]).std() == pytest.approx(INIT_STD, rel=0.1)
-    tied = Decoder(TIED, split_stages(TIED, 2)[1], [range(64)])
-    embedding = whole.initial_value("embedding.weight", size, 0, cpu)
-    assert torch.equal(tied.initial_value("head.weight", size, 0, cpu), embedding)
-
-
-def test_rms_norm_equals_torch():
-    """Values and both gradients, in fp64."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
-    norm = RmsNorm(8, 1e-5).double()
-    torch.nn.init.normal_(norm.weight)
-    grad = torch.randn(2, 3, 8, dtype=torch.float64)
-    ours = torch.autograd.grad(norm(x), (x, norm.weight), grad)
-    theirs = torch.autograd.grad(
-        torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-5), (x, norm.weight), grad
-    )
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_wide_models_are_trained_in_small_steps():
@@ -84,7 +74,7 @@ def test_take_follows_the_cuts():
 @pytest.mark.parametrize("recompute", ["full", "selective", "attention", "every3"])
 def test_dynamo_can_read_a_recomputed_layer(recompute):
     """Dynamo compiles functions; of a functools.partial it compiles nothing, without a word."""
-    model = Decoder(TINY, split_stages(TINY, 1)[0], [range(8)])
+    (model,) = stages_of(TINY)
     layout = Layout(dp=1, recompute=recompute)
     assert recompute_of([model], layout) == "none"
     apply_recompute(model, layout)
@@ -108,3 +98,29 @@ def test_one_graph_serves_equal_layers_and_its_products_are_counted():
         compiled[0](x)
     assert graphs == [1, 1, 2]
     assert (counter.graphs, executed.flops) == (2, 2 * 4 * 8 * 8)
+
+
+@given(dp=st.integers(1, 6), mbs=st.integers(1, 4), gas=st.integers(1, 5))
+def test_samples_of_all_dp_ranks_are_the_global_batch(dp, mbs, gas):
+    """Once each, mbs*gas on every rank."""
+    layout = Layout(dp=dp, mbs=mbs, gas=gas)
+    ranks = [data.sample_indices(layout, rank) for rank in range(dp)]
+    assert all(len(indices) == mbs * gas for indices in ranks)
+    assert sorted(i for indices in ranks for i in indices) == list(range(layout.gbs))
+
+
+def test_tokens_depend_on_seed_step_and_index_only():
+    """The same sample read alone or in a batch; another in another step or with another seed."""
+
+    def batch(indices, seed=1, step=1):
+        return data.load(indices, step, Workload(seq_len=16, gbs=4, seed=seed), 100, torch.device("cpu"))
+
+    inputs, targets = batch(range(4))
+    assert inputs.shape == targets.shape == (4, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(batch(range(2, 3))[0][0], inputs[2])
+    assert len({tuple(tokens.tolist()) for tokens in inputs}) == 4
+    assert not torch.equal(batch(range(4), step=2)[0], inputs)
+    assert not torch.equal(batch(range(4), seed=2)[0], inputs)
+    assert int(inputs.min()) >= 0
+    assert int(inputs.max()) < 100

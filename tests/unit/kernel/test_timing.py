@@ -1,7 +1,6 @@
 """When the warm-up of a run ends, and when enough steps have been measured."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -9,8 +8,24 @@ import torch
 from tests.configs import measure
 from ultrabench.kernel.worker import MOST_COMPILING_STEPS, Timing
 
-MEASURE = measure(min_steps=6, max_steps=20, min_s=3.0, target_ci95_rel=0.05)
+MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=20, min_s=3.0, target_ci95_rel=0.05)
 UNEVEN = [0.1, 0.3]
+
+
+class Compiling(Timing):
+    """Steps of one rank that take no time and compile a graph each, until `last`."""
+
+    def __init__(self, last=0):
+        trainer = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(graphs=0))
+        super().__init__(SimpleNamespace(measure=MEASURE), trainer, None)
+        self.last = last
+        self._any_rank, self._of_rank_0 = bool, float
+
+    def step(self):
+        """One more step."""
+        self.done_steps += 1
+        self.compiled = self.done_steps <= self.last
+        self.trainer.compiler.graphs += self.compiled
 
 
 @pytest.mark.parametrize(
@@ -27,8 +42,8 @@ UNEVEN = [0.1, 0.3]
     ],
 )
 def test_steps_and_seconds_decide(step_times_s, stopped):
-    timing = object.__new__(Timing)
-    timing.measure, timing.step_times_s, timing._of_rank_0 = MEASURE, step_times_s, lambda value: value
+    timing = Compiling()
+    timing.step_times_s = step_times_s
     assert timing.stopped() == stopped
 
 
@@ -40,36 +55,16 @@ def test_the_price_counts_steps_and_seconds(words, step_time_s, seconds):
     assert measure(warmup_steps=2, min_steps=6, max_steps=10, **words).priced_s(step_time_s) == seconds
 
 
-class Compiling(Timing):
-    """Steps that take no time and compile a graph each, until `last`."""
-
-    def __init__(self, last, monkeypatch):
-        task: Any = SimpleNamespace(measure=measure(warmup_steps=2), device="cpu")
-        trainer: Any = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(graphs=0))
-        report: Any = None
-        super().__init__(task, trainer, report)
-        self.last = last
-        monkeypatch.setattr(self, "_any_rank", bool)
-        monkeypatch.setattr(self, "_of_rank_0", float)
-
-    def step(self):
-        """One more step."""
-        self.done_steps += 1
-        self.compiled = self.done_steps <= self.last
-        self.trainer.compiler.graphs += self.compiled
-
-
 @pytest.mark.parametrize(("last", "steps"), [(0, 2), (1, 2), (2, 3), (5, 6)])
-def test_the_warm_up_goes_on_while_graphs_are_compiled(monkeypatch, last, steps):
+def test_the_warm_up_goes_on_while_graphs_are_compiled(last, steps):
     """So that no measured step compiles."""
-    timing = Compiling(last, monkeypatch)
+    timing = Compiling(last)
     timing._warm_up()
     assert timing.done_steps == steps
 
 
-def test_compilation_without_an_end_is_told(monkeypatch):
+def test_compilation_without_an_end_is_told():
     """In place of a measurement."""
-    with pytest.raises(
-        RuntimeError, match=r"step 12 still compiled layers, 12 graphs in all; take kernel.compile"
-    ):
-        Compiling(2 + MOST_COMPILING_STEPS, monkeypatch)._warm_up()
+    told = r"step 12 still compiled layers, 12 graphs in all; take kernel.compile"
+    with pytest.raises(RuntimeError, match=told):
+        Compiling(2 + MOST_COMPILING_STEPS)._warm_up()

@@ -1,0 +1,200 @@
+"""What one rank does beside training: its environment, failures, memory, watching threads, and traces."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import kernel
+from ultrabench.kernel.check import parity
+from ultrabench.kernel.compat import PATIENCE
+from ultrabench.kernel.rank import environment, memory, progress, stack_dump
+from ultrabench.kernel.rank.failure import (
+    IgnoredOptionError,
+    NonFiniteLossError,
+    ReplicasDifferError,
+    kind_of,
+    one_line,
+)
+from ultrabench.kernel.rank.timeline import Span, length, most_allocated, summarize, union
+from ultrabench.kernel.requests import CheckSpec
+from ultrabench.layout import Layout
+
+
+def test_variables_that_steer_a_run_are_recorded(monkeypatch):
+    """Not those of launchers, and no folder of a cache, which would make each job an environment of its own."""
+    steering = ["CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "NCCL_TOPO_FILE", "NVTE_FLASH_ATTN",
+                "PYTORCH_ALLOC_CONF", "TORCH_NCCL_AVOID_RECORD_STREAMS", "TORCHINDUCTOR_MAX_AUTOTUNE"]  # fmt: skip
+    others = ["CUDA_VISIBLE_DEVICES", "CUDA_CACHE_PATH", "CUDA_MPS_PIPE_DIRECTORY", "NCCL_DEBUG_FILE", "TORCH_HOME",
+              "TORCH_FR_DUMP_TEMP_FILE", "TORCHELASTIC_RUN_ID", "TORCHINDUCTOR_CACHE_DIR", "HF_TOKEN"]  # fmt: skip
+    monkeypatch.setattr(environment.os, "environ", dict.fromkeys(steering + others, "1"))
+    assert [*environment.facts()["variables"]] == sorted(steering)
+
+
+@pytest.mark.parametrize(
+    ("given", "cuda", "set_to"),
+    [
+        ({}, "12.8", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, None, {}),
+        ({"PYTORCH_ALLOC_CONF": ""}, "12.8", {"PYTORCH_ALLOC_CONF": ""}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, "12.8", {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}),
+    ],
+)
+def test_segments_can_grow_unless_the_user_says_otherwise(monkeypatch, given, cuda, set_to):
+    """Either name of the variable counts, and only GPUs have that allocator."""
+    monkeypatch.setattr(environment.os, "environ", given)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    environment.set_defaults()
+    assert given == set_to
+
+
+@pytest.mark.parametrize(
+    "joins",
+    [
+        lambda folder: parity._train_rank(CheckSpec(layout=Layout(dp=1)), 0, folder),
+        lambda _: kernel.measure({"device": "cpu", "who": []}),
+    ],
+)
+def test_checks_and_benchmarks_join_their_groups_as_a_rank_does(monkeypatch, tmp_path, joins):
+    """The allocator is configured, and groups of all axes have the long time-out, before the first group is made."""
+    seen, c10d = list[Any](), dist.distributed_c10d
+
+    def join(*_, **__):
+        seen.extend((c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
+        raise InterruptedError
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        monkeypatch.setattr(c10d, name, None)
+    monkeypatch.setattr(environment, "set_defaults", lambda: seen.append("allocator"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(InterruptedError):
+        joins(tmp_path)
+    assert seen == ["allocator", PATIENCE, PATIENCE]
+
+
+def test_the_thread_that_watches_a_gpu_uses_it(monkeypatch):
+    """It says so before it asks whether a micro-batch has ended, and in its own thread."""
+    seen, counted = list[Any](), threading.Event()
+
+    def see(what):
+        seen.append((what, threading.current_thread()))
+        return True
+
+    class Event:
+        def record(self): ...
+
+        def query(self):
+            return see("asked")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", see)
+    device = torch.device("cuda", 3)
+    progress.device_progress(device, counted.set)()
+    assert counted.wait(10)
+    (first, one), (second, other), *_ = seen
+    assert (first, second) == (device, "asked")
+    assert one is other is not threading.current_thread()
+
+
+def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank(monkeypatch):
+    """It is the one with the memory of this process; a new thread would look at GPU 0."""
+    used, reserved = [0], [0, 0, 30]
+    replaced = {
+        "is_initialized": lambda: True, "device_count": lambda: 3, "set_device": used.append,
+        "memory_reserved": lambda device=None: reserved[used[-1] if device is None else device],
+        "memory_allocated": lambda: 20 if used[-1] == 2 else 0,
+    }  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert stack_dump._device_memory() == {"allocated_bytes": 20, "reserved_bytes": 30}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), "comm"),
+        (torch.distributed.DistBackendError("NCCL error in: x.cpp"), "comm"),
+        (NonFiniteLossError("loss is nan at step 3"), "non_finite"),
+        (ReplicasDifferError("copies of the same parameters differ"), "replicas"),
+        (IgnoredOptionError("recompute=full was asked for, none ran"), "option"),
+        (ValueError("what"), "exception"),
+    ],
+)
+def test_failures_are_told_apart_by_type_and_text(error, kind):
+    """Directly, and as the cause of what a pipeline stage raises."""
+    wrapped = RuntimeError("failed to run forward\nin a stage")
+    assert one_line(wrapped) == "RuntimeError: failed to run forward"
+    wrapped.__cause__ = error
+    assert kind_of(error) == kind_of(wrapped) == kind
+    assert one_line(wrapped) == f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def test_memory_that_was_freed_before_the_report_counts():
+    before = memory._status_bytes("VmData")
+    held = bytearray(256 << 20)
+    del held
+    assert memory.account()["data_bytes"] >= before + (250 << 20)
+
+
+MICRO = 1e-6
+
+
+def event(cat, name, start, end, tid=1):
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "tid": tid}
+
+
+STEPS = [event("user_annotation", f"ProfilerStep#{n}", n * 100, n * 100 + 100) for n in (1, 2)]
+
+
+def test_of_a_gpu_communication_is_exposed_where_no_other_kernel_runs():
+    seen = summarize({"traceEvents": [
+        *STEPS,
+        event("cpu_op", "aten::mm", 100, 101),
+        event("kernel", "gemm", 110, 150, tid=7),
+        event("kernel", "ncclDevKernel_AllGather_RING_LL(ncclDevComm*)", 140, 170, tid=20),
+        event("kernel", "gemm", 210, 220, tid=7),
+        event("gpu_memcpy", "Memcpy DtoD", 150, 160, tid=7),
+        {"ph": "i", "name": "[memory]", "args": {"Device Type": 1, "Total Allocated": 5}},
+    ]})  # fmt: skip
+    assert [(k["name"][:4], k["calls"]) for k in seen.pop("top")] == [("gemm", 1.0), ("nccl", 0.5)]
+    parts = {
+        "step_time_s": 100,
+        "compute_s": 25,
+        "communication_s": 15,
+        "exposed_communication_s": 10,
+        "idle_s": 65,
+    }
+    assert seen == pytest.approx({"steps": 2} | {name: time * MICRO for name, time in parts.items()})
+
+
+def test_of_a_cpu_an_operator_counts_without_those_it_calls_and_a_wait_is_no_work():
+    seen = summarize({"traceEvents": [
+        *STEPS,
+        event("cpu_op", "aten::linear", 100, 140),
+        event("cpu_op", "aten::mm", 110, 130),
+        event("cpu_op", "_c10d_functional::wait_tensor", 140, 190),
+        event("user_annotation", "gloo:all_gather", 120, 180, tid=2),
+        event("cpu_op", "aten::view", 121, 122, tid=2),
+    ]})  # fmt: skip
+    assert all(kernel["calls"] == 0.5 for kernel in seen["top"])
+    spent = {kernel["name"]: kernel["seconds"] / MICRO for kernel in seen["top"]}
+    assert spent == pytest.approx({"gloo:all_gather": 30, "aten::linear": 10, "aten::mm": 10})
+    assert seen["compute_s"] == seen["exposed_communication_s"] == pytest.approx(20 * MICRO)
+
+
+def test_the_most_memory_is_that_of_the_host():
+    told = [(0, 10), (0, 30), (1, 99), (0, 20)]
+    events = [{"name": "[memory]", "args": {"Device Type": d, "Total Allocated": b}} for d, b in told]
+    assert [most_allocated({"traceEvents": some}) for some in (events, [])] == [30, 0]
+
+
+def test_spans_that_touch_or_hold_each_other_are_one():
+    spans = [Span(5, 6, "c"), Span(0, 4, "a"), Span(1, 2, "b"), Span(4, 5, "d"), Span(8, 9, "e")]
+    assert [(s.start, s.end) for s in union(spans)] == [(0, 6), (8, 9)]
+    assert length(union(spans)) == 7
