@@ -25,7 +25,9 @@ __all__ = ["FAULTS"]
 # Tensor parallelism.
 
 
-@planted(step, "sum_norm_gradients", parity="tp=2 gas=2 fp32, dp=2 tp=2 zero_stage=1 bf16")
+@planted(
+    step, "sum_norm_gradients", parity="tp=2 gas=2 fp32, dp=2 tp=2 zero_stage=1 bf16", replicas="tp=2 gas=2"
+)  # fmt: skip
 def drop_tp_all_reduce(right, *_):
     """Gradients of norms, summands on each rank of tp, pass for sums."""
 

@@ -64,7 +64,7 @@ CASES = [
     "cp=2 pp=2 gas=2 interleaved", "cp=2 pp=2 gas=4 zbv", "dp=2 tp=2 cp=2 zero_stage=1 gas=2",
     "dp=2 cp=2 pp=2 zero_stage=3 gas=2", "tp=2 cp=2 pp=2 gas=2 zbv",
     # Computing anew in backward.
-    "attention gas=2", "every2 gas=2 compile", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
+    "attention gas=2 compile", "every2 gas=2 compile", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
     "tp=2 full qwen", "tp=2 selective qwen", "pp=2 gas=2 every2", "pp=2 gas=4 interleaved selective",
     "pp=2 gas=4 zbv attention", "cp=2 full", "cp=2 selective", "cp=2 attention",
     "dp=2 tp=2 zero_stage=1 gas=2 full", "dp=2 tp=2 pp=2 zero_stage=1 gas=2 selective",

@@ -39,16 +39,6 @@ def test_every_rank_asks_for_all_rings(monkeypatch, on_nccl):
     assert asked == ([rings] if on_nccl else rings) * layout.world_size
 
 
-def trainer_with(tp, tied):
-    """As much of a trainer as the comparison looks at, with two copies along every axis of more than one rank."""
-    sizes = {"tp": tp, "dp_replicate": 2, "pp": 1}
-    groups = {axis: SimpleNamespace(axis=axis, size=lambda n=n: n) for axis, n in sizes.items()}
-    return SimpleNamespace(
-        params={name: torch.ones(64) for name in (NORM, MATRIX, HEAD)}, layout=Layout(dp=2, tp=tp), device="cpu",
-        mesh=SimpleNamespace(get_group=groups.__getitem__), tied=tied, tied_peer=1 if tied else None,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("tp", "name", "axis", "apart", "told"),
     [
@@ -63,22 +53,26 @@ def trainer_with(tp, tied):
     ],
 )
 def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, axis, apart, told):
-    """The copies of norms along tp, and of its groups; every other bit must be the same."""
-    ours, theirs = (trainer_with(tp, tied=axis == "pp") for _ in range(2))
-    theirs.params[name] = theirs.params[name] + apart
-    sent = list[torch.Tensor]()
-    monkeypatch.setattr(replicas, "swap", lambda *_: theirs.params[name].view(torch.int32).sum())
-    monkeypatch.setattr(replicas.dist, "all_reduce", lambda tensor, *_: sent.append(tensor.clone()))
-    replicas.require_equal_replicas(theirs)
+    """The copies of norms along tp, and of its groups; every other bit must be the same.
 
-    def all_reduce(tensor, op, group=None):
-        other = sent.pop(0)
-        if group is not None and group.axis == axis:
-            tensor.copy_(torch.maximum(tensor, other))
+    The other copy of `name` along `axis` is larger by `apart`.
+    """
+    params = {name: torch.ones(64) for name in (NORM, MATRIX, HEAD)}
+    theirs = params[name] + apart
 
-    monkeypatch.setattr(replicas.dist, "all_reduce", all_reduce)
+    def spread(trainer, values, along):
+        other = theirs if name in values and values[name].dim() else theirs.view(torch.int32).sum()
+        return {n: abs(other - value) * (n == name and along == axis) for n, value in values.items()}
+
+    monkeypatch.setattr(replicas, "_spread", spread)
+    monkeypatch.setattr(replicas, "swap", lambda *_: theirs.view(torch.int32).sum())
+    monkeypatch.setattr(replicas.dist, "all_reduce", lambda *_: None)
+    trainer: Any = SimpleNamespace(
+        params=params, layout=Layout(dp=2, tp=tp), device="cpu", mesh=SimpleNamespace(get_group=str),
+        tied=axis == "pp", tied_peer=1,
+    )  # fmt: skip
     if told:
         with pytest.raises(ReplicasDifferError, match=name):
-            replicas.require_equal_replicas(ours)
+            replicas.require_equal_replicas(trainer)
     else:
-        replicas.require_equal_replicas(ours)
+        replicas.require_equal_replicas(trainer)

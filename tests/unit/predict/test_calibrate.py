@@ -34,7 +34,7 @@ BASE, NANOTRON = load_profile("ultrabench"), load_profile("nanotron")
 NANOTRON_MEMORY = memory_constants("nanotron", NANOTRON.memory)
 TRUTH = replace(
     BASE.time, gemm_efficiency=0.55, layer_launch_s=1.4e-3, layer_launch_tp_s=2e-3, dp_link_efficiency=0.5
-)
+)  # fmt: skip
 """A card of less power and a faster host than the profile knows."""
 
 
@@ -66,8 +66,9 @@ def fit(given, base=BASE):
 
 def changed(given, **columns):
     """The same cases with other values; a function makes the value from the run."""
-    rows = ({k: v(c.run) if callable(v) else v for k, v in columns.items()} for c in given)
-    return cases([replace(case.run, **row) for case, row in zip(given, rows, strict=True)])[0]
+    return cases([
+        replace(case.run, **{k: v(case.run) if callable(v) else v for k, v in columns.items()}) for case in given
+    ])[0]  # fmt: skip
 
 
 def median_error(given, constants):
@@ -101,9 +102,7 @@ def test_the_file_of_a_profile_is_read_back(fitted, tmp_path, monkeypatch):
     assert to_dict(again.time) == pytest.approx(to_dict(fitted.profile.time), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "best"), [("smooth_power", 1.2, 0.4), ("gemm_efficiency", 0.9, 3.0)]
-)
+@pytest.mark.parametrize(("name", "start", "best"), [("smooth_power", 1.2, 0.4), ("gemm_efficiency", 0.9, 3)])
 def test_no_fit_leaves_the_range_of_a_constant(name, start, best):
     """GPU and host take at most the sum of both times, and nothing is faster than its peak."""
     prior = replace(BASE.time, **{name: start})
@@ -120,10 +119,11 @@ def test_noise_alone_does_not_make_a_profile_worse():
 
 def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved():
     truth = replace(NANOTRON_MEMORY, layer_hidden=30.0, base_bytes=5e8)
-    given = changed(
-        measured(BASE.time, 40),
-        peak_mem_reserved_rank0_bytes=lambda run: int(nanotron_memory(run.spec, truth)[0].peak_bytes),
-    )
+
+    def peak(run):
+        return int(nanotron_memory(run.spec, truth)[0].peak_bytes)
+
+    given = changed(measured(BASE.time, 40), peak_mem_reserved_rank0_bytes=peak)
     failed = replace(given[0].run, status="oom", peak_mem_reserved_rank0_bytes=10**9)
     known = usable([*(case.run for case in given), failed])
     assert failed not in known
@@ -201,17 +201,14 @@ def test_health_follows_from_the_probe_of_the_job_alone():
 def test_metrics_of_a_perfect_and_of_a_wrong_prediction(tmp_path):
     given = measured(BASE.time, 30, noise=0)
     exact = metrics(table(given, lambda case: BASE).assign(gbs=64))
-    assert set(exact) == {"healthy", "all"}
     all_ = exact["all"]
     assert (all_["rows"], all_["excluded"], all_["more_than_twice"]) == (30, 0, 0)
-    assert all_["step_time"] == pytest.approx(
-        {"rows": 30, "median_error": 0, "p90_error": 0, "spearman_in_cell": 1}
-    )
+    exactly = {"rows": 30, "median_error": 0, "p90_error": 0, "spearman_in_cell": 1}
+    assert all_["step_time"] == pytest.approx(exactly)
     assert all_["planning"] == {"best_in_top5": 1.0, "top1_regret": 0.0}
     assert all_["interval"]["coverage"] == 1.0
-    assert set(all_["by"]) == {"model", "nodes", "parallelism"}
-    assert set(all_["by"]["model"]) == {"1B", "8B"}
-    assert all_["by"]["nodes"]["1"]["rows"] + all_["by"]["nodes"]["2"]["rows"] == 30
+    by = {name: sum(own["rows"] for own in found.values()) for name, found in all_["by"].items()}
+    assert by == {"model": 30, "nodes": 30, "parallelism": 30}
     slow = replace(BASE, time=replace(BASE.time, gemm_efficiency=0.1))
     rows = table(given, lambda case: slow)
     wrong = metrics(rows)["healthy"]
@@ -221,8 +218,7 @@ def test_metrics_of_a_perfect_and_of_a_wrong_prediction(tmp_path):
         render(lambda rows=rows: validated(rows, "ultrabench"), tmp_path / "f.svg")
         for rows in (rows, rows.assign(healthy=False))
     )
-    for word in (b"30 runs: profile ultrabench", b"predicted step time (s)", b"measured / predicted", b"8B"):
-        assert word in drawn
+    assert b"30 runs: profile ultrabench" in drawn
     assert b"0 runs" in empty
 
 
@@ -240,9 +236,8 @@ def test_a_cell_has_runs_of_the_same_model_and_batch_and_enough_of_them():
 
 def test_a_model_that_is_left_out_is_scored_with_the_constants_of_the_others():
     given = measured(TRUTH, 24)
-    mixed = changed(
-        given, step_time_s=lambda run: run.step_time_s * (1 if run.spec.shape.name == "1B" else 9)
-    )
+    slow = {"1B": 1, "8B": 9}
+    mixed = changed(given, step_time_s=lambda run: run.step_time_s * slow[run.spec.shape.name])
     found = without_own_group(mixed, BASE, "model")
     right, wrong = ([c for c in given if c.run.spec.shape.name == model] for model in ("8B", "1B"))
     assert median_error(right, found["8B"].time) < 0.1
