@@ -1,6 +1,7 @@
-"""The plain model and its data, stages that add up to it, and its layers when they are compiled."""
+"""The plain model and its data, stages that add up to it, and its layers when they are recomputed or compiled."""
 
 import dataclasses
+from types import FunctionType
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ultrabench.kernel import data
 from ultrabench.kernel.compile import GraphCounter
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.model import INIT_STD, Decoder
+from ultrabench.kernel.recompute import apply_recompute, recompute_of
 from ultrabench.kernel.requests import TINY
 from ultrabench.kernel.step import learning_rate
 from ultrabench.layout import Layout
@@ -59,6 +61,20 @@ def test_wide_models_are_trained_in_small_steps():
     """In proportion to 1/h from a hidden size of 128 on, as rounding grows with the width of a sum."""
     rates = [learning_rate(dataclasses.replace(TINY, hidden_size=h)) for h in (64, 128, 1024, 16384)]
     assert rates == pytest.approx([3e-4, 3e-4, 3.75e-5, 2.34375e-6])
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective", "attention", "every3"])
+def test_dynamo_can_read_a_recomputed_layer(recompute):
+    """Dynamo compiles functions; of a functools.partial it compiles nothing, without a word."""
+    (model,) = stages_of(TINY)
+    layout = Layout(dp=1, recompute=recompute)
+    assert recompute_of([model], layout) == "none"
+    apply_recompute(model, layout)
+    assert recompute_of([model], layout) == recompute
+    functions = [f for layer in model.layers.values() for f in (layer.forward, layer.attention.core)]
+    wrapped = [f for f in functions if hasattr(f, "recompute")]
+    assert len(wrapped) == (1 if recompute == "every3" else TINY.num_hidden_layers)
+    assert all(isinstance(f, FunctionType) for f in wrapped)
 
 
 def test_one_graph_serves_equal_layers_and_its_products_are_counted():
