@@ -33,11 +33,22 @@ def hardware_of(name):
     return read_hardware({"name": name, **read_yaml(files("hardware")[name])})
 
 
+RATES = {
+    "h100x8": (989e12, 80, 450e9), "h100-pcie-x8": (756e12, 80, 64e9), "h100-nvl-x8": (835e12, 87.5, 64e9),
+    "h200x8": (989e12, 131.3, 450e9), "a100-80x8": (312e12, 80, 300e9), "a100-40x8": (312e12, 37.3, 300e9),
+    "b200x8": (2.25e15, 167.6, 900e9), "gb200x4": (2.5e15, 173.2, 900e9), "l40s-x8": (362.05e12, 44.7, 32e9),
+    "mi300x-x8": (1307.4e12, 192, 448e9),
+}  # fmt: skip
+"""Dense bf16 products in FLOP/s, memory in GiB and links in bytes/s of one GPU, by the data sheets."""
+
+
 @pytest.mark.parametrize("name", [name for name in files("hardware") if name != "cpu"])
-def test_every_file_of_a_gpu_has_its_source_its_architecture_and_rates(name):
+def test_every_file_of_a_gpu_has_a_source_and_the_rates_of_the_data_sheet(name):
     hardware = hardware_of(name)
     assert hardware.source.startswith("https://")
     assert hardware.architecture
+    rates = (hardware.peak_flops_per_s["bf16"], hardware.mem_bytes / 2**30, hardware.link_bytes_per_s)
+    assert rates == pytest.approx(RATES[name], rel=2e-3)
     assert hardware.peak_flops_per_s["bf16"] > hardware.peak_flops_per_s["fp32"]
 
 
