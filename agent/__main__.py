@@ -6,7 +6,7 @@ import time
 from functools import partial
 
 from ultrabench.agent.agent_group import LOST_BEATS, AgentGroup, StopRequest
-from ultrabench.agent.connection import POLL_S, Connection, Listener, Rendezvous, connect_to_leader
+from ultrabench.agent.connection import POLL_S, Connection, Inbox, Rendezvous, connect_to_leader
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.lead import Leader, owns
 from ultrabench.agent.node_identity import identify_node
@@ -32,13 +32,13 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
     """
     node.disk.tell = partial(leader.send, {"do": "beat"})
     patience_s = RENDEZVOUS_TIMEOUT_S  # before its first message the leader waits for the other nodes
-    listener = Listener([leader])
+    inbox = Inbox([leader])
     try:
         while not leader.closed:
             if stop.reason:
                 leader.send({"ending": stop.reason})
                 stop.reason = None
-            for _, message in listener.wait(POLL_S)[0]:
+            for _, message in inbox.wait(POLL_S)[0]:
                 patience_s = LOST_BEATS * node.allocation.heartbeat_s
                 if message.get("do") == "end":
                     return
@@ -50,7 +50,7 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
             node.disk.beat()
             if rank_events := node.rank_events():
                 leader.send({"rank_events": rank_events})
-            if (silence := listener.silence_s(leader)) > patience_s:
+            if (silence := inbox.silence_s(leader)) > patience_s:
                 raise ClusterError(f"the leading agent has been silent for {silence:.1f} s")
         raise ClusterError("the leading agent is gone")
     except Exception as error:

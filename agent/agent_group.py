@@ -10,7 +10,7 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
-from ultrabench.agent.connection import POLL_S, Listener, Message, Peers
+from ultrabench.agent.connection import POLL_S, Inbox, Message, Peers
 from ultrabench.agent.ranks.node import Cleaned, Node
 from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
 from ultrabench.rank_report import read_part
@@ -67,7 +67,7 @@ class AgentGroup:
         """Hosts that later jobs should not use."""
         self._left: set[int] = set()
         """Nodes whose agent failed and said so, for which the node is not to blame."""
-        self._listener = Listener(peers.values())
+        self._inbox = Inbox(peers.values())
         self._cleaned: dict[int, Cleaned] = {}
         node.disk.tell = partial(self._send, {"do": "beat"})
 
@@ -109,7 +109,7 @@ class AgentGroup:
         self._send({"do": "end"})
         end = time.monotonic() + DISMISS_S
         while self.lost and time.monotonic() < end and not all(p.closed for p in self._peers.values()):
-            self._listener.wait(POLL_S)
+            self._inbox.wait(POLL_S)
 
     def examine(self) -> None:
         """Orders all nodes to examine the ranks that still run; waits at most EVIDENCE_S for the evidence."""
@@ -133,7 +133,7 @@ class AgentGroup:
         after it, before which the nodes had no chance to be heard.
         """
         self._node.disk.beat()
-        messages, pause_s = self._listener.wait(seconds)
+        messages, pause_s = self._inbox.wait(seconds)
         # The time in which this agent was stopped is no time without progress.
         for rank in self.progress.ranks:
             rank.moved = min(time.monotonic(), rank.moved + pause_s)
@@ -142,9 +142,9 @@ class AgentGroup:
         self.progress.add(self._node.rank_events())
         silence = LOST_BEATS * self._node.allocation.heartbeat_s
         for node, peer in self._peers.items():
-            if node not in self._left and (peer.closed or self._listener.silence_s(peer) > silence):
+            if node not in self._left and (peer.closed or self._inbox.silence_s(peer) > silence):
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
-        return self._listener.waited
+        return self._inbox.waited
 
     def _take(self, node: int, message: Message) -> None:
         """Handles a message of the agent of a node; an invalid one ends the allocation."""

@@ -58,8 +58,8 @@ def look(folder: Path) -> dict[str, Any]:
         "host": identity.host,
         "job_id": identity.job and identity.job.job_id,
         "token": request.get("token"),
-        "won_own_claim": claim(folder / "claims", "node", owner),
-        "won_taken_claim": claim(folder / "claims", "login", owner),
+        "won_own_claim": claim(folder / "claims", "node", owner),  # must be won: nobody else has it
+        "won_taken_claim": claim(folder / "claims", "login", owner),  # must not be won: the login node has it
         "python": sys.executable,
         "python_version": platform.python_version(),
         "ultrabench_version": ultrabench.__version__,

@@ -94,7 +94,7 @@ def wait_readable(connections: Iterable[Connection], seconds: float) -> list[Con
     return [c for c in usable if c.fileno() in ready]
 
 
-class Listener:
+class Inbox:
     """Waits for messages of the other agents, and notices when this agent itself was stopped.
 
     The time for which a suspended job or a slow disk stopped this agent is not silence of the others.

@@ -109,7 +109,7 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
 
 
 def _part(kind: Any, where: str, row: Mapping[str, Any], names: tuple[str, ...], /, **more: Any) -> Any:
-    """The part of a run that `more` and those of the columns `names` make which the row knows."""
+    """The record `kind` from the columns `names` that are not null in the row, and from `more`."""
     return _record(kind, where, names, *map(row.get, names), *more.items())
 
 

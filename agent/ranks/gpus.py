@@ -85,7 +85,7 @@ def _listed() -> list[VisibleGpu]:
         return []
 
 
-def list_gpus() -> None:
+def print_gpus() -> None:
     """Prints the fields of all GPUs of this host as JSON, for `_listed`."""
     _ask("nvmlInit")
     gpus = []
@@ -99,7 +99,7 @@ def list_gpus() -> None:
 
 
 def _described(process: Any, number: int) -> str:
-    """The process of a user, which is unknown if it belongs to another container, on the GPU with this number."""
+    """One line of a process on the GPU with this number; its user is unknown in another container."""
     program = Path(_ask("nvmlSystemGetProcessName", process.pid) or "unknown program").name
     user, used = "unknown user", process.usedGpuMemory
     with contextlib.suppress(OSError, KeyError):
@@ -149,7 +149,7 @@ class GpuGauge:
             self.clocks_hz += [mhz * 1e6] if mhz else []
             self.slowdowns |= {text for bit, text in SLOWDOWNS.items() if mask & bit}
 
-    def occupied(self, meanwhile: Callable[[], Any]) -> str | None:
+    def still_held(self, meanwhile: Callable[[], Any]) -> str | None:
         """Which GPU still has less free memory than before the first run, after a wait of at most FREE_S."""
         end = time.monotonic() + FREE_S
         while (held := self._held()) and time.monotonic() < end:
@@ -168,4 +168,4 @@ class GpuGauge:
 
 
 if __name__ == "__main__":
-    list_gpus()
+    print_gpus()

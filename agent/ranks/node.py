@@ -226,7 +226,7 @@ class Node:
 
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
-        left = self._end_processes() or self._gauge.occupied(self.disk.beat)
+        left = self._end_processes() or self._gauge.still_held(self.disk.beat)
         clocks, slowdowns = tuple(self._gauge.clocks_hz), tuple(sorted(self._gauge.slowdowns))
         return Cleaned(left=left, sm_clocks_hz=clocks, slowdowns=slowdowns)
 

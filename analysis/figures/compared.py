@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from ultrabench.analysis.cells import MAY_DIFFER
 from ultrabench.analysis.compare import ALPHA, Comparison
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.style import factors, key, label, legend, panel_grid
+from ultrabench.analysis.figures.style import label, legend, legend_entry, log_ticks, panel_grid
 from ultrabench.errors import ConfigError, counted
 
 _LOOKS: dict[str | None, dict[str, Any]] = {
@@ -50,11 +50,11 @@ def figure(found: Comparison) -> Figure:
         _draw(axes, rows[rows["model"] == model].reset_index(drop=True), won)
         label(axes, model, "layouts, sorted by their ratio", f"step time of {b} / {a}")
         axes.set_yscale("log")
-        factors(axes.yaxis, rows["ratio"].min(), rows["ratio"].max())
+        log_ticks(axes.yaxis, rows["ratio"].min(), rows["ratio"].max())
         axes.yaxis.set_major_formatter("{x:g} x")
     names_of = {name: f"{name}, p <= {ALPHA:g} corrected" if name else "no finding" for name in _LOOKS}
-    handles = [key(names_of[name], **look) for name, look in _LOOKS.items()]
-    legend(middle, [*handles, key("won its cell only in A or only in B", **_WON)])
+    handles = [legend_entry(names_of[name], **look) for name, look in _LOOKS.items()]
+    legend(middle, [*handles, legend_entry("won its cell only in A or only in B", **_WON)])
     return whole
 
 

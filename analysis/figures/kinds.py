@@ -20,18 +20,26 @@ class Kind:
     shows: str
     axes: tuple[str, ...] = ()
     """Values of --axis, the default first; empty for a figure without a choice of axis."""
+    draws_runs: bool = False
+    """Whether it draws a mark for each run, or the numbers of runs in the column `runs`."""
     of_layout: bool = False
     """Whether it shows a layout, given as NAME=VALUE; results are then what was measured of it, or are not taken."""
 
 
 KINDS = {
     "comm": Kind("bandwidth of collectives over node counts, of sweep=comm"),
-    "scatter": Kind("every measured run of every model: MFU and throughput over nodes"),
-    "scaling": Kind("best throughput, and its memory, over a degree", ("nodes", "dp", "tp", "pp", "cp")),
-    "pareto": Kind("throughput against peak memory, with the layouts that no other beats in both"),
-    "predicted": Kind("predicted against measured step time and memory of each run"),
+    "scatter": Kind("every measured run of every model: MFU and throughput over nodes", draws_runs=True),
+    "scaling": Kind(
+        "best throughput, and its memory, over a degree", ("nodes", "dp", "tp", "pp", "cp"), draws_runs=True
+    ),
+    "pareto": Kind(
+        "throughput against peak memory, with the layouts that no other beats in both", draws_runs=True
+    ),
+    "predicted": Kind("predicted against measured step time and memory of each run", draws_runs=True),
     "failures": Kind(
-        "how runs ended over nodes or a degree", ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
+        "how runs ended over nodes or a degree",
+        ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas"),
+        draws_runs=True,
     ),
     "bubble": Kind(
         "bubble of pipeline schedules over micro-batches, and what pipelines cost in measured runs"
@@ -81,9 +89,9 @@ def prepared(
 
 def runs_drawn(kind: str, points: "pd.DataFrame") -> int | None:
     """How many runs a figure of these points shows; None for a figure of formulas, layouts or links."""
-    if kind == "failures":
-        return int(points["runs"].sum())
-    return len(points) if kind in ("scatter", "scaling", "pareto", "predicted") else None
+    if not KINDS[kind].draws_runs:
+        return None
+    return int(points["runs"].sum()) if "runs" in points else len(points)
 
 
 def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
+from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid
 
 _NEAR = 2
 """Regret in percent below which a find counts as good."""
@@ -34,5 +34,5 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
         axes.annotate(str(cell["nodes"]), at, (4, 3), textcoords="offset points", fontsize=7)
     axes.axhline(_NEAR, color=GREY, linewidth=0.8)
     label(axes, "", "GPU hours of the strategy (% of those of all layouts)", "regret (%)")
-    legend(middle, [key(str(model), **style) for model, style in styles.items()])
+    legend(middle, [legend_entry(str(model), **style) for model, style in styles.items()])
     return whole

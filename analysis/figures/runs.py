@@ -81,7 +81,7 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     return ok.drop_duplicates(["panel", "run_id"]).sort_index().drop(columns="off")
 
 
-def winnable(runs: pd.DataFrame) -> pd.DataFrame:
+def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:
     """Those of `measured` that may be the best, with `memory_gib`, the peak of their reserved memory.
 
     `memory_of` tells of which ranks: of rank 0 where no run has the largest of all ranks, as in imported tables.
@@ -106,10 +106,10 @@ def notes(table: pa.Table, runs: pd.DataFrame, crosses: bool = False) -> str:
         runs: those of `measured`.
         crosses: whether the figure draws runs that cannot win as crosses; else it leaves them out.
     """
-    doubted = int((~runs["good"]).sum())
+    others = int((~runs["good"]).sum())
     how = "Drawn as crosses" if crosses else "Not drawn"
-    told = f"{how}: {doubted:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
-    return f"{told if doubted else ''}{cells.notes(table)}"
+    told = f"{how}: {others:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
+    return f"{told if others else ''}{cells.notes(table)}"
 
 
 def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.DataFrame, str]:

@@ -92,8 +92,8 @@ def categories(axes: Axes, values: Sequence[object]) -> None:
     axes.set_xlim(-beside, len(values) - 1 + beside)
 
 
-def factors(scale: Axis, least: float, most: float) -> None:
-    """Names the ticks of an axis that grows by factors, also between powers of ten where there are few of these."""
+def log_ticks(scale: Axis, least: float, most: float) -> None:
+    """Names the ticks of a logarithmic axis, also between powers of ten where there are few of these."""
     few: Locator = LogLocator(subs=(1, 2, 5) if most < 2000 * least else (1,))
     scale.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]) if most < 4 * least else few)
     scale.set_major_formatter("{x:,.10g}")
@@ -136,6 +136,6 @@ def looks(values: Sequence[object], *, ordered: bool, **options: Any) -> dict[An
     }
 
 
-def key(name: str, **look: Any) -> Line2D:
+def legend_entry(name: str, **look: Any) -> Line2D:
     """An entry of a legend."""
     return Line2D([], [], label=name, **look)

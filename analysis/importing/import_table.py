@@ -25,7 +25,7 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """The rows of a table in our columns, with what an account of the import tells."""
+    """The rows of a table in our columns, and the counts that `ultrabench import` prints."""
 
     table: pa.Table
     doubts: dict[str, Counter[str]]

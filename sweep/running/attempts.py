@@ -23,7 +23,7 @@ from ultrabench.sweep.predict.predict import with_links
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import Tried, expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
-from ultrabench.sweep.running.retry import broken, decide_retry, settled_oom
+from ultrabench.sweep.running.retry import breaker_reason, decide_retry, settled_oom
 
 CONTENDER_FACTOR = 1.05
 """A contender's step time is at most this many times the best step time of its cell."""
@@ -237,7 +237,7 @@ def next_attempts(
         todo=ready,
         waiting=len(on_their_way) + len(todo) - len(ready),
         untried=untried,
-        broken=broken(state, config.retry, launch.ended_s),
+        broken=breaker_reason(state, config.retry, launch.ended_s),
     )
 
 

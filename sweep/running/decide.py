@@ -10,7 +10,7 @@ from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempts
 from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs
-from ultrabench.sweep.running.retry import excluded
+from ultrabench.sweep.running.retry import excluded_nodes
 
 MOST_WITHOUT_RUN = 3
 """The sweep stops after this many allocations in a row that ended without having claimed a run."""
@@ -102,7 +102,7 @@ def _submit(
         chosen.append(job)
         free -= job.nodes
         used += job.gpu_hours
-    return Actions(submit=tuple(chosen), avoid=excluded(state, plan.config.retry), wait=True)
+    return Actions(submit=tuple(chosen), avoid=excluded_nodes(state, plan.config.retry), wait=True)
 
 
 def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd | None:

@@ -12,8 +12,8 @@ from ultrabench.sweep.config.sweep_config import OUTSIDE, RetryPolicy
 
 AT_ONCE = OUTSIDE - {Status.NODE_FAIL} | {Status.OOM, Status.TIMEOUT}
 """Statuses after which a run is tried again without a pause, because waiting would not help."""
-NO_KIND = frozenset({Status.OK, Status.OOM, Status.CANCELLED, Status.PREEMPTED, Status.TIMEOUT})
-"""Statuses that do not mean that the cluster or the program is broken."""
+PASSED_OVER = frozenset({Status.OOM, Status.CANCELLED, Status.PREEMPTED, Status.TIMEOUT})
+"""Statuses that the breaker passes over, since they do not mean that the cluster or the program is broken."""
 EXCLUDE_AFTER = 2
 """Number of different runs that must suspect a node before it is avoided; one run alone may be wrong."""
 SURE_OOM = 0.85
@@ -87,8 +87,8 @@ def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
     return None
 
 
-def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
-    """Nodes that must not be used again -> the reason, the worst node first; none of a sweep on this machine alone."""
+def excluded_nodes(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
+    """Nodes that must not be used again -> the reason, the worst node first; empty with launcher=local, which has no other node."""
     if state.config.get("launcher", {}).get("name") == "local":
         return {}
     blamed: dict[str, set[str]] = defaultdict(set)
@@ -108,7 +108,7 @@ def excluded(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
     return {host: reasons[host] for host in ranked[: policy.max_excluded]}
 
 
-def broken(state: SweepState, policy: RetryPolicy, ended_s: Mapping[AttemptKey, float]) -> str | None:
+def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[AttemptKey, float]) -> str | None:
     """The reason to stop the sweep when the latest runs of this launch all failed in the same way; else None.
 
     Args:
@@ -119,7 +119,7 @@ def broken(state: SweepState, policy: RetryPolicy, ended_s: Mapping[AttemptKey, 
         return None
     ended = sorted((-ago_s, key) for key, ago_s in ended_s.items() if key in state.attempts)
     results = (state.attempts[key].result for _, key in ended)
-    telling = [r for r in results if r and r.status not in NO_KIND - {Status.OK}]
+    telling = [r for r in results if r and r.status not in PASSED_OVER]
     latest = telling[-policy.breaker :]
     kinds = {(r.status, r.fingerprint or r.cause) for r in latest}
     if len(latest) < policy.breaker or len(kinds) > 1 or latest[-1].status == Status.OK:

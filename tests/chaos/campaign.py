@@ -35,9 +35,9 @@ MOST_LAUNCHES = 30
 """Largest number of launches of one sweep, including those that were killed."""
 COMMON = (
     "model=tiny", "launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "launcher.grace_s=4",
+    # On a machine with a load of ten for each core, agents missed three heartbeats of one second.
     "launcher.max_nodes=8", "launcher.heartbeat_s=2", "launcher.requeue=true", "launcher.preflight=false",
     "measure.deadline_floor_s=2", "measure.run_limit_s=60", "measure.min_steps=6", "measure.confirm=1",
-    # On a machine with a load of ten for each core, agents missed three heartbeats of one second.
     # A fault may let a rank sleep in its first step, which has to be noticed within the limit too.
     "measure.start_deadline_s=20",
     # Faults kill nodes that come back later; if all of them were excluded, the largest runs could not run.

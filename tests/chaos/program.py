@@ -27,7 +27,7 @@ allocation = os.environ["ULTRABENCH_TAG"].split(":")[0]
 def of_the_agent(variable: str, pid: int) -> str:
     """A variable of Slurm, which is hidden from ranks, from the nearest ancestor of `pid` that has it."""
     while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # its parent, proc(5)
         held = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         if found := [item.partition("=")[2] for item in held if item.startswith(f"{variable}=")]:
             return found[0]
@@ -35,7 +35,7 @@ def of_the_agent(variable: str, pid: int) -> str:
 
 
 host = ":".join(of_the_agent(name, os.getpid()) for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
-process = f"{os.getpid()}:{Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"
+process = f"{os.getpid()}:{Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"  # with its start time, proc(5)
 HOSTILE = (
     '{"event": "step", "step": %(step)d, "seconds": 0.0, "loss": 1.0}',
     '{"event": "step", "step": %(step)d, "seconds": 1e308, "loss": 1e308}',

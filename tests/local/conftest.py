@@ -94,8 +94,8 @@ class Bench:
         assert isinstance(code, int)
         return subprocess.CompletedProcess(command, code, output.getvalue(), said.getvalue())
 
-    def run(self, *words: str, code: int = 0, timeout: float = 240) -> str:
-        done = self.done(*words, seconds=timeout)
+    def run(self, *words: str, code: int = 0, seconds: float = 240) -> str:
+        done = self.done(*words, seconds=seconds)
         assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -150,11 +150,15 @@ class Bench:
         """The text of all journal files."""
         return "".join(p.read_text() for p in sorted(self.folder.glob("results/t/journal/*.jsonl")))
 
+    def count(self, event: str) -> int:
+        """How many events of this kind the journal holds."""
+        return self.journal().count(f'"event":"{event}"')
+
     def measuring(self) -> bool:
         """Whether some run has reached its measured steps."""
         return '"name":"measure"' in self.journal()
 
-    def judge(self, runs: int, allowed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+    def assert_each_ran_once(self, runs: int, allowed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
         """Asserts that every run ended ok once per repeat and nothing ran twice; returns all rows."""
         rows, executions = self.rows(), self.executions()
         attempts = {f"{r['run_id']} {r['repeat']} {r['attempt']}": r["status"] for r in rows}

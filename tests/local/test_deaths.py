@@ -14,22 +14,18 @@ SIZES = {"nodes": [1, 2], "gbs": 16, "zero_stage": [0, 1, 3], "mbs": [1, 2, 4]}
 
 def underway(bench, words):
     """A launcher that follows what already runs, or has begun a run in an allocation of its own."""
-    ran, adopted, planned = len(bench.executions()), number_of(bench, "adopted"), number_of(bench, PLANNED)
+    ran, adopted, planned = len(bench.executions()), bench.count("adopted"), bench.count(PLANNED)
     launcher = bench.start(*words)
     bench.wait_for(
         lambda: (
-            number_of(bench, "adopted") > adopted
-            or (number_of(bench, PLANNED) > planned and len(bench.executions()) > ran)
+            bench.count("adopted") > adopted
+            or (bench.count(PLANNED) > planned and len(bench.executions()) > ran)
         )
     )
     return launcher
 
 
 PLANNED = "allocation_planned"
-
-
-def number_of(bench, event):
-    return bench.journal().count(f'"event":"{event}"')
 
 
 def test_every_way_to_end_a_launcher_loses_nothing_and_repeats_nothing(bench, monkeypatch):
@@ -46,8 +42,8 @@ def test_every_way_to_end_a_launcher_loses_nothing_and_repeats_nothing(bench, mo
         again = follow_again(bench, launcher, number)
         assert bench.leftovers() != []
     launcher = underway(bench, again)
-    assert number_of(bench, "adopted") == 3, "each one follows what runs"
-    assert number_of(bench, PLANNED) == 1
+    assert bench.count("adopted") == 3, "each one follows what runs"
+    assert bench.count(PLANNED) == 1
 
     bench.wait_for(lambda: '"status":"ok"' in bench.journal())
     os.kill(launcher.pid, signal.SIGINT)
@@ -72,7 +68,7 @@ def test_every_way_to_end_a_launcher_loses_nothing_and_repeats_nothing(bench, mo
     monkeypatch.setenv("STEP_S", "0.002")
     for launcher in [bench.start(*words) for _ in range(2)]:
         bench.end(launcher)
-    bench.judge(18, frozenset({"lost", "node_fail", "cancelled"}))
+    bench.assert_each_ran_once(18, frozenset({"lost", "node_fail", "cancelled"}))
 
 
 def follow_again(bench, launcher, number):

@@ -39,7 +39,7 @@ HERE = ("launcher=local", *SMALL, "launcher.preflight=false")
 
 
 def test_an_acceptance_run_in_small(bench):
-    checks = {c["name"]: c for c in json.loads(bench.run("doctor", *HERE, "--json", timeout=290))}
+    checks = {c["name"]: c for c in json.loads(bench.run("doctor", *HERE, "--json", seconds=290))}
     assert list(checks)[5:] == ["same loss", "same gradient", "out of memory", "published speed"]
     assert {c["status"] for c in checks.values()} == {"pass"}
     for name, told in {

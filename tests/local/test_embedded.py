@@ -16,7 +16,7 @@ pytestmark = pytest.mark.local
 QUICK = [*EMBEDDED, "sweep.gbs=8", "measure.max_steps=6", "measure.confirm=1", "measure.deadline_floor_s=20"]
 
 
-def test_layouts_on_one_and_two_nodes_train_alike_and_every_column_is_filled(bench):
+def test_layouts_on_one_and_two_nodes_train_alike_and_are_measured(bench):
     sizes = axes(nodes=[1, 2], zero_stage=0, mbs=2, gas=None)
     bench.run("sweep", "launch", *QUICK, *sizes, "measure.race=null")
     rows = bench.rows()
@@ -54,7 +54,7 @@ def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
     assert {(r["cause"], r["confirmed"]) for r in rows if r["mbs"] == 256} == {("cpu_oom", True)}
 
 
-def test_killed_ranks_and_agents_are_told_and_their_runs_made_again(bench):
+def test_killed_ranks_and_agents_are_recorded_and_their_runs_tried_again(bench):
     sizes = axes(nodes=2, tp=1, pp=1, mbs=1, gas=2, zero_stage=[0, 1])
     steps = ("measure.max_steps=60", "measure.min_steps=60")
     launcher = bench.start("sweep", "launch", *QUICK, *sizes, *steps, *AT_ONCE)

@@ -43,7 +43,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def planted(owner: Any, name: str, **seen: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds the function to FAULTS, as `instead` of the attribute `name`; commas part what sees it."""
+    """Adds the function to FAULTS, as `instead` of the attribute `name`; `seen` is check="case, case"."""
 
     def add(instead: Callable[..., Any]) -> Callable[..., Any]:
         places = {check: where.split(", ") for check, where in seen.items()}

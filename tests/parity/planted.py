@@ -1,7 +1,7 @@
 """Faults of parallelism, recomputation and the dry run, and the names of all faults: FAULTS.
 
 Each function takes the place of what `planted` names, which it gets as `right`. docs/mutations.md shows which check
-catches which fault.
+catches those that name one; the others are planted by the test that a comment names.
 """
 
 import sys
@@ -107,7 +107,7 @@ def lost_gradients(right, decoder, zero_stage, *, last):
         param.grad = None
 
 
-losses = count(1)
+losses = count(1)  # of this process, which has no other fault
 
 
 @planted(model, "head_loss", parity="dp=2 gas=4, pp=2 gas=4 bf16")
@@ -152,10 +152,10 @@ def no_prefetch(right, *_):
     """No group requests the parameters of the next one."""
 
 
-updates = count(1)
+updates = count(1)  # of this process, which has no other fault
 
 
-@planted(step.TrainStep, "update")
+@planted(step.TrainStep, "update")  # by test_worker.py: replicas that differ
 def flipped_bit(right, self, loss):
     """Rank 1 changes the last bit of one number after its eighth update."""
     out = right(self, loss)
@@ -288,7 +288,7 @@ def dead_rank(right, *args):
     return right(*args)
 
 
-@planted(step.TrainStep, "accumulate")
+@planted(step.TrainStep, "accumulate")  # by test_faults.py: a rank that is killed
 def frozen_rank(right, *args):
     """Rank 1 sleeps in its first step."""
     if dist.get_rank() == 1:

@@ -37,7 +37,7 @@ def fixed_rope_theta(right, shape, half):
 
 
 def with_attention(functional, change, **options):
-    """For `functional`: attention of other heads and with other options."""
+    """A `functional` whose attention has these options, and first changes its queries, keys and values."""
 
     def attention(*heads, **more):
         return functional.scaled_dot_product_attention(*change(*heads), **(more | options))

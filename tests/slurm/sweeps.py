@@ -1,9 +1,10 @@
 """Runs real sweeps on the Slurm of simulated nodes, through the command line."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from tests import patience
-from tests.local.conftest import Bench
+from tests.local.conftest import Bench, axes
 
 MANY = ("sweep.nodes=[1,2,4]", "sweep.gbs=32", "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=[1,2,4,8]",
         "sweep.gas=[1,2,4,8]", "launcher.allocation_minutes=0.2")  # fmt: skip
@@ -23,24 +24,26 @@ class SlurmBench(Bench):
             "launcher.max_nodes=8", "measure.run_limit_s=60", "launcher.environment=[STEP_S]", *more,
         )  # fmt: skip
 
-    def launch(self, behaviour: str, *more: str) -> list[str]:
+    def launch(self, behaviour: str, *more: str, **sizes: Any) -> list[str]:
         """The command line of a launch that asks no questions."""
-        return ["sweep", "launch", *self.overrides(behaviour, *more), "--max-gpu-hours", "100"]
+        return [
+            "sweep",
+            "launch",
+            *self.overrides(behaviour, *axes(**sizes), *more),
+            "--max-gpu-hours",
+            "100",
+        ]
 
     def fake(self, program: str, script: str) -> None:
-        """Replaces a program of Slurm by a script, which finds the real program as $REAL."""
+        """Replaces a program of Slurm by a script, which finds the real program as $REAL and the number of this call as $N."""
         folder = self.folder / "bin"
         folder.mkdir(exist_ok=True)
         path = folder / program
-        count = f"{self.folder}/{program}.count"
+        calls = f"{self.folder}/{program}.calls"
         path.write_text(
-            f"#!/bin/bash\nREAL=/usr/bin/{program}\necho x >> {count}; N=$(wc -l < {count})\n{script}\n"
+            f"#!/bin/bash\nREAL=/usr/bin/{program}\necho x >> {calls}; N=$(wc -l < {calls})\n{script}\n"
         )
         path.chmod(0o755)
-
-    def count(self, event: str) -> int:
-        """How many events of this kind the journal holds."""
-        return self.journal().count(f'"event":"{event}"')
 
     def job_ids(self) -> list[str]:
         """The jobs of the sweep that are queued or running."""

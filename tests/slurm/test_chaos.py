@@ -3,20 +3,15 @@
 import pytest
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.fault import EXPLAINS, draw
+from tests.chaos.fault import draw
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
-
-
-def test_the_same_seed_draws_the_same_faults():
-    assert draw("7", 60) == draw("7", 60) != draw("8", 60)
-    assert {fault.kind for fault in draw("7", len(EXPLAINS))} == set(EXPLAINS)
 
 
 KINDS = ("other_user", "other_cluster", "clock_offset", "port_scan", "reforking_children", "fifo_journal", "torn_line",
          "deleted_logs", "read_only", "node_silent", "kill_follower", "hostile_numbers", "stop_leader",
          "unreadable_claim", "double_submission", "empty_squeue")  # fmt: skip
-"""Faults that no other test of this folder makes; test_troubles.py has the others."""
+"""Mostly faults that no other test makes; `make chaos` makes all kinds."""
 
 
 def test_a_sweep_survives_whatever_clusters_do(sweeps, slurm):
@@ -26,4 +21,5 @@ def test_a_sweep_survives_whatever_clusters_do(sweeps, slurm):
     finally:
         campaign.close()
     assert campaign.problems == []
-    assert sum("missed" not in record for record in campaign.records) >= 13
+    hit = [record for record in campaign.records if "missed" not in record]
+    assert len(hit) >= len(KINDS) - 3, "a few may find nothing to hit, such as a sweep that is about to end"

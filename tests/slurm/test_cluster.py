@@ -61,7 +61,7 @@ def test_a_sweep_needs_no_accounting_and_may_run_beside_another_cluster(slurm, o
     monkeypatch.setenv("SLURM_CONF", str(other.folder / "slurm.conf"))
     other.run("sacct", code=1)
     sweeps.run(*sweeps.launch("fine", *FEW))
-    sweeps.judge(runs=10)
+    sweeps.assert_each_ran_once(runs=10)
     other.wait_for(other.clean)
     assert len(slurm.nodes()) == 8
 

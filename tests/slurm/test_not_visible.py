@@ -21,8 +21,8 @@ def test_lost_journals_with_claims_that_stayed_cost_an_attempt_each(sweeps, monk
     # Claims of attempts, not of allocations.
     before = len([p for p in sweeps.folder.glob("results/t/claims/*.*.*") if p.name[0] != "."])
     monkeypatch.setenv("STEP_S", "0.002")
-    output = sweeps.run(*sweeps.launch("fine", *FEW), timeout=280)
-    rows = sweeps.judge(runs=10, allowed=frozenset({"lost"}))
+    output = sweeps.run(*sweeps.launch("fine", *FEW), seconds=280)
+    rows = sweeps.assert_each_ran_once(runs=10, allowed=frozenset({"lost"}))
     assert 2 <= sum(row["status"] == "lost" for row in rows) <= before + 8, output
     assert sweeps.count("allocation_planned") < 20
 
@@ -43,7 +43,7 @@ def test_a_budget_bounds_what_is_held_with_its_setup_and_a_larger_one_goes_on(sw
     # The canary of each size is submitted at its predicted price; its true one is known only then.
     assert hours < float(budget) + 0.06 * sweeps.slowness
     sweeps.run(*words)
-    sweeps.judge(runs=10)
+    sweeps.assert_each_ran_once(runs=10)
 
 
 def held_hours(sweeps):

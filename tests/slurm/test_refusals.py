@@ -56,7 +56,7 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
     more = ("hardware=h100x8", "hardware.gpus_per_node=2", "launcher.preflight=false", "sweep.nodes=1",
             f"launcher.setup=['{setup}']")  # fmt: skip
     sweeps.run(*sweeps.launch("fine", *FEW[1:], *more))
-    rows = sweeps.judge(runs=6, allowed=frozenset({"node_fail"}))
+    rows = sweeps.assert_each_ran_once(runs=6, allowed=frozenset({"node_fail"}))
     told = [r for r in rows if r["status"] == "node_fail"]
     assert len(told) == 1, "the node was avoided from the first refusal on"
     assert told[0]["suspect_hosts"] == ["gpu01"]

@@ -72,7 +72,7 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
 
     monkeypatch.setenv("STEP_S", "0.05")  # with steps of 2 ms the MFU is above 1, and no run is the best
     assert "best so far" in sweeps.run("sweep", "resume", "t")
-    rows = sweeps.judge(runs=40)
+    rows = sweeps.assert_each_ran_once(runs=40)
     assert all(r["attempt"] == 0 for r in rows), "the runs under way were finished"
     assert {r["nodes"] for r in rows} == {1, 2, 4}
     for row in rows:
@@ -108,4 +108,4 @@ def test_no_secret_of_the_environment_reaches_a_file_and_odd_values_reach_no_she
     assert not list(sweeps.folder.rglob("pwned*"))
     written = [path for path in sweeps.folder.rglob("*") if path.is_file()]
     assert [path for path in written if b"planted-4711-secret" in path.read_bytes()] == []
-    sweeps.judge(runs=6)
+    sweeps.assert_each_ran_once(runs=6)

@@ -1,4 +1,4 @@
-"""What clusters do to a sweep: it ends as planned, every attempt is told, and nothing runs twice."""
+"""What clusters do to a sweep: it ends as planned, every attempt is recorded, and nothing runs twice."""
 
 import time
 
@@ -9,11 +9,6 @@ from tests.slurm.conftest import SETTINGS
 from tests.slurm.sweeps import FEW, MANY, slurm_says
 
 pytestmark = pytest.mark.slurm
-
-
-def ended(launcher):
-    output, _ = launcher.communicate(timeout=280)
-    assert launcher.returncode == 0, output
 
 
 def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, monkeypatch):
@@ -54,8 +49,8 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
     time.sleep(4)
     slurm.tool("up", *SETTINGS)
 
-    ended(launcher)
-    rows = sweeps.judge(runs=40, allowed=frozenset({"cancelled", "lost", "node_fail"}))
+    sweeps.end(launcher, seconds=280)
+    rows = sweeps.assert_each_ran_once(runs=40, allowed=frozenset({"cancelled", "lost", "node_fail"}))
     assert any(r["status"] == "cancelled" and r["job_id"] == cancelled for r in rows)
     assert '"restart":1' in sweeps.journal()
     assert any(r["status"] == "node_fail" and "NODE_FAIL" in r["reason"] for r in rows)
@@ -64,7 +59,7 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
 def test_a_time_limit_in_the_middle_of_a_run(sweeps):
     more = ("sweep.nodes=1", "sweep.zero_stage=0", "launcher.allocation_minutes=5", "launcher.time_minutes=1")
     sweeps.run(*sweeps.launch("1:slow_first,2:fine,4:fine", *FEW[1:], *more))
-    rows = sweeps.judge(runs=3, allowed=frozenset({"cancelled"}))
+    rows = sweeps.assert_each_ran_once(runs=3, allowed=frozenset({"cancelled"}))
     cut = [r["reason"] for r in rows if r["status"] == "cancelled"]
     assert len(cut) == 1, "finished runs stay finished"
     assert "ended" in cut[0]
@@ -78,8 +73,8 @@ def test_slurm_commands_that_hang_fail_or_lose_their_answer(sweeps):
         '  echo "sbatch: error: Socket timed out" >&2; exit 1;; *) exec $REAL "$@";; esac',
     )
     sweeps.fake("squeue", 'case $N in [1-3]) exit 1;; 8) sleep 60;; esac\nexec $REAL "$@"')
-    sweeps.run(*sweeps.launch("fine", *FEW, "launcher.poll_s=2"), timeout=280)
-    rows = sweeps.judge(runs=10)
+    sweeps.run(*sweeps.launch("fine", *FEW, "launcher.poll_s=2"), seconds=280)
+    rows = sweeps.assert_each_ran_once(runs=10)
     planned = sweeps.count("allocation_planned")
     assert planned == sweeps.count("allocation_started"), "submitted twice"
     assert len({r["allocation"] for r in rows}) == planned
@@ -93,5 +88,5 @@ def test_a_pending_job_that_cannot_start_is_told_with_a_remedy(sweeps):
         for job in sweeps.job_ids():
             slurm_says("scontrol", "release", job)
         time.sleep(0.5)
-    ended(launcher)
-    sweeps.judge(runs=10)
+    sweeps.end(launcher, seconds=280)
+    sweeps.assert_each_ran_once(runs=10)

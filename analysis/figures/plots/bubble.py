@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, measured
-from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid, remark
+from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid, remark
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, Layout, default_schedule
 from ultrabench.sweep.grid import schedule_refusals
@@ -112,8 +112,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     measured_with = [name for name in _MARKERS if (pairs["schedule"] == name).any()]
     legend(middle, [
         *(Line2D([], [], **look) for look in styles.values()),
-        *(key(f"measured, {name}", linestyle="", marker=_MARKERS[name], color=GREY) for name in measured_with),
-        *(key(counted(n, "node"), linestyle="", marker="o", color=nodes[n]["color"]) for n in nodes),
+        *(legend_entry(f"measured, {name}", linestyle="", marker=_MARKERS[name], color=GREY) for name in measured_with),
+        *(legend_entry(counted(n, "node"), linestyle="", marker="o", color=nodes[n]["color"]) for n in nodes),
     ])  # fmt: skip
     return whole
 

@@ -9,7 +9,15 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.figures.style import categories, factors, key, label, legend, looks, panel_grid
+from ultrabench.analysis.figures.style import (
+    categories,
+    label,
+    legend,
+    legend_entry,
+    log_ticks,
+    looks,
+    panel_grid,
+)
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
 
@@ -28,7 +36,7 @@ _LINE: dict[str, Any] = {
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
-    """The note, and the points of the figure: operation, size in bytes, nodes, and p5, median and p95 in bytes/s.
+    """Operation, size in bytes, nodes, and p5, median and p95 in bytes/s of each point of the figure, and the note.
 
     A point that was measured several times has the median of the medians, the lowest 5th and the highest
     95th percentile. Points of one node come from runs on one node, or, if there are none, from the
@@ -75,8 +83,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         label(axes, _TITLES[operation], "nodes (1: inside a node)", "bus bandwidth (GB/s)")
         categories(axes, [int(n) for n in nodes])
         axes.set_yscale("log")
-        factors(axes.yaxis, drawn["p5"].min(), drawn["p95"].max())
-    legend(middle, [key(_size(size), **styles[size]) for size in sizes], "bytes of a rank's buffer")
+        log_ticks(axes.yaxis, drawn["p5"].min(), drawn["p95"].max())
+    legend(middle, [legend_entry(_size(size), **styles[size]) for size in sizes], "bytes of a rank's buffer")
     return whole
 
 

@@ -36,7 +36,7 @@ _SMALLEST = 0.09
 
 
 def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
-    """The note, and the number of runs by panel, value of the axis and status.
+    """The number of runs by panel, value of the axis and status, and the note.
 
     Each repeat of a run counts; suspect stands for an ok run in doubt.
     """

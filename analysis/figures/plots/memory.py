@@ -11,7 +11,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.runs import final
-from ultrabench.analysis.figures.style import COLOURS, WIDTH, categories, key, label, legend, panel_grid
+from ultrabench.analysis.figures.style import (
+    COLOURS,
+    WIDTH,
+    categories,
+    label,
+    legend,
+    legend_entry,
+    panel_grid,
+)
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
@@ -285,7 +293,7 @@ def _mark(axes: Axes, drawn: pd.DataFrame, values: list[str], unit: float) -> li
         if len(held):
             look: dict[str, Any] = {"color": _DARK, "marker": marker, "edgecolor": "white", "linewidth": 0.6}
             axes.scatter(held["value"].map(values.index), held["bytes"] / unit, 30, **look, zorder=4)
-            keys.append(key(name, linestyle="", color=_DARK, marker=marker))
+            keys.append(legend_entry(name, linestyle="", color=_DARK, marker=marker))
     return keys
 
 

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import layout_words
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.runs import final, known, measured, notes, winnable
-from ultrabench.analysis.figures.style import key, label, legend, looks, panel_grid
+from ultrabench.analysis.figures.runs import final, known, may_be_best, measured, notes
+from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid
 from ultrabench.errors import counted
 from ultrabench.layout import AXES
 
@@ -36,7 +36,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     """
     todo = "a program reports it as docs/kernels.md tells"
     all_runs = measured(final(table))
-    runs, left_out = known(winnable(all_runs), "memory_gib", "peak memory", todo)
+    runs, left_out = known(may_be_best(all_runs), "memory_gib", "peak memory", todo)
     runs = runs.sort_values([*_SCALES], ascending=[True, False], kind="stable")
     best = runs.groupby("panel")["tokens_per_s_per_gpu"].cummax()
     before = best.groupby(runs["panel"]).shift(fill_value=0)
@@ -65,8 +65,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         axes.set(xlim=(0, 1.05 * axes.dataLim.x1), ylim=(0, 1.06 * axes.dataLim.y1))
         _name(axes, named[name])
         label(axes, name, f"peak reserved memory, {drawn['memory_of'].iloc[0]} (GiB)", "tokens/s/GPU")
-    keys = [key(counted(n, "node"), **styles[n]) for n in nodes]
-    legend(middle, [*keys, key("front", color="black", linewidth=0.9)])
+    keys = [legend_entry(counted(n, "node"), **styles[n]) for n in nodes]
+    legend(middle, [*keys, legend_entry("front", color="black", linewidth=0.9)])
     return whole
 
 

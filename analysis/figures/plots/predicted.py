@@ -8,8 +8,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.runs import final, measured, notes, winnable
-from ultrabench.analysis.figures.style import factors, key, label, legend, looks, panel_grid, remark
+from ultrabench.analysis.figures.runs import final, may_be_best, measured, notes
+from ultrabench.analysis.figures.style import (
+    label,
+    legend,
+    legend_entry,
+    log_ticks,
+    looks,
+    panel_grid,
+    remark,
+)
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 
@@ -18,13 +26,13 @@ _TIME, _MEMORY = ("step_time_s", "predicted_step_time_s"), ("memory_gib", "predi
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
-    """The note, and the runs that may win and that were predicted before they ran, with `predicted_gib`.
+    """The runs that may win and that were predicted before they ran, with `predicted_gib`, and the note.
 
     Raises:
         ConfigError: no run has a prediction.
     """
     all_runs = measured(final(table))
-    runs = winnable(all_runs)
+    runs = may_be_best(all_runs)
     runs = runs.assign(predicted_gib=runs["predicted_peak_mem_bytes"] / GIB)
     known = runs[runs[[_TIME[1], _MEMORY[1]]].notna().any(axis=1)]
     if not len(known):
@@ -47,7 +55,13 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         label(axes, shown.partition(" (")[0].capitalize(), f"measured {shown}", f"predicted {shown}")
     if regimes:
         _ratios(panels[2], drawn)
-    legend(middle, [*(key(name, **styles[name]) for name in names), key("equal", color=GREY, linewidth=0.8)])
+    legend(
+        middle,
+        [
+            *(legend_entry(name, **styles[name]) for name in names),
+            legend_entry("equal", color=GREY, linewidth=0.8),
+        ],
+    )
     return whole
 
 
@@ -64,7 +78,7 @@ def validated(rows: pd.DataFrame, profile: str) -> Figure:
 def _scatter(
     axes: Axes, drawn: pd.DataFrame, measured: str, predicted: str, styles: dict[Any, dict[str, Any]]
 ) -> None:
-    """Draws a marker for each run and the line of equal values, on scales that grow by factors."""
+    """Draws a marker for each run and the line of equal values, on logarithmic scales."""
     known = drawn[(drawn[measured] > 0) & (drawn[predicted] > 0)]
     axes.set(xscale="log", yscale="log")
     if not len(known):
@@ -77,7 +91,7 @@ def _scatter(
         axes.plot(own[measured], own[predicted], alpha=0.65, **styles[name])
     axes.set(xlim=ends, ylim=ends)
     for scale in (axes.xaxis, axes.yaxis):
-        factors(scale, *ends)
+        log_ticks(scale, *ends)
 
 
 def _ratios(axes: Axes, drawn: pd.DataFrame) -> None:

@@ -9,8 +9,16 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from ultrabench.analysis.figures.runs import final, known, measured, notes, winnable
-from ultrabench.analysis.figures.style import categories, key, label, legend, looks, panel_grid, remark
+from ultrabench.analysis.figures.runs import final, known, may_be_best, measured, notes
+from ultrabench.analysis.figures.style import (
+    categories,
+    label,
+    legend,
+    legend_entry,
+    looks,
+    panel_grid,
+    remark,
+)
 from ultrabench.errors import counted
 from ultrabench.layout import AXES
 
@@ -24,12 +32,12 @@ _THIN: dict[str, Any] = {"color": "#8a8a8a", "linewidth": 0.5, "alpha": 0.45}
 def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     """The runs that may be the best of their cells, and the note.
 
-    They have three columns besides those of `winnable`. `line` is the number of nodes, but 0 for the axis
+    They have three columns besides those of `may_be_best`. `line` is the number of nodes, but 0 for the axis
     nodes; `best` marks the fastest run of a line and value of the axis; runs with an equal number in `equal`
     differ only in the axis and what follows from it.
     """
     all_runs = measured(final(table))
-    runs, left_out = known(winnable(all_runs), axis, axis, "choose another --axis")
+    runs, left_out = known(may_be_best(all_runs), axis, axis, "choose another --axis")
     runs = runs.astype({axis: int}).assign(line=0 if axis == "nodes" else runs["nodes"])
     runs = runs.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
     runs["best"] = ~runs.duplicated(["panel", "line", axis])
@@ -60,8 +68,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
         _draw(axes, drawn[drawn["panel"] == name], column, styles)
         categories(axes, [int(value) for value in values])
         label(axes, name, axis, _COLUMNS[column])
-    keys = [key(f"best on {counted(n, 'node')}" if n else "best layout", **styles[n]) for n in lines]
-    legend(middle, [*keys, key("all else equal", color=_THIN["color"], linewidth=0.7)])
+    keys = [legend_entry(f"best on {counted(n, 'node')}" if n else "best layout", **styles[n]) for n in lines]
+    legend(middle, [*keys, legend_entry("all else equal", color=_THIN["color"], linewidth=0.7)])
     return whole
 
 

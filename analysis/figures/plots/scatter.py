@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, known, measured, notes
-from ultrabench.analysis.figures.style import categories, key, label, legend, panel_grid
+from ultrabench.analysis.figures.style import categories, label, legend, legend_entry, panel_grid
 from ultrabench.analysis.numbers import count
 from ultrabench.errors import counted
 
@@ -66,7 +66,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     bar.set_label(shown, fontsize=8.5, color=GREY)
     bar.ax.tick_params(labelsize=8, color=GREY)
     legend(middle, [
-        key("area: tokens/s of all GPUs, relative to the largest of the panel", linestyle="", marker="o", color="#3b528b"),
-        key("cannot win: suspect or stopped early", linestyle="", marker="x", color="#8a8a8a"),
+        legend_entry("area: tokens/s of all GPUs, relative to the largest of the panel", linestyle="", marker="o", color="#3b528b"),
+        legend_entry("cannot win: suspect or stopped early", linestyle="", marker="x", color="#8a8a8a"),
     ])  # fmt: skip
     return whole

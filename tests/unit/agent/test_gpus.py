@@ -83,7 +83,7 @@ def test_a_driver_that_fails_hangs_or_is_absent_knows_nothing(driver, monkeypatc
 def test_without_a_driver_the_gauge_knows_nothing():
     gauge = gpus.GpuGauge([VisibleGpu("0", "GPU-none", "")])
     gauge.sample()
-    assert (gauge.occupied(lambda: None), gauge.clocks_hz) == (None, [])
+    assert (gauge.still_held(lambda: None), gauge.clocks_hz) == (None, [])
 
 
 STEPS = """

@@ -26,7 +26,7 @@ SEVERAL = [
     row("h", model="80B", num_params=80_000_000_000, nodes=4, rate=10.0),
 ]  # fmt: skip
 CANNOT_WIN = "2 of 5 ok runs, suspect or stopped early as slower."
-RUNS = [kind for kind in KINDS if kind in ("scatter", "scaling", "pareto", "predicted", "failures")]
+RUNS = [name for name, kind in KINDS.items() if kind.draws_runs]
 
 
 def drawn(kind, *rows, **options):

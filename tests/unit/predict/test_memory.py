@@ -2,30 +2,27 @@
 
 import operator
 from dataclasses import replace
-from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import divisors
-from tests.unit.predict.test_step_time import GPUS, spec_of
+from tests.unit.predict.test_step_time import GPUS, profile_of, spec_of
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
-from ultrabench.sweep.config.load import load_model, load_profile
+from ultrabench.sweep.config.load import load_model
 from ultrabench.sweep.predict import ultrabench_memory
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 
-profile = cache(load_profile)
-
 
 def constants(framework, **words):
     """The constants of the shipped profile, some of them with other values."""
-    return replace(memory_constants(framework, profile(framework).memory), **words)
+    return replace(memory_constants(framework, profile_of(framework).memory), **words)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +44,8 @@ def test_nanotron_reserves_what_published_runs_did(version, model, layout, measu
 
 @pytest.mark.parametrize("words", [{"gas": 32, "zero_stage": 1, "dp": 2}, {"gas": 4}, {"gas": 8, "tp": 4}])
 def test_ranks_of_the_same_stage_are_computed_once_and_right(monkeypatch, words):
-    layout, alike = (
-        Layout(**{"dp": 1, "pp": 16, "pp_schedule": default_schedule(16, words["gas"]), **words}),
-        [],
-    )
+    layout = Layout(**{"dp": 1, "pp": 16, "pp_schedule": default_schedule(16, words["gas"]), **words})
+    alike = []
     spec, stages_of = spec_of(layout, "llama3-70b"), ultrabench_memory.rank_stages
     stages, few = (predict_memory(spec, constants("ultrabench"), every_rank=each) for each in (True, False))
     assert 1 < len(few) < 5
@@ -62,6 +57,7 @@ def test_ranks_of_the_same_stage_are_computed_once_and_right(monkeypatch, words)
 
     monkeypatch.setattr(ultrabench_memory, "rank_stages", each_alone)
     assert predict_memory(spec, constants("ultrabench")) == stages
+    assert alike
     assert all(len(kinds) < 8 for kinds in alike)
 
 
@@ -111,8 +107,8 @@ def test_older_versions_keep_gathered_tokens_and_cut_stages_by_the_older_rule():
     assert old.peak_bytes > latest.peak_bytes
     assert old.allocated_bytes == latest.allocated_bytes
     assert old_of_many.reserve - latest_of_many.reserve == pytest.approx(old.reserve - latest.reserve)
-    layers = [split_stages(load_model("1B"), 2, ties_advance=ties)[0].num_layers for ties in (False, True)]
-    assert layers == [11, 10]
+    rules = (constants("nanotron", version=v).ties_advance for v in ("latest", "old"))
+    assert [split_stages(load_model("1B"), 2, ties_advance=rule)[0].num_layers for rule in rules] == [10, 11]
 
 
 @st.composite
@@ -156,7 +152,7 @@ def test_parts_add_up_and_more_tokens_need_more_memory_and_less_sharding_never_l
         assert max(peaks(zero_stage=spec.layout.zero_stage - 1)) >= max(peaks())
 
 
-NANOTRON, LIMIT = profile("nanotron").memory, {"share": 0.9, "pipeline_share": 0.9, "sigma": 0.0}
+NANOTRON, LIMIT = profile_of("nanotron").memory, {"share": 0.9, "pipeline_share": 0.9, "sigma": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -164,7 +160,7 @@ NANOTRON, LIMIT = profile("nanotron").memory, {"share": 0.9, "pipeline_share": 0
     [
         ("nanotron", NANOTRON | {"logitz": 1.0}, "logitz"),
         ("nanotron", {k: v for k, v in NANOTRON.items() if k != "logits"}, "memory lacks logits"),
-        ("megatron", profile("megatron").memory | {"limit": LIMIT}, "sigma=0"),
+        ("megatron", profile_of("megatron").memory | {"limit": LIMIT}, "sigma=0"),
     ],
 )
 def test_a_constant_that_is_unknown_missing_or_impossible_is_named(framework, values, message):

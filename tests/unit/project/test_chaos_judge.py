@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.chaos.fault import EXPLAINS, draw
 from tests.chaos.judge import judge, most_jobs, submitted_jobs
 from tests.chaos.witness import executions_of
 
@@ -83,3 +84,8 @@ def test_jobs_are_counted_whatever_lies_in_the_journal(tmp_path):
     (tmp_path / "launcher-host-1-ab.jsonl").write_text(text + '{"event": "subm\n' + "[" * 100_000 + "\n")
     (tmp_path / "agent-stray-1-1.jsonl").mkdir()
     assert submitted_jobs(tmp_path) == 2
+
+
+def test_the_same_seed_draws_the_same_faults():
+    assert draw("7", 60) == draw("7", 60) != draw("8", 60)
+    assert {fault.kind for fault in draw("7", len(EXPLAINS))} == set(EXPLAINS)

@@ -17,7 +17,7 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import FAILURES
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import left_out, next_attempts
-from ultrabench.sweep.running.retry import broken, decide_retry, excluded
+from ultrabench.sweep.running.retry import breaker_reason, decide_retry, excluded_nodes
 
 POLICY = retry()
 PLAN = make_plan(load_config(["retry.backoff_s=0", "measure.confirm=2", "retry.breaker=null"]))
@@ -94,9 +94,9 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed(attempts, mor
     state, policy = state_of(*attempts), replace(POLICY, **more)
     end = AllocationEnded(allocation="x", reason="", avoid=("full",))
     state.allocations["x"] = AllocationState(name="x", ends={Start(): end})
-    assert excluded(state, policy) == nodes | {"full": "its agent gave it up"}
+    assert excluded_nodes(state, policy) == nodes | {"full": "its agent gave it up"}
     here = Launched(generation=1, config={"launcher": {"name": "local"}})
-    assert excluded(replace(state, launched=here), policy) == {}, "there is no other node"
+    assert excluded_nodes(replace(state, launched=here), policy) == {}, "there is no other node"
 
 
 TOLD = {"c": result("crash", fingerprint="f", reason="no module x"), "o": result("ok"), "m": result("oom")}
@@ -113,12 +113,12 @@ TOLD = {"c": result("crash", fingerprint="f", reason="no module x"), "o": result
 def test_the_breaker_wants_the_same_failure_in_a_row_as_the_launcher_saw_the_ends(ends, stops):
     runs = [AttemptState(key=AttemptKey(f"r{n}", 0, 0), result=TOLD[end]) for n, end in enumerate(ends)]
     ago_s = {run.key: 100.0 - n for n, run in enumerate(runs)}
-    told = broken(state_of(*runs), POLICY, ago_s)
+    told = breaker_reason(state_of(*runs), POLICY, ago_s)
     assert ("(no module x)" in told) if stops else told is None
-    assert broken(state_of(*runs[:10]), POLICY, dict([*ago_s.items()][1:10])) is None, (
+    assert breaker_reason(state_of(*runs[:10]), POLICY, dict([*ago_s.items()][1:10])) is None, (
         "one ended before this launch"
     )
-    assert broken(state_of(*runs), replace(POLICY, breaker=None), ago_s) is None
+    assert breaker_reason(state_of(*runs), replace(POLICY, breaker=None), ago_s) is None
 
 
 ENDS = st.builds(

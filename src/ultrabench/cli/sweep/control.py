@@ -26,7 +26,7 @@ from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.progress import progress
-from ultrabench.sweep.running.retry import decide_retry, excluded
+from ultrabench.sweep.running.retry import decide_retry, excluded_nodes
 
 
 def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: bool, as_json: bool) -> int:
@@ -43,7 +43,7 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
     if not as_json:
         title = f"{'would run' if dry_run else 'runs'} again"
         show(table(title, "run", "attempt", "was", "reason", "policy", rows=[row.values() for row in rows]))
-        for node, why in excluded(state, plan.config.retry).items():
+        for node, why in excluded_nodes(state, plan.config.retry).items():
             say(f"not on {node}: {why} (retry.forgive=[{node}] uses it again)")
     if dry_run:
         return 0
