@@ -1,10 +1,9 @@
 """Runs real sweeps on the Slurm of simulated nodes, through the command line."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from tests import patience
-from tests.local.conftest import Bench, axes
+from tests.local.conftest import Bench
 
 MANY = ("sweep.nodes=[1,2,4]", "sweep.gbs=32", "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=[1,2,4,8]",
         "sweep.gas=[1,2,4,8]", "launcher.allocation_minutes=0.2")  # fmt: skip
@@ -24,15 +23,9 @@ class SlurmBench(Bench):
             "launcher.max_nodes=8", "measure.run_limit_s=60", "launcher.environment=[STEP_S]", *more,
         )  # fmt: skip
 
-    def launch(self, behaviour: str, *more: str, **sizes: Any) -> list[str]:
+    def launch(self, behaviour: str, *more: str) -> list[str]:
         """The command line of a launch that asks no questions."""
-        return [
-            "sweep",
-            "launch",
-            *self.overrides(behaviour, *axes(**sizes), *more),
-            "--max-gpu-hours",
-            "100",
-        ]
+        return ["sweep", "launch", *self.overrides(behaviour, *more), "--max-gpu-hours", "100"]
 
     def fake(self, program: str, script: str) -> None:
         """Replaces a program of Slurm by a script, which finds the real program as $REAL and the number of this call as $N."""

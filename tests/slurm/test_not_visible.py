@@ -71,7 +71,5 @@ def test_a_cancelled_sweep_ends_its_jobs_and_its_launcher(sweeps, monkeypatch):
     launcher = sweeps.start(*sweeps.launch("fine", *FEW, "launcher.heartbeat_s=1"))
     sweeps.wait_for(sweeps.executions)
     sweeps.run("sweep", "cancel", "t")
-    output, _ = launcher.communicate(timeout=90)
-    assert launcher.returncode == 1, output
-    assert "stopped: cancelled" in output
+    assert "stopped: cancelled" in sweeps.end(launcher, 1, seconds=90)
     assert sweeps.job_ids() == []

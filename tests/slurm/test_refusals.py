@@ -30,9 +30,7 @@ def test_a_program_that_changes_under_its_sweep_is_noticed(sweeps, monkeypatch):
     launcher = sweeps.start(*words)
     sweeps.wait_for(lambda: len(sweeps.executions()) >= 2)
     program.write_text(program.read_text() + "# another version\n")
-    output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1
-    assert "the training program changed under the sweep" in output
+    assert "the training program changed under the sweep" in sweeps.end(launcher, 1, seconds=60)
     assert len(sweeps.executions()) < 10
     assert "--reuse any counts them" in refused(sweeps, *words, code=2)
     sweeps.run(*words, "--reuse", "same")

@@ -45,9 +45,7 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
     sweeps.run("collect", "t")
     sweeps.run("heatmap", "t", "-o", "meanwhile.png")
     os.kill(interrupted.pid, signal.SIGINT)
-    output, _ = interrupted.communicate(timeout=90)
-    assert interrupted.returncode == 130
-    assert "its jobs go on" in output
+    assert "its jobs go on" in sweeps.end(interrupted, 130, seconds=90)
     assert sweeps.job_ids()
 
     killed = sweeps.start(*words)
@@ -60,8 +58,7 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
     launchers.append(sweeps.start(*words))
     sweeps.wait_for(lambda: followers(sweeps) == 4)
     sweeps.run("sweep", "pause", "t")
-    outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [1, 1], outputs
+    outputs = [sweeps.end(launcher, 1) for launcher in launchers]
     assert f"process {launchers[0].pid} on " in outputs[1]
     assert all("stopped: paused; go on with: ultrabench sweep resume t" in output for output in outputs)
     done = len(sweeps.executions())
@@ -102,8 +99,7 @@ def test_no_secret_of_the_environment_reaches_a_file_and_odd_values_reach_no_she
     queued = []
     sweeps.wait_for(lambda: queued or queued.extend(sweeps.job_ids()))
     shown = subprocess.run(["scontrol", "show", "job", queued[0]], capture_output=True, text=True).stdout
-    output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 0, output
+    sweeps.end(launcher, seconds=60)
     assert f"Comment={odd}" in shown
     assert not list(sweeps.folder.rglob("pwned*"))
     written = [path for path in sweeps.folder.rglob("*") if path.is_file()]
