@@ -1,5 +1,6 @@
 """One agent: `python -P -m ultrabench.agent ALLOCATION_FOLDER`, on every node; one leads, others follow."""
 
+import errno
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ from ultrabench.agent.connection import POLL_S, Connection, Inbox, Rendezvous, c
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.lead import Leader, owns
 from ultrabench.agent.node_identity import identify_node
-from ultrabench.agent.ranks.node import Node
+from ultrabench.agent.ranks.node import Cleaned, Finished, Node
 from ultrabench.errors import ClusterError, UltrabenchError
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 from ultrabench.record import to_dict
@@ -20,6 +21,8 @@ from ultrabench.store.journal import JournalWriter
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 """Seconds that the agents of an allocation wait for each other at the start."""
+REPLIES = {Cleaned: "cleaned", Finished: "finished"}
+"""What a node answers to an order -> the key of the message that tells it the leader."""
 LAST_RETRY_S = 10.0
 """Seconds to keep trying to write to the journal that the allocation ended."""
 
@@ -38,15 +41,13 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
             if stop.reason:
                 leader.send({"ending": stop.reason})
                 stop.reason = None
-            for _, message in inbox.wait(POLL_S)[0]:
+            for _, message in inbox.wait(POLL_S):
                 patience_s = LOST_BEATS * node.allocation.heartbeat_s
                 if message.get("do") == "end":
                     return
                 answer = node.obey(message)
-                if message.get("do") == "kill":
-                    leader.send({"cleaned": to_dict(answer)})
-                elif answer:
-                    log_line(answer)
+                if answer is not None:
+                    leader.send({REPLIES[type(answer)]: to_dict(answer)})
             node.disk.beat()
             if rank_events := node.rank_events():
                 leader.send({"rank_events": rank_events})
@@ -68,7 +69,9 @@ def main() -> int:
         log_line(str(error))
         return error.exit_code
     except OSError as error:
-        log_line(f"cannot use {error.filename or 'a file'}: {error.strerror}; was the results folder moved?")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free that disk" if full else "was the results folder moved?"
+        log_line(f"cannot use {error.filename or 'a file'}: {error.strerror}; {advice}")
         return ClusterError.exit_code
 
 
@@ -77,7 +80,7 @@ def take_part() -> int:
     folder = identify_node(os.environ).folder(sys.argv[1])
     allocation = read_allocation(folder)
     identity = identify_node(os.environ, allocation.simulated)
-    stop = StopRequest(local=not allocation.by.get("cluster"))
+    stop = StopRequest(None if allocation.by.get("cluster") else folder)
     become_subreaper()
     # Earlier agents of this host that were killed may have left processes and folders behind.
     clean_up_after_the_dead()
@@ -90,6 +93,7 @@ def take_part() -> int:
         follow(node, connect_to_leader(file, node.facts(), secret, RENDEZVOUS_TIMEOUT_S), stop)
     finally:
         node.close()
+        node.remove_scratch()
     return 0
 
 

@@ -20,7 +20,7 @@ from ultrabench import processes
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import Allocations, Say, origin
 from ultrabench.processes import clean_up_after_the_dead
-from ultrabench.store.allocation import Allocation, read_allocation
+from ultrabench.store.allocation import END_REQUEST, Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder, touched
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
@@ -112,6 +112,9 @@ class LocalLauncher:
         if queued_only:
             return {}
         pids = self._pids()
+        for name in allocations:
+            with contextlib.suppress(OSError):
+                (self._folder.allocations / name / END_REQUEST).touch()
         for pid in {pid for name in allocations for pid in pids[name]}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)

@@ -24,6 +24,8 @@ OWN_SHARE = 0.95
 """Share of a GPU's memory that must be free when the run begins, and free or its own when it runs out."""
 TORCH_SHARE = 0.85
 """Share in place of OWN_SHARE where only the memory of torch is known, not that of the CUDA context and NCCL."""
+VAGUE = frozenset({"exit_code", "bus_error", "signal", "abort"})
+"""Causes of which the log says nothing more; a full disk explains them, and why the log is silent."""
 LIMIT_SHARE = 0.9
 """Share of a CPU rank's limit that must be used; below 1, because a rank frees memory before it reports."""
 FRAMES = 3
@@ -249,6 +251,8 @@ def _finding(rank: RankProgress) -> Finding | None:
     if found is None:
         return None
     cause, line = found
+    if rank.disk_full and cause.name in VAGUE:
+        cause, line = BY_NAME["disk_full"], rank.disk_full
     certain = bool(rank.error) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
     if cause.name == "cuda_oom" and own_gpu_memory(rank) is False:
         cause = BY_NAME["foreign_memory"]

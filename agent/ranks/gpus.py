@@ -12,6 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ultrabench.processes import RunningClock
+
 LIST_S = 10.0
 """Seconds to wait for an answer of the driver."""
 SAMPLE_S = 1.0
@@ -151,8 +153,8 @@ class GpuGauge:
 
     def still_held(self, meanwhile: Callable[[], Any]) -> str | None:
         """Which GPU still has less free memory than before the first run, after a wait of at most FREE_S."""
-        end = time.monotonic() + FREE_S
-        while (held := self._held()) and time.monotonic() < end:
+        ran_s = RunningClock()
+        while (held := self._held()) and ran_s() < FREE_S:
             meanwhile()
             time.sleep(0.05)
         return held

@@ -45,6 +45,29 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+LONGEST_STEP_S = 0.5
+"""Seconds between two looks at a `RunningClock` that count as they are; more is a pause of the process."""
+
+
+class RunningClock:
+    """Counts the seconds for which this process has run, so that limits do not count those for which it was stopped.
+
+    A job may be suspended, a node paused, and a disk may block its caller. Then the time between two looks at the
+    clock is long, and only a short part of it counts.
+    """
+
+    def __init__(self, longest_step_s: float = LONGEST_STEP_S) -> None:
+        self._longest_step_s = longest_step_s
+        self._looked, self._ran_s = time.monotonic(), 0.0
+
+    def __call__(self) -> float:
+        """The seconds for which this process has run since the clock was made, looked at again and again."""
+        now = time.monotonic()
+        self._ran_s += min(now - self._looked, self._longest_step_s)
+        self._looked = now
+        return self._ran_s
+
+
 def become_subreaper() -> None:
     """Makes this process the parent of those of its descendants whose own parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -71,6 +94,11 @@ def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; empty when the process is gone or a zombie."""
     fields = _read(pid, "stat").rpartition(")")[2].split()
     return [] if not fields or fields[0] in "ZX" else fields
+
+
+def state(pid: int) -> str:
+    """The state of a process as /proc shows it, such as R, S, D or T; `?` when it is gone or a zombie."""
+    return (_stat(pid) or "?")[0]
 
 
 def alive(pid: int, started: int) -> bool:
@@ -153,12 +181,11 @@ def kill_until_gone(find: Callable[[], list[int]], meanwhile: Callable[[], None]
     Returns:
         The pids that are still alive after PATIENCE_S seconds.
     """
-    end = time.monotonic() + PATIENCE_S
-    calm = 0
+    ran_s, calm = RunningClock(), 0
     while True:
         pids = find()
         calm = 0 if pids else calm + 1
-        if calm == CALM_WALKS or (pids and time.monotonic() > end):
+        if calm == CALM_WALKS or (ran_s() > PATIENCE_S and pids):
             return pids
         for pid in pids:
             _kill(pid)

@@ -28,6 +28,7 @@ from ultrabench.agent.node_identity import NodeIdentity, identify_node
 from ultrabench.agent.ranks.node import Node
 from ultrabench.errors import ClusterError
 from ultrabench.result import RunResult, Status
+from ultrabench.store.allocation import END_REQUEST
 from ultrabench.store.events import Start
 
 SECRET = "0123456789abcdef"
@@ -193,9 +194,17 @@ def stop():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(("local", "who"), [(True, "the user: Ctrl-C in the launch"), (False, "SIGTERM")])
-def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(stop, local, who):
-    asked = StopRequest(local)  # the fixture restores the handlers
+@pytest.mark.parametrize(
+    ("local", "asked_for", "who"),
+    [
+        (True, True, "the user: Ctrl-C in the launch"), (False, True, "SIGTERM"),
+        (True, False, "SIGTERM, which no launcher sent: the program, an administrator or a shutdown did"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(stop, tmp_path, local, asked_for, who):
+    if asked_for:
+        (tmp_path / END_REQUEST).touch()
+    asked = StopRequest(tmp_path if local else None)  # the fixture restores the handlers
     os.kill(os.getpid(), signal.SIGTERM)
     assert asked.reason.startswith(f"the allocation was ended by {who}")
 
@@ -262,8 +271,8 @@ def stopped_s(node, monkeypatch):
 
 
 def test_a_leader_that_was_stopped_after_its_wait_blames_nobody(group, stopped_s):
-    waited = group.listen(0.0)
-    assert group.listen(0.0) - waited > 999.0
+    ran_s = group.listen(0.0)
+    assert group.listen(0.0) - ran_s < 1.0, "limits count the time for which it ran"
     assert (len(stopped_s), group.interrupted) == (2, None)
 
 
