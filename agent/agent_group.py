@@ -16,6 +16,7 @@ from ultrabench.agent.ranks.node import CLEANING_S, LOGS_RETRY_S, Cleaned, Finis
 from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
 from ultrabench.rank_report import read_part
 from ultrabench.record import from_dict
+from ultrabench.result import AGENT_GONE
 from ultrabench.run import Task
 from ultrabench.store.allocation import END_REQUEST
 
@@ -72,6 +73,8 @@ class AgentGroup:
         """The progress of the attempt that was started last."""
         self.lost: str | None = None
         """Which node can no longer be used, and why; None while all can."""
+        self.lost_cause = AGENT_GONE
+        """The cause of that: node_failure if the node itself has said why, else only that its agent is silent."""
         self.avoid: list[str] = []
         """Hosts that later jobs should not use."""
         self._left: set[int] = set()
@@ -106,10 +109,11 @@ class AgentGroup:
             if self.listen(POLL_S) > end or self.lost or self._left:
                 break
         for node, host in enumerate(self.hosts):
-            silent = None if self.lost else "it did not report that it is clean"
-            left = self._cleaned[node].left if node in self._cleaned else silent
+            left = self._cleaned[node].left if node in self._cleaned else None
             if left and node not in self._left:
                 self.give_up(host, left)
+            elif node not in self._cleaned and node not in self._left:
+                self.lost = self.lost or f"{host} is given up: it did not report that it is clean"
 
     def finish(self, keep_all: bool) -> None:
         """Has all nodes keep logs and remove the files of the run, and waits for them, before the next run begins.
@@ -136,7 +140,8 @@ class AgentGroup:
 
     def give_up(self, host: str, complaint: str) -> None:
         """Notes that a node has said itself why it cannot be used any more; later jobs avoid it."""
-        self.lost = self.lost or f"{host} is given up: {complaint}"
+        if not self.lost:
+            self.lost, self.lost_cause = f"{host} is given up: {complaint}", "node_failure"
         self.avoid.append(host)
 
     def dismiss(self) -> None:

@@ -222,7 +222,7 @@ class Leader:
         end, progress = self.watch(task), group.progress
         group.end_ranks()
         try:
-            result = classify(progress, task, end, group.lost)
+            result = classify(progress, task, end, group.lost, group.lost_cause)
             canonical_json(to_dict(result))  # fails where the journal would
         except Exception as error:  # ranks may report anything, for which the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"

@@ -71,7 +71,11 @@ class Finding(NamedTuple):
 
 
 def classify(
-    progress: AttemptProgress, task: Task, end: RunResult | None, lost: str | None = None
+    progress: AttemptProgress,
+    task: Task,
+    end: RunResult | None,
+    lost: str | None = None,
+    lost_cause: str = "node_failure",
 ) -> RunResult:
     """The result of an attempt whose ranks are all gone.
 
@@ -82,8 +86,11 @@ def classify(
     Args:
         end: why ultrabench ended the ranks; None if they ended by themselves.
         lost: which node was lost; None if none was.
+        lost_cause: the cause of that.
     """
     measure, result = task.measure, _explained(progress, task, end, lost)
+    if result.cause == "node_failure":
+        result = replace(result, cause=lost_cause)
     environment, rank0, done = progress.environment, progress.ranks[0], progress.ranks[0].done
     gpu, wanted = environment.get("gpu_name"), () if task.probe else task.gpu_names
     if result.status == Status.OK and wanted and gpu is not None and gpu not in wanted:

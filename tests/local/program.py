@@ -67,8 +67,9 @@ if behaviour == "litter" and rank == spec["layout"]["dp"] - 1:
         open(f"{scratch}/file{number}", "w").close()
 if behaviour == "stop_server":  # its parent
     os.kill(os.getppid(), signal.SIGSTOP)
-if behaviour == "end_agent":
-    os.kill(int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1]), signal.SIGTERM)
+if behaviour == "end_agent" or (behaviour == "kill_agent" and rank == spec["layout"]["dp"] - 1):
+    agent = int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGTERM if behaviour == "end_agent" else signal.SIGKILL)
     lose_time()
 if behaviour == "endless_trace" and rank == 0:
     os.mkdir(f"{scratch}/profile")
