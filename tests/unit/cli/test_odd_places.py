@@ -10,14 +10,13 @@ import pytest
 from tests.unit.cli.conftest import one_line
 
 
-@pytest.mark.parametrize(
-    "words", ["collect", "heatmap", "report", "sweep top", "sweep status", "plot failures"]
-)
-def test_a_folder_whose_name_is_not_utf_8_is_read(ultrabench, sweep, words):
+@pytest.mark.parametrize("words", ["heatmap", "report", "sweep top"])
+def test_a_folder_whose_name_is_not_utf_8_is_read(sweep, words):
     odd = os.fsdecode(b"r\xff\xe9s")
     sweep.path.parent.rename(odd)
-    code, _, err = ultrabench(*words.split(), f"{odd}/quick-cpu")
-    assert (code, "Traceback" in err) == (0, False)
+    command = [sys.executable, "-m", "ultrabench.cli.main", *words.split(), f"{odd}/quick-cpu"]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
 
 
 def test_an_empty_sweep_json_has_a_remedy_that_works(ultrabench, sweep):
