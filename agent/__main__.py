@@ -1,5 +1,6 @@
 """One agent: `python -P -m ultrabench.agent ALLOCATION_FOLDER`, on every node; one leads, others follow."""
 
+import contextlib
 import errno
 import os
 import sys
@@ -13,14 +14,17 @@ from ultrabench.agent.lead import Leader, owns
 from ultrabench.agent.node_identity import identify_node
 from ultrabench.agent.ranks.node import Cleaned, Finished, Node
 from ultrabench.errors import ClusterError, UltrabenchError
+from ultrabench.machine_lock import MachineLock, holder
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 from ultrabench.record import to_dict
-from ultrabench.store.allocation import read_allocation
+from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingAgent, Start
 from ultrabench.store.journal import JournalWriter
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 """Seconds that the agents of an allocation wait for each other at the start."""
+MACHINE_POLL_S = 0.2
+"""Seconds between two tries to take the lock of this machine."""
 REPLIES = {Cleaned: "cleaned", Finished: "finished"}
 """What a node answers to an order -> the key of the message that tells it the leader."""
 LAST_RETRY_S = 10.0
@@ -86,15 +90,40 @@ def take_part() -> int:
     clean_up_after_the_dead()
     secret = (folder / "secret").read_text()
     node = Node(allocation, identity)
+    local = not allocation.by.get("cluster")
     try:
         if identity.node == 0:
-            return lead(node, secret, stop)
+            lock = take_machine(allocation, stop) if local else None
+            return lead(node, secret, stop) if lock or not local else 1
         file = folder / identity.rendezvous_file
-        follow(node, connect_to_leader(file, node.facts(), secret, RENDEZVOUS_TIMEOUT_S), stop)
+        waits = partial(held_by_another, allocation.name, stop) if local else lambda: False
+        follow(node, connect_to_leader(file, node.facts(), secret, RENDEZVOUS_TIMEOUT_S, waits), stop)
     finally:
         node.close()
         node.remove_scratch()
     return 0
+
+
+def take_machine(allocation: Allocation, stop: StopRequest) -> MachineLock | None:
+    """Waits until no other local allocation measures on this machine; None if this one is asked to end meanwhile."""
+    while not stop.reason:
+        with contextlib.suppress(OSError):
+            return MachineLock(allocation.sweep_dir, allocation.name)
+        time.sleep(MACHINE_POLL_S)
+    log_line(stop.reason)
+    return None
+
+
+def held_by_another(name: str, stop: StopRequest) -> bool:
+    """Whether another allocation than the one with this name measures on this machine.
+
+    Raises:
+        ClusterError: this agent is asked to end.
+    """
+    if stop.reason:
+        raise ClusterError(stop.reason)
+    held = holder()
+    return held is not None and held.allocation != name
 
 
 def lead(node: Node, secret: str, stop: StopRequest) -> int:

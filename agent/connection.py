@@ -173,17 +173,26 @@ class Rendezvous:
                 stranger.close()
 
 
-def connect_to_leader(file: Path, facts: dict[str, Any], secret: str, timeout_s: float) -> Connection:
+def connect_to_leader(
+    file: Path,
+    facts: dict[str, Any],
+    secret: str,
+    timeout_s: float,
+    leader_waits: Callable[[], bool] = lambda: False,
+) -> Connection:
     """A connection to the leader whose address is in `file`.
 
     Args:
         facts: what the leader needs to know about this node; `node` is its index.
+        leader_waits: whether the leader cannot begin yet; the time-out begins when it can.
 
     Raises:
         ClusterError: the leader could not be reached in time.
     """
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
+        if leader_waits():
+            end = time.monotonic() + timeout_s
         with contextlib.suppress(LookupError, OSError, TypeError, ValueError):  # until the leader listens
             address = json.loads(file.read_text())
             leader = Connection(socket.create_connection((address["host"], address["port"]), timeout=5.0))

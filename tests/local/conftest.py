@@ -18,6 +18,7 @@ import pytest
 
 from tests import patience
 from ultrabench.cli import main as cli
+from ultrabench.machine_lock import VARIABLE
 from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, tag_of
 
 PROGRAM = Path(__file__).parent / "program.py"
@@ -69,7 +70,12 @@ class Bench:
     def environment(self) -> dict[str, str]:
         """Our environment variables; on a slow machine steps of the program last longer, as tests do."""
         step_s = os.environ.get("STEP_S")
-        return {**os.environ, **({"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {})}
+        machine = {VARIABLE: str(self.folder)}  # tests run beside each other, sweeps of one folder do not
+        return {
+            **os.environ,
+            **machine,
+            **({"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {}),
+        }
 
     def done(self, *words: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs a command until it ends; returns both outputs and the exit code."""
