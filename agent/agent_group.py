@@ -165,6 +165,25 @@ class AgentGroup:
         slowdowns = {text for node in self._cleaned.values() for text in node.slowdowns}
         return (median(clocks) if clocks else None), (", ".join(sorted(slowdowns)) or None)
 
+    def foreign_load(self) -> tuple[float | None, str | None]:
+        """The share of a node's cores that other programs used during the steps of the last run, the largest of all nodes,
+        and the processes of others on its GPUs.
+
+        All simulated nodes are on one host, whose load includes that of each of them.
+        """
+        loads = [node.load for node in self._cleaned.values()]
+        known = [load for load in loads if load is not None]
+        if self._node.allocation.simulated:
+            shares = (
+                [known[0][0] - sum(own for _, own in known)]
+                if known and len(known) == len(self.hosts)
+                else []
+            )
+        else:
+            shares = [busy - own for busy, own in known]
+        foreign = sorted({text for node in self._cleaned.values() for text in node.foreign})
+        return (max(0.0, *shares) if shares else None), (", ".join(foreign) or None)
+
     def listen(self, seconds: float) -> float:
         """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent.
 

@@ -228,12 +228,15 @@ class Leader:
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
         sm_clock_hz, throttled = group.clocks()
+        foreign_load, foreign_gpu_processes = group.foreign_load()
         digest = self._allocation.kernel_digest
         return replace(
             result,
             duration_s=time.monotonic() - progress.monotonic_start,
             sm_clock_hz=sm_clock_hz,
             throttled=throttled,
+            foreign_load=foreign_load,
+            foreign_gpu_processes=foreign_gpu_processes,
             hostnames=tuple(group.hosts),
             kernel_digest=digest,
             env_id=env_id(progress.environment, task.spec.kernel, digest),

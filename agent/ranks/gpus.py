@@ -139,13 +139,22 @@ class GpuGauge:
         self.clocks_hz: list[float] = []
         """SM clock of each GPU in each sample."""
         self.slowdowns: set[str] = set()
+        self.foreign: set[str] = set()
+        """Processes of somebody else that used the GPUs during the run."""
 
-    def sample(self) -> None:
-        """Samples the clocks, at most once in SAMPLE_S seconds."""
+    def sample(self, ours: Callable[[], set[int]] = set) -> None:
+        """Samples clocks and processes, at most once in SAMPLE_S seconds.
+
+        Args:
+            ours: gives the pids of our own processes; in a PID namespace, whose pids the driver does not know, it gives none.
+        """
         if time.monotonic() - self._sampled < SAMPLE_S:
             return
         self._sampled = time.monotonic()
-        for _, handle, _ in self._gpus:
+        pids = ours() if self._gpus else set[int]()
+        for number, handle, _ in self._gpus:
+            if pids:
+                self.foreign |= {_described(p, int(number)) for p in _processes(handle) if p.pid not in pids}
             mhz = _ask("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
             mask = _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
             self.clocks_hz += [mhz * 1e6] if mhz else []

@@ -19,6 +19,7 @@ from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import cleanup
 from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED, ForkServer, cpu_text, rank_cpus
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
+from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.errors import ClusterError
 from ultrabench.rank_report import NewLines, Progress, parse_line, parse_log_line, read_progress
@@ -39,6 +40,10 @@ class Cleaned:
     """SM clock of each GPU in each sample."""
     slowdowns: tuple[str, ...]
     """What slowed the clocks."""
+    load: tuple[float, float] | None = None
+    """Shares of the host's cores that were used during the steps, and used by this agent; None if unknown."""
+    foreign: tuple[str, ...] = ()
+    """Processes of somebody else that used the GPUs during the steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +95,7 @@ class Node:
         self._base = {**{k: os.environ[k] for k in shown}, processes.TAG_VARIABLE: self.tag}
         self._on_gpus = allocation.tasks[0].device == "cuda"
         gpus = visible_gpus()[:per_node] if self._on_gpus else []
-        self._gauge = GpuGauge(gpus)
+        self._gauge, self._load = GpuGauge(gpus), HostLoad()
         self._cpus = rank_cpus(per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
         self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // per_node)
         self._shared_memory = cleanup.SharedMemoryCleanup()
@@ -155,6 +160,7 @@ class Node:
         self.disk.retry(self._prepare, PREPARING_S)
         self._sources = self._sources_of(task)
         self._gauge.clear()
+        self._load.clear()
         self._oom_kills = oom_kills()
         for local, rank in enumerate(self.ranks):
             env, log = self._rank_env(task, rank, local, address, port), run / f"rank{rank}.log"
@@ -220,7 +226,9 @@ class Node:
             found += [{"rank": source.reporter, "line": line} for line in known]
         found += self._new_progress()
         if any("microbatches" in event or event["line"]["event"] == "step" for event in found):
-            self._gauge.sample()
+            self._gauge.sample(self._own_pids)
+        if any(event["line"]["event"] == "step" for event in found if "line" in event):
+            self._load.sample()
         found += next(self._evidence, [])
         # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
         behind = {source.rank for source in self._sources if source.lines.behind}
@@ -259,12 +267,19 @@ class Node:
 
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
+        self._load.sample(at_once=True)
         left = self._end_processes()
         if processes.state(self._server.pid) in STOPPED:
             self._server.replace()
         left = left or self._gauge.still_held(self.disk.beat)
         clocks, slowdowns = tuple(self._gauge.clocks_hz), tuple(sorted(self._gauge.slowdowns))
-        return Cleaned(left=left, sm_clocks_hz=clocks, slowdowns=slowdowns)
+        load, foreign = self._load.shares, tuple(sorted(self._gauge.foreign))
+        return Cleaned(left=left, sm_clocks_hz=clocks, slowdowns=slowdowns, load=load, foreign=foreign)
+
+    def _own_pids(self) -> set[int]:
+        """This agent and its descendants; empty in a PID namespace of its own, whose pids the driver does not know."""
+        inside = processes.pid_namespace() != processes.FIRST_PID_NAMESPACE
+        return set() if inside else {os.getpid(), *processes.descendants(os.getpid())}
 
     def _end_processes(self) -> str | None:
         """Kills all processes but the fork server; returns a message about those that did not die."""

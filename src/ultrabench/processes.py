@@ -28,6 +28,8 @@ PATIENCE_S = 10.0
 CALM_S = 0.002
 """Seconds between two such looks or walks."""
 
+FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""Inode of the PID namespace of a host outside all containers (PROC_PID_INIT_INO of Linux)."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -108,15 +110,20 @@ def alive(pid: int, started: int) -> bool:
 
 def busy_share(seconds: float) -> float:
     """The share of this machine's cores that is used while this process sleeps for `seconds`, from 0 to 1."""
-    before = _core_ticks()
+    before = core_ticks()
     time.sleep(seconds)
-    spent = [after - first for after, first in zip(_core_ticks(), before, strict=True)]
+    spent = [after - first for after, first in zip(core_ticks(), before, strict=True)]
     return 1 - (spent[3] + spent[4]) / max(sum(spent), 1)
 
 
-def _core_ticks() -> list[int]:
+def core_ticks() -> list[int]:
     """Ticks that all cores together spent as user, nice, system, idle, iowait, irq, softirq and steal."""
     return [int(ticks) for ticks in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+
+def cpu_ticks(pid: int) -> int:
+    """Ticks of CPU time of a process and of those of its children that have ended; 0 when it is gone."""
+    return sum(map(int, _stat(pid)[11:15]))
 
 
 def own_name() -> str:

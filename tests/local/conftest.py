@@ -30,9 +30,16 @@ PEAK = "++hardware.peak_flops_per_s={fp32:1e11,bf16:1e11}"
 """With a given rate no launch measures this machine, nor imports torch if kernel=command."""
 
 
-EMBEDDED = ("model=tiny", "name=t", "sweep.seq_len=32", "measure.warmup_steps=1", "measure.loss_step=3")
+EMBEDDED = (
+    "model=tiny",
+    "name=t",
+    "sweep.seq_len=32",
+    "measure.warmup_steps=1",
+    "measure.loss_step=3",
+    "measure.max_foreign_load=null",
+)
 """Options of a small sweep of the embedded kernel."""
-AT_ONCE = ("launcher.preflight=false", "retry.backoff_s=0", PEAK)
+AT_ONCE = ("launcher.preflight=false", "retry.backoff_s=0", "measure.max_foreign_load=null", PEAK)
 """Options of a sweep that begins with its first run and does not rest."""
 
 

@@ -40,6 +40,4 @@ def test_ten_launchers_at_once_measure_one_allocation_after_another(bench):
         map(json.loads, (bench.folder / "witness").read_text().splitlines()), key=lambda run: run[1]
     )
     assert len(runs) == 20
-    assert all(earlier[2] < later[1] for earlier, later in pairwise(runs)), (
-        "two ran at once"
-    )
+    assert all(earlier[2] < later[1] for earlier, later in pairwise(runs)), "two ran at once"
