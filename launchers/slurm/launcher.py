@@ -41,6 +41,8 @@ _FOR_GOOD = re.compile(
 """Errors of sbatch that would occur again at another try."""
 _FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
 """Errors that match the pattern above but pass with time or when our own jobs end."""
+_JOB_NUMBER = re.compile(r"Submitted batch job (\d+)(?: on cluster \S+)?|(\d+)(?:;\S+)?", re.ASCII)
+"""A whole line in which sbatch names the job, without or with --parsable; other lines are those of a site's wrapper."""
 NO_JOBS = JobLimits(max_jobs=0)
 """The limits of a launcher that only ends jobs."""
 ALLOWED = (
@@ -65,15 +67,18 @@ def inherited(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str,
     return {k: v for k, v in environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns)}
 
 
-def submit(path: Path, script: str, environment: Iterable[str]) -> str:
-    """Writes `script` to the file `path` and submits it; returns the job number of the array.
+def submit(path: Path, script: str, environment: Iterable[str]) -> str | None:
+    """Writes `script` to the file `path` and submits it.
 
     Args:
         environment: names of variables that the job inherits in addition to ALLOWED.
 
+    Returns:
+        The job number of the array; None if sbatch did not fail, but its output names no job, or several.
+
     Raises:
-        CommandError: sbatch refused the job, failed, or gave no number in time; the job may have been
-            submitted nevertheless.
+        CommandError: sbatch refused the job, failed, or did not end in time; the job may have been submitted
+            nevertheless.
     """
     path.parent.mkdir(exist_ok=True)
     write_whole(path, script)
@@ -83,10 +88,9 @@ def submit(path: Path, script: str, environment: Iterable[str]) -> str:
         told = [line.partition("error: ")[2] for line in error.complaints if "error: " in line]
         told = told or [line for line in error.complaints if line.startswith("sbatch:")]
         raise CommandError("; ".join(dict.fromkeys(told)) or str(error)) from error
-    number = re.search(r"\bjob (\d+)", answer)
-    if number is None:
-        raise CommandError(f"it gave no number: {answer.strip()[:200]!r}")
-    return number[1]
+    lines = (_JOB_NUMBER.fullmatch(line.strip()) for line in answer.splitlines())
+    numbers = {line[1] or line[2] for line in lines if line}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 class SlurmLauncher:
@@ -126,11 +130,14 @@ class SlurmLauncher:
         for number in range(SUBMIT_TRIES):
             try:
                 job_id = submit(path, script, self._config.launcher.environment)
-                return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
             except CommandError as error:
                 told = str(error)
-            if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
-                break
+                if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
+                    break
+            else:
+                if job_id:
+                    return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
+                told = "its output names no job, or several"
             say(f"sbatch failed ({told}); looking whether it took the job, and trying again")
             # Only squeue can tell whether Slurm took the job, which must not be submitted twice.
             while (found := self._find(name)) is None:

@@ -336,3 +336,24 @@ def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatc
     assert len(tries) == 1 + squeue_answers
     waited = "squeue does not answer; nothing is submitted before it does" in told
     assert waited != squeue_answers
+
+
+BANNER = "Welcome! Your last job 1 was not found: invalid account\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [("Submitted batch job 99\n", 99), (f"{BANNER}Submitted batch job 99 on cluster alps\nlogged job 99\n", 99),
+     (f"{BANNER}99;alps\n", 99), (BANNER, 60), ("", 60), ("1\nSubmitted batch job 99\n", 60)],
+)  # fmt: skip
+def test_a_job_number_is_read_from_no_banner(slurm, monkeypatch, answer, number):
+    """Where the output names no job, or two, squeue is asked for the job by its name."""
+    submitted = []
+    slurm.launcher._folder.path.mkdir()
+    monkeypatch.setattr(slurm_module, "array_script", lambda *what, **more: "")
+    monkeypatch.setattr(slurm_module, "ask", lambda *words, **more: submitted.append(words) or answer)
+    slurm.asked_at, slurm.listed = 1.0, rows(("60_0", "PENDING"))
+    slurm.sleep = lambda seconds: setattr(slurm, "now", slurm.now + seconds)
+    slurm.now = 2.0
+    (job,) = slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], lambda note: None).values()
+    assert (job["job_id"], len(submitted)) == (f"{number}_0", 1)
