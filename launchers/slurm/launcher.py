@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, counted
 from ultrabench.launchers.launcher import Allocations, Say, origin
-from ultrabench.launchers.slurm.job import SlurmJob, find
+from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find
 from ultrabench.launchers.slurm.query import Answer, CommandError, SlurmQuery, ask
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
@@ -43,6 +43,8 @@ _FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try 
 """Errors that match the pattern above but pass with time or when our own jobs end."""
 _JOB_NUMBER = re.compile(r"Submitted batch job (\d+)(?: on cluster \S+)?|(\d+)(?:;\S+)?", re.ASCII)
 """A whole line in which sbatch names the job, without or with --parsable; other lines are those of a site's wrapper."""
+UNKNOWN_CLUSTER = "slurm"
+"""Stands for the name of a cluster that does not give its name, or has not been asked for it."""
 NO_JOBS = JobLimits(max_jobs=0)
 """The limits of a launcher that only ends jobs."""
 ALLOWED = (
@@ -101,7 +103,11 @@ class SlurmLauncher:
     """The Python module that runs on each node, and its arguments; our agent if empty."""
 
     def __init__(
-        self, config: SweepConfig, folder: SweepFolder, limits: JobLimits = NO_JOBS, cluster: str = "slurm"
+        self,
+        config: SweepConfig,
+        folder: SweepFolder,
+        limits: JobLimits = NO_JOBS,
+        cluster: str = UNKNOWN_CLUSTER,
     ) -> None:
         self.limits, self.by = limits, origin(cluster)
         self.query = SlurmQuery(config.launcher.poll_s)
@@ -201,8 +207,14 @@ class SlurmLauncher:
             held_s={n: job.elapsed_s for n, job in active.items() if n not in queued},
             timed=self._timed(ended, seen),
             jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
-            notes=_notes(answer, active),
+            notes=(*_notes(answer, active), *self.query.foreign.values()),
         )
+
+    def _identity(self, held: AllocationState) -> JobIdentity:
+        """What the job of an allocation must be; an id alone is no proof, since Slurm uses ids again."""
+        cluster = "" if self.by["cluster"] == UNKNOWN_CLUSTER else self.by["cluster"]
+        name = f"{self._prefix}{held.name.rpartition('.')[0]}"
+        return JobIdentity(name=name, cluster=cluster, submitting_at=held.submitting_at)
 
     def _of_the_owner(self, held: AllocationState, jobs: list[SlurmJob], answer: Answer) -> list[SlurmJob]:
         """The jobs of an allocation without those of an accidental second submission, which run nothing.
@@ -225,7 +237,8 @@ class SlurmLauncher:
         now, missing = time.monotonic(), over.keys() - found.keys()
         self._accounted = {n: self._accounted.get(n, now) for n in missing}
         asked = {n: over[n].start.job_id for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S}
-        known = self.query.accounting(asked.values()) if asked else {}
+        wanted = {number: self._identity(over[n]) for n, number in asked.items()}
+        known = self.query.accounting(wanted) if asked else {}
         found |= {n: known[number] for n, number in asked.items() if number in known}
         return {n: job.elapsed_s for n, job in found.items() if job.over}
 
@@ -250,10 +263,10 @@ class SlurmLauncher:
         grace_s = self._config.launcher.grace_s
         if waited < (min(END_GRACE_S, grace_s) if listed else grace_s):
             return None
-        number = held.start.job_id or (held.job or {}).get("job_id")
+        number, identity = held.start.job_id or (held.job or {}).get("job_id"), self._identity(held)
         job = listed[-1] if listed else find(answer.jobs, number) if number else None
-        if job is None and number:
-            job = self.query.accounting([number]).get(number)
+        if number and (job is None or job.name != identity.name):
+            job = self.query.accounting({number: identity}).get(number)
         if job is None:
             named = f"job {number}" if number else f"a job of {held.name}"
             return JobEnd(reason=f"Slurm does not know {named}")

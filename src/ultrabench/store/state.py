@@ -55,6 +55,8 @@ class AllocationState:
     limit_s: float = 0.0
     submission: tuple[str, int] = ("", 0)
     """Name of the launcher's journal and number of its line about the submission; they order submissions."""
+    submitting_at: float | None = None
+    """When it was about to be submitted, in seconds since 1970, by the clock of its launcher; None if unknown."""
     by: dict[str, Any] = field(default_factory=dict)
     """Who submitted it: {user, cluster, host}; empty where the journal does not say so."""
     job: dict[str, Any] | None = None
@@ -213,6 +215,7 @@ class Fold:
                     _set(held, ranks, rank, name, getattr(event, name))
             case events.Submitting():
                 _set(held, ranks, rank, "submission", (line.writer, line.seq))
+                _set(held, ranks, rank, "submitting_at", line.time)
             case events.Preflight():
                 _set(held, ranks, (event.restart, line.checksum), "preflight", event.found)
             case events.AllocationStarted():

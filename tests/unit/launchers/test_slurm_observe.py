@@ -36,7 +36,7 @@ class Slurm:
         self.now = self.asked_at = 0.0
         self.listed, self.known, self.held = {}, {}, {}
         self.error, self.polled, self.refuses = None, True, False
-        self.asked, self.cancelled = [], []
+        self.asked, self.cancelled, self.foreign = [], [], {}
         self.launcher = SlurmLauncher(with_launcher(grace_s=GRACE_S), SweepFolder(folder / "quick"))
         self.launcher.query = self
 
@@ -49,9 +49,14 @@ class Slurm:
         jobs = {i: job for i, job in self.listed.items() if job.name.startswith(prefix)}
         return Answer(jobs=jobs, age_s=self.now - self.asked_at, error=self.error)
 
-    def accounting(self, job_ids):
-        self.asked += job_ids
-        return {job_id: job for job_id in job_ids if (job := find(self.known, job_id))}
+    def accounting(self, jobs):
+        self.asked += jobs
+        fitting = (
+            {i: row for i, row in self.known.items() if not ours.difference(row, 0.0)}
+            for ours in jobs.values()
+        )
+        pairs = zip(jobs, fitting, strict=True)
+        return {job_id: job for job_id, known in pairs if (job := find(known, job_id))}
 
     def cancel(self, job_ids):
         self.cancelled.append(sorted(job_ids))
@@ -149,9 +154,14 @@ def test_a_job_that_is_not_active_leaves_its_agents_time_to_say_so(slurm, where,
     assert slurm.observe(after=1000).ended_jobs == {}, "what the agents said is enough"
 
 
+@pytest.mark.parametrize("other", [{}, {"name": "nightly"}, {"submitted_at": 1e6}, {"cluster": "juno"}])
 @pytest.mark.parametrize("job_id", ["57_0", None])
-def test_without_accounting_a_missing_job_is_lost(slurm, job_id):
+def test_without_accounting_a_missing_job_is_lost(slurm, job_id, other):
+    """A row about another job with the same id says nothing."""
+    slurm.launcher.by["cluster"] = "alps"
     slurm.submitted(A, job_id)
+    slurm.held[A].submitting_at = 2e6
+    slurm.known = rows(("57_0", "OUT_OF_MEMORY"), **other) if other else {}
     slurm.lives()
     slurm.lives(after=GRACE_S - 1)
     told = "job 57_0" if job_id else f"a job of {A}"

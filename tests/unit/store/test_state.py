@@ -322,6 +322,7 @@ def test_what_an_allocation_says_of_itself():
     found = fold(written(event, seq=n) for n, event in enumerate(said)).allocations["n1"]
     assert (found.nodes, found.limit_s, found.tasks, found.by) == (1, 60.0, (KEY,), by)
     assert (found.submission, found.job, found.ended, found.control) == (("w", 0), {"pid": 7}, None, None)
+    assert (found.submitting_at, held_of(planned()).submitting_at) == (written(submitted).time, None)
     assert held_of(planned(control="aaaa")).control == "aaaa"
     told = held_of(start(0), start(1), end(0), end(1, avoid=("gpu01",)), gone(1, "vanished"))
     assert (told.start, len(told.agents)) == (Start(job_id="57_0", restart=1), 2)
