@@ -100,13 +100,14 @@ class AllocationState:
     def held_s(self) -> float:
         """Seconds for which its nodes were held, as the batch system or else the agents report.
 
-        An end without a reported time counts as the whole time limit if agents had started, else as 0.
+        Only the batch system knows for how long a job was suspended and its nodes ran other jobs. An end
+        without a reported time counts as the whole time limit if agents had started, else as 0.
         """
         unknown_s = self.limit_s if self.agents else 0.0
         reported: dict[int, list[float]] = {}
         for start, end in self.ends.items():
-            seconds = (end.held_s, end.elapsed_s)
-            reported.setdefault(start.restart, []).extend(s for s in seconds if s is not None)
+            seconds = end.elapsed_s if end.held_s is None else end.held_s
+            reported.setdefault(start.restart, []).extend([] if seconds is None else [seconds])
         return sum(max(known, default=unknown_s) for known in reported.values())
 
 

@@ -11,7 +11,7 @@ from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm import launcher as slurm_module
 from ultrabench.launchers.slurm.job import SlurmJob, find
-from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, SlurmLauncher
+from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, STUCK_S, SlurmLauncher
 from ultrabench.launchers.slurm.query import Answer, CommandError
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
@@ -113,7 +113,7 @@ def test_before_the_first_answer_everything_may_live(slurm):
 @pytest.mark.parametrize(
     ("state", "queued", "note"),
     [("PENDING", True, None), ("REQUEUE_HOLD", True, "went back to the queue and is held there"),
-     ("RUNNING", False, None), ("COMPLETING", False, None), ("CONFIGURING", False, None),
+     ("RUNNING", False, None), ("STAGE_OUT", False, None), ("CONFIGURING", False, None),
      ("SUSPENDED", False, "is suspended; its processes are kept"),
      ("FROBNICATED", False, "is in the state FROBNICATED, which is not known here")],
 )  # fmt: skip
@@ -279,6 +279,15 @@ def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
     assert slurm.asked == ["57_0"]
 
 
+@pytest.mark.parametrize(("requeue", "held_s"), [(False, 0.0), (True, 1.0)])
+def test_the_time_of_a_requeued_job_is_at_least_that_of_its_agents(slurm, requeue, held_s):
+    """Slurm shows only the time of its latest start, and there may be none."""
+    slurm.launcher._config = with_launcher(requeue=requeue)
+    slurm.started()
+    slurm.ended()
+    assert slurm.observe(("57_0", "CANCELLED")).timed == {A: held_s}
+
+
 def test_an_ended_job_that_ran_is_timed_by_squeue_until_that_was_taken_down(slurm):
     slurm.submitted(B, "58_0")
     slurm.started(B, "58_0")
@@ -316,10 +325,27 @@ def test_a_job_that_runs_on_after_its_end_is_ended(slurm, refuses, requeue):
     slurm.started()
     slurm.ended()
     for after in (0.0, GRACE_S):
-        assert slurm.observe(("57_0", "RUNNING"), after=after).leaving == (set() if requeue else {A})
+        assert slurm.observe(("57_0", "RUNNING"), after=after).leaving == {A}
         assert slurm.cancelled == []
     slurm.observe(after=1)
     assert slurm.cancelled == ([] if requeue else [["57_0"]])
+
+
+def test_a_job_that_has_not_given_its_nodes_back_leaves_and_is_timed(slurm):
+    """Slurm counts no epilog: its time goes from the first to the last answer of squeue that shows it."""
+    slurm.started()
+    slurm.observe()
+    slurm.ended()
+    slurm.polled = False
+    assert slurm.observe(after=5).leaving == {A}, "squeue was asked before its end"
+    slurm.polled, slurm.listed = True, rows(("57_0", "COMPLETING"), elapsed_s=100.0, nodes="gpu07")
+    for held_s, notes in ((100.0, 0), (100.0 + STUCK_S, 1)):
+        seen = slurm.observe(after=STUCK_S if notes else 5)
+        assert (seen.leaving, seen.running, seen.held_s, len(seen.notes)) == ({A}, set(), {A: held_s}, notes)
+    assert "has not freed gpu07 for 5 minutes" in seen.notes[0]
+    slurm.listed = rows(("57_0", "COMPLETED"), elapsed_s=100.0)
+    seen = slurm.observe(after=30)
+    assert (seen.leaving, seen.timed, slurm.cancelled) == (set(), {A: 100.0 + STUCK_S}, [])
 
 
 @pytest.mark.parametrize("squeue_answers", [False, True])

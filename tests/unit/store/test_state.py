@@ -301,6 +301,8 @@ UNTIMED = gone(0, "vanished")
     # looked before the last node was free, so the longest time counts.
     ([start(0), end(0, "done", 100.0), held(0, 120.0), held(0, 130.0), held(0, None)], 130.0, True),
     ([start(0), *(held(0, s) for s in (120.0, 130.0, 90.0)), end(0, "done", 100.0), held(1, 5.0)], 135.0, True),
+    # Suspended agents do not notice that their nodes run other jobs; Slurm does not count that time.
+    ([start(0), end(0, "done", 100.0), held(0, 40.0)], 40.0, True),
     # A budget must hold: what nodes were held for unseen counts as all that it may have been.
     ([planned(), UNTIMED], 0.0, False),
     ([planned(), gone(0, "vanished", 0.0)], 0.0, False),
