@@ -3,14 +3,13 @@
 import contextlib
 import random
 import signal
-import socket
 from functools import partial
 from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import Any
 
-from ultrabench.agent.connection import POLL_S, Inbox, Message, Peers
+from ultrabench.agent.connection import POLL_S, Inbox, Message, Peers, listen
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, LOGS_RETRY_S, Cleaned, Finished, Node
 from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
@@ -231,7 +230,7 @@ def free_port(host: str) -> int:
     first_given, *_ = read_part("/proc/sys/net/ipv4/ip_local_port_range", 0, 64).split() or [b"0"]
     usable = range(LOWEST_PORT, int(first_given))
     for port in random.sample(usable, min(PORT_TRIES, len(usable))):
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
+        with contextlib.suppress(OSError), listen(host, port):
             return port
-    with socket.create_server((host, 0)) as server:
+    with listen(host) as server:
         return int(server.getsockname()[1])

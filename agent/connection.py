@@ -118,12 +118,18 @@ class Inbox:
         return self.ran_s - self._last_heard_s[id(connection)]
 
 
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens on an address of IPv4 or IPv6, such as fe80::7%eth0; port 0 stands for a free one."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=128)
+
+
 class Rendezvous:
     """The TCP server of the leader, to which other agents connect; its address is in a file."""
 
     def __init__(self, file: Path, host: str, secret: str) -> None:
         self._secret = secret.encode()
-        self._server = socket.create_server((host, 0), backlog=128)
+        self._server = listen(host)
         self._server.setblocking(False)
         self._callers: list[Connection] = []
         """All open connections; those of agents have facts."""

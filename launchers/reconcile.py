@@ -102,7 +102,7 @@ class Reconciler:
         for note in (*seen.notes, *self._other_commits(state), *actions.notes):
             self._say_once(note)
         busy = self._act(actions, state, seen)
-        return state, busy or (bool(seen.leaving) and not state.cancelled)
+        return state, busy or (bool(seen.leaving & seen.running) and not state.cancelled)
 
     def _decide(self, state: SweepState, seen: JobsSeen) -> Actions:
         """What to do now; it is decided again after a change, and otherwise every DECISION_S."""
