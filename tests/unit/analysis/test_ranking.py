@@ -208,7 +208,7 @@ def test_notes_and_doubts_count_what_ended_and_what_is_in_doubt():
     assert peak.startswith("MFU up to 1.41 is above 1: the peak is too low")
     told = notes(table_of(*rows))
     counts = "Layouts: 2 ok, 3 oom, 1 invalid, 2 pending. Suspect: 1 of 9 rows, which"
-    assert told.startswith(f"{counts} win no cell. {peak}. Made with ultrabench")
+    assert told.startswith(f"{counts} win only cells without others. {peak}. Made with ultrabench")
     assert "torch 2.13.0" in told
     assert notes(table_of(*rows), include_suspects=True).startswith(f"{counts} may win cells. ")
 
