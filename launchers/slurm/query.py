@@ -175,8 +175,8 @@ class SlurmQuery:
         if job is None and (other := find({row.job_id: row for row in rows}, job_id)):
             self.foreign[job_id] = (
                 f"sacct shows a job {job_id} that {identity.difference(other, now)}: its state and hours do not"
-                f" count, because Slurm uses ids again. If it is {identity.name} nevertheless, set the clocks: those"
-                f" of this host and of Slurm may differ by {CLOCKS_DIFFER_S / 60:g} minutes"
+                f" count, because Slurm reuses job ids. If it is {identity.name} nevertheless, set the clocks: those"
+                f" of this host and of Slurm may differ by at most {CLOCKS_DIFFER_S / 60:g} minutes"
             )
         return job
 
