@@ -1,6 +1,7 @@
 """Long campaigns: `python -m tests.chaos --faults 200 --seed 7`; the same command continues a stopped one.
 
-`--kinds port_scan,other_user` draws only these kinds; `failures` and `interference` name groups of kinds.
+`--kinds port_scan,other_user` draws only these kinds; `failures`, `interference` and
+`misleading` name groups of kinds.
 """
 
 import argparse
@@ -17,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.campaign import Campaign
-from tests.chaos.fault import EXPLAINS, FAILURES, INTERFERENCE, OF_A_PROGRAM, draw
+from tests.chaos.fault import EXPLAINS, FAILURES, INTERFERENCE, MISLEADING, OF_A_PROGRAM, draw
 from tests.chaos.report import write_report
 from tests.slurm.conftest import SETTINGS, Cluster
 from tests.slurm.sweeps import SlurmBench
 
 PART = 25
 """Number of faults in one campaign; every fourth campaign runs the embedded kernel."""
-GROUPS = {"failures": FAILURES, "interference": INTERFERENCE}
-ALL = "failures,interference"
+GROUPS = {"failures": FAILURES, "interference": INTERFERENCE, "misleading": MISLEADING}
+ALL = ",".join(GROUPS)
 
 
 def say(note: str) -> None:

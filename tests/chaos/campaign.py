@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,16 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from tests import patience
-from tests.chaos import failures, interference
+from tests.chaos import failures, interference, misleading
 from tests.chaos.fault import Fault
-from tests.chaos.judge import judge, submitted_jobs
-from tests.chaos.target import PROGRAM, MissedError
+from tests.chaos.judge import SlurmView, allocation_events, excluded_nodes, judge, submitted_jobs
+from tests.chaos.nodes import Nodes
+from tests.chaos.target import PROGRAM, MissedError, hosts
 from tests.chaos.witness import executions_of
 from tests.slurm.conftest import Cluster
 from tests.slurm.sweeps import MANY, SlurmBench, slurm_says
 
-STRIKES = failures.STRIKES | interference.STRIKES
+STRIKES = failures.STRIKES | interference.STRIKES | misleading.STRIKES
 SIZE = "64m"
 """Size of the file system for the results, which is small so that faults can fill it."""
 LIFE_S = 15.0
@@ -37,11 +39,11 @@ COMMON = (
     "model=tiny", "launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "launcher.grace_s=4",
     # On a machine with a load of ten for each core, agents missed three heartbeats of one second.
     "launcher.max_nodes=8", "launcher.heartbeat_s=2", "launcher.requeue=true", "launcher.preflight=false",
-    "measure.deadline_floor_s=2", "measure.run_limit_s=60", "measure.min_steps=6", "measure.confirm=1",
+    "measure.deadline_floor_s=2", "measure.run_limit_s=40", "measure.min_steps=6", "measure.confirm=1",
     # A fault may let a rank sleep in its first step, which has to be noticed within the limit too.
     "measure.start_deadline_s=20",
     # Faults kill nodes that come back later; if all of them were excluded, the largest runs could not run.
-    "retry.backoff_s=1", "retry.backoff_max_s=4", "retry.max_excluded=2",
+    "retry.backoff_s=1", "retry.backoff_max_s=4", "retry.max_excluded=2", "measure.max_foreign_load=null",
 )  # fmt: skip
 LONG = "launcher.allocation_minutes=0.8"
 """Option of every second sweep: its jobs last longer than all grace periods; other sweeps have short jobs."""
@@ -64,8 +66,9 @@ class Campaign:
         self.sweep, self.embedded = "", False
         self._numbers, self._launches, self._opened = 0, 0, 0.0
         self._launchers: list[subprocess.Popen[bytes]] = []
-        for name in ("results", "orders", "taken"):
+        for name in ("results", "orders", "taken", "always"):
             (bench.folder / name).mkdir()
+        self.nodes = Nodes(bench.folder / "nodes", cluster.nodes())
         words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", str(self.results)]
         self.mounted = subprocess.run(words, capture_output=True).returncode == 0
 
@@ -91,16 +94,18 @@ class Campaign:
             other.tool("down")
         if self.mounted:
             subprocess.run(["umount", "--lazy", str(self.results)], capture_output=True)
+        self.nodes.close()
 
-    def launch(self, program: Sequence[str] = (), **variables: str) -> None:
+    def launch(self, *options: str, program: Sequence[str] = (), **variables: str) -> None:
         """Starts a launcher of the sweep, as a person does who sees that none runs.
 
         Args:
+            options: options of this launch besides those of the sweep.
             program: arguments of Python that replace those which run ultrabench.
             variables: of its environment, besides those of this process.
         """
         self._launches += 1
-        command = self.bench.command(*self.launch_words())
+        command = self.bench.command(*self.launch_words(), *options)
         if program:
             command[1:3] = ["-P", *program]
         words = ["env", "--default-signal=INT", *command]
@@ -118,13 +123,17 @@ class Campaign:
         """The words of the command line that launches the current sweep."""
         options = EMBEDDED
         if not self.embedded:
-            program = ["python", str(PROGRAM), str(self.bench.folder), self.sweep]
-            words = ",".join(f"'{word}'" for word in [*program, "{run_id}", "{repeat}", "{attempt}"])
-            options = (
-                "kernel=command", f"kernel.command=[{words}]", "sweep.tp=1", "sweep.pp=1",
-                "measure.warmup_steps=2", *MANY, *([LONG] if self._numbers % 2 == 0 else []),
-            )  # fmt: skip
-        return ["sweep", "launch", f"name={self.sweep}", *COMMON, *options, "--max-gpu-hours", "100"]
+            options = (*self.program_options(self.sweep), *MANY, *([LONG] if self._numbers % 2 == 0 else []))
+        common = (*COMMON, f"launcher.srun=['--task-prolog={self.nodes.prolog}']")
+        return ["sweep", "launch", f"name={self.sweep}", *common, *options, "--max-gpu-hours", "100"]
+
+    def program_options(self, sweep: str) -> tuple[str, ...]:
+        """Options of a sweep that runs the program of these tests."""
+        program = ["python", str(PROGRAM), str(self.bench.folder), sweep]
+        words = ",".join(f"'{word}'" for word in [*program, "{run_id}", "{repeat}", "{attempt}"])
+        return (
+            "kernel=command", f"kernel.command=[{words}]", "sweep.tp=1", "sweep.pp=1", "measure.warmup_steps=2",
+        )  # fmt: skip
 
     def kill_launchers(self) -> None:
         """Kills all launchers."""
@@ -233,19 +242,31 @@ class Campaign:
             self.complain(f"it cannot be judged: {error}")
             return
         executions = None if self.embedded else executions_of(self.sweep, self.bench.executions())
-        jobs, launches = self._jobs(), len(self._launchers)
-        found = judge(table, mine, executions, jobs, launches)
+        view, launches = self._view(), len(self._launchers)
+        # The larger of the counts of the journal and of Slurm.
+        jobs = max(sum(map(len, view.job_ids.values())), submitted_jobs(self.folder / "journal"))
+        found = judge(table, mine, executions, jobs, launches, view)
         counts = f"{jobs} jobs, {launches} launches, {len(found)} problems"
         self.say(f"     sweep {self.sweep} is over: {self._last_words()}; {counts}")
         for problem in found:
             self.complain(problem)
 
-    def _jobs(self) -> int:
-        """The number of jobs submitted for the sweep: the larger of the counts of its journal and Slurm."""
+    def _view(self) -> SlurmView:
+        """What Slurm knows about the jobs of the sweep, and what the sweep told Slurm and its journal about them."""
         since = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self._opened))
-        told = slurm_says("sacct", "-a", "-X", "-n", "-P", "-S", since, "-o", "JobName")
-        known = [name for name in told.splitlines() if name.startswith(f"ub-{self.sweep}-")]
-        return max(len(known), submitted_jobs(self.folder / "journal"))
+        job_ids, nodes = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+        options = ("-a", "-X", "-n", "-P", "-D", "-S", since, "-o", "JobID,NodeList,JobName")
+        for line in slurm_says("sacct", *options).splitlines():
+            job_id, names, job_name = line.split("|", 2)
+            array = job_name.removeprefix(f"ub-{self.sweep}-")
+            if array != job_name:
+                name = f"{array}.{job_id.partition('_')[2]}"
+                job_ids[name].add(job_id)
+                nodes[name] |= set(hosts(names))
+        return SlurmView(
+            job_ids=job_ids, nodes=nodes, journal=[*allocation_events(self.folder / "journal")],
+            excluded=excluded_nodes(self.folder / "scripts"), age_s=time.time() - self._opened,
+        )  # fmt: skip
 
     def _signs(self) -> int:
         """A number that grows with everything the agents do."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,13 +116,18 @@ def _disk_full(campaign: "Campaign", fault: Fault) -> Hit:
     """Fills the file system of the results for some seconds."""
     filler = campaign.results / "filler"
     with filler.open("wb", buffering=0) as file:
-        for size in (2**20, 2**12, 1):
-            with contextlib.suppress(OSError):
-                while file.write(b"x" * size):
-                    pass
+        fill(file)
     time.sleep(AWAY_S)
     filler.unlink()
     return {"target": "the results folder"}
+
+
+def fill(file: FileIO) -> None:
+    """Writes to an unbuffered file until its file system is full."""
+    for size in (2**20, 2**12, 1):
+        with contextlib.suppress(OSError):
+            while file.write(b"x" * size):
+                pass
 
 
 def _read_only(campaign: "Campaign", fault: Fault) -> Hit:

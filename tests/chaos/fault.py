@@ -22,9 +22,21 @@ INTERFERENCE: dict[str, frozenset[str]] = {
     "fifo_journal": frozenset(),
 }  # fmt: skip
 """Kinds of faults by which others look on, something gives false answers, or a program misbehaves."""
-EXPLAINS = FAILURES | INTERFERENCE
-"""Kind of fault -> the true ends of the attempt it hits; it explains at most one end per allocation."""
-OF_A_PROGRAM = frozenset({"sleep_rank", "exit_rank", "orphan", "hostile_numbers", "reforking_children"})
+MISLEADING: dict[str, frozenset[str]] = {
+    "slow_unlink": frozenset(), "scratch_full": WITH_THE_JOB | {"crash disk_full"}, "stop_fork_server": frozenset(),
+    "kill_agent_always": WITH_THE_JOB, "foreign_accounting": WITH_THE_JOB, "suspended_processes": frozenset(),
+    "local_launchers": frozenset(), "sbatch_banner": frozenset(), "long_epilog": frozenset(),
+}  # fmt: skip
+"""Kinds of faults by which an innocent run, node or number looks wrong, with the ends that they explain."""
+EXPLAINS = FAILURES | INTERFERENCE | MISLEADING
+"""Kind of fault -> the true ends of the attempt it hits: a status, or a status and a cause.
+
+A fault explains at most one end per allocation, and of a run that it hits in every attempt MOST_ATTEMPTS.
+"""
+MOST_ATTEMPTS = 3
+"""Largest number of attempts of a run that takes its allocation away each time."""
+OF_A_PROGRAM = frozenset({"sleep_rank", "exit_rank", "orphan", "hostile_numbers", "reforking_children", "slow_unlink",
+                          "kill_agent_always"})  # fmt: skip
 """Kinds that need the program of these tests, which carries out orders."""
 
 

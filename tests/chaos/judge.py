@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.fault import EXPLAINS
+from tests.chaos.fault import EXPLAINS, MOST_ATTEMPTS
 from tests.chaos.witness import Execution
 
 UNFINISHED = frozenset({"lost", "node_fail", "cancelled", "preempted"})
@@ -20,8 +22,29 @@ JOBS_A_LAUNCH = 2
 Rows = Sequence[dict[str, Any]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SlurmView:
+    """What Slurm knows about the jobs of a sweep, and what the sweep told Slurm and its journal about them."""
+
+    job_ids: Mapping[str, set[str]] = field(default_factory=dict)
+    """Allocation -> its jobs in the accounting of Slurm."""
+    nodes: Mapping[str, set[str]] = field(default_factory=dict)
+    """Allocation -> the nodes of these jobs."""
+    journal: Rows = ()
+    """The events of the journal that can be read."""
+    excluded: frozenset[str] = frozenset()
+    """The nodes that some job was not to use."""
+    age_s: float = float("inf")
+    """Seconds since the sweep was opened."""
+
+
 def judge(
-    table: Rows, records: Rows, executions: Sequence[Execution] | None, jobs: int, launches: int
+    table: Rows,
+    records: Rows,
+    executions: Sequence[Execution] | None,
+    jobs: int,
+    launches: int,
+    view: SlurmView = SlurmView(),
 ) -> list[str]:
     """The problems of a sweep that is over; it also adds to each record the ends it explains.
 
@@ -33,10 +56,12 @@ def judge(
     """
     rows, most = [row for row in table if row["attempt"] is not None], most_jobs(table, records, launches)
     return [
-        *_never_lost(table),
+        *_never_lost(table, {record.get("run") for record in records}),
         *_never_twice(rows),
-        *([] if executions is None else [*_witnessed(rows, executions), *_one_at_a_time(executions)]),
+        *([] if executions is None else [*_witnessed(rows, executions), *one_at_a_time(executions)]),
         *_explained(rows, records),
+        *_blamed(rows, records, view),
+        *_accounted(view),
         *([f"{jobs} jobs were submitted, more than {most}"] if jobs > most else []),
     ]
 
@@ -53,26 +78,42 @@ def most_jobs(table: Rows, records: Rows, launches: int) -> int:
     return len(planned) + taken + JOBS_A_LAUNCH * launches
 
 
-def submitted_jobs(journal: Path) -> int:
-    """The number of allocations that were certainly submitted as jobs, by the journal."""
-    found = set()
+def allocation_events(journal: Path) -> Iterator[dict[str, Any]]:
+    """The readable events of a journal that are about an allocation."""
     for path in sorted(journal.glob("*-*-*-*.jsonl")):
         for line in path.read_bytes().splitlines() if path.is_file() else ():
             try:
                 event = json.loads(line)
-                if event["event"] in ("submitted", "adopted", "allocation_started"):
-                    found.add(event["allocation"])
+                about = {type(event["event"]), type(event["allocation"])}
             except (ValueError, TypeError, KeyError, RecursionError):
                 continue
-    return len(found)
+            if about == {str}:
+                yield event
+
+
+def submitted_jobs(journal: Path) -> int:
+    """The number of allocations that were certainly submitted as jobs, by the journal."""
+    kinds = ("submitted", "adopted", "allocation_started")
+    return len({event["allocation"] for event in allocation_events(journal) if event["event"] in kinds})
+
+
+def excluded_nodes(scripts: Path) -> frozenset[str]:
+    """The nodes that the job scripts in a folder exclude."""
+    texts = (script.read_text() for script in scripts.glob("*.sh"))
+    lists = (match[1] for text in texts for match in re.finditer(r"(?m)^#SBATCH --exclude=(\S+)", text))
+    return frozenset(node for names in lists for node in names.split(","))
 
 
 def _key(row: dict[str, Any]) -> str:
     return f"{row['run_id']}.{row['repeat']}.{row['attempt']}"
 
 
-def _never_lost(table: Rows) -> list[str]:
-    """Problems with the rule that every planned run has a final end."""
+def _never_lost(table: Rows, doomed: set[str | None]) -> list[str]:
+    """Problems with the rule that every planned run has a final end.
+
+    Args:
+        doomed: runs, as RUN_ID.REPEAT, that a fault hit in every attempt.
+    """
     latest: dict[str, dict[str, Any]] = {}
     for row in table:
         if row["status"] not in ("rejected", "skipped") and (row["repeat"] or 0) == 0:
@@ -82,7 +123,7 @@ def _never_lost(table: Rows) -> list[str]:
     return [
         f"{run} has ended {row['status']} after attempt {row['attempt']} ({row['reason']}) and was left so"
         for run, row in latest.items()
-        if row["status"] is None or row["status"] in UNFINISHED
+        if row["status"] is None or (row["status"] in UNFINISHED and f"{run}.0" not in doomed)
     ]
 
 
@@ -117,7 +158,7 @@ def _witnessed(rows: Rows, executions: Iterable[Execution]) -> list[str]:
     return found
 
 
-def _one_at_a_time(executions: Sequence[Execution]) -> list[str]:
+def one_at_a_time(executions: Sequence[Execution]) -> list[str]:
     """Problems with the rule that executions of one attempt, run, allocation or node never overlap."""
     found = []
     for one, two in itertools.combinations(executions, 2):
@@ -136,16 +177,43 @@ def _one_at_a_time(executions: Sequence[Execution]) -> list[str]:
 def _explained(rows: Rows, records: Rows) -> list[str]:
     """Problems with the rule that a fault explains each end but ok; a fault explains one per allocation."""
     open_ = [(record, name) for record in records for name in record.get("allocations", ())]
+    open_ += [(record, record["run"]) for record in records if "run" in record for _ in range(MOST_ATTEMPTS)]
     for record in records:
         record["ends"] = []
     found = []
     for row in rows:
         if row["status"] == "ok":
             continue
-        fits = [o for o in open_ if o[1] == row["allocation"] and row["status"] in EXPLAINS[o[0]["kind"]]]
+        places = {row["allocation"], _key(row).rpartition(".")[0]}
+        ends = {row["status"], f"{row['status']} {row.get('cause')}"}
+        fits = [o for o in open_ if o[1] in places and ends & EXPLAINS[o[0]["kind"]]]
         if fits:
             open_.remove(fits[0])
             fits[0][0]["ends"].append(row["status"])
         else:
             found.append(f"{_key(row)} ended {row['status']} in {row['allocation']}: {row['reason']}")
+    return found
+
+
+def _blamed(rows: Rows, records: Rows, view: SlurmView) -> list[str]:
+    """Problems with the rule that a node is excluded only if a fault hit an allocation on it.
+
+    A run that takes every allocation away is itself at fault, so that it explains no exclusion.
+    """
+    hit = {name for record in records for name in record.get("allocations", ())}
+    guilty = {node for name in hit for node in view.nodes.get(name, ())}
+    guilty |= {node for row in rows if row["allocation"] in hit for node in row.get("hostnames") or ()}
+    return [f"{node} was excluded, although no fault hit it" for node in sorted(view.excluded - guilty)]
+
+
+def _accounted(view: SlurmView) -> list[str]:
+    """Problems with the rule that the journal names the jobs that Slurm ran, and possible times of theirs."""
+    found = []
+    for event in view.journal:
+        name, job_id = event["allocation"], (event.get("job") or {}).get("job_id")
+        ids = view.job_ids.get(name, set())
+        if event["event"] in ("submitted", "adopted") and job_id and ids and job_id not in ids:
+            found.append(f"the journal calls {name} job {job_id}, Slurm calls it {', '.join(sorted(ids))}")
+        if (held_s := event.get("held_s") or 0.0) > view.age_s:
+            found.append(f"{name} held its nodes for {held_s:g} s, longer than the sweep exists")
     return found

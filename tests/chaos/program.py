@@ -4,11 +4,13 @@ python program.py FOLDER SWEEP RUN_ID REPEAT ATTEMPT
 
 FOLDER/witness.txt gets a line for the start, every step and the end of every execution (see witness.py).
 FOLDER/orders may hold a file KIND.NUMBER.SHARE: the first rank at SHARE of its world that sees the file takes
-it and does what KIND says.
+it and does what KIND says. FOLDER/always may hold a file SWEEP.RUN_ID.REPEAT with a share: the rank at this
+share kills the agent of its node in every attempt.
 """
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,17 +26,24 @@ IGNORES_TERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sle
 allocation = os.environ["ULTRABENCH_TAG"].split(":")[0]
 
 
-def of_the_agent(variable: str, pid: int) -> str:
-    """A variable of Slurm, which is hidden from ranks, from the nearest ancestor of `pid` that has it."""
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # its parent, proc(5)
-        held = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-        if found := [item.partition("=")[2] for item in held if item.startswith(f"{variable}=")]:
-            return found[0]
-    return "?"
+def ancestors():
+    """The pids of the parent of this process, of its parent, and so on."""
+    pid = os.getpid()
+    while (pid := int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])) > 1:  # proc(5)
+        yield pid
 
 
-host = ":".join(of_the_agent(name, os.getpid()) for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
+def words_of(pid: int, file: str) -> list[str]:
+    return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").split("\0")
+
+
+def of_the_agent(variable: str) -> str:
+    """A variable of Slurm, which is hidden from ranks, from the nearest ancestor that has it."""
+    items = (item for pid in ancestors() for item in words_of(pid, "environ"))
+    return next((item.partition("=")[2] for item in items if item.startswith(f"{variable}=")), "?")
+
+
+host = ":".join(of_the_agent(name) for name in ("SLURM_CLUSTER_NAME", "SLURMD_NODENAME"))
 process = f"{os.getpid()}:{Path('/proc/self/stat').read_text().rpartition(')')[2].split()[19]}"  # with its start time, proc(5)
 HOSTILE = (
     '{"event": "step", "step": %(step)d, "seconds": 0.0, "loss": 1.0}',
@@ -50,6 +59,8 @@ HOSTILE = (
     '{"event": "step", "step": 1' + 400 * "0" + ', "seconds": -1.0, "loss": "a", "tokens": []}',
 )
 """Values that a rank may report although they are no measurements."""
+SMALL_FILES = 10_000
+"""Files that a run leaves in its folder; removing them at 1 ms each takes longer than three heartbeats."""
 REFORKING = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -105,6 +116,16 @@ def reduce(peers):
         peer.sendall(b"x")
 
 
+def kill_the_agent():
+    """Kills the agent of this node if an order for this run says so, as Linux may do where memory is short."""
+    always = Path(folder, "always", f"{sweep}.{key[0]}.{key[1]}")
+    if always.exists() and rank == int(always.read_text()) * world // 100:
+        os.kill(
+            next(pid for pid in ancestors() if "ultrabench.agent" in words_of(pid, "cmdline")), signal.SIGKILL
+        )
+        time.sleep(1000)
+
+
 def obey():
     """Takes an order for this rank and carries it out; a rename makes sure that only one rank takes it."""
     for order in Path(folder, "orders").glob("*.*.*"):
@@ -131,6 +152,13 @@ def obey():
         elif kind == "reforking_children":
             # The children are found by the last word, since their environment may be cleared.
             subprocess.Popen([sys.executable, "-c", REFORKING, f"{folder}/reforking.{number}"])
+        elif kind == "slow_unlink":
+            small = Path(os.environ["ULTRABENCH_REPORT"]).with_name(f"small_files.{number}")
+            small.mkdir()
+            for n in range(SMALL_FILES):
+                os.close(os.open(small / str(n), os.O_CREAT))
+        elif kind == "kill_agent_always":
+            Path(folder, "always", f"{sweep}.{key[0]}.{key[1]}").write_text(share)
 
 
 say("phase", name="train")
@@ -139,6 +167,7 @@ for step in range(1, 13):
     started = time.monotonic()
     time.sleep(STEP_S)
     obey()
+    kill_the_agent()
     reduce(peers)
     witness("step")
     say("step", step=step, seconds=time.monotonic() - started, loss=10.0 / step)

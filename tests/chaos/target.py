@@ -83,6 +83,24 @@ def processes(folder: Path, role: str) -> list[Target]:
     return sorted(found, key=lambda t: (t.allocation, t.host, t.pid))
 
 
+def fork_servers(folder: Path) -> list[Target]:
+    """The fork servers of the agents of sweeps in `folder`, in a stable order."""
+    agents = {agent.pid: agent for role in ("leader", "follower") for agent in processes(folder, role)}
+    parents = {pid: parent_of(pid) for pid in own_processes() if FORK_SERVER in command_line(pid)}
+    return [
+        agents[parent]._replace(pid=pid, role="fork server")
+        for pid, parent in sorted(parents.items())
+        if parent in agents
+    ]
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 if the process is gone."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # proc(5)
+    return 0
+
+
 def _is_rank(pid: int, words: list[str]) -> bool:
     """Whether a process runs the program of these tests, or was forked from the fork server into its own group."""
     with contextlib.suppress(ProcessLookupError):
@@ -108,8 +126,12 @@ def jobs(sweep: str, *options: str, states: str = "R,CF") -> list[Job]:
 
 def nodes_at_work(sweep: str) -> list[str]:
     """The nodes that run jobs of a sweep."""
-    names = ",".join(job.nodes for job in jobs(sweep) if job.nodes)
-    return slurm_says("scontrol", "show", "hostnames", names).split() if names else []
+    return hosts(",".join(job.nodes for job in jobs(sweep) if job.nodes))
+
+
+def hosts(names: str) -> list[str]:
+    """The nodes that Slurm writes as a list such as gpu[01-03]; none for `None assigned`."""
+    return slurm_says("scontrol", "show", "hostnames", names).split() if names and " " not in names else []
 
 
 def writers_at_rest(journal: Path) -> list[Path]:

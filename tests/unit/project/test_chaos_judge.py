@@ -3,14 +3,14 @@
 import pytest
 
 from tests.chaos.fault import EXPLAINS, draw
-from tests.chaos.judge import judge, most_jobs, submitted_jobs
+from tests.chaos.judge import SlurmView, excluded_nodes, judge, most_jobs, submitted_jobs
 from tests.chaos.witness import executions_of
 
 
-def row(run="a", repeat=0, attempt=0, status="ok", allocation="n1-1.0", stopped="interval"):
+def row(run="a", repeat=0, attempt=0, status="ok", allocation="n1-1.0", stopped="interval", cause=None):
     return {
         "run_id": run, "repeat": repeat, "attempt": attempt, "status": status, "allocation": allocation,
-        "reason": None, "stopped": stopped,
+        "reason": None, "stopped": stopped, "cause": cause,
     }  # fmt: skip
 
 
@@ -23,6 +23,9 @@ def lines(run="a", attempt=0, words="start step end", allocation="n1-1.0", host=
 
 LOST = [row(status="lost"), row(attempt=1, allocation="n1-2.0")]
 KILLED = {"kind": "scancel", "allocations": ["n1-1.0"]}
+FULL = {"kind": "scratch_full", "allocations": ["n1-1.0"]}
+DOOMED = {"kind": "kill_agent_always", "run": "a.0", "costs": 3}
+GONE = [row(status="node_fail", attempt=n, allocation=f"n1-{n}.0") for n in range(4)]
 CASES = {
     "no fault": (
         [row("a"), row("b"), row("c", status="rejected", attempt=None)], [*lines("a"), *lines("b", at=9)], [], []),
@@ -53,6 +56,13 @@ CASES = {
     "unexplained": (
         [row(status="lost"), row(attempt=1)], [*lines(words="start"), *lines(attempt=1, at=9)],
         [{"kind": "port_scan", "allocations": []}], ["a.0.0 ended lost in n1-1.0: None"]),
+    "a full disk": (
+        [row(status="crash", cause="disk_full"), row(attempt=1, allocation="n1-2.0")],
+        [*lines(words="start"), *lines(attempt=1, at=9)], [FULL], []),
+    "a full disk with another cause": (
+        [row(status="crash", cause="exit_code")], lines(), [FULL], ["a.0.0 ended crash in n1-1.0: None"]),
+    "a run that takes its job away each time": (GONE[:3], [], [DOOMED], []),
+    "and once too often": (GONE, [], [DOOMED], ["a.0.3 ended node_fail in n1-3.0: None"]),
 }  # fmt: skip
 """Name -> rows, lines of the witness, faults, and the problems that are found."""
 
@@ -61,6 +71,30 @@ CASES = {
 def test_the_problems_of_a_sweep(case):
     table, told, records, problems = CASES[case]
     assert judge(table, list(records), executions_of("s1", told), 1, 1) == problems
+
+
+@pytest.mark.parametrize(
+    ("view", "problems"),
+    [
+        ({"excluded": frozenset({"gpu01"})}, []),
+        ({"excluded": frozenset({"gpu02"})}, ["gpu02 was excluded, although no fault hit it"]),
+        ({"journal": [{"event": "submitted", "allocation": "n1-1.0", "job": {"job_id": "7_0"}}]}, []),
+        ({"journal": [{"event": "submitted", "allocation": "n1-1.0", "job": {"job_id": "1_0"}}]},
+         ["the journal calls n1-1.0 job 1_0, Slurm calls it 7_0"]),
+        ({"journal": [{"event": "allocation_ended", "allocation": "n1-1.0", "held_s": 1e6}]},
+         ["n1-1.0 held its nodes for 1e+06 s, longer than the sweep exists"]),
+    ],
+)  # fmt: skip
+def test_what_slurm_knows(view, problems):
+    slurm = {"job_ids": {"n1-1.0": {"7_0"}}, "nodes": {"n1-1.0": {"gpu01"}}, "age_s": 60.0}
+    faults = [{"kind": "kill_rank", "allocations": ["n1-1.0"]}]
+    assert judge([row()], faults, executions_of("s1", lines()), 1, 1, SlurmView(**slurm, **view)) == problems
+
+
+def test_excluded_nodes_are_those_of_job_scripts(tmp_path):
+    (tmp_path / "a.sh").write_text("#!/bin/bash\n#SBATCH --exclude=gpu01,gpu02\n#SBATCH --nodes=1\n")
+    (tmp_path / "b.sh").write_text("#!/bin/bash\n#SBATCH --nodes=1\n")
+    assert excluded_nodes(tmp_path) == {"gpu01", "gpu02"}
 
 
 def test_too_many_jobs():
@@ -81,7 +115,8 @@ def test_a_fault_that_takes_a_job_allows_another():
 def test_jobs_are_counted_whatever_lies_in_the_journal(tmp_path):
     events = (("allocation_planned", "a"), ("submitted", "b"), ("adopted", "b"), ("allocation_started", "c"))
     text = "".join(f'{{"event": "{kind}", "allocation": "{name}"}}\n' for kind, name in events)
-    (tmp_path / "launcher-host-1-ab.jsonl").write_text(text + '{"event": "subm\n' + "[" * 100_000 + "\n")
+    damaged = '{"event": "subm\n' + "[" * 100_000 + '\n{"event": "submitted", "allocation": 7}\n[]\n'
+    (tmp_path / "launcher-host-1-ab.jsonl").write_text(text + damaged)
     (tmp_path / "agent-stray-1-1.jsonl").mkdir()
     assert submitted_jobs(tmp_path) == 2
 
