@@ -110,7 +110,9 @@ class Settler:
         unended = open_allocations(state)
         self._held_s |= seen.held_s
         alive = seen.alive & (unended.keys() | seen.queued)
-        seen = replace(seen, alive=alive, held_s=self._held_s)
+        # Agents of this machine record their end before they have removed their files.
+        leaving = frozenset() if self._launcher.by["cluster"] else seen.running - unended.keys()
+        seen = replace(seen, alive=alive, held_s=self._held_s, leaving=seen.leaving | leaving)
         self.watchdog.observe(unended.values(), seen.running)
         self._end_frozen(seen, state)
         for name, seconds in sorted(seen.timed.items()):
