@@ -184,6 +184,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["kernel.command=x"], "add kernel=command or kernel=megatron or kernel=torchtitan"),
         (["launcher.partition=x"], "launcher.partition is no setting of the launcher that is chosen; add launcher=slurm"),
         (["sweep=comm", "sweep.recompute=full"], "add it: +sweep.recompute=[full]"),
+        (["+kernel.env.OMP_NUM_THREADS='\"3\"'"], "kernel.env.OMP_NUM_THREADS: ultrabench sets it for each rank"),
         (["kernel=command", "kernel.env.A=1"], "kernel.env.A: variables are added; write +kernel.env.NAME=VALUE"),
         (["kernel=command", "kernel.command=[x]", "+kernel.env.A=1"], """write it in two kinds of quotes: '"1"'"""),
         (["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
