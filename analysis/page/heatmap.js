@@ -65,7 +65,7 @@ function fillCell(button, cell, runs) {
   const wide = value("ci_reached", at) === false ? value("step_time_ci95_rel", at) : null;
   const interval = wide === null ? [] : [[`+- ${percent(wide)}`, "sure"]];
   const lines = at < 0 ? [[why, "why"]] : [[headline, `headline ${wide === null ? "sure" : ""}`], ...interval, [value("layout", at), "layout"], [memoryOf(at), ""]];
-  if (runs.length && (at >= 0 || !whole)) lines.push([[value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
+  if (runs.length && (at >= 0 || !whole)) lines.push([[value("environment", at), value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
   button.replaceChildren(...lines.map(([words, kind]) => element("span", { class: kind }, words)));
   const colour = at < 0 || mfu === null ? null : viridis(100 * mfu / held.mfu_end);
   button.style.background = colour ? `rgb(${colour})` : "";
