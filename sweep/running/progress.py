@@ -48,6 +48,8 @@ class SweepProgress:
     """Runs that are running now, with their attempts."""
     waiting: int
     """Number of allocations that were submitted and have not started."""
+    at_work: int
+    """Number of allocations that have started and whose end is not known, also during their preflight."""
     attempts: int
     useful_gpu_hours: float
     wasted_by_status: dict[str, float]
@@ -160,6 +162,7 @@ def progress(
         skipped={run_id: reason for run_id, reason in skipped.items() if status[run_id] == "skipped"},
         running=tuple((runs[i], final[i]) for i, s in status.items() if s == "running"),
         waiting=unended.count(False),
+        at_work=unended.count(True),
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
         wasted_by_status=wasted,
