@@ -14,7 +14,8 @@ from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
-from ultrabench.launchers.open_sweep import folder_of, in_force, require_program, require_same
+from ultrabench.launchers.choose import require_max_nodes
+from ultrabench.launchers.open_sweep import folder_of, in_force, require_local, require_program, require_same
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
@@ -42,6 +43,8 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
             state = for_answers(fold(read_journal(folder_of(config).journal, warn)))
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 rate = {"core_flops_per_s": known.core_flops_per_s, "cores": known.cores or 1}
+        require_local(config)
+        require_max_nodes(config)
         require_program(config)
     except ConfigError as error:
         warn(f"a launch from here would be refused: {error}")
