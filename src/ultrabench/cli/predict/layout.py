@@ -48,7 +48,8 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     """The prediction of a run as the document of `ultrabench predict --json`, without measured runs."""
     peak = config.hardware.peak(spec.kernel.precision, spec.nodes, None, os.cpu_count() or 1)
     predicts = predictor(config, spec.nodes, peak)
-    stages, times = predicts.stages(spec), predicts.step_time(spec)
+    stages = predicts.stages(spec)
+    times = predicts.step_time(spec, stages)
     told = predicts.of_parts(spec, stages, times)
     largest = max(stages, key=lambda stage: stage.peak_bytes)
     rate = spec.tokens_per_step / told.step_time_s / spec.layout.world_size
@@ -97,7 +98,7 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
         yield table(f"\nmemory of each pipeline rank, {name}", *heads, rows=rows)
     likely = "unlikely to fit" if found["p_oom"] > LIKELY_OOM else "likely to fit"
     if found["limited_by"] == "memory" and found["p_oom"] <= LIKELY_OOM:
-        likely += ", but the allocator has to give its reserve back and waits, which the time leaves out"
+        likely += ", but its allocator has to give its reserve back and wait"
     yield f"peak {found['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * found['p_oom']:.1f} %"
     yield _bars("\nstep time, ms", found["time"], 1e3)
     mfu = "" if found["mfu"] is None else f", MFU {100 * found['mfu']:.1f} %"

@@ -22,6 +22,7 @@ from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import PRUNED, Plan, make_plan
 from ultrabench.sweep.plan_table import Row, write_plan
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 from ultrabench.sweep.remedy import nothing_fits, require_runs
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import for_answers
@@ -32,9 +33,12 @@ COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fi
 """Column of the table -> key of a cell in the JSON document."""
 
 
-def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int | None) -> None:
+def show_plan(
+    overrides: list[str], as_json: bool, output: Path | None, top: int | None, advise_p_oom: float | None
+) -> None:
     """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first."""
-    config = in_force(load_config(overrides))
+    config = in_force(load_config(overrides), warn)
+    advised_p_oom = ADVISED_P_OOM if advise_p_oom is None else advise_p_oom
     known, state, rate = find_sweep_json(folder_of(config)), SweepState(), dict[str, Any]()
     try:
         if known is not None:
@@ -50,10 +54,13 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
         write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     now = progress(config.name, plan.runs, state, config.hardware.device)
-    best = recommend(plan, top, measured(plan.runs, state, config.hardware.device)[1]) if top else []
+    rates = measured(plan.runs, state, config.hardware.device)[1]
+    best = recommend(plan, top, rates, advised_p_oom) if top else []
     price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
     _tell_expected(summary, plan, price, now.settled - now.skipped.keys())
-    notes = [*nothing_fits(plan, {(row["model"], row["nodes"]) for row in best})]
+    notes = [
+        *nothing_fits(plan, {(row["model"], row["nodes"]) for row in best if row["advised"]}, advised_p_oom)
+    ]
     if now.settled:
         left = "the price is that of what is left" if price.jobs else "nothing is left to run"
         notes.append(f"{len(now.settled):,} of {counted(len(plan.runs), 'run')} settled: {left}")
@@ -124,7 +131,8 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
             rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['step_time_s']:.3g}"
             step, chance = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
             peak, place = f"{row['peak_mem_bytes'] / GIB:.1f}", (row["model"], row["nodes"], row["layout"])
-            top.append((*place, rate, step, peak, chance, row["limited_by"], row["why"], row["run_id"]))
+            why = row["why"] if row["advised"] else "most likely to fit, not advised"
+            top.append((*place, rate, step, peak, chance, row["limited_by"], why, row["run_id"]))
         numbers = (">tokens/s/GPU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
         yield table("\nlayouts to try first", "model", ">nodes", "layout", *numbers, "why", "run", rows=top)
 
@@ -133,14 +141,18 @@ def _percent(share: float) -> str:
     return "<1 %" if share < 0.01 else f"{100 * share:.0f} %"
 
 
-def recommend(plan: Plan, top: int, rates: Mapping[str, float | None]) -> list[Row]:
-    """The `top` best runs of each cell, first by measured and then by predicted tokens/s/GPU.
+def recommend(
+    plan: Plan, top: int, rates: Mapping[str, float | None], advised_p_oom: float = ADVISED_P_OOM
+) -> list[Row]:
+    """The `top` best runs of each cell, first by measured and then by expected tokens/s/GPU.
 
-    A run that is not measured must be likely to fit. A measured run that may not win its cell, such as a suspect,
-    is left out, and the interval of the others is their step time alone.
+    What is expected of a run that is not measured is its predicted rate times the probability that it fits. Where
+    no run of a cell is advised, the most likely one to fit stands alone, with `advised` False. A measured run
+    that may not win its cell, such as a suspect, is left out, and the interval of the others is their step time alone.
 
     Args:
         rates: run_id -> measured tokens/s/GPU; None for a run that may not win.
+        advised_p_oom: P(OOM) above which a run that is not measured is not advised.
     """
     best = list[Row]()
     for (model, nodes), runs in plan.cells.items():
@@ -148,17 +160,29 @@ def recommend(plan: Plan, top: int, rates: Mapping[str, float | None]) -> list[R
         for run in runs:
             told, tokens = run.prediction, run.spec.tokens_per_step / run.layout.world_size
             known = run.run_id in rates
-            rate = rates.get(run.run_id, tokens / told.step_time_s if run.fits else None)
-            if rate:
+            if rate := rates.get(run.run_id, tokens / told.step_time_s):
                 time_s = tokens / rate
                 low_s, high_s = (time_s, time_s) if known else (told.step_time_low_s, told.step_time_high_s)
                 name = {"model": model, "nodes": nodes, "run_id": run.run_id, "layout": run.layout.label()}
-                speed = {"tokens_per_s_per_gpu": rate, "step_time_s": time_s}
+                expected = rate * (1 if known else 1 - told.p_oom)
+                speed = {
+                    "tokens_per_s_per_gpu": rate,
+                    "expected_tokens_per_s_per_gpu": expected,
+                    "step_time_s": time_s,
+                }
                 speed |= {"step_time_low_s": low_s, "step_time_high_s": high_s}
                 memory = {"peak_mem_bytes": told.peak_mem_bytes, "p_oom": told.p_oom}
-                why = {"limited_by": told.limited_by, "why": "measured" if known else "predicted"}
+                advised = known or told.p_oom <= advised_p_oom
+                why = {
+                    "limited_by": told.limited_by,
+                    "why": "measured" if known else "predicted",
+                    "advised": advised,
+                }
                 rows.append({**name, **speed, **memory, **why})
-        best += sorted(rows, key=lambda row: (row["why"], -row["tokens_per_s_per_gpu"]))[:top]
+        likely = [row for row in rows if row["advised"]] or sorted(rows, key=lambda row: float(row["p_oom"]))[
+            :1
+        ]
+        best += sorted(likely, key=lambda row: (row["why"], -row["expected_tokens_per_s_per_gpu"]))[:top]
     return best
 
 
