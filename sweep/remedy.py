@@ -11,7 +11,7 @@ from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import PRUNED, Candidate, CellKey, Plan, by_cell, make_plan
-from ultrabench.sweep.predict.predict import ADVISED_P_OOM
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 3}, {"recompute": "full"}, {"zero_stage": 3, "recompute": "full"},
@@ -101,7 +101,4 @@ def _smallest(
     except ConfigError:
         return None
     smallest = min(runs, key=lambda run: run.prediction.peak_mem_bytes, default=None)
-    fits = (
-        smallest and smallest.prediction.limited_by != "memory" and smallest.prediction.p_oom <= advised_p_oom
-    )
-    return smallest if fits else None
+    return smallest if smallest and advisable(smallest.prediction, advised_p_oom) else None

@@ -71,7 +71,10 @@ def table(given: Sequence[Case], profile_of: Callable[[Case], Profile]) -> pd.Da
 
 def _row(case: Case, profile: Profile) -> dict[str, Any]:
     run, spec = case.run, case.run.spec
-    time_s, (low, high) = case.predict_s(profile.time), profile.quantiles(case.regime)
+    time_s, (low, high) = (
+        case.predict_s(profile.time),
+        profile.interval_of(case.run.spec, case.hardware.gpu, case.links),
+    )
     layout = {name: getattr(spec.layout, name) for name in AXES}
     return {
         "run_id": run.run_id,

@@ -14,7 +14,7 @@ from ultrabench.measure import Measure
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.memory import MemoryConstants, p_oom, predict_memory
 from ultrabench.sweep.predict.network import Network
-from ultrabench.sweep.predict.profile import Profile, regime
+from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.stage_memory import StageMemory
 from ultrabench.sweep.predict.step_time import NEARLY_FULL, StepTime, predict_step_time
 
@@ -52,6 +52,11 @@ class Prediction:
     """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
 
+def advisable(told: Prediction, most_p_oom: float = ADVISED_P_OOM) -> bool:
+    """Whether a layout is likely enough to fit to be advised, with room for the reserve of its allocator."""
+    return told.p_oom <= most_p_oom and told.memory_share <= 1
+
+
 def too_large(told: Prediction, chance: float) -> str:
     """Why a layout is not run whose P(OOM) is `chance`, such as `predicted 668 GiB of 80, P(OOM) 100 %`."""
     needed, held = told.peak_mem_bytes / GIB, told.peak_mem_bytes / told.memory_share / GIB
@@ -83,7 +88,7 @@ class Predictor:
         hardware, begin_s = self.hardware, start_s(self.hardware, spec.nodes)
         time_s, peak = times.total, max(stage.peak_bytes for stage in stages)
         chance = p_oom(stages, hardware.mem_bytes, self.memory)
-        low, high = self.profile.quantiles(regime(spec, self.links))
+        low, high = self.profile.interval_of(spec, hardware.gpu, self.links)
         # The limit of a process counts from what it held before its tensors.
         held = self.memory.base_bytes if hardware.device == "cpu" else 0.0
         full = reserved_share(stages, hardware) > NEARLY_FULL
@@ -135,7 +140,7 @@ def with_links(
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
     times = predict_step_time(spec, hardware, peak, links, profile.time, told.memory_share)
-    low, high = profile.quantiles(regime(spec, links))
+    low, high = profile.interval_of(spec, hardware.gpu, links)
     return replace(
         told,
         step_time_s=times.total,

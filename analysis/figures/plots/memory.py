@@ -162,7 +162,8 @@ def _variants(
     degrees = [n for n in powers if n * rest <= given["nodes"] * per_node] or [1]
     if axis == "dp":
         degrees = [n for n in powers if n * rest % per_node == 0][:8]
-    for value in (asked_for[axis],) if axis in asked_for else _VALUES.get(axis, degrees):
+    values: Iterable[Any] = (asked_for[axis],) if axis in asked_for else _VALUES.get(axis, degrees)
+    for value in values:
         own = {name: at for name, at in given.items() if name != _FOLLOWS.get(axis)} | {axis: value}
         if axis == "dp":
             own["nodes"] = max(1, -(-value * rest // per_node))

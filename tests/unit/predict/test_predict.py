@@ -40,6 +40,25 @@ def test_everything_is_finite_and_the_interval_contains_the_step_time(layout, sh
     assert (found.limited_by == "memory") == (found.p_oom > 0.5 or found.memory_share > NEARLY_FULL)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "nodes", "words", "steps"),
+    [
+        ("h100x8", 1, {}, 0), ("h100x8", 1, {"recompute": "full"}, 0), ("h100x8", 4, {"tp": 8, "zero_stage": 3}, 2 + 3 + 3),
+        ("h100x8", 1, {"recompute": "every2"}, 1), ("h100x8", 1, {"mbs": 32}, 1), ("b200x8", 1, {}, 6),
+    ],
+)  # fmt: skip
+def test_an_interval_is_wider_the_more_steps_a_run_is_beyond_those_of_the_fit(hardware, nodes, words, steps):
+    config = load_config([f"hardware={hardware}"])
+    spec = spec_of(Layout(**{"dp": 2 * nodes, "gas": 4} | words), "1B", nodes=nodes)
+    told = predictor(config, nodes, config.hardware.peak("bf16", nodes, None, 1)).predict(spec)
+    ends = (math.log(end / told.step_time_s) for end in (told.step_time_low_s, told.step_time_high_s))
+    low, high = config.profile.interval["all"]
+    assert tuple(ends) == pytest.approx(
+        (-math.hypot(low, 0.09 * steps**0.5), math.hypot(high, 0.09 * steps**0.5))
+    )
+    assert bool(config.profile.unmeasured(spec, config.hardware.gpu)) == bool(steps)
+
+
 def test_what_a_process_holds_beside_its_tensors_is_predicted_and_does_not_count_towards_its_limit():
     config = load_config(["model=mini"])
     spec = spec_of(Layout(dp=1, mbs=64), load_model("mini"), seq_len=1024, precision="fp32")

@@ -3,7 +3,7 @@
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.plan import PRUNED, Plan, make_plan
+from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
+from ultrabench.sweep.plan import PRUNED, Candidate, Plan, make_plan
 from ultrabench.sweep.plan_table import Row, write_plan
-from ultrabench.sweep.predict.predict import ADVISED_P_OOM
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
 from ultrabench.sweep.remedy import nothing_fits, require_runs
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import for_answers
@@ -61,6 +62,9 @@ def show_plan(
     notes = [
         *nothing_fits(plan, {(row["model"], row["nodes"]) for row in best if row["advised"]}, advised_p_oom)
     ]
+    fresh = [run for run in plan.runs if run.run_id not in rates]
+    summary["unmeasured"] = beyond_fit((run.spec for run in fresh), config.profile, config.hardware.gpu)
+    notes += _extrapolation(plan, fresh, summary["unmeasured"], best)
     if now.settled:
         left = "the price is that of what is left" if price.jobs else "nothing is left to run"
         notes.append(f"{len(now.settled):,} of {counted(len(plan.runs), 'run')} settled: {left}")
@@ -101,6 +105,37 @@ def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[s
     return summary | {"predicted_gpu_hours_interval": ends, "beside_runs": beside, "notes": notes}
 
 
+def _extrapolation(
+    plan: Plan, runs: Sequence[Candidate], unmeasured: list[str], best: list[Row]
+) -> Iterator[str]:
+    """Lines about predictions beyond what was measured; marks those among the rows of `best`.
+
+    Args:
+        runs: the runs of the plan that are not measured.
+        unmeasured: their features that no run of the fit had.
+    """
+    config, profile, gpu = plan.config, plan.config.profile, plan.config.hardware.gpu
+    if unmeasured:
+        number = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
+        told = f"extrapolated: {number:,} of {counted(len(runs), 'run')} are unlike those that profile {profile.name} was"
+        yield f"{told} fitted to (whose values are in brackets), so their intervals are wider: {'; '.join(unmeasured)}"
+    published, specs, mfus = (
+        best_published(config),
+        {run.run_id: run.spec for run in runs},
+        dict[str, float](),
+    )
+    for run in runs:
+        if run.fits and run.peak_flops_per_s and config.hardware.device == "cuda":
+            time_s, peak = run.prediction.step_time_s, run.peak_flops_per_s
+            mfus[run.run_id] = published_mfu(run.spec, time_s, peak, published)
+    for row in best:
+        spec, mfu = specs.get(row["run_id"]), mfus.get(row["run_id"], 0.0)
+        row["unmeasured"] = beyond_fit([spec], profile, gpu) if spec else []
+        row["above_published"] = published is not None and published.below(mfu)
+    if mfus and (line := against_published(config, max(mfus.values()), published)):
+        yield line
+
+
 def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) -> Iterator[RenderableType]:
     """The tables of a plan: its price by cell, rejected and refused candidates, and layouts to try first."""
     cells = {(c["model"], c["nodes"]): [c[key] for key in COUNTS.values()] for c in summary["cells"]}
@@ -132,6 +167,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
             step, chance = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
             peak, place = f"{row['peak_mem_bytes'] / GIB:.1f}", (row["model"], row["nodes"], row["layout"])
             why = row["why"] if row["advised"] else "most likely to fit, not advised"
+            why += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
             top.append((*place, rate, step, peak, chance, row["limited_by"], why, row["run_id"]))
         numbers = (">tokens/s/GPU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
         yield table("\nlayouts to try first", "model", ">nodes", "layout", *numbers, "why", "run", rows=top)
@@ -172,7 +208,7 @@ def recommend(
                 }
                 speed |= {"step_time_low_s": low_s, "step_time_high_s": high_s}
                 memory = {"peak_mem_bytes": told.peak_mem_bytes, "p_oom": told.p_oom}
-                advised = known or told.p_oom <= advised_p_oom
+                advised = known or advisable(told, advised_p_oom)
                 why = {
                     "limited_by": told.limited_by,
                     "why": "measured" if known else "predicted",
