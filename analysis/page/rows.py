@@ -24,7 +24,8 @@ from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES, TEXT_AXES
 from ultrabench.result import SLOWER, Status
 from ultrabench.sweep.config.compose import files
-from ultrabench.sweep.config.load import load_profile
+from ultrabench.sweep.config.load import load_hardware, load_profile
+from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.stage_memory import PARTS
 
@@ -162,13 +163,13 @@ def _rank_first(row: Row) -> tuple[bool, int, int]:
     return row["rank"] is None, row["cell"] or 0, row["rank"] or 0
 
 
-def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, int]]) -> dict[str, list[Any]]:
+def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The columns of the page that are no columns of the schema.
 
     Args:
         parts: what `_predicted_parts` gives.
     """
-    profiles, nothing = files("profiles"), dict[str, int]()
+    profiles, nothing = files("profiles"), dict[str, Any]()
     held = [nothing if row["rank"] is None else parts.get(row["run_id"], nothing) for row in rows]
     # A layout is run with many models and numbers of nodes.
     layout_of = functools.cache(lambda *values: layout_words(dict(zip(AXES, values, strict=True))))
@@ -181,11 +182,14 @@ def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, int]]) -> dic
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
         **{f"predicted_{part}_bytes": [found.get(part) for found in held] for part in PARTS},
+        "extrapolated": [found.get("extrapolated") for found in held],
     }
 
 
-def _predicted_parts(table: pa.Table) -> dict[str, dict[str, int]]:
+def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
     """Run id -> part of PARTS -> bytes, for runs that ended ok or out of memory; of the rank that needs most.
+
+    `extrapolated` beside the parts names what no run of the profile's fit had.
 
     They follow from the profile of the kernel as it is now, also where a run was planned with another one.
     Runs of a kernel or hardware without a profile, and those that do not tell their model and layout in full,
@@ -197,14 +201,20 @@ def _predicted_parts(table: pa.Table) -> dict[str, dict[str, int]]:
     for program in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
         mine = [run for run in runs if (run.spec.kernel.name, run.hardware) == program]
         try:
-            profile = load_profile(default_profile(cases(mine[:1])[0]))
+            profile, gpu = (
+                load_profile(default_profile(cases(mine[:1])[0])),
+                load_hardware(str(program[1])).gpu,
+            )
         except ConfigError:
             continue
         constants = memory_constants(profile.framework, profile.memory)
         for run in mine:
             stages = predict_memory(run.spec, constants, every_rank=False)
             stage = max(stages, key=lambda one: one.peak_bytes)
-            found[run.run_id] = {part: round(getattr(stage, part)) for part in PARTS}
+            beyond = "; ".join(beyond_fit([run.spec], profile, gpu))
+            found[run.run_id] = {part: round(getattr(stage, part)) for part in PARTS} | {
+                "extrapolated": beyond or None
+            }
     return found
 
 

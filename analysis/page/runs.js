@@ -20,6 +20,7 @@ function shownText(name, row) {
   if (name === "place") return value("mark", row) ?? (value("suspect", row) !== null && value("status", row) === "ok" ? "in doubt" : value("state", row));
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const told = text(name, value(name, row)), sure = value("step_time_ci95_rel", row);
+  if (name === "predicted_step_time_s" && told && value("extrapolated", row)) return `${told} (extrapolated)`;
   return name === "step_time_s" && told && sure !== null ? `${told} +- ${percent(sure)}` : told;
 }
 
@@ -50,7 +51,8 @@ function aboutRun(row) {
   const tries = table("Attempts", names.map((n) => ATTEMPT_COLUMNS[n]), attempts.map((n) => names.map((name) => shownText(name, n))));
   const parts = partsOf(row).map(([part, bytes]) => [part, memory(bytes)]);
   const told = parts.length ? table("Predicted memory of the rank that needs most, by this version of ultrabench", ["part", "memory"], parts) : null;
-  return element("div", {}, element("h3", {}, `Run ${id}`), commands(row), tries, ...attempts.map(evidenceOf), told, allNumbers(row));
+  const beyond = value("extrapolated", row), mark = beyond ? element("p", {}, `Predictions are extrapolated: their profile was fitted to runs without ${beyond}; fitted values are in brackets.`) : null;
+  return element("div", {}, element("h3", {}, `Run ${id}`), commands(row), tries, ...attempts.map(evidenceOf), told, mark, allNumbers(row));
 }
 
 // The names and bytes of the parts of the predicted memory of a row; empty where they are unknown.

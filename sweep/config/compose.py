@@ -280,7 +280,9 @@ def search_path() -> list[Path]:
     """
 
     def holds_files(folder: Path) -> bool:
-        return any(path for group in FOLDERS.values() for path in (folder / group).glob("*.yaml"))
+        return any(
+            path for group in (*FOLDERS.values(), "published") for path in (folder / group).glob("*.yaml")
+        )
 
     used = filter(holds_files, _user_folders())
     return [*used, (Path(ultrabench.__file__).parent / "configs").resolve()]

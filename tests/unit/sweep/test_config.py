@@ -243,12 +243,12 @@ def test_values_of_a_composed_tree_that_cannot_be_used(given, line):
 
 def test_a_sweep_goes_on_with_the_profile_that_it_began_with(tmp_path):
     config = load_config(["results_dir=here"])
-    assert in_force(config) is config
+    assert in_force(config, print) is config
     began = replace(config, profile=replace(config.profile, date="2020-01-01"))
     resolved = config.resolved | {"profile": to_dict(began.profile)}
     folder_of(config).create()
     write_sweep_json(folder_of(config), sweep_json_of(replace(began, resolved=resolved), {}))
-    found = in_force(load_config(["results_dir=here"]))
+    found = in_force(load_config(["results_dir=here"]), print)
     assert (found.profile, found.resolved["profile"]["date"]) == (began.profile, "2020-01-01")
     other = load_config(["results_dir=here", "profile=megatron"])
-    assert in_force(other) is other
+    assert in_force(other, print) is other
