@@ -1,5 +1,7 @@
 """One agent: `python -P -m ultrabench.agent ALLOCATION_FOLDER`, on every node; one leads, others follow."""
 
+import contextlib
+import errno
 import os
 import sys
 import time
@@ -10,16 +12,21 @@ from ultrabench.agent.connection import POLL_S, Connection, Inbox, Rendezvous, c
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.lead import Leader, owns
 from ultrabench.agent.node_identity import identify_node
-from ultrabench.agent.ranks.node import Node
+from ultrabench.agent.ranks.node import Cleaned, Finished, Node
 from ultrabench.errors import ClusterError, UltrabenchError
+from ultrabench.machine_lock import MachineLock, holder
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 from ultrabench.record import to_dict
-from ultrabench.store.allocation import read_allocation
+from ultrabench.store.allocation import Allocation, read_allocation
 from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingAgent, Start
 from ultrabench.store.journal import JournalWriter
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 """Seconds that the agents of an allocation wait for each other at the start."""
+MACHINE_POLL_S = 0.2
+"""Seconds between two tries to take the lock of this machine."""
+REPLIES = {Cleaned: "cleaned", Finished: "finished"}
+"""What a node answers to an order -> the key of the message that tells it the leader."""
 LAST_RETRY_S = 10.0
 """Seconds to keep trying to write to the journal that the allocation ended."""
 
@@ -38,15 +45,13 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
             if stop.reason:
                 leader.send({"ending": stop.reason})
                 stop.reason = None
-            for _, message in inbox.wait(POLL_S)[0]:
+            for _, message in inbox.wait(POLL_S):
                 patience_s = LOST_BEATS * node.allocation.heartbeat_s
                 if message.get("do") == "end":
                     return
                 answer = node.obey(message)
-                if message.get("do") == "kill":
-                    leader.send({"cleaned": to_dict(answer)})
-                elif answer:
-                    log_line(answer)
+                if answer is not None:
+                    leader.send({REPLIES[type(answer)]: to_dict(answer)})
             node.disk.beat()
             if rank_events := node.rank_events():
                 leader.send({"rank_events": rank_events})
@@ -68,7 +73,9 @@ def main() -> int:
         log_line(str(error))
         return error.exit_code
     except OSError as error:
-        log_line(f"cannot use {error.filename or 'a file'}: {error.strerror}; was the results folder moved?")
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free that disk" if full else "was the results folder moved?"
+        log_line(f"cannot use {error.filename or 'a file'}: {error.strerror}; {advice}")
         return ClusterError.exit_code
 
 
@@ -77,20 +84,46 @@ def take_part() -> int:
     folder = identify_node(os.environ).folder(sys.argv[1])
     allocation = read_allocation(folder)
     identity = identify_node(os.environ, allocation.simulated)
-    stop = StopRequest(local=not allocation.by.get("cluster"))
+    stop = StopRequest(None if allocation.by.get("cluster") else folder)
     become_subreaper()
     # Earlier agents of this host that were killed may have left processes and folders behind.
     clean_up_after_the_dead()
     secret = (folder / "secret").read_text()
     node = Node(allocation, identity)
+    local = not allocation.by.get("cluster")
     try:
         if identity.node == 0:
-            return lead(node, secret, stop)
+            lock = take_machine(allocation, stop) if local else None
+            return lead(node, secret, stop) if lock or not local else 1
         file = folder / identity.rendezvous_file
-        follow(node, connect_to_leader(file, node.facts(), secret, RENDEZVOUS_TIMEOUT_S), stop)
+        waits = partial(held_by_another, allocation.name, stop) if local else lambda: False
+        follow(node, connect_to_leader(file, node.facts(), secret, RENDEZVOUS_TIMEOUT_S, waits), stop)
     finally:
         node.close()
+        node.remove_scratch()
     return 0
+
+
+def take_machine(allocation: Allocation, stop: StopRequest) -> MachineLock | None:
+    """Waits until no other local allocation measures on this machine; None if this one is asked to end meanwhile."""
+    while not stop.reason:
+        with contextlib.suppress(OSError):
+            return MachineLock(allocation.sweep_dir, allocation.name)
+        time.sleep(MACHINE_POLL_S)
+    log_line(stop.reason)
+    return None
+
+
+def held_by_another(name: str, stop: StopRequest) -> bool:
+    """Whether another allocation than the one with this name measures on this machine.
+
+    Raises:
+        ClusterError: this agent is asked to end.
+    """
+    if stop.reason:
+        raise ClusterError(stop.reason)
+    held = holder()
+    return held is not None and held.allocation != name
 
 
 def lead(node: Node, secret: str, stop: StopRequest) -> int:

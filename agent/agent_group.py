@@ -3,19 +3,21 @@
 import contextlib
 import random
 import signal
-import socket
-import time
 from functools import partial
+from pathlib import Path
 from statistics import median
 from types import FrameType
 from typing import Any
 
-from ultrabench.agent.connection import POLL_S, Inbox, Message, Peers
-from ultrabench.agent.ranks.node import Cleaned, Node
+from ultrabench.agent.connection import POLL_S, Inbox, Message, Peers, listen
+from ultrabench.agent.disk_retry import log_line
+from ultrabench.agent.ranks.node import CLEANING_S, LOGS_RETRY_S, Cleaned, Finished, Node
 from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
 from ultrabench.rank_report import read_part
 from ultrabench.record import from_dict
+from ultrabench.result import AGENT_GONE
 from ultrabench.run import Task
+from ultrabench.store.allocation import END_REQUEST
 
 EXIT_GRACE_S = 25.0
 """Seconds to wait for all nodes to be clean; a node that cannot be cleaned says so in less time."""
@@ -34,18 +36,24 @@ LOWEST_PORT = 10_240
 class StopRequest:
     """Records SIGTERM, SIGINT or SIGUSR2, by which Slurm or the user asks the allocation to end."""
 
-    def __init__(self, local: bool = False) -> None:
-        """`local` is whether the allocation is no job of a batch system, but processes of a launch."""
+    def __init__(self, folder: Path | None = None) -> None:
+        """`folder` is that of a local allocation; None for a job of a batch system."""
         self.reason: str | None = None
         """Why the allocation has to end; None while nobody asks for it."""
-        self._local = local
+        self._folder = folder
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         who = signal.Signals(number).name
-        if self._local and number == signal.SIGTERM:
-            who = "the user: Ctrl-C in the launch, or ultrabench sweep cancel (SIGTERM)"
+        if self._folder and number == signal.SIGTERM:
+            asked = (self._folder / END_REQUEST).exists()
+            user = "the user: Ctrl-C in the launch, or ultrabench sweep cancel (SIGTERM)"
+            who = (
+                user
+                if asked
+                else "SIGTERM, which no launcher sent: the program, an administrator or a shutdown did"
+            )
         self.reason = self.reason or f"the allocation was ended by {who}"
 
 
@@ -59,16 +67,19 @@ class AgentGroup:
         self._stop = stop
         self.facts = [facts, *(peers[n].facts for n in sorted(peers))]
         self.hosts = [str(facts["host"]) for facts in self.facts]
-        self.progress = AttemptProgress(len(self.hosts), self.hosts)
+        self._inbox = Inbox(peers.values())
+        self.progress = AttemptProgress(len(self.hosts), self.hosts, self._inbox.ran_s)
         """The progress of the attempt that was started last."""
         self.lost: str | None = None
         """Which node can no longer be used, and why; None while all can."""
+        self.lost_cause = AGENT_GONE
+        """The cause of that: node_failure if the node itself has said why, else only that its agent is silent."""
         self.avoid: list[str] = []
         """Hosts that later jobs should not use."""
         self._left: set[int] = set()
         """Nodes whose agent failed and said so, for which the node is not to blame."""
-        self._inbox = Inbox(peers.values())
         self._cleaned: dict[int, Cleaned] = {}
+        self._finished: dict[int, Finished] = {}
         node.disk.tell = partial(self._send, {"do": "beat"})
 
     @property
@@ -79,7 +90,7 @@ class AgentGroup:
     def start(self, task: Task, index: int) -> None:
         """Orders all nodes to start their ranks of `task`, which has number `index` in the allocation."""
         address = self._node.address
-        self.progress = AttemptProgress(task.spec.layout.world_size, self.hosts)
+        self.progress = AttemptProgress(task.spec.layout.world_size, self.hosts, self.listen(0.0))
         self.order("start", index=index, address=address, port=0 if task.forked else free_port(address))
 
     def order(self, do: str, **values: Any) -> Any:
@@ -92,32 +103,59 @@ class AgentGroup:
         for rank in self.progress.running:
             rank.killed_by_us = True
         self._cleaned = {0: self.order("kill")}
-        end = time.monotonic() + EXIT_GRACE_S
+        end = self.listen(0.0) + EXIT_GRACE_S
         while self.progress.running or len(self._cleaned.keys() | self._left) < len(self.hosts):
-            self.listen(POLL_S)
-            if self.lost or self._left or time.monotonic() > end:
+            if self.listen(POLL_S) > end or self.lost or self._left:
                 break
         for node, host in enumerate(self.hosts):
-            silent = None if self.lost else "it did not report that it is clean"
-            left = self._cleaned[node].left if node in self._cleaned else silent
+            left = self._cleaned[node].left if node in self._cleaned else None
             if left and node not in self._left:
-                self.lost = f"{host} is given up: {left}"
-                self.avoid.append(host)
+                self.give_up(host, left)
+            elif node not in self._cleaned and node not in self._left:
+                self.lost = self.lost or f"{host} is given up: it did not report that it is clean"
+
+    def finish(self, keep_all: bool) -> None:
+        """Has all nodes keep logs and remove the files of the run, and waits for them, before the next run begins.
+
+        The allocation ends if a node does not finish in time: a slow file system is no fault of the node. A node
+        that has too little space for another run is lost.
+        """
+        self._finished = {0: self.order("finish", keep_all=keep_all)}
+        end = self.listen(0.0) + LOGS_RETRY_S + CLEANING_S
+        while len(self._finished.keys() | self._left) < len(self.hosts) and not self.lost:
+            if self.listen(POLL_S) > end:
+                break
+        for node, host in enumerate(self.hosts):
+            finished = self._finished.get(node) or Finished(
+                problem=f"{host} did not finish the cleaning after a run in time",
+                stuck=node not in self._left,
+            )
+            if finished.problem:
+                log_line(finished.problem)
+            if finished.stuck and not self.lost:
+                self._stop.reason = self._stop.reason or finished.problem
+            if finished.short_of_space:
+                self.give_up(host, finished.short_of_space)
+
+    def give_up(self, host: str, complaint: str) -> None:
+        """Notes that a node has said itself why it cannot be used any more; later jobs avoid it."""
+        if not self.lost:
+            self.lost, self.lost_cause = f"{host} is given up: {complaint}", "node_failure"
+        self.avoid.append(host)
 
     def dismiss(self) -> None:
         """Orders all agents to end; if a node is lost, waits until the others have cleaned up."""
         self._send({"do": "end"})
-        end = time.monotonic() + DISMISS_S
-        while self.lost and time.monotonic() < end and not all(p.closed for p in self._peers.values()):
+        end = self._inbox.ran_s + DISMISS_S
+        while self.lost and self._inbox.ran_s < end and not all(p.closed for p in self._peers.values()):
             self._inbox.wait(POLL_S)
 
     def examine(self) -> None:
         """Orders all nodes to examine the ranks that still run; waits at most EVIDENCE_S for the evidence."""
         self.order("examine")
-        end = time.monotonic() + EVIDENCE_S
+        end = self.listen(0.0) + EVIDENCE_S
         while any(rank.found is NOTHING_FOUND for rank in self.progress.running):
-            self.listen(POLL_S)
-            if time.monotonic() > end or self.interrupted:
+            if self.listen(POLL_S) > end or self.interrupted:
                 return
 
     def clocks(self) -> tuple[float | None, str | None]:
@@ -126,35 +164,52 @@ class AgentGroup:
         slowdowns = {text for node in self._cleaned.values() for text in node.slowdowns}
         return (median(clocks) if clocks else None), (", ".join(sorted(slowdowns)) or None)
 
+    def foreign_load(self) -> tuple[float | None, str | None]:
+        """The share of a node's cores that other programs used during the steps of the last run, the largest of all nodes,
+        and the processes of others on its GPUs.
+
+        All simulated nodes are on one host, whose load includes that of each of them.
+        """
+        loads = [node.load for node in self._cleaned.values()]
+        known = [load for load in loads if load is not None]
+        if self._node.allocation.simulated:
+            shares = (
+                [known[0][0] - sum(own for _, own in known)]
+                if known and len(known) == len(self.hosts)
+                else []
+            )
+        else:
+            shares = [busy - own for busy, own in known]
+        foreign = sorted({text for node in self._cleaned.values() for text in node.foreign})
+        return (max(0.0, *shares) if shares else None), (", ".join(foreign) or None)
+
     def listen(self, seconds: float) -> float:
         """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent.
 
-        Returns the monotonic time at which the wait ended. Silence is judged by it: this agent may be stopped
-        after it, before which the nodes had no chance to be heard.
+        Returns the seconds for which this agent had run when the wait ended, by which all its limits count: this
+        agent may be stopped after it, before which the nodes had no chance to be heard.
         """
         self._node.disk.beat()
-        messages, pause_s = self._inbox.wait(seconds)
-        # The time in which this agent was stopped is no time without progress.
-        for rank in self.progress.ranks:
-            rank.moved = min(time.monotonic(), rank.moved + pause_s)
-        for peer, message in messages:
+        for peer, message in self._inbox.wait(seconds):
             self._take(int(peer.facts["node"]), message)
-        self.progress.add(self._node.rank_events())
+        self.progress.add(self._node.rank_events(), self._inbox.ran_s)
         silence = LOST_BEATS * self._node.allocation.heartbeat_s
         for node, peer in self._peers.items():
             if node not in self._left and (peer.closed or self._inbox.silence_s(peer) > silence):
                 self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
-        return self._inbox.waited
+        return self._inbox.ran_s
 
     def _take(self, node: int, message: Message) -> None:
         """Handles a message of the agent of a node; an invalid one ends the allocation."""
         try:
             if "cleaned" in message:
                 self._cleaned[node] = from_dict(Cleaned, message["cleaned"])
+            if "finished" in message:
+                self._finished[node] = from_dict(Finished, message["finished"])
             if "ending" in message:
                 self._stop.reason = self._stop.reason or str(message["ending"])
                 self._left |= {node} if message.get("left") else set()
-            self.progress.add(message.get("rank_events", []))
+            self.progress.add(message.get("rank_events", []), self._inbox.ran_s)
         except Exception as error:  # nothing is known of what it holds
             whose = f"the agent of node {node} ({self.hosts[node]})"
             reason = f"{whose} sent an invalid message: {type(error).__name__}: {error}"
@@ -175,7 +230,7 @@ def free_port(host: str) -> int:
     first_given, *_ = read_part("/proc/sys/net/ipv4/ip_local_port_range", 0, 64).split() or [b"0"]
     usable = range(LOWEST_PORT, int(first_given))
     for port in random.sample(usable, min(PORT_TRIES, len(usable))):
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
+        with contextlib.suppress(OSError), listen(host, port):
             return port
-    with socket.create_server((host, 0)) as server:
+    with listen(host) as server:
         return int(server.getsockname()[1])

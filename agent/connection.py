@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.errors import ClusterError
+from ultrabench.processes import RunningClock
 from ultrabench.store.folder import write_whole
 
 Message = dict[str, Any]
@@ -27,8 +28,6 @@ MESSAGE_BYTES = 2**26
 """Longest message, in bytes, that is accepted from an agent that has sent its facts with the secret."""
 MAX_STRANGERS = 256
 """Largest number of open connections that have not sent the secret; beyond it the oldest is closed."""
-SHORTEST_PAUSE_S = 0.5
-"""Seconds by which a loop may be late on a busy machine without counting as stopped."""
 
 
 class Connection:
@@ -42,8 +41,6 @@ class Connection:
         self.facts: dict[str, Any] = {}
         """What the agent on the other side reported about its node; empty for the leader and for strangers."""
         self.closed = False
-        self.last_heard = time.monotonic()
-        """Time of the last message from the other side, by the monotonic clock of this host."""
 
     def fileno(self) -> int:
         """The file descriptor of the connection."""
@@ -70,7 +67,6 @@ class Connection:
         if not data or len(rest) > (MESSAGE_BYTES if self.facts else HELLO_BYTES):
             self.close()
             return []
-        self.last_heard = time.monotonic()
         self._unfinished = rest
         return [_message(line) for line in lines]
 
@@ -95,35 +91,37 @@ def wait_readable(connections: Iterable[Connection], seconds: float) -> list[Con
 
 
 class Inbox:
-    """Waits for messages of the other agents, and notices when this agent itself was stopped.
+    """Waits for messages of the other agents, and counts the seconds for which this agent has run meanwhile.
 
-    The time for which a suspended job or a slow disk stopped this agent is not silence of the others.
+    The time for which a suspended job or a slow disk stopped this agent is not silence of the others, and no
+    limit of a run counts it.
     """
 
     def __init__(self, connections: Collection[Connection]) -> None:
-        self._connections = connections
-        self.waited = time.monotonic()
-        """When the last wait ended, by the monotonic clock."""
-
-    def wait(self, seconds: float) -> tuple[list[tuple[Connection, Message]], float]:
-        """The messages that arrive, with their connections, and the seconds for which this agent was stopped.
-
-        It was stopped for the time since the last wait beyond `seconds`, if that is SHORTEST_PAUSE_S or more.
-        """
-        readable = wait_readable(self._connections, seconds)
-        pause_s = time.monotonic() - self.waited - seconds
-        pause_s = pause_s if pause_s > SHORTEST_PAUSE_S else 0.0
-        self.waited = time.monotonic()
-        for connection in self._connections:
-            connection.last_heard = min(self.waited, connection.last_heard + pause_s)
-        return [(peer, message) for peer in readable for message in peer.receive()], pause_s
-
-    def silence_s(self, connection: Connection) -> float:
-        """Seconds from the last message of a connection to the last wait.
+        self._connections, self._clock = connections, RunningClock()
+        self.ran_s = self._clock()
+        """Seconds for which this agent had run when the last wait ended; all its limits count by them.
 
         Up to now would be wrong: since the last wait this agent may have been stopped.
         """
-        return self.waited - connection.last_heard
+        self._last_heard_s = {id(connection): self.ran_s for connection in connections}
+
+    def wait(self, seconds: float) -> list[tuple[Connection, Message]]:
+        """The messages that arrive within `seconds`, with their connections."""
+        readable = wait_readable(self._connections, seconds)
+        self.ran_s = self._clock()
+        self._last_heard_s |= {id(connection): self.ran_s for connection in readable}
+        return [(peer, message) for peer in readable for message in peer.receive()]
+
+    def silence_s(self, connection: Connection) -> float:
+        """Seconds from the last message of a connection to the last wait."""
+        return self.ran_s - self._last_heard_s[id(connection)]
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens on an address of IPv4 or IPv6, such as fe80::7%eth0; port 0 stands for a free one."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=128)
 
 
 class Rendezvous:
@@ -131,7 +129,7 @@ class Rendezvous:
 
     def __init__(self, file: Path, host: str, secret: str) -> None:
         self._secret = secret.encode()
-        self._server = socket.create_server((host, 0), backlog=128)
+        self._server = listen(host)
         self._server.setblocking(False)
         self._callers: list[Connection] = []
         """All open connections; those of agents have facts."""
@@ -181,17 +179,26 @@ class Rendezvous:
                 stranger.close()
 
 
-def connect_to_leader(file: Path, facts: dict[str, Any], secret: str, timeout_s: float) -> Connection:
+def connect_to_leader(
+    file: Path,
+    facts: dict[str, Any],
+    secret: str,
+    timeout_s: float,
+    leader_waits: Callable[[], bool] = lambda: False,
+) -> Connection:
     """A connection to the leader whose address is in `file`.
 
     Args:
         facts: what the leader needs to know about this node; `node` is its index.
+        leader_waits: whether the leader cannot begin yet; the time-out begins when it can.
 
     Raises:
         ClusterError: the leader could not be reached in time.
     """
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
+        if leader_waits():
+            end = time.monotonic() + timeout_s
         with contextlib.suppress(LookupError, OSError, TypeError, ValueError):  # until the leader listens
             address = json.loads(file.read_text())
             leader = Connection(socket.create_connection((address["host"], address["port"]), timeout=5.0))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ultrabench.errors import ClusterError, may_pass
+from ultrabench.processes import RunningClock
 
 T = TypeVar("T")
 
@@ -36,28 +37,34 @@ class DiskRetry:
         self._touched = 0.0
         self._touching: Future[None] | None = None
 
-    def retry(self, act: Callable[[], T], seconds: float = DISK_RETRY_S) -> T:
+    def retry(
+        self, act: Callable[[], T], seconds: float = DISK_RETRY_S, what: str = "the results folder"
+    ) -> T:
         """What `act` returns; it is repeated for `seconds` while the disk fails in a way that may pass.
+
+        Args:
+            what: the folder or the work that a message names if there is no answer.
 
         Raises:
             ClusterError: the disk kept failing.
         """
-        end, pause_s = time.monotonic() + seconds, 0.1
+        ran_s, pause_s = RunningClock(), 0.1
         while True:
             answer = _in_thread(act)
-            while wait([answer], BEAT_S).not_done and time.monotonic() < end:
+            while wait([answer], BEAT_S).not_done and ran_s() < seconds:
                 self.beat()
             if not answer.done():
-                raise ClusterError(f"the results folder did not answer for {seconds:g} s")
+                raise ClusterError(f"{what} did not answer for {seconds:g} s")
             error = answer.exception()
             if error is None or not may_pass(error):
                 return answer.result()
-            if time.monotonic() + pause_s > end:
+            if ran_s() + pause_s > seconds:
                 raise ClusterError(f"{error}; waited {seconds:g} s") from error
             log_line(f"{error}; trying again in {pause_s:g} s")
             for _ in range(round(pause_s / BEAT_S)):
                 self.beat()
                 time.sleep(BEAT_S)
+                ran_s()
             pause_s = min(2 * pause_s, 5.0)
 
     def beat(self) -> None:

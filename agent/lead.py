@@ -29,6 +29,7 @@ TOLD_S = 10.0
 """Seconds after which the measured steps of a run are written into the journal again, for `sweep status`."""
 PEER_GRACE_S = 2.0
 """Seconds for the other ranks to report their failures after the first failure."""
+_TIME_OVER = "the time of its allocation ended"
 RACE_STEPS = 2
 """Number of measured steps after which a run may be ended as too slow."""
 
@@ -84,18 +85,23 @@ class Leader:
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
     def _unfit(self) -> str | None:
-        """Why nothing may run on these nodes: foreign processes on GPUs, or other sources of the program."""
-        foreign = {str(f["host"]): ", ".join(f["foreign"]) for f in self._group.facts if f["foreign"]}
-        if foreign:
-            hosts = tuple(sorted(foreign))
-            self._group.avoid.extend(hosts)
-            named = "; ".join(f"{host}: {foreign[host]}" for host in hosts)
-            reason = f"other processes use the GPUs: {named}"
+        """Why nothing may run on these nodes: foreign processes, full disks, or other sources of the program."""
+        facts = self._group.facts
+        foreign = {
+            str(f["host"]): f"other processes use the GPUs: {', '.join(f['foreign'])}"
+            for f in facts
+            if f["foreign"]
+        }
+        short = {str(f["host"]): str(f["short_of_space"]) for f in facts if f["short_of_space"]}
+        if complaints := short | foreign:
+            for host, complaint in sorted(complaints.items()):
+                self._group.give_up(host, complaint)
+            reason = "; ".join(f"{host}: {complaint}" for host, complaint in sorted(complaints.items()))
             # The result of the first unclaimed task records it.
             if task := next(filter(self._claim, self._allocation.tasks), None):
                 result = RunResult(
-                    status=Status.NODE_FAIL, reason=reason, started_at=time.time(), suspect_hosts=hosts,
-                    hostnames=tuple(self._group.hosts),
+                    status=Status.NODE_FAIL, reason=reason, cause=None if foreign else "disk_full",
+                    started_at=time.time(), suspect_hosts=tuple(sorted(complaints)), hostnames=tuple(self._group.hosts),
                 )  # fmt: skip
                 self._write_result(task, result)
             return reason
@@ -114,6 +120,7 @@ class Leader:
         found: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
         if self._allocation.preflight:
             result = self._measure(self._allocation.probe, -1)
+            self._group.finish(keep_all=result.status != Status.OK)
             if result.status != Status.OK:
                 return f"the preflight failed: {result.reason}"
             found |= {"probe": result.probe, "environment": self._group.progress.environment}
@@ -141,6 +148,7 @@ class Leader:
         result = self._measure(task, self._allocation.tasks.index(task))
         self._write_result(task, result, claimed=True)
         self._results.append((task.spec, result))
+        self._group.finish(keep_all=result.status != Status.OK)
 
     def watch(self, task: Task) -> RunResult | None:
         """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves."""
@@ -154,7 +162,7 @@ class Leader:
             if (rank0.phase != phase or now - told_at >= TOLD_S) and not task.probe:
                 phase, told_at = rank0.phase, now
                 self._tell_phase(task, rank0)
-            ended = group.interrupted or ("the time of its allocation ended" if now > self._ends else None)
+            ended = group.interrupted or (_TIME_OVER if time.monotonic() > self._ends else None)
             if ended:
                 return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")
             if progress.failed:
@@ -208,26 +216,27 @@ class Leader:
         self._write(kind(**name, source=source, spec=spec, result=result))
 
     def _measure(self, task: Task, index: int) -> RunResult:
-        """Starts the ranks of a task, watches and kills them, saves their logs and returns the result."""
+        """Starts the ranks of a task, watches and kills them, and returns the result."""
         group = self._group
         group.start(task, index)
         end, progress = self.watch(task), group.progress
         group.end_ranks()
         try:
-            result = classify(progress, task, end, group.lost)
+            result = classify(progress, task, end, group.lost, group.lost_cause)
             canonical_json(to_dict(result))  # fails where the journal would
         except Exception as error:  # ranks may report anything, for which the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
-        lost_logs = group.order("finish", keep_all=result.status != Status.OK)
         sm_clock_hz, throttled = group.clocks()
+        foreign_load, foreign_gpu_processes = group.foreign_load()
         digest = self._allocation.kernel_digest
         return replace(
             result,
-            evidence=result.evidence | ({"logs": lost_logs} if lost_logs else {}),
-            duration_s=time.monotonic() - progress.started,
+            duration_s=time.monotonic() - progress.monotonic_start,
             sm_clock_hz=sm_clock_hz,
             throttled=throttled,
+            foreign_load=foreign_load,
+            foreign_gpu_processes=foreign_gpu_processes,
             hostnames=tuple(group.hosts),
             kernel_digest=digest,
             env_id=env_id(progress.environment, task.spec.kernel, digest),
@@ -244,7 +253,7 @@ def _hung(group: AgentGroup, missed: RunResult) -> RunResult:
 
 
 def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | None:
-    """How a run ends that has missed a deadline at `now`, by the monotonic clock; None while there is time.
+    """How a run ends that has missed a deadline at `now`, by the leader's time; None while there is time.
 
     Until a program of the user has reported something, only its time limit applies. A run that has measured
     enough steps until its time limit is ok.

@@ -1,12 +1,15 @@
 """On which node an agent runs, of which job, and in which start of that job."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from ultrabench.agent.connection import listen
 from ultrabench.record import to_dict
 from ultrabench.store.events import Start
 
@@ -39,16 +42,28 @@ class NodeIdentity:
     def address(self, one_host: bool) -> str:
         """The address at which the other nodes of the allocation reach this node.
 
-        Some systems give a host's own name to its loopback device. Then this is SLURM_LAUNCH_NODE_IPADDR,
-        the address from which Slurm started the tasks: that of the first node.
+        Of several addresses it is one on which this node can listen, IPv4 before IPv6. Some systems give a
+        host's own name only to its loopback device. Then this is SLURM_LAUNCH_NODE_IPADDR, the address from
+        which Slurm started the tasks: that of the first node.
         """
+        loopback, resolved = ["127.0.0.1", "::1"], set[str]()
         if one_host:
-            return "127.0.0.1"
-        try:
-            own = socket.gethostbyname(self.host)
-        except OSError:
-            own = "127.0.0.1"
-        return os.environ.get("SLURM_LAUNCH_NODE_IPADDR", own) if own.startswith("127.") else own
+            return min(loopback, key=_preference)
+        with contextlib.suppress(OSError):
+            sockaddrs = [info[4] for info in socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)]
+            # Of link-local addresses this also gives the zone, such as %eth0.
+            resolved = {socket.getnameinfo(sockaddr, socket.NI_NUMERICHOST)[0] for sockaddr in sockaddrs}
+        outside = [address for address in resolved if not ip_address(address).is_loopback]
+        launch_node = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        return min(outside, key=_preference) if outside else launch_node or min(loopback, key=_preference)
+
+
+def _preference(address: str) -> tuple[bool, bool, bool, str]:
+    """Sort key of an address at which a node can be reached, the best first."""
+    usable = False
+    with contextlib.suppress(OSError), listen(address):
+        usable = True
+    return not usable, ip_address(address).is_link_local, ":" in address, address
 
 
 def identify_node(environ: Mapping[str, str], simulated: bool = False) -> NodeIdentity:

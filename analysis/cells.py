@@ -32,6 +32,8 @@ class Cell:
     """Hash of the environment of the best run."""
     environment: str | None = None
     """What sets this environment apart from the others of the cell, such as `ALGO=Ring`; None if there is one."""
+    suspect: str | None = None
+    """Why the number of the best run is in doubt; None if it is not. A suspect is the best only of suspects."""
     mfu: float | None = None
     """MFU of the best run, a fraction."""
     flops_formula: str | None = None
@@ -186,7 +188,7 @@ def doubts(table: pa.Table) -> list[str]:
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
-    named = ((suspect, "suspect and wins no cell"), (invalid, "invalid"))
+    named = ((suspect, "suspect, wins only a cell without others"), (invalid, "invalid"))
     return [
         f"{len(found)} of {counted(len(rows), 'row')}: {what}, such as {found[0][0]}: {found[0][1]}"
         for found, what in named
@@ -214,7 +216,7 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
     order = sorted(by_status, key=lambda s: (s != "ok", s in _NOT_FAILED, -by_status[s], s))
     told = ", ".join(f"{by_status[status]:,} {status}" for status in order) or "no runs"
     if suspect := sum(row["suspect"] is not None for row in rows):
-        wins = "may win cells" if include_suspects else "win no cell"
+        wins = "may win cells" if include_suspects else "win only cells without others"
         told += f". Suspect: {suspect:,} of {counted(len(rows), 'row')}, which {wins}"
     return ". ".join((f"Layouts: {told}", *low_peak_in(table), *Environments(table).notes, made_with(table)))
 

@@ -42,15 +42,20 @@ def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, st
     if source is not None and source.endswith(".parquet"):
         path = Path(source)
         if path.name == "runs.parquet" and SweepFolder(path.parent).sweep_json.exists():
-            return path.resolve().parent.name, f"{path.parent}/", read_parquet(path)
-        return path.stem, f"{path.with_suffix('')}-", read_parquet(path)
+            return _readable(path.resolve().parent.name), f"{path.parent}/", read_parquet(path)
+        return _readable(path.stem), f"{path.with_suffix('')}-", read_parquet(path)
     if source is not None and (Path(source).is_file() or source.endswith(_OTHER_FILES)):
         todo = "results are read from a sweep or a .parquet file of ultrabench collect or import"
         if source.endswith(".csv"):
             todo += f": ultrabench import {source} --map MAP.yaml"
         raise ConfigError(f"{source} is no parquet file; {todo}")
     folder = find_sweep(source, results)
-    return folder.name, f"{folder.path}/", collect([folder], warn)
+    return _readable(folder.name), f"{folder.path}/", collect([folder], warn)
+
+
+def _readable(name: str) -> str:
+    """A file name as text that titles can show; bytes that are not UTF-8 become question marks."""
+    return name.encode(errors="replace").decode()
 
 
 def told_apart(*opened: Sequence[str]) -> tuple[str, str]:
@@ -86,7 +91,8 @@ def read_parquet(path: Path) -> pa.Table:
             or has a newer schema.
     """
     try:
-        table = pq.read_table(path)
+        with path.open("rb") as file:  # pyarrow takes no name with bytes that are not UTF-8
+            table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
         told = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         told = "there is no such file" if isinstance(error, FileNotFoundError) else told

@@ -122,8 +122,8 @@ _AS_SURE_AS_STEP_TIME = frozenset({
 def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False) -> list[Cell]:
     """The cells of a result table, sorted by hardware, kernel, workload, parameters, model and nodes.
 
-    Only final ok rows compete. Suspect rows are left out unless `include_suspects` is set, and so are runs
-    that were stopped early as slower than the best. By default, speeds relative to the control layout are
+    Only final ok rows compete. Suspect rows are left out unless `include_suspects` is set or a cell has no others,
+    and so are runs that were stopped early as slower than the best. By default, speeds relative to the control layout are
     compared in cells where all runs have them. A repeated run counts with the median of its repeats.
 
     Raises:
@@ -299,9 +299,15 @@ def _winners(final: pa.Table, frame: pd.DataFrame, rank_by: str, include_suspect
     The new columns are `ranked_by`, the column that is compared in the cell, `goodness`, where larger is
     better, `best`, and `as_good_as_best`, which marks runs whose intervals overlap with those of the best.
     """
-    ends = zip(*(final[name].to_pylist() for name in ("status", "stopped", "suspect")), strict=True)
-    allowed = [may_win(status, why, None if include_suspects else doubt) for status, why, doubt in ends]
-    fit = frame[pd.Series(allowed, index=frame.index, dtype=bool) & frame[rank_by].notna()]
+    ends = [*zip(*(final[name].to_pylist() for name in ("status", "stopped", "suspect")), strict=True)]
+    measured = frame[rank_by].notna() & pd.Series(
+        [may_win(s, why, None) for s, why, _ in ends], frame.index, dtype=bool
+    )
+    trusted = measured & pd.Series(
+        [include_suspects or doubt is None for *_, doubt in ends], frame.index, dtype=bool
+    )
+    # A cell that has suspects alone shows the best of them, marked.
+    fit = frame[trusted | (measured & ~trusted.groupby(frame["cell"]).transform("any"))]
     controlled = _controlled(fit) & (rank_by == DEFAULT_RANK_BY)
     value = fit["control_ratio"].where(controlled, fit[rank_by])
     own = fit["step_time_ci95_rel"].fillna(0.0) * (rank_by in _AS_SURE_AS_STEP_TIME)
@@ -362,6 +368,7 @@ def _cell(
         environment=winners["environment"].iloc[0],
         ranked_by=winners["ranked_by"].iloc[0],
         shown_value=best[shared["shown_column"]],
+        suspect=best["suspect"],
         layout={k: best[k] for k in AXES},
         **shared,
         **_repeats(ends[winners["contender"].iloc[0]]),

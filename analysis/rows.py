@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
 from ultrabench.device_rates import bandwidths, summary
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES
 from ultrabench.model_shape import ModelShape
@@ -22,6 +22,7 @@ from ultrabench.record import from_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
 from ultrabench.step_time import ci95_rel
+from ultrabench.store.claim import unrecorded
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
@@ -62,6 +63,10 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
         warn(f"{folder.name}: no plan.parquet; candidates that were never attempted are missing")
     plan = read_plan(folder.plan) if folder.plan.exists() else SCHEMA.empty_table()
     state = fold(read_journal(folder.journal, warn))
+    if missing := unrecorded(folder.claims, state):
+        what = f"the journal says nothing of {counted(len(missing), 'claimed attempt')}, such as {missing[0]}"
+        remedy = f"ultrabench sweep resume {folder.display_name} runs them again"
+        warn(f"{folder.name}: {what}: lines or files of it are damaged or missing; {remedy}")
     bases = _bases(sweep, plan, shapes_of(sweep, state))
     found = [*_rows(sweep, plan, bases, state, warn)]
     own, at = _columns([row for _, row in found]), pa.array([n for n, _ in found], pa.int64())

@@ -141,6 +141,8 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("gemm_flops_per_s", FLOAT, "Matrix product rate of the slowest device."),
         column("memory_copy_bytes_per_s", FLOAT, "Bytes read and written by a copy, of the slowest device."),
         column("sm_clock_hz", FLOAT, "Median SM clock over the measured steps."),
+        column("foreign_load", FLOAT, "Largest share of a node's cores that other programs used during the steps, a fraction."),
+        column("foreign_gpu_processes", TEXT, "Processes of others on the GPUs during the steps; null: none, or unknown."),
         column("throttled", BOOL, "Whether a device was throttled over the measured steps."),
     ),
     "Provenance": (

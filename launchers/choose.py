@@ -6,7 +6,7 @@ from pathlib import Path
 from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.local import LocalLauncher
-from ultrabench.launchers.slurm.launcher import SlurmLauncher
+from ultrabench.launchers.slurm.launcher import UNKNOWN_CLUSTER, SlurmLauncher
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import Limits, Site
 from ultrabench.store.folder import SweepFolder
@@ -43,7 +43,7 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
         max_array=limits.max_array_size,
         max_limit_s=60.0 * (limits.job_minutes or math.inf),
     )
-    return SlurmLauncher(config, folder, allowed, limits.cluster or "slurm")
+    return SlurmLauncher(config, folder, allowed, limits.cluster or UNKNOWN_CLUSTER)
 
 
 def node_share(config: SweepConfig, limits: Limits) -> int:

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from ultrabench.processes import own_name, pid_namespace
+from ultrabench.processes import FIRST_PID_NAMESPACE, own_name, pid_namespace
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.jobs_seen import Job, JobLimits, JobsSeen, Origin
 from ultrabench.store.state import AllocationState
@@ -13,13 +13,9 @@ from ultrabench.store.state import AllocationState
 def origin(cluster: str = "") -> Origin:
     """This user, cluster and host; without a cluster, the host of a container includes its PID namespace."""
     host = socket.gethostname().split(".")[0]
-    if not cluster and (namespace := pid_namespace()) != _FIRST_NAMESPACE:
+    if not cluster and (namespace := pid_namespace()) != FIRST_PID_NAMESPACE:
         host += f":{namespace}"
     return {"user": own_name(), "cluster": cluster, "host": host}
-
-
-_FIRST_NAMESPACE = 0xEFFFFFFC
-"""Inode of the PID namespace of a host outside all containers (PROC_PID_INIT_INO of Linux)."""
 
 
 Say = Callable[[str], None]

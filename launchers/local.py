@@ -19,8 +19,9 @@ from pathlib import Path
 from ultrabench import processes
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import Allocations, Say, origin
+from ultrabench.machine_lock import holder
 from ultrabench.processes import clean_up_after_the_dead
-from ultrabench.store.allocation import Allocation, read_allocation
+from ultrabench.store.allocation import END_REQUEST, Allocation, read_allocation
 from ultrabench.store.folder import SweepFolder, touched
 from ultrabench.store.jobs_seen import Job, JobEnd, JobLimits, JobsSeen
 from ultrabench.store.state import AllocationState
@@ -29,6 +30,8 @@ SUBMIT_TIMEOUT_S = 60.0
 """Seconds for the start of the agents of an allocation."""
 STOP_PATIENCE_S = 10.0
 """Seconds for agents to end by themselves before they are killed."""
+LONGEST_WAIT_MIN = 7 * 24 * 60
+"""Minutes for which agents may wait for the machine; from then on they keep their time limit themselves."""
 GRACE_S = 3.0
 """Seconds without a process after which an allocation counts as ended."""
 WARNING_S = 30
@@ -92,7 +95,16 @@ class LocalLauncher:
             running=frozenset(found),
             ended_jobs={n: self._vanished(allocations[n]) for n in sorted(lost)},
             jobs={name: {"host": socket.gethostname()} for name in found},
+            notes=self._waits_for(allocations, found),
         )
+
+    @staticmethod
+    def _waits_for(allocations: Allocations, found: Set[str]) -> tuple[str, ...]:
+        """A message that names the allocation for which one of these waits, if any."""
+        waiting = [name for name in found if not allocations[name].agents]
+        if waiting and (other := holder()) and other.allocation not in found:
+            return (f"another sweep measures on this machine: {other}; waiting until it ends",)
+        return ()
 
     def _vanished(self, held: AllocationState) -> JobEnd:
         reason = f"the agents of {held.name} vanished"
@@ -112,6 +124,9 @@ class LocalLauncher:
         if queued_only:
             return {}
         pids = self._pids()
+        for name in allocations:
+            with contextlib.suppress(OSError):
+                (self._folder.allocations / name / END_REQUEST).touch()
         for pid in {pid for name in allocations for pid in pids[name]}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -155,7 +170,7 @@ def start_agents(folder: Path) -> None:
         command=shlex.join([sys.executable, "-P", "-m", "ultrabench.agent", str(folder)]),
         tasks_per_node=allocation.nodes,
         cuda_devices=",".join(map(str, range(gpus))),
-        timeout_min=allocation.limit_s / 60 + 2,
+        timeout_min=allocation.limit_s / 60 + LONGEST_WAIT_MIN,
         signal_delay_s=WARNING_S,
     )
 

@@ -30,7 +30,7 @@ from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
 from ultrabench.store.kernel_secrets import hide, keep
 from ultrabench.store.state import Fold, SweepState
-from ultrabench.store.sweep_json import SweepJson, find_sweep_json, write_sweep_json
+from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json
 from ultrabench.sweep.config.load import profile_of
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
@@ -188,16 +188,16 @@ def open_sweep(
             journal.path.touch()  # from now on `sweep status` sees a launcher, also while the machine is measured
     environment = _machine_facts(config, needs_peak=not in_table and known_as is None, say=say)
     folder.create()
+    described = known_as or create_sweep_json(folder, sweep_json_of(config, environment))
+    if known_as is None:
+        require_same(described, config, folder.path)  # another launch may have created it meanwhile
     keep(config.kernel.env, folder.secrets, config.secrets)
-    described = known_as or sweep_json_of(config, environment)
     if not in_table:
         rate, cores = described.core_flops_per_s, described.cores or 1
         plan = within_limit(make_plan(config, core_flops_per_s=rate, cores=cores), max_limit_s)
     reader, known = JournalReader(folder.journal, warn), Fold()
     state = known.add(reader.poll())
     accepts = _reuse(config, environment, state, reuse)
-    if known_as is None:
-        write_sweep_json(folder, described)
     digest, origin = config.kernel.digest(), provenance(config)
     launch = Launched(
         generation=state.generation + 1, config=config.resolved, provenance=origin, kernel_digest=digest,

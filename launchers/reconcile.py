@@ -63,6 +63,8 @@ class Reconciler:
         """Allocations that already existed when the sweep was paused or cancelled."""
         self._ended_at: dict[AttemptKey, float] = {}
         """When this launcher saw attempts end, by its monotonic clock, since clocks of nodes may be wrong."""
+        self._avoided = set[str]()
+        """Nodes that the latest submission did not use."""
         self._decided: tuple[float, object, Actions] | None = None
         """The time of the latest decision, the observations it rests on, and the decided actions."""
 
@@ -100,7 +102,7 @@ class Reconciler:
         for note in (*seen.notes, *self._other_commits(state), *actions.notes):
             self._say_once(note)
         busy = self._act(actions, state, seen)
-        return state, busy or (bool(seen.leaving) and not state.cancelled)
+        return state, busy or (bool(seen.leaving & seen.running) and not state.cancelled)
 
     def _decide(self, state: SweepState, seen: JobsSeen) -> Actions:
         """What to do now; it is decided again after a change, and otherwise every DECISION_S."""
@@ -159,6 +161,9 @@ class Reconciler:
             return  # the next rounds first settle the claimed attempts
         for node, why in actions.avoid.items():
             self._say_once(f"{node} is not used again: {why}")
+        for node in sorted(self._avoided - actions.avoid.keys()):
+            self.say(f"{node} is used again: the runs that pointed at it fail in the same way on other nodes")
+        self._avoided = {*actions.avoid}
         for array in shapes(actions.submit, self.limits.max_array):
             self._submit_array(array, sorted(actions.avoid))
 

@@ -89,7 +89,8 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         SweepFolderError: the file is missing or cannot be read.
     """
     try:
-        file = pq.ParquetFile(path)  # read_table would import pandas, which takes longer
+        # read_table would import pandas, which takes longer, and pyarrow takes no name that is not UTF-8
+        file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
         return file.read(columns=columns)
     except FileNotFoundError:
         raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None

@@ -1,6 +1,7 @@
 """Settings of hypothesis: the same examples on every machine; `--hypothesis-profile=hunt` looks further."""
 
 import gc
+import os
 
 from hypothesis import HealthCheck, Phase, settings
 
@@ -11,6 +12,9 @@ settings.register_profile(
 )  # fmt: skip
 settings.register_profile("hunt", settings.get_profile("same"), max_examples=1000, derandomize=False)
 settings.load_profile("same")
+
+
+os.environ.setdefault("ULTRABENCH_MACHINE", f"tests of process {os.getpid()}")  # tests run beside each other
 
 
 def pytest_collection_finish() -> None:

@@ -25,6 +25,8 @@ OWN_SHARE = 0.95
 """Share of a GPU's memory that must be free when the run begins, and free or its own when it runs out."""
 TORCH_SHARE = 0.85
 """Share in place of OWN_SHARE where only the memory of torch is known, not that of the CUDA context and NCCL."""
+VAGUE = frozenset({"exit_code", "bus_error", "signal", "abort"})
+"""Causes of which the log says nothing more; a full disk explains them, and why the log is silent."""
 LIMIT_SHARE = 0.9
 """Share of a CPU rank's limit that must be used; below 1, because a rank frees memory before it reports."""
 FRAMES = 3
@@ -70,7 +72,11 @@ class Finding(NamedTuple):
 
 
 def classify(
-    progress: AttemptProgress, task: Task, end: RunResult | None, lost: str | None = None
+    progress: AttemptProgress,
+    task: Task,
+    end: RunResult | None,
+    lost: str | None = None,
+    lost_cause: str = "node_failure",
 ) -> RunResult:
     """The result of an attempt whose ranks are all gone.
 
@@ -81,8 +87,11 @@ def classify(
     Args:
         end: why ultrabench ended the ranks; None if they ended by themselves.
         lost: which node was lost; None if none was.
+        lost_cause: the cause of that.
     """
     measure, result = task.measure, _explained(progress, task, end, lost)
+    if result.cause == "node_failure":
+        result = replace(result, cause=lost_cause)
     environment, rank0, done = progress.environment, progress.ranks[0], progress.ranks[0].done
     gpu, wanted = environment.get("gpu_name"), () if task.probe else task.gpu_names
     if result.status == Status.OK and wanted and gpu is not None and gpu not in wanted:
@@ -251,6 +260,8 @@ def _finding(rank: RankProgress) -> Finding | None:
     if found is None:
         return None
     cause, line = found
+    if rank.disk_full and cause.name in VAGUE:
+        cause, line = BY_NAME["disk_full"], rank.disk_full
     certain = bool(rank.error) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
     if cause.name == "cuda_oom" and own_gpu_memory(rank) is False:
         cause = BY_NAME["foreign_memory"]

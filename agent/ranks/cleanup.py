@@ -2,11 +2,12 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ultrabench.rank_report import read_part
+from ultrabench.rank_report import PROFILE, read_part
 from ultrabench.store.folder import write_whole
 
 EVIDENCE_FOLDER = "hang_evidence"
@@ -17,10 +18,14 @@ TEXT_BYTES = 2**22
 """Largest number of bytes of a text that are read at once."""
 TAIL_BYTES = 64 * 1024
 """Bytes of each log of a good run that are kept."""
-KEPT_FILES = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
-"""Files of a failed run that are kept."""
+LOG_FILES = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
+"""Files of a failed run that are kept, of each at most `measure.log_mib_per_rank`."""
+TRACE_FILES = (f"{PROFILE}/*", f"{PROFILE}/*/*")
+"""Files of a run that was traced that are kept."""
+TRACE_BYTES = 2**30
+"""Largest size in bytes of a file of a trace that is kept; the beginning alone of a larger one cannot be read."""
 MAX_FILES = 1000
-"""Largest number of files that are kept for each pattern of KEPT_FILES."""
+"""Largest number of files that are kept for each pattern."""
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_FILES = (
     "torch_*", "nccl-*", "gloo*", "sem.*", "psm_*", "pym-*", "cuda.shm.*", "__KMP_REGISTERED_LIB_*", "nvshmem*",
@@ -79,8 +84,26 @@ def _files_of(process: Path) -> Iterator[str]:
 
 def copy_logs(run: Path, to: Path, max_bytes: int) -> None:
     """Copies the logs of a failed run, at most `max_bytes` of each."""
-    for log in (log for pattern in KEPT_FILES for log in sorted(run.glob(pattern))[:MAX_FILES]):
+    for log, _ in _own_regular_files(run, LOG_FILES):
         copy_ends(log, to / log.relative_to(run), max_bytes)
+
+
+def copy_trace(run: Path, to: Path) -> list[str]:
+    """Copies the trace of a run; returns the names of files that were left out because they are too large."""
+    sizes = dict(_own_regular_files(run, TRACE_FILES))
+    for path, size in sizes.items():
+        if size <= TRACE_BYTES:
+            copy_ends(path, to / path.relative_to(run), TRACE_BYTES)
+    return [path.name for path, size in sizes.items() if size > TRACE_BYTES]
+
+
+def _own_regular_files(run: Path, patterns: Iterable[str]) -> Iterator[tuple[Path, int]]:
+    """The regular files below `run` that match, and their sizes; links are not followed, wherever they lead."""
+    for path in (path for pattern in patterns for path in sorted(run.glob(pattern))[:MAX_FILES]):
+        parents = [parent for parent in path.parents if parent.is_relative_to(run)]
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and not any(parent.is_symlink() for parent in parents):
+            yield path, status.st_size
 
 
 def join_tails(run: Path, to: Path, ranks: range) -> None:
@@ -117,6 +140,27 @@ def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
                 copy.write(f"\n--- ultrabench left out {start - half} bytes here ---\n".encode())
             for at in range(start, end, PART_BYTES):
                 copy.write(read_part(source, at, min(PART_BYTES, end - at)))
+
+
+LEAST_FREE_BYTES = 64 << 20
+"""Free bytes that a node needs in each folder of `node_folders` before a run, for its reports and logs."""
+FULL_BYTES = 1 << 20
+"""Free bytes below which a folder counts as full when a rank has failed."""
+
+
+def node_folders(scratch: Path) -> tuple[Path, Path]:
+    """The node-local folders that every run writes to: reports and logs, and shared memory."""
+    return scratch.parent, SHARED_MEMORY
+
+
+def short_of_space(folders: Iterable[Path], least_bytes: int) -> str | None:
+    """Which folder has less than `least_bytes` free, and how much it has; None where none has."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(folder)
+            if (free := disk.f_bavail * disk.f_frsize) < min(least_bytes, disk.f_blocks * disk.f_frsize // 2):
+                return f"{folder} has {free / 2**20:.1f} MiB free"
+    return None
 
 
 def file_size(path: str | Path) -> int:

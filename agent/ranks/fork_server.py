@@ -22,7 +22,8 @@ from pathlib import Path
 from subprocess import DEVNULL, Popen
 from typing import Any
 
-from ultrabench.processes import die_with_parent, thread_variables
+from ultrabench.agent.disk_retry import log_line
+from ultrabench.processes import RunningClock, descendants, die_with_parent, state, thread_variables
 
 KERNEL_MODULE = "ultrabench.kernel.worker"
 """The module that the fork server imports; the agent itself never imports torch."""
@@ -30,6 +31,10 @@ Cpus = tuple[int, ...]
 """Numbers of CPUs in ascending order."""
 Main = Callable[[], int] | None
 """The function that a forked rank calls; None where no module was imported."""
+FORK_S = 30.0
+"""Seconds in which a server that is ready forks a rank; one that needs more is replaced."""
+STOPPED = ("T", "t")
+"""States of /proc of a process that a signal or a debugger has stopped."""
 EXIT_POLL_S = 0.02
 """Seconds between two looks for ranks that have ended."""
 
@@ -46,6 +51,11 @@ class ForkServer:
         self._start()
 
     def _start(self) -> None:
+        self._requests: dict[int, dict[str, Any]] = {}
+        """Rank -> the request of it that the server has not answered."""
+        self._ran_s, self._asked_s = RunningClock(), 0.0
+        self._killed = set[int]()
+        """Ranks that a server was killed with, whose ends were not reported yet."""
         self._link, theirs = Pipe()
         fd = theirs.fileno()
         words = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module, str(fd)]
@@ -67,18 +77,49 @@ class ForkServer:
         """
         if self._process.poll() is not None:
             self._start()
-        self._alive.add(rank)
+        self._request({"rank": rank, "env": env, "log": str(log), "cpus": cpus, **program})
+
+    def _request(self, request: dict[str, Any]) -> None:
+        self._alive.add(request["rank"])
+        self._requests[request["rank"]], self._asked_s = request, self._ran_s()
         with contextlib.suppress(OSError):  # `exits` reports a dead server
-            self._link.send({"rank": rank, "env": env, "log": str(log), "cpus": cpus, **program})
+            self._link.send(request)
+
+    def replace_if_stuck(self) -> None:
+        """Replaces a server that is stopped, or does not fork in time; the ranks it has not forked are requested again.
+
+        A program may have stopped its parent. A server that is not ready yet imports its module, which the start
+        deadline of the run limits.
+        """
+        waited_s = self._ran_s() - self._asked_s if self._requests else 0.0
+        if not self._requests or not self._ready or not (state(self.pid) in STOPPED or waited_s > FORK_S):
+            return
+        # A server that has forked a part of a run is left to the deadlines of that run, which may have stopped it.
+        if not descendants(self.pid):
+            log_line(f"the fork server {self.pid} does not answer (state {state(self.pid)}); it is replaced")
+            self.replace()
+
+    def replace(self) -> None:
+        """Starts a new server in place of this one, and requests the ranks again that it has not forked."""
+        requests = [*self._requests.values()]
+        killed = self._alive - self._requests.keys()
+        self.stop()
+        self._start()
+        self._killed = killed
+        for request in requests:
+            self._request(request)
 
     def exits(self) -> Iterator[tuple[int, int]]:
         """Each rank that has ended since the last call, and its exit code: negative for a signal."""
+        yield from ((rank, -signal.SIGKILL) for rank in sorted(self._killed))
+        self._killed = set()
         ended = self._process.poll() is not None
         with contextlib.suppress(EOFError, OSError):  # of a server that has ended
             while self._link.poll():
                 answer: dict[str, Any] = self._link.recv()
                 self._ready = self._ready or "ready" in answer
                 if "forked" in answer:
+                    self._requests.pop(answer["forked"], None)
                     self.rank_pids[answer["forked"]] = answer["pid"]
                 if "exited" in answer:
                     self._alive.discard(answer["exited"])

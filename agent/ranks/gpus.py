@@ -12,6 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ultrabench.processes import RunningClock
+
 LIST_S = 10.0
 """Seconds to wait for an answer of the driver."""
 SAMPLE_S = 1.0
@@ -137,13 +139,22 @@ class GpuGauge:
         self.clocks_hz: list[float] = []
         """SM clock of each GPU in each sample."""
         self.slowdowns: set[str] = set()
+        self.foreign: set[str] = set()
+        """Processes of somebody else that used the GPUs during the run."""
 
-    def sample(self) -> None:
-        """Samples the clocks, at most once in SAMPLE_S seconds."""
+    def sample(self, ours: Callable[[], set[int]] = set) -> None:
+        """Samples clocks and processes, at most once in SAMPLE_S seconds.
+
+        Args:
+            ours: gives the pids of our own processes; in a PID namespace, whose pids the driver does not know, it gives none.
+        """
         if time.monotonic() - self._sampled < SAMPLE_S:
             return
         self._sampled = time.monotonic()
-        for _, handle, _ in self._gpus:
+        pids = ours() if self._gpus else set[int]()
+        for number, handle, _ in self._gpus:
+            if pids:
+                self.foreign |= {_described(p, int(number)) for p in _processes(handle) if p.pid not in pids}
             mhz = _ask("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
             mask = _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
             self.clocks_hz += [mhz * 1e6] if mhz else []
@@ -151,8 +162,8 @@ class GpuGauge:
 
     def still_held(self, meanwhile: Callable[[], Any]) -> str | None:
         """Which GPU still has less free memory than before the first run, after a wait of at most FREE_S."""
-        end = time.monotonic() + FREE_S
-        while (held := self._held()) and time.monotonic() < end:
+        ran_s = RunningClock()
+        while (held := self._held()) and ran_s() < FREE_S:
             meanwhile()
             time.sleep(0.05)
         return held

@@ -17,11 +17,12 @@ from ultrabench.agent.diagnose.hang_evidence import dump_variables, hang_evidenc
 from ultrabench.agent.disk_retry import DiskRetry
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import cleanup
-from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, ForkServer, cpu_text, rank_cpus
+from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED, ForkServer, cpu_text, rank_cpus
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
+from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.errors import ClusterError
-from ultrabench.rank_report import PROFILE, NewLines, Progress, parse_line, parse_log_line, read_progress
+from ultrabench.rank_report import NewLines, Progress, parse_line, parse_log_line, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
 from ultrabench.store.allocation import Allocation
@@ -39,6 +40,22 @@ class Cleaned:
     """SM clock of each GPU in each sample."""
     slowdowns: tuple[str, ...]
     """What slowed the clocks."""
+    load: tuple[float, float] | None = None
+    """Shares of the host's cores that were used during the steps, and used by this agent; None if unknown."""
+    foreign: tuple[str, ...] = ()
+    """Processes of somebody else that used the GPUs during the steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """What became of the files of a run on a node."""
+
+    problem: str | None = None
+    """Which files could not be kept or removed, and why; None if all were."""
+    stuck: bool = False
+    """Whether a file system did not answer in time, so that files of the run may still be removed."""
+    short_of_space: str | None = None
+    """Which folder of the node has too little space for another run; None if none has."""
 
 
 class Source(NamedTuple):
@@ -55,6 +72,10 @@ class Source(NamedTuple):
 
 LOGS_RETRY_S = 10.0
 """Seconds to retry writing logs to a failing disk; after that the next run begins without them."""
+CLEANING_S = 120.0
+"""Seconds for removing the files of a run; 20,000 files take 20 s where each takes 1 ms."""
+PREPARING_S = 60.0
+"""Seconds for making the node-local files of a run."""
 LAUNCHER_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
 """Beginnings of variables that are hidden from ranks, which would otherwise be taken for tasks of Slurm."""
 
@@ -74,7 +95,7 @@ class Node:
         self._base = {**{k: os.environ[k] for k in shown}, processes.TAG_VARIABLE: self.tag}
         self._on_gpus = allocation.tasks[0].device == "cuda"
         gpus = visible_gpus()[:per_node] if self._on_gpus else []
-        self._gauge = GpuGauge(gpus)
+        self._gauge, self._load = GpuGauge(gpus), HostLoad()
         self._cpus = rank_cpus(per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
         self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // per_node)
         self._shared_memory = cleanup.SharedMemoryCleanup()
@@ -103,6 +124,7 @@ class Node:
             "threads": self._threads,
             "bindings": [cpu_text(cpus) for cpus in self._cpus or ()],
             "foreign": foreign_processes(self._is_ours) if self._on_gpus else [],
+            "short_of_space": self._short_of_space(),
             "kernel_digest": self.digest(),
             "git_commit": checkout.commit(),
         }
@@ -128,7 +150,7 @@ class Node:
         return range(self.identity.node * per_node, (self.identity.node + 1) * per_node)
 
     def obey(self, message: dict[str, Any]) -> Any:
-        """Calls the method that the leader orders; returns the answer of `kill` or `finish`, else None."""
+        """Calls the method that the leader orders; returns what `kill` and `finish` return, else None."""
         orders = {f.__name__: f for f in (self.start, self.store, self.examine, self.kill, self.finish)}
         order = orders.get(message.get("do", ""))
         return order and order(**{name: value for name, value in message.items() if name != "do"})
@@ -137,14 +159,13 @@ class Node:
         """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got."""
         task = self._task = self.allocation.task(index)
         run = self._run = self.scratch / str(task.key)
-        (run / cleanup.EVIDENCE_FOLDER).mkdir(parents=True)
-        write_whole(run / "spec.json", json.dumps(to_dict(task), indent=1))
+        self.disk.retry(self._prepare, PREPARING_S)
         self._sources = self._sources_of(task)
         self._gauge.clear()
+        self._load.clear()
         self._oom_kills = oom_kills()
         for local, rank in enumerate(self.ranks):
             env, log = self._rank_env(task, rank, local, address, port), run / f"rank{rank}.log"
-            log.touch()
             cpus = self._cpus[local] if self._cpus else None
             if task.forked:
                 self._server.fork(rank, env, log, cpus)
@@ -153,6 +174,16 @@ class Node:
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
             command = fill_in(task.spec, task.key, task.measure)
             self._server.fork(rank, env, log, cpus, command=command, cwd=self.allocation.work_dir)
+
+    def _prepare(self) -> None:
+        """Makes the node-local files of the current run."""
+        (self._run / cleanup.EVIDENCE_FOLDER).mkdir(parents=True, exist_ok=True)
+        write_whole(self._run / "spec.json", json.dumps(to_dict(self._task), indent=1))
+        for rank in self.ranks:
+            (self._run / f"rank{rank}.log").touch()
+
+    def _short_of_space(self) -> str | None:
+        return cleanup.short_of_space(cleanup.node_folders(self.scratch), cleanup.LEAST_FREE_BYTES)
 
     def _sources_of(self, task: Task) -> list[Source]:
         """The reports of this node's ranks, and the log in which a program prints its steps, if it does.
@@ -188,6 +219,7 @@ class Node:
     def rank_events(self) -> list[RankEvent]:
         """Reported lines, progress, evidence and exits of this node's ranks since the last call."""
         self._exits |= dict(self._server.exits())
+        self._server.replace_if_stuck()
         found: list[RankEvent] = []
         for source in self._sources:
             lines = filter(None, map(source.parse, source.lines.read()))
@@ -196,7 +228,9 @@ class Node:
             found += [{"rank": source.reporter, "line": line} for line in known]
         found += self._new_progress()
         if any("microbatches" in event or event["line"]["event"] == "step" for event in found):
-            self._gauge.sample()
+            self._gauge.sample(self._own_pids)
+        if any(event["line"]["event"] == "step" for event in found if "line" in event):
+            self._load.sample()
         found += next(self._evidence, [])
         # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
         behind = {source.rank for source in self._sources if source.lines.behind}
@@ -204,7 +238,14 @@ class Node:
             code, log = self._exits.pop(rank), self._run / f"rank{rank}.log"
             tail = cleanup.read_tail(log, 8192) or cleanup.read_tail(self.scratch / "fork_server.log", 8192)
             oom_killed = code == -signal.SIGKILL and oom_kills() > self._oom_kills
-            found.append({"rank": rank, "code": code, "tail": tail, "oom_killed": oom_killed})
+            full = (
+                cleanup.short_of_space(cleanup.node_folders(self.scratch), cleanup.FULL_BYTES)
+                if code
+                else None
+            )
+            found.append(
+                {"rank": rank, "code": code, "tail": tail, "oom_killed": oom_killed, "disk_full": full}
+            )
         return found
 
     def _new_progress(self) -> Iterator[RankEvent]:
@@ -228,14 +269,23 @@ class Node:
 
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
-        left = self._end_processes() or self._gauge.still_held(self.disk.beat)
+        self._load.sample(at_once=True)
+        left = self._end_processes()
+        if processes.state(self._server.pid) in STOPPED:
+            self._server.replace()
+        left = left or self._gauge.still_held(self.disk.beat)
         clocks, slowdowns = tuple(self._gauge.clocks_hz), tuple(sorted(self._gauge.slowdowns))
-        return Cleaned(left=left, sm_clocks_hz=clocks, slowdowns=slowdowns)
+        load, foreign = self._load.shares, tuple(sorted(self._gauge.foreign))
+        return Cleaned(left=left, sm_clocks_hz=clocks, slowdowns=slowdowns, load=load, foreign=foreign)
+
+    def _own_pids(self) -> set[int]:
+        """This agent and its descendants; empty in a PID namespace of its own, whose pids the driver does not know."""
+        inside = processes.pid_namespace() != processes.FIRST_PID_NAMESPACE
+        return set() if inside else {os.getpid(), *processes.descendants(os.getpid())}
 
     def _end_processes(self) -> str | None:
         """Kills all processes but the fork server; returns a message about those that did not die."""
         stay = processes.kill_until_gone(self._of_the_run, meanwhile=self.disk.beat)
-        self._shared_memory.remove()
         return f"processes that cannot be killed: {processes.described(stay)}" if stay else None
 
     def _of_the_run(self) -> list[int]:
@@ -247,36 +297,49 @@ class Node:
         found = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
         return sorted(found - {self._server.pid} or hit)
 
-    def finish(self, keep_all: bool) -> str | None:
-        """Saves the logs of the run and removes its folder; returns why the logs could not be saved, or None.
+    def finish(self, keep_all: bool) -> Finished:
+        """Keeps the logs of the run and removes its files; meanwhile the agent shows that it is alive.
 
         Args:
             keep_all: keep the logs of all ranks, as of a failed run.
         """
         self._sources, self._progress, self._exits, self._evidence = [], {}, {}, iter(())
-        problem = None
+        host, problem = self.identity.host, None
         try:
-            self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S)
+            if too_large := self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S):
+                limit = f"over the limit of {cleanup.TRACE_BYTES >> 20:,} MiB"
+                problem = f"files of the trace on {host} were not kept: {', '.join(too_large)}, {limit}"
         except (ClusterError, OSError) as error:
-            problem = f"the logs of {self.identity.host} could not be kept: {error}"
-        shutil.rmtree(self._run, ignore_errors=True)
-        return problem
+            problem = f"the logs of {host} could not be kept: {error}"
+        try:
+            self.disk.retry(self._remove_files, CLEANING_S, what=f"removing {self._run} on {host}")
+        except ClusterError as error:
+            return Finished(problem=str(error), stuck=True)
+        return Finished(problem=problem, short_of_space=self._short_of_space())
 
-    def _keep_logs(self, failed: bool) -> None:
+    def _remove_files(self) -> None:
+        shutil.rmtree(self._run, ignore_errors=True)
+        self._shared_memory.remove()
+
+    def _keep_logs(self, failed: bool) -> list[str]:
+        """Copies what is kept of a run; returns the names of files that are too large."""
         task = self._task
         to = self.folder.log_folder(task.key)
         if failed:
             cleanup.copy_logs(self._run, to, int(task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node == 0 and not task.probe:
             cleanup.join_tails(self._run, to, self.ranks)
-        if (self._run / PROFILE).is_dir():
-            shutil.copytree(self._run / PROFILE, to / PROFILE, dirs_exist_ok=True)
+        return cleanup.copy_trace(self._run, to) if task.profile else []
 
     def close(self) -> None:
-        """Kills every process, the fork server too, and removes the node-local folder."""
+        """Kills every process, the fork server too."""
         self._server.stop()
         self._end_processes()
+
+    def remove_scratch(self) -> None:
+        """Removes the node-local folder, after the end of the allocation was recorded."""
         shutil.rmtree(self.scratch, ignore_errors=True)
+        self._shared_memory.remove()
 
 
 def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

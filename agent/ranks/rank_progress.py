@@ -9,7 +9,7 @@ from ultrabench.measure import Measure
 
 RankEvent = dict[str, Any]
 """About one rank: {rank, line} a line of its report, {rank, microbatches, step, part} its progress,
-{rank, code, tail, oom_killed} its exit with the end of its log, {rank, found} what it did when it hung."""
+{rank, code, tail, oom_killed, disk_full} its exit with the end of its log, {rank, found} what it did when it hung."""
 
 NOTHING_FOUND: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
 """What is known of a rank that its node has not examined."""
@@ -32,8 +32,8 @@ class RankProgress:
     step: int = 0
     part: str = ""
     """The part of the step that the rank is in; empty if the rank does not report it."""
-    moved: float = field(default_factory=time.monotonic)
-    """When the rank last made progress or was started, by the leader's monotonic clock."""
+    moved: float = 0.0
+    """When the rank last made progress or was started, in seconds for which the leader has run."""
     gaps_s: dict[str, float] = field(default_factory=dict)
     """Longest time without progress after the first step, in seconds: `optimizer`, `steady` for the rest."""
     first_gaps_s: dict[str, float] = field(default_factory=dict)
@@ -52,10 +52,12 @@ class RankProgress:
     killed_by_us: bool = False
     oom_killed: bool = False
     """The rank died of SIGKILL, and Linux killed processes on its node for lack of memory during the run."""
+    disk_full: str | None = None
+    """Which node-local folder was full when it failed, and what it had left; None if none was."""
     tail: str = ""
     """The end of the rank's log."""
     failed_at: float | None = None
-    """When its failure first became known, by the leader's monotonic clock."""
+    """When its failure first became known, in seconds for which the leader has run."""
     found: dict[str, Any] = field(default_factory=lambda: NOTHING_FOUND)
     """What the node found when it examined a rank that hangs: {state, wchan, stack, groups}.
 
@@ -94,28 +96,35 @@ class RankProgress:
 
 
 class AttemptProgress:
-    """The progress of all ranks of one attempt, from the events that their nodes send."""
+    """The progress of all ranks of one attempt, from the events that their nodes send.
 
-    def __init__(self, ranks: int, hosts: Sequence[str]) -> None:
-        """Each of the `hosts`, in their order, has an equal share of the ranks."""
+    The leader's time are the seconds for which it has run, so that no deadline counts the time for which it stood still.
+    """
+
+    def __init__(self, ranks: int, hosts: Sequence[str], now: float = 0.0) -> None:
+        """Each of the `hosts`, in their order, has an equal share of the ranks; `now` is the leader's time."""
         self.hosts = hosts
-        self.ranks = [RankProgress(number=n, host=hosts[n * len(hosts) // ranks]) for n in range(ranks)]
+        self.ranks = [
+            RankProgress(number=n, host=hosts[n * len(hosts) // ranks], moved=now) for n in range(ranks)
+        ]
         self.environment: dict[str, Any] = {}
         self.port: int | None = None
         """The port of rank 0's store; None again after the other ranks have been told."""
         self.probe: dict[str, Any] = {}
         """Rates of devices and links, from a preflight or from a run that only measures them."""
-        self.started = time.monotonic()
+        self.started = now
+        """When the ranks were started, by the leader's time."""
         self.started_at = time.time()
+        self.monotonic_start = time.monotonic()
+        """The same moment by a clock that counts also the time for which the leader was stopped."""
         self.first_step: float | None = None
         self.spoke = False
         """Some rank has reported something; until then the only deadline is the time limit."""
         self.fault: str | None = None
         """Which rank reported something invalid, and what; the run is then invalid."""
 
-    def add(self, events: list[RankEvent], now: float | None = None) -> None:
-        """Records the events of a node's ranks; `now` is a monotonic time, by default the present."""
-        now = time.monotonic() if now is None else now
+    def add(self, events: list[RankEvent], now: float = 0.0) -> None:
+        """Records the events of a node's ranks; `now` is the leader's time."""
         for event in events:
             try:
                 self._take(event, now)
@@ -136,13 +145,14 @@ class AttemptProgress:
         if "code" in event:
             rank.code, rank.tail = event["code"], event.get("tail", "")
             rank.oom_killed = event.get("oom_killed", False) and not rank.killed_by_us
+            rank.disk_full = None if rank.killed_by_us else event.get("disk_full")
         elif "microbatches" in event:
             rank.microbatches, rank.step, rank.part = event["microbatches"], event["step"], event["part"]
         else:
             self._take_line(rank, event["line"], now)
         self.spoke = self.spoke or "code" not in event
         if rank.code or rank.error:
-            rank.failed_at = rank.failed_at or time.monotonic()
+            rank.failed_at = rank.failed_at or now
 
     def _take_line(self, rank: RankProgress, line: dict[str, Any], now: float) -> None:
         event = line.get("event")

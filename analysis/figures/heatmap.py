@@ -131,7 +131,9 @@ def _lines(cell: Cell, width: float, compared_with: str) -> list[Line]:
         small.append((whole if fits else ratio, _USUAL, "bold"))
     if wide := too_wide(cell.ci_reached, cell.step_time_ci95_rel):
         small.insert(0, (f"interval {wide}", _USUAL, "bold"))
-    return [(_headline(cell), _LARGE, "normal" if wide else "bold"), *small, *below]
+    if cell.suspect:
+        small.insert(0, ("in doubt", _USUAL, "bold"))
+    return [(_headline(cell), _LARGE, "normal" if wide or cell.suspect else "bold"), *small, *below]
 
 
 def _word_lines(words: Sequence[str], between: str, longest: int) -> list[str]:
@@ -302,6 +304,9 @@ def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
         yield f"In {close} of {every} other layouts are as good within the 95 % interval."
     if several := sum(cell.environment is not None for cell in cells):
         yield f"In {several} of {every} layouts were measured in several environments; the square names that of the best."
+    if doubted := [cell for cell in cells if cell.suspect]:
+        where = f"In {len(doubted)} of {every} every measurement is in doubt, and the best of these is shown"
+        yield f"{where}, such as {doubted[0].model} on {counted(doubted[0].nodes, 'node')}: {doubted[0].suspect}."
     if wide := [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]:
         most = max(wide, key=lambda cell: cell.step_time_ci95_rel or 0.0)
         told = f"{too_wide(False, most.step_time_ci95_rel)} ({most.model} on {counted(most.nodes, 'node')})"

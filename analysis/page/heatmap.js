@@ -12,9 +12,9 @@ function cellRows() {
   return found;
 }
 
-// The first row that may win: ok, not in doubt and not stopped as slower.
+// The first row that may win: ok, not in doubt and not stopped as slower; where all are in doubt, the best of them.
 function winner(runs) {
-  return runs.find((row) => mayWin(row)) ?? -1;
+  return runs.find((row) => mayWin(row)) ?? runs.find((row) => value("mark", row) === "best") ?? -1;
 }
 
 function mayWin(row) {
@@ -64,7 +64,8 @@ function fillCell(button, cell, runs) {
   const why = whole ? told.reason ?? "" : runs.length ? "no shown layout may win" : "no layout is shown";
   const wide = value("ci_reached", at) === false ? value("step_time_ci95_rel", at) : null;
   const interval = wide === null ? [] : [[`+- ${percent(wide)}`, "sure"]];
-  const lines = at < 0 ? [[why, "why"]] : [[headline, `headline ${wide === null ? "sure" : ""}`], ...interval, [value("layout", at), "layout"], [memoryOf(at), ""]];
+  const doubt = at >= 0 && value("suspect", at) !== null ? [["in doubt", "sure"]] : [];
+  const lines = at < 0 ? [[why, "why"]] : [[headline, `headline ${wide === null && !doubt.length ? "sure" : ""}`], ...doubt, ...interval, [value("layout", at), "layout"], [memoryOf(at), ""]];
   if (runs.length && (at >= 0 || !whole)) lines.push([[value("environment", at), value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
   button.replaceChildren(...lines.map(([words, kind]) => element("span", { class: kind }, words)));
   const colour = at < 0 || mfu === null ? null : viridis(100 * mfu / held.mfu_end);

@@ -1,19 +1,22 @@
 """A job, or an element of an array, as Slurm's programs print it."""
 
+import contextlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from ultrabench.launchers.slurm.states import Meaning, Phase, meaning
 from ultrabench.result import Status
 
 SQUEUE = ("--states=all", "--all", "--array", "--noheader", "--format=%i|%A|%T|%M|%N|%r|%j")
 """Options of squeue for all jobs in the form that `squeue_jobs` reads."""
-_SACCT_COLUMNS = "JobID,JobIDRaw,State,Elapsed,NodeList,Submit,JobName"
-SACCT = ("--parsable2", "--noheader", "--allocations", f"--format={_SACCT_COLUMNS}")
-"""Options of sacct for the form that `sacct_jobs` reads."""
-_COLUMNS = 7
-"""Number of columns of a row, the name of the job being the last one."""
+_SACCT_COLUMNS = "JobID,JobIDRaw,State,Elapsed,NodeList,Submit,UID,Cluster,JobName"
+SACCT = ("--parsable2", "--noheader", "--allocations", "--duplicates", f"--format={_SACCT_COLUMNS}")
+"""Options of sacct for the form that `sacct_jobs` reads, with older jobs of the same id."""
+CLOCKS_DIFFER_S = 300.0
+"""Seconds by which the clocks of slurmctld and of launchers may differ."""
 _ROW = re.compile(r"\d+(_(\d+|\[[^|]*\]))?(\+\d+)?\|")
 _NOTHING = {"None", "None assigned", "(null)", "n/a", "N/A"}
 """What Slurm prints where there are no nodes, or no reason."""
@@ -32,6 +35,11 @@ class SlurmJob:
     nodes: str = ""
     """The nodes of the job, such as gpu[01-04]; empty before it starts."""
     elapsed_s: float = 0.0
+    """Seconds for which the job ran; Slurm counts neither the time in which it was suspended nor its epilog."""
+    submitted_at: float | None = None
+    """When it was submitted, in seconds since 1970, by Slurm's clock; None if Slurm does not say."""
+    uid: str = ""
+    cluster: str = ""
 
     @property
     def array_id(self) -> str:
@@ -69,6 +77,31 @@ class SlurmJob:
         return self.meaning.phase is Phase.OVER
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobIdentity:
+    """What tells a job of this launcher from others with the same id, which Slurm uses again."""
+
+    name: str
+    cluster: str = ""
+    """Cluster of the launcher; empty if unknown."""
+    submitting_at: float | None = None
+    """When the launcher was about to submit it, in seconds since 1970; None if the journal does not say."""
+
+    def difference(self, job: SlurmJob, now: float) -> str | None:
+        """Why a row is about another job; None if it is about this one. Columns that are empty do not decide."""
+        pairs = {"name": (job.name, self.name), "user": (job.uid, str(os.getuid()))}
+        pairs["cluster"] = (job.cluster.lower(), self.cluster.lower())
+        for column, (theirs, ours) in pairs.items():
+            if theirs and ours and theirs != ours:
+                return f"has {column} {theirs} instead of {ours}"
+        if self.submitting_at is None:
+            return None
+        earliest = self.submitting_at - CLOCKS_DIFFER_S
+        if job.submitted_at is not None and job.submitted_at < earliest:
+            return f"was submitted before {datetime.fromtimestamp(earliest):%Y-%m-%d %H:%M:%S}"
+        return "ran for longer than since its submission" if job.elapsed_s > now - earliest else None
+
+
 def duration_s(text: str) -> float | None:
     """The seconds of a duration as Slurm writes it; None for UNLIMITED, NONE and similar words.
 
@@ -85,12 +118,19 @@ def duration_s(text: str) -> float | None:
     return 86400.0 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
 
 
-def _rows(text: str) -> Iterator[list[str]]:
+def _time(text: str) -> float | None:
+    """Seconds since 1970 of a time that Slurm prints as such a number, or in its usual format; None for others."""
+    with contextlib.suppress(ValueError, OverflowError):
+        return float(text) if text.isdigit() else datetime.fromisoformat(text).timestamp()
+    return None
+
+
+def _rows(text: str, columns: int) -> Iterator[list[str]]:
     """The rows, each from a job id to a job name; the name may contain `|` and even line breaks."""
     within = False
     for line in text.split("\n"):
-        fields = line.split("|", _COLUMNS - 1)
-        if _ROW.match(line) and len(fields) == _COLUMNS:
+        fields = line.split("|", columns - 1)
+        if _ROW.match(line) and len(fields) == columns:
             within = True
             yield fields
         elif line.strip() and (_ROW.match(line) or not within):
@@ -113,24 +153,27 @@ def squeue_jobs(text: str) -> dict[str, SlurmJob]:
     Raises:
         ValueError: the text has another form.
     """
-    return {one.job_id: one for row in _rows(text) for one in _elements(_job_of(row))}
+    return {one.job_id: one for row in _rows(text, 7) for one in _elements(_job_of(row))}
 
 
-def sacct_jobs(text: str) -> dict[str, SlurmJob]:
-    """Jobs by job_id from what sacct prints with the options SACCT.
+def sacct_jobs(text: str) -> list[SlurmJob]:
+    """Jobs from what sacct prints with the options SACCT; of rows with the same id the latest comes last.
 
     Raises:
         ValueError: the text has another form.
     """
     # The row of a range may still list elements that now have their own row, and a requeued job may have a
     # row for each start, so the last submission counts.
-    rows = sorted(_rows(text), key=lambda row: ("[" not in row[0], row[5]))
-    jobs = (replace(_job_of(row), reason="") for row in rows)
-    return {one.job_id: one for job in jobs for one in _elements(job)}
+    rows = sorted(_rows(text, 9), key=lambda row: ("[" not in row[0], row[5]))
+    jobs = (
+        replace(_job_of(row), reason="", submitted_at=_time(row[5]), uid=row[6], cluster=row[7])
+        for row in rows
+    )
+    return [element for job in jobs for element in _elements(job)]
 
 
 def _job_of(row: Sequence[str]) -> SlurmJob:
-    job_id, _, state, elapsed, nodes, reason, name = row
+    job_id, _, state, elapsed, nodes, reason, *_, name = row
     nodes, reason = ("" if text in _NOTHING else text for text in (nodes, reason))
     elapsed_s = duration_s(elapsed) or 0.0
     return SlurmJob(job_id=job_id, name=name, state=state, reason=reason, nodes=nodes, elapsed_s=elapsed_s)

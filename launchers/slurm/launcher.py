@@ -4,13 +4,13 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, counted
 from ultrabench.launchers.launcher import Allocations, Say, origin
-from ultrabench.launchers.slurm.job import SlurmJob, find
+from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, find
 from ultrabench.launchers.slurm.query import Answer, CommandError, SlurmQuery, ask
 from ultrabench.launchers.slurm.script import array_name, array_script, job_prefix
 from ultrabench.launchers.slurm.states import Phase, pending_remedy
@@ -33,6 +33,8 @@ END_GRACE_S = 10.0
 """Seconds after the end of a job for which files of its agents may still change, since file systems lag."""
 STALE_ACCOUNTING_S = 300.0
 """Seconds for which a job still counts as active if sacct says so but squeue no longer lists it."""
+STUCK_S = 300.0
+"""Seconds for which a job may hold its nodes after its end before the user is told."""
 _FOR_GOOD = re.compile(
     r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
     r"access/permission denied|cannot be satisfied",
@@ -41,6 +43,10 @@ _FOR_GOOD = re.compile(
 """Errors of sbatch that would occur again at another try."""
 _FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
 """Errors that match the pattern above but pass with time or when our own jobs end."""
+_JOB_NUMBER = re.compile(r"Submitted batch job (\d+)(?: on cluster \S+)?|(\d+)(?:;\S+)?", re.ASCII)
+"""A whole line in which sbatch names the job, without or with --parsable; other lines are those of a site's wrapper."""
+UNKNOWN_CLUSTER = "slurm"
+"""Stands for the name of a cluster that does not give its name, or has not been asked for it."""
 NO_JOBS = JobLimits(max_jobs=0)
 """The limits of a launcher that only ends jobs."""
 ALLOWED = (
@@ -65,15 +71,18 @@ def inherited(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str,
     return {k: v for k, v in environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns)}
 
 
-def submit(path: Path, script: str, environment: Iterable[str]) -> str:
-    """Writes `script` to the file `path` and submits it; returns the job number of the array.
+def submit(path: Path, script: str, environment: Iterable[str]) -> str | None:
+    """Writes `script` to the file `path` and submits it.
 
     Args:
         environment: names of variables that the job inherits in addition to ALLOWED.
 
+    Returns:
+        The job number of the array; None if sbatch did not fail, but its output names no job, or several.
+
     Raises:
-        CommandError: sbatch refused the job, failed, or gave no number in time; the job may have been
-            submitted nevertheless.
+        CommandError: sbatch refused the job, failed, or did not end in time; the job may have been submitted
+            nevertheless.
     """
     path.parent.mkdir(exist_ok=True)
     write_whole(path, script)
@@ -83,10 +92,9 @@ def submit(path: Path, script: str, environment: Iterable[str]) -> str:
         told = [line.partition("error: ")[2] for line in error.complaints if "error: " in line]
         told = told or [line for line in error.complaints if line.startswith("sbatch:")]
         raise CommandError("; ".join(dict.fromkeys(told)) or str(error)) from error
-    number = re.search(r"\bjob (\d+)", answer)
-    if number is None:
-        raise CommandError(f"it gave no number: {answer.strip()[:200]!r}")
-    return number[1]
+    lines = (_JOB_NUMBER.fullmatch(line.strip()) for line in answer.splitlines())
+    numbers = {line[1] or line[2] for line in lines if line}
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 class SlurmLauncher:
@@ -97,7 +105,11 @@ class SlurmLauncher:
     """The Python module that runs on each node, and its arguments; our agent if empty."""
 
     def __init__(
-        self, config: SweepConfig, folder: SweepFolder, limits: JobLimits = NO_JOBS, cluster: str = "slurm"
+        self,
+        config: SweepConfig,
+        folder: SweepFolder,
+        limits: JobLimits = NO_JOBS,
+        cluster: str = UNKNOWN_CLUSTER,
     ) -> None:
         self.limits, self.by = limits, origin(cluster)
         self.query = SlurmQuery(config.launcher.poll_s)
@@ -105,8 +117,10 @@ class SlurmLauncher:
         self._prefix = job_prefix(folder.path)
         self._unseen: dict[str, float] = {}
         """Allocation -> when squeue first did not list it or listed it as over."""
-        self._end_seen_at: dict[str, float] = {}
-        """Allocation -> when its job was first seen running after its agents had recorded its end."""
+        self._ended_at: dict[str, float] = {}
+        """Allocation -> when this launcher first saw its end in the journal, or last ended its job for that."""
+        self._completing: dict[str, tuple[float, float]] = {}
+        """Job id -> when squeue first and last showed the job as COMPLETING, which Slurm does not count."""
         self._asked_for: dict[str, float] = {}
         """Allocation -> when it was first looked for; an earlier answer of squeue says nothing about it."""
         self._second: set[str] = set()
@@ -126,11 +140,14 @@ class SlurmLauncher:
         for number in range(SUBMIT_TRIES):
             try:
                 job_id = submit(path, script, self._config.launcher.environment)
-                return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
             except CommandError as error:
                 told = str(error)
-            if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
-                break
+                if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
+                    break
+            else:
+                if job_id:
+                    return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
+                told = "its output names no job, or several"
             say(f"sbatch failed ({told}); looking whether it took the job, and trying again")
             # Only squeue can tell whether Slurm took the job, which must not be submitted twice.
             while (found := self._find(name)) is None:
@@ -168,6 +185,7 @@ class SlurmLauncher:
         unended = {name for name, held in allocations.items() if held.ended is None}
         began = time.monotonic()
         self._asked_for = {n: self._asked_for.get(n, began) for n in unended}
+        self._ended_at = {n: self._ended_at.get(n, began) for n in allocations.keys() - unended}
         answer = self.query.jobs(self._prefix)
         seen: dict[str, list[SlurmJob]] = {}
         for job in answer.jobs.values():
@@ -180,22 +198,33 @@ class SlurmLauncher:
         # Suspended jobs are left out, since their agents are stopped and give no sign of life.
         moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.error}
         since = time.monotonic() - answer.age_s
+        stuck = self._watch_completing(active.values(), since)
         missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
         self._unseen = {n: self._unseen.get(n, since) for n in missing}
         ends = {n: self._over(allocations[n], seen.get(n), answer) for n in sorted(self._unseen)}
         gone = {n: end for n, end in ends.items() if end}
+        self._end_late({n: moving[n] for n in moving.keys() - unended}, since)
         ended = {n: allocations[n] for n in allocations.keys() - active.keys() - unended}
         return JobsSeen(
             alive=frozenset((unended | queued) - set(gone)),
             queued=frozenset(queued),
             running=frozenset(moving),
-            leaving=self._leaving(moving.keys() - unended, moving, since),
+            # An answer from before its end says nothing about whether a job has given its nodes back.
+            leaving=frozenset(
+                n for n, end in self._ended_at.items() if n not in queued and (n in active or end > since)
+            ),
             ended_jobs=gone,
-            held_s={n: job.elapsed_s for n, job in active.items() if n not in queued},
+            held_s={n: self._held_s(job) for n, job in active.items() if n not in queued},
             timed=self._timed(ended, seen),
             jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
-            notes=_notes(answer, active),
+            notes=(*_notes(answer, active), *stuck, *self.query.foreign.values()),
         )
+
+    def _identity(self, held: AllocationState) -> JobIdentity:
+        """What the job of an allocation must be; an id alone is no proof, since Slurm uses ids again."""
+        cluster = "" if self.by["cluster"] == UNKNOWN_CLUSTER else self.by["cluster"]
+        name = f"{self._prefix}{held.name.rpartition('.')[0]}"
+        return JobIdentity(name=name, cluster=cluster, submitting_at=held.submitting_at)
 
     def _of_the_owner(self, held: AllocationState, jobs: list[SlurmJob], answer: Answer) -> list[SlurmJob]:
         """The jobs of an allocation without those of an accidental second submission, which run nothing.
@@ -218,21 +247,48 @@ class SlurmLauncher:
         now, missing = time.monotonic(), over.keys() - found.keys()
         self._accounted = {n: self._accounted.get(n, now) for n in missing}
         asked = {n: over[n].start.job_id for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S}
-        known = self.query.accounting(asked.values()) if asked else {}
+        wanted = {number: self._identity(over[n]) for n, number in asked.items()}
+        known = self.query.accounting(wanted) if asked else {}
         found |= {n: known[number] for n, number in asked.items() if number in known}
-        return {n: job.elapsed_s for n, job in found.items() if job.over}
+        # Of a requeued job Slurm shows only the latest start.
+        requeued = over.items() if self._config.launcher.requeue else ()
+        least_s = {n: held.end.elapsed_s or 0.0 for n, held in requeued if held.end}
+        return {n: max(self._held_s(job), least_s.get(n, 0.0)) for n, job in found.items() if job.over}
 
-    def _leaving(self, ended: set[str], moving: Mapping[str, SlurmJob], since: float) -> frozenset[str]:
-        """The allocations in `ended`; ends their jobs if they still run after `grace_s`."""
-        if self._config.launcher.requeue:  # a requeued job may have started again
-            return frozenset()
-        self._end_seen_at = {n: self._end_seen_at.get(n, time.monotonic()) for n in ended}
-        for name, told in [*self._end_seen_at.items()]:
-            if since - told > self._config.launcher.grace_s:
-                del self._end_seen_at[name]
-                with contextlib.suppress(ClusterError):  # the next look finds it again
-                    self.query.cancel([moving[name].job_id])
-        return frozenset(ended)
+    def _watch_completing(self, jobs: Collection[SlurmJob], since: float) -> list[str]:
+        """Notes which active jobs still hold nodes after their end; returns messages about those that do so for long.
+
+        Args:
+            since: when squeue showed these jobs.
+        """
+        for job in jobs:
+            if job.state == "COMPLETING":
+                first, _ = self._completing.get(job.job_id, (since, since))
+                self._completing[job.job_id] = first, since
+            else:  # a requeued job has started again
+                self._completing.pop(job.job_id, None)
+        return [
+            f"job {job.job_id} has ended, but Slurm has not freed {job.nodes} for {STUCK_S / 60:g} minutes"
+            " (COMPLETING): it counts for launcher.max_jobs and max_nodes until then. Ask the administrators"
+            " whether the epilog or a process hangs there"
+            for job in jobs
+            if self._held_s(job) - job.elapsed_s >= STUCK_S
+        ]
+
+    def _held_s(self, job: SlurmJob) -> float:
+        """Seconds for which a job held nodes, with those after its end, such as in an epilog, as squeue has shown them."""
+        first, last = self._completing.get(job.job_id, (0.0, 0.0))
+        return job.elapsed_s + (last - first)
+
+    def _end_late(self, ended: Mapping[str, SlurmJob], since: float) -> None:
+        """Ends the jobs of allocations that have ended, if they still run after `grace_s`."""
+        choice = self._config.launcher
+        for name, job in ended.items():
+            # A requeued job may have started again.
+            if not choice.requeue and since - self._ended_at[name] > choice.grace_s:
+                self._ended_at[name] = since
+                with contextlib.suppress(ClusterError):  # a later look finds it again
+                    self.query.cancel([job.job_id])
 
     def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> JobEnd | None:
         """How an allocation ended that squeue does not list as active; None while that is uncertain.
@@ -243,10 +299,10 @@ class SlurmLauncher:
         grace_s = self._config.launcher.grace_s
         if waited < (min(END_GRACE_S, grace_s) if listed else grace_s):
             return None
-        number = held.start.job_id or (held.job or {}).get("job_id")
+        number, identity = held.start.job_id or (held.job or {}).get("job_id"), self._identity(held)
         job = listed[-1] if listed else find(answer.jobs, number) if number else None
-        if job is None and number:
-            job = self.query.accounting([number]).get(number)
+        if number and (job is None or job.name != identity.name):
+            job = self.query.accounting({number: identity}).get(number)
         if job is None:
             named = f"job {number}" if number else f"a job of {held.name}"
             return JobEnd(reason=f"Slurm does not know {named}")
@@ -255,7 +311,7 @@ class SlurmLauncher:
                 return None
             return JobEnd(reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}")
         reason = f"Slurm ended job {job.job_id}: {job.state}{job.because}"
-        return JobEnd(status=job.meaning.status or Status.LOST, reason=reason, held_s=job.elapsed_s)
+        return JobEnd(status=job.meaning.status or Status.LOST, reason=reason, held_s=self._held_s(job))
 
     def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends all jobs of the arrays that hold `allocations`; their agents record how the runs ended."""

@@ -6,11 +6,21 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ultrabench.errors import ClusterError
-from ultrabench.launchers.slurm.job import SACCT, SQUEUE, SlurmJob, collapse, find, sacct_jobs, squeue_jobs
+from ultrabench.launchers.slurm.job import (
+    CLOCKS_DIFFER_S,
+    SACCT,
+    SQUEUE,
+    JobIdentity,
+    SlurmJob,
+    collapse,
+    find,
+    sacct_jobs,
+    squeue_jobs,
+)
 
 TIMEOUT_S = 20.0
 """Seconds after which a Slurm program is killed, if its caller gives no other time."""
@@ -48,6 +58,7 @@ def ask(*words: str, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] | 
     if environ is None:
         environ = {k: v for k, v in os.environ.items() if k in _KEPT or not _DEFAULTS.match(k)}
         environ |= {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0: squeue prints long ranges in full
+        environ["SLURM_TIME_FORMAT"] = "%s"  # seconds since 1970, in whatever time zone
     pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
@@ -98,7 +109,10 @@ class SlurmQuery:
         self._error: str | None = None
         self._sacct_from = -math.inf
         self._looked_up: dict[str, float] = {}
-        self._accounts: dict[str, SlurmJob] = {}
+        self._accounts: dict[str, list[SlurmJob]] = {}
+        """Job number -> rows of sacct with this number, the latest last."""
+        self.foreign: dict[str, str] = {}
+        """Job id -> the message that sacct shows only another job with this id."""
 
     def jobs(self, prefix: str, *, fresh: bool = False) -> Answer:
         """Our jobs whose names begin with `prefix`.
@@ -132,27 +146,39 @@ class SlurmQuery:
         else:
             self._failures, self._error, self._answered_at = 0, None, now
 
-    def accounting(self, job_ids: Collection[str]) -> dict[str, SlurmJob]:
+    def accounting(self, jobs: Mapping[str, JobIdentity]) -> dict[str, SlurmJob]:
         """Jobs that squeue no longer lists, by sacct, in answers at most `poll_s` old.
 
-        The result is empty while sacct does not answer; after a failure it is asked again every 5 minutes.
+        Rows about other jobs with the same ids are left out. The result is empty while sacct does not answer; after a failure it is asked again every 5 minutes.
         sacct shows changes some seconds later than squeue.
         """
         now = time.monotonic()
         # The query is for whole arrays, since sacct does not know an element that has not started.
-        arrays = sorted({job_id.partition("_")[0] for job_id in job_ids})
+        arrays = sorted({job_id.partition("_")[0] for job_id in jobs})
         due = [i for i in arrays if now - self._looked_up.get(i, -math.inf) >= self._poll_s]
         for some in _chunks(due):
             if now < self._sacct_from:
                 return {}
             try:
-                found = sacct_jobs(ask("sacct", *SACCT, f"--jobs={','.join(some)}"))
+                rows = sacct_jobs(ask("sacct", *SACCT, f"--jobs={','.join(some)}"))
             except (CommandError, ValueError):
                 self._sacct_from = now + MOST_BACK_OFF_S
                 return {}
-            self._accounts = {i: j for i, j in self._accounts.items() if j.array_id not in some} | found
+            self._accounts |= {number: [row for row in rows if row.array_id == number] for number in some}
             self._looked_up |= dict.fromkeys(some, now)
-        return {job_id: job for job_id in job_ids if (job := find(self._accounts, job_id))}
+        return {job_id: job for job_id, ours in jobs.items() if (job := self._account(job_id, ours))}
+
+    def _account(self, job_id: str, identity: JobIdentity) -> SlurmJob | None:
+        """The latest row of sacct about this job; if there are only rows about others, `foreign` says so."""
+        rows, now = self._accounts.get(job_id.partition("_")[0], []), time.time()
+        job = find({row.job_id: row for row in rows if not identity.difference(row, now)}, job_id)
+        if job is None and (other := find({row.job_id: row for row in rows}, job_id)):
+            self.foreign[job_id] = (
+                f"sacct shows a job {job_id} that {identity.difference(other, now)}: its state and hours do not"
+                f" count, because Slurm uses ids again. If it is {identity.name} nevertheless, set the clocks: those"
+                f" of this host and of Slurm may differ by {CLOCKS_DIFFER_S / 60:g} minutes"
+            )
+        return job
 
     def cancel(self, job_ids: Iterable[str]) -> None:
         """Ends jobs, arrays or elements of arrays; it ignores those already over.

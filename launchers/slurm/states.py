@@ -78,6 +78,8 @@ def meaning(word: str) -> Meaning:
 _REMEDIES = (
     (r"jobhelduser", "held by its owner: `scontrol release` it"),
     (r"jobheldadmin", "held by the administrators: ask them, or cancel it"),
+    (r"job requeued in held state", "held after a requeue, by an administrator (`scontrol requeuehold`) or a rule for exit"
+     " codes: ask the administrators whether to wait, to `scontrol release` it or to cancel it"),
     (r"jobholdmaxrequeue|.*\bheld\b", "held after a failed start: report the node, then `scontrol release` it"),
     (r"partitiondown", "the partition is down: wait for the administrators or set launcher.partition="),
     (r"partitioninactive", "the partition starts no jobs: set launcher.partition="),

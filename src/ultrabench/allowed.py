@@ -8,7 +8,7 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -98,3 +98,18 @@ def _require(field: str, value: Any, allowed: Allowed) -> None:
             _require(field, item, allowed)
     elif value is not None and not allowed.holds(value):
         raise ConfigError(f"{field}={value!r}; must be {allowed.text}")
+
+
+_SAFE_NAME = re.compile(r"\w[\w.+=@:,-]{0,200}")
+"""Names of allocations, runs, hosts, jobs and journals; none of them can leave a folder or be taken for an option."""
+
+
+def require_safe_names(names: Iterable[str]) -> None:
+    """Raises if a name that was read from a file of somebody else may not become a part of a path or a command.
+
+    Raises:
+        ConfigError: the message quotes the name.
+    """
+    for name in names:
+        if not _SAFE_NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} is not a name that ultrabench writes")

@@ -38,7 +38,9 @@ class ClusterError(UltrabenchError):
     exit_code = 3
 
 
-_MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
+_MAY_PASS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EIO, errno.ETIMEDOUT,
+)  # fmt: skip
 
 
 def may_pass(error: BaseException) -> bool:

@@ -47,6 +47,11 @@ class Measure:
     flops_formula: Annotated[str, one_of(*FLOPS_FORMULAS)]
     """The formula that counts the FLOPs of a token, which MFU follows from; the latest launch's formula counts."""
 
+    max_foreign_load: Annotated[float, between(0, 1)] | None = 0.1
+    """Share of a node's cores that other programs may use during the steps; beyond it the number is in doubt, and so
+    it is if somebody else uses a GPU of the run. None means that neither is judged. The default is for sweeps that
+    began before there was this key."""
+
     def priced_s(self, step_time_s: float) -> float:
         """Seconds of all steps of a run for its price, if a step takes `step_time_s`."""
         measured_steps = (self.min_steps + self.max_steps) // 2

@@ -28,6 +28,8 @@ PATIENCE_S = 10.0
 CALM_S = 0.002
 """Seconds between two such looks or walks."""
 
+FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""Inode of the PID namespace of a host outside all containers (PROC_PID_INIT_INO of Linux)."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,6 +45,29 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+LONGEST_STEP_S = 0.5
+"""Seconds between two looks at a `RunningClock` that count as they are; more is a pause of the process."""
+
+
+class RunningClock:
+    """Counts the seconds for which this process has run, so that limits do not count those for which it was stopped.
+
+    A job may be suspended, a node paused, and a disk may block its caller. Then the time between two looks at the
+    clock is long, and only a short part of it counts.
+    """
+
+    def __init__(self, longest_step_s: float = LONGEST_STEP_S) -> None:
+        self._longest_step_s = longest_step_s
+        self._looked, self._ran_s = time.monotonic(), 0.0
+
+    def __call__(self) -> float:
+        """The seconds for which this process has run since the clock was made, looked at again and again."""
+        now = time.monotonic()
+        self._ran_s += min(now - self._looked, self._longest_step_s)
+        self._looked = now
+        return self._ran_s
 
 
 def become_subreaper() -> None:
@@ -73,6 +98,11 @@ def _stat(pid: int) -> list[str]:
     return [] if not fields or fields[0] in "ZX" else fields
 
 
+def state(pid: int) -> str:
+    """The state of a process as /proc shows it, such as R, S, D or T; `?` when it is gone or a zombie."""
+    return (_stat(pid) or "?")[0]
+
+
 def alive(pid: int, started: int) -> bool:
     """Whether the process with `pid` and start time `started` still runs."""
     return start_time(pid) == started
@@ -80,15 +110,20 @@ def alive(pid: int, started: int) -> bool:
 
 def busy_share(seconds: float) -> float:
     """The share of this machine's cores that is used while this process sleeps for `seconds`, from 0 to 1."""
-    before = _core_ticks()
+    before = core_ticks()
     time.sleep(seconds)
-    spent = [after - first for after, first in zip(_core_ticks(), before, strict=True)]
+    spent = [after - first for after, first in zip(core_ticks(), before, strict=True)]
     return 1 - (spent[3] + spent[4]) / max(sum(spent), 1)
 
 
-def _core_ticks() -> list[int]:
+def core_ticks() -> list[int]:
     """Ticks that all cores together spent as user, nice, system, idle, iowait, irq, softirq and steal."""
     return [int(ticks) for ticks in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+
+def cpu_ticks(pid: int) -> int:
+    """Ticks of CPU time of a process and of those of its children that have ended; 0 when it is gone."""
+    return sum(map(int, _stat(pid)[11:15]))
 
 
 def own_name() -> str:
@@ -153,12 +188,11 @@ def kill_until_gone(find: Callable[[], list[int]], meanwhile: Callable[[], None]
     Returns:
         The pids that are still alive after PATIENCE_S seconds.
     """
-    end = time.monotonic() + PATIENCE_S
-    calm = 0
+    ran_s, calm = RunningClock(), 0
     while True:
         pids = find()
         calm = 0 if pids else calm + 1
-        if calm == CALM_WALKS or (pids and time.monotonic() > end):
+        if calm == CALM_WALKS or (ran_s() > PATIENCE_S and pids):
             return pids
         for pid in pids:
             _kill(pid)

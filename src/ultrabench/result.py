@@ -27,10 +27,13 @@ CAUSES = (
     "ecc_error", "xid", "gpu_unavailable", "foreign_memory", "cuda_oom", "host_oom", "cpu_oom", "non_finite_loss",
     "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken", "bus_error",
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
-    "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "preempted", "unmeasured",
+    "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "agent_gone", "preempted", "unmeasured",
     "wrong_gpu", "replicas_differ", "option_ignored", "bad_report",
 )  # fmt: skip
 """All values of `RunResult.cause`; docs/failures.md explains each of them."""
+
+AGENT_GONE = "agent_gone"
+"""Cause of a node_fail that only the silence of an agent shows; the run itself may have ended the agent."""
 
 ANSWERS = frozenset({Status.OK, Status.OOM, Status.SKIPPED, Status.REJECTED})
 """Statuses that need no repair; a sweep whose runs have only these exits with code 0."""
@@ -98,6 +101,10 @@ class RunResult:
     """Median SM clock over all GPUs and all seconds of the measured steps; None where it is unknown."""
     throttled: str | None = None
     """What slowed a GPU's clock during the measured steps, except a power cap; None: nothing or unknown."""
+    foreign_load: float | None = None
+    """Largest share of a node's cores that other programs used during the steps, from 0 to 1; None where unknown."""
+    foreign_gpu_processes: str | None = None
+    """Processes of somebody else that used its GPUs during the steps; None: none, or unknown."""
     hostnames: tuple[str, ...] = ()
     gpu_name: str | None = None
     torch_version: str | None = None

@@ -347,12 +347,40 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
+MOST_VALUES = 100_000
+"""Largest number of values that a YAML file may stand for; a few aliases of aliases stand for billions."""
+
+
+def _require_few_values(path: Path) -> None:
+    """Raises ConfigError if the aliases of a YAML file stand for more than MOST_VALUES values."""
+    numbers: dict[int, int] = {}
+
+    def number(node: yaml.Node | None) -> int:
+        """How many values a node stands for, each alias counted as what it repeats."""
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in numbers:
+            numbers[id(node)] = MOST_VALUES  # until it is known: a node may contain itself
+            parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+            numbers[id(node)] = 1 + sum(map(number, parts))
+        return numbers[id(node)]
+
+    try:
+        values = number(yaml.compose(read_text(path), yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError):
+        return  # whoever reads it says what is wrong
+    if values > MOST_VALUES:
+        rule = f"a file may have {MOST_VALUES:,} values"
+        raise ConfigError(f"{path}: its aliases stand for {values:,} values; {rule}: write fewer aliases")
+
+
 def read_yaml(path: Path) -> Any:
     """The content of one YAML file, with its interpolations resolved.
 
     Raises:
         ConfigError: the file cannot be read or is not YAML.
     """
+    _require_few_values(path)
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
@@ -390,6 +418,9 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(unusable)
         if override.startswith("sweep=") and (path := files("sweep").get(override.removeprefix("sweep="))):
             _require_global(path)
+    for folder in search_path()[:-1]:
+        for path in filter(Path.is_file, folder.rglob("*.yaml")):
+            _require_few_values(path)
     GlobalHydra.instance().clear()
     Plugins.instance().register(UserFolders)
     try:

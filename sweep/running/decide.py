@@ -83,7 +83,8 @@ def _submit(
     plan: Plan, state: SweepState, seen: JobsSeen, limits: JobLimits, launch: Launch, left: AttemptsLeft
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
-    here = [held for n in seen.alive if same_place(launch.by, (held := state.allocations[n]).by)]
+    holding = (state.allocations[name] for name in seen.alive | seen.leaving)
+    here = [held for held in holding if same_place(launch.by, held.by)]
     # New jobs are submitted when half of the old ones are over, so that several go into one array.
     if len(here) > limits.max_jobs // 2:
         return Actions(wait=True)

@@ -66,7 +66,11 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
     for of, reason in chain(*found, state.disputed.items()):
         doubts[of].append(reason)
     oks = ((key, a.allocation, ok) for key, a in state.attempts.items() if (ok := a.ok))
-    told = {key: [*_own(ok, slack), *doubts.get(held, ()), *doubts.get(key, ())] for key, held, ok in oks}
+    measure = state.config.get("measure", {})
+    most = measure.get("max_foreign_load") if isinstance(measure, dict) else None
+    told = {
+        key: [*_own(ok, slack, most), *doubts.get(held, ()), *doubts.get(key, ())] for key, held, ok in oks
+    }
     return {key: "; ".join(reasons) for key, reasons in told.items() if reasons}
 
 
@@ -107,8 +111,13 @@ def control_times(state: SweepState) -> dict[str, float]:
     return found
 
 
-def _own(result: RunResult, slack: float) -> Iterator[str]:
+def _own(result: RunResult, slack: float, max_foreign_load: float | None) -> Iterator[str]:
     """Reasons for doubt that the result itself gives."""
+    if max_foreign_load is not None:
+        if (load := result.foreign_load or 0.0) > max_foreign_load:
+            yield f"other programs used {load:.0%} of the cores of a node, over {max_foreign_load:.0%}"
+        if result.foreign_gpu_processes:
+            yield f"others used its GPUs: {result.foreign_gpu_processes}"
     if result.throttled is not None:
         yield f"throttled: {result.throttled}"
     ranks = sorted(result.rank_step_times_s.items(), key=lambda item: item[1])

@@ -3,9 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from ultrabench.errors import counted
-from ultrabench.result import RunResult, Status
+from ultrabench.result import AGENT_GONE, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import OUTSIDE, RetryPolicy
@@ -87,21 +88,56 @@ def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
     return None
 
 
+def pointed_at(state: SweepState) -> dict[str, list[RunResult]]:
+    """run_id -> the failures of the run that point at hosts.
+
+    Invalid runs are left out, since what is computed wrongly is no node's fault.
+    """
+    failures: dict[str, list[RunResult]] = defaultdict(list)
+    for key, attempt in state.attempts.items():
+        if (result := attempt.result) and result.suspect_hosts and result.status != Status.INVALID:
+            failures[key.run_id].append(result)
+    return failures
+
+
+def suspect_runs(state: SweepState) -> frozenset[str]:
+    """The runs that failed for one cause on hosts that have none in common: they are at fault, and not the hosts."""
+    return frozenset(
+        run_id
+        for run_id, failures in pointed_at(state).items()
+        if any(
+            one.cause == other.cause and not {*one.suspect_hosts} & {*other.suspect_hosts}
+            for one, other in combinations(failures, 2)
+            if not _said_by_node(one) and not _said_by_node(other)
+        )
+    )
+
+
+def _said_by_node(result: RunResult) -> bool:
+    """Whether Slurm or the node itself says that the node failed; the silence of its agent alone says less."""
+    return result.status == Status.NODE_FAIL and result.cause != AGENT_GONE
+
+
 def excluded_nodes(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
-    """Nodes that must not be used again -> the reason, the worst node first; empty with launcher=local, which has no other node."""
+    """Nodes that must not be used again -> the reason, the worst node first; empty with launcher=local, which has no other node.
+
+    A node is excluded if it or Slurm says that it failed, or if several runs point at it. Where some run was ok on it,
+    runs that fail in the same way elsewhere do not count, so that it may be used again when such a run is found out.
+    """
     if state.config.get("launcher", {}).get("name") == "local":
         return {}
     blamed: dict[str, set[str]] = defaultdict(set)
     ends = [end for allocation in state.allocations.values() for end in allocation.ends.values()]
     failed = {node: "its agent gave it up" for end in ends for node in end.avoid}
-    for key, attempt in state.attempts.items():
-        result = attempt.result
-        if result is None or result.status == Status.INVALID:  # what is computed wrongly is no node's fault
-            continue
-        for host in result.suspect_hosts:
-            blamed[host].add(key.run_id)
-            if result.status == Status.NODE_FAIL:
-                failed[host] = str(result.reason)
+    doubted = suspect_runs(state)
+    worked = {host for a in state.attempts.values() if (ok := a.ok) for host in ok.hostnames}
+    for run_id, failures in pointed_at(state).items():
+        for result in failures:
+            for host in result.suspect_hosts:
+                if _said_by_node(result):
+                    failed[host] = str(result.reason)
+                elif run_id not in doubted or host not in worked:
+                    blamed[host].add(run_id)
     often = {host: len(runs) for host, runs in blamed.items() if len(runs) >= EXCLUDE_AFTER}
     reasons = {host: f"suspected in {counted(number, 'run')}" for host, number in often.items()} | failed
     ranked = sorted(reasons.keys() - {*policy.forgive}, key=lambda h: (h not in failed, -len(blamed[h]), h))

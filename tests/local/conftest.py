@@ -18,6 +18,7 @@ import pytest
 
 from tests import patience
 from ultrabench.cli import main as cli
+from ultrabench.machine_lock import VARIABLE
 from ultrabench.processes import TAG_VARIABLE, command_line, own_processes, tag_of
 
 PROGRAM = Path(__file__).parent / "program.py"
@@ -29,9 +30,16 @@ PEAK = "++hardware.peak_flops_per_s={fp32:1e11,bf16:1e11}"
 """With a given rate no launch measures this machine, nor imports torch if kernel=command."""
 
 
-EMBEDDED = ("model=tiny", "name=t", "sweep.seq_len=32", "measure.warmup_steps=1", "measure.loss_step=3")
+EMBEDDED = (
+    "model=tiny",
+    "name=t",
+    "sweep.seq_len=32",
+    "measure.warmup_steps=1",
+    "measure.loss_step=3",
+    "measure.max_foreign_load=null",
+)
 """Options of a small sweep of the embedded kernel."""
-AT_ONCE = ("launcher.preflight=false", "retry.backoff_s=0", PEAK)
+AT_ONCE = ("launcher.preflight=false", "retry.backoff_s=0", "measure.max_foreign_load=null", PEAK)
 """Options of a sweep that begins with its first run and does not rest."""
 
 
@@ -69,7 +77,12 @@ class Bench:
     def environment(self) -> dict[str, str]:
         """Our environment variables; on a slow machine steps of the program last longer, as tests do."""
         step_s = os.environ.get("STEP_S")
-        return {**os.environ, **({"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {})}
+        machine = {VARIABLE: str(self.folder)}  # tests run beside each other, sweeps of one folder do not
+        return {
+            **os.environ,
+            **machine,
+            **({"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {}),
+        }
 
     def done(self, *words: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs a command until it ends; returns both outputs and the exit code."""

@@ -8,6 +8,7 @@ Two behaviours call a collective in each step: sleep (the last rank never enters
 does it send to rank 0, which receives).
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -60,6 +61,25 @@ if behaviour == "slow_first" and key[2] == "0":
     step_s = 20.0
 if behaviour == "endless":
     step_s = 0.2
+scratch = os.path.dirname(os.environ["ULTRABENCH_REPORT"])
+if behaviour == "litter" and rank == spec["layout"]["dp"] - 1:
+    for number in range(1000):
+        open(f"{scratch}/file{number}", "w").close()
+if behaviour == "stop_server":  # its parent
+    os.kill(os.getppid(), signal.SIGSTOP)
+if behaviour == "end_agent" or (behaviour == "kill_agent" and rank == spec["layout"]["dp"] - 1):
+    agent = int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGTERM if behaviour == "end_agent" else signal.SIGKILL)
+    lose_time()
+if behaviour == "endless_trace" and rank == 0:
+    os.mkdir(f"{scratch}/profile")
+    os.symlink("/dev/zero", f"{scratch}/profile/trace")
+    os.symlink("/dev/zero", f"{scratch}/rank7.log")
+if behaviour == "fill":
+    with contextlib.suppress(OSError), open(f"{os.environ['TMPDIR']}/ballast", "wb", buffering=0) as ballast:
+        while ballast.write(bytes(2**16)) == 2**16:
+            pass
+    os._exit(120)
 for step in itertools.count(1) if behaviour == "endless" else range(1, 13):
     time.sleep(step_s)
     loss = 10.0 / step

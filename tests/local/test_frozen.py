@@ -51,12 +51,13 @@ def test_frozen_agents_end_their_allocations_and_the_runs_go_on(bench, monkeypat
 
 def test_a_job_that_is_suspended_and_resumed_goes_on(bench, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.1")
-    launcher = bench.start(*bench.launch("fine", "launcher.heartbeat_s=2", nodes=2, gbs=4, mbs=1))
+    limit = "measure.run_limit_s=5"
+    launcher = bench.start(*bench.launch("fine", "launcher.heartbeat_s=2", limit, nodes=2, gbs=4, mbs=1))
     bench.wait_for(bench.executions)
     suspended = [pid for pid in own_processes() if (tag_of(pid) or "").split(":")[0] in bench.allocations()]
     suspended += [agent(bench, 0), agent(bench, 1)]
     suspended += [launcher.pid]  # which would end agents that do not move
-    for number, wait_s in ((signal.SIGSTOP, 7.0), (signal.SIGCONT, 0.0)):
+    for number, wait_s in ((signal.SIGSTOP, 7.0 * bench.slowness), (signal.SIGCONT, 0.0)):
         for pid in suspended:
             os.kill(pid, number)
         time.sleep(wait_s * bench.slowness)

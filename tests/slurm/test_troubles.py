@@ -56,6 +56,18 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
     assert any(r["status"] == "node_fail" and "NODE_FAIL" in r["reason"] for r in rows)
 
 
+def test_a_run_that_kills_the_agent_of_its_node_excludes_no_node(sweeps):
+    """As an OOM killer may: three attempts, each on the silence of an agent alone, and the others are ok."""
+    few = ("sweep.nodes=[2]", "sweep.gbs=16", "sweep.zero_stage=0", "sweep.mbs=[1,2,4]", "sweep.gas=null")
+    done = sweeps.done(*sweeps.launch("1:kill_agent,2:fine,4:fine", *few, "launcher.heartbeat_s=0.5"))
+    assert done.returncode == 1, done.stderr
+    assert "is not used again" not in done.stdout + done.stderr
+    rows = sweeps.rows()
+    ends = [(row["status"], row["cause"], len(row["suspect_hosts"])) for row in rows if row["mbs"] == 1]
+    assert ends == [("node_fail", "agent_gone", 1)] * 3
+    assert {row["status"] for row in rows if row["mbs"] > 1} == {"ok"}
+
+
 def test_a_time_limit_in_the_middle_of_a_run(sweeps):
     more = ("sweep.nodes=1", "sweep.zero_stage=0", "launcher.allocation_minutes=5", "launcher.time_minutes=1")
     sweeps.run(*sweeps.launch("1:slow_first,2:fine,4:fine", *FEW[1:], *more))

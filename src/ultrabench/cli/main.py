@@ -51,8 +51,6 @@ def main() -> None:
         code = _fail(str(error), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         code = _fail("interrupted", 130)
-    except BrokenPipeError:
-        code = 141
     except OSError as error:
         what = error.filename or "standard output"
         line = f"cannot use {what}: {error.strerror or error}; free or unlock it, or use another"
@@ -102,13 +100,22 @@ def _fail(message: str, code: int) -> int:
 
 
 class _Forgiving(io.FileIO):
-    """A stderr that ignores errors: if it is full or closed, messages are lost, but the work goes on."""
+    """A stream that ignores errors: if nobody reads it any more, its output is lost, but the work continues."""
+
+    errors: type[OSError] = OSError
+    """Errors that are ignored."""
 
     def write(self, data: Any) -> int:
         """Writes as much of `data` as it can, and returns the whole length."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(self.errors):
             super().write(data)
         return len(data)
+
+
+class _Pipe(_Forgiving):
+    """A stdout that may be closed by its reader, as by `| head`; a full disk is still an error."""
+
+    errors = BrokenPipeError
 
 
 def _guard_streams() -> None:
@@ -120,8 +127,10 @@ def _guard_streams() -> None:
     if sys.stderr is sys.__stderr__:
         stderr = io.BufferedWriter(_Forgiving(2, "w", closefd=False))
         sys.stderr = io.TextIOWrapper(stderr, encoding, "backslashreplace", line_buffering=True)
-    if sys.stdout is None:
-        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding)
+    if sys.stdout is None or sys.stdout is sys.__stdout__:
+        encoding = getattr(sys.__stdout__, "encoding", "utf-8")
+        buffered = io.BufferedWriter(_Pipe(1, "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(buffered, encoding, line_buffering=os.isatty(1))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

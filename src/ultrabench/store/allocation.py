@@ -11,6 +11,8 @@ from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Task
 from ultrabench.store.folder import write_whole
 
+END_REQUEST = "end-requested"
+"""File in the folder of an allocation by which a launcher says that the SIGTERM it sends is from the user."""
 PROBE_LIMIT_S = 300.0
 """Time limit of a preflight in seconds; importing torch may take a minute on a busy machine."""
 

@@ -4,13 +4,16 @@ import contextlib
 import errno
 import json
 import os
+import re
 import uuid
 from pathlib import Path
 from typing import Any
 
-from ultrabench.errors import may_pass
+from ultrabench.allowed import require_safe_names
+from ultrabench.errors import ConfigError, may_pass
 from ultrabench.record import content_id
 from ultrabench.store.folder import write_whole
+from ultrabench.store.state import SweepState
 
 _PROCESS = uuid.uuid4().hex
 """Part of the names of this process's unique files; with equal names a claim can be tried again."""
@@ -67,7 +70,31 @@ def owner_of(claims: Path, key: str) -> str | None:
         OSError: the file cannot be read now, but may be readable later.
     """
     held = owner(claims, key)
-    return None if held is None else str(held.get("allocation", "unreadable"))
+    if held is None:
+        return None
+    name = held.get("allocation")
+    with contextlib.suppress(ConfigError):
+        if isinstance(name, str):
+            require_safe_names([] if name == GIVEN_UP else [name])
+            return name
+    return "unreadable"
+
+
+_ATTEMPT = re.compile(r"\w+\.\d+\.\d+")
+"""Names of the claims of attempts; those of allocations have one dot."""
+
+
+def unrecorded(claims: Path, state: SweepState) -> list[str]:
+    """The claimed attempts of which the journal says nothing, although the jobs that claimed them are over.
+
+    Lines or files of the journal are damaged or missing.
+    """
+    known = {str(key) for key in state.attempts}
+    with contextlib.suppress(OSError):
+        names = sorted(name for name in os.listdir(claims) if _ATTEMPT.fullmatch(name) and name not in known)
+        owners = ((name, state.allocations.get(owner_of(claims, name) or "")) for name in names)
+        return [name for name, allocation in owners if allocation is None or allocation.ended is not None]
+    return []
 
 
 GIVEN_UP = "given up"

@@ -3,12 +3,13 @@
 import json
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 import msgspec
 
-from ultrabench.allowed import at_least, require_allowed
+from ultrabench.allowed import at_least, require_allowed, require_safe_names
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.record import non_default_values
 from ultrabench.result import RunResult
@@ -248,8 +249,40 @@ def encode(line: Line) -> bytes:
     """
     head = {"v": SCHEMA_VERSION, "writer": line.writer, "seq": line.seq, "time": line.time}
     values = {**head, "event": NAMES[type(line.event)], **non_default_values(line.event)}
-    text = _encoder.encode(values)
-    return text.encode(errors="replace") + b"\n"  # halves of surrogate pairs, which are no UTF-8, become ?
+    text = _encoder.encode(values).encode(
+        errors="replace"
+    )  # halves of surrogate pairs, which are no UTF-8, become ?
+    return b"%s%s%08x%s\n" % (text[:-1], _CHECKSUM, zlib.crc32(text[:-1]), _END)
+
+
+_CHECKSUM, _END = b',"crc":"', b'"}'
+"""What surrounds the checksum of a line, its last field: the CRC-32 of all that stands before it, as 8 hex digits."""
+
+
+def _require_undamaged(text: bytes) -> None:
+    """Raises ValueError if a line has a checksum that is not its own; lines of older versions have none."""
+    body, name, tail = text.rpartition(_CHECKSUM)  # in a text its quotes would have backslashes
+    if name and tail != b"%08x%s" % (zlib.crc32(body), _END):
+        raise ValueError("the checksum of the line is wrong")
+
+
+def _names(event: Event) -> Iterator[str]:
+    """The texts of an event that become parts of paths or of commands."""
+    match event:
+        case Launched() | Pause() | Cancel():
+            return
+        case Claimed() | Started() | Phase():
+            yield event.run_id
+        case Result():
+            yield from (event.run_id, *event.result.suspect_hosts)
+        case AllocationStarted():
+            yield from filter(None, (event.agent.journal, event.agent.job.job_id))
+        case AllocationEnded():
+            yield from event.avoid
+        case Submitted():
+            yield from map(str, event.job.values())
+    if allocation := getattr(event, "allocation", None):
+        yield allocation
 
 
 class _Version(msgspec.Struct):
@@ -289,7 +322,10 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
     _require_known(head.v, path)
     if (event_of := _event_of.get(head.event)) is None:
         return None
-    return Line(event_of(text), head.writer, head.seq, head.time, zlib.crc32(text))
+    _require_undamaged(text)
+    event = event_of(text)
+    require_safe_names(_names(event))
+    return Line(event, head.writer, head.seq, head.time, zlib.crc32(text))
 
 
 def _require_known(version: int, path: object) -> None:

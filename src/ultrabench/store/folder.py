@@ -3,6 +3,7 @@ resolved to a folder."""
 
 import contextlib
 import os
+import secrets
 import shlex
 import socket
 import tempfile
@@ -137,9 +138,10 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     Raises:
         OSError: the file could not be written; the temporary file is removed.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    # Nobody can foresee the name, so that no file or link of somebody else is written through.
+    beside, new = path.with_name(f".{path.name}.{secrets.token_hex(8)}"), os.O_EXCL | os.O_NOFOLLOW
     try:
-        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags | new, mode)) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

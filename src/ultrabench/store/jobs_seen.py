@@ -31,7 +31,7 @@ class JobLimits:
     """The limits of a launch on its jobs, nodes and GPU hours."""
 
     max_jobs: int
-    """Largest number of allocations that are queued or running."""
+    """Largest number of allocations that are queued, running or still hold their nodes."""
     max_nodes: int = sys.maxsize
     """Largest number of nodes of all these allocations together."""
     max_array: int = 1
@@ -70,9 +70,9 @@ class JobsSeen:
     queued: frozenset[str] = frozenset()
     """Living allocations that surely hold no nodes yet."""
     running: frozenset[str] = frozenset()
-    """Living allocations whose processes run, so that their agents should touch their journals."""
+    """Allocations whose processes run, so that agents that have not ended should touch their journals."""
     leaving: frozenset[str] = frozenset()
-    """Allocations that still hold their nodes although their agents have reported the end."""
+    """Allocations that still hold their nodes although their agents have reported the end, such as in an epilog."""
     ended_jobs: dict[str, JobEnd] = field(default_factory=dict)
     """Allocation -> how it ended."""
     held_s: dict[str, float] = field(default_factory=dict)

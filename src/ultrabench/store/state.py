@@ -55,6 +55,8 @@ class AllocationState:
     limit_s: float = 0.0
     submission: tuple[str, int] = ("", 0)
     """Name of the launcher's journal and number of its line about the submission; they order submissions."""
+    submitting_at: float | None = None
+    """When it was about to be submitted, in seconds since 1970, by the clock of its launcher; None if unknown."""
     by: dict[str, Any] = field(default_factory=dict)
     """Who submitted it: {user, cluster, host}; empty where the journal does not say so."""
     job: dict[str, Any] | None = None
@@ -98,13 +100,14 @@ class AllocationState:
     def held_s(self) -> float:
         """Seconds for which its nodes were held, as the batch system or else the agents report.
 
-        An end without a reported time counts as the whole time limit if agents had started, else as 0.
+        Only the batch system knows for how long a job was suspended and its nodes ran other jobs. An end
+        without a reported time counts as the whole time limit if agents had started, else as 0.
         """
         unknown_s = self.limit_s if self.agents else 0.0
         reported: dict[int, list[float]] = {}
         for start, end in self.ends.items():
-            seconds = (end.held_s, end.elapsed_s)
-            reported.setdefault(start.restart, []).extend(s for s in seconds if s is not None)
+            seconds = end.elapsed_s if end.held_s is None else end.held_s
+            reported.setdefault(start.restart, []).extend([] if seconds is None else [seconds])
         return sum(max(known, default=unknown_s) for known in reported.values())
 
 
@@ -213,6 +216,7 @@ class Fold:
                     _set(held, ranks, rank, name, getattr(event, name))
             case events.Submitting():
                 _set(held, ranks, rank, "submission", (line.writer, line.seq))
+                _set(held, ranks, rank, "submitting_at", line.time)
             case events.Preflight():
                 _set(held, ranks, (event.restart, line.checksum), "preflight", event.found)
             case events.AllocationStarted():

@@ -1,6 +1,10 @@
 """Reads and writes sweep.json, which holds what all runs share and is written at the first launch."""
 
+import contextlib
 import json
+import os
+import secrets
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +71,10 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
     """
     path = folder.sweep_json
     try:
-        values = json.loads(path.read_text())
+        if not (text := path.read_text()):
+            remedy = "delete it and run the launch command again: the journal keeps the results"
+            raise SweepFolderError(f"{path} is empty, as some file systems leave it after a crash; {remedy}")
+        values = json.loads(text)
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
@@ -102,3 +109,24 @@ def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:
     """
     values = {"schema_version": SCHEMA_VERSION, **to_dict(content)}
     write_whole(folder.sweep_json, json.dumps(values, indent=1) + "\n")
+
+
+def create_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:
+    """Writes sweep.json in one step unless it exists; returns its content, which may be another launch's.
+
+    The complete file is linked to its name, so that of two launches of one new name exactly one creates the sweep. The
+    link count decides, since on NFS the answer of link may be lost.
+
+    Raises:
+        OSError: the file could not be written.
+        SweepFolderError: the file of another launch cannot be read.
+    """
+    beside = SweepFolder(folder.path / f".new-{secrets.token_hex(8)}")
+    beside.path.mkdir()
+    try:
+        write_sweep_json(beside, content)
+        with contextlib.suppress(FileExistsError):
+            os.link(beside.sweep_json, folder.sweep_json)
+        return content if beside.sweep_json.stat().st_nlink == 2 else read_sweep_json(folder)
+    finally:
+        shutil.rmtree(beside.path, ignore_errors=True)

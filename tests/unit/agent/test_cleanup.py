@@ -145,10 +145,10 @@ def test_what_a_run_leaves_is_removed_and_its_logs_are_kept_with_both_ends(one_n
     assert len([p for p in scratch.iterdir() if p.is_dir()]) == 1
     with (SHARED_MEMORY / held).open("wb"):  # somebody else's, in use
         node.ask("node.kill()")
+        assert node.ask("node.finish(keep_all=True).problem") is None
         assert not (SHARED_MEMORY / name).exists()
         assert (SHARED_MEMORY / held).exists()
     (SHARED_MEMORY / held).unlink()
-    assert node.ask("node.finish(keep_all=True)") is None
     socket.create_server(("127.0.0.1", int((folder / "port").read_text()))).close()
     assert [p for p in scratch.iterdir() if p.is_dir()] == []
     (log,) = folder.glob("logs/*/0.0/rank0.log")

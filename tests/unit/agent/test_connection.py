@@ -3,11 +3,13 @@
 Strangers on their port are disconnected and delay nobody; nonsense or an exception ends the allocation, and blames no node.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -18,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import patience
 from tests.patience import slowness
 from tests.unit.agent.one_node import allocation, task
 from ultrabench.agent.__main__ import follow
@@ -28,6 +31,7 @@ from ultrabench.agent.node_identity import NodeIdentity, identify_node
 from ultrabench.agent.ranks.node import Node
 from ultrabench.errors import ClusterError
 from ultrabench.result import RunResult, Status
+from ultrabench.store.allocation import END_REQUEST
 from ultrabench.store.events import Start
 
 SECRET = "0123456789abcdef"
@@ -160,6 +164,9 @@ def test_starts_that_differ_have_files_of_their_own(first, second):
         ("localhost", False, None, "127.0.0.1"),
         ("no.such.host.invalid", False, "10.0.0.9", "10.0.0.9"),
         ("192.0.2.7", False, "10.0.0.9", "192.0.2.7"),
+        ("2001:db8::7", False, "10.0.0.9", "2001:db8::7"),
+        ("::1", False, "2001:db8::9", "2001:db8::9"),
+        ("fe80::7%lo", False, None, "fe80::7%lo"),
     ],
 )
 def test_the_address_others_can_reach(monkeypatch, host, one_host, variable, address):
@@ -167,6 +174,48 @@ def test_the_address_others_can_reach(monkeypatch, host, one_host, variable, add
     if variable:
         monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", variable)
     assert NodeIdentity(node=0, host=host).address(one_host) == address
+
+
+@pytest.fixture
+def ipv6():
+    """The loopback address of IPv6."""
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return "::1"
+    pytest.skip("this machine has no IPv6 loopback address")
+
+
+def test_agents_meet_on_an_address_of_ipv6(tmp_path, ipv6):
+    file = tmp_path / "leader.json"
+    rendezvous = Rendezvous(file, ipv6, SECRET)
+    with ThreadPoolExecutor(1) as pool:
+        peers = pool.submit(rendezvous.wait_for_peers, 2, 30.0, lambda: None)
+        connection = connect_to_leader(file, {"node": 1, "host": "n1"}, SECRET, 30.0)
+        assert peers.result()[1].facts["host"] == "n1"
+        connection.close()
+        peers.result()[1].close()
+    assert free_port(ipv6)
+
+
+ONLY_IPV6 = """
+import sys
+from pathlib import Path
+from ultrabench.agent.agent_group import free_port
+from ultrabench.agent.connection import Rendezvous
+from ultrabench.agent.node_identity import NodeIdentity
+for one_host in (True, False):
+    address = NodeIdentity(node=0, host="fd00:db8::7").address(one_host)
+    Rendezvous(Path(sys.argv[1]) / "leader.json", address, "secret")
+    print(address, free_port(address) > 0)
+"""
+
+
+def test_a_node_without_ipv4_listens(tmp_path, ipv6):
+    up = "ip link set lo up && ip addr del 127.0.0.1/8 dev lo && ip -6 addr add fd00:db8::7/64 dev lo nodad"
+    words = ["unshare", "-rn", "sh", "-c", f'{up} || exit 77; exec "$@"', "sh"]
+    done = patience.run([*words, sys.executable, "-c", ONLY_IPV6, str(tmp_path)], 60)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a network without IPv4 cannot be made here: {done.stderr.strip()[-200:]}")
+    assert done.stdout.splitlines() == ["::1 True", "fd00:db8::7 True"], done.stderr
 
 
 def test_a_port_is_none_that_the_system_gives_away():
@@ -193,9 +242,17 @@ def stop():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(("local", "who"), [(True, "the user: Ctrl-C in the launch"), (False, "SIGTERM")])
-def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(stop, local, who):
-    asked = StopRequest(local)  # the fixture restores the handlers
+@pytest.mark.parametrize(
+    ("local", "asked_for", "who"),
+    [
+        (True, True, "the user: Ctrl-C in the launch"), (False, True, "SIGTERM"),
+        (True, False, "SIGTERM, which no launcher sent: the program, an administrator or a shutdown did"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(stop, tmp_path, local, asked_for, who):
+    if asked_for:
+        (tmp_path / END_REQUEST).touch()
+    asked = StopRequest(tmp_path if local else None)  # the fixture restores the handlers
     os.kill(os.getpid(), signal.SIGTERM)
     assert asked.reason.startswith(f"the allocation was ended by {who}")
 
@@ -262,8 +319,8 @@ def stopped_s(node, monkeypatch):
 
 
 def test_a_leader_that_was_stopped_after_its_wait_blames_nobody(group, stopped_s):
-    waited = group.listen(0.0)
-    assert group.listen(0.0) - waited > 999.0
+    ran_s = group.listen(0.0)
+    assert group.listen(0.0) - ran_s < 1.0, "limits count the time for which it ran"
     assert (len(stopped_s), group.interrupted) == (2, None)
 
 

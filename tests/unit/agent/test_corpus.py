@@ -36,9 +36,9 @@ class Case:
 
     def result(self, hosts=("gpu01", "gpu02")):
         progress = AttemptProgress(len(self.ranks), hosts)
-        for number in self.order:
+        for at, number in enumerate(self.order, start=1):
             events, progress.ranks[number].killed_by_us = self.ranks[number]
-            progress.add([{**item, "rank": number} for item in events])
+            progress.add([{**item, "rank": number} for item in events], now=float(at))
         return classify(progress, TASK, self.end)
 
 

@@ -158,13 +158,21 @@ def many(number, status, reason=None, **values):
         (many(5, "skipped", "112 GiB") + many(9, "rejected", "x"), "skipped", "all 5 skipped: 112 GiB"),
         ([*many(2, "rejected", "tp=3 odd", rule="tp_heads"), row("z", status="rejected", rule="zero")],
          "rejected", "no valid layout: tp=3 odd (tp_heads, 2 of 3)"),
-        ([row("a", suspect="throttled")], "ok", "1 ok but suspect: throttled"),
+        ([row("a", suspect="throttled", stopped="slower_than_best")], "ok", "1 ok but suspect: throttled"),
     ],
 )  # fmt: skip
 def test_a_cell_without_a_winner_says_why(rows, status, reason):
     (cell,) = cells_of(*rows)
     assert (cell.run_id, cell.layout, cell.status, cell.reason) == (None, {}, status, reason)
     assert (cell.mfu, cell.tokens_per_s_per_gpu, cell.shown_column) == (None, None, "mfu")
+
+
+def test_a_cell_of_suspects_alone_shows_their_best_marked():
+    doubted = [row("a", 5.0, suspect="hot"), row("b", 6.0, suspect="throttled")]
+    (cell,) = cells_of(*doubted)
+    assert (cell.run_id, cell.suspect, cell.num_in_doubt) == ("b", "throttled", 2)
+    (cell,) = cells_of(*doubted, row("c", 1.0))
+    assert (cell.run_id, cell.suspect) == ("c", None)
 
 
 def test_order_is_by_parameters_then_nodes():
@@ -195,12 +203,12 @@ def test_notes_and_doubts_count_what_ended_and_what_is_in_doubt():
         row("b", 1900.0, suspect="hot"), row("c", status="invalid", reason="loss is NaN"),
     ]  # fmt: skip
     suspect, invalid, peak = doubts(table_of(*rows))
-    assert suspect == "1 of 9 rows: suspect and wins no cell, such as b: hot"
+    assert suspect == "1 of 9 rows: suspect, wins only a cell without others, such as b: hot"
     assert invalid == "1 of 9 rows: invalid, such as c: loss is NaN"
     assert peak.startswith("MFU up to 1.41 is above 1: the peak is too low")
     told = notes(table_of(*rows))
     counts = "Layouts: 2 ok, 3 oom, 1 invalid, 2 pending. Suspect: 1 of 9 rows, which"
-    assert told.startswith(f"{counts} win no cell. {peak}. Made with ultrabench")
+    assert told.startswith(f"{counts} win only cells without others. {peak}. Made with ultrabench")
     assert "torch 2.13.0" in told
     assert notes(table_of(*rows), include_suspects=True).startswith(f"{counts} may win cells. ")
 

@@ -185,7 +185,9 @@ def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatc
 def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench, unreachable):
     nobody_follows(unreachable)
     again = "ultrabench sweep resume quick-cpu"
-    jobs_run = f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {again}"
+    jobs_run = (
+        f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {again}"
+    )
 
     def standing():
         return as_json(ultrabench, "sweep", "status")["standing"]

@@ -29,10 +29,10 @@ def test_this_user_on_this_host_is_the_origin(monkeypatch):
     host = socket.gethostname().split(".")[0]
     assert origin("big") == {"user": own_name(), "cluster": "big", "host": host}
     inode = os.stat("/proc/self/ns/pid").st_ino
-    monkeypatch.setattr(launcher_module, "_FIRST_NAMESPACE", inode)
+    monkeypatch.setattr(launcher_module, "FIRST_PID_NAMESPACE", inode)
     assert origin() == {"user": own_name(), "cluster": "", "host": host}
     # Of processes in a container those outside, and in others of the same name, see nothing.
-    monkeypatch.setattr(launcher_module, "_FIRST_NAMESPACE", inode + 1)
+    monkeypatch.setattr(launcher_module, "FIRST_PID_NAMESPACE", inode + 1)
     assert origin()["host"] == f"{host}:{inode}"
     assert origin("big")["host"] == host
 

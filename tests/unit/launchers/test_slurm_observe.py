@@ -11,7 +11,7 @@ from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.slurm import launcher as slurm_module
 from ultrabench.launchers.slurm.job import SlurmJob, find
-from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, SlurmLauncher
+from ultrabench.launchers.slurm.launcher import END_GRACE_S, STALE_ACCOUNTING_S, STUCK_S, SlurmLauncher
 from ultrabench.launchers.slurm.query import Answer, CommandError
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, LeadingAgent, Start
@@ -36,7 +36,7 @@ class Slurm:
         self.now = self.asked_at = 0.0
         self.listed, self.known, self.held = {}, {}, {}
         self.error, self.polled, self.refuses = None, True, False
-        self.asked, self.cancelled = [], []
+        self.asked, self.cancelled, self.foreign = [], [], {}
         self.launcher = SlurmLauncher(with_launcher(grace_s=GRACE_S), SweepFolder(folder / "quick"))
         self.launcher.query = self
 
@@ -49,9 +49,14 @@ class Slurm:
         jobs = {i: job for i, job in self.listed.items() if job.name.startswith(prefix)}
         return Answer(jobs=jobs, age_s=self.now - self.asked_at, error=self.error)
 
-    def accounting(self, job_ids):
-        self.asked += job_ids
-        return {job_id: job for job_id in job_ids if (job := find(self.known, job_id))}
+    def accounting(self, jobs):
+        self.asked += jobs
+        fitting = (
+            {i: row for i, row in self.known.items() if not ours.difference(row, 0.0)}
+            for ours in jobs.values()
+        )
+        pairs = zip(jobs, fitting, strict=True)
+        return {job_id: job for job_id, known in pairs if (job := find(known, job_id))}
 
     def cancel(self, job_ids):
         self.cancelled.append(sorted(job_ids))
@@ -108,7 +113,7 @@ def test_before_the_first_answer_everything_may_live(slurm):
 @pytest.mark.parametrize(
     ("state", "queued", "note"),
     [("PENDING", True, None), ("REQUEUE_HOLD", True, "went back to the queue and is held there"),
-     ("RUNNING", False, None), ("COMPLETING", False, None), ("CONFIGURING", False, None),
+     ("RUNNING", False, None), ("STAGE_OUT", False, None), ("CONFIGURING", False, None),
      ("SUSPENDED", False, "is suspended; its processes are kept"),
      ("FROBNICATED", False, "is in the state FROBNICATED, which is not known here")],
 )  # fmt: skip
@@ -149,9 +154,14 @@ def test_a_job_that_is_not_active_leaves_its_agents_time_to_say_so(slurm, where,
     assert slurm.observe(after=1000).ended_jobs == {}, "what the agents said is enough"
 
 
+@pytest.mark.parametrize("other", [{}, {"name": "nightly"}, {"submitted_at": 1e6}, {"cluster": "juno"}])
 @pytest.mark.parametrize("job_id", ["57_0", None])
-def test_without_accounting_a_missing_job_is_lost(slurm, job_id):
+def test_without_accounting_a_missing_job_is_lost(slurm, job_id, other):
+    """A row about another job with the same id says nothing."""
+    slurm.launcher.by["cluster"] = "alps"
     slurm.submitted(A, job_id)
+    slurm.held[A].submitting_at = 2e6
+    slurm.known = rows(("57_0", "OUT_OF_MEMORY"), **other) if other else {}
     slurm.lives()
     slurm.lives(after=GRACE_S - 1)
     told = "job 57_0" if job_id else f"a job of {A}"
@@ -269,6 +279,15 @@ def test_the_owner_is_looked_up_and_not_the_job_that_sbatch_answered(slurm):
     assert slurm.asked == ["57_0"]
 
 
+@pytest.mark.parametrize(("requeue", "held_s"), [(False, 0.0), (True, 1.0)])
+def test_the_time_of_a_requeued_job_is_at_least_that_of_its_agents(slurm, requeue, held_s):
+    """Slurm shows only the time of its latest start, and there may be none."""
+    slurm.launcher._config = with_launcher(requeue=requeue)
+    slurm.started()
+    slurm.ended()
+    assert slurm.observe(("57_0", "CANCELLED")).timed == {A: held_s}
+
+
 def test_an_ended_job_that_ran_is_timed_by_squeue_until_that_was_taken_down(slurm):
     slurm.submitted(B, "58_0")
     slurm.started(B, "58_0")
@@ -306,10 +325,27 @@ def test_a_job_that_runs_on_after_its_end_is_ended(slurm, refuses, requeue):
     slurm.started()
     slurm.ended()
     for after in (0.0, GRACE_S):
-        assert slurm.observe(("57_0", "RUNNING"), after=after).leaving == (set() if requeue else {A})
+        assert slurm.observe(("57_0", "RUNNING"), after=after).leaving == {A}
         assert slurm.cancelled == []
     slurm.observe(after=1)
     assert slurm.cancelled == ([] if requeue else [["57_0"]])
+
+
+def test_a_job_that_has_not_given_its_nodes_back_leaves_and_is_timed(slurm):
+    """Slurm counts no epilog: its time goes from the first to the last answer of squeue that shows it."""
+    slurm.started()
+    slurm.observe()
+    slurm.ended()
+    slurm.polled = False
+    assert slurm.observe(after=5).leaving == {A}, "squeue was asked before its end"
+    slurm.polled, slurm.listed = True, rows(("57_0", "COMPLETING"), elapsed_s=100.0, nodes="gpu07")
+    for held_s, notes in ((100.0, 0), (100.0 + STUCK_S, 1)):
+        seen = slurm.observe(after=STUCK_S if notes else 5)
+        assert (seen.leaving, seen.running, seen.held_s, len(seen.notes)) == ({A}, set(), {A: held_s}, notes)
+    assert "has not freed gpu07 for 5 minutes" in seen.notes[0]
+    slurm.listed = rows(("57_0", "COMPLETED"), elapsed_s=100.0)
+    seen = slurm.observe(after=30)
+    assert (seen.leaving, seen.timed, slurm.cancelled) == (set(), {A: 100.0 + STUCK_S}, [])
 
 
 @pytest.mark.parametrize("squeue_answers", [False, True])
@@ -336,3 +372,24 @@ def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatc
     assert len(tries) == 1 + squeue_answers
     waited = "squeue does not answer; nothing is submitted before it does" in told
     assert waited != squeue_answers
+
+
+BANNER = "Welcome! Your last job 1 was not found: invalid account\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [("Submitted batch job 99\n", 99), (f"{BANNER}Submitted batch job 99 on cluster alps\nlogged job 99\n", 99),
+     (f"{BANNER}99;alps\n", 99), (BANNER, 60), ("", 60), ("1\nSubmitted batch job 99\n", 60)],
+)  # fmt: skip
+def test_a_job_number_is_read_from_no_banner(slurm, monkeypatch, answer, number):
+    """Where the output names no job, or two, squeue is asked for the job by its name."""
+    submitted = []
+    slurm.launcher._folder.path.mkdir()
+    monkeypatch.setattr(slurm_module, "array_script", lambda *what, **more: "")
+    monkeypatch.setattr(slurm_module, "ask", lambda *words, **more: submitted.append(words) or answer)
+    slurm.asked_at, slurm.listed = 1.0, rows(("60_0", "PENDING"))
+    slurm.sleep = lambda seconds: setattr(slurm, "now", slurm.now + seconds)
+    slurm.now = 2.0
+    (job,) = slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], lambda note: None).values()
+    assert (job["job_id"], len(submitted)) == (f"{number}_0", 1)

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import time
+from datetime import datetime
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.patience import slowness, wait_until
 from tests.unit.launchers.conftest import Programs
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm import query as query_module
-from ultrabench.launchers.slurm.job import SlurmJob, duration_s, find, squeue_jobs
+from ultrabench.launchers.slurm.job import JobIdentity, SlurmJob, duration_s, find, squeue_jobs
 from ultrabench.launchers.slurm.query import CommandError, SlurmQuery, ask
 from ultrabench.processes import start_time
 
@@ -24,12 +25,14 @@ QUEUE = """12|12|PENDING|0:00||PartitionNodeLimit|ub-c
 of two lines
 14|14|COMPLETED|0:03|gpu08|None|other
 """
-ACCOUNTS = """59_2|62|PENDING|00:00:00|None assigned|2026-11-21T09:21:14|ub-e
-59_4|59|RUNNING|00:00:07|gpu[01-02]|2026-11-21T09:21:14|ub-e
-59_0|60|REQUEUED|00:00:13|gpu01|2026-11-21T09:21:14|ub-e
-59_0|60|PENDING|00:00:00|None assigned|2026-11-21T09:21:27|ub-e
-59_[4-5%1]|59|CANCELLED by 0|00:00:00|None assigned|2026-11-21T09:21:14|ub-e
-7|7|OUT_OF_MEMORY|01:18:31|gpu03|2026-11-20T01:00:00|bar|red
+SUBMITTED_AT = 1795462505
+WHOSE = f"{os.getuid()}|alps"
+ACCOUNTS = f"""59_2|62|PENDING|00:00:00|None assigned|{SUBMITTED_AT}|{WHOSE}|ub-e
+59_4|59|RUNNING|00:00:07|gpu[01-02]|{SUBMITTED_AT}|{WHOSE}|ub-e
+59_0|60|REQUEUED|00:00:13|gpu01|{SUBMITTED_AT}|{WHOSE}|ub-e
+59_0|60|PENDING|00:00:00|None assigned|{SUBMITTED_AT + 13}|{WHOSE}|ub-e
+59_[4-5%1]|59|CANCELLED by 0|00:00:00|None assigned|{SUBMITTED_AT}|{WHOSE}|ub-e
+7|7|OUT_OF_MEMORY|01:18:31|gpu03|{SUBMITTED_AT}|{WHOSE}|bar|red
 """
 REFUSED = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 
@@ -51,6 +54,14 @@ class Slurm(Programs):
     def prints(self, key, text, code=0):
         self.says[key] = text, code
         self.write()
+
+    def time(self):
+        return SUBMITTED_AT + self.now
+
+    def accounting(self, job_ids, name="ub-e", **more):
+        """What sacct says about these jobs, which were submitted 5 minutes before, if the clocks are equal."""
+        ours = JobIdentity(**{"name": name, "cluster": "Alps", "submitting_at": SUBMITTED_AT + 300.0, **more})
+        return self.query.accounting(dict.fromkeys(job_ids, ours))
 
     def calls(self, program):
         return [line.partition(" ")[2] for line in self.asked if line.startswith(f"{program} ")]
@@ -160,7 +171,7 @@ def test_variables_that_change_the_programs_are_left_out(slurm, monkeypatch, tmp
     monkeypatch.setenv("TZ", "UTC")
     names = r"SLURM|SBATCH|SQUEUE|SACCT|SCANCEL|LC_ALL|TZ"
     assert {line for line in ask("squeue").splitlines() if re.match(names, line)} == {
-        "SLURM_CONF=x", "SLURM_JWT=x", "SLURM_BITSTR_LEN=0", "LC_ALL=C", "TZ=UTC",
+        "SLURM_CONF=x", "SLURM_JWT=x", "SLURM_BITSTR_LEN=0", "SLURM_TIME_FORMAT=%s", "LC_ALL=C", "TZ=UTC",
     }  # fmt: skip
 
 
@@ -179,38 +190,65 @@ def test_elements_that_share_a_row_are_told_apart():
 
 def test_what_squeue_has_forgotten_sacct_knows(slurm):
     slurm.prints("sacct", ACCOUNTS)
-    found = slurm.query.accounting(["59_0", "59_2", "59_4", "59_5", "59_9", "7", "8"])
+    found = slurm.accounting(["59_0", "59_2", "59_4", "59_5", "59_9", "8"])
     assert {i: (job.state, job.nodes) for i, job in found.items()} == {
         "59_0": ("PENDING", ""), "59_2": ("PENDING", ""), "59_4": ("RUNNING", "gpu[01-02]"),
-        "59_5": ("CANCELLED by 0", ""), "7": ("OUT_OF_MEMORY", "gpu03"),
+        "59_5": ("CANCELLED by 0", ""),
     }  # fmt: skip
-    assert (found["7"].elapsed_s, found["7"].name) == (4711.0, "bar|red")
-    options = (
-        "--parsable2 --noheader --allocations --format=JobID,JobIDRaw,State,Elapsed,NodeList,Submit,JobName"
-    )
-    assert slurm.calls("sacct") == [f"{options} --jobs=59,7,8"]
-    slurm.prints("sacct", "59_4|59|COMPLETED|00:00:09|gpu[01-02]|2026-11-21T09:21:14|ub-e\n")
+    (odd,) = slurm.accounting(["7"], name="bar|red", submitting_at=None).values()
+    assert (odd.elapsed_s, odd.name, odd.state, odd.nodes) == (4711.0, "bar|red", "OUT_OF_MEMORY", "gpu03")
+    columns = "JobID,JobIDRaw,State,Elapsed,NodeList,Submit,UID,Cluster,JobName"
+    options = f"--parsable2 --noheader --allocations --duplicates --format={columns}"
+    assert slurm.calls("sacct") == [f"{options} --jobs=59,8", f"{options} --jobs=7"]
+    slurm.prints("sacct", f"59_4|59|COMPLETED|00:00:09|gpu[01-02]|{SUBMITTED_AT}|{WHOSE}|ub-e\n")
     slurm.now += 30
-    found = slurm.query.accounting(["59_4", "59_2"])
+    found = slurm.accounting(["59_4", "59_2"])
     assert {i: job.state for i, job in found.items()} == {"59_4": "COMPLETED"}
 
 
 def test_a_site_without_accounting_is_not_asked_all_the_time(slurm):
     slurm.prints("sacct", "Slurm accounting storage is disabled\n", 1)
-    assert slurm.query.accounting(["7"]) == {}
+    assert slurm.accounting(["7"]) == {}
     slurm.now += 299
-    assert slurm.query.accounting(["8"]) == {}
+    assert slurm.accounting(["8"]) == {}
     assert len(slurm.calls("sacct")) == 1
-    slurm.prints("sacct", "8|8|FAILED|00:00:01|gpu01|2026-11-21T09:21:14|ub-a\n")
+    slurm.prints("sacct", f"8|8|FAILED|00:00:01|gpu01|{SUBMITTED_AT}|{WHOSE}|ub-e\n")
     slurm.now += 1
-    assert slurm.query.accounting(["8"])["8"].state == "FAILED"
+    assert slurm.accounting(["8"])["8"].state == "FAILED"
+
+
+OURS = f"8|8|COMPLETED|00:00:09|gpu01|{SUBMITTED_AT}|{WHOSE}|ub-e\n"
+TOO_EARLY = (str(SUBMITTED_AT - 1), datetime.fromtimestamp(SUBMITTED_AT - 1).isoformat())
+
+
+@pytest.mark.parametrize(
+    ("row", "difference"),
+    [(OURS, None), (OURS.replace("ub-e", "nightly"), "name nightly instead of ub-e"),
+     (OURS.replace(WHOSE, "4711|alps"), "user 4711"), (OURS.replace("alps", "juno"), "cluster juno instead of alps"),
+     *((OURS.replace(f"{SUBMITTED_AT}", time), "was submitted before") for time in TOO_EARLY),
+     (OURS.replace("00:00:09", "2-12:00:00"), "longer than since its submission"),
+     # A column that sacct leaves empty does not decide.
+     (OURS.replace(f"{SUBMITTED_AT}|{WHOSE}", "Unknown||"), None)],
+)  # fmt: skip
+def test_a_row_of_another_job_with_the_same_id_is_no_answer(slurm, row, difference):
+    """Ids begin anew after MaxJobId, or with another database; the newest row need not be ours."""
+    slurm.prints("sacct", row)
+    assert list(slurm.accounting(["8"])) == ([] if difference else ["8"])
+    assert len(slurm.query.foreign) == bool(difference)
+    assert all(
+        difference in note and note.startswith("sacct shows a job 8 that ")
+        for note in slurm.query.foreign.values()
+    )
+    slurm.prints("sacct", OURS + row.replace("COMPLETED", "OUT_OF_MEMORY"))
+    slurm.now += 30
+    assert slurm.accounting(["8"])["8"].state == ("COMPLETED" if difference else "OUT_OF_MEMORY")
 
 
 def test_many_ids_go_in_parts(slurm):
     slurm.prints("sacct", "")
     slurm.prints("scancel", "")
     ids = [f"{i}" for i in range(1000, 1450)]
-    assert slurm.query.accounting(ids) == {}
+    assert slurm.accounting(ids) == {}
     assert [call.rpartition("=")[2].count(",") + 1 for call in slurm.calls("sacct")] == [200, 200, 50]
     slurm.query.cancel(ids)
     assert [len(call.split()) for call in slurm.calls("scancel")] == [200, 200, 50]

@@ -31,8 +31,10 @@ def test_an_unknown_state_may_still_hold_nodes(word, named):
 
 
 REMEDIES = {
-    "scontrol release": ["JobHeldUser", "launch failed requeued held", "(launch_failed_requeued_held)",
-                         "JobHoldMaxRequeue"],
+    "scontrol release": ["JobHeldUser", "job requeued in held state"],
+    "failed start": ["launch failed requeued held", "(launch_failed_requeued_held)", "JobHoldMaxRequeue",
+                     "user env retrieval failed requeued held"],
+    "`scontrol requeuehold`": ["job requeued in held state", "(job_requeued_in_held_state)"],
     "administrators": ["(JobHeldAdmin)"],
     "launcher.partition=": ["PartitionDown", "PartitionInactive", "PartitionConfig"],
     "launcher.max_nodes=": ["PartitionNodeLimit", "QOSMaxNodePerJobLimit", "ReqNodeNotAvail"],

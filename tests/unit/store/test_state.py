@@ -301,6 +301,8 @@ UNTIMED = gone(0, "vanished")
     # looked before the last node was free, so the longest time counts.
     ([start(0), end(0, "done", 100.0), held(0, 120.0), held(0, 130.0), held(0, None)], 130.0, True),
     ([start(0), *(held(0, s) for s in (120.0, 130.0, 90.0)), end(0, "done", 100.0), held(1, 5.0)], 135.0, True),
+    # Suspended agents do not notice that their nodes run other jobs; Slurm does not count that time.
+    ([start(0), end(0, "done", 100.0), held(0, 40.0)], 40.0, True),
     # A budget must hold: what nodes were held for unseen counts as all that it may have been.
     ([planned(), UNTIMED], 0.0, False),
     ([planned(), gone(0, "vanished", 0.0)], 0.0, False),
@@ -322,6 +324,7 @@ def test_what_an_allocation_says_of_itself():
     found = fold(written(event, seq=n) for n, event in enumerate(said)).allocations["n1"]
     assert (found.nodes, found.limit_s, found.tasks, found.by) == (1, 60.0, (KEY,), by)
     assert (found.submission, found.job, found.ended, found.control) == (("w", 0), {"pid": 7}, None, None)
+    assert (found.submitting_at, held_of(planned()).submitting_at) == (written(submitted).time, None)
     assert held_of(planned(control="aaaa")).control == "aaaa"
     told = held_of(start(0), start(1), end(0), end(1, avoid=("gpu01",)), gone(1, "vanished"))
     assert (told.start, len(told.agents)) == (Start(job_id="57_0", restart=1), 2)

@@ -277,6 +277,12 @@ def test_it_is_refilled_when_half_of_the_jobs_are_over(alive, number):
     assert (len(found.submit), found.wait, found.stopped) == (number, True, None)
 
 
+def test_jobs_that_have_not_given_their_nodes_back_take_room():
+    state, seen = in_flight(2)
+    leaving = JobsSeen(alive=frozenset([ONES[0].run_id]), leaving=seen.alive)
+    assert [len(actions(state, leaving, max_jobs=n).submit) for n in (2, 3, 4)] == [0, 0, 2]
+
+
 @pytest.mark.parametrize(("by", "number"), [({**BIG, "cluster": "small"}, 2), ({**BIG, "user": "bob"}, 0)])
 def test_only_jobs_in_the_same_place_take_room(by, number):
     assert len(actions(*in_flight(2, by), max_jobs=2).submit) == number

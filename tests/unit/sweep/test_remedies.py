@@ -46,7 +46,9 @@ def following(overrides, message):
     words = words if message.endswith("?") else words[:1]
     others = {override: [other for other in overrides if other != override] for override in overrides}
     several = len(overrides) > 1
-    refused = [each for each in overrides if not several or refusal(others[each]) != message][:1] if words else []
+    refused = (
+        [each for each in overrides if not several or refusal(others[each]) != message][:1] if words else []
+    )
     stays = [each for each in overrides if each not in refused and key(each) not in map(key, words)]
     return [*words, *stays] if words else None
 

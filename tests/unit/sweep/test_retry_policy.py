@@ -77,6 +77,14 @@ def state_of(*attempts):
 
 
 HANG = result(suspect_hosts=("bad",))
+FINE_ON_A = result("ok")
+
+
+def gone(host):
+    """The end of a run whose node's agent fell silent."""
+    return result("node_fail", cause="agent_gone", suspect_hosts=(host,), hosts=(host,))
+
+
 WRONG = result("invalid", suspect_hosts=("bad",))
 
 
@@ -88,6 +96,10 @@ WRONG = result("invalid", suspect_hosts=("bad",))
         ([*failed(HANG), *failed(HANG, run_id="s")], {"forgive": ("bad",)}, {}),
         ([*failed(WRONG), *failed(WRONG, run_id="s")], {}, {}),  # what a program computes is no node's fault
         (failed(result("node_fail", suspect_hosts=("dead",), reason="ECC error")), {}, {"dead": "ECC error"}),
+        (failed(gone("a"), gone("b"), gone("c")), {}, {}),  # one run that ends the agent of any node
+        ([*failed(gone("a")), *failed(gone("a"), run_id="s")], {}, {"a": "suspected in 2 runs"}),
+        ([*failed(gone("a"), gone("b")), *failed(gone("a"), run_id="s")], {}, {"a": "suspected in 2 runs"}),
+        ([*failed(gone("a"), gone("b")), *failed(gone("a"), run_id="s"), *failed(FINE_ON_A, run_id="t")], {}, {}),
     ],
 )  # fmt: skip
 def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed(attempts, more, nodes):
@@ -97,6 +109,31 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed(attempts, mor
     assert excluded_nodes(state, policy) == nodes | {"full": "its agent gave it up"}
     here = Launched(generation=1, config={"launcher": {"name": "local"}})
     assert excluded_nodes(replace(state, launched=here), policy) == {}, "there is no other node"
+
+
+ENDS_ON_A_HOST = {
+    "silent": {"status": "node_fail", "cause": "agent_gone"}, "hang": {"status": "hang"}, "comm": {"status": "comm_error"},
+    "killed": {"status": "crash", "cause": "killed"}, "ecc": {"status": "node_fail", "cause": "ecc_error"},
+    "ok": {"status": "ok"},
+}  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("rst"), st.sampled_from("abcd"), st.sampled_from([*ENDS_ON_A_HOST])),
+        max_size=12,
+    )
+)
+def test_no_node_is_excluded_on_the_evidence_of_one_run_unless_the_node_says_so(ends):
+    attempts = [
+        AttemptState(key=AttemptKey(run, 0, n), time=n, result=result(
+            hosts=(host,), suspect_hosts=() if end == "ok" else (host,), **ENDS_ON_A_HOST[end]
+        ))
+        for n, (run, host, end) in enumerate(ends)
+    ]  # fmt: skip
+    for node in excluded_nodes(state_of(*attempts), POLICY):
+        pointing = {run for run, host, end in ends if host == node and end != "ok"}
+        assert len(pointing) > 1 or ("ecc" in {end for _, host, end in ends if host == node})
 
 
 TOLD = {"c": result("crash", fingerprint="f", reason="no module x"), "o": result("ok"), "m": result("oom")}

@@ -79,7 +79,13 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
     verdict = decide_retry(tries, plan.config.retry, memory_share=share)
     before = {"was": result.status.value, "reason": result.reason}
     policy = f"{'retry' if verdict.again else 'no retry'}; {verdict.why}"
-    return {"run_id": key.run_id, "repeat": key.repeat, "attempt": key.attempt + 1, **before, "policy": policy}
+    return {
+        "run_id": key.run_id,
+        "repeat": key.repeat,
+        "attempt": key.attempt + 1,
+        **before,
+        "policy": policy,
+    }
 
 
 def run_pause(folder: SweepFolder) -> None:

@@ -72,7 +72,9 @@ def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str
     if living_launchers(folder):
         return None
     if now.at_work or now.waiting:
-        return f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {resume}"
+        return (
+            f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {resume}"
+        )
     return f"Nothing is running. To continue: {resume}"
 
 

@@ -88,5 +88,7 @@ def _status(row: Row) -> Text:
         plain = "slower" if row["stopped"] == SLOWER else "ok"
         shown = next((mark for mark, column in MARKS.items() if row[column]), plain)
     wide = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if shown == "best" else ""
-    style = style_of(status, doubtful=bool(wide) or shown in ("suspect", "slower"))
+    if status == "ok" and row["suspect"] and shown in ("best", "as good"):
+        shown = f"{shown}, suspect"
+    style = style_of(status, doubtful=bool(wide) or "suspect" in shown or shown == "slower")
     return Text(f"{shown} {wide}".rstrip(), style)
