@@ -343,6 +343,9 @@ def read_text(path: Path) -> str:
     """
     try:
         return path.read_text()
+    except UnicodeDecodeError as error:
+        what = f"byte {error.start + 1} of it is not UTF-8"
+        raise ConfigError(f"cannot read {path}: {what}; save the file as UTF-8 text") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
