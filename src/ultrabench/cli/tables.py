@@ -18,7 +18,7 @@ WIDE = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 LEFT_OUT_FIRST = (
     "x predicted", "predicted", "on", "loss", "step s", "why", "P(OOM)", "policy", "GPUs", "host", "microbatches", "part", "at",
-    "peak GiB", "step", "seconds", "for example", "candidates", "valid", "they fit", "attempt", "memory", "run", "tokens/s/GPU", "run id", "MFU",
+    "peak GiB", "step", "seconds", "for example", "candidates", "valid", "likely to fit", "attempt", "memory", "run", "tokens/s/GPU", "run id", "MFU",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first."""
 WRAPPED, LONGEST_WORD = 12, 24

@@ -31,8 +31,15 @@ from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
 from ultrabench.sweep.running.progress import measured, progress
 
-COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fit": "predicted_to_fit"}
+COUNTS = {
+    "candidates": "candidates",
+    "valid": "valid",
+    "runs": "runs_at_most",
+    "likely to fit": "predicted_to_fit",
+}
 """Column of the table -> key of a cell in the JSON document."""
+SEARCHED = {"expected runs": "runs"}
+"""The same for the adaptive search, which makes only some of its runs."""
 
 
 def show_plan(
@@ -141,17 +148,18 @@ def _extrapolation(
 
 def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) -> Iterator[RenderableType]:
     """The tables of a plan: its price by cell, rejected and refused candidates, and layouts to try first."""
-    cells = {(c["model"], c["nodes"]): [c[key] for key in COUNTS.values()] for c in summary["cells"]}
+    counts = COUNTS | (SEARCHED if plan.config.strategy == "adaptive" else {})
+    cells = {(c["model"], c["nodes"]): [c[key] for key in counts.values()] for c in summary["cells"]}
     yield headline(plan.config)
-    yield price_table(plan, price, tuple(COUNTS), cells)
+    yield price_table(plan, price, tuple(counts), cells)
     if pruned := summary["pruned"]:
         most = plan.config.max_p_oom
         example = next(c for c in plan.candidates if c.rule == PRUNED)
         left = f"{pruned:,} valid layouts are left out, as P(OOM) is above max_p_oom={most:g}"
         yield f"{left}, such as {example.layout.label()}: {example.reason}"
     if large := summary["runs_at_most"] - summary["predicted_to_fit"]:
-        order = "they come last, and their price is that of their start"
-        yield f"{large:,} of the runs are unlikely to fit into memory: {order}"
+        order = "they run last and are priced at start-up only"
+        yield f"{large:,} of the {summary['runs_at_most']:,} runs are unlikely to fit into memory: {order}"
     if rejected := summary["rejected"]:
         examples = {c.rule: c.reason for c in reversed(plan.candidates)}
         rows = [(rule, f"{count:,}", examples[rule]) for rule, count in rejected.items()]
