@@ -140,9 +140,14 @@ def style_of(status: str | None, doubtful: bool = False) -> str:
     return "dim" if status in (None, "pending", "running", "skipped", "rejected") else "red"
 
 
+def three_digits(value: float) -> str:
+    """A number as people write it: with three digits, or as a whole number from 100 on, never with an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def hours(value: float) -> str:
     """GPU hours as a text with three digits, or as a whole number from 100 on."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return three_digits(value)
 
 
 def duration(seconds: float) -> str:

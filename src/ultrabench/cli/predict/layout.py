@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.numbers import count
-from ultrabench.cli.tables import print_json, show, table, warn
+from ultrabench.cli.tables import print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak
 from ultrabench.layout import AXES
@@ -111,8 +111,8 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
     yield f"peak {found['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * found['p_oom']:.1f} %"
     yield _bars("\nstep time, ms", found["time"], 1e3)
     mfu = "" if found["mfu"] is None else f", MFU {100 * found['mfu']:.1f} %"
-    low, high = (f"{found[f'step_time_{end}_s']:.3g}" for end in ("low", "high"))
-    step = f"step {found['step_time_s']:.3g} s, 80 % of measured ones between {low} and {high} s"
+    low, high = (three_digits(found[f"step_time_{end}_s"]) for end in ("low", "high"))
+    step = f"step {three_digits(found['step_time_s'])} s, 80 % of measured ones between {low} and {high} s"
     rate = f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}"
     yield f"{step}; {rate}; limited by {found['limited_by']}"
     if found["mfu"] is None:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, too_long
-from ultrabench.cli.tables import print_json, say, show, table, warn
+from ultrabench.cli.tables import print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
@@ -148,10 +148,10 @@ def _extrapolation(
 
 def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) -> Iterator[RenderableType]:
     """The tables of a plan: its price by cell, rejected and refused candidates, and layouts to try first."""
-    counts = COUNTS | (SEARCHED if plan.config.strategy == "adaptive" else {})
-    cells = {(c["model"], c["nodes"]): [c[key] for key in counts.values()] for c in summary["cells"]}
+    columns = COUNTS | (SEARCHED if plan.config.strategy == "adaptive" else {})
+    cells = {(c["model"], c["nodes"]): [c[key] for key in columns.values()] for c in summary["cells"]}
     yield headline(plan.config)
-    yield price_table(plan, price, tuple(counts), cells)
+    yield price_table(plan, price, tuple(columns), cells)
     if pruned := summary["pruned"]:
         most = plan.config.max_p_oom
         example = next(c for c in plan.candidates if c.rule == PRUNED)
@@ -173,8 +173,8 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
     if best:
         top = []
         for row in best:
-            low, high = (f"{row[f'step_time_{end}_s']:.3g}" for end in ("low", "high"))
-            rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['step_time_s']:.3g}"
+            low, high = (three_digits(row[f"step_time_{end}_s"]) for end in ("low", "high"))
+            rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", three_digits(row["step_time_s"])
             step, chance = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
             peak, place = f"{row['peak_mem_bytes'] / GIB:.1f}", (row["model"], row["nodes"], row["layout"])
             why = row["why"] if row["advised"] else "most likely to fit, not advised"
