@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import ultrabench
+from ultrabench.analysis.environments import Environments
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
 from ultrabench.sweep.running.outliers import low_peak
@@ -27,6 +28,10 @@ class Cell:
     reason: str | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Axis -> value of the best run; empty where there is no best run."""
+    env_id: str | None = None
+    """Hash of the environment of the best run."""
+    environment: str | None = None
+    """What sets this environment apart from the others of the cell, such as `ALGO=Ring`; None if there is one."""
     suspect: str | None = None
     """Why the number of the best run is in doubt; None if it is not. A suspect is the best only of suspects."""
     mfu: float | None = None
@@ -179,7 +184,7 @@ def tried(cell: Cell) -> list[str]:
 
 
 def doubts(table: pa.Table) -> list[str]:
-    """Lines about suspect rows, about invalid rows, each with an example, and about a peak that is too low."""
+    """Lines about suspect rows, invalid rows, each with an example, a peak that is too low, and drivers that differ."""
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
@@ -188,7 +193,7 @@ def doubts(table: pa.Table) -> list[str]:
         f"{len(found)} of {counted(len(rows), 'row')}: {what}, such as {found[0][0]}: {found[0][1]}"
         for found, what in named
         if found
-    ] + low_peak_in(table)
+    ] + [*low_peak_in(table), *Environments(table).notes]
 
 
 def low_peak_in(table: pa.Table) -> list[str]:
@@ -213,7 +218,7 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
     if suspect := sum(row["suspect"] is not None for row in rows):
         wins = "may win cells" if include_suspects else "win only cells without others"
         told += f". Suspect: {suspect:,} of {counted(len(rows), 'row')}, which {wins}"
-    return ". ".join((f"Layouts: {told}", *low_peak_in(table), made_with(table)))
+    return ". ".join((f"Layouts: {told}", *low_peak_in(table), *Environments(table).notes, made_with(table)))
 
 
 def made_with(table: pa.Table) -> str:

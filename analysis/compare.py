@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from scipy import stats
 
 from ultrabench.analysis.cells import MAY_DIFFER, Cell
+from ultrabench.analysis.environments import CHOSEN, OBSERVED, Environments
 from ultrabench.analysis.numbers import percent
 from ultrabench.analysis.ranking import final_runs, rank
 from ultrabench.analysis.rows import Row
@@ -45,8 +46,7 @@ _MACHINE = (
 _SAME_RATE = 0.01
 """Relative difference up to which a rate of the machine is the same, whatever the threshold."""
 _CONTEXT = (
-    "sweep", "cluster", "hardware", "gpu_name", "kernel", "kernel_version", "kernel_digest", "precision", "compile",
-    "git_commit", "torch_version", "cuda_version", "nccl_version", "driver_version",
+    "sweep", "cluster", "hardware", "kernel", "precision", "compile", "git_commit", *CHOSEN, *OBSERVED,
 )  # fmt: skip
 
 
@@ -236,9 +236,23 @@ def _step_time(runs: Runs) -> float:
 def _tried(table: pa.Table) -> list[Row]:
     """The final rows of runs that train a model and were tried, in an order that their content gives."""
     run = pc.field("status").is_valid() & ~pc.field("status").isin(["rejected", "skipped"])
-    ends = ("run_id", "sweep", "repeat", "status", "suspect", "stopped", "step_times_s", "step_time_s")
-    wanted = dict.fromkeys((*ends, "seq_len", "gbs", *MODEL, "nodes", *AXES, *MAY_DIFFER, *_MACHINE))
-    rows: list[Row] = final_runs(table).filter(run).select([*wanted]).to_pylist()
+    ends = (
+        "run_id",
+        "sweep",
+        "repeat",
+        "status",
+        "suspect",
+        "stopped",
+        "step_times_s",
+        "step_time_s",
+        "env_id",
+    )
+    wanted = dict.fromkeys(
+        (*ends, "seq_len", "gbs", *MODEL, "nodes", *AXES, *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE)
+    )
+    tried = final_runs(table).filter(run)
+    pairs = zip(tried.select([*wanted]).to_pylist(), Environments(tried).parts, strict=True)
+    rows: list[Row] = [row | parts for row, parts in pairs]
     return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
 
 
@@ -249,7 +263,8 @@ def _columns(tried: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
         return [name for name in names if all(any(r[name] is not None for r in rows) for rows in tried)]
 
     # Where one table has several values of a column, layouts are compared at equal ones.
-    several = [name for name in MAY_DIFFER if any(len({row[name] for row in rows}) > 1 for rows in tried)]
+    apart = [name for name in (*MAY_DIFFER, *CHOSEN, *OBSERVED) if name != "driver_version"]
+    several = [name for name in apart if any(len({row[name] for row in rows} - {None}) > 1 for rows in tried)]
     sizes = known(name for name in MODEL if name != "model") or ["model"]
     return [*sizes, *known(("nodes", "seq_len", "gbs")), *several], known(AXES)
 
@@ -320,11 +335,13 @@ def _changed(
         sides: the rows of A and B by key.
         work: the part of a key that tells model and batch, but not the layout.
     """
-    in_a, in_b = ({row["run_id"]: key for key, rows in side.items() for row in rows} for side in sides)
-    best_of_a = {in_a[cell.run_id][work]: in_a[cell.run_id] for cell in cells[0] if cell.run_id}
+    in_a, in_b = (
+        {(row["run_id"], row["env_id"]): key for key, rows in side.items() for row in rows} for side in sides
+    )
+    best_of_a = {key[work]: key for cell in cells[0] if (key := in_a.get((cell.run_id, cell.env_id)))}
     found = []
     for cell in cells[1]:
-        new = in_b.get(cell.run_id or "")
+        new = in_b.get((cell.run_id, cell.env_id))
         old = best_of_a.get(new[work]) if new else None
         if new is None or old in (None, new):
             continue
@@ -334,7 +351,7 @@ def _changed(
             "nodes": cell.nodes,
             "best_a": " ".join(labels(sides[0][old][0])),
             "best_b": " ".join(labels(cell.layout)),
-            "as_good": any(in_b[run_id] == old for run_id in cell.as_good_as_best),
+            "as_good": any(key == old for (run_id, _), key in in_b.items() if run_id in cell.as_good_as_best),
             "cost": _step_time(kept) / _step_time(best) if kept and best else np.nan,
         })  # fmt: skip
     return pd.DataFrame(found, columns=["model", "nodes", "best_a", "best_b", "as_good", "cost"])

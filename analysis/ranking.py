@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis.cells import NOT_TRIED, Cell, best_outcome, outcome_order
+from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, require_known
@@ -88,15 +89,15 @@ _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns that are equal in imported rows whose doubts do not put them into another cell or panel."""
-_RUN = ["cell", "run_id"]
-_MARKS = ("ranked_by", "best", "as_good_as_best")
+_RUN = ["cell", "contender"]
+_MARKS = ("ranked_by", "best", "as_good_as_best", "environment")
 _ORDER = (
     "run_id", "repeat", "attempt", "sweep", "status", "tokens_per_s_per_gpu", "suspect", "rule", "reason", "source",
 )  # fmt: skip
 """Columns that rows are sorted by first, so that their order in the files makes no difference."""
 _WINNER = (
     "mfu", "flops_formula", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes",
-    "peak_mem_reserved_rank0_bytes", "peak_source", "step_time_ci95_rel", "ci_reached",
+    "peak_mem_reserved_rank0_bytes", "peak_source", "step_time_ci95_rel", "ci_reached", "env_id",
 )  # fmt: skip
 """Columns that a cell has from its best run."""
 _OTHERS = (
@@ -162,7 +163,7 @@ def rank_and_order(table: pa.Table, columns: Sequence[str]) -> tuple[list[Cell],
 
 
 def _cells(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by: str) -> list[Cell]:
-    won = dict(iter(winners[["cell", "run_id", "ranked_by", "as_good_as_best"]].groupby("cell")))
+    won = dict(iter(winners[["run_id", *_RUN, *_MARKS]].groupby("cell")))
     first = winners.drop_duplicates("cell")
     best = dict(zip(first["cell"], final.take(first.index.to_numpy()).to_pylist(), strict=True))
     shown = "mfu" if rank_by == DEFAULT_RANK_BY else rank_by
@@ -212,12 +213,12 @@ def _outcome(row: Row) -> tuple[tuple[int, str], bool]:
 
 
 def _ends(final: pa.Table, frame: pd.DataFrame) -> dict[object, dict[str, list[End]]]:
-    """Cell -> run_id -> the ends of its repeats."""
+    """Cell -> contender -> the ends of its repeats."""
     found: dict[object, dict[str, list[End]]] = defaultdict(lambda: defaultdict(list))
     ends = zip(final["status"].to_pylist(), final["suspect"].to_pylist(), strict=True)
-    for cell, run_id, (status, doubt) in zip(frame["cell"], frame["run_id"], ends, strict=True):
+    for cell, contender, (status, doubt) in zip(frame["cell"], frame["contender"], ends, strict=True):
         if status not in NOT_TRIED:
-            found[cell][run_id].append((status, doubt is not None))
+            found[cell][contender].append((status, doubt is not None))
     return found
 
 
@@ -238,21 +239,31 @@ def _sign(rank_by: str) -> int:
 def _final(table: pa.Table, rank_by: str) -> tuple[pa.Table, pd.DataFrame]:
     """The final rows of runs that train a model, and the same rows as a frame with the number of the cell.
 
+    The frame has the columns `contender`, which names a run in one environment, and `environment`, which tells what
+    sets that apart from the others of its cell.
+
     Raises:
         ConfigError: `rank_by` is no numeric column, or MFU follows from several formulas.
     """
     numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     require_known("column to rank by", numeric, rank_by, first=_MOST_WANTED)
     wanted = dict.fromkeys((*_KEY, *AXES, *_WINNER, *_OTHERS, "is_final", rank_by))
-    final = final_runs(table).sort_by([(name, "ascending") for name in _ORDER]).select([*wanted])
+    final = final_runs(table).sort_by([(name, "ascending") for name in _ORDER])
+    environments = Environments(final)
+    final = final.select([*wanted])
     formulas = sorted({*final["flops_formula"].unique().to_pylist()} - {None})
     if len(formulas) > 1:
         mixed = f"MFU is by {' and '.join(formulas)} in these results, which makes it incomparable"
         todo = "launch the sweeps again with one measure.flops_formula, or show each alone"
         raise ConfigError(f"{mixed}; {todo}")
     frame = final.to_pandas()
+    frame["contender"] = environments.contenders(frame["run_id"])
     in_order = _keys(frame).sort_values(_KEY, na_position="first")
     frame["cell"] = in_order.groupby(_KEY, dropna=False, sort=False).ngroup()
+    frame["environment"] = None
+    env_ids = pd.Series(environments.ids, index=frame.index, dtype=object)
+    for _, of_cell in env_ids.dropna().groupby(frame["cell"]):
+        frame.loc[of_cell.index, "environment"] = of_cell.map(environments.labels(of_cell))
     return final, frame
 
 
@@ -318,9 +329,10 @@ def _winners(final: pa.Table, frame: pd.DataFrame, rank_by: str, include_suspect
 
 
 def _controlled(fit: pd.DataFrame) -> pd.Series:
-    """For each row, whether all rows of its cell were measured beside the same control layout."""
+    """For each row, whether all rows of its cell were measured beside the same control layout and in one environment."""
     cells = fit.groupby("cell")
     one = cells["control"].transform(lambda control: control.nunique(dropna=False)) == 1
+    one &= cells["environment"].transform(lambda environment: environment.nunique(dropna=False)) == 1
     return one & (cells["control_ratio"].transform("count") == cells["cell"].transform("size"))
 
 
@@ -346,18 +358,19 @@ def _cell(
     Args:
         best: the row of the best run, None where there is none.
         shared: the fields that do not depend on the best run.
-        ends: run_id -> the ends of its repeats.
+        ends: contender -> the ends of its repeats.
     """
     if winners is None or best is None:
         status, reason = why_empty(final.take(held).to_pylist())
         return Cell(status=status, reason=reason, **shared)
     return Cell(
         as_good_as_best=tuple(winners.loc[winners["as_good_as_best"], "run_id"]),
+        environment=winners["environment"].iloc[0],
         ranked_by=winners["ranked_by"].iloc[0],
         shown_value=best[shared["shown_column"]],
         suspect=best["suspect"],
         layout={k: best[k] for k in AXES},
         **shared,
-        **_repeats(ends[best["run_id"]]),
+        **_repeats(ends[winners["contender"].iloc[0]]),
         **{k: best[k] for k in ("run_id", "status", *_WINNER)},
     )

@@ -41,7 +41,7 @@ _PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
 """Columns that a claim's prediction gives, where their names have no `predicted_`."""
 _OF_TRAINING = frozenset({"zero_shards", "gbs", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED})
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
-_SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled", "evidence"}
+_SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled", "evidence", "variables"}
 _OF_CANDIDATES = (
     "run_id", "model", "nodes", "pp_schedule", "decision", "rule", "reason", "gpus", "gbs", "seq_len",
 )  # fmt: skip
@@ -49,7 +49,7 @@ _OF_CANDIDATES = (
 _MEASURED = sorted({f.name for f in fields(RunResult)} & {*SCHEMA.names} - _SPEED_OR_OTHER_TYPE)
 """Columns that are copied from a result."""
 _measured_of = operator.attrgetter(*_MEASURED)
-_evidence_text = json.JSONEncoder(sort_keys=True).encode
+_json_text = json.JSONEncoder(sort_keys=True).encode
 
 
 def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
@@ -164,6 +164,7 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "kernel": kernel.name,
         "kernel_version": str(kernel.version),
         "kernel_digest": sweep.kernel_digest,
+        "env": _json_text(kernel.env) if kernel.env else None,
         "precision": kernel.precision,
         "compile": kernel.compiles(place.get("pp_schedule")),
         "git_commit": sweep.provenance.get("git_commit"),
@@ -239,7 +240,8 @@ def _measured(result: RunResult, gpus: int | None) -> Row:
     row: Row = dict(zip(_MEASURED, _measured_of(result), strict=True))
     if result.probe:
         row |= summary(result.probe) | {"bandwidths": bandwidths(result.probe) or None}
-    row["evidence"] = _evidence_text(result.evidence) if result.evidence else None
+    row["evidence"] = _json_text(result.evidence) if result.evidence else None
+    row["variables"] = _json_text(result.variables) if result.variables else None
     if result.sm_clock_hz is not None or result.throttled is not None:
         row["throttled"] = result.throttled is not None
     if result.started_at is not None:

@@ -15,7 +15,10 @@ keep the version; a file of a newer version is refused.
 How the best of a cell (model, batch, nodes, hardware, kernel) is found: `ok` rows compete, without suspects
 and without those that were `stopped` as `slower_than_best`. Where each of them was measured beside one and the
 same `control`, they are ranked by `control_ratio`, which takes out what the nodes of an allocation were worth;
-where one of them was not, the whole cell is ranked by `tokens_per_s_per_gpu`. Imported rows (with a `source`) that are
+where one of them was not, the whole cell is ranked by `tokens_per_s_per_gpu`. Runs of one layout compete if their
+environments differ: what was chosen (`env`, the program) or what was observed (GPU, versions, `variables`), whose hash is
+`env_id`. They are repeats of one run if they have one environment; environments of one sweep that differ only in the
+driver count as one. Rankings, heatmap and page name what differs. Imported rows (with a `source`) that are
 suspect are in the cell of their model, even if they have another architecture or batch. A run counts with the median of
 its repeats, which are in different allocations. Runs are as good as the best where the intervals overlap; that
 of a run spans the 95 % intervals of all its repeats and, in a ratio, of the control. `heatmap --json` says
@@ -49,7 +52,9 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("schema_version", INT, "Version of this schema."),
         column("sweep", TEXT, "Name of the sweep."),
         column("run_id", TEXT, "First 16 hex digits of the hash of everything that makes the run."),
-        column("env_id", TEXT, "Hash of where it ran: GPU, torch, CUDA, NCCL, driver, kernel."),
+        column("env_id", TEXT, "Hash of the environment: env, program, GPU, torch, CUDA, NCCL, driver, variables."),
+        column("env", TEXT, "Variables that kernel.env gave the program, as a JSON object; secrets are redacted."),
+        column("variables", TEXT, "Variables that rank 0 saw and that configure its libraries, as a JSON object."),
         column("repeat", INT, "Independent measurement of the run; null if never attempted."),
         column("attempt", INT, "Try of that repeat; null if never attempted."),
         column("kernel", TEXT, "Name of the training program."),

@@ -52,6 +52,7 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
     Raises:
         ConfigError: the largest runs of the sweep need more nodes.
     """
+    require_max_nodes(config)
     choice, largest = config.launcher, max(config.axes.nodes)
     per_user = limits.max_nodes_per_user
     most = min(n for n in (limits.max_nodes, limits.total_nodes, per_user) if n is not None)
@@ -66,9 +67,17 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
         instead = f", sweep.nodes=[{fitting}]" if fitting else ""
         raise ConfigError(f"sweep.nodes up to {largest}; {where}: leave out what is larger{instead}")
     if largest > share:
-        given = f"launcher.max_nodes={share}" if choice.max_nodes else f"by default a sweep takes {share}"
-        raise ConfigError(f"sweep.nodes up to {largest}; {where}, {given}: set launcher.max_nodes={largest}")
+        usual = f"by default a sweep takes {share}"
+        raise ConfigError(f"sweep.nodes up to {largest}; {where}, {usual}: set launcher.max_nodes={largest}")
     return share if per_user is None else min(share, per_user)
+
+
+def require_max_nodes(config: SweepConfig) -> None:
+    """Raises ConfigError if a run of the sweep needs more nodes than launcher.max_nodes allows."""
+    most, largest = config.launcher.max_nodes, max(config.axes.nodes)
+    if config.launcher.name != "local" and most and largest > most:
+        rule = f"launcher.max_nodes={most} is the most that the sweep may hold"
+        raise ConfigError(f"sweep.nodes up to {largest}; {rule}: set launcher.max_nodes={largest}")
 
 
 def _require_at_most(most: int | None, name: str, asked: int | None, rule: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, counted
+from ultrabench.hardware import GIB
 from ultrabench.launchers.launcher import Say
 from ultrabench.processes import run_module
 from ultrabench.record import to_dict
@@ -129,10 +130,22 @@ def folder_of(config: SweepConfig) -> SweepFolder:
     return SweepFolder(Path(config.results_dir).absolute() / config.name)
 
 
-def in_force(config: SweepConfig) -> SweepConfig:
-    """The configuration with the profile that its sweep began with, unless a profile of another name is given."""
+def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
+    """The configuration with the profile and the memory of GPUs that its sweep began with.
+
+    A profile of another name that is given stays. The memory of a GPU decides predictions only, while on CPUs it is
+    enforced, and a sweep with another one is another sweep.
+    """
     known = find_sweep_json(folder_of(config))
     frozen = known.config.get("profile") if known else None
+    if known and known.hardware.name == config.hardware.name and config.hardware.device == "cuda":
+        hardware = replace(config.hardware, mem_bytes=known.hardware.mem_bytes)
+        if hardware != config.hardware:
+            was, now = (f"{each.mem_bytes / GIB:.5g}" for each in (hardware, config.hardware))
+            told = f"sweep {config.name} began with {was} GiB of memory a GPU, hardware={hardware.name} now has {now}"
+            warn(f"{told}; it keeps {was} in its predictions: start a sweep with another name= to use {now}")
+            resolved = config.resolved | {"hardware": to_dict(hardware)}
+            config = replace(config, hardware=hardware, resolved=resolved)
     if not isinstance(frozen, dict) or frozen.get("name") != config.profile.name:
         return config
     profile = profile_of({"profile": frozen, "kernel": {}}, config.hardware.device)

@@ -127,7 +127,14 @@ def schedule_refusals(layout: Layout) -> Iterator[str]:
     # Torch cuts gas into gas // pp rounds of equal size.
     rounds = max(1, gas // pp)
     if layout.pp_schedule == "interleaved" and gas % rounds:
-        yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={gas}, pp={pp}"
+        near = " or ".join(str(number) for number in _interleaved_near(gas, pp))
+        yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={gas}, pp={pp}: gas={near} is one"
+
+
+def _interleaved_near(gas: int, pp: int) -> Iterator[int]:
+    """The nearest smaller and the nearest larger number of micro-batches that interleaved can run."""
+    for numbers in (range(gas, 0, -1), range(gas, 2 * gas + pp)):
+        yield next(number for number in numbers if number % max(1, number // pp) == 0)
 
 
 def refusal(

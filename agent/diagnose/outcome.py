@@ -17,6 +17,7 @@ from ultrabench.record import content_id
 from ultrabench.result import RunResult, Status
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel, extremes
+from ultrabench.store.kernel_secrets import redacted
 
 MESSAGE_CHARS = 1000
 """Longest error message of a rank, in characters, that is kept in the journal."""
@@ -103,6 +104,7 @@ def classify(
     return replace(
         result,
         **known,
+        variables=redacted(environment.get("variables") or {})[0],
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
         stopped=done.get("stopped") or ((result.stopped or "program") if ok else None),
         ci_reached=None if interval is None else interval <= measure.target_ci95_rel,

@@ -112,7 +112,9 @@ class Node:
         """Rank -> exit code that the leader has not been told yet."""
         self._oom_kills = 0
         warm = allocation.tasks[0].forked or allocation.preflight
-        self._server = ForkServer(self.scratch / "fork_server.log", self._base, KERNEL_MODULE if warm else "")
+        # Torch reads some variables when it is imported, so those of forked ranks are set in the server.
+        env = self._base | (self._program_env if allocation.tasks[0].forked else {})
+        self._server = ForkServer(self.scratch / "fork_server.log", env, KERNEL_MODULE if warm else "")
 
     def facts(self) -> dict[str, Any]:
         """What the leader needs to know about this node before the first run."""

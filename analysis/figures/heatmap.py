@@ -113,7 +113,8 @@ def _lines(cell: Cell, width: float, compared_with: str) -> list[Line]:
         compared_with: name of what compare_ratio is relative to.
     """
     other = " ".join(layout_words(cell.compare_layout or {}, cell.varied_axes)).split()
-    fine = _word_lines(tried(cell), ", ", _LONGEST_FINE) if cell.run_id else []
+    fine = _word_lines((cell.environment or "").split(), " ", _LONGEST_FINE)
+    fine += _word_lines(tried(cell), ", ", _LONGEST_FINE) if cell.run_id else []
     fine += _word_lines(["other:", *other], " ", _LONGEST_FINE) if other else []
     below = [(text, _FINE, "normal") for text in fine]
     if cell.run_id is None:
@@ -301,6 +302,8 @@ def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
         yield f"{where}, the best layout of {other} is another one, which `other` names."
     if close := sum(bool(cell.as_good_as_best) for cell in cells):
         yield f"In {close} of {every} other layouts are as good within the 95 % interval."
+    if several := sum(cell.environment is not None for cell in cells):
+        yield f"In {several} of {every} layouts were measured in several environments; the square names that of the best."
     if doubted := [cell for cell in cells if cell.suspect]:
         where = f"In {len(doubted)} of {every} every measurement is in doubt, and the best of these is shown"
         yield f"{where}, such as {doubted[0].model} on {counted(doubted[0].nodes, 'node')}: {doubted[0].suspect}."

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ultrabench.analysis import cells
+from ultrabench.analysis import cells, environments
 from ultrabench.analysis.numbers import count
 from ultrabench.analysis.ranking import final_runs, usual_sizes
 from ultrabench.errors import ConfigError, counted
@@ -45,7 +45,9 @@ def final(table: pa.Table) -> pd.DataFrame:
     Raises:
         ConfigError: there are no such rows.
     """
-    layouts = final_runs(table.select([*_NEEDED, "is_final"])).to_pandas()
+    runs = final_runs(table.select([*dict.fromkeys((*_NEEDED, *environments.COLUMNS, "is_final"))]))
+    layouts = runs.to_pandas()
+    layouts["contender"] = environments.Environments(runs).contenders(layouts["run_id"])
     frame = layouts[layouts["status"] != "rejected"]
     if not len(frame):
         if len(layouts):
@@ -62,7 +64,7 @@ def final(table: pa.Table) -> pd.DataFrame:
 
 
 def measured(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row for each run of `final` that ended ok: of its repeats the one nearest to their median speed.
+    """One row for each run of `final` in each environment that ended ok: of its repeats the one nearest to their median speed.
 
     The new column `good` tells whether the run may be the best: it is not suspect, and was not stopped as slower.
 
@@ -75,10 +77,10 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
         raise ConfigError(f"no ok run with a speed {among}; see why: ultrabench plot failures")
     doubts = ok["suspect"].astype(object).where(ok["suspect"].notna(), None)
     ok = ok.assign(good=[may_win("ok", *ends) for ends in zip(ok["stopped"], doubts, strict=True)])
-    runs = ok.groupby(["panel", "run_id", "good"])["tokens_per_s_per_gpu"]
+    runs = ok.groupby(["panel", "contender", "good"])["tokens_per_s_per_gpu"]
     ok["off"] = (ok["tokens_per_s_per_gpu"] - runs.transform("median")).abs()
     ok = ok.sort_values(["good", "off"], ascending=[False, True], kind="stable")
-    return ok.drop_duplicates(["panel", "run_id"]).sort_index().drop(columns="off")
+    return ok.drop_duplicates(["panel", "contender"]).sort_index().drop(columns="off")
 
 
 def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:

@@ -66,7 +66,7 @@ function fillCell(button, cell, runs) {
   const interval = wide === null ? [] : [[`+- ${percent(wide)}`, "sure"]];
   const doubt = at >= 0 && value("suspect", at) !== null ? [["in doubt", "sure"]] : [];
   const lines = at < 0 ? [[why, "why"]] : [[headline, `headline ${wide === null && !doubt.length ? "sure" : ""}`], ...doubt, ...interval, [value("layout", at), "layout"], [memoryOf(at), ""]];
-  if (runs.length && (at >= 0 || !whole)) lines.push([[value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
+  if (runs.length && (at >= 0 || !whole)) lines.push([[value("environment", at), value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
   button.replaceChildren(...lines.map(([words, kind]) => element("span", { class: kind }, words)));
   const colour = at < 0 || mfu === null ? null : viridis(100 * mfu / held.mfu_end);
   button.style.background = colour ? `rgb(${colour})` : "";

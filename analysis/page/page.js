@@ -50,7 +50,7 @@ function writeFragment(isStep) {
 // Closes the cell and the run that the filters exclude.
 function closeExcluded() {
   const shown = state.cell === null ? [] : runsOf[state.cell].filter(isShown);
-  if (!shown.some((row) => value("run_id", row) === state.run)) state.run = null;
+  if (!shown.some((row) => value("contender", row) === state.run)) state.run = null;
   if (!shown.length) state.cell = null;
 }
 
@@ -64,7 +64,7 @@ function shownRows() {
 
 // Opens a row that is chosen in a figure.
 function openRow(row) {
-  Object.assign(state, { cell: value("cell", row), run: value("run_id", row), all: false });
+  Object.assign(state, { cell: value("cell", row), run: value("contender", row), all: false });
   writeFragment(true);
   drawRuns();
   document.querySelector(`[data-run="${state.run}"]`)?.focus();

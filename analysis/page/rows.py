@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from ultrabench.analysis import schema
 from ultrabench.analysis.cells import Cell, layout_words, low_peak_in, made_with, repeats_failed
+from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.measured import measured_runs
 from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.page.commands import launch_words, predict_words
@@ -23,19 +24,22 @@ from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES, TEXT_AXES
 from ultrabench.result import SLOWER, Status
 from ultrabench.sweep.config.compose import files
-from ultrabench.sweep.config.load import load_profile
+from ultrabench.sweep.config.load import load_hardware, load_profile
+from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.stage_memory import PARTS
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
 _key_of = operator.itemgetter(*_KEY)
 _ORDER = (*_KEY, "step_time_s", "reason", "job_id")
+_VARIABLES = ("env", "variables")
+"""Columns of variables, whose values may hold paths and names."""
 _REJECTED = ("model", "nodes", "rule", "reason")
 """Columns that are told of rejected layouts."""
 _READ = (*_KEY, *AXES, "status", "suspect", "model", "hardware", "kernel", "source", "precision", "nodes",
          "seq_len", "gbs")  # fmt: skip
 """Columns that the texts of a row are made of."""
-_UNRANKED = dict.fromkeys(("rank", "cell", "mark", "repeats_failed"))
+_UNRANKED = dict.fromkeys(("rank", "cell", "mark", "repeats_failed", "environment"))
 """The columns that rank a row in its cell, null for a row that does not stand for its run."""
 _TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
 """Columns that stay out of the page for their size; the parquet file has them."""
@@ -44,7 +48,7 @@ NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_ver
          "driver_version")  # fmt: skip
 """Names in a public page; of a name that is a path only the last part is told."""
 WORDS = (*TEXT_AXES, "run_id", "precision", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
-         "kernel_digest", "flops_formula", "attention")  # fmt: skip
+         "kernel_digest", "flops_formula", "attention", "env_id")  # fmt: skip
 """Texts of a public page that ultrabench itself writes; `suspect` is replaced by `in doubt`."""
 PUBLIC = frozenset({*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *WORDS})
 """The only columns of a public page: none of them holds a host, a path, a user, an account or a free text.
@@ -76,12 +80,14 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     rejected = table.filter(is_rejected).select(_REJECTED).to_pylist()
     others = table.filter(pc.invert(is_rejected))
     rows = [row | places.get(_key_of(row), _UNRANKED) for row in others.select(_READ).to_pylist()]
+    contenders = Environments(others).contenders(row["run_id"] for row in rows)
+    rows = [row | {"contender": contender} for row, contender in zip(rows, contenders, strict=True)]
     order = sorted(range(len(rows)), key=lambda n: _rank_first(rows[n]))
     shown, in_order = [rows[n] for n in order], others.select(told).take(pa.array(order, pa.int64()))
     columns = {name: _plain(in_order[name]) for name in told} | _derived(shown, _predicted_parts(others))
     return {
         "public": public,
-        "made_with": ". ".join((*low_peak_in(table), made_with(table))),
+        "made_with": ". ".join((*low_peak_in(table), *Environments(table).notes, made_with(table))),
         "rows": len(shown),
         "columns": {
             name: encoded(values) for name, values in columns.items() if any(v is not None for v in values)
@@ -115,7 +121,7 @@ def _told(table: pa.Table, public: bool) -> list[str]:
 def _without_texts(table: pa.Table) -> pa.Table:
     """The table with the texts of a public page: no reasons, `in doubt` for a doubt, and names without paths."""
     none = pa.scalar(None, pa.string())
-    new = {"reason": pa.nulls(len(table), pa.string())}
+    new = dict.fromkeys(("reason", *_VARIABLES), pa.nulls(len(table), pa.string()))
     new["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "in doubt", none)
     for name in NAMES:
         new[name] = pc.replace_substring_regex(pc.utf8_rtrim(table[name], r"/\ "), r"^.*[/\\]", "")
@@ -141,7 +147,7 @@ def _mark(run: Row) -> Row:
     mark = "best" if run["best"] else "as good as the best" if run["as_good_as_best"] else None
     slower = "slower, stopped early" if run["stopped"] == SLOWER else None
     unsure = repeats_failed(run["num_repeats"], run["num_repeats_failed"])
-    return {"mark": mark or slower, "repeats_failed": unsure}
+    return {"mark": mark or slower, "repeats_failed": unsure, "environment": run["environment"]}
 
 
 def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
@@ -157,30 +163,33 @@ def _rank_first(row: Row) -> tuple[bool, int, int]:
     return row["rank"] is None, row["cell"] or 0, row["rank"] or 0
 
 
-def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, int]]) -> dict[str, list[Any]]:
+def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The columns of the page that are no columns of the schema.
 
     Args:
         parts: what `_predicted_parts` gives.
     """
-    profiles, nothing = files("profiles"), dict[str, int]()
+    profiles, nothing = files("profiles"), dict[str, Any]()
     held = [nothing if row["rank"] is None else parts.get(row["run_id"], nothing) for row in rows]
     # A layout is run with many models and numbers of nodes.
     layout_of = functools.cache(lambda *values: layout_words(dict(zip(AXES, values, strict=True))))
     state = [row["status"] or ("pending" if row["attempt"] is None else "running") for row in rows]
     return {
-        **{name: [row[name] for row in rows] for name in _UNRANKED},
+        **{name: [row[name] for row in rows] for name in (*_UNRANKED, "contender")},
         "state": state,
         "doubt": ["in doubt" if row["suspect"] else "none" for row in rows],
         "layout": [" ".join(filter(None, layout_of(*map(row.get, AXES)))) or None for row in rows],
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
         **{f"predicted_{part}_bytes": [found.get(part) for found in held] for part in PARTS},
+        "extrapolated": [found.get("extrapolated") for found in held],
     }
 
 
-def _predicted_parts(table: pa.Table) -> dict[str, dict[str, int]]:
+def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
     """Run id -> part of PARTS -> bytes, for runs that ended ok or out of memory; of the rank that needs most.
+
+    `extrapolated` beside the parts names what no run of the profile's fit had.
 
     They follow from the profile of the kernel as it is now, also where a run was planned with another one.
     Runs of a kernel or hardware without a profile, and those that do not tell their model and layout in full,
@@ -192,14 +201,20 @@ def _predicted_parts(table: pa.Table) -> dict[str, dict[str, int]]:
     for program in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
         mine = [run for run in runs if (run.spec.kernel.name, run.hardware) == program]
         try:
-            profile = load_profile(default_profile(cases(mine[:1])[0]))
+            profile, gpu = (
+                load_profile(default_profile(cases(mine[:1])[0])),
+                load_hardware(str(program[1])).gpu,
+            )
         except ConfigError:
             continue
         constants = memory_constants(profile.framework, profile.memory)
         for run in mine:
             stages = predict_memory(run.spec, constants, every_rank=False)
             stage = max(stages, key=lambda one: one.peak_bytes)
-            found[run.run_id] = {part: round(getattr(stage, part)) for part in PARTS}
+            beyond = "; ".join(beyond_fit([run.spec], profile, gpu))
+            found[run.run_id] = {part: round(getattr(stage, part)) for part in PARTS} | {
+                "extrapolated": beyond or None
+            }
     return found
 
 

@@ -4,11 +4,11 @@
 const RANKS = 8; // ranks of a failure that are shown; `sweep show` has all
 const FIRST = 25; // rows of a table before "show all"
 const RUN_COLUMNS = {
-  layout: "layout", place: "status", mfu: "MFU", tokens_per_s_per_gpu: "tokens/s/GPU",
+  layout: "layout", environment: "environment", place: "status", mfu: "MFU", tokens_per_s_per_gpu: "tokens/s/GPU",
   step_time_s: "step time", predicted_step_time_s: "predicted step time", memory: "peak memory", predicted_peak_mem_bytes: "predicted memory",
   p_oom: "P(OOM)", why: "doubt or reason",
 };
-const KINDS = { layout: "layout", place: "word", why: "words" }; // others are numbers
+const KINDS = { layout: "layout", environment: "words", place: "word", why: "words" }; // others are numbers
 const ATTEMPT_COLUMNS = {
   repeat: "repeat", attempt: "attempt", state: "status", cause: "cause", step_time_s: "step time", duration_s: "duration",
   gpu_hours: "GPU hours", hostnames: "hosts", job_id: "job", allocation: "allocation", reason: "reason",
@@ -20,6 +20,7 @@ function shownText(name, row) {
   if (name === "place") return value("mark", row) ?? (value("suspect", row) !== null && value("status", row) === "ok" ? "in doubt" : value("state", row));
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const told = text(name, value(name, row)), sure = value("step_time_ci95_rel", row);
+  if (name === "predicted_step_time_s" && told && value("extrapolated", row)) return `${told} (extrapolated)`;
   return name === "step_time_s" && told && sure !== null ? `${told} +- ${percent(sure)}` : told;
 }
 
@@ -29,10 +30,10 @@ function used(names, found) {
 
 // The table of the shown runs of a cell; a button in each row opens what is known of its run.
 function runsTable(found, all, opened, choose, showAll) {
-  const names = used(RUN_COLUMNS, found), hidden = found.slice(FIRST).some((row) => value("run_id", row) === opened);
+  const names = used(RUN_COLUMNS, found), hidden = found.slice(FIRST).some((row) => value("contender", row) === opened);
   const shown = all || hidden ? found : found.slice(0, FIRST);
   const body = shown.flatMap((row) => {
-    const id = value("run_id", row), open = id === opened;
+    const id = value("contender", row), open = id === opened;
     const button = element("button", { type: "button", "aria-expanded": String(open), "data-run": id, onclick: () => choose(open ? null : id) }, `${value("rank", row)}`);
     const line = element("tr", { class: mayWin(row) ? null : "weak" }, element("th", { scope: "row" }, button));
     for (const name of names) line.append(element("td", { class: KINDS[name] ?? "number" }, shownText(name, row)));
@@ -44,13 +45,14 @@ function runsTable(found, all, opened, choose, showAll) {
 }
 
 function aboutRun(row) {
-  const id = value("run_id", row);
-  const attempts = [...Array(rows).keys()].filter((n) => value("run_id", n) === id).sort((a, b) => value("repeat", a) - value("repeat", b) || value("attempt", a) - value("attempt", b));
+  const id = value("run_id", row), contender = value("contender", row);
+  const attempts = [...Array(rows).keys()].filter((n) => value("contender", n) === contender).sort((a, b) => value("repeat", a) - value("repeat", b) || value("attempt", a) - value("attempt", b));
   const names = used(ATTEMPT_COLUMNS, attempts);
   const tries = table("Attempts", names.map((n) => ATTEMPT_COLUMNS[n]), attempts.map((n) => names.map((name) => shownText(name, n))));
   const parts = partsOf(row).map(([part, bytes]) => [part, memory(bytes)]);
   const told = parts.length ? table("Predicted memory of the rank that needs most, by this version of ultrabench", ["part", "memory"], parts) : null;
-  return element("div", {}, element("h3", {}, `Run ${id}`), commands(row), tries, ...attempts.map(evidenceOf), told, allNumbers(row));
+  const beyond = value("extrapolated", row), mark = beyond ? element("p", {}, `Predictions are extrapolated: their profile was fitted to runs without ${beyond}; fitted values are in brackets.`) : null;
+  return element("div", {}, element("h3", {}, `Run ${id}`), commands(row), tries, ...attempts.map(evidenceOf), told, mark, allNumbers(row));
 }
 
 // The names and bytes of the parts of the predicted memory of a row; empty where they are unknown.

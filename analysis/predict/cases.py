@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ultrabench.analysis.measured import MeasuredRun
@@ -12,8 +12,10 @@ from ultrabench.hardware import Hardware, Peak
 from ultrabench.result import Status
 from ultrabench.sweep.config.compose import files, read_yaml
 from ultrabench.sweep.config.load import load_hardware, usual_profile
+from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.network import Network, network
-from ultrabench.sweep.predict.profile import regime
+from ultrabench.sweep.predict.predict import reserved_share
+from ultrabench.sweep.predict.profile import Profile, regime
 from ultrabench.sweep.predict.step_time import predict_step_time
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
@@ -34,10 +36,13 @@ class Case:
     peak: Peak
     links: Network
     regime: str
+    memory_share: float = 0.0
+    """Predicted share of the GPU's memory that the allocator holds, for profiles whose step time depends on it."""
 
     def predict_s(self, constants: TimeConstants) -> float:
         """The predicted step time of the run in seconds."""
-        return predict_step_time(self.run.spec, self.hardware, self.peak, self.links, constants).total
+        given = self.hardware, self.peak, self.links
+        return predict_step_time(self.run.spec, *given, constants, self.memory_share).total
 
     def log_error(self, constants: TimeConstants) -> float:
         """log(measured / predicted) of the step time, for a run that has one."""
@@ -76,6 +81,17 @@ def _case(run: MeasuredRun, hardware: Hardware) -> Case:
     reduce, gather = run.allreduce_busbw_bytes_per_s, run.allgather_busbw_bytes_per_s
     links = network(hardware, spec.nodes, reduce, gather)
     return Case(run=run, hardware=hardware, peak=peak, links=links, regime=regime(spec, links))
+
+
+def with_memory(given: Sequence[Case], profile: Profile) -> list[Case]:
+    """The cases with the share of memory that a profile predicts, where its step times depend on it."""
+    if not profile.time.allocator_loss:
+        return [*given]
+    constants = memory_constants(profile.framework, profile.memory)
+    stages = (predict_memory(case.run.spec, constants, every_rank=False) for case in given)
+    return [
+        replace(c, memory_share=reserved_share(s, c.hardware)) for c, s in zip(given, stages, strict=True)
+    ]
 
 
 def exclusions(given: Sequence[Case]) -> list[str]:

@@ -157,7 +157,7 @@ def _run(case: Case, profile: Profile) -> ReplayedRun:
     constants = of_version(memory_constants(profile.framework, profile.memory), case.run)
     stages = predict_memory(spec, constants)
     peak, time_s = max(stage.peak_bytes for stage in stages), case.predict_s(profile.time)
-    low, high = profile.quantiles(case.regime)
+    low, high = profile.interval_of(case.run.spec, case.hardware.gpu, case.links)
     prediction = Prediction(
         step_time_s=time_s,
         step_time_low_s=time_s * math.exp(low),

@@ -33,10 +33,10 @@ TOP_LAYOUTS = 5
 """Number of the fastest predicted layouts among which the best one is looked for."""
 PRUNED_P_OOM = 0.9
 """P(OOM) above which a plan leaves a layout out."""
-BORDERLINE = (46 / 80, 92 / 80)
-"""Allocated bytes / memory of the device between which P(OOM) is hard to tell."""
-ALLOCATABLE_SHARE = 0.956
-"""Largest share of a device's memory that an allocator can hold: 76.5 of 80 GiB, CUDA and NCCL need the rest."""
+BORDERLINE = (46 / 79.11, 92 / 79.11)
+"""Allocated bytes / memory of the device between which P(OOM) is hard to tell: 46 and 92 GiB of an H100."""
+ALLOCATABLE_SHARE = 0.967
+"""Largest share of a device's memory that an allocator can hold: 76.5 of 79.1 GiB, CUDA and NCCL need the rest."""
 
 
 def without_own_group(given: Sequence[Case], prior: Profile, by: str) -> dict[Hashable, Profile]:
@@ -71,7 +71,10 @@ def table(given: Sequence[Case], profile_of: Callable[[Case], Profile]) -> pd.Da
 
 def _row(case: Case, profile: Profile) -> dict[str, Any]:
     run, spec = case.run, case.run.spec
-    time_s, (low, high) = case.predict_s(profile.time), profile.quantiles(case.regime)
+    time_s, (low, high) = (
+        case.predict_s(profile.time),
+        profile.interval_of(case.run.spec, case.hardware.gpu, case.links),
+    )
     layout = {name: getattr(spec.layout, name) for name in AXES}
     return {
         "run_id": run.run_id,

@@ -44,6 +44,7 @@ def facts() -> dict[str, Any]:
     return {
         "gpus": torch.cuda.device_count() if cuda else 0,
         "gpu_name": torch.cuda.get_device_name() if cuda else _first_match(*CPU_NAME) or "cpu",
+        "gpu_mem_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "nccl_version": nccl,

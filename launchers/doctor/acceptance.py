@@ -346,6 +346,8 @@ def published(config: SweepConfig) -> Published | None:
     if (path := files("published").get(config.hardware.name)) is None:
         return None
     told = read_yaml(path)
+    if "runs" not in told:  # it has a best rate only
+        return None
     try:
         rows = [row for one in told["runs"] if _fits(row := {"tp": 1, "pp": 1, "cp": 1} | one, config)]
         axes = {word: sorted({row[word] for row in rows}) for word in PUBLISHED if word != "dp"}

@@ -37,6 +37,8 @@ CLOCK_WARN_S = 1.0
 """Seconds by which the clock of a node may be off without a warning."""
 CLOCK_FAIL_S = 30.0
 """Seconds by which the clock of a node may be off without a failure."""
+MEMORY_OFF = 0.005
+"""Relative difference of a GPU's memory from the file of its hardware without a warning; drivers differ by 0.3 %."""
 
 Report = dict[str, Any]
 """The facts that the checkup found on its node, and those that this host added."""
@@ -100,6 +102,7 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
     told = f"torch sees {seen}, the driver {driver}"
     if hardware.device != "cuda":
         return passed(f"hardware={hardware.name} needs none; {told}")
+    mem_bytes = int(torch.get("gpu_mem_bytes") or hardware.mem_bytes)  # a report of an older version has none
     cuda, known = torch.get("cuda_version"), " or ".join(hardware.reported_as)
     fits = "install the build that fits the driver"
     build = "" if cuda else ", a torch that is built with CUDA"
@@ -114,6 +117,9 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
          "else results are invalid"),
         (report["foreign"], WARN, "have it ended, or keep launcher.exclusive=true", "; ".join(report["foreign"])),
         (seen > own, WARN, f"the others stay idle; use all: hardware.gpus_per_node={seen}"),
+        (abs(mem_bytes / hardware.mem_bytes - 1) > MEMORY_OFF, WARN,
+         f"predict with the memory that is there: hardware.mem_bytes={mem_bytes}",
+         f"torch reports {mem_bytes / GIB:.5g} GiB a GPU, hardware={hardware.name} has {hardware.mem_bytes / GIB:.5g}"),
     )  # fmt: skip
 
 

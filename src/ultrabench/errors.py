@@ -56,12 +56,12 @@ def counted(number: int, noun: str) -> str:
 
 NEAR = 0.7
 """Similarity of difflib from which a known name is probably meant: `oom` for `foo` has 0.67, `mfu` for `mfuu` 0.86."""
-MOST_NAMES = 30
+MOST_NAMES = 12
 """Largest number of known names that a message lists."""
 
 
 def unknown_name(kind: str, given: object, known: Iterable[str], first: Iterable[str] = ()) -> str:
-    """One line that tells that `given` is no `kind`, with the most similar name and a list of known names.
+    """One line that tells that `given` is no `kind`, with the most similar name and the known names nearest to it.
 
     Args:
         first: known names that are listed first, because most people want one of them.
@@ -69,7 +69,7 @@ def unknown_name(kind: str, given: object, known: Iterable[str], first: Iterable
     names = sorted(known)
     near = difflib.get_close_matches(str(given).strip("{}"), names, n=1, cutoff=NEAR)
     hint = f"; did you mean {near[0]}?" if near else ""
-    nearest = sorted(difflib.get_close_matches(str(given), names, n=MOST_NAMES, cutoff=0.0))
+    nearest = difflib.get_close_matches(str(given), names, n=MOST_NAMES, cutoff=0.0)
     nearest = [*dict.fromkeys((*first, *nearest))][:MOST_NAMES]
     rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"unknown {kind} {given!r}{hint} (known: {', '.join(nearest) or 'none'}{rest})"

@@ -48,7 +48,7 @@ class Hardware:
     peak_flops_per_s: dict[str, PeakRate]
     """Precision -> rate without sparsity; empty on CPUs, where the rate has to be measured."""
     mem_bytes: Memory
-    """Bytes of memory of one accelerator, all of which its rank may use."""
+    """Bytes of memory of one accelerator as torch reports them; on CPUs those that a rank may use, which is enforced."""
     hbm_bytes_per_s: MemoryRate
     """Bytes per second between an accelerator and its memory."""
     link_bytes_per_s: LinkRate

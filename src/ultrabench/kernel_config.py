@@ -18,6 +18,12 @@ ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
 STEP_TIMES = ("seconds", "milliseconds", "tokens_per_s_per_gpu")
 """Groups of a regular expression that tell, in a line of a log, how long a step took."""
 
+RANK_VARIABLES = frozenset({
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "ULTRABENCH_SPEC", "ULTRABENCH_REPORT", "ULTRABENCH_STORE", "ULTRABENCH_TAG",
+})  # fmt: skip
+"""Names of the variables that the agent sets for each rank: those of torchrun, numbers of threads, and its own."""
+
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+ultrabench\.([\w.]+)(?:\s+import\s+(\w+))?", re.MULTILINE)
 """Matches an import of a module of this package: the module's path, and the first name imported from it."""
 
@@ -45,8 +51,8 @@ class KernelConfig:
     command: tuple[str, ...] = ()
     """Program and arguments; `{tp}` and other words in braces are replaced by values of the run."""
     env: dict[str, str] = field(default_factory=dict)
-    """More environment variables of the command; they are part of env_id. Secrets are redacted, so that a new
-    value of a secret does not change env_id."""
+    """More environment variables of the program; they are part of env_id. Secrets are redacted, so that a new
+    value of a secret does not change env_id. Those of RANK_VARIABLES cannot be set for a forked program."""
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
@@ -63,6 +69,11 @@ class KernelConfig:
             _require_pattern(self.step_line)
         if self.kind == "command" and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
+        if self.kind != "command" and (taken := sorted(RANK_VARIABLES & self.env.keys())):
+            rule = f"ultrabench sets it for each rank of kernel={self.name}"
+            raise ConfigError(
+                f"kernel.env.{taken[0]}: {rule}; leave it out, or set it in a program of your own"
+            )
 
     def compiles(self, pp_schedule: str | None) -> bool:
         """Whether layers are compiled; ours are not under zbv, since torch cannot split their backward then."""

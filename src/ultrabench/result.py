@@ -112,9 +112,17 @@ class RunResult:
     nccl_version: str | None = None
     driver_version: str | None = None
     omp_num_threads: int | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    """Variables that rank 0 saw and that configure CUDA, NCCL and torch; values of secrets are redacted."""
     env_id: str | None = None
     kernel_digest: str | None = None
     probe: dict[str, Any] = field(default_factory=dict)
     """Rates of devices and links, for a run that measured these instead of training."""
     evidence: dict[str, Any] = field(default_factory=dict)
     """Facts from which status and cause follow: exit code or signal of each rank, last lines, phase."""
+
+    @property
+    def environment(self) -> tuple[object, ...]:
+        """What tells the environments of one sweep apart: all that is observed but the driver."""
+        versions = self.gpu_name, self.torch_version, self.cuda_version, self.nccl_version, self.kernel_digest
+        return *versions, tuple(sorted(self.variables.items()))

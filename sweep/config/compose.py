@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import ultrabench
 from ultrabench.errors import ConfigError, require_once, unknown_name
-from ultrabench.sweep.config.sweep_config import moved
+from ultrabench.sweep.config.sweep_config import NAME, moved
 
 GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
 FOLDERS = {group: group for group in GROUPS} | {"profile": "profiles"}
@@ -258,9 +258,19 @@ def _unreadable(override: str, overrides: Sequence[str]) -> str:
     if re.fullmatch(r"[({\[]?[\w.;,\s-]+[)}\]]?", value) and _known_keys().get(key):
         items = as_list(re.sub(r"[(){};]", " ", value))
         return f"{override}: a list has brackets and commas; write {key}={items}"
-    plain = value.replace('"', "")
     rule = "a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own"
-    return f"""{override}: {rule}, such as '{key}="{plain}"'; a list is [A,B]"""
+    if not value.isascii() and key == "name":
+        return f"{override}: must be {NAME.text}"
+    return f"{override}: {rule}; write {shlex.quote(f'{key}={_quoted(value)}')}"
+
+
+def _quoted(value: str) -> str:
+    """The value in a form that Hydra reads: a list with quotes around its items that need them, else one text."""
+    plain = value.replace('"', "")
+    items = plain.removeprefix("[").removesuffix("]").split(",")
+    quoted = [item if re.fullmatch(r"[\w./=+-]+", item, re.ASCII) else f'"{item.strip()}"' for item in items]
+    is_list = plain.startswith("[") and plain.endswith("]") and "[" not in plain[1:]
+    return f"[{','.join(quoted)}]" if is_list else f'"{plain}"'
 
 
 def search_path() -> list[Path]:
@@ -270,7 +280,9 @@ def search_path() -> list[Path]:
     """
 
     def holds_files(folder: Path) -> bool:
-        return any(path for group in FOLDERS.values() for path in (folder / group).glob("*.yaml"))
+        return any(
+            path for group in (*FOLDERS.values(), "published") for path in (folder / group).glob("*.yaml")
+        )
 
     used = filter(holds_files, _user_folders())
     return [*used, (Path(ultrabench.__file__).parent / "configs").resolve()]
@@ -331,6 +343,9 @@ def read_text(path: Path) -> str:
     """
     try:
         return path.read_text()
+    except UnicodeDecodeError as error:
+        what = f"byte {error.start + 1} of it is not UTF-8"
+        raise ConfigError(f"cannot read {path}: {what}; save the file as UTF-8 text") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 

@@ -297,6 +297,8 @@ PLAIN: dict[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "qkv_bias", "use_qk_norm", "qk_norm"), False),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), 0),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "num_nextn_predict_layers", "n_embd", "no_rope_layers"), 0),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), 0),
+    "quantization_config": {},
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "parallel_residual"), False),
 }  # fmt: skip
 """Keys that change the model, each with the value that ultrabench can train; a key may be absent or null."""
@@ -334,7 +336,9 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         known = f"the decoders of {', '.join(MODEL_TYPES)} only, without biases and experts"
-        raise ConfigError(f"model={where}: model_type {kind!r}; ultrabench trains {known}: {SIZES_ALONE}")
+        changed = ", ".join(f"{key} is {json.dumps(values[key])}" for key in _changed(values))
+        what = f"model_type {kind!r}{f' ({changed})' if changed else ''}"
+        raise ConfigError(f"model={where}: {what}; ultrabench trains {known}: {SIZES_ALONE}")
     rope = _rope(values)
     given = {**DEFAULTS, **MODEL_TYPES[kind], **values, **rope}
     given = {k: v for k, v in given.items() if v is not None}
@@ -355,6 +359,11 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     rope = rope if isinstance(rope, dict) else {"rope_type": rope}
     kind = rope.get("rope_type") or rope.get("type")
     return {**rope, "rope_type": None if kind == "default" else kind}
+
+
+def _changed(values: Mapping[str, Any]) -> list[str]:
+    """The keys of PLAIN with values that ultrabench cannot train."""
+    return [key for key, value in PLAIN.items() if values.get(key) is not None and values[key] != value]
 
 
 def _require_plain(given: Mapping[str, Any], where: str) -> None:

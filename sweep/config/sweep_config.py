@@ -185,8 +185,8 @@ class Axes:
 
 
 NAME = Allowed(
-    "a text that begins with a letter, a digit or '_', goes on with these, spaces and any of .+=@,- and has at most "
-    "100 characters",
+    "a text of at most 100 ASCII characters that begins with a letter, a digit or '_' and continues with these, spaces "
+    "and any of .+=@,-",
     re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}").fullmatch,
 )
 """Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""

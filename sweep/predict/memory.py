@@ -41,13 +41,21 @@ def predict_memory(
     return nanotron_memory(spec, constants)
 
 
-def p_oom(stages: Sequence[StageMemory], mem_bytes: float, constants: MemoryConstants) -> float:
+def p_oom(
+    stages: Sequence[StageMemory],
+    mem_bytes: float,
+    constants: MemoryConstants,
+    rank: StageMemory | None = None,
+) -> float:
     """The probability that a run with this memory does not fit into devices of `mem_bytes`.
 
     P = Phi(ln(allocated / limit) / sigma), with the standard normal distribution Phi, the rank that allocates most,
     and the limit and sigma of the constants. What the allocator holds besides does not count.
+
+    Args:
+        rank: one of the stages, if only its own probability is meant.
     """
-    most = max(stage.allocated_bytes for stage in stages)
+    most = max(stage.allocated_bytes for stage in ([rank] if rank else stages))
     over = math.log(most / (limit_share(stages, constants) * mem_bytes))
     return 0.5 * math.erfc(-over / (constants.limit.sigma * math.sqrt(2)))
 

@@ -14,9 +14,9 @@ from ultrabench.measure import Measure
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.memory import MemoryConstants, p_oom, predict_memory
 from ultrabench.sweep.predict.network import Network
-from ultrabench.sweep.predict.profile import Profile, regime
+from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.stage_memory import StageMemory
-from ultrabench.sweep.predict.step_time import StepTime, predict_step_time
+from ultrabench.sweep.predict.step_time import NEARLY_FULL, StepTime, predict_step_time
 
 LINK_EFFICIENCY = 0.7
 """Fraction of a link's bandwidth that the collectives of a probe reach."""
@@ -24,8 +24,8 @@ RANK_START_S = {"cuda": 20.0, "cpu": 0.6}
 """Device type -> seconds from the start of a run to its first step; on CPUs, for each rank of the host."""
 LIKELY_OOM = 0.5
 """P(OOM) above which a run is predicted not to fit into memory."""
-NEARLY_FULL = 0.976
-"""Share of a GPU's memory that an allocator can hold; on an H100 the driver and the context take 2.1 of 80 GiB."""
+ADVISED_P_OOM = 0.1
+"""P(OOM) above which no layout is advised, unless --advise-p-oom gives another; max_p_oom says what is run."""
 NOTABLE = 0.1
 """Share of a step above which what is no computing is called the limit of a layout."""
 
@@ -52,6 +52,11 @@ class Prediction:
     """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
 
+def advisable(told: Prediction, most_p_oom: float = ADVISED_P_OOM) -> bool:
+    """Whether a layout is likely enough to fit to be advised, with room for the reserve of its allocator."""
+    return told.p_oom <= most_p_oom and told.memory_share <= 1
+
+
 def too_large(told: Prediction, chance: float) -> str:
     """Why a layout is not run whose P(OOM) is `chance`, such as `predicted 668 GiB of 80, P(OOM) 100 %`."""
     needed, held = told.peak_mem_bytes / GIB, told.peak_mem_bytes / told.memory_share / GIB
@@ -75,17 +80,18 @@ class Predictor:
         """The prediction of a run."""
         if spec.kernel.kind == "probe":
             return self._of_probe(spec)
-        return self.of_parts(spec, predict_memory(spec, self.memory, every_rank=False), self.step_time(spec))
+        stages = predict_memory(spec, self.memory, every_rank=False)
+        return self.of_parts(spec, stages, self.step_time(spec, stages))
 
     def of_parts(self, spec: RunSpec, stages: Sequence[StageMemory], times: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
         hardware, begin_s = self.hardware, start_s(self.hardware, spec.nodes)
         time_s, peak = times.total, max(stage.peak_bytes for stage in stages)
         chance = p_oom(stages, hardware.mem_bytes, self.memory)
-        low, high = self.profile.quantiles(regime(spec, self.links))
+        low, high = self.profile.interval_of(spec, hardware.gpu, self.links)
         # The limit of a process counts from what it held before its tensors.
         held = self.memory.base_bytes if hardware.device == "cpu" else 0.0
-        full = hardware.device == "cuda" and peak > NEARLY_FULL * hardware.mem_bytes
+        full = reserved_share(stages, hardware) > NEARLY_FULL
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s * math.exp(low),
@@ -101,9 +107,10 @@ class Predictor:
         """The memory of each rank of the pipeline axis."""
         return predict_memory(spec, self.memory)
 
-    def step_time(self, spec: RunSpec) -> StepTime:
-        """The time of one step by part."""
-        return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time)
+    def step_time(self, spec: RunSpec, stages: Sequence[StageMemory]) -> StepTime:
+        """The time of one step by part, of a run with this memory of its pipeline ranks."""
+        share = reserved_share(stages, self.hardware)
+        return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, share)
 
     def _of_probe(self, spec: RunSpec) -> Prediction:
         """The prediction of a run that measures devices and links."""
@@ -122,12 +129,18 @@ class Predictor:
         )
 
 
+def reserved_share(stages: Sequence[StageMemory], hardware: Hardware) -> float:
+    """The share of a GPU's memory that its allocator holds on the rank that needs most; 0 on CPUs, which have none."""
+    most = max(stage.peak_bytes for stage in stages) if hardware.device == "cuda" else 0.0
+    return most / hardware.mem_bytes
+
+
 def with_links(
     told: Prediction, spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, profile: Profile
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
-    times = predict_step_time(spec, hardware, peak, links, profile.time)
-    low, high = profile.quantiles(regime(spec, links))
+    times = predict_step_time(spec, hardware, peak, links, profile.time, told.memory_share)
+    low, high = profile.interval_of(spec, hardware.gpu, links)
     return replace(
         told,
         step_time_s=times.total,

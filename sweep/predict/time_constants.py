@@ -110,6 +110,8 @@ class TimeConstants:
     """Seconds of the host for each layer of a rank in the optimizer."""
     rest_s: NonNegative
     """Seconds of a step outside all of this."""
+    allocator_loss: NonNegative = 0.0
+    """Largest share that is added to a step whose predicted memory leaves the allocator no room for its reserve."""
     head_norm_bytes: NonNegative = 0.0
     """Memory traffic of the norms of queries and keys (qk_norm), for each token and channel of them."""
     selective_launch_s: NonNegative = 0.0

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -316,11 +317,17 @@ class _Following:
         return [todo for todo in found if todo]
 
     def _next_attempt(self, run: Candidate, nth: int, repeats: int) -> PlannedAttempt | None:
-        """The attempt that the nth counted repeat of `run` still needs; None when it needs no more."""
+        """The attempt that the nth counted repeat of `run` still needs; None when it needs no more.
+
+        Repeats count in the environment that has most of them. Those in other ones are made again, at most `repeats`
+        of them, since every node of a cluster may have an environment of its own.
+        """
         tried = groupby(self.tried.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
         by_repeat = {repeat: [*attempts] for repeat, attempts in tried}
         begun, accepts = self.launch.begun, self.launch.accepts
-        counted, doubts = -1, 0
+        environments = Counter(ok.environment for tries in by_repeat.values() for a in tries if (ok := a.ok))
+        usual = [environment for environment, _ in environments.most_common(1)]
+        counted, doubts, elsewhere = -1, 0, 0
         for repeat in range(len(by_repeat) + repeats):
             attempts = by_repeat.get(repeat, [])
             oks = {a.key: a.ok for a in attempts if a.ok}
@@ -328,6 +335,9 @@ class _Following:
                 continue  # an old result of another environment is kept, but does not count as a repeat
             if oks and doubts < self.policy.attempts["suspect"] and oks.keys() <= self.doubted:
                 doubts += 1
+                continue
+            if oks and elsewhere < repeats and all(ok.environment not in usual for ok in oks.values()):
+                elsewhere += 1
                 continue
             counted += 1
             if counted == nth:

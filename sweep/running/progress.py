@@ -48,6 +48,8 @@ class SweepProgress:
     """Runs that are running now, with their attempts."""
     waiting: int
     """Number of allocations that were submitted and have not started."""
+    at_work: int
+    """Number of allocations that have started and whose end is not known, also during their preflight."""
     attempts: int
     useful_gpu_hours: float
     wasted_by_status: dict[str, float]
@@ -160,6 +162,7 @@ def progress(
         skipped={run_id: reason for run_id, reason in skipped.items() if status[run_id] == "skipped"},
         running=tuple((runs[i], final[i]) for i, s in status.items() if s == "running"),
         waiting=unended.count(False),
+        at_work=unended.count(True),
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
         wasted_by_status=wasted,
@@ -235,11 +238,14 @@ def measured(
 ) -> tuple[dict[AttemptKey, str], dict[str, float | None]]:
     """Ok attempts in doubt -> the reasons, and run_id -> median tokens/s/GPU of the repeats that may win their cell.
 
+    Repeats in several environments are no repeats of each other: the best median counts, as in rankings.
+
     Attempts are in doubt by `suspect_attempts`, or because their mfu is impossible. The rate of a run is None where
     no ok repeat may win.
     """
     runs, doubts = {r.run_id: r for r in planned}, suspect_attempts(state, device=device)
-    counted, rates = final_attempts(state), defaultdict[str, list[float]](list)
+    counted = final_attempts(state)
+    rates: dict[str, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
     for key, attempt in state.attempts.items():
         run, ok = runs.get(key.run_id), attempt.ok
         if run and ok and ok.step_times_s:
@@ -247,8 +253,10 @@ def measured(
             if told := "; ".join(filter(None, (doubts.get(key), impossible(run.mfu(rate), device)))):
                 doubts[key] = told
             if counted[key.run_id, key.repeat] is attempt:
-                rates[key.run_id] += [rate] if may_win(ok.status, ok.stopped, told or None) else []
-    return doubts, {run_id: median(told) if told else None for run_id, told in rates.items()}
+                wins = may_win(ok.status, ok.stopped, told or None)
+                rates[key.run_id][ok.environment] += [rate] if wins else []
+    medians = {run_id: [median(some) for some in by.values() if some] for run_id, by in rates.items()}
+    return doubts, {run_id: max(several, default=None) for run_id, several in medians.items()}
 
 
 def _best(

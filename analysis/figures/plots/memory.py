@@ -104,7 +104,9 @@ def points(
     known = {} if runs is None else _values(runs, asked_for)
     given = PREDICTED | {name: values[0] for name, values in known.items()} | asked_for
     config, runs = config_of(given), None if axis == "stage" else runs
-    rows = [row for own in _variants(given, config, axis) for row in _rows(own, config, runs, axis)]
+    rows = [
+        row for own in _variants(given, config, axis, asked_for) for row in _rows(own, config, runs, axis)
+    ]
     if all(row["shown"] == "impossible" for row in rows):
         first = f"{axis}={rows[0]['value']}: " if axis != "stage" else ""
         raise ConfigError(f"no layout to draw: {first}{rows[0]['reason']}; choose another one")
@@ -148,8 +150,10 @@ def _values(runs: pd.DataFrame, given: Mapping[str, Any]) -> dict[str, list[Any]
     return found
 
 
-def _variants(given: dict[str, Any], config: SweepConfig, axis: str) -> Iterator[dict[str, Any]]:
-    """The arguments with each value of the axis."""
+def _variants(
+    given: dict[str, Any], config: SweepConfig, axis: str, asked_for: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The arguments with the value of the axis that was asked for, otherwise with each of its values."""
     if axis == "stage":
         yield given
         return
@@ -158,8 +162,8 @@ def _variants(given: dict[str, Any], config: SweepConfig, axis: str) -> Iterator
     degrees = [n for n in powers if n * rest <= given["nodes"] * per_node] or [1]
     if axis == "dp":
         degrees = [n for n in powers if n * rest % per_node == 0][:8]
-    values = dict.fromkeys([*_VALUES.get(axis, degrees), *([given[axis]] if axis in given else [])])
-    for value in values if axis == "recompute" else sorted(values):
+    values: Iterable[Any] = (asked_for[axis],) if axis in asked_for else _VALUES.get(axis, degrees)
+    for value in values:
         own = {name: at for name, at in given.items() if name != _FOLLOWS.get(axis)} | {axis: value}
         if axis == "dp":
             own["nodes"] = max(1, -(-value * rest // per_node))
@@ -181,11 +185,11 @@ def _rows(
         return
     constants = memory_constants(config.profile.framework, config.profile.memory)
     stages = predict_memory(spec, constants)
-    chance = p_oom(stages, config.hardware.mem_bytes, constants)
     alike, unknown = _alike(runs, spec, config) if runs is not None else (pd.DataFrame(), ())
     for stage in stages if axis == "stage" else [max(stages, key=lambda one: one.peak_bytes)]:
         parts = {part: getattr(stage, part) for part in PARTS}
         name = str(stage.pp_rank) if axis == "stage" else value
+        chance = p_oom(stages, config.hardware.mem_bytes, constants, stage if axis == "stage" else None)
         peak = {"bytes": stage.peak_bytes, "p_oom": chance, "phase": stage.phase, "unknown": unknown}
         yield {"value": name, "shown": "predicted"} | peak | parts
     yield from _measured(alike, config, value)
@@ -227,7 +231,7 @@ def _notes(drawn: pd.DataFrame, config: SweepConfig) -> Iterator[str]:
     memory = config.hardware.mem_bytes
     odds = dict.fromkeys(f"{100 * share:.0f}" for share in (bars["p_oom"].min(), bars["p_oom"].max()))
     yield (
-        f"Predicted with profile {config.profile.name}: peaks, and P(OOM), the probability that a run does not fit "
+        f"Predicted with profile {config.profile.name}: peaks, and P(OOM), the probability that it does not fit "
         f"({' to '.join(odds)} %). {config.hardware.gpu} has {memory / GIB:,.4g} GiB."
     )
     moments = {name: bars.loc[bars["phase"] == phase, "value"] for phase, name in _MOMENTS.items()}

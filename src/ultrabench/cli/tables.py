@@ -18,7 +18,7 @@ WIDE = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 LEFT_OUT_FIRST = (
     "x predicted", "predicted", "on", "loss", "step s", "why", "P(OOM)", "policy", "GPUs", "host", "microbatches", "part", "at",
-    "peak GiB", "step", "seconds", "for example", "candidates", "valid", "they fit", "attempt", "memory", "run", "tokens/s/GPU", "run id", "MFU",
+    "peak GiB", "step", "seconds", "for example", "candidates", "valid", "likely to fit", "attempt", "memory", "run", "tokens/s/GPU", "run id", "MFU",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first."""
 WRAPPED, LONGEST_WORD = 12, 24
@@ -140,9 +140,14 @@ def style_of(status: str | None, doubtful: bool = False) -> str:
     return "dim" if status in (None, "pending", "running", "skipped", "rejected") else "red"
 
 
+def three_digits(value: float) -> str:
+    """A number as people write it: with three digits, or as a whole number from 100 on, never with an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def hours(value: float) -> str:
     """GPU hours as a text with three digits, or as a whole number from 100 on."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return three_digits(value)
 
 
 def duration(seconds: float) -> str:

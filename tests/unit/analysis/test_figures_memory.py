@@ -14,6 +14,8 @@ from ultrabench.sweep.arguments import PREDICTED, read_run
 from ultrabench.sweep.predict.stage_memory import PARTS
 
 LAYOUT = {"model": "8B", "tp": 2, "pp": 2, "gas": 8}
+OVER_TP = {"model": "8B", "pp": 2, "gas": 8}
+GPU_GIB = read_run(["model=8B"], PREDICTED)[1].hardware.mem_bytes / GIB
 
 
 def predicted(**layout):
@@ -36,7 +38,7 @@ def drawn(kind, *rows, axis=None, **layout):
 
 
 def test_a_bar_is_the_rank_that_needs_most_and_its_parts_are_those_of_predict():
-    shown = points(LAYOUT, axis="tp")[0].set_index("value")
+    shown = points(OVER_TP, axis="tp")[0].set_index("value")
     told = predicted(**LAYOUT)
     assert shown.loc["2", "bytes"] == pytest.approx(told["peak_mem_bytes"], rel=1e-9)
     assert shown.loc["2", [*PARTS]].to_dict() == pytest.approx(told["memory"], abs=1)
@@ -44,9 +46,20 @@ def test_a_bar_is_the_rank_that_needs_most_and_its_parts_are_those_of_predict():
     assert [*shown.index] == ["1", "2", "4"]
 
 
-def test_over_stages_every_rank_of_the_pipeline_has_a_bar():
+def test_over_stages_every_rank_of_the_pipeline_has_a_bar_and_its_own_chance():
     told = [stage["peak_bytes"] for stage in predicted(**LAYOUT)["stages"]]
     assert [*bars("stage", **LAYOUT).values()] == pytest.approx(told, abs=1)
+    large = {"model": "llama3-70b", "nodes": 4, "tp": 4, "pp": 4, "zero_stage": 1, "gas": 16}
+    first, *others = points(large, axis="stage")[0].itertuples()
+    assert first.p_oom == pytest.approx(predicted(**large)["p_oom"], abs=1e-6)
+    assert first.p_oom > 0.5 > 0.01 > max(other.p_oom for other in others)
+
+
+def test_a_value_of_the_axis_that_is_given_is_drawn_alone_or_refused_with_its_rule():
+    assert [*bars("tp", **LAYOUT)] == ["2"]
+    assert [*bars("mbs", tp=8, mbs=3)] == ["3"]
+    with refused("no layout to draw: tp=3: tp*pp*cp=3 does not divide the 8 GPUs of 1 node of 8"):
+        points({"tp": 3}, axis="tp")
 
 
 @pytest.mark.parametrize(
@@ -54,8 +67,8 @@ def test_over_stages_every_rank_of_the_pipeline_has_a_bar():
     [
         ("dp", {"tp": 8}, ["1", "2", "4", "8", "16", "32", "64", "128"], {"tp": 8, "nodes": 128}),
         ("pp", {"tp": 2, "gas": 4, "pp_schedule": "zbv"}, ["1", "2", "4"], {"tp": 2, "pp": 4, "gas": 4, "pp_schedule": "zbv"}),
-        ("recompute", {"tp": 8, "recompute": "every3"}, ["none", "attention", "selective", "every2", "full", "every3"], {"tp": 8, "recompute": "every3"}),
-        ("mbs", {"tp": 8, "mbs": 3}, ["1", "2", "3", "4", "8", "16", "32"], {"tp": 8, "mbs": 32}),
+        ("recompute", {"tp": 8}, ["none", "attention", "selective", "every2", "full"], {"tp": 8, "recompute": "full"}),
+        ("mbs", {"tp": 8}, ["1", "2", "4", "8", "16", "32"], {"tp": 8, "mbs": 32}),
     ],
 )  # fmt: skip
 def test_what_follows_from_the_axis_changes_with_it(axis, layout, names, same_as):
@@ -84,17 +97,17 @@ RUNS = [
 
 
 def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
-    shown, _, told = drawn("memory", *RUNS, axis="tp", **LAYOUT)
+    shown, _, told = drawn("memory", *RUNS, axis="tp", **OVER_TP)
     found = shown[shown["shown"] != "predicted"]
     assert {*zip(found["value"], found["shown"], found["bytes"].fillna(0) / GIB, strict=True)} == {
-        ("2", "measured", 50), ("2", "measured", 51), ("1", "oom", 80), ("4", "measured_rank0", 20), ("2", "suspect", 0),
+        ("2", "measured", 50), ("2", "measured", 51), ("1", "oom", GPU_GIB), ("4", "measured_rank0", 20), ("2", "suspect", 0),
     }  # fmt: skip
     assert "4 runs among 8 rows" in told
     assert "1 more are suspect" in told
     assert "; measured: s" in told
-    shuffled = drawn("memory", *random.Random(1).sample(RUNS, len(RUNS)), axis="tp", **LAYOUT)
+    shuffled = drawn("memory", *random.Random(1).sample(RUNS, len(RUNS)), axis="tp", **OVER_TP)
     assert (shuffled[0].equals(shown), shuffled[2]) == (True, told)
-    assert "; measured" not in drawn("memory", RUNS[2], axis="tp", **LAYOUT)[2]
+    assert "; measured" not in drawn("memory", RUNS[2], axis="tp", **OVER_TP)[2]
 
 
 def test_what_is_not_given_is_that_of_the_rows():

@@ -109,6 +109,9 @@ def test_memory_by_part_is_that_of_predict():
     at = columns["run_id"].index(rows[0]["run_id"])
     parts = [held[at] for name, held in columns.items() if re.fullmatch("predicted_[a-z]+_bytes", name)]
     assert sum(parts) == pytest.approx(stage.peak_bytes, abs=len(parts))
+    beyond = dict(zip(columns["run_id"], columns["extrapolated"], strict=True))
+    assert beyond[rows[0]["run_id"]].startswith("zero_stage=1 (0)")
+    assert beyond[rows[2]["run_id"]] is None
 
 
 PROBE = run(1, model=None, **dict.fromkeys(("dp", "tp", "mfu", "tokens_per_s_per_gpu", "step_time_s")))

@@ -71,15 +71,49 @@ def test_plan_top_names_what_fits_how_sure_a_prediction_is_and_what_limits_a_lay
     first, second = document["top"]
     assert (first["model"], second["model"]) == ("8B", "8B")
     assert first["step_time_low_s"] < first["step_time_s"] < first["step_time_high_s"]
-    assert (0 <= first["p_oom"] <= 0.5, first["peak_mem_bytes"] < 80 * 2**30) == (True, True)
-    assert first["tokens_per_s_per_gpu"] >= second["tokens_per_s_per_gpu"]
+    assert (0 <= first["p_oom"] <= 0.1, first["peak_mem_bytes"] < 80 * 2**30) == (True, True)
+    assert first["expected_tokens_per_s_per_gpu"] == first["tokens_per_s_per_gpu"] * (1 - first["p_oom"])
+    assert first["expected_tokens_per_s_per_gpu"] >= second["expected_tokens_per_s_per_gpu"]
     ends = f"{first['step_time_low_s']:.3g}-{first['step_time_high_s']:.3g}"
     assert re.search(rf"\({ends}\).* {first['limited_by']} .*{first['run_id']}", out)
     assert (document["cells"][0]["pruned"], document["cells"][0]["runs"]) == (115, 0)
-    note = r"80B on 1 node: nothing is predicted to fit into 80 GiB; the smallest layout is dp1 tp8 pp1 z0 mbs1 gas256, "
+    note = r"80B on 1 node: nothing is predicted to fit into 79.11 GiB; the smallest layout is dp1 tp8 pp1 z0 mbs1 gas256, "
     fits = r"[\d.]+ GiB, P\(OOM\) 100 %; what would fit: sweep.nodes=\[\d\] [^|]*, P\(OOM\) [1-4]?\d %\)"
     assert re.match(note + fits, document["notes"][0])
     assert document["notes"][0] in out
+
+
+def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_nothing_else_is_left(ultrabench):
+    words = (
+        "sweep",
+        "plan",
+        "model=llama3-70b",
+        "hardware=h100x8",
+        "sweep.seq_len=8192",
+        "sweep.gbs=128",
+        "--top",
+        "9",
+    )
+    odds = [row["p_oom"] for row in as_json(ultrabench, *words, "sweep.nodes=[4]")["top"]]
+    assert (max(odds) <= 0.1, len(odds)) == (True, 3)
+    eight = (
+        "sweep",
+        "plan",
+        "model=llama3-8b",
+        "hardware=h100x8",
+        "sweep.nodes=[1]",
+        "sweep.seq_len=8192",
+        "--top",
+        "9",
+    )
+    few, more = (as_json(ultrabench, *eight, "--advise-p-oom", most)["top"] for most in ("0.01", "0.1"))
+    assert max(row["p_oom"] for row in few) < 0.01 < max(row["p_oom"] for row in more) <= 0.1
+    (only,) = as_json(ultrabench, *words, "sweep.nodes=[2]", "max_p_oom=1")["top"]
+    assert (only["advised"], only["p_oom"] > 0.1) == (False, True)
+    _, out, _ = ultrabench(*words, "sweep.nodes=[2]", "max_p_oom=1")
+    assert "most likely to fit, not advised" in out
+    (sizes,) = re.findall(r"what would fit: (.*)", out)
+    assert all(float(size) < 79.11 for size in re.findall(r", ([\d.]+) GiB", sizes))
 
 
 @pytest.mark.parametrize(

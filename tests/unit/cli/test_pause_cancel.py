@@ -11,7 +11,14 @@ from ultrabench.cli.sweep import control
 from ultrabench.errors import ClusterError
 from ultrabench.launchers import open_sweep as opening
 from ultrabench.processes import own_name
-from ultrabench.store.events import EVENTS, AllocationEnded, AllocationPlanned, Launched
+from ultrabench.store.events import (
+    EVENTS,
+    AllocationEnded,
+    AllocationPlanned,
+    AllocationStarted,
+    Launched,
+    LeadingAgent,
+)
 from ultrabench.store.folder import living_launchers
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
@@ -177,15 +184,22 @@ def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatc
 
 def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench, unreachable):
     nobody_follows(unreachable)
-    again, went_on = (
-        ": ultrabench sweep resume quick-cpu",
-        "no launcher follows it; what was submitted goes on",
+    again = "ultrabench sweep resume quick-cpu"
+    jobs_run = (
+        f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {again}"
     )
-    standing = as_json(ultrabench, "sweep", "status")["standing"]
-    assert (standing.startswith(went_on), standing.endswith(again)) == (True, True)
+
+    def standing():
+        return as_json(ultrabench, "sweep", "status")["standing"]
+
+    assert standing() == jobs_run, "a job is queued"
+    agent = LeadingAgent(host="gpu01", pid=1, journal="agent-gpu01-1-x.jsonl")
+    writer = JournalWriter(unreachable.journal, "agent")
+    (name,) = state_of(unreachable).allocations
+    writer.write(AllocationStarted(allocation=name, agent=agent))
+    assert standing() == jobs_run, "a job runs its preflight"
     over(unreachable)
-    standing = as_json(ultrabench, "sweep", "status")["standing"]
-    assert standing == f"nothing runs and no launcher follows it{again}"
+    assert standing() == f"Nothing is running. To continue: {again}"
 
 
 def test_status_sees_a_launcher_that_still_looks_at_the_machine(sweep, monkeypatch):

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.configs import write_config
 from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.cli.predict.layout import distance
@@ -41,6 +42,33 @@ def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
     assert told == ["gpu=B200 (H100-SXM)", "zero_stage=3 (0 to 1)"]
     assert f"no run of that fit had {', '.join(told)}" in ultrabench(*words)[1]
     assert "no run of that fit" not in ultrabench("predict", "profile=megatron", "zero_stage=1")[1]
+
+
+def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_published(ultrabench):
+    words = (
+        "sweep",
+        "plan",
+        "model=llama3-8b",
+        "sweep.nodes=[1]",
+        "sweep.seq_len=8192",
+        "sweep.gbs=64",
+        "--top",
+        "2",
+    )
+    known = as_json(ultrabench, *words, "hardware=h100x8")
+    assert known["unmeasured"][0] == "zero_stage=1, 2, 3 (0)"
+    assert known["top"][0]["unmeasured"] == ["zero_stage=3 (0)"]
+    assert not any(row["above_published"] for row in known["top"])
+    none = ultrabench(*words, "hardware=b200x8")[1]
+    assert "no rate of B200 in bf16 is known that others published" in none
+    assert "gpu=B200 (H100-SXM)" in none
+    write_config(
+        "published/low",
+        "gpu: B200\nbest: {bf16: {mfu: 0.3, flops_formula: palm, what: our own 8B, source: https://x.org}}\n",
+    )
+    above = ultrabench(*words, "hardware=b200x8")[1]
+    assert re.search(r"MFU \d\d\.\d% is above the 30\.0% of our own 8B, .*https://x\.org", above)
+    assert "extrapolated, above published" in above
 
 
 def test_predict_draws_bars_and_says_what_limits_the_layout(ultrabench):

@@ -75,6 +75,10 @@ def clock(off_s):
         ("GPUs", H100, torch(gpu_name="NVIDIA A100-SXM4-80GB"), "fail", "this one says NVIDIA H100 80GB HBM3"),
         ("GPUs", H100, {"foreign": ["process 9 (python) on GPU 2"]}, "warn", "launcher.exclusive=true"),
         ("GPUs", TWO, {}, "warn", "hardware.gpus_per_node=8"),
+        ("GPUs", H100, torch(gpu_mem_bytes=int(79.2 * 2**30)), "pass", "they are NVIDIA H100"),
+        ("GPUs", H100, torch(gpu_mem_bytes=64 * 2**30), "warn",
+         "torch reports 64 GiB a GPU, hardware=h100x8 has 79.109; predict with the memory that is there: "
+         "hardware.mem_bytes=68719476736"),
         ("room", H100, {}, "pass", "112 cores"),
         ("room", H100, {"cores": 1}, "warn", "launcher.cpus="),
         ("room", CPU, {"cores": 1}, "pass", "1 cores"),

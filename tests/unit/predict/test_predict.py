@@ -14,7 +14,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import load_config, load_model, load_profile
 from ultrabench.sweep.plan import make_plan, predictor
-from ultrabench.sweep.predict.predict import NEARLY_FULL
+from ultrabench.sweep.predict.step_time import NEARLY_FULL
 
 CONFIG = load_config(["hardware=h100x8"])
 NAMES = ("ultrabench", "nanotron", "megatron")
@@ -40,6 +40,25 @@ def test_everything_is_finite_and_the_interval_contains_the_step_time(layout, sh
     assert (found.limited_by == "memory") == (found.p_oom > 0.5 or found.memory_share > NEARLY_FULL)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "nodes", "words", "steps"),
+    [
+        ("h100x8", 1, {}, 0), ("h100x8", 1, {"recompute": "full"}, 0), ("h100x8", 4, {"tp": 8, "zero_stage": 3}, 2 + 3 + 3),
+        ("h100x8", 1, {"recompute": "every2"}, 1), ("h100x8", 1, {"mbs": 32}, 1), ("b200x8", 1, {}, 6),
+    ],
+)  # fmt: skip
+def test_an_interval_is_wider_the_more_steps_a_run_is_beyond_those_of_the_fit(hardware, nodes, words, steps):
+    config = load_config([f"hardware={hardware}"])
+    spec = spec_of(Layout(**{"dp": 2 * nodes, "gas": 4} | words), "1B", nodes=nodes)
+    told = predictor(config, nodes, config.hardware.peak("bf16", nodes, None, 1)).predict(spec)
+    ends = (math.log(end / told.step_time_s) for end in (told.step_time_low_s, told.step_time_high_s))
+    low, high = config.profile.interval["all"]
+    assert tuple(ends) == pytest.approx(
+        (-math.hypot(low, 0.09 * steps**0.5), math.hypot(high, 0.09 * steps**0.5))
+    )
+    assert bool(config.profile.unmeasured(spec, config.hardware.gpu)) == bool(steps)
+
+
 def test_what_a_process_holds_beside_its_tensors_is_predicted_and_does_not_count_towards_its_limit():
     config = load_config(["model=mini"])
     spec = spec_of(Layout(dp=1, mbs=64), load_model("mini"), seq_len=1024, precision="fp32")
@@ -50,6 +69,21 @@ def test_what_a_process_holds_beside_its_tensors_is_predicted_and_does_not_count
     assert found.peak_mem_bytes == bare.peak_mem_bytes + whole.memory.base_bytes
     assert (found.memory_share, bare.memory_share) == pytest.approx((1, 1))
     assert found.p_oom == bare.p_oom
+
+
+@pytest.mark.parametrize(("device", "loss"), [("cuda", 0.29), ("cpu", 0.0)])
+def test_a_step_is_longer_where_the_allocator_has_no_room_for_its_reserve(device, loss):
+    """The loss is 0 up to NEARLY_FULL, grows without a jump, and contains the runs that were measured on an H100."""
+    spec = spec_of(Layout(dp=1, mbs=2, gas=2, recompute="selective"), "llama3.2-3b")
+    whole = predictor(CONFIG, 1, CONFIG.hardware.peak("bf16", 1, None, 1))
+    peak = max(stage.peak_bytes for stage in whole.stages(spec))
+    shares, lost = (0.5, NEARLY_FULL - 1e-6, NEARLY_FULL + 1e-6, NEARLY_FULL + 0.002, 1.5), []
+    for share in shares:
+        hardware = replace(CONFIG.hardware, device=device, mem_bytes=int(peak / share))
+        times = replace(whole, hardware=hardware).step_time(spec, whole.stages(spec))
+        lost.append(times.allocator / (times.total - times.allocator))
+    assert lost == pytest.approx([0, 0, loss * 0.0005, loss * 0.632, loss], abs=1e-4)
+    assert sum(times) == times.total
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,19 @@ def test_a_result_of_another_environment_needs_a_new_repeat():
     assert found == [key_of(ONE, 2), key_of(ONE, 3)], "repeats elsewhere are not counted"
 
 
+def test_repeats_in_another_environment_are_made_again_a_bounded_number_of_times():
+    state = history("ok")
+    told(state, ONE, Status.OK, 1, torch_version="2.11")
+    assert keys(left([ONE], state, repeats=2)) == [key_of(ONE, 2)]
+    told(state, ONE, Status.OK, 2, driver_version="535")
+    assert left([ONE], state, repeats=2).over, "drivers alone make no environment"
+    for repeat in range(10):
+        told(state, TWO, Status.OK, repeat, torch_version=f"2.{repeat}")
+        if left([TWO], state, repeats=3).over:
+            break
+    assert repeat == 5, "where each node has an environment of its own, as many again as are wanted"
+
+
 # pauses after failures
 
 

@@ -88,7 +88,7 @@ def test_what_surely_runs_out_of_memory_is_left_out_with_its_prediction(playbook
     all_runs = [c for c in playbook.runs if c.cell == ("8B", 1)]
     assert {c.run_id for c in gone} == {c.run_id for c in all_runs if c.prediction.p_oom > 0.9}
     assert all(c.valid and not c.runs and c.prediction.limited_by == "memory" for c in gone)
-    assert all(re.fullmatch(r"predicted [\d,]+ GiB of 80, P\(OOM\) (9\d|100) %", c.reason) for c in gone)
+    assert all(re.fullmatch(r"predicted [\d,]+ GiB of 79.11, P\(OOM\) (9\d|100) %", c.reason) for c in gone)
     assert pruned.summary()["pruned"] == len(gone)
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from tests.configs import refused, write_config
 from ultrabench.errors import ConfigError
-from ultrabench.launchers.open_sweep import require_same, sweep_json_of
+from ultrabench.launchers.open_sweep import folder_of, in_force, require_same, sweep_json_of
 from ultrabench.record import to_dict
+from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.config.compose import describe, files, read_yaml
 from ultrabench.sweep.config.load import config_from_tree, load_config, read_hardware
 from ultrabench.sweep.plan import make_plan
@@ -34,12 +35,12 @@ def hardware_of(name):
 
 
 RATES = {
-    "h100x8": (989e12, 80, 450e9), "h100-pcie-x8": (756e12, 80, 64e9), "h100-nvl-x8": (835e12, 87.5, 64e9),
-    "h200x8": (989e12, 131.3, 450e9), "a100-80x8": (312e12, 80, 300e9), "a100-40x8": (312e12, 37.3, 300e9),
-    "b200x8": (2.25e15, 167.6, 900e9), "gb200x4": (2.5e15, 173.2, 900e9), "l40s-x8": (362.05e12, 44.7, 32e9),
+    "h100x8": (989e12, 79.1, 450e9), "h100-pcie-x8": (756e12, 79.1, 64e9), "h100-nvl-x8": (835e12, 93.0, 64e9),
+    "h200x8": (989e12, 139.8, 450e9), "a100-80x8": (312e12, 79.2, 300e9), "a100-40x8": (312e12, 39.5, 300e9),
+    "b200x8": (2.25e15, 178.4, 900e9), "gb200x4": (2.5e15, 184.3, 900e9), "l40s-x8": (362.05e12, 44.5, 32e9),
     "mi300x-x8": (1307.4e12, 192, 448e9),
 }  # fmt: skip
-"""Dense bf16 products in FLOP/s, memory in GiB and links in bytes/s of one GPU, by the data sheets."""
+"""Of one GPU the dense bf16 products in FLOP/s and the links in bytes/s of the data sheets, and the GiB that torch reports."""
 
 
 @pytest.mark.parametrize("name", [name for name in files("hardware") if name != "cpu"])
@@ -73,6 +74,23 @@ def test_a_sweep_from_before_architectures_goes_on(tmp_path):
     require_same(sweep_json_of(older, {}), config, tmp_path)
 
 
+def test_a_sweep_keeps_the_memory_of_gpus_that_it_began_with_and_says_so(tmp_path):
+    words = ["hardware=h100x8", "model=tiny", "results_dir=here", "name=began"]
+    config, warned = load_config(words), []
+    older = replace(config, hardware=replace(config.hardware, mem_bytes=80 * 2**30))
+    folder_of(config).create()
+    write_sweep_json(folder_of(config), sweep_json_of(older, {}))
+    resumed = in_force(config, warned.append)
+    require_same(sweep_json_of(older, {}), resumed, tmp_path)
+    assert config_from_tree(resumed.resolved).hardware == resumed.hardware == older.hardware
+    assert warned == [
+        "sweep began began with 80 GiB of memory a GPU, hardware=h100x8 now has 79.109; it keeps 80 in its predictions: "
+        "start a sweep with another name= to use 79.109"
+    ]
+    other = replace(config, hardware=replace(config.hardware, name="other"))
+    assert in_force(other, warned.append).hardware.mem_bytes == config.hardware.mem_bytes
+
+
 def test_another_node_of_a_known_gpu_names_the_gpu_only():
     write_config("hardware/toasters", OURS)
     write_config("hardware/toastersx4", "gpu: Toaster-9000\ngpus_per_node: 4\n")
@@ -81,7 +99,11 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
     )
     four, pair = (load_config([f"hardware={n}", "sweep.nodes=[1]"]).hardware for n in ("toastersx4", "pair"))
     assert (four.name, four.gpus_per_node, four.mem_bytes) == ("toastersx4", 4, 24 * 10**9)
-    assert (pair.gpus_per_node, pair.node_link_bytes_per_s, pair.mem_bytes) == (2, 1e10, 80 * 2**30)
+    assert (pair.gpus_per_node, pair.node_link_bytes_per_s, pair.mem_bytes) == (
+        2,
+        1e10,
+        hardware_of("h100x8").mem_bytes,
+    )
 
 
 @pytest.mark.parametrize(

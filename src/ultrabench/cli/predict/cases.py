@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.measured import measured_runs
-from ultrabench.analysis.predict.cases import Case, cases, default_profile
+from ultrabench.analysis.predict.cases import Case, cases, default_profile, with_memory
 from ultrabench.cli.tables import say, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.sweep.config.load import load_profile
@@ -38,4 +38,5 @@ def open_cases(
     if not given:
         rows = counted(len(runs) + unknown.total(), "row")
         raise ConfigError(f"none of {rows} is of a run that can be predicted and ended ok or out of memory")
-    return given, load_profile(profile or default_profile(given))
+    constants = load_profile(profile or default_profile(given))
+    return with_memory(given, constants), constants

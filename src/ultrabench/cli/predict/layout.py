@@ -13,9 +13,9 @@ from rich.console import RenderableType
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.numbers import count
-from ultrabench.cli.tables import print_json, show, table, warn
+from ultrabench.cli.tables import print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
-from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S
+from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak
 from ultrabench.layout import AXES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -23,6 +23,7 @@ from ultrabench.run import RunSpec
 from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.arguments import PREDICTED, read_run
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.predict.stage_memory import PARTS
@@ -48,7 +49,8 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     """The prediction of a run as the document of `ultrabench predict --json`, without measured runs."""
     peak = config.hardware.peak(spec.kernel.precision, spec.nodes, None, os.cpu_count() or 1)
     predicts = predictor(config, spec.nodes, peak)
-    stages, times = predicts.stages(spec), predicts.step_time(spec)
+    stages = predicts.stages(spec)
+    times = predicts.step_time(spec, stages)
     told = predicts.of_parts(spec, stages, times)
     largest = max(stages, key=lambda stage: stage.peak_bytes)
     rate = spec.tokens_per_step / told.step_time_s / spec.layout.world_size
@@ -74,14 +76,22 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "limited_by": told.limited_by,
         "tokens_per_s_per_gpu": rate,
         "mfu": None if peak.source == GUESSED else rate * flops / peak.flops_per_s,
-        "unmeasured": config.profile.unmeasured(spec, config.hardware.gpu),
+        "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu),
+        "against_published": _against_published(spec, config, told.step_time_s, peak),
     }
+
+
+def _against_published(spec: RunSpec, config: SweepConfig, step_time_s: float, peak: Peak) -> str | None:
+    if config.hardware.device != "cuda":
+        return None
+    best = best_published(config)
+    return against_published(config, published_mfu(spec, step_time_s, peak.flops_per_s, best), best)
 
 
 def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator[RenderableType]:
     """The tables of a prediction."""
     unit, name = (GIB, "GiB") if found["peak_mem_bytes"] >= GIB else (2**20, "MiB")
-    stages, limit = found["stages"], f"{found['rank_mem_bytes'] / GIB:g} GiB"
+    stages, limit = found["stages"], f"{found['rank_mem_bytes'] / GIB:.4g} GiB"
     largest = max(stages, key=lambda stage: stage["peak_bytes"])
     at = f"pipeline rank {largest['pp_rank']}, {largest['phase']}" if len(stages) > 1 else largest["phase"]
     where = f"{counted(found['world_size'], 'GPU')} of {config.hardware.name}"
@@ -97,12 +107,12 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
         yield table(f"\nmemory of each pipeline rank, {name}", *heads, rows=rows)
     likely = "unlikely to fit" if found["p_oom"] > LIKELY_OOM else "likely to fit"
     if found["limited_by"] == "memory" and found["p_oom"] <= LIKELY_OOM:
-        likely += ", but the allocator has to give its reserve back and waits, which the time leaves out"
+        likely += ", but its allocator has to give its reserve back and wait"
     yield f"peak {found['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * found['p_oom']:.1f} %"
     yield _bars("\nstep time, ms", found["time"], 1e3)
     mfu = "" if found["mfu"] is None else f", MFU {100 * found['mfu']:.1f} %"
-    low, high = (f"{found[f'step_time_{end}_s']:.3g}" for end in ("low", "high"))
-    step = f"step {found['step_time_s']:.3g} s, 80 % of measured ones between {low} and {high} s"
+    low, high = (three_digits(found[f"step_time_{end}_s"]) for end in ("low", "high"))
+    step = f"step {three_digits(found['step_time_s'])} s, 80 % of measured ones between {low} and {high} s"
     rate = f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}"
     yield f"{step}; {rate}; limited by {found['limited_by']}"
     if found["mfu"] is None:
@@ -112,6 +122,8 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
     yield f"profile {profile.name} ({profile.framework}, {profile.date}): {profile.source}"
     if found["unmeasured"]:
         yield f"no run of that fit had {', '.join(found['unmeasured'])}: the prediction is an extrapolation"
+    if found["against_published"]:
+        yield found["against_published"]
     if nearest := found["nearest"]:
         rows = []
         for run in nearest:

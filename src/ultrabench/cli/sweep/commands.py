@@ -62,6 +62,9 @@ def plan(
     json_: Json = False,
     output: PlanFile = None,
     top: int | None = typer.Option(None, min=1, help="Name the K layouts to try first per cell."),
+    advise_p_oom: float | None = typer.Option(
+        None, min=0.0, max=1.0, help="The largest P(OOM) of a layout that --top names; default: 0.1."
+    ),
     show_script: bool = typer.Option(False, "--show-script", help="Print only the first Slurm job's script."),
     results_dir: InResults = None,
 ) -> None:
@@ -77,7 +80,7 @@ def plan(
     if show_script:
         print_script(overrides)
     else:
-        show_plan(overrides, json_, output, top)
+        show_plan(overrides, json_, output, top, advise_p_oom)
 
 
 @sweep_app.command()

@@ -41,8 +41,9 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
         say(f"nothing to retry: no run ended in {only or 'a failure'}")
         return 0
     if not as_json:
-        title = f"{'would run' if dry_run else 'runs'} again"
-        show(table(title, "run", "attempt", "was", "reason", "policy", rows=[row.values() for row in rows]))
+        title = f"{'would run' if dry_run else 'runs'} again, whatever the policy says"
+        columns = ("run", ">repeat", ">attempt", "was", "reason", "the policy alone")
+        show(table(title, *columns, rows=[row.values() for row in rows]))
         for node, why in excluded_nodes(state, plan.config.retry).items():
             say(f"not on {node}: {why} (retry.forgive=[{node}] uses it again)")
     if dry_run:
@@ -52,7 +53,7 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
 
 
 def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
-    """The failed final attempts that were asked for; confirmed OOMs only if `only` or `run` names them."""
+    """The failed final attempts that were asked for; lack of memory is an answer, tried again only if it is named."""
     wanted = {name.strip() for name in only.split(",")} if only else FAILURES
     require_known("status to retry", FAILURES, *sorted(wanted))
     planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
@@ -65,7 +66,7 @@ def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str |
         and a.result.status in wanted
         and run_id in planned
         and run_id.startswith(run or "")
-        and (only or run or not (a.result.status == Status.OOM and a.result.confirmed))
+        and (only or run or a.result.status != Status.OOM)
     ]
 
 
@@ -77,8 +78,14 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
     tries = [a for a in state.by_run()[key.run_id] if a.key.repeat == key.repeat]
     verdict = decide_retry(tries, plan.config.retry, memory_share=share)
     before = {"was": result.status.value, "reason": result.reason}
-    policy = f"{'again' if verdict.again else 'stands'}; {verdict.why}"
-    return {"run_id": key.run_id, "attempt": key.attempt + 1, **before, "policy": policy}
+    policy = f"{'retry' if verdict.again else 'no retry'}; {verdict.why}"
+    return {
+        "run_id": key.run_id,
+        "repeat": key.repeat,
+        "attempt": key.attempt + 1,
+        **before,
+        "policy": policy,
+    }
 
 
 def run_pause(folder: SweepFolder) -> None:

@@ -51,7 +51,7 @@ def run_launch(
     overrides: list[str], detach: bool, max_gpu_hours: float | None, yes: bool, reuse: str | None
 ) -> int:
     """Launches and follows a sweep; returns the exit code."""
-    config = in_force(load_config(overrides))
+    config = in_force(load_config(overrides), warn)
     require_program(config)
     require_local(config)  # before the plan, which may take seconds
     folder = folder_of(config)

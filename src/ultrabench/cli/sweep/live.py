@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from ultrabench.analysis.numbers import memory, percent, too_wide
-from ultrabench.cli.tables import duration, hours, out, style_of, table
+from ultrabench.cli.tables import duration, hours, out, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
 from ultrabench.result import INTERRUPTED, SLOWER, RunResult, Status
@@ -131,7 +131,7 @@ def counts_line(now: SweepProgress, busy: bool) -> Text:
     lost = (f", {part / total:.0%} of them {how}" for how, part in parts.items() if part >= 0.005 * total > 0)
     eta = f", ETA {duration(now.eta_s)}" if now.left and busy and now.eta_s is not None else ""
     if eta and now.runs_per_hour is not None:
-        eta += f" at {now.runs_per_hour:.3g} runs an hour"
+        eta += f" at {three_digits(now.runs_per_hour)} runs an hour"
     text = f"{now.sweep}: {now.runs - now.left} of {counted(now.runs, 'run')} settled"
     text += f" ({shown})" if shown else ""
     text += f", {again} to be tried again" if again else ""

@@ -3,38 +3,51 @@
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, too_long
-from ultrabench.cli.tables import print_json, say, show, table, warn
+from ultrabench.cli.tables import print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
-from ultrabench.launchers.open_sweep import folder_of, in_force, require_program, require_same
+from ultrabench.launchers.choose import require_max_nodes
+from ultrabench.launchers.open_sweep import folder_of, in_force, require_local, require_program, require_same
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.plan import PRUNED, Plan, make_plan
+from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
+from ultrabench.sweep.plan import PRUNED, Candidate, Plan, make_plan
 from ultrabench.sweep.plan_table import Row, write_plan
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
 from ultrabench.sweep.remedy import nothing_fits, require_runs
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
 from ultrabench.sweep.running.progress import measured, progress
 
-COUNTS = {"candidates": "candidates", "valid": "valid", "runs": "runs", "they fit": "predicted_to_fit"}
+COUNTS = {
+    "candidates": "candidates",
+    "valid": "valid",
+    "runs": "runs_at_most",
+    "likely to fit": "predicted_to_fit",
+}
 """Column of the table -> key of a cell in the JSON document."""
+SEARCHED = {"expected runs": "runs"}
+"""The same for the adaptive search, which makes only some of its runs."""
 
 
-def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int | None) -> None:
+def show_plan(
+    overrides: list[str], as_json: bool, output: Path | None, top: int | None, advise_p_oom: float | None
+) -> None:
     """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first."""
-    config = in_force(load_config(overrides))
+    config = in_force(load_config(overrides), warn)
+    advised_p_oom = ADVISED_P_OOM if advise_p_oom is None else advise_p_oom
     known, state, rate = find_sweep_json(folder_of(config)), SweepState(), dict[str, Any]()
     try:
         if known is not None:
@@ -42,6 +55,8 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
             state = for_answers(fold(read_journal(folder_of(config).journal, warn)))
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 rate = {"core_flops_per_s": known.core_flops_per_s, "cores": known.cores or 1}
+        require_local(config)
+        require_max_nodes(config)
         require_program(config)
     except ConfigError as error:
         warn(f"a launch from here would be refused: {error}")
@@ -50,10 +65,16 @@ def show_plan(overrides: list[str], as_json: bool, output: Path | None, top: int
         write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     now = progress(config.name, plan.runs, state, config.hardware.device)
-    best = recommend(plan, top, measured(plan.runs, state, config.hardware.device)[1]) if top else []
+    rates = measured(plan.runs, state, config.hardware.device)[1]
+    best = recommend(plan, top, rates, advised_p_oom) if top else []
     price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
     _tell_expected(summary, plan, price, now.settled - now.skipped.keys())
-    notes = [*nothing_fits(plan, {(row["model"], row["nodes"]) for row in best})]
+    notes = [
+        *nothing_fits(plan, {(row["model"], row["nodes"]) for row in best if row["advised"]}, advised_p_oom)
+    ]
+    fresh = [run for run in plan.runs if run.run_id not in rates]
+    summary["unmeasured"] = beyond_fit((run.spec for run in fresh), config.profile, config.hardware.gpu)
+    notes += _extrapolation(plan, fresh, summary["unmeasured"], best)
     if now.settled:
         left = "the price is that of what is left" if price.jobs else "nothing is left to run"
         notes.append(f"{len(now.settled):,} of {counted(len(plan.runs), 'run')} settled: {left}")
@@ -94,19 +115,51 @@ def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[s
     return summary | {"predicted_gpu_hours_interval": ends, "beside_runs": beside, "notes": notes}
 
 
+def _extrapolation(
+    plan: Plan, runs: Sequence[Candidate], unmeasured: list[str], best: list[Row]
+) -> Iterator[str]:
+    """Lines about predictions beyond what was measured; marks those among the rows of `best`.
+
+    Args:
+        runs: the runs of the plan that are not measured.
+        unmeasured: their features that no run of the fit had.
+    """
+    config, profile, gpu = plan.config, plan.config.profile, plan.config.hardware.gpu
+    if unmeasured:
+        number = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
+        told = f"extrapolated: {number:,} of {counted(len(runs), 'run')} are unlike those that profile {profile.name} was"
+        yield f"{told} fitted to (whose values are in brackets), so their intervals are wider: {'; '.join(unmeasured)}"
+    published, specs, mfus = (
+        best_published(config),
+        {run.run_id: run.spec for run in runs},
+        dict[str, float](),
+    )
+    for run in runs:
+        if run.fits and run.peak_flops_per_s and config.hardware.device == "cuda":
+            time_s, peak = run.prediction.step_time_s, run.peak_flops_per_s
+            mfus[run.run_id] = published_mfu(run.spec, time_s, peak, published)
+    for row in best:
+        spec, mfu = specs.get(row["run_id"]), mfus.get(row["run_id"], 0.0)
+        row["unmeasured"] = beyond_fit([spec], profile, gpu) if spec else []
+        row["above_published"] = published is not None and published.below(mfu)
+    if mfus and (line := against_published(config, max(mfus.values()), published)):
+        yield line
+
+
 def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) -> Iterator[RenderableType]:
     """The tables of a plan: its price by cell, rejected and refused candidates, and layouts to try first."""
-    cells = {(c["model"], c["nodes"]): [c[key] for key in COUNTS.values()] for c in summary["cells"]}
+    columns = COUNTS | (SEARCHED if plan.config.strategy == "adaptive" else {})
+    cells = {(c["model"], c["nodes"]): [c[key] for key in columns.values()] for c in summary["cells"]}
     yield headline(plan.config)
-    yield price_table(plan, price, tuple(COUNTS), cells)
+    yield price_table(plan, price, tuple(columns), cells)
     if pruned := summary["pruned"]:
         most = plan.config.max_p_oom
         example = next(c for c in plan.candidates if c.rule == PRUNED)
         left = f"{pruned:,} valid layouts are left out, as P(OOM) is above max_p_oom={most:g}"
         yield f"{left}, such as {example.layout.label()}: {example.reason}"
     if large := summary["runs_at_most"] - summary["predicted_to_fit"]:
-        order = "they come last, and their price is that of their start"
-        yield f"{large:,} of the runs are unlikely to fit into memory: {order}"
+        order = "they run last and are priced at start-up only"
+        yield f"{large:,} of the {summary['runs_at_most']:,} runs are unlikely to fit into memory: {order}"
     if rejected := summary["rejected"]:
         examples = {c.rule: c.reason for c in reversed(plan.candidates)}
         rows = [(rule, f"{count:,}", examples[rule]) for rule, count in rejected.items()]
@@ -120,11 +173,13 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
     if best:
         top = []
         for row in best:
-            low, high = (f"{row[f'step_time_{end}_s']:.3g}" for end in ("low", "high"))
-            rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['step_time_s']:.3g}"
+            low, high = (three_digits(row[f"step_time_{end}_s"]) for end in ("low", "high"))
+            rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", three_digits(row["step_time_s"])
             step, chance = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
             peak, place = f"{row['peak_mem_bytes'] / GIB:.1f}", (row["model"], row["nodes"], row["layout"])
-            top.append((*place, rate, step, peak, chance, row["limited_by"], row["why"], row["run_id"]))
+            why = row["why"] if row["advised"] else "most likely to fit, not advised"
+            why += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
+            top.append((*place, rate, step, peak, chance, row["limited_by"], why, row["run_id"]))
         numbers = (">tokens/s/GPU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
         yield table("\nlayouts to try first", "model", ">nodes", "layout", *numbers, "why", "run", rows=top)
 
@@ -133,14 +188,18 @@ def _percent(share: float) -> str:
     return "<1 %" if share < 0.01 else f"{100 * share:.0f} %"
 
 
-def recommend(plan: Plan, top: int, rates: Mapping[str, float | None]) -> list[Row]:
-    """The `top` best runs of each cell, first by measured and then by predicted tokens/s/GPU.
+def recommend(
+    plan: Plan, top: int, rates: Mapping[str, float | None], advised_p_oom: float = ADVISED_P_OOM
+) -> list[Row]:
+    """The `top` best runs of each cell, first by measured and then by expected tokens/s/GPU.
 
-    A run that is not measured must be likely to fit. A measured run that may not win its cell, such as a suspect,
-    is left out, and the interval of the others is their step time alone.
+    What is expected of a run that is not measured is its predicted rate times the probability that it fits. Where
+    no run of a cell is advised, the most likely one to fit stands alone, with `advised` False. A measured run
+    that may not win its cell, such as a suspect, is left out, and the interval of the others is their step time alone.
 
     Args:
         rates: run_id -> measured tokens/s/GPU; None for a run that may not win.
+        advised_p_oom: P(OOM) above which a run that is not measured is not advised.
     """
     best = list[Row]()
     for (model, nodes), runs in plan.cells.items():
@@ -148,17 +207,29 @@ def recommend(plan: Plan, top: int, rates: Mapping[str, float | None]) -> list[R
         for run in runs:
             told, tokens = run.prediction, run.spec.tokens_per_step / run.layout.world_size
             known = run.run_id in rates
-            rate = rates.get(run.run_id, tokens / told.step_time_s if run.fits else None)
-            if rate:
+            if rate := rates.get(run.run_id, tokens / told.step_time_s):
                 time_s = tokens / rate
                 low_s, high_s = (time_s, time_s) if known else (told.step_time_low_s, told.step_time_high_s)
                 name = {"model": model, "nodes": nodes, "run_id": run.run_id, "layout": run.layout.label()}
-                speed = {"tokens_per_s_per_gpu": rate, "step_time_s": time_s}
+                expected = rate * (1 if known else 1 - told.p_oom)
+                speed = {
+                    "tokens_per_s_per_gpu": rate,
+                    "expected_tokens_per_s_per_gpu": expected,
+                    "step_time_s": time_s,
+                }
                 speed |= {"step_time_low_s": low_s, "step_time_high_s": high_s}
                 memory = {"peak_mem_bytes": told.peak_mem_bytes, "p_oom": told.p_oom}
-                why = {"limited_by": told.limited_by, "why": "measured" if known else "predicted"}
+                advised = known or advisable(told, advised_p_oom)
+                why = {
+                    "limited_by": told.limited_by,
+                    "why": "measured" if known else "predicted",
+                    "advised": advised,
+                }
                 rows.append({**name, **speed, **memory, **why})
-        best += sorted(rows, key=lambda row: (row["why"], -row["tokens_per_s_per_gpu"]))[:top]
+        likely = [row for row in rows if row["advised"]] or sorted(rows, key=lambda row: float(row["p_oom"]))[
+            :1
+        ]
+        best += sorted(likely, key=lambda row: (row["why"], -row["expected_tokens_per_s_per_gpu"]))[:top]
     return best
 
 

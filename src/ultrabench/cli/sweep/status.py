@@ -64,16 +64,18 @@ def _looks(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress, st
 
 def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str | None:
     """Why nothing new starts in a sweep that is not over; None while a launcher follows it."""
+    resume = f"ultrabench sweep resume {folder.display_name}"
     if state.paused:
-        return f"paused; go on with: ultrabench sweep resume {folder.display_name}"
+        return f"Paused. To continue: {resume}"
     if state.cancelled:
-        return "cancelled; the same launch command goes on"
+        return "Cancelled. Results are kept; run the launch command again to continue."
     if living_launchers(folder):
         return None
-    why = "nothing runs and no launcher follows it"
-    if now.running or now.waiting:
-        why = "no launcher follows it; what was submitted goes on, what comes next waits for one"
-    return f"{why}: ultrabench sweep resume {folder.display_name}"
+    if now.at_work or now.waiting:
+        return (
+            f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {resume}"
+        )
+    return f"Nothing is running. To continue: {resume}"
 
 
 def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:

@@ -21,6 +21,8 @@ SHOWN_AS = {
 """Column of the results -> column of the table that shows it; another column that is ranked by is added."""
 MARKS = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
+_TEXTS = ("environment", "layout", "status", "run id")
+"""Columns of the table that hold texts."""
 FIRST = 10
 """Number of runs of each cell that a table shows by default."""
 
@@ -53,11 +55,13 @@ def _print_cell(name: str, runs: list[Row], first: int) -> None:
     at, more = runs[0], len(runs) - first
     by, nodes = str(at["ranked_by"]), counted(at["nodes"], "node")
     added = {by} - SHOWN_AS.keys()
+    several = any(row["environment"] for row in runs)
     shown = []
     for row in runs[:first]:
         ranked = {"rank": row["rank"], **{name: with_unit(by, row[by]) for name in added}}
+        ranked |= {"environment": row["environment"]} if several else {}
         shown.append({**ranked, **numbers(row), "run id": row["run_id"]})
-    columns = [name if name in ("layout", "status", "run id") else f">{name}" for name in shown[0]]
+    columns = [name if name in _TEXTS else f">{name}" for name in shown[0]]
     made = table(f"{name}: {at['model']} on {nodes}, by {by}", *columns, rows=[row.values() for row in shown])
     made.always_shown = SHOWN_AS.get(by, by)
     show(made, f"{more} more; -n {len(runs)} shows all\n" if more > 0 else "")

@@ -1,0 +1,128 @@
+"""The environments in which the rows of a result table were measured: which of them are one, and what tells them apart.
+
+What is chosen (the variables of kernel.env, the program) and what is observed (GPU, versions, variables) make an
+environment, whose hash is `env_id`. Runs of one layout in two environments are two contenders of their cell, and not
+repeats of one run.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import pyarrow as pa
+
+CHOSEN = ("env", "kernel_digest", "kernel_version")
+"""Columns with what the user chose: the variables of kernel.env, and the program."""
+OBSERVED = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "variables", "driver_version")
+"""Columns with what a rank saw."""
+COLUMNS = ("sweep", "run_id", "status", "env_id", *CHOSEN, *OBSERVED)
+"""Columns that this module reads."""
+_VARIABLES = ("env", "variables")
+"""Columns that hold variables as a JSON object."""
+_NAMES = {"kernel_digest": "program", "kernel_version": "version", "gpu_name": "GPU"}
+"""Column -> its name in labels; other columns are named without `_version`."""
+ID_CHARS = 8
+"""Number of hex digits of env_id that name an environment."""
+
+
+class Environments:
+    """The environments of a table, and for each row the one that it belongs to."""
+
+    def __init__(self, table: pa.Table) -> None:
+        several = len(table["env_id"].drop_null().unique()) > 1
+        rows = table.select([*COLUMNS]).to_pylist() if several else []
+        parts_by_id = {row["env_id"]: row for row in rows if row["status"] == "ok" and row["env_id"]}
+        self._same, self._merged_drivers = _merged(rows)
+        self._parts = {env_id: parts_by_id[env_id] for env_id in sorted({*self._same.values()})}
+        of_run, of_sweep = defaultdict[tuple[str, str], set[str]](set), defaultdict[str, set[str]](set)
+        for row in rows:
+            if row["status"] == "ok" and row["env_id"]:
+                of_run[row["sweep"], row["run_id"]].add(self._same[row["env_id"]])
+                of_sweep[row["sweep"]].add(self._same[row["env_id"]])
+
+        def environment(row: Mapping[str, str]) -> str | None:
+            """The env_id of a row; a run that failed early has seen nothing, and belongs to that of its sweep."""
+            if row["status"] == "ok" and row["env_id"]:
+                return self._same[row["env_id"]]
+            near = of_run[row["sweep"], row["run_id"]] or of_sweep[row["sweep"]]
+            return next(iter(near)) if len(near) == 1 else self._same.get(row["env_id"])
+
+        self.ids: list[str | None] = [environment(row) for row in rows] or [None] * len(table)
+        """For each row the env_id that stands for its environment; None where it is unknown or the only one."""
+
+    def labels(self, env_ids: Iterable[str | None]) -> dict[str, str]:
+        """What tells the environments of one cell apart, such as `ALGO=Ring`; empty where there is only one."""
+        distinct = sorted({env_id for env_id in env_ids if env_id})
+        if len(distinct) < 2:
+            return {}
+        parts = [self._parts[env_id] for env_id in distinct]
+        differing = [name for name in (*CHOSEN, *OBSERVED) if len({part[name] for part in parts}) > 1]
+        words = {env_id: self._words(env_id, differing, distinct) for env_id in distinct}
+        alike = {text for text in words.values() if [*words.values()].count(text) > 1 or not text}
+        more = {
+            env_id: f" environment {env_id[:ID_CHARS]}" for env_id, text in words.items() if text in alike
+        }
+        return {env_id: f"{text}{more.get(env_id, '')}".strip() for env_id, text in words.items()}
+
+    def _words(self, env_id: str, columns: Sequence[str], others: Sequence[str]) -> str:
+        """The values of one environment in these columns; of variables only those that differ from `others`."""
+        texts = []
+        for column in columns:
+            values = {other: self._parts[other][column] for other in others}
+            if column in _VARIABLES:
+                texts += _variables(
+                    {other: json.loads(text or "{}") for other, text in values.items()}, env_id
+                )
+            else:
+                name = _NAMES.get(column, column.removesuffix("_version"))
+                texts.append(f"{name} {values[env_id] or 'unknown'}")
+        return " ".join(dict.fromkeys(texts))
+
+    def contenders(self, run_ids: Iterable[str]) -> list[str]:
+        """For each row a name of what competes in its cell: its run_id, and the environment where there are several."""
+        pairs = zip(run_ids, self.ids, strict=True)
+        return [f"{run_id}.{env_id[:ID_CHARS]}" if env_id else run_id for run_id, env_id in pairs]
+
+    @property
+    def parts(self) -> list[dict[str, str | None]]:
+        """For each row its column -> value of CHOSEN and OBSERVED without the driver; empty where there is one."""
+        names = [name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"]
+        return [{name: self._parts[i][name] for name in names} if i else {} for i in self.ids]
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each sweep in which environments that differ only in the driver count as one."""
+        return [
+            f"{sweep}: drivers {' and '.join(drivers)} count as one environment, since nothing else differs"
+            for sweep, drivers in sorted(self._merged_drivers.items())
+        ]
+
+
+def _merged(rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """env_id -> the env_id that stands for it, and sweep -> the drivers of environments that count as one.
+
+    Environments of one sweep are one if they differ in the driver, and in nothing else that is known.
+    """
+    alike: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
+    same: dict[str, str] = {}
+    for row in rows:
+        if row["status"] == "ok" and (env_id := row["env_id"]):
+            same[env_id] = env_id
+            key = row["sweep"], *(str(row[name]) for name in (*CHOSEN, *OBSERVED) if name != "driver_version")
+            alike[key][env_id] = row["driver_version"] or ""
+    drivers: dict[str, list[str]] = {}
+    for (sweep, *_), driver_of in sorted(alike.items()):
+        if len({*driver_of.values()}) == len(driver_of) > 1:
+            first = min(same[env_id] for env_id in driver_of)
+            stands = {same[env_id] for env_id in driver_of}
+            same = {env_id: first if stand in stands else stand for env_id, stand in same.items()}
+            drivers[sweep] = sorted(driver_of.values())
+    return same, drivers
+
+
+def _variables(values: Mapping[str, Mapping[str, str]], env_id: str) -> list[str]:
+    """The variables of one environment that differ from those of another one."""
+    names = sorted({name for variables in values.values() for name in variables})
+    differing = [name for name in names if len({variables.get(name) for variables in values.values()}) > 1]
+    mine = values[env_id]
+    return [f"{name}={mine[name]}" if name in mine else f"{name} unset" for name in differing]

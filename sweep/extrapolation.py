@@ -1,0 +1,80 @@
+"""How far predictions go beyond what was measured: features that no run of a fit had, and rates that nobody published."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+from ultrabench.allowed import between, one_of, require_allowed
+from ultrabench.model_shape import FLOPS_FORMULAS
+from ultrabench.record import from_dict
+from ultrabench.run import RunSpec
+from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.predict.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestRate:
+    """The best rate of training that is published of a GPU, from `best` of a file in configs/published/."""
+
+    mfu: Annotated[float, between(0.0, 1.0)]
+    flops_formula: Annotated[str, one_of(*FLOPS_FORMULAS)]
+    """The formula that counts the FLOPs of a token, as in measure.flops_formula."""
+    what: str
+    """What was trained, and on how many GPUs."""
+    source: str
+    """The address of the publication."""
+
+    def __post_init__(self) -> None:
+        require_allowed(self, "best.")
+
+    def below(self, mfu: float) -> bool:
+        """Whether a predicted MFU is higher by more than rounding."""
+        return round(mfu, 3) > self.mfu
+
+
+def best_published(config: SweepConfig) -> BestRate | None:
+    """The best published rate of the GPU of a sweep in its precision; None where none is known.
+
+    Raises:
+        ConfigError: a value in the file is missing or cannot be used.
+    """
+    for path in files("published").values():
+        content = read_yaml(path)
+        best = content.get("best", {}).get(config.kernel.precision)
+        if best and content.get("gpu") == config.hardware.gpu:
+            return from_dict(BestRate, best, where=f"best of {path.name}")
+    return None
+
+
+def published_mfu(spec: RunSpec, step_time_s: float, peak_flops_per_s: float, best: BestRate | None) -> float:
+    """The MFU of a step time, a fraction, counted with the formula of the best published rate."""
+    flops = spec.shape.flops_per_token(spec.workload.seq_len, best.flops_formula if best else "megatron")
+    return spec.tokens_per_step / step_time_s / spec.layout.world_size * flops / peak_flops_per_s
+
+
+def against_published(config: SweepConfig, mfu: float, best: BestRate | None) -> str | None:
+    """What to say of a predicted MFU beside the best published one; None where it is below.
+
+    Args:
+        mfu: what `published_mfu` returns.
+    """
+    of_gpu = f"{config.hardware.gpu} in {config.kernel.precision}"
+    if best is None:
+        return f"no rate of {of_gpu} is known that others published: nothing confirms a predicted MFU of {mfu:.1%}"
+    if not best.below(mfu):
+        return None
+    rates = f"MFU {mfu:.1%} is above the {best.mfu:.1%} of {best.what}"
+    return f"predicted {rates}, the best that is published of {of_gpu} (flops_formula={best.flops_formula}; {best.source})"
+
+
+def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str]:
+    """The features of these runs that no run of the profile's fit had, such as `zero_stage=2, 3 (0 to 1)`."""
+    values = dict[str, set[int | str]]()
+    for spec in specs:
+        for name, value in profile.unmeasured(spec, gpu).items():
+            values.setdefault(name, set()).add(value)
+    return [
+        f"{name}={', '.join(map(str, sorted(found, key=lambda v: (str(type(v)), v))))} ({profile.fitted_to(name)})"
+        for name, found in values.items()
+    ]

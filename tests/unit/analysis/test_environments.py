@@ -1,0 +1,113 @@
+import json
+
+import pytest
+
+from tests.unit.analysis.tables import row, table_of
+from ultrabench.analysis.compare import compare
+from ultrabench.analysis.page.rows import document
+from ultrabench.analysis.ranking import leaderboard, rank
+from ultrabench.errors import ConfigError
+
+
+def measured_in(env_id, rate, sweep=None, *, env=None, run_id="a", repeat=0, **parts):
+    return row(
+        run_id, rate, sweep=sweep or env_id, env_id=env_id, env=env and json.dumps(env), repeat=repeat, torch_version="2.13",
+        kernel_digest="d", **parts,
+    )  # fmt: skip
+
+
+RING, TREE = ({"env": {"ALGO": algo, "DEBUG": "1"}} for algo in ("Ring", "Tree"))
+
+
+def test_runs_of_one_layout_in_two_environments_compete():
+    table = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 10.0, **TREE))
+    (cell,) = rank(table)
+    assert (cell.tokens_per_s_per_gpu, cell.env_id, cell.environment) == (20.0, "e1", "ALGO=Ring")
+    assert (cell.num_runs, cell.num_repeats) == (2, 1)
+    (board,) = leaderboard(table)
+    assert [(r["environment"], r["tokens_per_s_per_gpu"]) for r in board] == [
+        ("ALGO=Ring", 20.0),
+        ("ALGO=Tree", 10.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "labels"),
+    [
+        (RING, {}, ["ALGO=Ring DEBUG=1", "ALGO unset DEBUG unset"]),
+        ({"torch_version": "2.11"}, {}, ["torch 2.11", "torch 2.13"]),
+        ({"kernel_digest": "c"}, {}, ["program c", "program d"]),
+        ({"variables": '{"NCCL_ALGO": "Ring"}'}, {}, ["NCCL_ALGO=Ring", "NCCL_ALGO unset"]),
+        ({}, {}, ["environment e1", "environment e2"]),
+        ({"driver_version": "550"}, {"driver_version": "535"}, ["driver 550", "driver 535"]),
+    ],
+)  # fmt: skip
+def test_a_label_names_what_differs(first, second, labels):
+    (board,) = leaderboard(
+        table_of(measured_in("e1", 20.0) | _columns(first), measured_in("e2", 10.0) | _columns(second))
+    )
+    assert [r["environment"] for r in board] == labels
+
+
+def _columns(values):
+    return {name: json.dumps(value) if name == "env" else value for name, value in values.items()}
+
+
+def test_equal_environments_of_two_sweeps_are_repeats():
+    (cell,) = rank(table_of(measured_in("e1", 20.0, "s1"), measured_in("e1", 10.0, "s2")))
+    assert (cell.environment, cell.num_runs, cell.num_repeats) == (None, 1, 2)
+
+
+@pytest.mark.parametrize(("others", "runs"), [({}, 1), ({"torch_version": "2.11"}, 2), ({"sweep": "s2"}, 2)])
+def test_environments_of_one_sweep_that_differ_in_the_driver_alone_are_one(others, runs):
+    second = measured_in("e2", 10.0, "s1", repeat=1, driver_version="535") | others
+    (cell,) = rank(table_of(measured_in("e1", 20.0, "s1", driver_version="550"), second))
+    assert cell.num_runs == runs
+
+
+def test_a_run_that_failed_early_belongs_to_the_environment_of_its_sweep():
+    failed = {"status": "crash", "tokens_per_s_per_gpu": None, "env_id": "nothing seen"}
+    table = table_of(
+        measured_in("e1", 20.0, "s1"), measured_in("e1", 20.0, "s1", repeat=1) | failed, measured_in("e2", 10.0, "s2"),
+        measured_in("e2", 10.0, "s2", run_id="b") | failed,
+    )  # fmt: skip
+    (board,) = leaderboard(table)
+    ends = {(r["run_id"], r["environment"]): (r["num_repeats"], r["num_repeats_failed"]) for r in board}
+    first, second = "environment e1", "environment e2"
+    assert ends == {("a", first): (2, 1), ("a", second): (1, 0), ("b", second): (1, 1)}
+
+
+def test_environments_are_not_ranked_by_the_ratio_to_controls_of_their_own():
+    beside = {"control": "a", "control_ratio": 1.0}
+    (cell,) = rank(
+        table_of(measured_in("e1", 20.0, **RING, **beside), measured_in("e2", 10.0, **TREE, **beside))
+    )
+    assert (cell.ranked_by, cell.environment, cell.as_good_as_best) == (
+        "tokens_per_s_per_gpu",
+        "ALGO=Ring",
+        (),
+    )
+
+
+def test_layouts_are_compared_in_equal_environments():
+    steps = {"step_times_s": [1.0] * 8}
+    a = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 10.0, **TREE))
+    with pytest.raises(ConfigError, match=r"env is .*Ring.* / .*Tree.* in A and .* in B"):
+        compare(a, table_of(measured_in("e3", 10.0, **steps)), 0.05)
+    b = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 5.0, **TREE))
+    found = compare(a, b, 0.05)
+    assert sorted(found.rows["ratio"]) == pytest.approx([1.0, 2.0])
+    assert compare(
+        table_of(measured_in("e1", 20.0, **RING)), table_of(measured_in("e2", 10.0, **TREE)), 0.05
+    ).differing["env"] == ('{"ALGO": "Ring", "DEBUG": "1"}', '{"ALGO": "Tree", "DEBUG": "1"}')
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_the_page_lists_both_environments_and_names_no_variable_where_it_is_public(public):
+    table = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 10.0, **TREE))
+    columns = document(table, public=public)["columns"]
+    assert len(columns["contender"]["known"]) == 2
+    assert ("Ring" in json.dumps(columns)) is not public
+    assert columns["environment"]["known"] == (
+        ["environment e1", "environment e2"] if public else ["ALGO=Ring", "ALGO=Tree"]
+    )

@@ -1,0 +1,66 @@
+"""Follows the remedies that messages print, as a user would who copies them: they must lead somewhere."""
+
+import re
+import shlex
+
+import pytest
+
+from tests.unit.sweep import test_config
+from ultrabench.errors import UltrabenchError
+from ultrabench.sweep.config.load import load_config
+
+CASES = [
+    overrides
+    for mark in test_config.test_what_cannot_be_used_is_told_in_one_line.pytestmark
+    for overrides, _ in mark.args[1]
+] + [
+    ["kernel=command", "kernel.command=[python,a.py,{foo}]"], ["kernel=command", "kernel.command=[python,a b,{tp}:x]"],
+    ["name=ünï"], ["name=a:b"], ["kernel=command", "kernel.command=[x]", "kernel.env={A: b:c}"],
+]  # fmt: skip
+OVERRIDE = re.compile(
+    r"""(?:write|did you mean|add|it:|, with|such as|them:|quotes:|each:) ('[^']*=(?:[^']|'"[^"]*"')*'|[+\w][\w./]*=[^\s;?]+)"""
+)
+"""A remedy in a message: a word or two that announce it, and the override as a shell reads it."""
+PLACEHOLDER = re.compile(r"NAME|VALUE|PATH|PROGRAM|=\.\.\.|\[A,B\]")
+ROUNDS = 4
+"""Largest number of remedies that are followed one after the other."""
+
+
+def key(override):
+    return override.lstrip("+~").partition("=")[0]
+
+
+def refusal(overrides):
+    """The message about overrides that cannot be used; None where they can."""
+    try:
+        load_config(overrides)
+    except UltrabenchError as error:
+        return str(error)
+    return None
+
+
+def following(overrides, message):
+    """The overrides after the remedies of a message; None where it names none that can be copied."""
+    words = [shlex.split(text.rstrip(",:)"))[0] for text in OVERRIDE.findall(message)]
+    words = [word for word in words if not PLACEHOLDER.search(word)]
+    words = words if message.endswith("?") else words[:1]
+    others = {override: [other for other in overrides if other != override] for override in overrides}
+    several = len(overrides) > 1
+    refused = (
+        [each for each in overrides if not several or refusal(others[each]) != message][:1] if words else []
+    )
+    stays = [each for each in overrides if each not in refused and key(each) not in map(key, words)]
+    return [*words, *stays] if words else None
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=" ".join)
+def test_what_a_message_says_to_write_is_not_refused_in_turn(overrides):
+    messages = []
+    for _ in range(ROUNDS):
+        message = refusal(overrides)
+        assert message not in messages, "the remedy leads back to the same message"
+        if message is None or (new := following(overrides, message)) is None:
+            return
+        messages.append(message)
+        overrides = new
+    pytest.fail(f"no end after {ROUNDS} remedies: {messages}")
