@@ -58,7 +58,7 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
     told = [r for r in rows if r["status"] == "node_fail"]
     assert len(told) == 1, "the node was avoided from the first refusal on"
     assert told[0]["suspect_hosts"] == ["gpu01"]
-    assert f"gpu01: process {os.getpid()} (python" in told[0]["reason"]
+    assert f"gpu01: other processes use the GPUs: process {os.getpid()} (python" in told[0]["reason"]
     assert "on GPU 1 with 2048 MiB" in told[0]["reason"]
     assert all(r["hostnames"] != ["gpu01"] for r in rows if r["status"] == "ok")
 
