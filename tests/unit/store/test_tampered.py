@@ -1,13 +1,14 @@
 """Files of a sweep that somebody damages, plants or writes at the same time: nothing is believed, followed or mixed."""
 
-import multiprocessing
-import os
 import re
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.conftest import HEAD
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.claim import claim, unrecorded
@@ -25,8 +26,9 @@ from ultrabench.store.events import (
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
-from ultrabench.store.sweep_json import create_sweep_json, read_sweep_json
+from ultrabench.store.sweep_json import read_sweep_json
 
+ROOT = Path(__file__).parents[3]
 OK = RunResult(status=Status.OK, step_times_s=(0.125, 0.25))
 
 
@@ -90,25 +92,39 @@ def test_no_planted_file_or_link_is_written_through(tmp_path, monkeypatch):
     assert (secrets.read_text(), secrets.stat().st_mode & 0o777) == ("token", 0o600)
 
 
-def create(folder, barrier, name, answers):
-    barrier.wait()
-    answers.put(create_sweep_json(folder, replace(HEAD, sweep=name)).sweep)
+CREATE = """
+import sys, time
+from dataclasses import replace
+from pathlib import Path
+from tests.unit.cli.conftest import HEAD
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.sweep_json import create_sweep_json
+print("ready", flush=True)
+begin = float(sys.stdin.readline())
+for number in range(20):
+    while time.time() < begin + number * 0.02:
+        pass
+    print(create_sweep_json(SweepFolder(Path(sys.argv[1], str(number))), replace(HEAD, sweep=sys.argv[2])).sweep)
+"""
 
 
 def test_of_two_launches_of_one_new_name_one_creates_the_sweep(tmp_path):
-    context = multiprocessing.get_context("fork")
     for number in range(20):
-        folder = SweepFolder(tmp_path / str(number))
-        folder.create()
-        barrier, answers = context.Barrier(2), context.Queue()
-        both = [context.Process(target=create, args=(folder, barrier, name, answers)) for name in "ab"]
-        for process in both:
-            process.start()
-        names = [answers.get(timeout=30) for _ in both]
-        for process in both:
-            process.join()
-        assert names == [read_sweep_json(folder).sweep] * 2
-        assert not [path for path in os.listdir(folder.path) if path.startswith(".new-")]
+        SweepFolder(tmp_path / str(number)).create()
+    pipe = subprocess.PIPE
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", CREATE, tmp_path, name], cwd=ROOT, stdin=pipe, stdout=pipe, text=True
+        )
+        for name in "ab"
+    ]
+    for process in both:
+        assert process.stdout.readline() == "ready\n"
+    begin = f"{time.time() + 0.1}\n"
+    outputs = [process.communicate(begin)[0].split() for process in both]
+    created = [read_sweep_json(SweepFolder(tmp_path / str(number))).sweep for number in range(20)]
+    assert outputs == [created, created]
+    assert not list(tmp_path.glob("*/.new-*"))
 
 
 def test_claims_of_which_the_journal_says_nothing_are_counted(tmp_path):
