@@ -121,7 +121,10 @@ def test_of_two_launches_of_one_new_name_one_creates_the_sweep(tmp_path):
     for process in both:
         assert process.stdout.readline() == "ready\n"
     begin = f"{time.time() + 0.1}\n"
-    outputs = [process.communicate(begin)[0].split() for process in both]
+    for process in both:
+        process.stdin.write(begin)
+        process.stdin.flush()
+    outputs = [process.communicate()[0].split() for process in both]
     created = [read_sweep_json(SweepFolder(tmp_path / str(number))).sweep for number in range(20)]
     assert outputs == [created, created]
     assert not list(tmp_path.glob("*/.new-*"))
