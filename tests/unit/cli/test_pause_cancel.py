@@ -75,6 +75,8 @@ def test_a_cancel_stays_until_the_next_launch(ultrabench, sweep):
     assert re.fullmatch(told, err)
     state = state_of(sweep)
     assert (state.cancelled, len(state.attempts)) == (True, 2)
+    assert "nothing to pause: quick-cpu is cancelled" in ultrabench("sweep", "pause")[2]
+    assert not sweep.pause.exists()
     JournalWriter(sweep.journal, "launcher").write(Launched(generation=state.generation + 1, config={}))
     assert not state_of(sweep).cancelled
 

@@ -94,6 +94,9 @@ def run_pause(folder: SweepFolder) -> None:
     if settled(plan, state):
         say(f"nothing to pause: every run of {folder.name} is settled")
         return
+    if state.cancelled:
+        say(f"nothing to pause: {folder.name} is cancelled; run the launch command again to continue")
+        return
     if not state.paused:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1))
     # The file is written after the journal, because the resume that removes it needs the event.
