@@ -61,7 +61,7 @@ def judge(
         *([] if executions is None else [*_witnessed(rows, executions), *one_at_a_time(executions)]),
         *_explained(rows, records),
         *_blamed(rows, records, view),
-        *_accounted(view),
+        *_accounted(view, twice="double_submission" in {record["kind"] for record in records}),
         *([f"{jobs} jobs were submitted, more than {most}"] if jobs > most else []),
     ]
 
@@ -206,13 +206,17 @@ def _blamed(rows: Rows, records: Rows, view: SlurmView) -> list[str]:
     return [f"{node} was excluded, although no fault hit it" for node in sorted(view.excluded - guilty)]
 
 
-def _accounted(view: SlurmView) -> list[str]:
-    """Problems with the rule that the journal names the jobs that Slurm ran, and possible times of theirs."""
+def _accounted(view: SlurmView, twice: bool) -> list[str]:
+    """Problems with the rule that the journal names the jobs that Slurm ran, and possible times of theirs.
+
+    Args:
+        twice: whether jobs were submitted twice; accounting has no row of the second one, which was cancelled in the queue.
+    """
     found = []
     for event in view.journal:
         name, job_id = event["allocation"], (event.get("job") or {}).get("job_id")
         ids = view.job_ids.get(name, set())
-        if event["event"] in ("submitted", "adopted") and job_id and ids and job_id not in ids:
+        if event["event"] in ("submitted", "adopted") and job_id and ids and job_id not in ids and not twice:
             found.append(f"the journal calls {name} job {job_id}, Slurm calls it {', '.join(sorted(ids))}")
         if (held_s := event.get("held_s") or 0.0) > view.age_s:
             found.append(f"{name} held its nodes for {held_s:g} s, longer than the sweep exists")
