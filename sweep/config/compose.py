@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 import ultrabench
 from ultrabench.errors import ConfigError, require_once, unknown_name
 from ultrabench.sweep.config.sweep_config import NAME, moved
+from ultrabench.sweep.config.yaml_file import read_text, require_few_values
 
 GROUPS = ("cluster", "hardware", "kernel", "launcher", "measure", "model", "retry", "sweep")
 FOLDERS = {group: group for group in GROUPS} | {"profile": "profiles"}
@@ -335,55 +336,13 @@ def usable(group: str) -> dict[Path, dict[str, Any]]:
     return found
 
 
-def read_text(path: Path) -> str:
-    """The text of a configuration file.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        return path.read_text()
-    except UnicodeDecodeError as error:
-        what = f"byte {error.start + 1} of it is not UTF-8"
-        raise ConfigError(f"cannot read {path}: {what}; save the file as UTF-8 text") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-MOST_VALUES = 100_000
-"""Largest number of values that a YAML file may stand for; a few aliases of aliases stand for billions."""
-
-
-def _require_few_values(path: Path) -> None:
-    """Raises ConfigError if the aliases of a YAML file stand for more than MOST_VALUES values."""
-    numbers: dict[int, int] = {}
-
-    def number(node: yaml.Node | None) -> int:
-        """How many values a node stands for, each alias counted as what it repeats."""
-        if not isinstance(node, yaml.CollectionNode):
-            return 1
-        if id(node) not in numbers:
-            numbers[id(node)] = MOST_VALUES  # until it is known: a node may contain itself
-            parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-            numbers[id(node)] = 1 + sum(map(number, parts))
-        return numbers[id(node)]
-
-    try:
-        values = number(yaml.compose(read_text(path), yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError):
-        return  # whoever reads it says what is wrong
-    if values > MOST_VALUES:
-        rule = f"a file may have {MOST_VALUES:,} values"
-        raise ConfigError(f"{path}: its aliases stand for {values:,} values; {rule}: write fewer aliases")
-
-
 def read_yaml(path: Path) -> Any:
     """The content of one YAML file, with its interpolations resolved.
 
     Raises:
         ConfigError: the file cannot be read or is not YAML.
     """
-    _require_few_values(path)
+    require_few_values(path)
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
@@ -423,7 +382,7 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
             _require_global(path)
     for folder in search_path()[:-1]:
         for path in filter(Path.is_file, folder.rglob("*.yaml")):
-            _require_few_values(path)
+            require_few_values(path)
     GlobalHydra.instance().clear()
     Plugins.instance().register(UserFolders)
     try:

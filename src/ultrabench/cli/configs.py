@@ -15,7 +15,8 @@ def configs(
 ) -> None:
     """List the names that overrides take, or print the file of one."""
     from ultrabench.cli.tables import plain, print_json, say, show, table
-    from ultrabench.sweep.config.compose import FOLDERS, describe, files, read_text
+    from ultrabench.sweep.config.compose import FOLDERS, describe, files
+    from ultrabench.sweep.config.yaml_file import read_text
 
     if group is not None:
         require_known("config group", FOLDERS, group := group.removesuffix("s"))
