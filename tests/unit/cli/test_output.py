@@ -172,7 +172,7 @@ def test_a_damaged_result_counts_as_the_next_launch_will_count_it(ultrabench, sw
     _, out, err = ultrabench("sweep", "status")
     assert f"{path}:3: skipped a corrupt line about run {OK}" in err
     assert f"1 of {len(QUICK.runs)} runs settled (1 crash), 1 lost to be tried again" in out
-    assert "running" not in out
+    assert " running," not in out
     assert as_json(ultrabench, "sweep", "show", OK)["attempts"][0]["result"]["status"] == "lost"
     assert as_json(ultrabench, "sweep", "retry", "--dry-run", "--only", "lost")[0]["run_id"] == OK
     assert "lost" in ultrabench("sweep", "top")[1]
@@ -215,7 +215,7 @@ def test_retry_names_what_failed_and_leaves_answers_alone(ultrabench, sweep):
     sure, unsure = QUICK.runs[2:4]
     record(sweep, sure, status=Status.OOM, cause="cpu_oom", confirmed=True, reason="no memory")
     record(sweep, unsure, status=Status.OOM, cause="cpu_oom", confirmed=False, reason="no memory")
-    assert {row["run_id"] for row in again()} == {CRASHED, unsure.run_id}
+    assert {row["run_id"] for row in again()} == {CRASHED}
     assert {row["run_id"] for row in again("--only", "oom")} == {sure.run_id, unsure.run_id}
     assert len(again("--run", sure.run_id)) == 1
 
