@@ -67,7 +67,8 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
     ("override", "code", "told"),
     [
         ("launcher.max_nodes=null sweep.nodes=[4]", 2, "set launcher.max_nodes=4"),
-        ("sweep.nodes=[16]", 2, "partition hopper has 8 nodes"),
+        ("sweep.nodes=[16]", 2, "set launcher.max_nodes=16"),
+        ("sweep.nodes=[16] launcher.max_nodes=16", 2, "partition hopper has 8 nodes"),
         ("launcher.partition=hoper", 2, "hopper"),
         ("launcher.partition=debug launcher.time_minutes=60", 2, "allows 30"),
         ("launcher.partition=debug sweep.nodes=[4]", 2, "gives a job 2"),
