@@ -16,7 +16,7 @@ from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.layout import dominates
 from ultrabench.rank_report import PROFILE
 from ultrabench.record import canonical_json, to_dict
-from ultrabench.result import SLOWER, RunResult, Status
+from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import RunSpec, Task, env_id
 from ultrabench.store.allocation import inside
 from ultrabench.store.claim import claim, owner
@@ -136,6 +136,8 @@ class Leader:
             return "no time left"
         if self._node.disk.retry(self._node.folder.pause.exists):
             return "the sweep is paused"
+        if self._results and all(result.cause == UNMEASURED for _, result in self._results):
+            return "no step of its program was found"  # the launcher decides whether others are run
         if not inside(self._allocation.window, time.time()):
             return f"outside the window {self._allocation.window}"
         return self._other_sources(self._node.identity.host, self._node.disk.retry(self._node.digest))

@@ -19,6 +19,7 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.hardware import GIB
+from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
 from ultrabench.processes import run_module
 from ultrabench.record import to_dict
@@ -68,10 +69,23 @@ def require_same(known: SweepJson, config: SweepConfig, where: Path) -> None:
     """
     for group in ("hardware", "kernel", "workload"):
         was, now = to_dict(getattr(known, group)), to_dict(getattr(config, group))
-        now.pop("architecture", None)  # it decides what a plan refuses and no number; older sweeps have none
+        # An architecture decides what a plan refuses, and no number; for the others see require_same_log.
+        for name in ("architecture", *LOG_OPTIONS):
+            now.pop(name, None)
         if changed := [f"{group}.{k}: {was[k]!r} -> {now[k]!r}" for k in sorted(now) if was[k] != now[k]]:
             told = f"{where} is a sweep with another {group} ({', '.join(changed)})"
             raise ConfigError(f"{told}; start a new one with name=NAME")
+
+
+def require_same_log(state: SweepState, config: SweepConfig) -> None:
+    """Raises ConfigError if results of the sweep were read from logs in another way than `config` says."""
+    was, now = state.config.get("kernel", {}), to_dict(config.kernel)
+    changed = [f"kernel.{k}: {was[k]!r} -> {now[k]!r}" for k in LOG_OPTIONS if k in was and was[k] != now[k]]
+    if changed and any(a.ok and a.ok.measured_by == "log" for a in state.attempts.values()):
+        what = (
+            f"sweep {config.name} has results that were read from logs in another way ({', '.join(changed)})"
+        )
+        raise ConfigError(f"{what}; start a new one with name=NAME")
 
 
 def provenance(config: SweepConfig) -> dict[str, Any]:
@@ -197,6 +211,7 @@ def open_sweep(
         plan = within_limit(make_plan(config, core_flops_per_s=rate, cores=cores), max_limit_s)
     reader, known = JournalReader(folder.journal, warn), Fold()
     state = known.add(reader.poll())
+    require_same_log(state, config)
     accepts = _reuse(config, environment, state, reuse)
     digest, origin = config.kernel.digest(), provenance(config)
     launch = Launched(

@@ -14,8 +14,9 @@ from ultrabench.agent.diagnose.signatures import BY_NAME, Cause, by_text, last_l
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.measure import Measure
 from ultrabench.record import content_id
-from ultrabench.result import RunResult, Status
+from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import Task
+from ultrabench.step_line import TRY_LOG, nearest_lines
 from ultrabench.step_time import ci95_rel, extremes
 from ultrabench.store.kernel_secrets import redacted
 
@@ -92,6 +93,8 @@ def classify(
     measure, result = task.measure, _explained(progress, task, end, lost)
     if result.cause == "node_failure":
         result = replace(result, cause=lost_cause)
+    if result.cause in (UNMEASURED, "time_limit") and (unmatched := _unmatched(progress.ranks, task)):
+        result = replace(result, reason=f"{result.reason}; {unmatched}")
     environment, rank0, done = progress.environment, progress.ranks[0], progress.ranks[0].done
     gpu, wanted = environment.get("gpu_name"), () if task.probe else task.gpu_names
     if result.status == Status.OK and wanted and gpu is not None and gpu not in wanted:
@@ -138,7 +141,7 @@ def _explained(progress: AttemptProgress, task: Task, end: RunResult | None, los
         if bad_loss:
             return _invalid("non_finite_loss", bad_loss)
         unmeasured = None if progress.probe else _unmeasured(progress.ranks[0], task.measure)
-        return _invalid("unmeasured", unmeasured) if unmeasured else RunResult(status=Status.OK)
+        return _invalid(UNMEASURED, unmeasured) if unmeasured else RunResult(status=Status.OK)
     found = findings(progress.ranks)
     root = found[0] if found else None
     sure = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
@@ -203,8 +206,19 @@ def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
             return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
     if rank.measured_steps(measure):
         return None
-    what = f"the program ended well but reported {len(rank.steps)} steps, of which 0 count"
-    return f"{what}; it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
+    return f"the program ended well but reported {len(rank.steps)} steps, of which 0 count"
+
+
+def _unmatched(ranks: Sequence[RankProgress], task: Task) -> str | None:
+    """How the steps of a program that reported none can be read, with lines of its log; None if it reported some."""
+    kernel = task.spec.kernel
+    if ranks[0].steps or task.forked:
+        return None
+    if kernel.step_line is None:
+        return "it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
+    rank = ranks[kernel.step_rank]
+    lines = " | ".join(map(quoted, nearest_lines(rank.tail, kernel.step_line))) or "(no line with a number)"
+    return f"no line of the log of rank {rank.number} matches kernel.step_line; nearest: {lines}; test a pattern with: {TRY_LOG}"
 
 
 def _non_finite(rank: RankProgress) -> str | None:

@@ -22,9 +22,10 @@ from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpu
 from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.errors import ClusterError
-from ultrabench.rank_report import NewLines, Progress, parse_line, parse_log_line, read_progress
+from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
+from ultrabench.step_line import parse_log_line, step_pattern
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.kernel_secrets import revealed
@@ -195,7 +196,7 @@ class Node:
         rank = kernel.step_rank % spec.layout.world_size
         if kernel.step_line and rank in self.ranks and not task.forked:
             tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
-            pattern = re.compile(kernel.step_line)
+            pattern = step_pattern(kernel.step_line)
             parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu)
             sources.append(Source(rank, 0, NewLines(self._run / f"rank{rank}.log"), parse))
         return sources

@@ -9,14 +9,15 @@ from typing import Annotated, Any
 import ultrabench
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError
+from ultrabench.step_line import step_pattern
 
 KERNEL_VERSION = 3
 """Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
 
 ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
 
-STEP_TIMES = ("seconds", "milliseconds", "tokens_per_s_per_gpu")
-"""Groups of a regular expression that tell, in a line of a log, how long a step took."""
+LOG_OPTIONS = ("step_line", "step_rank")
+"""Options that say how a log is read. While no result comes from a log, they may change within a sweep."""
 
 RANK_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -59,14 +60,14 @@ class KernelConfig:
     """Word of a layout or a model -> each value that the command supports, as text -> more arguments for it."""
     step_line: str | None = None
     """A regular expression for programs that only log. It is searched in each line of one rank's log, and has
-    one of the groups of STEP_TIMES and optionally the group `loss`."""
+    one of the groups of `step_line.STEP_TIMES` and optionally the group `loss`."""
     step_rank: int = 0
     """The rank whose log is read; -1 means the last rank."""
 
     def __post_init__(self) -> None:
         require_allowed(self, "kernel.")
         if self.step_line is not None:
-            _require_pattern(self.step_line)
+            step_pattern(self.step_line)
         if self.kind == "command" and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
         if self.kind != "command" and (taken := sorted(RANK_VARIABLES & self.env.keys())):
@@ -111,13 +112,3 @@ def rank_sources(root: Path) -> list[Path]:
                 place = root.joinpath(*module.split("."))
                 left += [p for p in (place.with_suffix(".py"), place / f"{name}.py") if p.is_file()]
     return sorted(found)
-
-
-def _require_pattern(text: str) -> None:
-    try:
-        groups = re.compile(text).groupindex
-    except re.error as error:
-        raise ConfigError(f"kernel.step_line={text!r} is no regular expression: {error}") from None
-    if not set(STEP_TIMES) & set(groups):
-        wanted = ", ".join(f"(?P<{name}>...)" for name in STEP_TIMES)
-        raise ConfigError(f"kernel.step_line={text!r} lacks a group, one of {wanted}")

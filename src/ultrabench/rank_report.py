@@ -5,7 +5,6 @@ import json
 import math
 import mmap
 import os
-import re
 import stat
 import struct
 import sys
@@ -257,24 +256,3 @@ def checked(value: dict[str, Any]) -> dict[str, Any]:
         line.pop("seconds", None)
         line["fault"] = f"step seconds={seconds!r:.60}: not a number of seconds"
     return line
-
-
-def parse_log_line(line: str, pattern: re.Pattern[str], tokens_per_gpu: float) -> dict[str, Any] | None:
-    """The step in a line of a program's log that matches `pattern`, as a line of a report; else None.
-
-    Args:
-        pattern: has one of the groups of `kernel_config.STEP_TIMES`, and may have the group loss.
-        tokens_per_gpu: number of tokens of one step divided by the number of GPUs.
-    """
-    match = pattern.search(line)
-    if match is None:
-        return None
-    try:
-        values = {k: float(v.replace(",", "")) for k, v in match.groupdict().items() if v is not None}
-        if "milliseconds" in values:
-            values["seconds"] = values.pop("milliseconds") / 1000
-        if "tokens_per_s_per_gpu" in values:
-            values["seconds"] = tokens_per_gpu / values.pop("tokens_per_s_per_gpu")
-    except (ValueError, ZeroDivisionError):
-        return None
-    return {"measured_by": "log", **checked({"event": "step", **values})}

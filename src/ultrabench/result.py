@@ -32,6 +32,9 @@ CAUSES = (
 )  # fmt: skip
 """All values of `RunResult.cause`; docs/failures.md explains each of them."""
 
+UNMEASURED = "unmeasured"
+"""Cause of an invalid run whose program ended well without a step that counts."""
+
 AGENT_GONE = "agent_gone"
 """Cause of a node_fail that only the silence of an agent shows; the run itself may have ended the agent."""
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware, Peak
+from ultrabench.kernel_config import LOG_OPTIONS, KernelConfig
 from ultrabench.layout import dominates
 from ultrabench.record import from_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
@@ -301,6 +302,13 @@ def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
     return [run_id for time_s, run_id in known if time_s <= CONTENDER_FACTOR * known[0][0]][:MAX_CONTENDERS]
 
 
+def read_otherwise(attempt: AttemptState, kernel: KernelConfig) -> bool:
+    """Whether an attempt without a step that counts was read by another pattern or from another rank's log."""
+    was = (attempt.spec or {}).get("kernel", {})
+    unmeasured = attempt.result is not None and attempt.result.cause == UNMEASURED
+    return unmeasured and any(was.get(name) != getattr(kernel, name) for name in LOG_OPTIONS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Following:
     """Finds the next attempts of runs from the retry policy and the state of the whole sweep."""
@@ -353,7 +361,7 @@ class _Following:
             # The attempt still runs, or its end is not known yet, so no new one is made.
             return PlannedAttempt(candidate=run, key=last.key)
         pause_s, share = 0.0, run.prediction.memory_share
-        if last.key not in self.state.retried:
+        if last.key not in self.state.retried and not read_otherwise(last, run.spec.kernel):
             decision = decide_retry(attempts, self.policy, old=self.launch.old, memory_share=share)
             if not decision.again:
                 return None

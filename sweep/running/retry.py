@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ultrabench.errors import counted
-from ultrabench.result import AGENT_GONE, RunResult, Status
+from ultrabench.result import AGENT_GONE, UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import OUTSIDE, RetryPolicy
@@ -145,7 +145,7 @@ def excluded_nodes(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
 
 
 def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[AttemptKey, float]) -> str | None:
-    """The reason to stop the sweep when the latest runs of this launch all failed in the same way; else None.
+    """The reason to stop the sweep: the latest runs of this launch all failed in the same way, or no step of its program is known.
 
     Args:
         ended_s: seconds since this launch saw each attempt end. They give the order of the ends, because
@@ -156,6 +156,10 @@ def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[Atte
     ended = sorted((-ago_s, key) for key, ago_s in ended_s.items() if key in state.attempts)
     results = (state.attempts[key].result for _, key in ended)
     telling = [r for r in results if r and r.status not in PASSED_OVER]
+    measured = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
+    for result in telling:
+        if result.cause == UNMEASURED and result.kernel_digest not in measured:
+            return f"the first run of this program has no result, and others would end alike ({result.reason}); mend that and launch again"
     latest = telling[-policy.breaker :]
     kinds = {(r.status, r.fingerprint or r.cause) for r in latest}
     if len(latest) < policy.breaker or len(kinds) > 1 or latest[-1].status == Status.OK:

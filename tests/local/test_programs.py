@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections import Counter
 
 import pytest
 
@@ -29,6 +30,31 @@ def test_steps_are_read_from_the_last_ranks_log(bench):
     (row,) = bench.rows()
     assert (row["status"], row["measured_by"], row["step_times_s"]) == ("ok", "log", [0.25] * 6)
     assert row["loss_final"] == pytest.approx(10 / 5)
+
+
+def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_continues_the_sweep(bench):
+    """The runs of one program would all end alike; a result that a pattern has found fixes the pattern."""
+    (bench.folder / "program.py").write_text(ONLY_LOGS)
+    words = [
+        "sweep", "launch", "kernel=megatron", "kernel.command=[python,program.py]", "model=tiny", "name=t",
+        *axes(nodes=1, tp=1, pp=1, zero_stage=1, mbs=[1, 2, 4], gas=None, gbs=8), "measure.warmup_steps=2",
+        "measure.max_steps=6", *AT_ONCE,
+    ]  # fmt: skip
+    patterns = ["wall time per iteration", "elapsed time per iteration", "time per iteration"]
+    wrong, right, other = (rf"kernel.step_line='{p} .ms.: (?P<milliseconds>[0-9.]+)'" for p in patterns)
+    launched = bench.done(*words, wrong)
+    assert launched.returncode == 1
+    line = "nearest: iteration 8/ 8 | elapsed time per iteration (ms): 250.0 | lm loss: 1.250000E+00 | grad norm: 1.4 |"
+    assert line in launched.stdout + launched.stderr
+    assert "mend that and launch again" in launched.stdout + launched.stderr
+    ends = [(row["status"], row["cause"]) for row in bench.rows() if row["status"] != "cancelled"]
+    assert ends == [("invalid", "unmeasured")]
+    bench.run(*words, right)
+    ends = Counter(row["status"] for row in bench.rows())
+    assert (ends["ok"], ends["invalid"]) == (3, 1)
+    refused = bench.done(*words, other)
+    assert refused.returncode == 2
+    assert "has results that were read from logs in another way" in refused.stderr
 
 
 NEEDS_A_TOKEN = """

@@ -14,10 +14,11 @@ from tests.configs import measure
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import MAX_STEPS, AttemptProgress
-from ultrabench.rank_report import NewLines, Progress, parse_line, parse_log_line, read_progress
+from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import Status
 from ultrabench.run import env_id
+from ultrabench.step_line import nearest_lines, parse_log_line
 from ultrabench.step_time import ci95_rel
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5)
@@ -160,3 +161,21 @@ def test_the_interval_lies_between_the_ranks_that_exact_numbers_give(n):
 
 def test_steps_of_no_time_have_no_interval():
     assert ci95_rel([0.0] * 10) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [
+        (
+            r"elapsed time \(s\): (?P<seconds>\S+)",
+            ["step 3 elapsed time (ms): 25", "read 4 files in no time"],
+        ),
+        (r"files (?P<seconds>\d+)", ["read 4 files in no time", "step 3 elapsed time (ms): 25"]),
+        (r"(?P<seconds>\d+)x", ["read 4 files in no time", "step 3 elapsed time (ms): 25"]),
+    ],
+)
+def test_the_nearest_lines_share_words_with_the_pattern_and_hold_a_number(pattern, nearest):
+    log = (
+        "elapsed time\nstep 1 elapsed time (ms): 30\nstep 3 elapsed time (ms): 25\nread 4 files in no time\n"
+    )
+    assert nearest_lines(log, pattern) == nearest

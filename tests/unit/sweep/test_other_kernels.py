@@ -15,9 +15,9 @@ from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.rank_report import parse_log_line
 from ultrabench.record import values_of
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
+from ultrabench.step_line import parse_log_line
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 

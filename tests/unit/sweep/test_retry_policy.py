@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.configs import left, retry
 from tests.unit.allocations import predicted
 from ultrabench.layout import dominates
+from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched, Start
@@ -16,7 +17,7 @@ from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import FAILURES
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.running.attempts import left_out, next_attempts
+from ultrabench.sweep.running.attempts import left_out, next_attempts, read_otherwise
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, excluded_nodes
 
 POLICY = retry()
@@ -51,6 +52,15 @@ HERE, THERE = result(fingerprint="f"), result(fingerprint="f", hosts=("b",))
 )  # fmt: skip
 def test_what_is_tried_again(results, share, again):
     assert decide_retry(failed(*results), POLICY, memory_share=share).again is again
+
+
+def test_a_run_without_steps_is_read_again_by_another_pattern_only():
+    kernel = load_config(["kernel=megatron"]).kernel
+    (attempt,) = failed(result("invalid", cause="unmeasured"))
+    attempt.spec = {"kernel": to_dict(kernel)}
+    assert not read_otherwise(attempt, kernel)
+    assert read_otherwise(attempt, replace(kernel, step_rank=0))
+    assert not read_otherwise(replace(attempt, result=TOLD["c"]), replace(kernel, step_rank=0))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +146,8 @@ def test_no_node_is_excluded_on_the_evidence_of_one_run_unless_the_node_says_so(
         assert len(pointing) > 1 or ("ecc" in {end for _, host, end in ends if host == node})
 
 
-TOLD = {"c": result("crash", fingerprint="f", reason="no module x"), "o": result("ok"), "m": result("oom")}
+TOLD = {"c": result("crash", fingerprint="f", reason="no module x"), "o": result("ok"), "m": result("oom"),
+        "u": result("invalid", cause="unmeasured", reason="no module x")}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -145,6 +156,8 @@ TOLD = {"c": result("crash", fingerprint="f", reason="no module x"), "o": result
         ("c" * 10, True), ("c" * 9, False), ("c" * 5 + "o" + "c" * 4, False),
         ("c" * 5 + "m" + "c" * 4, False),  # nine are not ten
         ("o" + "c" * 10, True), ("c" * 10 + "o", False),
+        # A program of which no step is known would give none in the other runs either.
+        ("u", True), ("ou", False), ("uo", False),
     ],
 )  # fmt: skip
 def test_the_breaker_wants_the_same_failure_in_a_row_as_the_launcher_saw_the_ends(ends, stops):

@@ -1,5 +1,6 @@
 """The commands `ultrabench kernel ...`, which run the embedded kernel without a sweep."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,3 +38,17 @@ def dryrun(arguments: Arguments, json_: Json = False) -> None:
     from ultrabench.cli.kernel.dryrun import run_dryrun
 
     run_dryrun(arguments, json_)
+
+
+@kernel_app.command(name="try-log")
+def try_log(
+    pattern: Annotated[str, typer.Argument(help="A regular expression, as kernel.step_line has it.")],
+    file: Annotated[Path, typer.Argument(help="The log of a program.")],
+    json_: Json = False,
+) -> int:
+    """Show the steps that kernel.step_line would find in a log.
+
+    Exit 1 if it finds none; the nearest lines are shown then."""
+    from ultrabench.cli.kernel.try_log import run_try_log
+
+    return run_try_log(pattern, file, json_)
