@@ -17,10 +17,13 @@ from rich.text import Text
 WIDE = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 LEFT_OUT_FIRST = (
-    "x predicted", "predicted", "on", "loss", "step s", "why", "P(OOM)", "policy", "GPUs", "host", "microbatches", "part", "at",
-    "peak GiB", "step", "seconds", "for example", "candidates", "valid", "likely to fit", "attempt", "memory", "run", "tokens/s/GPU", "run id", "MFU",
+    "", "x predicted", "predicted", "P(OOM)", "run id", "run", "on", "loss", "step s", "why", "policy", "GPUs", "host",
+    "microbatches", "part", "at", "peak GiB", "step", "seconds", "for example", "candidates", "valid", "likely to fit",
+    "attempt", "memory", "MFU", "tokens/s/GPU",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first."""
+BLOCK = "\u2588"
+"""The character of which bars are made."""
 WRAPPED, LONGEST_WORD = 12, 24
 """A column of text may shrink to 12 characters or its longest word; only words longer than 24 are broken."""
 
@@ -40,9 +43,11 @@ class PlainConsole(Console):
     """A console that prints only plain text; all colours and cursor movements come from Rich."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of what is printed, without control characters in their text."""
+        """The segments of what is printed, without control characters in their text; bars are of # in ASCII."""
+        block = "#" if self.options.ascii_only else BLOCK
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=plain(segment.text))
+            text = segment.text if segment.control else plain(segment.text).replace(BLOCK, block)
+            yield segment._replace(text=text)
 
     def print_line(self, part: RenderableType) -> None:
         """Prints a line or a table: a terminal gets a line wrapped between words, a pipe gets it whole."""
@@ -81,11 +86,12 @@ class FittedTable(Table):
     """A table that fits the width of its terminal.
 
     Text wraps between words. If that is not enough, columns are left out: first those that are empty in all
-    rows, then in the order of LEFT_OUT_FIRST, then from the right. No number and no run id is ever cut.
+    rows, then in the order of LEFT_OUT_FIRST, then from the right. The first one names the rows and stays. No number and
+    no run id is ever cut.
     """
 
-    always_shown = ""
-    """Name of the one column that is never left out."""
+    always_shown: str | None = None
+    """Name of another column that is never left out."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         fitted = copy(self)
@@ -106,7 +112,7 @@ class FittedTable(Table):
         order = {name: place for place, name in enumerate(LEFT_OUT_FIRST)}
         places = {at: order.get(str(self.columns[at].header), len(order)) for at in whole}
         held = {at: any(map(str, self.columns[at].cells)) for at in whole}
-        needed = {at: str(self.columns[at].header) == self.always_shown for at in whole}
+        needed = {at: at == 0 or str(self.columns[at].header) == self.always_shown for at in whole}
         leaving = sorted(whole, key=lambda at: (needed[at], held[at], places[at], -at))
         for at in leaving[:-1]:
             if sum(least.values()) + 2 * (len(least) - 1) > room:

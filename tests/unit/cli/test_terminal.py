@@ -63,6 +63,14 @@ def test_an_ascii_terminal_gets_question_marks(sweep):
     assert "\x1b" not in out
 
 
+def test_an_ascii_terminal_gets_bars_of_number_signs():
+    words = ("predict", "dp=8", "model=llama3-8b", "hardware=h100x8")
+    out = cli(*words, PYTHONIOENCODING="ascii")[1]
+    assert "?" not in out
+    assert f" {'#' * 40}\n" in out
+    assert out.replace("#", "\u2588") == cli(*words, PYTHONIOENCODING="utf-8")[1]
+
+
 def test_what_a_run_has_said_is_shown_without_escape_sequences(sweep):
     for words in (["sweep", "status", "quick-cpu"], ["sweep", "show", RUN.run_id]):
         _, out, _ = cli(*words, how=TERMINAL, TERM="xterm", COLUMNS="80")
@@ -121,7 +129,12 @@ def test_tables_break_no_word_and_cut_no_number(width):
     whole = {word.removeprefix(">") for cell in (*COLUMNS, *ROW) for word in cell.split()} | {"the", "title"}
     assert set(text.split()) <= whole
     assert max(len(line) for line in text.splitlines()) <= width
-    needed = {50: {"17", "29.9", "preempted", *ROW[1].split()}, 80: {RUN_ID, "1,234,567"}, 120: {"0.1300"}}
+    needed = {
+        50: {"17", "1,234,567", "preempted", *ROW[1].split()},
+        80: {"29.9"},
+        120: {"0.1234"},
+        200: {RUN_ID},
+    }
     assert set().union(*(words for least, words in needed.items() if width >= least)) <= set(text.split())
     assert ("0.1300" in text) == (width >= 120)
 

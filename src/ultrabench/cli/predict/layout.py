@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.numbers import count
-from ultrabench.cli.tables import print_json, show, table, three_digits, warn
+from ultrabench.cli.tables import BLOCK, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak
 from ultrabench.layout import AXES
@@ -138,7 +138,7 @@ def _bars(title: str, parts: dict[str, float], scale: float) -> RenderableType:
     """A table with a bar for each part that is seen, whose lengths are relative to the largest."""
     whole, longest = sum(parts.values()), max(parts.values())
     seen = {name: value for name, value in parts.items() if value > 1e-4 * whole}
-    bars = {name: "\u2588" * round(BAR * value / longest) for name, value in seen.items()}
+    bars = {name: BLOCK * round(BAR * value / longest) for name, value in seen.items()}
     rows = [(n, f"{v * scale:,.2f}", f"{100 * v / whole:.0f} %", bars[n]) for n, v in seen.items()]
     return table(title, "part", ">amount", ">share", "", rows=rows)
 
