@@ -1,6 +1,6 @@
 """Makes `python -m ultrabench` the same as the command `ultrabench`."""
 
-from ultrabench.cli.main import main
+from ultrabench.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -4,8 +4,10 @@ import contextlib
 import gc
 import io
 import os
+import signal
 import sys
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import typer
 
@@ -41,6 +43,7 @@ def root(version: bool = typer.Option(False, "--version", help="Show the version
 def main() -> None:
     """Runs the command line; a mistake of the user gives one line on stderr and exit code 2."""
     _guard_streams()
+    _handle_ctrl_c()
     # A command makes few cycles; looking for them after each 700 objects would take a third of its time.
     gc.set_threshold(1_000_000)
     try:
@@ -58,7 +61,9 @@ def main() -> None:
     except Exception as error:
         # This is a wrong option. Typer has its own copy of Click, so its class cannot be named here.
         if not hasattr(error, "format_message"):
-            raise
+            if not _pressed:
+                raise
+            sys.exit(_fail("", 2))
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error.format_message(), err=True)
             sys.exit(2)
@@ -83,6 +88,20 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+_pressed: list[int] = []
+"""The SIGINTs that this process got; a library may turn their KeyboardInterrupt into any other exception."""
+
+
+def _handle_ctrl_c() -> None:
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        _pressed.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        with contextlib.suppress(ValueError):  # only the main thread may set a handler
+            signal.signal(signal.SIGINT, interrupt)
+
+
 def _require_folder() -> None:
     """Raises ConfigError when the folder in which the command was started is gone."""
     try:
@@ -92,9 +111,10 @@ def _require_folder() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    """Prints a message as one line on stderr; returns the exit code."""
+    """Prints a message as one line on stderr; returns the exit code. After Ctrl-C other errors are its consequences."""
     from ultrabench.cli.tables import say
 
+    message, code = ("interrupted", 130) if _pressed else (message, code)
     say(f"ultrabench: {' '.join(message.split())}")
     return code
 

@@ -38,7 +38,7 @@ def sweep(sweep):
 
 def cli(*words, how="{}", **environment):
     """Runs the command line in a shell, `how` with {} for the command; exit code, stdout, stderr."""
-    command = " ".join([sys.executable, "-m", "ultrabench.cli.main", *words])
+    command = " ".join([sys.executable, "-m", "ultrabench", *words])
     done = subprocess.run(
         ["bash", "-c", how.replace("{}", command)], capture_output=True, env={**os.environ, **environment}
     )
@@ -61,6 +61,21 @@ def test_an_ascii_terminal_gets_question_marks(sweep):
     assert (code, err) == (0, "")
     assert "cuttxt.exe ??" in out
     assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("library", "code"),
+    [
+        ("typer", "PRESSED"),
+        ("hydra", "try:\n    PRESSED\nexcept KeyboardInterrupt:\n    raise ValueError from None\n"),
+    ],
+)
+def test_ctrl_c_gives_one_line_also_during_imports_and_where_a_library_makes_another_error_of_it(
+    tmp_path, library, code
+):
+    pressed = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
+    (tmp_path / f"{library}.py").write_text(code.replace("PRESSED", pressed))
+    assert cli("sweep", "plan", PYTHONPATH=str(tmp_path)) == (130, "", "ultrabench: interrupted\n")
 
 
 def test_an_ascii_terminal_gets_bars_of_number_signs():

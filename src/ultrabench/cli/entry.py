@@ -1,0 +1,23 @@
+"""The beginning of the `ultrabench` command, so small that Ctrl-C can hardly come before it."""
+
+import os
+import signal
+from types import FrameType
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"ultrabench: interrupted\n")
+    os._exit(130)
+
+
+def main() -> None:
+    """Runs the command line; Ctrl-C ends it with code 130 and one line also while it is still imported."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the background ignores it
+        signal.signal(signal.SIGINT, _end)
+    from ultrabench.cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()
