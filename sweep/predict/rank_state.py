@@ -5,14 +5,12 @@ The symbols are those of `ultrabench_memory`.
 
 from dataclasses import replace
 from functools import lru_cache
-from operator import mul
 from typing import NamedTuple
 
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.sweep.predict.micro_batch import MicroBatch
-from ultrabench.sweep.predict.pipeline import Turn, turns
 from ultrabench.sweep.predict.stage_memory import in_flight
 
 
@@ -115,18 +113,12 @@ class RankState(NamedTuple):
     """Whether the backward frees parameters."""
     gathered: bool = False
     """Whether ZeRO-3 still holds the layers' parameters of an earlier backward."""
-    weights: float = 0.0
-    """Bytes of gathered parameters of the other stages of the rank."""
-    gradients: float = 0.0
-    """Bytes of gradients of the other stages of the rank."""
     ends_forward: bool = False
     """Whether it is the end of a forward for which ZeRO-3 gathered parameters, and no backward."""
 
 
 def rank_states(layout: Layout, m: MicroBatch, rank: RankStages, number: int) -> list[RankState]:
-    """The states of rank `number` of the pipeline axis among which is the one that makes its peak; the last one reduces."""
-    if layout.virtual_stages > 1:
-        return _interleaved_states(layout, m, rank.stages, number)
+    """The states of rank `number` of the pipeline axis, with one stage, among which is that of its peak; the last one reduces."""
     (s,) = rank.stages
     one, alone = m.kept_by(s.stage), m.left_by(s.stage)
     if layout.pp > 1:
@@ -168,37 +160,3 @@ def _pipeline_states(
         last = RankState(s, rest + one, rest + alone, summed, False, 0, flight == 1, True, True, flight > 1)
         states.append(last)
     return states
-
-
-def _interleaved_states(
-    layout: Layout, m: MicroBatch, stages: tuple[StageSizes, ...], rank: int
-) -> list[RankState]:
-    """The turns of a rank with several stages; of those that differ in activations only, the one that keeps most."""
-    pp, rounds = layout.pp, max(1, layout.gas // layout.pp)
-    gas = layout.gas // rounds * min(rounds, 4)  # what comes later is like the first rounds
-    frees = layout.zero_stage == 3 and stages[0].shards > 1
-    bytes_of = (*(m.kept_by(s.stage) for s in stages), m.hidden)
-    return [
-        _turn_state(
-            m, stages, turn, max(sum(map(mul, held, bytes_of)) for held in turn.held), bytes_of[turn.chunk]
-        )
-        for turn in turns(pp, gas, len(stages), layout.pp_schedule, frees)[rank]
-    ]
-
-
-def _turn_state(
-    m: MicroBatch, stages: tuple[StageSizes, ...], turn: Turn, kept: float, one: float
-) -> RankState:
-    """The state of a turn; `one` are the activations of the micro-batch at work."""
-    s, weights, gradients = stages[turn.chunk], 0.0, 0.0
-    for other, ended, gathered in zip(stages, turn.ended, turn.gathered, strict=True):
-        if other is not s:
-            gradients += 4 * (0, other.whole, other.shard)[ended]
-            if ended < 2:
-                weights += m.word * (other.whole if gathered else other.last)
-    summed = 4.0 * s.whole * (turn.ended[turn.chunk] > 0)
-    return RankState(
-        s, kept, kept - one + m.left_by(s.stage), summed,
-        forward=s.stage.has_head, reduces=turn.last, frees=turn.last, gathered=turn.gathered[turn.chunk],
-        weights=weights, gradients=gradients, ends_forward=turn.forward,
-    )  # fmt: skip

@@ -8,7 +8,7 @@ gradients have 4 bytes. docs/prediction.md derives the terms.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from ultrabench.sweep.predict.stage_memory import (
     in_flight,
 )
 from ultrabench.sweep.predict.step_time import BYTES
+from ultrabench.sweep.predict.turn_peaks import Moment, rounds_looked_at, turn_peaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +47,6 @@ class UltrabenchMemory:
 
     def __post_init__(self) -> None:
         require_allowed(self, "memory.")
-
-
-_Moment = tuple[str, float, float, float, float, float]
-"""Phase, and bytes of gathered weights, gradients, activations, logits and buffers."""
 
 
 def _reduction(params: int, end: int, w: int, at: RankState) -> float:
@@ -72,7 +69,7 @@ def _drained(layout: Layout, at: RankState) -> bool:
     return at.summed > 0 and layout.pp_schedule == "afab"
 
 
-def _moments(m: MicroBatch, layout: Layout, at: RankState) -> list[_Moment]:
+def _moments(m: MicroBatch, layout: Layout, at: RankState) -> list[Moment]:
     s = at.stage
     if at.ends_forward:  # the last layer's parameters and the buffer in which they were gathered
         return [(FORWARD, m.word * (s.last + 2 * s.layer), at.summed, at.kept, 0.0, m.layer - m.kept)]
@@ -85,7 +82,7 @@ def _moments(m: MicroBatch, layout: Layout, at: RankState) -> list[_Moment]:
     return moments
 
 
-def _head_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) -> Iterator[_Moment]:
+def _head_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) -> Iterator[Moment]:
     """The end of forward with the loss, and the backward of head and norm."""
     s, w, shards, late = at.stage, m.word, at.stage.shards, layout.zero_stage == 3
     head = s.stage.has_head
@@ -111,7 +108,7 @@ def _head_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) -> 
         yield BACKWARD, gathered + copy, at.summed, kept, 0.0, 3 * m.hidden
 
 
-def _layer_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) -> Iterator[_Moment]:
+def _layer_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) -> Iterator[Moment]:
     """The backward of the last layer, which comes first, of the first one, and of the one before it or of the second.
 
     Each has two moments: its own work, and the reduction of its gradients. Meanwhile the buffer of the reduction
@@ -157,7 +154,7 @@ def _layer_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) ->
         yield BACKWARD, gathered - freed, gradients, activations - own, 0.0, m.hidden
 
 
-def _embedding_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator[_Moment]:
+def _embedding_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator[Moment]:
     """The backward of the embedding, whose gradient is dense, and its reduction; a tied one is added to the head's."""
     s, w, shards, first = at.stage, m.word, at.stage.shards, at.stage.first
     done, dense = 4 * (s.whole - first), (3 if s.tied else 1) * w * first
@@ -196,10 +193,18 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
     gas = layout.gas  # more than three add nothing but activations in flight, which `_Peak` adds
     if layout.pp_schedule in ("none", "1f1b"):
         gas = min(gas, 3)
+    elif layout.virtual_stages > 1:
+        gas = rounds_looked_at(layout)
     batch = tokens, own_len, layout.cp, word, gas, max(1, layout.zero_stage), layout.recompute, compiled
     peaks, found = _peaks(key, *batch), list[StageMemory]()
+    turned = _turned(key, *batch) if layout.virtual_stages > 1 else []
+    if layout.virtual_stages > 1 and not turned:
+        turned += turn_peaks(layout, m, key, partial(_moments, m, layout))
     for rank, own in enumerate(ranks):
         if own.less and not every_rank:
+            continue
+        if turned:
+            found.append(_stage_memory(layout, m, own, rank, turned[rank], c, scale))
             continue
         flight = in_flight(layout, rank)
         like = own.like, flight == 1, flight < layout.gas, 2 * flight - 1 <= layout.gas
@@ -215,18 +220,24 @@ def _peaks(*of: object) -> "dict[tuple[int, bool, bool, bool], _Peak]":
     return {}
 
 
+@lru_cache(maxsize=16384)
+def _turned(*of: object) -> list[Moment]:
+    """A place for the largest moments of ranks with several stages; it is empty at first."""
+    return []
+
+
 class _Peak(NamedTuple):
     """The moments of a rank at which it has most, as a function of its micro-batches in flight."""
 
     flight: float
     one: float
     """Activations of a micro-batch."""
-    before: tuple[float, _Moment]
+    before: tuple[float, Moment]
     """All bytes of the largest moment before the last backward, with `flight` micro-batches in flight; and it."""
-    last: tuple[float, _Moment]
+    last: tuple[float, Moment]
     """All bytes of the largest moment of the last backward, for which only one is left; and it."""
 
-    def moment(self, flight: float) -> _Moment:
+    def moment(self, flight: float) -> Moment:
         """The largest moment with `flight` micro-batches in flight."""
         more = (flight - self.flight) * self.one
         if self.before[0] + more < self.last[0]:
@@ -241,15 +252,13 @@ def _peak(layout: Layout, m: MicroBatch, own: RankStages, rank: int) -> _Peak:
         moments = _moments(m, layout, state)
         totals = [a + b + c + d + e for _, a, b, c, d, e in moments]
         most = max(totals)
-        phase, weights, gradients, kept, logits, work = moments[totals.index(most)]
-        moment = phase, weights + state.weights, gradients + state.gradients, kept, logits, work
-        largest.append((most + state.weights + state.gradients, moment))
+        largest.append((most, moments[totals.index(most)]))
     before = max(largest[:-1] or largest, key=itemgetter(0))
     return _Peak(in_flight(layout, rank), m.kept_by(own.stages[0].stage), before, largest[-1])
 
 
 def _stage_memory(
-    layout: Layout, m: MicroBatch, own: RankStages, rank: int, at: _Moment, c: UltrabenchMemory, scale: int
+    layout: Layout, m: MicroBatch, own: RankStages, rank: int, at: Moment, c: UltrabenchMemory, scale: int
 ) -> StageMemory:
     phase, weights, gradients, kept, logits, work = at
     if layout.pp_schedule == "zbv":
