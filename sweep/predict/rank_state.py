@@ -71,14 +71,18 @@ def rank_stages(
     return tuple(RankStages(like, less, tuple(map(sizes, stages))) for like, less, stages in ranks)
 
 
+def stages_of_ranks(shape: ModelShape, pp: int, virtual: int, schedule: str) -> list[tuple[Stage, ...]]:
+    """The stages of each rank of the pipeline axis, whatever tp and dp."""
+    return stages_by_rank(shape, Layout(dp=1, pp=pp, virtual_stages=virtual, pp_schedule=schedule))
+
+
 @lru_cache(maxsize=4096)
 def _ranks(
     shape: ModelShape, pp: int, virtual: int, schedule: str, every: int
 ) -> tuple[tuple[int, bool, tuple[Stage, ...]], ...]:
     """`like` and `less` of each rank of the pipeline axis, and its stages, whatever tp and dp."""
     found, firsts, most = list[tuple[int, bool, tuple[Stage, ...]]](), dict[tuple[object, ...], int](), -1
-    ranks = stages_by_rank(shape, Layout(dp=1, pp=pp, virtual_stages=virtual, pp_schedule=schedule))
-    for rank, stages in enumerate(ranks):
+    for rank, stages in enumerate(stages_of_ranks(shape, pp, virtual, schedule)):
         layers = sum(s.num_layers for s in stages)
         places = (replace(s, index=0, first_layer=s.first_layer % (every or 1)) for s in stages)
         like = firsts.setdefault((0 < rank < pp - 1, *places), rank) if virtual == 1 else rank

@@ -199,7 +199,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
     peaks, found = _peaks(key, *batch), list[StageMemory]()
     turned = _turned(key, *batch) if layout.virtual_stages > 1 else []
     if layout.virtual_stages > 1 and not turned:
-        turned += turn_peaks(layout, m, key, partial(_moments, m, layout))
+        turned += turn_peaks(layout, m, spec.shape, ranks, partial(_moments, m, layout))
     for rank, own in enumerate(ranks):
         if own.less and not every_rank:
             continue
