@@ -150,7 +150,7 @@ class Settler:
                 continue
             end = seen.ended_jobs.get(name) if name in asked else self._abandoned(held)
             if end and name in self.watchdog.frozen:
-                end = replace(end, status=Status.LOST, reason=self.watchdog.frozen[name])
+                end = replace(end, status=Status.LOST, reason=self.watchdog.frozen[name], agent_gone=False)
             if held.ended is not None:
                 self.settle(held, None, state)
             elif end and (self._is_dead(held, end) if name in started else self.give_up(name)):

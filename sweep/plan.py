@@ -1,17 +1,23 @@
 """The plan of a sweep: every candidate, whether it runs, the reason if not, and the order of the runs."""
 
+import contextlib
+import os
+import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GUESSED, Peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
-from ultrabench.run import AttemptKey, RunSpec, fill_in
+from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import (
     broken_rules,
@@ -29,6 +35,10 @@ CellKey = tuple[str, int]
 """Model name and number of nodes. Hardware and kernel are the same in the whole sweep."""
 PRUNED = "memory"
 """The rule of valid layouts that are not run, because they are predicted to run out of memory."""
+PARALLEL_FROM = 10_000
+"""Number of candidates from which a plan is made by one process for each core; fewer take less than five seconds."""
+PART = 250
+"""Number of candidates that a process makes at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +140,9 @@ class Plan:
         """The document of `sweep plan --json`."""
         rejected = Counter(c.rule for c in self.candidates if not c.valid)
         refused = Counter(c.reason for c in self.candidates if c.rule == "kernel")
+        of_cells = by_cell(self.candidates)
         cells = [
-            {"model": shape.name, "nodes": nodes}
-            | _counts([c for c in self.candidates if c.shape is shape and c.nodes == nodes])
+            {"model": shape.name, "nodes": nodes} | _counts(of_cells.get((shape.name, nodes), []))
             for shape in self.config.models
             for nodes in sorted(set(self.config.axes.nodes))
         ]
@@ -172,25 +182,41 @@ def _counts(candidates: Sequence[Candidate]) -> dict[str, int]:
     }
 
 
-def make_plan(config: SweepConfig, *, core_flops_per_s: float | None = None, cores: int = 2) -> Plan:
+def make_plan(
+    config: SweepConfig,
+    *,
+    core_flops_per_s: float | None = None,
+    cores: int = 2,
+    advance: Callable[[int, int], None] = lambda done, of: None,
+) -> Plan:
     """The plan of a sweep: all candidates with reasons and predictions, in the order in which they run.
 
     Args:
         core_flops_per_s: measured rate of a CPU core; needed only for hardware without a rate in its file.
         cores: number of CPU cores of the host.
+        advance: gets the number of candidates that are done and of all, a few times a second.
 
     Raises:
         ConfigError: the axes give no candidate.
     """
     require_countable(config.axes, len(config.models))
-    found: list[Candidate] = []
-    for shape in config.models:
-        for nodes in sorted(set(config.axes.nodes)):
-            peak = config.hardware.peak(config.kernel.precision, nodes, core_flops_per_s, cores)
-            found += _candidates(config, shape, nodes, peak)
-    if not found:
+    parts = [*_parts(config, core_flops_per_s, cores)]
+    of, found = sum(len(part.layouts) for part in parts), list[Candidate]()
+    if not of:
         none = why_none(config.axes, config.hardware.gpus_per_node, config.workload)
         raise ConfigError(f"no candidate: {none}; choose divisors")
+    with contextlib.ExitStack() as stack:
+        each: Callable[..., Iterable[list[Candidate]]] = map
+        if of >= PARALLEL_FROM:
+            ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
+            pool = ProcessPoolExecutor(
+                len(os.sched_getaffinity(0)), get_context("fork"), signal.signal, ignored
+            )
+            stack.callback(pool.shutdown, cancel_futures=True)
+            each = pool.map
+        for some in each(partial(_candidates, config), parts):
+            found += some
+            advance(len(found), of)
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
         fill_in(found[0].spec, AttemptKey(found[0].run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
@@ -203,29 +229,52 @@ def _order(run: Candidate) -> tuple[bool, float]:
     return (False, run.gpu_hours) if run.fits else (True, run.prediction.memory_share)
 
 
-def _candidates(config: SweepConfig, shape: ModelShape, nodes: int, peak: Peak) -> Iterator[Candidate]:
-    """All candidates of one model on one number of nodes."""
-    probes = config.kernel.kind == "probe"
+class _Part(NamedTuple):
+    """Some layouts of one model on one number of nodes."""
+
+    shape: ModelShape
+    nodes: int
+    peak: Peak
+    workload: Workload
+    layouts: list[Layout]
+
+
+def _parts(config: SweepConfig, core_flops_per_s: float | None, cores: int) -> Iterator[_Part]:
+    """All layouts of the grid, in its order."""
     per_node = config.hardware.gpus_per_node
-    # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
-    workload = replace(config.workload, gbs=nodes * per_node) if probes else config.workload
-    place = {"nodes": nodes, "gpus_per_node": per_node}
-    predicts = predictor(config, nodes, peak)
-    for layout in layouts(config.axes, nodes * per_node, per_node, workload):
-        rule, reason = next(_rejections(config, layout, shape), (None, None))
-        spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=config.kernel, **place)
+    for shape in config.models:
+        for nodes in sorted(set(config.axes.nodes)):
+            peak = config.hardware.peak(config.kernel.precision, nodes, core_flops_per_s, cores)
+            # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
+            probes = config.kernel.kind == "probe"
+            workload = replace(config.workload, gbs=nodes * per_node) if probes else config.workload
+            of_cell = [*layouts(config.axes, nodes * per_node, per_node, workload)]
+            for at in range(0, len(of_cell), PART):
+                yield _Part(shape, nodes, peak, workload, of_cell[at : at + PART])
+
+
+def _candidates(config: SweepConfig, part: _Part) -> list[Candidate]:
+    """The candidates of a part of the grid."""
+    per_node, measured = config.hardware.gpus_per_node, config.kernel.kind != "probe"
+    place = {"nodes": part.nodes, "gpus_per_node": per_node}
+    predicts, found = predictor(config, part.nodes, part.peak), list[Candidate]()
+    for layout in part.layouts:
+        rule, reason = next(_rejections(config, layout, part.shape), (None, None))
+        spec = RunSpec(shape=part.shape, workload=part.workload, layout=layout, kernel=config.kernel, **place)
         prediction = predicts.predict(spec) if rule in (None, "kernel") else None
         if prediction and rule is None and prediction.p_oom > config.max_p_oom:
             rule, reason = PRUNED, too_large(prediction, prediction.p_oom)
-        yield Candidate(
+        candidate = Candidate(
             run_id=spec.run_id,
             spec=spec,
             rule=rule,
             reason=reason,
             predicted=prediction,
-            peak_flops_per_s=None if probes or peak.source == GUESSED else peak.flops_per_s,
+            peak_flops_per_s=part.peak.flops_per_s if measured and part.peak.source != GUESSED else None,
             flops_formula=config.measure.flops_formula,
         )
+        found.append(candidate)
+    return found
 
 
 def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:

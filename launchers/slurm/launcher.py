@@ -311,7 +311,10 @@ class SlurmLauncher:
                 return None
             return JobEnd(reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}")
         reason = f"Slurm ended job {job.job_id}: {job.state}{job.because}"
-        return JobEnd(status=job.meaning.status or Status.LOST, reason=reason, held_s=self._held_s(job))
+        what, held_s = job.meaning, self._held_s(job)
+        return JobEnd(
+            status=what.status or Status.LOST, reason=reason, held_s=held_s, agent_gone=what.agent_gone
+        )
 
     def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends all jobs of the arrays that hold `allocations`; their agents record how the runs ended."""

@@ -26,6 +26,8 @@ class Meaning(NamedTuple):
     note: str
     status: Status | None = None
     """Status of an attempt that the job did not finish; None unless the job is over."""
+    agent_gone: bool = False
+    """Whether the leading agent failed without a word, as when a run or an OOM killer ends it."""
 
 
 # A flag (CONFIGURING, COMPLETING, ...) hides the base state of a job, so each flag is read as "may hold
@@ -49,7 +51,7 @@ _MEANINGS = {
     "RESIZING": Meaning(Phase.RUNNING, "changes its size"),
     "UPDATE_DB": Meaning(Phase.RUNNING, "is being written to the accounting"),
     "COMPLETED": Meaning(Phase.OVER, "ended by itself", Status.LOST),
-    "FAILED": Meaning(Phase.OVER, "ended with an error", Status.LOST),
+    "FAILED": Meaning(Phase.OVER, "ended with an error", Status.LOST, agent_gone=True),
     "OUT_OF_MEMORY": Meaning(Phase.OVER, "was killed for using too much host memory", Status.OOM),
     "CANCELLED": Meaning(Phase.OVER, "was cancelled", Status.CANCELLED),
     "TIMEOUT": Meaning(Phase.OVER, "reached its time limit", Status.CANCELLED),

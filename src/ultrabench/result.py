@@ -36,7 +36,7 @@ UNMEASURED = "unmeasured"
 """Cause of an invalid run whose program ended well without a step that counts."""
 
 AGENT_GONE = "agent_gone"
-"""Cause of a node_fail that only the silence of an agent shows; the run itself may have ended the agent."""
+"""Cause of a node_fail or a lost run that only the end of an agent shows, which the run itself may have caused."""
 
 ANSWERS = frozenset({Status.OK, Status.OOM, Status.SKIPPED, Status.REJECTED})
 """Statuses that need no repair; a sweep whose runs have only these exits with code 0."""

@@ -67,7 +67,8 @@ if behaviour == "litter" and rank == spec["layout"]["dp"] - 1:
         open(f"{scratch}/file{number}", "w").close()
 if behaviour == "stop_server":  # its parent
     os.kill(os.getppid(), signal.SIGSTOP)
-if behaviour == "end_agent" or (behaviour == "kill_agent" and rank == spec["layout"]["dp"] - 1):
+ends = {"kill_agent": spec["layout"]["dp"] - 1, "kill_leader": 0, "end_agent": rank}
+if rank == ends.get(behaviour):
     agent = int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
     os.kill(agent, signal.SIGTERM if behaviour == "end_agent" else signal.SIGKILL)
     lose_time()

@@ -56,15 +56,18 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
     assert any(r["status"] == "node_fail" and "NODE_FAIL" in r["reason"] for r in rows)
 
 
-def test_a_run_that_kills_the_agent_of_its_node_excludes_no_node(sweeps):
+@pytest.mark.parametrize(
+    ("behaviour", "end", "suspects"), [("kill_agent", "node_fail", 1), ("kill_leader", "lost", 0)]
+)
+def test_a_run_that_kills_an_agent_excludes_no_node(sweeps, behaviour, end, suspects):
     """As an OOM killer may: three attempts, each on the silence of an agent alone, and the others are ok."""
     few = ("sweep.nodes=[2]", "sweep.gbs=16", "sweep.zero_stage=0", "sweep.mbs=[1,2,4]", "sweep.gas=null")
-    done = sweeps.done(*sweeps.launch("1:kill_agent,2:fine,4:fine", *few, "launcher.heartbeat_s=0.5"))
+    done = sweeps.done(*sweeps.launch(f"1:{behaviour},2:fine,4:fine", *few, "launcher.heartbeat_s=0.5"))
     assert done.returncode == 1, done.stderr
     assert "is not used again" not in done.stdout + done.stderr
     rows = sweeps.rows()
-    ends = [(row["status"], row["cause"], len(row["suspect_hosts"])) for row in rows if row["mbs"] == 1]
-    assert ends == [("node_fail", "agent_gone", 1)] * 3
+    ends = [(row["status"], row["cause"], len(row["suspect_hosts"] or ())) for row in rows if row["mbs"] == 1]
+    assert ends == [(end, "agent_gone", suspects)] * 3
     assert {row["status"] for row in rows if row["mbs"] > 1} == {"ok"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ultrabench.result import Status
+from ultrabench.result import AGENT_GONE, Status
 
 Job = dict[str, Any]
 """The job of an allocation: {host} locally, {job_id, name} on Slurm."""
@@ -53,10 +53,14 @@ class JobEnd:
     """Seconds for which the allocation held its nodes; None when unknown."""
     certain: bool = False
     """Whether its processes were found to be gone; False when only the batch system reports the end."""
+    agent_gone: bool = False
+    """Whether the leading agent failed without a word, so that the run may have ended it."""
 
     @property
     def cause(self) -> str | None:
-        """Cause of the failure when it follows from the status, else None."""
+        """Cause of the failure when it follows from how the allocation ended, else None."""
+        if self.agent_gone:
+            return AGENT_GONE
         causes = {Status.OOM: "host_oom", Status.PREEMPTED: "preempted", Status.NODE_FAIL: "node_failure"}
         return causes.get(self.status)
 

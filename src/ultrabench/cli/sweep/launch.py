@@ -12,6 +12,7 @@ import typer
 
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
+from ultrabench.cli.sweep.planning import plan_with_bar
 from ultrabench.cli.tables import hours, say, show, warn
 from ultrabench.errors import counted
 from ultrabench.launchers.choose import choose_launcher
@@ -36,8 +37,7 @@ from ultrabench.store.kernel_secrets import hide
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.plan import Plan, make_plan
-from ultrabench.sweep.remedy import require_runs
+from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import Launch, next_attempts
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, price_of, within_limit
 from ultrabench.sweep.running.progress import UNSETTLED, progress, settled_runs
@@ -57,11 +57,11 @@ def run_launch(
     folder = folder_of(config)
     folder.require_writable()  # before this machine is measured, which takes seconds
     if detach and config.launcher.name == "local":
-        require_runs(make_plan(config))
+        plan_with_bar(config)
         return _leave_in_background(folder)
     launcher = choose_launcher(config, folder)
     limit_s = launcher.limits.max_limit_s
-    plan = within_limit(require_runs(make_plan(config)), limit_s)
+    plan = within_limit(plan_with_bar(config), limit_s)
     state = fold(read_journal(folder.journal)) if find_sweep_json(folder) else SweepState()
     price = price_of(plan, state, limit_s)
     if config.launcher.name == "local":

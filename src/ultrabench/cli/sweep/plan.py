@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, too_long
+from ultrabench.cli.sweep.planning import plan_with_bar
 from ultrabench.cli.tables import print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
@@ -22,10 +23,10 @@ from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import PRUNED, Candidate, Plan, make_plan
+from ultrabench.sweep.plan import PRUNED, Candidate, Plan
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
-from ultrabench.sweep.remedy import nothing_fits, require_runs
+from ultrabench.sweep.remedy import nothing_fits
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
@@ -60,7 +61,7 @@ def show_plan(
         require_program(config)
     except ConfigError as error:
         warn(f"a launch from here would be refused: {error}")
-    plan = within_limit(require_runs(make_plan(config, **rate)))
+    plan = within_limit(plan_with_bar(config, **rate))
     if output is not None:
         write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
@@ -242,7 +243,7 @@ def print_script(overrides: list[str]) -> None:
     config = load_config(overrides)
     if config.launcher.name != "slurm":
         raise ConfigError(f"launcher={config.launcher.name} submits no script; add launcher=slurm")
-    plan = within_limit(require_runs(make_plan(config)))
+    plan = within_limit(plan_with_bar(config))
     jobs = [*planned_jobs(plan, next_attempts(plan, SweepState()), SweepState())]
     first = shapes(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
     token, digest = uuid.uuid4().hex, config.kernel.digest()
