@@ -132,8 +132,9 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         kernel["compile"] = hardware.device == "cuda"
     elif not isinstance(given := kernel.get("compile", False), bool):
         raise ConfigError(f"kernel.compile={given!r}; must be auto, true or false")
-    ours = kernel.get("kind", "embedded") == "embedded"
-    seconds = {key: getattr(hardware, key) if ours else 0.0 for key in ("warmup_s", "min_s")}
+    kind = kernel.get("kind", "embedded")
+    needed = {"preflight": kind != "command" or hardware.device == "cuda"}
+    seconds = {key: getattr(hardware, key) if kind == "embedded" else 0.0 for key in ("warmup_s", "min_s")}
     workload = {k: v for k, v in tree["sweep"].items() if k in WORKLOAD}
     values = {
         **{key: tree[key] for key in UNCHANGED if key in tree},
@@ -143,7 +144,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         "hardware": hardware,
         "kernel": {k: v for k, v in kernel.items() if v is not None},
         "measure": _filled(tree["measure"], seconds),
-        "launcher": _launcher(tree["launcher"], cluster),
+        "launcher": _launcher(_filled(tree["launcher"], needed), cluster),
         **{k: v for k, v in tree["sweep"].items() if k in SEARCH and v is not None},
         "axes": _axes({k: v for k, v in tree["sweep"].items() if k not in (*WORKLOAD, *SEARCH)}),
         "workload": from_dict(Workload, workload, where="sweep"),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ultrabench.sweep.plan
 from tests.configs import refused
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.launchers.open_sweep import sweep_json_of
@@ -106,6 +107,14 @@ def test_the_plan_table_has_a_row_for_every_candidate_from_which_runs_are_read_a
 
 def run_ids(words):
     return [c.run_id for c in make_plan(load_config(words)).candidates]
+
+
+def test_several_processes_make_the_same_plan_and_tell_how_far_they_are(pruned, monkeypatch):
+    monkeypatch.setattr(ultrabench.sweep.plan, "PARALLEL_FROM", 1)
+    monkeypatch.setattr(ultrabench.sweep.plan, "PART", 40)
+    told, of = [], len(pruned.candidates)
+    assert make_plan(load_config(SMALL), advance=lambda *each: told.append(each)) == pruned
+    assert told == [(min(done, of), of) for done in range(40, of + 40, 40)]
 
 
 def test_the_same_input_plans_the_same_in_every_process():

@@ -135,3 +135,15 @@ NAN, INF = float("nan"), float("inf")
 def test_values_that_cannot_be_used(values, told):
     with pytest.raises(ConfigError, match=re.escape(told)):
         composed(**values)
+
+
+@pytest.mark.parametrize(
+    ("words", "measures"),
+    [
+        ([], True), (["kernel=command", "kernel.command=[a]"], False), (["sweep=comm"], True),
+        (["kernel=command", "kernel.command=[a]", "hardware=h100x8"], True),
+        (["kernel=command", "kernel.command=[a]", "launcher.preflight=true"], True), (["launcher.preflight=false"], False),
+    ],
+)  # fmt: skip
+def test_a_local_preflight_is_left_out_where_it_alone_would_need_torch(words, measures):
+    assert load_config(words).launcher.preflight is measures
