@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from scipy import stats
 
 from ultrabench.analysis.cells import MAY_DIFFER, Cell
-from ultrabench.analysis.environments import CHOSEN, OBSERVED, Environments
+from ultrabench.analysis.environments import CHOSEN, OBSERVED, Environments, differing
 from ultrabench.analysis.numbers import percent
 from ultrabench.analysis.ranking import final_runs, rank
 from ultrabench.analysis.rows import Row
@@ -45,9 +45,6 @@ _MACHINE = (
 """Rates of the machine itself, which no layout and no program changes."""
 _SAME_RATE = 0.01
 """Relative difference up to which a rate of the machine is the same, whatever the threshold."""
-_CONTEXT = (
-    "sweep", "cluster", "hardware", "kernel", "precision", "compile", "git_commit", *CHOSEN, *OBSERVED,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +134,7 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
         threshold=threshold,
         rows=frame.sort_values(["ratio", "model", "nodes", "layout"], ignore_index=True),
         winners=_changed((rank(a), rank(b)), (in_a, in_b), slice(len(work))),
-        differing=_differing(a, b),
+        differing=differing(a, b),
         only=(len(in_a) - len(both), len(in_b) - len(both)),
         notes=(
             *_machine([(in_a[key], in_b[key]) for key in both], threshold),
@@ -355,16 +352,6 @@ def _changed(
             "cost": _step_time(kept) / _step_time(best) if kept and best else np.nan,
         })  # fmt: skip
     return pd.DataFrame(found, columns=["model", "nodes", "best_a", "best_b", "as_good", "cost"])
-
-
-def _differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
-    """Column that tells what was measured where -> its values in A and in B, where these differ."""
-    found = {}
-    for name in _CONTEXT:
-        left, right = (sorted(map(str, table[name].drop_null().unique().to_pylist())) for table in (a, b))
-        if left != right:
-            found[name] = " / ".join(left) or "unknown", " / ".join(right) or "unknown"
-    return found
 
 
 def _machine(both: Sequence[tuple[list[Row], list[Row]]], threshold: float) -> Iterator[str]:

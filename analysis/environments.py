@@ -17,6 +17,10 @@ OBSERVED = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "variab
 """Columns with what a rank saw."""
 COLUMNS = ("sweep", "run_id", "status", "env_id", *CHOSEN, *OBSERVED)
 """Columns that this module reads."""
+_CONTEXT = (
+    "sweep", "cluster", "hardware", "kernel", "precision", "compile", "git_commit", *CHOSEN, *OBSERVED,
+)  # fmt: skip
+"""Columns that tell what was measured where."""
 _VARIABLES = ("env", "variables")
 """Columns that hold variables as a JSON object."""
 _NAMES = {"kernel_digest": "program", "kernel_version": "version", "gpu_name": "GPU"}
@@ -126,3 +130,13 @@ def _variables(values: Mapping[str, Mapping[str, str]], env_id: str) -> list[str
     differing = [name for name in names if len({variables.get(name) for variables in values.values()}) > 1]
     mine = values[env_id]
     return [f"{name}={mine[name]}" if name in mine else f"{name} unset" for name in differing]
+
+
+def differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
+    """Column that tells what was measured where -> its values in the tables A and B, where these differ."""
+    found = {}
+    for name in _CONTEXT:
+        left, right = (sorted(map(str, table[name].drop_null().unique().to_pylist())) for table in (a, b))
+        if left != right:
+            found[name] = " / ".join(left) or "unknown", " / ".join(right) or "unknown"
+    return found
