@@ -53,7 +53,9 @@ def part(
         campaign.run(draw(seed, count, kinds), embedded)
     finally:
         if campaign.problems:  # the file system with the results is removed
-            subprocess.run(["cp", "-a", str(folder), str(folder.with_name(f"problems.{seed}"))], check=False)
+            kept = folder.with_name(f"problems.{seed}")
+            for some, to in ((folder, kept), (cluster.folder / "log", kept / "cluster_log")):
+                subprocess.run(["cp", "-a", str(some), str(to)], check=False)
         campaign.close()
     facts = {"seed": seed, "kernel": "embedded" if embedded else "command", "began": began}
     took = {"duration_s": time.time() - began}
