@@ -160,7 +160,9 @@ def test_gpus_that_are_not_here_are_refused(ultrabench, tmp_path):
 
 
 def test_nodes_that_are_not_here_are_refused_before_anything_is_planned(ultrabench, monkeypatch):
-    monkeypatch.setattr("ultrabench.cli.sweep.launch.plan_with_bar", lambda config: pytest.fail("it is planned"))
+    monkeypatch.setattr(
+        "ultrabench.cli.sweep.launch.plan_with_bar", lambda config: pytest.fail("it is planned")
+    )
     told = "up to 64 of hardware=h100x8 with launcher=local, which has this machine only; add launcher=slurm"
     assert told in one_line(ultrabench, "sweep", "launch", "sweep=playbook")
 

@@ -140,7 +140,7 @@ def test_values_that_cannot_be_used(values, told):
 @pytest.mark.parametrize(
     ("words", "measures"),
     [
-        ([], True), (["kernel=command", "kernel.command=[a]"], False), (["sweep=comm"], True),
+        ([], True), (["kernel=command", "kernel.command=[a]"], False),
         (["kernel=command", "kernel.command=[a]", "hardware=h100x8"], True),
         (["kernel=command", "kernel.command=[a]", "launcher.preflight=true"], True), (["launcher.preflight=false"], False),
     ],
