@@ -118,7 +118,9 @@ class SlurmLauncher:
         self._unseen: dict[str, float] = {}
         """Allocation -> when squeue first did not list it or listed it as over."""
         self._ended_at: dict[str, float] = {}
-        """Allocation -> when this launcher first saw its end in the journal, or last ended its job for that."""
+        """Allocation -> when this launcher first saw its end in the journal."""
+        self._late: dict[str, float] = {}
+        """Allocation that has ended -> since when its job runs nevertheless, or when it was last ended for that."""
         self._completing: dict[str, tuple[float, float]] = {}
         """Job id -> when squeue first and last showed the job as COMPLETING, which Slurm does not count."""
         self._asked_for: dict[str, float] = {}
@@ -281,12 +283,15 @@ class SlurmLauncher:
         return job.elapsed_s + (last - first)
 
     def _end_late(self, ended: Mapping[str, SlurmJob], since: float) -> None:
-        """Ends the jobs of allocations that have ended, if they still run after `grace_s`."""
-        choice = self._config.launcher
+        """Ends the jobs of allocations that have ended, if they still run after `grace_s`.
+
+        The time counts from the first answer in which a job runs: a job that was requeued may have started again, and its
+        agents need some seconds to say so.
+        """
+        self._late = {name: self._late.get(name, since) for name in ended}
         for name, job in ended.items():
-            # A requeued job may have started again.
-            if not choice.requeue and since - self._ended_at[name] > choice.grace_s:
-                self._ended_at[name] = since
+            if not self._config.launcher.requeue and since - self._late[name] > self._config.launcher.grace_s:
+                self._late[name] = since
                 with contextlib.suppress(ClusterError):  # a later look finds it again
                     self.query.cancel([job.job_id])
 
