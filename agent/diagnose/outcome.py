@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ultrabench.agent.diagnose.signatures import BY_NAME, Cause, by_text, last_line, last_words, quoted
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.errors import counted
 from ultrabench.measure import Measure
 from ultrabench.record import content_id
 from ultrabench.result import UNMEASURED, RunResult, Status
@@ -206,7 +207,8 @@ def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
             return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
     if rank.measured_steps(measure):
         return None
-    return f"the program ended well but reported {len(rank.steps)} steps, of which 0 count"
+    some = f"{counted(len(rank.steps), 'step')}, of which 0 count" if rank.steps else "no step"
+    return f"the program ended well but reported {some}"
 
 
 def _unmatched(ranks: Sequence[RankProgress], task: Task) -> str | None:

@@ -157,9 +157,9 @@ def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[Atte
     results = (state.attempts[key].result for _, key in ended)
     telling = [r for r in results if r and r.status not in PASSED_OVER]
     measured = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
-    for result in telling:
-        if result.cause == UNMEASURED and result.kernel_digest not in measured:
-            return f"the first run of this program has no result, and others would end alike ({result.reason}); mend that and launch again"
+    if any(r.cause == UNMEASURED and r.kernel_digest not in measured for r in telling):
+        why = "the first run of this program reported no step that counts, and the others would end alike"
+        return f"{why}; mend it or kernel.step_line and launch again"
     latest = telling[-policy.breaker :]
     kinds = {(r.status, r.fingerprint or r.cause) for r in latest}
     if len(latest) < policy.breaker or len(kinds) > 1 or latest[-1].status == Status.OK:

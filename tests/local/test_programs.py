@@ -46,12 +46,13 @@ def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_cont
     assert launched.returncode == 1
     line = "nearest: iteration 8/ 8 | elapsed time per iteration (ms): 250.0 | lm loss: 1.250000E+00 | grad norm: 1.4 |"
     assert line in launched.stdout + launched.stderr
-    assert "mend that and launch again" in launched.stdout + launched.stderr
+    assert "mend it or kernel.step_line and launch again" in launched.stderr
     ends = [(row["status"], row["cause"]) for row in bench.rows() if row["status"] != "cancelled"]
     assert ends == [("invalid", "unmeasured")]
     bench.run(*words, right)
     ends = Counter(row["status"] for row in bench.rows())
     assert (ends["ok"], ends["invalid"]) == (3, 1)
+    assert "would be refused" in bench.done("sweep", "plan", *words[2:], other).stderr
     refused = bench.done(*words, other)
     assert refused.returncode == 2
     assert "has results that were read from logs in another way" in refused.stderr

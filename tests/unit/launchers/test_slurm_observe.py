@@ -191,7 +191,7 @@ def test_a_requeued_job_lives_again_though_its_agents_said_goodbye(slurm):
     slurm.ended()
     assert slurm.lives(("57_0", "PENDING"), after=1000).queued == {A}
     assert slurm.cancelled == [], "it is no second job"
-    for after in (2 * GRACE_S, GRACE_S / 2):  # long after the first start has ended, the agents of the next one begin
+    for after in (2 * GRACE_S, GRACE_S / 2):  # the first start has ended long ago; new agents begin
         slurm.observe(("57_0", "RUNNING"), after=after)
         assert slurm.cancelled == []
     seen = slurm.observe(("57_0", "COMPLETING"), after=1000)

@@ -16,7 +16,14 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.choose import require_max_nodes
-from ultrabench.launchers.open_sweep import folder_of, in_force, require_local, require_program, require_same
+from ultrabench.launchers.open_sweep import (
+    folder_of,
+    in_force,
+    require_local,
+    require_program,
+    require_same,
+    require_same_log,
+)
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
@@ -56,6 +63,7 @@ def show_plan(
             state = for_answers(fold(read_journal(folder_of(config).journal, warn)))
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 rate = {"core_flops_per_s": known.core_flops_per_s, "cores": known.cores or 1}
+            require_same_log(state, config)
         require_local(config)
         require_max_nodes(config)
         require_program(config)
