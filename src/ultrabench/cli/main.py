@@ -53,7 +53,7 @@ def main() -> None:
     except UltrabenchError as error:
         code = _fail(str(error), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        code = _fail("interrupted", 130)
+        code = _fail("" if _pressed else "interrupted", 130)
     except OSError as error:
         what = error.filename or "standard output"
         line = f"cannot use {what}: {error.strerror or error}; free or unlock it, or use another"
@@ -111,10 +111,11 @@ def _require_folder() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    """Prints a message as one line on stderr; returns the exit code. After Ctrl-C other errors are its consequences."""
+    """Prints a message as one line on stderr; returns the exit code, which is 130 for all that follows Ctrl-C."""
     from ultrabench.cli.tables import say
 
-    message, code = ("interrupted", 130) if _pressed else (message, code)
+    if _pressed:
+        message, code = ": ".join(filter(None, ("interrupted", message))), 130
     say(f"ultrabench: {' '.join(message.split())}")
     return code
 
