@@ -145,7 +145,7 @@ def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
 LEAST_FREE_BYTES = 64 << 20
 """Free bytes that a node needs in each folder of `node_folders` before a run, for its reports and logs."""
 FULL_BYTES = 1 << 20
-"""Free bytes below which a folder counts as full when a rank has failed."""
+"""Free bytes below which a folder counts as full; a rank that ends with an error after that may have failed by it."""
 
 
 def node_folders(scratch: Path) -> tuple[Path, Path]:
@@ -159,7 +159,7 @@ def short_of_space(folders: Iterable[Path], least_bytes: int) -> str | None:
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)
             if (free := disk.f_bavail * disk.f_frsize) < min(least_bytes, disk.f_blocks * disk.f_frsize // 2):
-                return f"{folder} has {free / 2**20:.1f} MiB free"
+                return f"{free / 2**20:.1f} MiB free in {folder}"
     return None
 
 

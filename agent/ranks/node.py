@@ -112,6 +112,8 @@ class Node:
         self._exits: dict[int, int] = {}
         """Rank -> exit code that the leader has not been told yet."""
         self._oom_kills = 0
+        self._full: str | None = None
+        """Which node-local folder was full at some moment of the current run."""
         warm = allocation.tasks[0].forked or allocation.preflight
         # Torch reads some variables when it is imported, so those of forked ranks are set in the server.
         env = self._base | (self._program_env if allocation.tasks[0].forked else {})
@@ -164,7 +166,7 @@ class Node:
         self._sources = self._sources_of(task)
         self._gauge.clear()
         self._load.clear()
-        self._oom_kills = oom_kills()
+        self._oom_kills, self._full = oom_kills(), None
         for local, rank in enumerate(self.ranks):
             env, log = self._rank_env(task, rank, local, address, port), run / f"rank{rank}.log"
             cpus = self._cpus[local] if self._cpus else None
@@ -183,8 +185,8 @@ class Node:
         for rank in self.ranks:
             (self._run / f"rank{rank}.log").touch()
 
-    def _short_of_space(self) -> str | None:
-        return cleanup.short_of_space(cleanup.node_folders(self.scratch), cleanup.LEAST_FREE_BYTES)
+    def _short_of_space(self, least_bytes: int = cleanup.LEAST_FREE_BYTES) -> str | None:
+        return cleanup.short_of_space(cleanup.node_folders(self.scratch), least_bytes)
 
     def _sources_of(self, task: Task) -> list[Source]:
         """The reports of this node's ranks, and the log in which a program prints its steps, if it does.
@@ -221,6 +223,8 @@ class Node:
         """Reported lines, progress, evidence and exits of this node's ranks since the last call."""
         self._exits |= dict(self._server.exits())
         self._server.replace_if_stuck()
+        # What filled a disk may be gone when a rank ends by it.
+        self._full = self._full or self._short_of_space(cleanup.FULL_BYTES)
         found: list[RankEvent] = []
         for source in self._sources:
             lines = filter(None, map(source.parse, source.lines.read()))
@@ -239,11 +243,7 @@ class Node:
             code, log = self._exits.pop(rank), self._run / f"rank{rank}.log"
             tail = cleanup.read_tail(log, 8192) or cleanup.read_tail(self.scratch / "fork_server.log", 8192)
             oom_killed = code == -signal.SIGKILL and oom_kills() > self._oom_kills
-            full = (
-                cleanup.short_of_space(cleanup.node_folders(self.scratch), cleanup.FULL_BYTES)
-                if code
-                else None
-            )
+            full = self._full if code else None
             found.append(
                 {"rank": rank, "code": code, "tail": tail, "oom_killed": oom_killed, "disk_full": full}
             )

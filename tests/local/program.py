@@ -76,10 +76,15 @@ if behaviour == "endless_trace" and rank == 0:
     os.mkdir(f"{scratch}/profile")
     os.symlink("/dev/zero", f"{scratch}/profile/trace")
     os.symlink("/dev/zero", f"{scratch}/rank7.log")
-if behaviour == "fill":
+if behaviour in ("fill", "fill_briefly"):
     with contextlib.suppress(OSError), open(f"{os.environ['TMPDIR']}/ballast", "wb", buffering=0) as ballast:
         while ballast.write(bytes(2**16)) == 2**16:
             pass
+    if behaviour == "fill_briefly":
+        time.sleep(3)
+        if rank == 0:
+            os.unlink(f"{os.environ['TMPDIR']}/ballast")
+        time.sleep(2)
     os._exit(120)
 for step in itertools.count(1) if behaviour == "endless" else range(1, 13):
     time.sleep(step_s)

@@ -75,3 +75,9 @@ def test_a_full_disk_of_a_node_is_named_and_is_the_nodes_fault(bench, small_tmp)
     for row in rows:
         assert (row["cause"], row["suspect_hosts"]) == ("disk_full", ["local-0"])
         assert "MiB free" in row["reason"]
+
+
+def test_a_disk_that_was_full_only_for_a_moment_is_named_too(bench, small_tmp):
+    bench.run(*bench.launch("1:fill_briefly,2:fine", gbs=4, mbs=[1, 2]), code=1)
+    causes = {row["mbs"]: (row["status"], row["cause"]) for row in bench.rows()}
+    assert causes == {1: ("crash", "disk_full"), 2: ("ok", None)}
