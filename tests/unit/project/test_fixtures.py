@@ -1,0 +1,43 @@
+"""What earlier versions wrote and said: run ids, a folder of schema 2, and the messages of the configuration."""
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from ultrabench.analysis.collect import collect
+from ultrabench.errors import ConfigError
+from ultrabench.store.folder import SweepFolder
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+def fixture(name):
+    return json.loads((FIXTURES / name).read_text())
+
+
+def test_run_ids_of_60_configurations_stay():
+    for known in fixture("run_ids.json"):
+        plan = make_plan(load_config([*known["overrides"], "launcher=slurm"]))
+        ids = sorted(candidate.run_id for candidate in plan.candidates)
+        assert (len(ids), ids[0]) == (known["candidates"], known["first"]), known["overrides"]
+        assert sha256("\n".join(ids).encode()).hexdigest()[:16] == known["all"], known["overrides"]
+
+
+@pytest.mark.parametrize("known", fixture("messages.json"), ids=lambda known: " ".join(known["overrides"]))
+def test_what_the_configuration_refuses_it_refuses_in_these_words(known, alone):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(known["overrides"])
+    assert str(refusal.value) == known["message"]
+
+
+def test_a_folder_of_schema_2_is_read_as_it_was_written():
+    expected, warnings = fixture("schema2_rows.json"), []
+    rows = collect([SweepFolder(FIXTURES / "schema2")], warnings.append).to_pylist()
+    assert [
+        {name: row[name] for name in known} for row, known in zip(rows, expected, strict=True)
+    ] == expected
+    assert not warnings
