@@ -17,7 +17,8 @@ from ultrabench.layout import dominates
 from ultrabench.rank_report import PROFILE
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
-from ultrabench.run import RunSpec, Task, env_id
+from ultrabench.run import Task, env_id
+from ultrabench.standing import Repeat, standings
 from ultrabench.store.allocation import inside
 from ultrabench.store.claim import claim, owner
 from ultrabench.store.events import Claimed, Event, Failed, Phase, Preflight, Result, Start, Started
@@ -53,7 +54,7 @@ class Leader:
         self._group = group
         self._journal = journal
         self._ends = time.monotonic() + node.allocation.limit_s - node.allocation.warning_s
-        self._results: list[tuple[RunSpec, RunResult]] = []
+        self._results: list[tuple[Task, RunResult]] = []
         """The runs of this allocation and how they ended."""
 
     def run(self) -> str:
@@ -149,7 +150,7 @@ class Leader:
         self._write(Started(**name, scratch=str(self._node.scratch)))
         result = self._measure(task, self._allocation.tasks.index(task))
         self._write_result(task, result, claimed=True)
-        self._results.append((task.spec, result))
+        self._results.append((task, result))
         self._group.finish(keep_all=result.status != Status.OK)
 
     def watch(self, task: Task) -> RunResult | None:
@@ -189,24 +190,43 @@ class Leader:
         Controls and repeats may be slow. No run is ended before the step at which losses are compared.
         """
         measure, times = task.measure, rank.measured_steps(task.measure)
-        alike = (r for spec, r in self._results if spec.shape == task.spec.shape and r.status == Status.OK)
-        known = [median(result.step_times_s) for result in alike if result.step_times_s]
-        known += [] if task.best_step_time_s is None else [task.best_step_time_s]
         exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done
-        if measure.race is None or exempt or not known or len(rank.steps) < measure.loss_step:
+        if measure.race is None or exempt or len(rank.steps) < measure.loss_step or len(times) < RACE_STEPS:
             return None
-        if len(times) < RACE_STEPS or min(times) <= measure.race * min(known):
+        best_s = self._best_s(task)
+        if best_s is None or min(times) <= measure.race * best_s:
             return None
         reason = f"the fastest of {len(times)} steps took {min(times):.4g} s"
-        reason += f"; the best of its cell needs {min(known):.4g} s"
+        reason += f"; the best of its cell needs {best_s:.4g} s"
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
+
+    def _best_s(self, task: Task) -> float | None:
+        """Step time that the best run of the task's cell takes in this allocation, as far as it is known here.
+
+        What another allocation has measured is converted by the control run, where both have measured it.
+        """
+        times_s = [(t, r, median(r.step_times_s)) for t, r in self._results if r.step_times_s]
+        controls_s = [
+            s for t, r, s in times_s if t.run_id == self._allocation.control and r.status == Status.OK
+        ]
+        repeats = [
+            Repeat(run_id=t.run_id, cell=t.spec.cell, status=r.status, stopped=r.stopped, doubt=r.throttled, rate=1 / s)
+            for t, r, s in times_s
+        ]  # fmt: skip
+        elsewhere_s = task.best_step_time_s
+        if controls_s and task.best_control_ratio:
+            elsewhere_s = controls_s[0] / task.best_control_ratio
+        if elsewhere_s:
+            repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / elsewhere_s))
+        ranked = standings(repeats).get(task.spec.cell, [])
+        return 1 / ranked[0].rate if ranked and ranked[0].best and ranked[0].rate else None
 
     def _may_fit(self, task: Task) -> bool:
         """False for a task that needs at least as much memory as a run that surely had too little.
 
         This allocation leaves it out; the launcher decides whether it is run elsewhere.
         """
-        misfits = (spec for spec, r in self._results if r.confirmed and spec.shape == task.spec.shape)
+        misfits = (t.spec for t, r in self._results if r.confirmed and t.spec.cell == task.spec.cell)
         return not any(dominates(spec.layout, task.spec.layout) for spec in misfits)
 
     def _write_result(

@@ -1,6 +1,5 @@
 """The cells of a ranking (model, nodes, hardware, kernel, precision and batch) and the sentences about them."""
 
-import functools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +12,7 @@ import ultrabench
 from ultrabench.analysis.environments import Environments
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
+from ultrabench.result import FAILURES, outcome_order
 from ultrabench.sweep.running.outliers import low_peak
 
 
@@ -134,25 +134,9 @@ def _workload(cell: Cell) -> tuple[object, ...]:
     return (cell.num_params or cell.model, cell.nodes, cell.seq_len, cell.gbs)
 
 
-NOT_TRIED = (None, "skipped", "rejected")
-"""Statuses of what was not measured, the one that stands for several repeats first: it waits, skipped, rejected."""
-
-
 def best_outcome(statuses: Iterable[str | None]) -> str | None:
     """The status that a run counts with, from those of its repeats: ok, else oom, else how another one ended."""
     return max(statuses, key=outcome_order)
-
-
-@functools.cache  # because there are few statuses and many runs
-def outcome_order(status: str | None) -> tuple[int, str]:
-    """A sort key of statuses by which the last one of the repeats of a run is the one that it counts with."""
-    if status in NOT_TRIED:
-        return -NOT_TRIED.index(status), ""
-    return {"ok": 3, "oom": 2}.get(str(status), 1), str(status)
-
-
-_NOT_FAILED = ("pending", "rejected", "skipped")
-"""Statuses that a note names after those of failures."""
 
 
 def layout_words(row: Mapping[str, Any], always: Collection[str] = ()) -> tuple[str, str]:
@@ -213,7 +197,7 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         if row["is_final"]:
             ends[row["run_id"]].add(row["status"])
     by_status = Counter(best_outcome(statuses) or "pending" for statuses in ends.values())
-    order = sorted(by_status, key=lambda s: (s != "ok", s in _NOT_FAILED, -by_status[s], s))
+    order = sorted(by_status, key=lambda s: (s != "ok", s not in FAILURES, -by_status[s], s))
     told = ", ".join(f"{by_status[status]:,} {status}" for status in order) or "no runs"
     if suspect := sum(row["suspect"] is not None for row in rows):
         wins = "may win cells" if include_suspects else "win only cells without others"

@@ -24,6 +24,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, labels
+from ultrabench.result import FAULTS
 from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
 
 Runs = Sequence[Sequence[float]]
@@ -37,8 +38,6 @@ LEAST_FREEDOM = 5
 """Fewest degrees of freedom with which the spread between runs is estimated."""
 SLOWER, FASTER, FAILING, RUNNING_AGAIN = "slower", "faster", "failing", "running again"
 """Findings about a layout of B."""
-_FAULTS = frozenset({"oom", "crash", "hang", "timeout", "invalid"})
-"""Ends that the training program may have caused; others, such as node_fail, are the cluster's."""
 _MACHINE = (
     "peak_flops_per_s", "gemm_flops_per_s", "memory_copy_bytes_per_s", "sm_clock_hz", "allreduce_busbw_bytes_per_s",
 )  # fmt: skip
@@ -313,9 +312,9 @@ def _end(rows: Sequence[Row]) -> str:
 
 def _finding(row: Mapping[Any, Any], threshold: float) -> str | None:
     """What the row of a layout says about B; None where nothing is shown."""
-    if row["status_a"] == "ok" and row["status_b"] in _FAULTS:
+    if row["status_a"] == "ok" and row["status_b"] in FAULTS:
         return FAILING
-    if row["status_a"] in _FAULTS and row["status_b"] == "ok":
+    if row["status_a"] in FAULTS and row["status_b"] == "ok":
         return RUNNING_AGAIN
     if row["p_corrected"] <= ALPHA and row["ratio"] > 1 + threshold:
         return SLOWER

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
+from ultrabench.standing import same_environments
+
 CHOSEN = ("env", "kernel_digest", "kernel_version")
 """Columns with what the user chose: the variables of kernel.env, and the program."""
 OBSERVED = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "variables", "driver_version")
@@ -103,25 +105,12 @@ class Environments:
 
 
 def _merged(rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """env_id -> the env_id that stands for it, and sweep -> the drivers of environments that count as one.
-
-    Environments of one sweep are one if they differ in the driver, and in nothing else that is known.
-    """
-    alike: dict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
-    same: dict[str, str] = {}
-    for row in rows:
-        if row["status"] == "ok" and (env_id := row["env_id"]):
-            same[env_id] = env_id
-            key = row["sweep"], *(str(row[name]) for name in (*CHOSEN, *OBSERVED) if name != "driver_version")
-            alike[key][env_id] = row["driver_version"] or ""
-    drivers: dict[str, list[str]] = {}
-    for (sweep, *_), driver_of in sorted(alike.items()):
-        if len({*driver_of.values()}) == len(driver_of) > 1:
-            first = min(same[env_id] for env_id in driver_of)
-            stands = {same[env_id] for env_id in driver_of}
-            same = {env_id: first if stand in stands else stand for env_id, stand in same.items()}
-            drivers[sweep] = sorted(driver_of.values())
-    return same, drivers
+    """env_id -> the env_id that stands for it, and sweep -> the drivers of environments of it that count as one."""
+    names = ("sweep", *(name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"))
+    oks = (row for row in rows if row["status"] == "ok" and row["env_id"])
+    seen = ((tuple(str(row[n]) for n in names), row["env_id"], row["driver_version"] or "") for row in oks)
+    same, merged = same_environments(sorted(seen))
+    return same, {key[0]: drivers for key, drivers in merged.items() if isinstance(key, tuple)}
 
 
 def _variables(values: Mapping[str, Mapping[str, str]], env_id: str) -> list[str]:

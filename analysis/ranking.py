@@ -1,31 +1,25 @@
 """Ranks the runs of each cell: finds the best run and those that are as good, or why there is none."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from itertools import count
-from math import inf
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.cells import NOT_TRIED, Cell, best_outcome, outcome_order
+from ultrabench.analysis.cells import Cell, best_outcome
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import AXES
-from ultrabench.result import SLOWER
-from ultrabench.sweep.running.outliers import may_win
+from ultrabench.result import NOT_TRIED, SLOWER
+from ultrabench.standing import Repeat, Standing, standings, tier
 
 End = tuple[str, bool]
 """The status of a repeat that has ended, and whether it is suspect."""
-
-_TIERS = {"ok": 0, None: 2, "skipped": 3}
-"""Status -> place after the best runs; runs that failed or ran out of memory have 1."""
-_SUSPECT = 0.5
-"""Place of an ok run whose number is in doubt: after the other ok runs, before those that failed."""
 
 
 def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
@@ -41,7 +35,7 @@ def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
     rejected = by_status.pop("rejected", [])
     if not by_status:
         return "rejected", _no_valid_layout(rejected)
-    order = sorted(by_status, key=lambda s: (_TIERS.get(s, 1), -len(by_status[s]), str(s)))
+    order = sorted(by_status, key=lambda s: (tier(s), -len(by_status[s]), str(s)))
     parts = [_part(status, by_status[status], alone=len(order) == 1) for status in order]
     return (None if None in by_status else order[0]), "; ".join(parts)
 
@@ -89,8 +83,6 @@ _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns that are equal in imported rows whose doubts do not put them into another cell or panel."""
-_RUN = ["cell", "contender"]
-_MARKS = ("ranked_by", "best", "as_good_as_best", "environment")
 _ORDER = (
     "run_id", "repeat", "attempt", "sweep", "status", "tokens_per_s_per_gpu", "suspect", "rule", "reason", "source",
 )  # fmt: skip
@@ -119,6 +111,10 @@ _AS_SURE_AS_STEP_TIME = frozenset({
 """Columns that are proportional to the step time or its inverse, so they have the same relative interval."""
 
 
+_Ranked = Mapping[Hashable, Sequence[Standing]]
+"""Cell -> the standings of its runs, of which `repeat` is a row of the frame that `_final` returns."""
+
+
 def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False) -> list[Cell]:
     """The cells of a result table, sorted by hardware, kernel, workload, parameters, model and nodes.
 
@@ -130,7 +126,7 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
         ConfigError: `rank_by` is no numeric column.
     """
     final, frame = _final(table, rank_by)
-    return _cells(final, frame, _winners(final, frame, rank_by, include_suspects), rank_by)
+    return _cells(final, frame, _ranked(frame, rank_by, include_suspects), rank_by)
 
 
 def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list[Row]]:
@@ -147,7 +143,7 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
         ConfigError: `rank_by` is no numeric column, or no ok run has a value in it.
     """
     final, frame = _final(table, rank_by)
-    return _boards(final, frame, _winners(final, frame, rank_by, include_suspects=False), rank_by)
+    return _boards(final, frame, _ranked(frame, rank_by), rank_by)
 
 
 def rank_and_order(table: pa.Table, columns: Sequence[str]) -> tuple[list[Cell], list[list[Row]]]:
@@ -157,19 +153,18 @@ def rank_and_order(table: pa.Table, columns: Sequence[str]) -> tuple[list[Cell],
         columns: columns of the rows, among them `status` and `suspect`.
     """
     final, frame = _final(table, DEFAULT_RANK_BY)
-    winners = _winners(final, frame, DEFAULT_RANK_BY, include_suspects=False)
-    cells = _cells(final, frame, winners, DEFAULT_RANK_BY)
-    return cells, _boards(final.select([*columns]), frame, winners, DEFAULT_RANK_BY)
+    ranked = _ranked(frame, DEFAULT_RANK_BY)
+    cells = _cells(final, frame, ranked, DEFAULT_RANK_BY)
+    return cells, _boards(final.select([*columns]), frame, ranked, DEFAULT_RANK_BY)
 
 
-def _cells(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by: str) -> list[Cell]:
-    won = dict(iter(winners[["run_id", *_RUN, *_MARKS]].groupby("cell")))
-    first = winners.drop_duplicates("cell")
-    best = dict(zip(first["cell"], final.take(first.index.to_numpy()).to_pylist(), strict=True))
+def _cells(final: pa.Table, frame: pd.DataFrame, ranked: _Ranked, rank_by: str) -> list[Cell]:
+    winners = {cell: of_cell[0].repeat for cell, of_cell in ranked.items() if of_cell[0].best}
+    best = dict(zip(winners, final.take([*winners.values()]).to_pylist(), strict=True)) if winners else {}
     shown = "mfu" if rank_by == DEFAULT_RANK_BY else rank_by
     several = frame.loc[frame["status"] != "rejected", [*AXES]].nunique() > 1
     varied = tuple(name for name in AXES if several[name])
-    ends = _ends(final, frame)
+    ends, contenders, labels = _ends(frame), frame["contender"].tolist(), frame["environment"].tolist()
     # A row without doubt says what its cell is called; it is the first after a stable sort.
     trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
     usual = trusted_first.drop_duplicates("cell").sort_values("cell")
@@ -178,45 +173,51 @@ def _cells(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by:
     for head, n in zip(heads, usual["cell"], strict=True):
         shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)}
         shared |= {"shown_column": shown, "varied_axes": varied, **_counts(ends[n].values())}
-        cells.append(_cell(final, rows_of[n], won.get(n), best.get(n), shared, ends[n]))
+        if n not in best:
+            status, reason = why_empty(final.take(rows_of[n]).to_pylist())
+            cells.append(Cell(status=status, reason=reason, **shared))
+            continue
+        first, row = ranked[n][0], best[n]
+        made = Cell(
+            as_good_as_best=tuple(standing.run_id for standing in ranked[n] if standing.as_good),
+            ranked_by="control_ratio" if first.by_control else rank_by,
+            environment=labels[first.repeat],
+            shown_value=row[shown],
+            suspect=row["suspect"],
+            layout={k: row[k] for k in AXES},
+            **shared,
+            **_repeats(ends[n][contenders[first.repeat]]),
+            **{k: row[k] for k in ("run_id", "status", *_WINNER)},
+        )
+        cells.append(made)
     return cells
 
 
-def _boards(final: pa.Table, frame: pd.DataFrame, winners: pd.DataFrame, rank_by: str) -> list[list[Row]]:
-    rest = frame[frame["status"] != "rejected"]
-    known = final.take(rest.index.to_numpy()).to_pylist()
-    rows = dict(zip(rest.index, known, strict=True))
-    worst_first = sorted(range(len(rest)), key=lambda n: _outcome(known[n]))
-    rest = rest.iloc[worst_first].drop_duplicates(_RUN, keep="last")
-    runs = pd.concat([winners, rest.assign(best=False, as_good_as_best=False)]).drop_duplicates(_RUN)
-    oks = runs[runs["status"] == "ok"]
-    if len(oks) and oks[rank_by].isna().all():
+def _boards(final: pa.Table, frame: pd.DataFrame, ranked: _Ranked, rank_by: str) -> list[list[Row]]:
+    ordered = [standing for of_cell in ranked.values() for standing in of_cell]
+    oks = [standing for standing in ordered if standing.outcome == "ok"]
+    if oks and all(standing.rate is None for standing in oks):
         raise ConfigError(f"no ok run has a value in {rank_by}; rank by another of docs/results-schema.md")
-    runs["ranked_by"] = runs.groupby("cell")["ranked_by"].transform("first").fillna(rank_by)
-    value = runs["control_ratio"].where(runs["ranked_by"] == "control_ratio", runs[rank_by])
-    runs["goodness"] = runs["goodness"].fillna(_sign(rank_by) * value).fillna(-inf)
-    front = runs["best"] | runs["as_good_as_best"]
-    runs["tier"] = [-1 if won else _tier(rows[i]) for i, won in zip(runs.index, front, strict=True)]
-    runs = runs.sort_values(["cell", "tier", "goodness", "run_id"], ascending=[True, True, False, True])
-    ends = _ends(final, frame)
-    held = zip(count(1), runs.index, *(runs[name] for name in (*_RUN, *_MARKS)), strict=False)
-    told = [
-        {"rank": n, **rows[i], **dict(zip(_MARKS, marks, strict=True)), **_repeats(ends[cell][run])}
-        for n, i, cell, run, *marks in held
-    ]
-    return [[told[n] for n in at] for at in runs.reset_index().groupby("cell").indices.values()]
+    rows = final.take([standing.repeat for standing in ordered]).to_pylist() if ordered else []
+    ends, contenders, labels = _ends(frame), frame["contender"].tolist(), frame["environment"].tolist()
+    boards: dict[Hashable, list[Row]] = {cell: [] for cell in ranked}
+    for n, (standing, row) in enumerate(zip(ordered, rows, strict=True), 1):
+        marks = {
+            "ranked_by": "control_ratio" if standing.by_control else rank_by,
+            "best": standing.best,
+            "as_good_as_best": standing.as_good,
+            "environment": labels[standing.repeat],
+        }
+        repeats = _repeats(ends[standing.cell][contenders[standing.repeat]])
+        boards[standing.cell].append({"rank": n, **row, **marks, **repeats})
+    return [*boards.values()]
 
 
-def _outcome(row: Row) -> tuple[tuple[int, str], bool]:
-    """A sort key by which the last one of the rows of a run stands for it."""
-    return outcome_order(row["status"]), row["suspect"] is None
-
-
-def _ends(final: pa.Table, frame: pd.DataFrame) -> dict[object, dict[str, list[End]]]:
+def _ends(frame: pd.DataFrame) -> dict[object, dict[str, list[End]]]:
     """Cell -> contender -> the ends of its repeats."""
     found: dict[object, dict[str, list[End]]] = defaultdict(lambda: defaultdict(list))
-    ends = zip(final["status"].to_pylist(), final["suspect"].to_pylist(), strict=True)
-    for cell, contender, (status, doubt) in zip(frame["cell"], frame["contender"], ends, strict=True):
+    columns = (_known(frame, name) for name in ("cell", "contender", "status", "suspect"))
+    for cell, contender, status, doubt in zip(*columns, strict=True):
         if status not in NOT_TRIED:
             found[cell][contender].append((status, doubt is not None))
     return found
@@ -225,11 +226,6 @@ def _ends(final: pa.Table, frame: pd.DataFrame) -> dict[object, dict[str, list[E
 def _repeats(ends: Sequence[End]) -> Row:
     """The numbers of repeats of a run that have ended, and of those that were not ok."""
     return {"num_repeats": len(ends), "num_repeats_failed": sum(status != "ok" for status, _ in ends)}
-
-
-def _tier(row: Row) -> float:
-    """The place of a run that is not among the best; suspects come after the other ok runs."""
-    return _SUSPECT if row["status"] == "ok" and row["suspect"] else _TIERS.get(row["status"], 1)
 
 
 def _sign(rank_by: str) -> int:
@@ -258,11 +254,11 @@ def _final(table: pa.Table, rank_by: str) -> tuple[pa.Table, pd.DataFrame]:
         raise ConfigError(f"{mixed}; {todo}")
     frame = final.to_pandas()
     frame["contender"] = environments.contenders(frame["run_id"])
+    frame["competes_in"] = environments.ids
     in_order = _keys(frame).sort_values(_KEY, na_position="first")
     frame["cell"] = in_order.groupby(_KEY, dropna=False, sort=False).ngroup()
     frame["environment"] = None
-    env_ids = pd.Series(environments.ids, index=frame.index, dtype=object)
-    for _, of_cell in env_ids.dropna().groupby(frame["cell"]):
+    for _, of_cell in frame["competes_in"].dropna().groupby(frame["cell"]):
         frame.loc[of_cell.index, "environment"] = of_cell.map(environments.labels(of_cell))
     return final, frame
 
@@ -293,47 +289,42 @@ def usual_sizes(frame: pd.DataFrame, names: Sequence[str]) -> tuple[pd.Series, p
     return doubted, known.transform("first")
 
 
-def _winners(final: pa.Table, frame: pd.DataFrame, rank_by: str, include_suspects: bool) -> pd.DataFrame:
-    """One row for each run that may win: its repeat nearest to the median. The best run of a cell is first.
-
-    The new columns are `ranked_by`, the column that is compared in the cell, `goodness`, where larger is
-    better, `best`, and `as_good_as_best`, which marks runs whose intervals overlap with those of the best.
-    """
-    ends = [*zip(*(final[name].to_pylist() for name in ("status", "stopped", "suspect")), strict=True)]
-    measured = frame[rank_by].notna() & pd.Series(
-        [may_win(s, why, None) for s, why, _ in ends], frame.index, dtype=bool
-    )
-    trusted = measured & pd.Series(
-        [include_suspects or doubt is None for *_, doubt in ends], frame.index, dtype=bool
-    )
-    # A cell that has suspects alone shows the best of them, marked.
-    fit = frame[trusted | (measured & ~trusted.groupby(frame["cell"]).transform("any"))]
-    controlled = _controlled(fit) & (rank_by == DEFAULT_RANK_BY)
-    value = fit["control_ratio"].where(controlled, fit[rank_by])
-    own = fit["step_time_ci95_rel"].fillna(0.0) * (rank_by in _AS_SURE_AS_STEP_TIME)
-    place = [fit["cell"], fit["sweep"], fit["allocation"]]
-    control = own.where(fit["run_id"] == fit["control"]).groupby(place, dropna=False).transform("last")
-    unsure = (own**2 + control.where(controlled, 0.0).fillna(0.0) ** 2) ** 0.5
-    goodness, reach = _sign(rank_by) * value, value.abs() * unsure
-    by = controlled.map({True: "control_ratio", False: rank_by})
-    fit = fit.assign(ranked_by=by, value=value, low=goodness - reach, high=goodness + reach)
-    repeats = fit.groupby(_RUN)
-    middle = repeats["value"].transform("median")
-    fit["goodness"], fit["off"] = _sign(rank_by) * middle, (value - middle).abs()
-    fit["low"], fit["high"] = repeats["low"].transform("min"), repeats["high"].transform("max")
-    runs = fit.sort_values(["off", "value"]).drop_duplicates(_RUN)
-    runs = runs.sort_values(["cell", "goodness", "run_id"], ascending=[True, False, True])
-    runs["best"] = ~runs.duplicated("cell")
-    runs["as_good_as_best"] = ~runs["best"] & (runs["high"] >= runs.groupby("cell")["low"].transform("first"))
-    return runs
+def _ranked(frame: pd.DataFrame, rank_by: str, include_suspects: bool = False) -> _Ranked:
+    """Cell -> the standings of its runs, in the order of the cells; `repeat` is a row of the frame."""
+    tried = frame[frame["status"] != "rejected"]
+    competing = repeats(tried, tried["cell"].tolist(), rank_by)
+    by_control = rank_by == DEFAULT_RANK_BY
+    ranked = standings(competing, include_suspects=include_suspects, by_control=by_control)
+    rows, in_order = tried.index.tolist(), sorted(tried["cell"].unique().tolist())
+    return {cell: [replace(s, repeat=rows[s.repeat]) for s in ranked[cell]] for cell in in_order}
 
 
-def _controlled(fit: pd.DataFrame) -> pd.Series:
-    """For each row, whether all rows of its cell were measured beside the same control layout and in one environment."""
-    cells = fit.groupby("cell")
-    one = cells["control"].transform(lambda control: control.nunique(dropna=False)) == 1
-    one &= cells["environment"].transform(lambda environment: environment.nunique(dropna=False)) == 1
-    return one & (cells["control_ratio"].transform("count") == cells["cell"].transform("size"))
+def repeats(frame: pd.DataFrame, cells: Iterable[Hashable], rank_by: str = DEFAULT_RANK_BY) -> list[Repeat]:
+    """The rows of a frame as they compete in their cells; its column `competes_in` names environments."""
+    names = ("control", "status", "stopped", "suspect", rank_by, "control_ratio", "step_time_ci95_rel")
+    *texts, values, ratios, widths = (_known(frame, name) for name in names)
+    places = zip(_known(frame, "sweep"), _known(frame, "allocation"), strict=True)
+    rates = [value and _sign(rank_by) * value for value in values]
+    if rank_by not in _AS_SURE_AS_STEP_TIME:
+        widths = [None] * len(rates)
+    return [
+        *map(
+            Repeat,
+            _known(frame, "run_id"),
+            cells,
+            _known(frame, "competes_in"),
+            places,
+            *texts,
+            rates,
+            ratios,
+            widths,
+        )
+    ]
+
+
+def _known(frame: pd.DataFrame, name: str) -> list[Any]:
+    """The values of a column, None where one is missing."""
+    return [None if value is None or value != value else value for value in frame[name].tolist()]
 
 
 def _counts(ends: Collection[Sequence[End]]) -> Row:
@@ -343,34 +334,3 @@ def _counts(ends: Collection[Sequence[End]]) -> Row:
     oom, failed = outcomes["oom"], len(ends) - outcomes["ok"] - outcomes["oom"]
     doubted = sum(all(found) for found in oks if found)
     return {"num_runs": len(ends), "num_oom": oom, "num_failed": failed, "num_in_doubt": doubted}
-
-
-def _cell(
-    final: pa.Table,
-    held: Any,
-    winners: pd.DataFrame | None,
-    best: Row | None,
-    shared: Row,
-    ends: Mapping[str, Sequence[End]],
-) -> Cell:
-    """The cell of the rows `held` of the table `final`; `winners` is None when no row may win.
-
-    Args:
-        best: the row of the best run, None where there is none.
-        shared: the fields that do not depend on the best run.
-        ends: contender -> the ends of its repeats.
-    """
-    if winners is None or best is None:
-        status, reason = why_empty(final.take(held).to_pylist())
-        return Cell(status=status, reason=reason, **shared)
-    return Cell(
-        as_good_as_best=tuple(winners.loc[winners["as_good_as_best"], "run_id"]),
-        environment=winners["environment"].iloc[0],
-        ranked_by=winners["ranked_by"].iloc[0],
-        shown_value=best[shared["shown_column"]],
-        suspect=best["suspect"],
-        layout={k: best[k] for k in AXES},
-        **shared,
-        **_repeats(ends[winners["contender"].iloc[0]]),
-        **{k: best[k] for k in ("run_id", "status", *_WINNER)},
-    )

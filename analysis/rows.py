@@ -29,7 +29,8 @@ from ultrabench.store.state import AllocationState, AttemptState, SweepState, fi
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.plan_table import OF_RUNS, formula_of, place_of, read_plan, rows_of, runs_of, shapes_of
 from ultrabench.sweep.running.attempts import dominated_by, left_out, not_promising
-from ultrabench.sweep.running.outliers import control_times, for_answers, impossible, suspect_attempts
+from ultrabench.sweep.running.outliers import control_times, for_answers, suspect_attempts
+from ultrabench.sweep.running.standings import control_ratio, doubt
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
@@ -130,10 +131,8 @@ def _rows(
         row["is_final"] = attempt.key in final
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
         row |= _speed(base, told.attempts[attempt.key].result, shape, formula)
-        time_s, control_s = row.get("step_time_s"), control.get(attempt.allocation or "")
-        row["control_ratio"] = control_s / time_s if time_s and control_s else None
-        doubts = (suspects.get(attempt.key), impossible(row.get("mfu"), sweep.hardware.device))
-        row["suspect"] = "; ".join(filter(None, doubts)) or None
+        row["control_ratio"] = control_ratio(told.attempts[attempt.key], control)
+        row["suspect"] = doubt(suspects, attempt.key, row.get("mfu"), sweep.hardware.device)
         return row
 
     for n, candidate in enumerate(candidates):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ultrabench.run import Task
+from ultrabench.standing import Standing
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import Origin
@@ -58,14 +59,15 @@ def allocations(
             control=job.control,
             window=config.launcher.window,
             by=by,
-            tasks=tuple(_task(plan, attempt, job.best_step_times_s) for attempt in job.attempts),
+            tasks=tuple(_task(plan, attempt, job.best) for attempt in job.attempts),
         )
         for number, job in enumerate(jobs)
     ]
 
 
-def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[CellKey, float]) -> Task:
+def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[CellKey, Standing]) -> Task:
     config, run = plan.config, attempt.candidate
+    fastest, tokens = best.get(run.cell), run.spec.tokens_per_step / run.layout.world_size
     return Task(
         **attempt.key._asdict(),
         spec=run.spec,
@@ -76,7 +78,8 @@ def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[CellKey, float]) ->
         predicted_step_time_s=run.prediction.step_time_s,
         predicted_duration_s=run.prediction.duration_s,
         limit_s=run_limit_s(attempt, config),
-        best_step_time_s=best.get(run.cell),
+        best_step_time_s=tokens / fastest.rate if fastest and fastest.rate else None,
+        best_control_ratio=fastest.control_ratio if fastest and fastest.by_control else None,
         profile=config.trace,
     )
 

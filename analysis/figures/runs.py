@@ -1,6 +1,7 @@
 """Chooses the runs that figures show: final rows of runs that train a model, and those that were measured."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,19 @@ import pyarrow as pa
 
 from ultrabench.analysis import cells, environments
 from ultrabench.analysis.numbers import count
-from ultrabench.analysis.ranking import final_runs, usual_sizes
+from ultrabench.analysis.ranking import final_runs, repeats, usual_sizes
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
-from ultrabench.sweep.running.outliers import may_win
+from ultrabench.standing import standings
 
 _SIZES = ("gbs", "num_params")
 _NUMBERS = (
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes",
     "peak_mem_reserved_rank0_bytes", "predicted_step_time_s", "predicted_peak_mem_bytes",
+    "control_ratio", "step_time_ci95_rel",
 )  # fmt: skip
-_TEXTS = ("run_id", "status", "suspect", "stopped", "flops_formula")
+_TEXTS = ("run_id", "status", "suspect", "stopped", "flops_formula", "control", "allocation", "sweep")
 _NEEDED = (
     "source", "model", "hardware", "kernel", "precision", "seq_len", *_SIZES, "nodes", *AXES, *_TEXTS, *_NUMBERS,
 )  # fmt: skip
@@ -47,7 +49,7 @@ def final(table: pa.Table) -> pd.DataFrame:
     """
     runs = final_runs(table.select([*dict.fromkeys((*_NEEDED, *environments.COLUMNS, "is_final"))]))
     layouts = runs.to_pandas()
-    layouts["contender"] = environments.Environments(runs).contenders(layouts["run_id"])
+    layouts["competes_in"] = environments.Environments(runs).ids
     frame = layouts[layouts["status"] != "rejected"]
     if not len(frame):
         if len(layouts):
@@ -75,12 +77,10 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     if not len(ok):
         among = f"among {counted(len(frame), 'row')}"
         raise ConfigError(f"no ok run with a speed {among}; see why: ultrabench plot failures")
-    doubts = ok["suspect"].astype(object).where(ok["suspect"].notna(), None)
-    ok = ok.assign(good=[may_win("ok", *ends) for ends in zip(ok["stopped"], doubts, strict=True)])
-    runs = ok.groupby(["panel", "contender", "good"])["tokens_per_s_per_gpu"]
-    ok["off"] = (ok["tokens_per_s_per_gpu"] - runs.transform("median")).abs()
-    ok = ok.sort_values(["good", "off"], ascending=[False, True], kind="stable")
-    return ok.drop_duplicates(["panel", "contender"]).sort_index().drop(columns="off")
+    ok = ok.reset_index(drop=True)
+    ranked = chain(*standings(repeats(ok, zip(ok["panel"], ok["nodes"], strict=True))).values())
+    good = {s.repeat: s.interval is not None and s.doubts is None for s in ranked}
+    return ok.iloc[sorted(good)].assign(good=[good[row] for row in sorted(good)])
 
 
 def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:

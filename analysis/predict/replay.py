@@ -10,13 +10,14 @@ from ultrabench.analysis.predict.cases import Case
 from ultrabench.analysis.predict.nanotron import of_version
 from ultrabench.layout import Layout, dominates
 from ultrabench.result import Status
+from ultrabench.standing import NEAR
 from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.plan import CellKey
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import Tried, propose
-from ultrabench.sweep.running.attempts import CONTENDER_FACTOR, MAX_CONTENDERS
+from ultrabench.sweep.running.attempts import MAX_CONTENDERS
 
 START_S = 60.0
 """Seconds from the start of a run to its first step."""
@@ -96,7 +97,7 @@ class Replay:
 
     def confirm(self) -> None:
         """Repeats the contenders."""
-        near = [r for r in self.made if r.step_time_s and r.step_time_s <= CONTENDER_FACTOR * self.best_s]
+        near = [r for r in self.made if r.step_time_s and r.step_time_s <= NEAR * self.best_s]
         near.sort(key=lambda run: run.step_time_s or 0.0)
         self.gpu_s += sum(run.confirmation() for run in near[:MAX_CONTENDERS])
 

@@ -1,8 +1,9 @@
 """The result of an attempt: how it ended, and what was measured."""
 
+import functools
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Status(StrEnum):
@@ -23,6 +24,67 @@ class Status(StrEnum):
     REJECTED = "rejected"
 
 
+class StatusTraits(NamedTuple):
+    """What follows from a status, everywhere."""
+
+    words: str
+    """The status in words, for figures."""
+    colour: str
+    hatch: str
+    """Hatch of its bars, so that they differ without colours, too."""
+    decided_by: str
+    """What may have caused it: run (the program and its layout), network, cluster, user, or plan (it never ran)."""
+    answer: bool = False
+    """Whether it needs no repair; a sweep whose runs have only such statuses exits with code 0."""
+    pause: bool = False
+    """Whether a pause before the next attempt may help."""
+    passed_over: bool = False
+    """Whether the breaker passes it over, since it does not mean that the cluster or the program is broken."""
+
+
+STATUSES = {
+    Status.OK: StatusTraits("ok", "#029e73", "", "run", answer=True),
+    Status.OOM: StatusTraits("out of memory", "#de8f05", "xxx", "run", answer=True, passed_over=True),
+    Status.CRASH: StatusTraits("crash", "#d55e00", "\\\\\\", "run", pause=True),
+    Status.HANG: StatusTraits("hang", "#cc78bc", "...", "run", pause=True),
+    Status.TIMEOUT: StatusTraits("time-out", "#fbafe4", "ooo", "run", passed_over=True),
+    Status.COMM_ERROR: StatusTraits("communication error", "#ca9161", "+++", "network", pause=True),
+    Status.NODE_FAIL: StatusTraits("node failure", "#ece133", "***", "cluster", pause=True),
+    Status.INVALID: StatusTraits("invalid result", "#0173b2", "---", "run", pause=True),
+    Status.LOST: StatusTraits("lost", "#56b4e9", "|||", "cluster"),
+    Status.PREEMPTED: StatusTraits("preempted", "#949494", "x", "cluster", passed_over=True),
+    Status.CANCELLED: StatusTraits("cancelled", "#5f5f5f", "//", "user", passed_over=True),
+    Status.SKIPPED: StatusTraits("skipped", "#e4e4e4", "..", "plan", answer=True),
+    Status.REJECTED: StatusTraits("rejected", "#f4f4f4", "", "plan", answer=True),
+}  # fmt: skip
+"""The only list of what follows from each status, in the order in which figures stack them."""
+
+ANSWERS = frozenset(status for status, traits in STATUSES.items() if traits.answer)
+FAILURES = frozenset(s for s, traits in STATUSES.items() if s != Status.OK and traits.decided_by != "plan")
+"""The statuses of attempts that failed, which can be tried again."""
+FAULTS = frozenset(s for s in FAILURES if STATUSES[s].decided_by == "run")
+"""Failures that the training program or its layout may have caused."""
+OUTSIDE = frozenset(s for s in FAILURES if STATUSES[s].decided_by in ("cluster", "user"))
+"""Failures that are not the run's fault. Those of one launch are counted together."""
+INTERRUPTED = OUTSIDE & frozenset(s for s, traits in STATUSES.items() if traits.passed_over)
+"""Statuses of attempts that were ended from outside; the next launch tries their runs again."""
+UNSETTLED = ("pending", "running")
+"""What stands for the status of a run without a result."""
+NOT_TRIED = (None, Status.SKIPPED, Status.REJECTED)
+"""Statuses of what was not measured, the one that stands for several repeats first: it waits, skipped, rejected."""
+
+
+@functools.cache  # because there are few statuses and many runs
+def outcome_order(status: str | None) -> tuple[int, str]:
+    """A sort key of statuses by which the last one of the repeats of a run is the one that it counts with.
+
+    ok comes last, then oom, then how another one ended.
+    """
+    if status in NOT_TRIED:
+        return -NOT_TRIED.index(status), ""
+    return {Status.OK: 3, Status.OOM: 2}.get(Status(status), 1) if status in STATUSES else 1, str(status)
+
+
 CAUSES = (
     "ecc_error", "xid", "gpu_unavailable", "foreign_memory", "cuda_oom", "host_oom", "cpu_oom", "non_finite_loss",
     "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken", "bus_error",
@@ -37,12 +99,6 @@ UNMEASURED = "unmeasured"
 
 AGENT_GONE = "agent_gone"
 """Cause of a node_fail or a lost run that only the end of an agent shows, which the run itself may have caused."""
-
-ANSWERS = frozenset({Status.OK, Status.OOM, Status.SKIPPED, Status.REJECTED})
-"""Statuses that need no repair; a sweep whose runs have only these exits with code 0."""
-
-INTERRUPTED = frozenset({Status.PREEMPTED, Status.CANCELLED})
-"""Statuses of attempts that were ended from outside; the next launch tries their runs again."""
 
 SLOWER = "slower_than_best"
 """`RunResult.stopped` of a run that was stopped early, because the best run of its cell is faster."""

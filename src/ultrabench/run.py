@@ -87,6 +87,12 @@ class RunSpec:
         return content_id(self.identity())
 
     @property
+    def cell(self) -> tuple[object, ...]:
+        """What the runs have in common that are ranked together."""
+        kernel = self.kernel
+        return self.shape, self.workload, self.nodes, self.gpus_per_node, kernel.name, kernel.precision
+
+    @property
     def compiles(self) -> bool:
         """Whether layers are compiled."""
         return self.kernel.compiles(self.layout.pp_schedule)
@@ -141,7 +147,9 @@ class Task(OfAttempt):
     limit_s: float
     """Wall-clock limit of the attempt."""
     best_step_time_s: float | None = None
-    """Best step time of the cell when the attempt was submitted; None when there was none."""
+    """Step time of the best run of the cell when the attempt was submitted; None when there was none."""
+    best_control_ratio: float | None = None
+    """Step time of the control over that of this best run, in its allocation; None where it is unknown."""
     gpu_names: tuple[str, ...] = ()
     """Names that the driver may give the accelerators, or empty for any name. A result on an accelerator with
     another name is invalid."""

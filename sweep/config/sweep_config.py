@@ -13,7 +13,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import ALLOWED, PP_SCHEDULES
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
-from ultrabench.result import CAUSES, RunResult, Status
+from ultrabench.result import CAUSES, FAILURES, OUTSIDE, RunResult
 from ultrabench.run import Workload
 from ultrabench.sweep.predict.profile import Profile
 
@@ -111,12 +111,8 @@ class LauncherConfig:
                 raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets that itself: {instead}")
 
 
-OUTSIDE = frozenset({Status.NODE_FAIL, Status.PREEMPTED, Status.LOST, Status.CANCELLED})
-"""Statuses of failures that are not the run's fault. Those of one launch are counted together."""
 Attempts = Annotated[int, between(0, 100)]
 """Number of further attempts that the configuration may allow."""
-FAILURES = frozenset(Status) - {Status.OK, Status.SKIPPED, Status.REJECTED}
-"""The statuses of attempts that failed, which can be tried again."""
 ATTEMPTS = (*sorted(FAILURES), "suspect")
 """Keys of retry.attempts: the statuses of failures, and `suspect` for an ok run whose number is in doubt."""
 

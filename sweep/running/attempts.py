@@ -16,19 +16,19 @@ from ultrabench.layout import dominates
 from ultrabench.record import from_dict
 from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
+from ultrabench.standing import near_best
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
-from ultrabench.sweep.plan import Candidate, CellKey, Plan, by_cell
+from ultrabench.sweep.plan import Candidate, Plan, by_cell
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.predict import with_links
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import Tried, expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, settled_oom
+from ultrabench.sweep.running.standings import standings_of
 
-CONTENDER_FACTOR = 1.05
-"""A contender's step time is at most this many times the best step time of its cell."""
 MAX_CONTENDERS = 4
 """Largest number of contenders of one cell."""
 LINKS = ("allreduce_busbw_bytes_per_s", "allgather_busbw_bytes_per_s")
@@ -225,7 +225,7 @@ def next_attempts(
     if config.measure.confirm > config.repeats:
         unsettled = {t.candidate.cell for t in todo}
         settled = [run for run in open_runs if run.cell not in unsettled]
-        best = contenders(settled, state)
+        best = contenders(settled, state, config.hardware.device)
         further = range(config.repeats, config.measure.confirm)
         todo += following.wanted([r for r in settled if r.run_id in best], further)
     todo = [t for t in todo if t.key not in on_their_way]
@@ -278,28 +278,14 @@ def _searched(
     return [run for run in runs if run.run_id in begun]
 
 
-def contenders(runs: Iterable[Candidate], state: SweepState) -> frozenset[str]:
-    """The run_ids of the runs within 5 % of the best of their cell, at most four for each cell.
+def contenders(runs: Iterable[Candidate], state: SweepState, device: str) -> frozenset[str]:
+    """The run_ids of the best runs of each cell and of those near it, at most four for each cell.
 
-    Where every run of a cell was measured beside a control layout, step times are divided by those of the
-    control, because allocations may differ by more than 5 %.
+    Args:
+        state: what `with_loss_outliers` returns.
     """
-    controls, tried = outliers.control_times(state), state.by_run()
-    cells: dict[CellKey, list[tuple[str, float, float | None]]] = {}
-    for run in runs:
-        times_s = [(a, outliers.step_time_s(a.result)) for a in tried.get(run.run_id, ())]
-        timed = [(a, time_s) for a, time_s in times_s if time_s is not None]
-        if timed:
-            ratios = [t / c for a, t in timed if (c := controls.get(a.allocation or ""))]
-            times = (median(t for _, t in timed), median(ratios) if ratios else None)
-            cells.setdefault(run.cell, []).append((run.run_id, *times))
-    return frozenset(run_id for times in cells.values() for run_id in _near_best(times))
-
-
-def _near_best(times: Sequence[tuple[str, float, float | None]]) -> list[str]:
-    ratios = sorted((ratio, run_id) for run_id, _, ratio in times if ratio is not None)
-    known = ratios if len(ratios) == len(times) else sorted((time_s, run_id) for run_id, time_s, _ in times)
-    return [run_id for time_s, run_id in known if time_s <= CONTENDER_FACTOR * known[0][0]][:MAX_CONTENDERS]
+    cells = standings_of(runs, state, device).values()
+    return frozenset(near.run_id for of_cell in cells for near in near_best(of_cell, MAX_CONTENDERS))
 
 
 def read_otherwise(attempt: AttemptState, kernel: KernelConfig) -> bool:

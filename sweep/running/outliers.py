@@ -18,7 +18,7 @@ import msgspec
 
 from ultrabench.device_rates import summary
 from ultrabench.errors import counted
-from ultrabench.result import SLOWER, RunResult, Status
+from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, SweepState, with_lost
 
@@ -72,18 +72,6 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]
         key: [*_own(ok, slack, most), *doubts.get(held, ()), *doubts.get(key, ())] for key, held, ok in oks
     }
     return {key: "; ".join(reasons) for key, reasons in told.items() if reasons}
-
-
-def may_win(status: str | None, stopped: str | None, suspect: str | None) -> bool:
-    """Whether a measurement may win its cell: it is ok, was not stopped as slower, and is not in doubt."""
-    return status == Status.OK and stopped != SLOWER and suspect is None
-
-
-def step_time_s(result: RunResult | None) -> float | None:
-    """Median step time of a result that may win its cell; None for any other result."""
-    if result is None or not result.step_times_s or not may_win(result.status, result.stopped, None):
-        return None
-    return median(result.step_times_s)
 
 
 def impossible(mfu: float | None, device: str = "cuda") -> str | None:

@@ -10,11 +10,11 @@ from statistics import median
 from ultrabench.errors import ConfigError, counted
 from ultrabench.measure import Measure
 from ultrabench.run import AttemptKey
+from ultrabench.standing import NEAR, Standing
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, CellKey, Plan, by_cell
 from ultrabench.sweep.running.attempts import (
-    CONTENDER_FACTOR,
     MAX_CONTENDERS,
     AttemptsLeft,
     Launch,
@@ -23,7 +23,8 @@ from ultrabench.sweep.running.attempts import (
     left_out,
     next_attempts,
 )
-from ultrabench.sweep.running.outliers import step_time_s
+from ultrabench.sweep.running.outliers import with_loss_outliers
+from ultrabench.sweep.running.standings import standings_of
 
 START_S = 120.0
 """Seconds in an allocation's time limit for the start of its agents, their rendezvous and the preflight."""
@@ -66,12 +67,10 @@ def next_repeat(run_id: str, known: Iterable[tuple[str, int, int]], repeats: int
     return max([repeats - 1, *(repeat for other, repeat, _ in known if other == run_id)]) + 1
 
 
-def best_step_times_s(plan: Plan, state: SweepState) -> dict[CellKey, float]:
-    """CellKey -> its shortest median step time so far, in seconds."""
-    tried = state.by_run()
-    attempts = ((run.cell, attempt) for run in plan.runs for attempt in tried.get(run.run_id, ()))
-    timed = [(cell, t) for cell, a in attempts if (t := step_time_s(a.result)) is not None]
-    return dict(sorted(timed, reverse=True))  # the last one of a cell, which is the shortest, stays
+def best_of_cells(plan: Plan, state: SweepState) -> dict[CellKey, Standing]:
+    """CellKey -> its best run so far."""
+    of_cells = standings_of(plan.runs, with_loss_outliers(state), plan.config.hardware.device)
+    return {cell: ranked[0] for cell, ranked in of_cells.items() if ranked[0].best}
 
 
 def run_limit_s(todo: PlannedAttempt, config: SweepConfig) -> float:
@@ -183,8 +182,8 @@ class PlannedJob:
     """Wall-clock limit of the allocation."""
     gpu_hours: float
     """Predicted GPU hours of the allocation."""
-    best_step_times_s: Mapping[CellKey, float] = field(default_factory=dict)
-    """Best step time of each cell so far; a much slower run is not measured to the end."""
+    best: Mapping[CellKey, Standing] = field(default_factory=dict)
+    """The best run of each cell so far; a much slower run is not measured to the end."""
 
     @property
     def nodes(self) -> int:
@@ -215,7 +214,7 @@ def planned_jobs(
     known = [*state.attempts, *(t.key for t in left.todo)]
     known += [key for held in state.allocations.values() for key in held.tasks]
     repeats: dict[str, Iterator[int]] = {}
-    best = best_step_times_s(plan, state)
+    best = best_of_cells(plan, state) if left.todo else {}
     seen = set[int]()
     for group in pack(left.todo, config, cells, max_limit_s):
         nodes = group[0].candidate.nodes
@@ -236,7 +235,7 @@ def planned_jobs(
             control=control_id,
             limit_s=min(max_limit_s, allocation_limit_s(group, config)),
             gpu_hours=start_gpu_hours + sum(t.candidate.gpu_hours for t in group),
-            best_step_times_s=best,
+            best=best,
         )
 
 
@@ -343,7 +342,7 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
         for nth in range(repeats, plan.config.measure.confirm)
         for runs in best
         for run in runs
-        if _predicted_s(run) <= CONTENDER_FACTOR * _predicted_s(runs[0])
+        if _predicted_s(run) <= NEAR * _predicted_s(runs[0])
     ]
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ultrabench.result import INTERRUPTED, Status
+from ultrabench.result import INTERRUPTED, OUTSIDE, UNSETTLED, Status
 from ultrabench.run import AttemptKey
+from ultrabench.standing import Standing
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
-from ultrabench.sweep.config.sweep_config import OUTSIDE
 from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.running.attempts import (
     attempts_after,
@@ -20,10 +20,8 @@ from ultrabench.sweep.running.attempts import (
     not_promising,
     searching,
 )
-from ultrabench.sweep.running.outliers import for_answers, impossible, may_win, suspect_attempts
-
-UNSETTLED = frozenset({"pending", "running"})
-"""Statuses of runs that are not settled; a failed run is not settled either if it will be tried again."""
+from ultrabench.sweep.running.outliers import for_answers
+from ultrabench.sweep.running.standings import doubts_of, standings_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +59,8 @@ class SweepProgress:
     divided by the number of running allocations; 0 when it is over. None before the first result."""
     runs_per_hour: float | None
     """How many attempts began in an hour, by the latest ones; None before the third."""
-    best: tuple[tuple[Candidate, float], ...]
-    """The best run of each cell so far, with its tokens/s/GPU."""
+    best: tuple[tuple[Candidate, Standing], ...]
+    """The best run of each cell so far, sorted by cell."""
     wide: dict[str, float]
     """run_id -> relative half 95 % interval of its step time, for ok runs whose interval missed its target."""
     suspects: dict[AttemptKey, str]
@@ -108,6 +106,18 @@ class SweepProgress:
             "eta_s": self.eta_s,
             "runs_per_hour": self.runs_per_hour,
             "suspects": {str(key): why for key, why in self.suspects.items()},
+            "best": [
+                {
+                    "model": run.shape.name,
+                    "nodes": run.nodes,
+                    "run_id": run.run_id,
+                    "layout": run.layout.label(),
+                    "tokens_per_s_per_gpu": standing.rate,
+                    "control_ratio": standing.control_ratio,
+                    "suspect": standing.doubts,
+                }
+                for run, standing in self.best
+            ],
         }
 
 
@@ -131,7 +141,8 @@ def progress(
     skipped = {i: dominated_by(other) for i, other in dominated.items()} | not_promising(planned, state)
     status = {run_id: "skipped" if run_id in skipped else "pending" for run_id in runs}
     status |= {i: str(a.result.status) if a.result else "running" for i, a in final.items()}
-    doubts, rates = measured(planned, state, device)
+    doubts = doubts_of(runs, state, device)
+    cells = standings_of(planned, state, device, doubts)
     useful, wasted = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
     by_nodes = defaultdict[int, Counter[str]](Counter)
     for run in planned:
@@ -169,7 +180,7 @@ def progress(
         to_go=len(left),
         eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None if left else 0.0,
         runs_per_hour=_runs_per_hour(state),
-        best=_best(planned, rates),
+        best=tuple((runs[s[0].run_id], s[0]) for _, s in sorted(cells.items()) if s[0].best),
         wide={
             run_id: width
             for run_id, a in final.items()
@@ -231,38 +242,3 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
     between = sum(max(0.0, hours - ran[name]) for name, hours in held.items())
     useful = by_status.pop(Status.OK.value, 0.0)
     return useful, {**by_status} | ({"between_runs": between} if between else {})
-
-
-def measured(
-    planned: Sequence[Candidate], state: SweepState, device: str
-) -> tuple[dict[AttemptKey, str], dict[str, float | None]]:
-    """Ok attempts in doubt -> the reasons, and run_id -> median tokens/s/GPU of the repeats that may win their cell.
-
-    Repeats in several environments are no repeats of each other: the best median counts, as in rankings.
-
-    Attempts are in doubt by `suspect_attempts`, or because their mfu is impossible. The rate of a run is None where
-    no ok repeat may win.
-    """
-    runs, doubts = {r.run_id: r for r in planned}, suspect_attempts(state, device=device)
-    counted = final_attempts(state)
-    rates: dict[str, dict[object, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for key, attempt in state.attempts.items():
-        run, ok = runs.get(key.run_id), attempt.ok
-        if run and ok and ok.step_times_s:
-            rate = run.tokens_per_s_per_gpu(ok)
-            if told := "; ".join(filter(None, (doubts.get(key), impossible(run.mfu(rate), device)))):
-                doubts[key] = told
-            if counted[key.run_id, key.repeat] is attempt:
-                wins = may_win(ok.status, ok.stopped, told or None)
-                rates[key.run_id][ok.environment] += [rate] if wins else []
-    medians = {run_id: [median(some) for some in by.values() if some] for run_id, by in rates.items()}
-    return doubts, {run_id: max(several, default=None) for run_id, several in medians.items()}
-
-
-def _best(
-    planned: Sequence[Candidate], rates: Mapping[str, float | None]
-) -> tuple[tuple[Candidate, float], ...]:
-    """The best run of each cell that has one, with its tokens/s/GPU, sorted by cell."""
-    rated = [(run, rate) for run in planned if (rate := rates.get(run.run_id))]
-    best = {run.cell: (run, rate) for run, rate in sorted(rated, key=lambda pair: pair[1])}
-    return tuple(best[cell] for cell in sorted(best))

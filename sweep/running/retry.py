@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ultrabench.errors import counted
-from ultrabench.result import AGENT_GONE, UNMEASURED, RunResult, Status
+from ultrabench.result import AGENT_GONE, STATUSES, UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.config.sweep_config import OUTSIDE, RetryPolicy
+from ultrabench.sweep.config.sweep_config import RetryPolicy
 
-AT_ONCE = OUTSIDE - {Status.NODE_FAIL} | {Status.OOM, Status.TIMEOUT}
-"""Statuses after which a run is tried again without a pause, because waiting would not help."""
-PASSED_OVER = frozenset({Status.OOM, Status.CANCELLED, Status.PREEMPTED, Status.TIMEOUT})
-"""Statuses that the breaker passes over, since they do not mean that the cluster or the program is broken."""
 EXCLUDE_AFTER = 2
 """Number of different runs that must suspect a node before it is avoided; one run alone may be wrong."""
 SURE_OOM = 0.85
@@ -62,7 +58,7 @@ def decide_retry(
         return RetryDecision(again=False, why=f"{name}: {used} of it, {allowed + 1} at most")
     why = f"{name}: attempt {used + 1} of {allowed + 1}"
     pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (used - 1))
-    return RetryDecision(again=True, why=why, pause_s=0.0 if last.status in AT_ONCE else pause_s)
+    return RetryDecision(again=True, why=why, pause_s=pause_s if STATUSES[last.status].pause else 0.0)
 
 
 def _sure(result: RunResult, memory_share: float) -> bool:
@@ -155,7 +151,7 @@ def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[Atte
         return None
     ended = sorted((-ago_s, key) for key, ago_s in ended_s.items() if key in state.attempts)
     results = (state.attempts[key].result for _, key in ended)
-    telling = [r for r in results if r and r.status not in PASSED_OVER]
+    telling = [r for r in results if r and not STATUSES[r.status].passed_over]
     measured = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
     if any(r.cause == UNMEASURED and r.kernel_digest not in measured for r in telling):
         why = "the first run of this program reported no step that counts, and the others would end alike"

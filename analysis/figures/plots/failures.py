@@ -1,5 +1,6 @@
 """Draws how runs ended: bars of their statuses over the number of nodes or another axis, a panel for each model."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -13,21 +14,12 @@ from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.runs import final, known
 from ultrabench.analysis.figures.style import categories, label, legend, panel_grid
 from ultrabench.errors import counted
+from ultrabench.result import STATUSES, Status
 
 _ENDS = {
-    "ok": ("ok", "#029e73", ""),
+    "ok": STATUSES[Status.OK][:3],
     "suspect": ("ok, but suspect", "#8fd6be", "///"),
-    "oom": ("out of memory", "#de8f05", "xxx"),
-    "crash": ("crash", "#d55e00", "\\\\\\"),
-    "hang": ("hang", "#cc78bc", "..."),
-    "timeout": ("time-out", "#fbafe4", "ooo"),
-    "comm_error": ("communication error", "#ca9161", "+++"),
-    "node_fail": ("node failure", "#ece133", "***"),
-    "invalid": ("invalid result", "#0173b2", "---"),
-    "lost": ("lost", "#56b4e9", "|||"),
-    "preempted": ("preempted", "#949494", "x"),
-    "cancelled": ("cancelled", "#5f5f5f", "//"),
-    "skipped": ("skipped", "#e4e4e4", ".."),
+    **{str(status): traits[:3] for status, traits in STATUSES.items() if status != Status.OK},
     "pending": ("waits or runs", "#ffffff", ""),
 }
 """Status of a run, and suspect for a number in doubt -> its name, colour and hatch, in the order in which bars stack them."""
@@ -43,7 +35,6 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     frame = final(table)
     doubted = (frame["status"] == "ok") & frame["suspect"].notna()
     frame["end"] = frame["status"].fillna("pending").mask(doubted, "suspect")
-    frame = frame[frame["end"].isin(_ENDS)]
     runs, left_out = known(frame, axis, axis, "choose another --axis")
     by = runs.astype({axis: int}).groupby(["panel", axis, "end"], sort=False)
     return by.agg(runs=("run_id", "size")).reset_index(), left_out + notes(table)
@@ -61,13 +52,18 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
         categories(axes, [int(value) for value in values])
         axes.grid(visible=False, axis="x")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(middle, [Patch(**_look(end)) for end in _ENDS if end in set(drawn["end"])])
+    legend(middle, [Patch(**_look(end)) for end in _in_order(drawn["end"])])
     return whole
+
+
+def _in_order(ends: Iterable[str]) -> list[str]:
+    """The distinct ends in the order in which bars stack them."""
+    return sorted({*ends}, key=lambda end: [*_ENDS, end].index(end))
 
 
 def _look(end: str) -> dict[str, Any]:
     """The options of the bars of a status."""
-    name, colour, hatch = _ENDS[end]
+    name, colour, hatch = _ENDS.get(end, (end, "#bbbbbb", ""))  # a later version may have more statuses
     return {"label": name, "facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
 
 
@@ -75,7 +71,7 @@ def _bars(axes: Axes, held: pd.DataFrame) -> None:
     """Draws a bar for each column of `held`, whose rows are statuses, with the numbers of its larger parts."""
     least, below = _SMALLEST * held.sum().max(), 0 * held.sum()
     box = {"facecolor": "white", "linewidth": 0, "pad": 0.6}
-    for end in (end for end in _ENDS if end in held.index):
+    for end in _in_order(held.index):
         runs = held.loc[end]
         bars = axes.bar(range(len(runs)), runs, 0.78, below, **_look(end))
         numbers = [f"{number:,}" if number >= least else "" for number in runs]

@@ -10,12 +10,11 @@ from tests.configs import left, retry
 from tests.unit.allocations import predicted
 from ultrabench.layout import dominates
 from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import FAILURES, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched, Start
 from ultrabench.store.state import AllocationState, AttemptState, SweepState
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.config.sweep_config import FAILURES
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.attempts import left_out, next_attempts, read_otherwise
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, excluded_nodes

@@ -13,7 +13,7 @@ from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
 from ultrabench.launchers.settle import open_allocations
 from ultrabench.processes import own_name
-from ultrabench.result import Status
+from ultrabench.result import FAILURES, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Cancel, Launched, Pause
 from ultrabench.store.folder import SweepFolder, living_launchers, write_whole
@@ -21,7 +21,6 @@ from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
-from ultrabench.sweep.config.sweep_config import FAILURES
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.running.outliers import for_answers

@@ -29,7 +29,7 @@ from ultrabench.launchers.open_sweep import (
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.launchers.settle import interrupt
 from ultrabench.processes import own_name
-from ultrabench.result import ANSWERS, RunResult, Status
+from ultrabench.result import ANSWERS, UNSETTLED, RunResult, Status
 from ultrabench.store.folder import SweepFolder, living_launchers
 from ultrabench.store.jobs_seen import sees
 from ultrabench.store.journal import read_journal
@@ -40,7 +40,7 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import Launch, next_attempts
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, price_of, within_limit
-from ultrabench.sweep.running.progress import UNSETTLED, progress, settled_runs
+from ultrabench.sweep.running.progress import progress, settled_runs
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 TERMINATING = (signal.SIGTERM, signal.SIGHUP)

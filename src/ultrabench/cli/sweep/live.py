@@ -14,12 +14,12 @@ from ultrabench.analysis.numbers import memory, percent, too_wide
 from ultrabench.cli.tables import duration, hours, out, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
-from ultrabench.result import INTERRUPTED, SLOWER, RunResult, Status
+from ultrabench.result import INTERRUPTED, SLOWER, UNSETTLED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.running.outliers import low_peak
-from ultrabench.sweep.running.progress import UNSETTLED, SweepProgress, progress
+from ultrabench.sweep.running.progress import SweepProgress, progress
 
 
 class Display(Live):
@@ -159,9 +159,10 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
         yield Text("  running  starting the next allocation")
     if now.best:
         rows = []
-        for run, rate in now.best:
-            width = now.wide.get(run.run_id)
-            speed = f"{rate:,.0f} {too_wide(width is None, width)}".rstrip()
+        for run, standing in now.best:
+            width, rate = now.wide.get(run.run_id), standing.rate or 0.0
+            doubtful = "suspect" if standing.doubts else ""
+            speed = f"{rate:,.0f} {too_wide(width is None, width)} {doubtful}".rstrip()
             promised = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
             numbers = speed, percent(run.mfu(rate)), f"{rate / promised:.2f}"
             rows.append((*run.cell, run.layout.label(), *numbers))
@@ -173,5 +174,7 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
         yield Text("  ").append(attempt_line(run, attempt))
     for key, why in [*now.suspects.items()][:1]:
         yield Text(f"{len(now.suspects)} suspect and winning no cell, such as {key}: {why}", "yellow")
-    for why in low_peak(max((run.mfu(rate) or 0.0 for run, rate in now.best), default=None)):
+    for why in low_peak(
+        max((run.mfu(s.rate or 0.0) or 0.0 for run, s in now.best if not s.doubts), default=None)
+    ):
         yield Text(why, "yellow")

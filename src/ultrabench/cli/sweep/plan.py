@@ -37,7 +37,8 @@ from ultrabench.sweep.remedy import nothing_fits
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
-from ultrabench.sweep.running.progress import measured, progress
+from ultrabench.sweep.running.progress import progress
+from ultrabench.sweep.running.standings import measured_rates
 
 COUNTS = {
     "candidates": "candidates",
@@ -74,7 +75,7 @@ def show_plan(
         write_plan(plan.candidates, output)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     now = progress(config.name, plan.runs, state, config.hardware.device)
-    rates = measured(plan.runs, state, config.hardware.device)[1]
+    rates = measured_rates(plan.runs, for_answers(state), config.hardware.device)
     best = recommend(plan, top, rates, advised_p_oom) if top else []
     price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
     _tell_expected(summary, plan, price, now.settled - now.skipped.keys())
