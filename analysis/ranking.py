@@ -164,7 +164,7 @@ def _cells(final: pa.Table, frame: pd.DataFrame, ranked: _Ranked, rank_by: str) 
     shown = "mfu" if rank_by == DEFAULT_RANK_BY else rank_by
     several = frame.loc[frame["status"] != "rejected", [*AXES]].nunique() > 1
     varied = tuple(name for name in AXES if several[name])
-    ends, contenders, labels = _ends(frame), frame["contender"].tolist(), frame["environment"].tolist()
+    ends, contenders, labels = _ends(frame), _known(frame, "contender"), _known(frame, "environment")
     # A row without doubt says what its cell is called; it is the first after a stable sort.
     trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
     usual = trusted_first.drop_duplicates("cell").sort_values("cell")
@@ -199,7 +199,7 @@ def _boards(final: pa.Table, frame: pd.DataFrame, ranked: _Ranked, rank_by: str)
     if oks and all(standing.rate is None for standing in oks):
         raise ConfigError(f"no ok run has a value in {rank_by}; rank by another of docs/results-schema.md")
     rows = final.take([standing.repeat for standing in ordered]).to_pylist() if ordered else []
-    ends, contenders, labels = _ends(frame), frame["contender"].tolist(), frame["environment"].tolist()
+    ends, contenders, labels = _ends(frame), _known(frame, "contender"), _known(frame, "environment")
     boards: dict[Hashable, list[Row]] = {cell: [] for cell in ranked}
     for n, (standing, row) in enumerate(zip(ordered, rows, strict=True), 1):
         marks = {

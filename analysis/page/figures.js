@@ -75,9 +75,10 @@ function linkPoints(shown) {
 
 function memoryPoints(shown) {
   const kept = new Set(shown), rank0 = !("peak_mem_reserved_bytes" in columns);
-  const found = runsOf.flatMap((runs, cell) => {
-    const row = winner(runs.filter((n) => kept.has(n)));
-    if (row < 0) return [];
+  const found = held.cells.flatMap((_, cell) => {
+    const [first] = standings(cell, (n) => kept.has(n));
+    if (!first?.best) return [];
+    const { row } = first;
     const x = cellName(cell).replace(",", " on ").replace(",", " #"), parts = partsOf(row);
     const measured = [["measured", value("peak_mem_reserved_bytes", row) ?? value("peak_mem_reserved_rank0_bytes", row)]];
     let base = 0; // of a part, the sum of the parts below it

@@ -2,25 +2,6 @@
 // The table of the best layouts: a row for each model, a column for each number of nodes, a button in each cell.
 
 const VIRIDIS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"];
-const FAILED = ["ok", "oom", "skipped", "pending", "running"]; // every other state is a failure
-const runsOf = cellRows();
-
-// The ranked rows of each cell, in the order of the leaderboard.
-function cellRows() {
-  const found = held.cells.map(() => []);
-  for (let row = 0; row < rows; row++) if (value("cell", row) !== null) found[value("cell", row)].push(row);
-  return found;
-}
-
-// The first row that may win: ok, not in doubt and not stopped as slower; where all are in doubt, the best of them.
-function winner(runs) {
-  return runs.find((row) => mayWin(row)) ?? runs.find((row) => value("mark", row) === "best") ?? -1;
-}
-
-function mayWin(row) {
-  return value("status", row) === "ok" && value("suspect", row) === null && value("stopped", row) !== "slower_than_best";
-}
-
 // The red, green and blue (0 to 255) of a value between 0 and 1.
 function viridis(share) {
   const at = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1);
@@ -37,14 +18,14 @@ function isDark(rgb) {
 
 // How many of the runs were tried, are as good as the best, ran out of memory or failed, as a text.
 function tally(runs) {
-  const states = runs.map((row) => value("state", row));
+  const states = runs.map(({ row }) => value("state", row));
   const count = (wanted) => states.filter(wanted).length;
   const found = [
-    [count((s) => !["pending", "running", "skipped"].includes(s)), "tried"],
-    [runs.filter((row) => value("mark", row) === "as good as the best").length, "as good"],
+    [count((s) => (TIERS[s] ?? 1) < 2), "tried"],
+    [runs.filter(({ asGood }) => asGood).length, "as good"],
     [count((s) => s === "oom"), "oom"],
-    [count((s) => !FAILED.includes(s)), "failed"],
-    [runs.filter((row) => value("suspect", row) !== null && value("status", row) === "ok").length, "in doubt"],
+    [count((s) => s !== "oom" && !(s in TIERS)), "failed"],
+    [runs.filter(({ row }) => value("suspect", row) !== null && value("status", row) === "ok").length, "in doubt"],
     [count((s) => s === "pending" || s === "running"), "to come"],
     [count((s) => s === "skipped"), "skipped"],
   ];
@@ -56,9 +37,9 @@ function memoryOf(row) {
   return all !== null ? memory(all) : first !== null ? `${memory(first)} (rank 0)` : "";
 }
 
-// Fills the button of a cell with the best of the runs that are shown.
+// Fills the button of a cell with the best of the runs that are shown, in the order of their standing.
 function fillCell(button, cell, runs) {
-  const at = winner(runs), told = held.cells[cell], mfu = value("mfu", at);
+  const at = runs[0]?.best ? runs[0].row : -1, told = held.cells[cell], mfu = value("mfu", at);
   const headline = at < 0 ? "" : mfu !== null ? text("mfu", mfu) : `${short(value("tokens_per_s_per_gpu", at) ?? 0)} tok/s/GPU`;
   const whole = runs.length === runsOf[cell].length;
   const why = whole ? told.reason ?? "" : runs.length ? "no shown layout may win" : "no layout is shown";

@@ -88,7 +88,7 @@ function drawRuns() {
   buttons.forEach((button, cell) => button.setAttribute("aria-expanded", String(cell === state.cell)));
   document.getElementById("runs").hidden = state.cell === null;
   if (state.cell === null) return;
-  const { model, nodes, reason, ranked_by: by } = held.cells[state.cell], all = runsOf[state.cell], found = all.filter(isShown);
+  const { model, nodes, reason, ranked_by: by } = held.cells[state.cell], all = runsOf[state.cell], found = standings(state.cell, isShown);
   document.getElementById("runs-title").textContent = `Layouts of ${model} on ${counted(nodes, "node")}`;
   const some = `${grouped(found.length)} of ${counted(all.length, "layout")}`;
   document.getElementById("runs-about").textContent = `${some}${by ? `, ranked by ${RUN_COLUMNS[by] ?? by}` : ""}. ${reason ?? ""}`;
@@ -101,7 +101,7 @@ function draw(unknown = []) {
   for (const name of FILTERS) form.elements[name].value = String(state.filters[name] ?? "");
   for (const name of ["x", "y"]) document.getElementById("axes").elements[name].value = state[name];
   const shown = shownRows();
-  runsOf.forEach((runs, cell) => fillCell(buttons[cell], cell, runs.filter(isShown)));
+  buttons.forEach((button, cell) => fillCell(button, cell, standings(cell, isShown)));
   drawRuns();
   drawHours(shown);
   const asked = unknown.length ? ` The link asks for ${unknown.join(", ")}, which this page does not show.` : "";

@@ -22,7 +22,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
 from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES, TEXT_AXES
-from ultrabench.result import SLOWER, Status
+from ultrabench.result import Status
 from ultrabench.sweep.config.compose import files
 from ultrabench.sweep.config.load import load_hardware, load_profile
 from ultrabench.sweep.extrapolation import beyond_fit
@@ -36,10 +36,11 @@ _VARIABLES = ("env", "variables")
 """Columns of variables, whose values may hold paths and names."""
 _REJECTED = ("model", "nodes", "rule", "reason")
 """Columns that are told of rejected layouts."""
-_READ = (*_KEY, *AXES, "status", "suspect", "model", "hardware", "kernel", "source", "precision", "nodes",
-         "seq_len", "gbs")  # fmt: skip
+_CELL = ("model", "nodes", "hardware", "kernel", "precision", "seq_len", "gbs", "contender")
+_run_of = operator.itemgetter(*_CELL)
+_READ = (*_KEY, *AXES, "status", "suspect", "source", "allocation", *_CELL[:-1])
 """Columns that the texts of a row are made of."""
-_UNRANKED = dict.fromkeys(("rank", "cell", "mark", "repeats_failed", "environment"))
+_UNRANKED = dict.fromkeys(("rank", "cell", "repeats_failed", "environment"))
 """The columns that rank a row in its cell, null for a row that does not stand for its run."""
 _TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
 """Columns that stay out of the page for their size; the parquet file has them."""
@@ -48,7 +49,7 @@ NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_ver
          "driver_version")  # fmt: skip
 """Names in a public page; of a name that is a path only the last part is told."""
 WORDS = (*TEXT_AXES, "run_id", "precision", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
-         "kernel_digest", "flops_formula", "attention", "env_id")  # fmt: skip
+         "kernel_digest", "flops_formula", "attention", "env_id", "control")  # fmt: skip
 """Texts of a public page that ultrabench itself writes; `suspect` is replaced by `in doubt`."""
 PUBLIC = frozenset({*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *WORDS})
 """The only columns of a public page: none of them holds a host, a path, a user, an account or a free text.
@@ -83,7 +84,10 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     contenders = Environments(others).contenders(row["run_id"] for row in rows)
     rows = [row | {"contender": contender} for row, contender in zip(rows, contenders, strict=True)]
     order = sorted(range(len(rows)), key=lambda n: _rank_first(rows[n]))
-    shown, in_order = [rows[n] for n in order], others.select(told).take(pa.array(order, pa.int64()))
+    shown, in_order = (
+        _with_cells([rows[n] for n in order]),
+        others.select(told).take(pa.array(order, pa.int64())),
+    )
     columns = {name: _plain(in_order[name]) for name in told} | _derived(shown, _predicted_parts(others))
     return {
         "public": public,
@@ -132,22 +136,25 @@ def _without_texts(table: pa.Table) -> pa.Table:
 
 def _ranked(table: pa.Table) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
     """The cells of a table, and the values of a ranked row in _KEY -> the columns that rank it in its cell."""
-    cells, boards = rank_and_order(table, (*_KEY, "status", "suspect", "stopped"))
+    cells, boards = rank_and_order(table, (*_KEY, "status", "suspect"))
     tried = [n for n, cell in enumerate(cells) if cell.status != "rejected"]  # the others have no runs
     places = {
-        tuple(run[name] for name in _KEY): {"rank": rank, "cell": n, **_mark(run)}
+        tuple(run[name] for name in _KEY): {
+            "rank": rank,
+            "cell": n,
+            "repeats_failed": repeats_failed(run["num_repeats"], run["num_repeats_failed"]),
+            "environment": run["environment"],
+        }
         for n, board in zip(tried, boards, strict=True)
         for rank, run in enumerate(board, 1)
     }
     return cells, places
 
 
-def _mark(run: Row) -> Row:
-    """What marks a run among those of its cell, and how many of its repeats failed."""
-    mark = "best" if run["best"] else "as good as the best" if run["as_good_as_best"] else None
-    slower = "slower, stopped early" if run["stopped"] == SLOWER else None
-    unsure = repeats_failed(run["num_repeats"], run["num_repeats_failed"])
-    return {"mark": mark or slower, "repeats_failed": unsure, "environment": run["environment"]}
+def _with_cells(rows: Sequence[Row]) -> list[Row]:
+    """The rows, of which those of further repeats and attempts of a run are in the cell of the run, too."""
+    cell_of = {_run_of(row): row["cell"] for row in rows if row["rank"] is not None}
+    return [row | {"cell": cell_of.get(_run_of(row))} for row in rows]
 
 
 def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
@@ -173,10 +180,14 @@ def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, Any]]) -> dic
     held = [nothing if row["rank"] is None else parts.get(row["run_id"], nothing) for row in rows]
     # A layout is run with many models and numbers of nodes.
     layout_of = functools.cache(lambda *values: layout_words(dict(zip(AXES, values, strict=True))))
+    places = {
+        place: n for n, place in enumerate(dict.fromkeys((row["sweep"], row["allocation"]) for row in rows))
+    }
     state = [row["status"] or ("pending" if row["attempt"] is None else "running") for row in rows]
     return {
         **{name: [row[name] for row in rows] for name in (*_UNRANKED, "contender")},
         "state": state,
+        "place": [places[row["sweep"], row["allocation"]] for row in rows],
         "doubt": ["in doubt" if row["suspect"] else "none" for row in rows],
         "layout": [" ".join(filter(None, layout_of(*map(row.get, AXES)))) or None for row in rows],
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],

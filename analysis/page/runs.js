@@ -17,7 +17,7 @@ const ATTEMPT_COLUMNS = {
 // The text of a column of RUN_COLUMNS or ATTEMPT_COLUMNS; a step time has its 95 % interval.
 function shownText(name, row) {
   if (name === "memory") return memoryOf(row);
-  if (name === "place") return value("mark", row) ?? (value("suspect", row) !== null && value("status", row) === "ok" ? "in doubt" : value("state", row));
+  if (name === "place") return value("stopped", row) === "slower_than_best" ? "slower, stopped early" : value("suspect", row) !== null && value("status", row) === "ok" ? "in doubt" : value("state", row);
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const told = text(name, value(name, row)), sure = value("step_time_ci95_rel", row);
   if (name === "predicted_step_time_s" && told && value("extrapolated", row)) return `${told} (extrapolated)`;
@@ -28,15 +28,16 @@ function used(names, found) {
   return Object.keys(names).filter((name) => found.some((row) => shownText(name, row) !== ""));
 }
 
-// The table of the shown runs of a cell; a button in each row opens what is known of its run.
-function runsTable(found, all, opened, choose, showAll) {
+// The table of the shown runs of a cell in the order of their standing; a button in each row opens what is known of its run.
+function runsTable(ranked, all, opened, choose, showAll) {
+  const marks = new Map(ranked.map(({ row, best, asGood }) => [row, best ? "best" : asGood ? "as good as the best" : null])), found = [...marks.keys()];
   const names = used(RUN_COLUMNS, found), hidden = found.slice(FIRST).some((row) => value("contender", row) === opened);
   const shown = all || hidden ? found : found.slice(0, FIRST);
   const body = shown.flatMap((row) => {
     const id = value("contender", row), open = id === opened;
     const button = element("button", { type: "button", "aria-expanded": String(open), "data-run": id, onclick: () => choose(open ? null : id) }, `${value("rank", row)}`);
     const line = element("tr", { class: mayWin(row) ? null : "weak" }, element("th", { scope: "row" }, button));
-    for (const name of names) line.append(element("td", { class: KINDS[name] ?? "number" }, shownText(name, row)));
+    for (const name of names) line.append(element("td", { class: KINDS[name] ?? "number" }, (name === "place" && marks.get(row)) || shownText(name, row)));
     return open ? [line, element("tr", {}, element("td", { colspan: names.length + 1, class: "about-run" }, aboutRun(row)))] : [line];
   });
   const made = table("Layouts in the order of the ranking; the number opens all about a layout", ["rank", ...names.map((n) => RUN_COLUMNS[n])], body);

@@ -1,14 +1,18 @@
 """The page of `ultrabench report` in a real browser, opened from disk."""
 
+import itertools
+import random
 import re
 import shutil
 
 import matplotlib
+import pyarrow.compute as pc
 import pytest
 
 from tests.unit.analysis.page_tables import large, page, repeated, run, small
 from tests.unit.analysis.tables import table_of
 from ultrabench.analysis.numbers import with_unit
+from ultrabench.analysis.ranking import leaderboard
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -238,3 +242,33 @@ def test_a_page_of_probes_draws_their_bandwidth(opened):
         ["allreduce", "1", "400"], ["allreduce", "2", "200"], ["allreduce", "4", "133.3"],
     ]  # fmt: skip
     assert "No shown row has these numbers" in text_of(tab, "#every")
+
+
+def drawn_cell(seed):
+    """The rows of a cell: repeats beside controls, suspects, stopped runs, failures and environments."""
+    draw = random.Random(seed)
+    control = f"{9 * seed:016x}"
+    controls = [control, control, control, draw.choice((None, "other"))]
+    allocations = {name: draw.choice(controls) for name in "abc"}
+    for n, repeat in itertools.product(range(draw.randint(2, 7)), range(3)):
+        at, ok = draw.choice("abc"), draw.random() < 0.75
+        yield run(
+            9 * seed + n, repeat=repeat, allocation=at, control=allocations[at], model=f"m{seed:03}", num_params=seed + 1,
+            status="ok" if ok else draw.choice(("oom", "crash", "skipped", None)),
+            tokens_per_s_per_gpu=draw.randint(90, 110) if ok else None,
+            control_ratio=draw.randint(90, 110) / 100 if ok and allocations[at] else None,
+            step_time_ci95_rel=draw.choice((None, 0.01, 0.04)) if ok else None,
+            suspect=draw.choice((None, None, None, "hot")) if ok else None,
+            stopped=draw.choice((None, None, "slower_than_best")) if ok else None,
+            env_id=draw.choice("aab" if seed % 4 == 0 else "a") * 16 if ok else None, kernel_digest="x",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mbs", [None, 1, 2, 4])
+def test_the_page_ranks_what_is_shown_as_python_does(opened, mbs):
+    results = table_of(*(row for seed in range(120) for row in drawn_cell(seed)))
+    boards = leaderboard(results if mbs is None else results.filter(pc.field("mbs") == mbs))
+    shown = "true" if mbs is None else f'value("mbs", row) === {mbs}'
+    script = f"held.cells.map((_, n) => standings(n, (row) => {shown}).map((s) => [s.run, s.best, s.asGood]))"
+    ranked = [cell for cell in opened(results).evaluate(script) if cell]
+    assert ranked == [[[r["run_id"], r["best"], r["as_good_as_best"]] for r in board] for board in boards]
