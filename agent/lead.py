@@ -1,6 +1,7 @@
 """The leading agent: it runs the tasks of the allocation, watches their ranks and writes the journal."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -193,33 +194,12 @@ class Leader:
         exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done
         if measure.race is None or exempt or len(rank.steps) < measure.loss_step or len(times) < RACE_STEPS:
             return None
-        best_s = self._best_s(task)
+        best_s = best_here_s(task, self._results, self._allocation.control)
         if best_s is None or min(times) <= measure.race * best_s:
             return None
         reason = f"the fastest of {len(times)} steps took {min(times):.4g} s"
         reason += f"; the best of its cell needs {best_s:.4g} s"
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
-
-    def _best_s(self, task: Task) -> float | None:
-        """Step time that the best run of the task's cell takes in this allocation, as far as it is known here.
-
-        What another allocation has measured is converted by the control run, where both have measured it.
-        """
-        times_s = [(t, r, median(r.step_times_s)) for t, r in self._results if r.step_times_s]
-        controls_s = [
-            s for t, r, s in times_s if t.run_id == self._allocation.control and r.status == Status.OK
-        ]
-        repeats = [
-            Repeat(run_id=t.run_id, cell=t.spec.cell, status=r.status, stopped=r.stopped, doubt=r.throttled, rate=1 / s)
-            for t, r, s in times_s
-        ]  # fmt: skip
-        elsewhere_s = task.best_step_time_s
-        if controls_s and task.best_control_ratio:
-            elsewhere_s = controls_s[0] / task.best_control_ratio
-        if elsewhere_s:
-            repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / elsewhere_s))
-        ranked = standings(repeats).get(task.spec.cell, [])
-        return 1 / ranked[0].rate if ranked and ranked[0].best and ranked[0].rate else None
 
     def _may_fit(self, task: Task) -> bool:
         """False for a task that needs at least as much memory as a run that surely had too little.
@@ -263,6 +243,30 @@ class Leader:
             kernel_digest=digest,
             env_id=env_id(progress.environment, task.spec.kernel, digest),
         )
+
+
+def best_here_s(task: Task, results: Sequence[tuple[Task, RunResult]], control: str | None) -> float | None:
+    """Step time that the best run of the task's cell takes in this allocation, as far as it is known here.
+
+    What another allocation has measured is converted by the control run, where both have measured it.
+
+    Args:
+        results: the runs of this allocation and how they ended.
+        control: run_id of the control run of the allocation.
+    """
+    timed = [(run, result, median(result.step_times_s)) for run, result in results if result.step_times_s]
+    controls_s = [s for run, result, s in timed if run.run_id == control and result.status == Status.OK]
+    elsewhere_s = task.best_step_time_s
+    if controls_s and task.best_control_ratio:
+        elsewhere_s = controls_s[0] / task.best_control_ratio
+    repeats = [
+        Repeat(run_id=run.run_id, cell=run.spec.cell, status=r.status, stopped=r.stopped, doubt=r.throttled, rate=1 / s)
+        for run, r, s in timed
+    ]  # fmt: skip
+    if elsewhere_s:
+        repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / elsewhere_s))
+    ranked = standings(repeats).get(task.spec.cell, [])
+    return 1 / ranked[0].rate if ranked and ranked[0].best and ranked[0].rate else None
 
 
 def _hung(group: AgentGroup, missed: RunResult) -> RunResult:

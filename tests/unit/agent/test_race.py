@@ -1,0 +1,40 @@
+"""What the agent that leads takes for the best run of a cell when it ends slow runs."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.agent.one_node import task
+from ultrabench.agent.lead import best_here_s
+from ultrabench.result import SLOWER, RunResult, Status
+
+TASK = replace(task("x.py", "cpu"), run_id="new")
+
+
+def ended(run_id, time_s, *, of=TASK, **more):
+    result = {"status": Status.OK, "step_times_s": (time_s,) * 3} | more
+    return replace(of, run_id=run_id), RunResult(**result)
+
+
+CONTROL, SLOW = ended("control", 0.4), ended("slow", 0.8)
+OTHER_MODEL = replace(TASK, spec=replace(TASK.spec, shape=replace(TASK.spec.shape, vocab_size=1024)))
+OTHER_BATCH = replace(TASK, spec=replace(TASK.spec, workload=replace(TASK.spec.workload, seq_len=1024)))
+
+
+@pytest.mark.parametrize(
+    ("results", "elsewhere", "best_s"),
+    [
+        ([], {}, None), ([SLOW], {}, 0.8), ([SLOW, CONTROL], {}, 0.4), ([SLOW], {"best_step_time_s": 0.3}, 0.3),
+        ([CONTROL, SLOW, ended("fast", 0.3)], {}, 0.3),
+        # Runs of another cell, runs that were stopped and runs in doubt are no measure.
+        ([SLOW, ended("tiny", 0.1, of=OTHER_MODEL)], {}, 0.8), ([SLOW, ended("short", 0.1, of=OTHER_BATCH)], {}, 0.8),
+        ([SLOW, ended("stopped", 0.1, stopped=SLOWER)], {}, 0.8), ([SLOW, ended("hot", 0.1, throttled="power")], {}, 0.8),
+        ([ended("crashed", 0.1, status=Status.CRASH)], {}, None),
+        # The best of another allocation took 0.2 s beside a control of 0.3 s; here the control takes 0.4 s.
+        ([CONTROL], {"best_step_time_s": 0.2, "best_control_ratio": 1.5}, 0.4 / 1.5),
+        ([SLOW], {"best_step_time_s": 0.2, "best_control_ratio": 1.5}, 0.2),
+    ],
+)  # fmt: skip
+def test_the_best_of_the_cell_as_it_would_run_here(results, elsewhere, best_s):
+    best = best_here_s(replace(TASK, **elsewhere), results, "control")
+    assert best == (best_s and pytest.approx(best_s))
