@@ -18,7 +18,7 @@ from ultrabench.machine_lock import MachineLock, holder
 from ultrabench.processes import become_subreaper, clean_up_after_the_dead, start_time
 from ultrabench.record import to_dict
 from ultrabench.store.allocation import Allocation, read_allocation
-from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingAgent, Start
+from ultrabench.store.events import AllocationEnded, AllocationStarted, Ending, LeadingAgent, Start
 from ultrabench.store.journal import JournalWriter
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -145,30 +145,30 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
         host=identity.host, pid=pid, start_time=start_time(pid), job=job, journal=journal.path.name
     )
     disk.retry(partial(journal.write, AllocationStarted(allocation=title, agent=agent)))
-    reason, avoid = "crashed", list[str]()
+    ending, avoid = Ending("crashed"), list[str]()
     try:
         rendezvous = disk.retry(partial(Rendezvous, file, node.address, secret))
         peers = rendezvous.wait_for_peers(node.allocation.nodes, RENDEZVOUS_TIMEOUT_S, disk.beat)
         group = AgentGroup(node, disk.retry(node.facts), peers, stop)
         avoid = group.avoid
-        reason = Leader(node, group, journal).run()
+        ending = Leader(node, group, journal).run()
         group.dismiss()
         return int(group.lost is not None)
     except Exception as error:
         known = isinstance(error, UltrabenchError)
-        reason = str(error) if known else f"crashed: {type(error).__name__}: {error}"
+        ending = Ending(str(error) if known else f"crashed: {type(error).__name__}: {error}")
         raise
     finally:
         node.close()
         ran_s = time.monotonic() - began
         end = AllocationEnded(
-            allocation=title, job=job, reason=reason, source="agent", elapsed_s=ran_s, avoid=tuple(avoid)
+            allocation=title, job=job, **ending._asdict(), source="agent", elapsed_s=ran_s, avoid=tuple(avoid)
         )
         try:
             disk.retry(partial(journal.write, end), LAST_RETRY_S)
             file.unlink(missing_ok=True)  # the address is of no use any more
         except (ClusterError, OSError) as error:
-            log_line(f"{error}; this allocation ended: {reason}")
+            log_line(f"{error}; this allocation ended: {ending.reason}")
 
 
 if __name__ == "__main__":

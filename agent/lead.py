@@ -22,7 +22,18 @@ from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
 from ultrabench.store.allocation import inside
 from ultrabench.store.claim import claim, owner
-from ultrabench.store.events import Claimed, Event, Failed, Phase, Preflight, Result, Start, Started
+from ultrabench.store.events import (
+    Claimed,
+    EndCode,
+    Ending,
+    Event,
+    Failed,
+    Phase,
+    Preflight,
+    Result,
+    Start,
+    Started,
+)
 from ultrabench.store.journal import JournalWriter
 
 SLOWEST_GAP_FACTOR = 10.0
@@ -58,16 +69,16 @@ class Leader:
         self._results: list[tuple[Task, RunResult]] = []
         """The runs of this allocation and how they ended."""
 
-    def run(self) -> str:
+    def run(self) -> Ending:
         """Runs every task that nobody else has claimed; returns why the allocation ends."""
         self._write_lost_tasks()
-        reason = self._unfit() or self._not_now(self._allocation.tasks[0]) or self._preflight()
+        end = self._unfit() or self._not_now(self._allocation.tasks[0]) or self._preflight()
         for task in self._allocation.tasks:
-            if reason := reason or self._not_now(task):
-                return reason
+            if end := end or self._not_now(task):
+                return end
             if self._may_fit(task) and self._claim(task):
                 self._run(task)
-        return self._group.lost or "all tasks done"
+        return Ending(self._group.lost or "all tasks done")
 
     def _write(self, event: Event) -> None:
         self._node.disk.retry(partial(self._journal.write, event))
@@ -86,7 +97,7 @@ class Leader:
                 reason = f"job {self._start.job_id} was requeued while it ran"
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
-    def _unfit(self) -> str | None:
+    def _unfit(self) -> Ending | None:
         """Why nothing may run on these nodes: foreign processes, full disks, or other sources of the program."""
         facts = self._group.facts
         foreign = {
@@ -106,42 +117,42 @@ class Leader:
                     started_at=time.time(), suspect_hosts=tuple(sorted(complaints)), hostnames=tuple(self._group.hosts),
                 )  # fmt: skip
                 self._write_result(task, result)
-            return reason
+            return Ending(reason)
         found = (self._other_sources(str(f["host"]), f["kernel_digest"]) for f in self._group.facts)
         return next(filter(None, found), None)
 
-    def _other_sources(self, host: str, digest: str) -> str | None:
+    def _other_sources(self, host: str, digest: str) -> Ending | None:
         """Why nothing may run on a host: its training program is not that of the sweep; None if it is."""
         wanted = self._allocation.kernel_digest
         seen = f"the training program on {host} has kernel_digest {digest}"
         remedy = f"the sweep was submitted with {wanted}: launch it again to use the new sources"
-        return None if digest == wanted else f"{seen}, {remedy}"
+        return None if digest == wanted else Ending(f"{seen}, {remedy}")
 
-    def _preflight(self) -> str | None:
+    def _preflight(self) -> Ending | None:
         """Measures devices and links; returns why nothing may run if that fails."""
         found: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
         if self._allocation.preflight:
             result = self._measure(self._allocation.probe, -1)
             self._group.finish(keep_all=result.status != Status.OK)
             if result.status != Status.OK:
-                return f"the preflight failed: {result.reason}"
+                return Ending(f"the preflight failed: {result.reason}")
             found |= {"probe": result.probe, "environment": self._group.progress.environment}
         self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=found))
         return None
 
-    def _not_now(self, task: Task) -> str | None:
+    def _not_now(self, task: Task) -> Ending | None:
         """Why `task` must not begin now; None if it may."""
         self._group.listen(0.0)
         if self._group.interrupted:
-            return self._group.interrupted
+            return Ending(self._group.interrupted)
         if time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends:
-            return "no time left"
+            return Ending("no time left")
         if self._node.disk.retry(self._node.folder.pause.exists):
-            return "the sweep is paused"
+            return Ending("the sweep is paused", EndCode.PAUSED)
         if self._results and all(result.cause == UNMEASURED for _, result in self._results):
-            return "no step of its program was found"  # the launcher decides whether others are run
+            return Ending("no step of its program was found")  # the launcher decides whether others are run
         if not inside(self._allocation.window, time.time()):
-            return f"outside the window {self._allocation.window}"
+            return Ending(f"outside the window {self._allocation.window}", EndCode.OUTSIDE_WINDOW)
         return self._other_sources(self._node.identity.host, self._node.disk.retry(self._node.digest))
 
     def _run(self, task: Task) -> None:

@@ -269,7 +269,7 @@ def require_local(config: SweepConfig) -> None:
     if config.launcher.name == "local" and most > 1 and not config.hardware.simulated:
         given = f"sweep.nodes up to {most} of hardware={config.hardware.name} with launcher=local"
         remedy = "add launcher=slurm, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
-        raise ConfigError(f"{given}, which has this machine only; {remedy}")
+        raise ConfigError(f"{given}, which has this machine only", remedy)
 
 
 def require_program(config: SweepConfig) -> None:

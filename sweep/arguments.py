@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ultrabench.errors import ConfigError, counted, require_known, require_once
+from ultrabench.errors import ConfigError, LayoutError, counted, require_known, require_once
 from ultrabench.hardware import Hardware
 from ultrabench.layout import AXES, TEXT_AXES, Layout, default_schedule, default_virtual_stages
 from ultrabench.run import RunSpec, Workload
@@ -123,5 +123,5 @@ def require_possible(spec: RunSpec, device: str, hardware: Hardware | None = Non
     seq_len = spec.workload.seq_len
     if reason := broken or refusal(spec.kernel, spec.layout, spec.shape, seq_len, device, hardware):
         plain = refusal(spec.kernel, Layout(dp=1), spec.shape, seq_len, device, hardware)
-        advice = "" if reason == plain else "; choose another layout"  # that reason holds for every layout
-        raise ConfigError(f"{spec.layout.label()} cannot run: {reason}{advice}")
+        advice = "" if reason == plain else "choose another layout"  # that reason holds for every layout
+        raise LayoutError(spec.layout.label(), reason, advice)

@@ -14,6 +14,7 @@ from ultrabench.store.events import (
     AllocationStarted,
     Cancel,
     Claimed,
+    EndCode,
     Failed,
     Launched,
     LeadingAgent,
@@ -200,6 +201,7 @@ def events():
         held(
             AllocationEnded, job=start, source=st.sampled_from(("agent", "launcher")),
             reason=st.sampled_from(("all tasks done", "Slurm ended job 57_0: TIMEOUT", "no time left")),
+            code=st.sampled_from(EndCode),
             elapsed_s=seconds, held_s=seconds, avoid=st.sampled_from(((), ("gpu01",), ("gpu01", "gpu02"))),
         ),
         st.builds(

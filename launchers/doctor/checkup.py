@@ -282,8 +282,7 @@ class CheckupJob:
         except ClusterError as error:
             if self._held.job is not None:
                 raise
-            told = str(error).partition("; mend launcher.*")[0]
-            return failed(told, _first(_REFUSALS, told)), None
+            return failed(error.fact, _first(_REFUSALS, error.fact)), None
         finally:
             if not self._job.over:
                 self._cancel()

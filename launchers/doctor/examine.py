@@ -81,12 +81,18 @@ def failures(checks: Sequence[Check]) -> list[str]:
     return [check.name for check in checks if check.status is CheckStatus.FAIL]
 
 
-def why_not_slurm(site: Site) -> str | None:
-    """Why no Slurm can be checked on this host; None if one can."""
+def why_not_slurm(site: Site) -> Check | None:
+    """Why no Slurm can be checked on this host: a warning if it has sbatch, else a skipped check; None if one can."""
     if shutil.which("sbatch") is None:
-        return "there is no sbatch on PATH"
+        return Check(name="slurmctld", status=CheckStatus.SKIP, told="there is no sbatch on PATH")
     check = site_checks.check_controller(site)
-    return None if check.status is CheckStatus.PASS else f"sbatch is here, but {check.told}"
+    remedy = "if a cluster was meant: launcher=slurm looks at it"
+    told = f"sbatch is here, but {check.told}"
+    return (
+        None
+        if check.status is CheckStatus.PASS
+        else Check(name="slurmctld", status=CheckStatus.WARN, told=told, remedy=remedy)
+    )
 
 
 def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
@@ -99,8 +105,7 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
     try:
         limits = site.limits(choice.partition, choice.account, choice.qos)
     except ConfigError as error:
-        told, _, remedy = str(error).partition("; ")
-        return [failed(told, remedy or "set launcher.partition=").named("partition")]
+        return [failed(error.fact, error.remedy or "set launcher.partition=").named("partition")]
     say(f"looking at partition {limits.name}")
     untold = OF_NODES if limits.up_nodes is None else ()
     return _run(SITE | dict.fromkeys(untold, site_checks.nodes_unknown), config, site, limits)
@@ -133,7 +138,6 @@ def _check_nodes_here(config: SweepConfig) -> Check:
     try:
         require_local(config)
     except ConfigError as error:
-        told, _, remedy = str(error).partition("; ")
-        return failed(told, remedy)
+        return failed(error.fact, error.remedy)
     kind = "simulated " if config.hardware.simulated else ""
     return passed(f"up to {max(config.axes.nodes)} {kind}nodes of hardware={config.hardware.name} here")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.choose import node_share
 from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed
-from ultrabench.launchers.slurm.query import CommandError
+from ultrabench.launchers.slurm.query import CommandError, NoAnswerError
 from ultrabench.launchers.slurm.site import NEEDED, REACH_SLURMCTLD, Limits, Partition, Site, absent_programs
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
@@ -48,10 +48,11 @@ def check_controller(site: Site) -> Check:
     begin = time.monotonic()
     try:
         text = site.ask("scontrol", "ping")
+    except NoAnswerError as error:
+        return failed(str(error), REACH_SLURMCTLD)
     except CommandError as error:
         last = (error.complaints or ["no slurmctld is up"])[-1][:200]
-        told = str(error) if "no answer" in str(error) else f"scontrol ping: {last}"
-        return failed(told, REACH_SLURMCTLD)
+        return failed(f"scontrol ping: {last}", REACH_SLURMCTLD)
     found = [" ".join(line.split()) for line in text.splitlines() if line.startswith("Slurmctld")]
     return passed(f"{'; '.join(found) or 'answers'}; answered in {time.monotonic() - begin:.1f} s")
 

@@ -158,7 +158,7 @@ class SlurmLauncher:
                 return {n: job for n, job in found.items() if n in {a.name for a in allocations}}
             time.sleep(SUBMIT_PAUSE_S * 2**number)
         refused = f"sbatch does not take a job of {counted(allocations[0].nodes, 'node')}: {told}"
-        raise ClusterError(f"{refused}; mend launcher.* or the cluster, then launch again: nothing is lost")
+        raise ClusterError(refused, "mend launcher.* or the cluster, then launch again: nothing is lost")
 
     def _find(self, name: str) -> dict[str, Job] | None:
         """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.

@@ -45,6 +45,10 @@ class CommandError(Exception):
         """The lines that the program wrote to stderr, without empty ones."""
 
 
+class NoAnswerError(CommandError):
+    """A Slurm program did not answer in time."""
+
+
 def ask(*words: str, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] | None = None) -> str:
     """The output of a Slurm program.
 
@@ -71,7 +75,7 @@ def ask(*words: str, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] | 
         try:
             answer, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise CommandError(f"{words[0]}: no answer within {timeout_s:g} s") from error
+            raise NoAnswerError(f"{words[0]}: no answer within {timeout_s:g} s") from error
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)

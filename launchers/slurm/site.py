@@ -170,7 +170,7 @@ class Site:
         names = [partition.name for partition in self.partitions]
         if name is not None:
             raise ConfigError(unknown_name("launcher.partition", name, names))
-        raise ConfigError(f"no partition is the default here; set launcher.partition= ({', '.join(names)})")
+        raise ConfigError("no partition is the default here", f"set launcher.partition= ({', '.join(names)})")
 
     @cached_property
     def accounts(self) -> Accounts:

@@ -2,6 +2,7 @@
 
 UltrabenchError        exit 2: the user's mistake; the message is the whole story, on one line
 |-- ConfigError        a name, an override or a value that cannot be used
+|   `-- LayoutError    a layout that a rule rejects or a kernel refuses
 |-- SweepFolderError   a sweep folder that cannot be read, written or continued
 |   `-- DiskError      exit 3: its disk is full, read-only or silent, and may be mended meanwhile
 `-- ClusterError       exit 3: the cluster (or this machine) could not be used
@@ -13,13 +14,30 @@ from collections.abc import Collection, Iterable
 
 
 class UltrabenchError(Exception):
-    """A failure that is reported to the user in one line: what was given, the rule, and what to do."""
+    """A failure that is reported to the user in one line: what was given, the rule, and what to do.
+
+    Args:
+        fact: what was given, and the rule.
+        remedy: what to do; it may stand in `fact` where nothing shows it apart.
+    """
 
     exit_code = 2
+
+    def __init__(self, fact: object, remedy: str = "") -> None:
+        super().__init__(f"{fact}; {remedy}" if remedy else str(fact))
+        self.fact, self.remedy = str(fact), remedy
 
 
 class ConfigError(UltrabenchError):
     """A name, an override or a value that cannot be used."""
+
+
+class LayoutError(ConfigError):
+    """A layout that a rule rejects or a kernel refuses."""
+
+    def __init__(self, layout: str, reason: str, remedy: str = "") -> None:
+        super().__init__(f"{layout} cannot run: {reason}", remedy)
+        self.reason = reason
 
 
 class SweepFolderError(UltrabenchError):

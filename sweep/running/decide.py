@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ultrabench.store.allocation import inside
+from ultrabench.store.events import EndCode
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen, same_place
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
@@ -16,8 +17,8 @@ MOST_WITHOUT_RUN = 3
 """The sweep stops after this many allocations in a row that ended without having claimed a run."""
 MOST_WITHOUT_ASKED = 3
 """The sweep stops after MOST_WITHOUT_ASKED * max_jobs allocations in a row that ran only control layouts."""
-ON_REQUEST = ("the sweep is paused", "outside the window")
-"""Reasons for which an allocation may end without having claimed a run. It still counts as one that ran
+ON_REQUEST = (EndCode.PAUSED, EndCode.OUTSIDE_WINDOW)
+"""Codes of ends for which an allocation may end without having claimed a run. It still counts as one that ran
 nothing that was asked for: where the clocks of nodes differ, allocations could end like this for ever."""
 
 
@@ -119,7 +120,7 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     for held in over:
         ran = {k for k in held.tasks if (a := state.attempts.get(k)) and a.allocation == held.name}
         asked = [key for key in held.tasks if key.run_id != held.control] or held.tasks
-        if not str(held.ended).startswith(ON_REQUEST):
+        if held.end is None or held.end.code not in ON_REQUEST:
             without_run = 0 if ran else without_run + 1
         without_asked = 0 if ran & {*asked} else without_asked + 1
     if without_run >= MOST_WITHOUT_RUN:

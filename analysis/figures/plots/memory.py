@@ -20,7 +20,7 @@ from ultrabench.analysis.figures.style import (
     legend_entry,
     panel_grid,
 )
-from ultrabench.errors import ConfigError, counted
+from ultrabench.errors import ConfigError, LayoutError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
 from ultrabench.run import RunSpec
@@ -180,7 +180,7 @@ def _rows(
     try:
         spec = run_of(given, config)
     except ConfigError as error:
-        reason = str(error).rpartition("cannot run: ")[2].partition("; choose")[0]
+        reason = error.reason if isinstance(error, LayoutError) else error.fact
         yield {"value": value, "shown": "impossible", "reason": reason}
         return
     constants = memory_constants(config.profile.framework, config.profile.memory)

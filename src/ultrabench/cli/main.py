@@ -69,11 +69,12 @@ def main() -> None:
             sys.exit(2)
         line, hint = error.format_message(), ""
         with_settings = {"plan", "launch", "doctor", "check", "dryrun"}
-        if "No such option" in line and with_settings.intersection(sys.argv):
+        option = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
+        if option and with_settings.intersection(sys.argv):
             hint = "; a setting has no dashes: sweep.tp=[2], or tp=2 with kernel"
-        elif "No such option: --profile" in line:
+        elif option == "--profile":
             hint = "; a setting has no dashes: profile=NAME"
-        elif "No such option: --sweep" in line:
+        elif option == "--sweep":
             hint = "; a sweep is named by a word alone, as in ultrabench sweep status NAME"
         for group, commands in (("sweep", sweep_app), ("kernel", kernel_app)):
             names = {each.callback.__name__ for each in commands.registered_commands if each.callback}

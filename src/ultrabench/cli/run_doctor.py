@@ -54,9 +54,8 @@ def run_doctor(
     if deep:
         why = f"not begun, because {' and '.join(failures(checks))} failed"
         checks += [skipped("acceptance run", why)] if failures(checks) else run_acceptance(config, say)
-    if why_local and "sbatch is here" in why_local:
-        remedy = "if a cluster was meant: launcher=slurm looks at it"
-        checks.insert(0, Check(name="slurmctld", status=CheckStatus.WARN, told=why_local, remedy=remedy))
+    if why_local and why_local.status is CheckStatus.WARN:
+        checks.insert(0, why_local)
     return config, checks
 
 
@@ -73,13 +72,13 @@ def report(config: SweepConfig, checks: Sequence[Check], as_json: bool) -> int:
     return int(counts[CheckStatus.FAIL] > 0)
 
 
-def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], str | None]:
+def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], Check | None]:
     """The overrides with a launcher, and why it is not Slurm; Slurm is chosen if it answers."""
     if _names("launcher", overrides):
         return [*overrides], None
     why = why_not_slurm(site)
     launcher = "slurm" if why is None else "local"
-    say(f"looking at launcher={launcher}: {why or 'Slurm answers here'}")
+    say(f"looking at launcher={launcher}: {why.told if why else 'Slurm answers here'}")
     return [*overrides, f"launcher={launcher}"], why
 
 
@@ -88,7 +87,7 @@ def _names(group: str, overrides: Sequence[str]) -> str | None:
     return next((o for o in overrides if o.lstrip("+~").partition("=")[0] == group), None)
 
 
-def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: str | None) -> None:
+def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: Check | None) -> None:
     """Writes the configuration of the partition that `config` names.
 
     Raises:
@@ -97,7 +96,7 @@ def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: s
     """
     choice = config.launcher
     if choice.name == "local" and why_local:
-        raise ClusterError(f"--write asks Slurm, and {why_local}; run it on a login node")
+        raise ClusterError(f"--write asks Slurm, and {why_local.told}; run it on a login node")
     if choice.name == "local":
         raise ConfigError("--write asks Slurm; leave launcher=local out")
     limits = site.limits(choice.partition, choice.account, choice.qos)

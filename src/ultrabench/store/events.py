@@ -4,8 +4,9 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, Any, get_args
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 
@@ -139,6 +140,21 @@ class Preflight:
     """Facts about each node, and the measured rates of devices and links."""
 
 
+class EndCode(StrEnum):
+    """Why an allocation ended, as far as something follows from it."""
+
+    PAUSED = "paused"
+    OUTSIDE_WINDOW = "outside_window"
+    OTHER = "other"
+
+
+class Ending(NamedTuple):
+    """Why the agents end their allocation."""
+
+    reason: str
+    code: EndCode = EndCode.OTHER
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationEnded:
     """Event: an allocation ended, or the batch system reported how long it held its nodes."""
@@ -147,6 +163,8 @@ class AllocationEnded:
     job: Start = Start()
     """The start of the job that ended; an empty one for local processes and before the first start."""
     reason: str
+    code: EndCode | None = None
+    """None only in lines of earlier versions, before `decode` has set it."""
     source: str = ""
     """Who reports the end: agent, launcher or slurm."""
     elapsed_s: Seconds | None = None
@@ -324,8 +342,19 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
         return None
     _require_undamaged(text)
     event = event_of(text)
+    if isinstance(event, AllocationEnded) and event.code is None:
+        event = replace(event, code=_code_of(event.reason))
     require_safe_names(_names(event))
     return Line(event, head.writer, head.seq, head.time, zlib.crc32(text))
+
+
+_WORDS_OF_020 = {"the sweep is paused": EndCode.PAUSED, "outside the window": EndCode.OUTSIDE_WINDOW}
+"""First words of a reason in lines of version 0.2.0.dev, which have no code -> the code."""
+
+
+def _code_of(reason: str) -> EndCode:
+    """The code of an end in a line that has none."""
+    return next((code for words, code in _WORDS_OF_020.items() if reason.startswith(words)), EndCode.OTHER)
 
 
 def _require_known(version: int, path: object) -> None:

@@ -101,11 +101,17 @@ class Agents:
         result = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0)
         self.journal.write(events.Result(**key._asdict(), allocation=self.name, result=result))
 
-    def end(self, reason="no time left", ran=()):
+    def end(self, code=events.EndCode.OTHER, ran=()):
         """Ends after runs that went well."""
         for key in ran:
             self.ok(key)
-        told = {"reason": reason, "source": "agent", "job": self.job, "elapsed_s": 10.0}
+        told = {
+            "reason": "all tasks done",
+            "code": code,
+            "source": "agent",
+            "job": self.job,
+            "elapsed_s": 10.0,
+        }
         self.journal.write(events.AllocationEnded(allocation=self.name, **told))
 
 

@@ -27,7 +27,7 @@ from ultrabench.launchers.reconcile import CANCEL_S
 from ultrabench.launchers.settle import Settler
 from ultrabench.result import Status
 from ultrabench.store.claim import claim
-from ultrabench.store.events import Cancel, Pause, Submitting
+from ultrabench.store.events import Cancel, EndCode, Pause, Submitting
 from ultrabench.store.jobs_seen import JobEnd, JobLimits, JobsSeen
 from ultrabench.sweep.running.attempts import Launch
 from ultrabench.sweep.running.decide import MOST_WITHOUT_RUN, decide
@@ -164,7 +164,7 @@ def test_what_was_refused_is_over_for_launchers_of_other_clusters_too(sweep):
 @pytest.mark.parametrize(("max_jobs", "log"), [(1, "submitit/7_1_log.err"), (4, "job.log")])
 def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
     def play(allocation):
-        Agents(sweep, allocation.name).start().end("crashed")
+        Agents(sweep, allocation.name).start().end()
         (allocation.folder / "submitit").mkdir()
         (allocation.folder / "submitit/7_0_log.err").touch()
         (allocation.folder / log).write_text("first\nImportError: no module x\n\n")
@@ -173,7 +173,7 @@ def test_allocations_that_claim_nothing_are_stopped_soon(sweep, max_jobs, log):
     with pytest.raises(ClusterError) as stopped:
         played.reconciler_of(sweep, launcher).run()
     assert str(stopped.value).startswith(
-        "3 allocations in a row ended without running anything (crashed; its log ends: ImportError: no module x"
+        "3 allocations in a row ended without running anything (all tasks done; its log ends: ImportError: no module x"
     )
     assert str(stopped.value).endswith(f"; see {launcher.taken[-1].folder}/{log}, then launch again")
     assert len(launcher.taken) == MOST_WITHOUT_RUN
@@ -185,7 +185,7 @@ def dead_end_of(sweep, ends, max_jobs):
     n: ran nothing, c: its control only, a: a run that was asked for, p: nothing, for the sweep is paused, w: its
     control, outside the window, o: another launch's that ran nothing; |: what is there is excused.
     """
-    excused, reasons = frozenset(), {"p": "the sweep is paused", "w": "outside the window 19:00-07:00"}
+    excused, codes = frozenset(), {"p": EndCode.PAUSED, "w": EndCode.OUTSIDE_WINDOW}
     for number, kind in enumerate(ends):
         if kind == "|":
             excused = frozenset(sweep.state().allocations)
@@ -195,7 +195,7 @@ def dead_end_of(sweep, ends, max_jobs):
         if kind != "o":
             sweep.journal.write(Submitting(allocation=name, token="t"))
         ran = [tasks[kind == "a"]] if kind in "cwa" else []
-        Agents(sweep, name).start().end(reasons.get(kind, "no time left"), ran=ran)
+        Agents(sweep, name).start().end(codes.get(kind, EndCode.OTHER), ran=ran)
     launch = Launch(name=sweep.journal.name, by=origin("big"), excused=excused)
     limits = JobLimits(max_jobs=max_jobs)
     found = decide(sweep.plan, sweep.state(), JobsSeen(), limits, launch, time.time()).dead_end
@@ -251,7 +251,7 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
         assert launcher.cancelled == [[made.name]] * tries
         clock[0] += CANCEL_S
     assert told == ["cannot cancel: scancel: no answer; trying again until it is done"]
-    Agents(sweep, made.name).start().end("the allocation was ended by SIGTERM")
+    Agents(sweep, made.name).start().end()
     assert not reconciler.once()[1]
     assert (len(launcher.cancelled), len(launcher.taken)) == (4, 1)
 
@@ -267,7 +267,7 @@ def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
     launcher.timed = {made.name: 130.0}
     reconciler.once()
     assert written(sweep, "allocation_ended") == [], "it has not ended"
-    Agents(sweep, made.name).start().end("all tasks done", ran=keys(made)[:1])
+    Agents(sweep, made.name).start().end(ran=keys(made)[:1])
     reconciler.once()
     launcher.timed = {}
     reconciler.once()
