@@ -11,7 +11,10 @@ KINDS ?=
 # Options of `make gpu-check`, such as GPU_CHECK="--only memory" or GPU_CHECK=--cpu.
 GPU_CHECK ?=
 # The parts of `make test`.
-PARTS := check unit-cli unit-others parity local-a-to-f local-g-to-z slurm-d-to-n slurm-t slurm-others
+PARTS := check unit-a-to-c unit-k-to-w parity local-a-to-f local-g-to-z slurm-d-to-n slurm-t slurm-others
+
+# The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: quickstart gallery test unit env format slurm-test chaos mutations bench gpu-check slurm-bench clean $(PARTS)
 
@@ -34,6 +37,7 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.names
 
 # Most tests wait for processes and deadlines, and mypy uses one core, so that all parts run at once; each is
 # printed at its end.
@@ -41,10 +45,10 @@ test: env
 	$(MAKE) --jobs=9 --keep-going --output-sync=target --no-print-directory $(PARTS)
 unit: env
 	$(BIN)/pytest tests/unit
-unit-cli: env
-	$(BIN)/pytest tests/unit/cli
-unit-others: env
-	$(BIN)/pytest tests/unit --ignore=tests/unit/cli
+unit-a-to-c: env
+	$(BIN)/pytest tests/unit/[a-c]*/
+unit-k-to-w: env
+	$(BIN)/pytest tests/unit/[k-w]*/
 parity: env
 	$(BIN)/pytest tests/parity
 local-a-to-f: env

@@ -55,8 +55,8 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
             node.disk.beat()
             if rank_events := node.rank_events():
                 leader.send({"rank_events": rank_events})
-            if (silence := inbox.silence_s(leader)) > patience_s:
-                raise ClusterError(f"the leading agent has been silent for {silence:.1f} s")
+            if (silence_s := inbox.silence_s(leader)) > patience_s:
+                raise ClusterError(f"the leading agent has been silent for {silence_s:.1f} s")
         raise ClusterError("the leading agent is gone")
     except Exception as error:
         # Without this message the leader would believe that the node is broken.
@@ -73,8 +73,8 @@ def main() -> int:
         log_line(str(error))
         return error.exit_code
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free that disk" if full else "was the results folder moved?"
+        disk_is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "free that disk" if disk_is_full else "was the results folder moved?"
         log_line(f"cannot use {error.filename or 'a file'}: {error.strerror}; {advice}")
         return ClusterError.exit_code
 
@@ -90,14 +90,16 @@ def take_part() -> int:
     clean_up_after_the_dead()
     secret = (folder / "secret").read_text()
     node = Node(allocation, identity)
-    local = not allocation.by.get("cluster")
+    is_local = not allocation.by.get("cluster")
     try:
         if identity.node == 0:
-            lock = take_machine(allocation, stop) if local else None
-            return lead(node, secret, stop) if lock or not local else 1
-        file = folder / identity.rendezvous_file
-        waits = partial(held_by_another, allocation.name, stop) if local else lambda: False
-        follow(node, connect_to_leader(file, node.facts(), secret, RENDEZVOUS_TIMEOUT_S, waits), stop)
+            lock = take_machine(allocation, stop) if is_local else None
+            return lead(node, secret, stop) if lock or not is_local else 1
+        rendezvous_file = folder / identity.rendezvous_file
+        leader_waits = partial(held_by_another, allocation.name, stop) if is_local else lambda: False
+        facts = node.facts()
+        leader = connect_to_leader(rendezvous_file, facts, secret, RENDEZVOUS_TIMEOUT_S, leader_waits)
+        follow(node, leader, stop)
     finally:
         node.close()
         node.remove_scratch()
@@ -122,8 +124,8 @@ def held_by_another(name: str, stop: StopRequest) -> bool:
     """
     if stop.reason:
         raise ClusterError(stop.reason)
-    held = holder()
-    return held is not None and held.allocation != name
+    holding_allocation = holder()
+    return holding_allocation is not None and holding_allocation.allocation != name
 
 
 def lead(node: Node, secret: str, stop: StopRequest) -> int:
@@ -132,41 +134,46 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     A job that does not own the allocation, because it was submitted twice or was given up, writes nothing
     into the journal and also returns 1; srun then ends the agents of its other nodes.
     """
-    began, pid, title = time.monotonic(), os.getpid(), node.allocation.name
+    started_s, pid, name = time.monotonic(), os.getpid(), node.allocation.name
     identity, disk = node.identity, node.disk
     job = identity.job or Start()
-    file = node.allocation.folder / identity.rendezvous_file
-    if not disk.retry(partial(owns, node.folder.claims, title, identity.owner(title))):
-        log_line(f"{title} belongs to another job, or was given up before it ran: nothing is run here")
+    rendezvous_file = node.allocation.folder / identity.rendezvous_file
+    if not disk.retry(partial(owns, node.folder.claims, name, identity.owner(name))):
+        log_line(f"{name} belongs to another job, or was given up before it ran: nothing is run here")
         return 1
     journal = JournalWriter(node.folder.journal, "agent")
     disk.journal = journal.path
     agent = LeadingAgent(
         host=identity.host, pid=pid, start_time=start_time(pid), job=job, journal=journal.path.name
     )
-    disk.retry(partial(journal.write, AllocationStarted(allocation=title, agent=agent)))
-    ending, avoid = Ending("crashed"), list[str]()
+    disk.retry(partial(journal.write, AllocationStarted(allocation=name, agent=agent)))
+    ending, avoided = Ending("crashed"), list[str]()
     try:
-        rendezvous = disk.retry(partial(Rendezvous, file, node.address, secret))
+        rendezvous = disk.retry(partial(Rendezvous, rendezvous_file, node.address, secret))
         peers = rendezvous.wait_for_peers(node.allocation.nodes, RENDEZVOUS_TIMEOUT_S, disk.beat)
         group = AgentGroup(node, disk.retry(node.facts), peers, stop)
-        avoid = group.avoid
+        avoided = group.avoid
         ending = Leader(node, group, journal).run()
         group.dismiss()
         return int(group.lost is not None)
     except Exception as error:
-        known = isinstance(error, UltrabenchError)
-        ending = Ending(str(error) if known else f"crashed: {type(error).__name__}: {error}")
+        is_explained = isinstance(error, UltrabenchError)
+        ending = Ending(str(error) if is_explained else f"crashed: {type(error).__name__}: {error}")
         raise
     finally:
         node.close()
-        ran_s = time.monotonic() - began
+        ran_s = time.monotonic() - started_s
         end = AllocationEnded(
-            allocation=title, job=job, **ending._asdict(), source="agent", elapsed_s=ran_s, avoid=tuple(avoid)
+            allocation=name,
+            job=job,
+            **ending._asdict(),
+            source="agent",
+            elapsed_s=ran_s,
+            avoid=tuple(avoided),
         )
         try:
             disk.retry(partial(journal.write, end), LAST_RETRY_S)
-            file.unlink(missing_ok=True)  # the address is of no use any more
+            rendezvous_file.unlink(missing_ok=True)  # the address is of no use any more
         except (ClusterError, OSError) as error:
             log_line(f"{error}; this allocation ended: {ending.reason}")
 

@@ -12,7 +12,7 @@ from typing import Any
 from ultrabench.agent.connection import POLL_S, Inbox, Message, Peers, listen
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, LOGS_RETRY_S, Cleaned, Finished, Node
-from ultrabench.agent.ranks.rank_progress import NOTHING_FOUND, AttemptProgress
+from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress
 from ultrabench.rank_report import read_part
 from ultrabench.record import from_dict
 from ultrabench.result import AGENT_GONE
@@ -47,13 +47,9 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         who = signal.Signals(number).name
         if self._folder and number == signal.SIGTERM:
-            asked = (self._folder / END_REQUEST).exists()
-            user = "the user: Ctrl-C in the launch, or ultrabench sweep cancel (SIGTERM)"
-            who = (
-                user
-                if asked
-                else "SIGTERM, which no launcher sent: the program, an administrator or a shutdown did"
-            )
+            who = "SIGTERM, which no launcher sent: the program, an administrator or a shutdown did"
+            if (self._folder / END_REQUEST).exists():
+                who = "the user: Ctrl-C in the launch, or ultrabench sweep cancel (SIGTERM)"
         self.reason = self.reason or f"the allocation was ended by {who}"
 
 
@@ -108,9 +104,9 @@ class AgentGroup:
             if self.listen(POLL_S) > end or self.lost or self._left:
                 break
         for node, host in enumerate(self.hosts):
-            left = self._cleaned[node].left if node in self._cleaned else None
-            if left and node not in self._left:
-                self.give_up(host, left)
+            unusable = self._cleaned[node].unusable if node in self._cleaned else None
+            if unusable and node not in self._left:
+                self.give_up(host, unusable)
             elif node not in self._cleaned and node not in self._left:
                 self.lost = self.lost or f"{host} is given up: it did not report that it is clean"
 
@@ -126,10 +122,8 @@ class AgentGroup:
             if self.listen(POLL_S) > end:
                 break
         for node, host in enumerate(self.hosts):
-            finished = self._finished.get(node) or Finished(
-                problem=f"{host} did not finish the cleaning after a run in time",
-                stuck=node not in self._left,
-            )
+            late = f"{host} did not finish the cleaning after a run in time"
+            finished = self._finished.get(node) or Finished(problem=late, stuck=node not in self._left)
             if finished.problem:
                 log_line(finished.problem)
             if finished.stuck and not self.lost:
@@ -154,7 +148,7 @@ class AgentGroup:
         """Orders all nodes to examine the ranks that still run; waits at most EVIDENCE_S for the evidence."""
         self.order("examine")
         end = self.listen(0.0) + EVIDENCE_S
-        while any(rank.found is NOTHING_FOUND for rank in self.progress.running):
+        while any(rank.evidence is NO_EVIDENCE for rank in self.progress.running):
             if self.listen(POLL_S) > end or self.interrupted:
                 return
 
@@ -170,17 +164,12 @@ class AgentGroup:
 
         All simulated nodes are on one host, whose load includes that of each of them.
         """
-        loads = [node.load for node in self._cleaned.values()]
-        known = [load for load in loads if load is not None]
+        loads = [node.load for node in self._cleaned.values() if node.load is not None]
+        shares = [busy - ours for busy, ours in loads]
         if self._node.allocation.simulated:
-            shares = (
-                [known[0][0] - sum(own for _, own in known)]
-                if known and len(known) == len(self.hosts)
-                else []
-            )
-        else:
-            shares = [busy - own for busy, own in known]
-        foreign = sorted({text for node in self._cleaned.values() for text in node.foreign})
+            complete = len(loads) == len(self.hosts)
+            shares = [loads[0][0] - sum(ours for _, ours in loads)] if complete else []
+        foreign = sorted({text for node in self._cleaned.values() for text in node.foreign_processes})
         return (max(0.0, *shares) if shares else None), (", ".join(foreign) or None)
 
     def listen(self, seconds: float) -> float:

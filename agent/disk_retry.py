@@ -38,12 +38,12 @@ class DiskRetry:
         self._touching: Future[None] | None = None
 
     def retry(
-        self, act: Callable[[], T], seconds: float = DISK_RETRY_S, what: str = "the results folder"
+        self, act: Callable[[], T], seconds: float = DISK_RETRY_S, subject: str = "the results folder"
     ) -> T:
         """What `act` returns; it is repeated for `seconds` while the disk fails in a way that may pass.
 
         Args:
-            what: the folder or the work that a message names if there is no answer.
+            subject: the folder or the work that a message names if there is no answer.
 
         Raises:
             ClusterError: the disk kept failing.
@@ -54,7 +54,7 @@ class DiskRetry:
             while wait([answer], BEAT_S).not_done and ran_s() < seconds:
                 self.beat()
             if not answer.done():
-                raise ClusterError(f"{what} did not answer for {seconds:g} s")
+                raise ClusterError(f"{subject} did not answer for {seconds:g} s")
             error = answer.exception()
             if error is None or not may_pass(error):
                 return answer.result()

@@ -15,7 +15,7 @@ from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.layout import dominates
-from ultrabench.rank_report import PROFILE
+from ultrabench.rank_report import TRACE_PHASE
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, env_id
@@ -35,6 +35,7 @@ from ultrabench.store.events import (
     Started,
 )
 from ultrabench.store.journal import JournalWriter
+from ultrabench.variant import variables_of
 
 SLOWEST_GAP_FACTOR = 10.0
 """A run counts as hung only after this many times its own longest time without progress so far."""
@@ -76,7 +77,7 @@ class Leader:
         for task in self._allocation.tasks:
             if end := end or self._not_now(task):
                 return end
-            if self._may_fit(task) and self._claim(task):
+            if may_fit(task, self._results) and self._claim(task):
                 self._run(task)
         return Ending(self._group.lost or "all tasks done")
 
@@ -92,8 +93,9 @@ class Leader:
         The source is Slurm, so that a result that the earlier start has written counts more.
         """
         for task in self._allocation.tasks if self._start.restart else ():
-            held = self._node.disk.retry(partial(owner, self._node.folder.claims, str(task.key))) or {}
-            if held.get("allocation") == self._allocation.name and held.get("job") != self._me["job"]:
+            claimed_by = self._node.disk.retry(partial(owner, self._node.folder.claims, str(task.key))) or {}
+            mine = claimed_by.get("allocation") == self._allocation.name
+            if mine and claimed_by.get("job") != self._me["job"]:
                 reason = f"job {self._start.job_id} was requeued while it ran"
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
@@ -118,26 +120,26 @@ class Leader:
                 )  # fmt: skip
                 self._write_result(task, result)
             return Ending(reason)
-        found = (self._other_sources(str(f["host"]), f["kernel_digest"]) for f in self._group.facts)
-        return next(filter(None, found), None)
+        refusals = (self._other_sources(str(f["host"]), f["kernel_digest"]) for f in self._group.facts)
+        return next(filter(None, refusals), None)
 
     def _other_sources(self, host: str, digest: str) -> Ending | None:
         """Why nothing may run on a host: its training program is not that of the sweep; None if it is."""
-        wanted = self._allocation.kernel_digest
-        seen = f"the training program on {host} has kernel_digest {digest}"
-        remedy = f"the sweep was submitted with {wanted}: launch it again to use the new sources"
-        return None if digest == wanted else Ending(f"{seen}, {remedy}")
+        expected_digest = self._allocation.kernel_digest
+        digest_here = f"the training program on {host} has kernel_digest {digest}"
+        remedy = f"the sweep was submitted with {expected_digest}: launch it again to use the new sources"
+        return None if digest == expected_digest else Ending(f"{digest_here}, {remedy}")
 
     def _preflight(self) -> Ending | None:
         """Measures devices and links; returns why nothing may run if that fails."""
-        found: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
+        facts: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
         if self._allocation.preflight:
             result = self._measure(self._allocation.probe, -1)
             self._group.finish(keep_all=result.status != Status.OK)
             if result.status != Status.OK:
                 return Ending(f"the preflight failed: {result.reason}")
-            found |= {"probe": result.probe, "environment": self._group.progress.environment}
-        self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=found))
+            facts |= {"probe": result.probe, "environment": self._group.progress.environment}
+        self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=facts))
         return None
 
     def _not_now(self, task: Task) -> Ending | None:
@@ -150,7 +152,7 @@ class Leader:
         if self._node.disk.retry(self._node.folder.pause.exists):
             return Ending("the sweep is paused", EndCode.PAUSED)
         if self._results and all(result.cause == UNMEASURED for _, result in self._results):
-            return Ending("no step of its program was found")  # the launcher decides whether others are run
+            return Ending("its program could not be measured")  # the launcher decides whether others are run
         if not inside(self._allocation.window, time.time()):
             return Ending(f"outside the window {self._allocation.window}", EndCode.OUTSIDE_WINDOW)
         return self._other_sources(self._node.identity.host, self._node.disk.retry(self._node.digest))
@@ -212,14 +214,6 @@ class Leader:
         reason += f"; the best of its cell needs {best_s:.4g} s"
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 
-    def _may_fit(self, task: Task) -> bool:
-        """False for a task that needs at least as much memory as a run that surely had too little.
-
-        This allocation leaves it out; the launcher decides whether it is run elsewhere.
-        """
-        misfits = (t.spec for t, r in self._results if r.confirmed and t.spec.cell == task.spec.cell)
-        return not any(dominates(spec.layout, task.spec.layout) for spec in misfits)
-
     def _write_result(
         self, task: Task, result: RunResult, source: str = "agent", claimed: bool = False
     ) -> None:
@@ -242,9 +236,10 @@ class Leader:
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
         sm_clock_hz, throttled = group.clocks()
         foreign_load, foreign_gpu_processes = group.foreign_load()
-        digest = self._allocation.kernel_digest
+        digest, varied = self._allocation.kernel_digest, variables_of(task.spec.variant)
         return replace(
             result,
+            variables={name: value for name, value in result.variables.items() if name not in varied},
             duration_s=time.monotonic() - progress.monotonic_start,
             sm_clock_hz=sm_clock_hz,
             throttled=throttled,
@@ -252,8 +247,18 @@ class Leader:
             foreign_gpu_processes=foreign_gpu_processes,
             hostnames=tuple(group.hosts),
             kernel_digest=digest,
-            env_id=env_id(progress.environment, task.spec.kernel, digest),
+            env_id=env_id(progress.environment, task.spec.kernel, digest, varied),
         )
+
+
+def may_fit(task: Task, results: Sequence[tuple[Task, RunResult]]) -> bool:
+    """False for a task that needs at least as much memory as a run of its cell and variant that surely had too little.
+
+    This allocation leaves it out; the launcher decides whether it is run elsewhere.
+    """
+    cell, variant = task.spec.cell, task.spec.variant
+    misfits = (t.spec for t, r in results if r.confirmed and (t.spec.cell, t.spec.variant) == (cell, variant))
+    return not any(dominates(spec.layout, task.spec.layout) for spec in misfits)
 
 
 def best_here_s(task: Task, results: Sequence[tuple[Task, RunResult]], control: str | None) -> float | None:
@@ -271,13 +276,14 @@ def best_here_s(task: Task, results: Sequence[tuple[Task, RunResult]], control: 
     if controls_s and task.best_control_ratio:
         elsewhere_s = controls_s[0] / task.best_control_ratio
     repeats = [
-        Repeat(run_id=run.run_id, cell=run.spec.cell, status=r.status, stopped=r.stopped, doubt=r.throttled, rate=1 / s)
+        Repeat(run_id=run.run_id, cell=run.spec.cell, status=r.status, stopped=r.stopped, suspect=r.throttled, rate=1 / s)
         for run, r, s in timed
     ]  # fmt: skip
     if elsewhere_s:
         repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / elsewhere_s))
     ranked = standings(repeats).get(task.spec.cell, [])
-    return 1 / ranked[0].rate if ranked and ranked[0].best and ranked[0].rate else None
+    # A suspect run is no measure, even where a cell has no others: it may be suspect because it seems too fast.
+    return 1 / ranked[0].rate if ranked and ranked[0].may_win and ranked[0].rate else None
 
 
 def _hung(group: AgentGroup, missed: RunResult) -> RunResult:
@@ -303,7 +309,8 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | No
         if enough and len(rank.steps) >= measure.loss_step:
             return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
-    if progress.first_step is None or phase == PROFILE:  # writing a large trace may take as long as a start
+    # Writing a large trace may take as long as a start.
+    if progress.first_step is None or phase == TRACE_PHASE:
         allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
     else:
         allowed = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)

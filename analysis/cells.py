@@ -1,7 +1,7 @@
 """The cells of a ranking (model, nodes, hardware, kernel, precision and batch) and the sentences about them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,8 +12,9 @@ import ultrabench
 from ultrabench.analysis.environments import Environments
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
-from ultrabench.result import FAILURES, outcome_order
+from ultrabench.result import PENDING, outcome_order, tier
 from ultrabench.sweep.running.outliers import low_peak
+from ultrabench.variant import texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +29,14 @@ class Cell:
     reason: str | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Axis -> value of the best run; empty where there is no best run."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Option beside the layout that varies in the table -> value of the best run, None where it is unset."""
     env_id: str | None = None
     """Hash of the environment of the best run."""
     environment: str | None = None
     """What sets this environment apart from the others of the cell, such as `ALGO=Ring`; None if there is one."""
     suspect: str | None = None
-    """Why the number of the best run is in doubt; None if it is not. A suspect is the best only of suspects."""
+    """Why the number of the best run is suspect; None if it is not. A suspect is the best only of suspects."""
     mfu: float | None = None
     """MFU of the best run, a fraction."""
     flops_formula: str | None = None
@@ -61,6 +64,8 @@ class Cell:
     """run_ids of the other runs whose 95 % intervals overlap with that of the best run."""
     ranked_by: str | None = None
     """The column that was compared: control_ratio where the cell has one control, else the one asked for."""
+    ranked_value: float | None = None
+    """The value that was compared: the median of the best run's repeats in that column."""
     shown_column: str = "mfu"
     """The column that the heatmap shows: MFU, or the one that was asked for."""
     shown_value: float | None = None
@@ -92,9 +97,9 @@ class Cell:
 
     def to_json(self) -> dict[str, Any]:
         """The cell as one flat JSON object, which includes the axes of its layout."""
-        told = asdict(self)
-        layout = told.pop("layout")
-        return told | {name: layout.get(name) for name in AXES}
+        values = asdict(self)
+        layout = values.pop("layout")
+        return values | {name: layout.get(name) for name in AXES}
 
 
 MAY_DIFFER = ("hardware", "kernel", "precision")
@@ -106,21 +111,22 @@ def compared_with(cells: list[Cell], others: list[Cell]) -> list[Cell]:
 
     A cell of the same hardware and kernel is preferred; else the fastest of the other cells is used.
     """
-    known = [other for other in others if other.tokens_per_s_per_gpu]
-    known.sort(key=lambda other: other.tokens_per_s_per_gpu or 0.0)  # so that the fastest of equal keys stays
-    alike = {(_workload(other), other.panel): other for other in known}
-    fastest = {_workload(other): other for other in known}
-    out = []
+    measured = [other for other in others if other.tokens_per_s_per_gpu]
+    # The fastest of equal keys stays.
+    measured.sort(key=lambda other: other.tokens_per_s_per_gpu or 0.0)
+    alike = {(_workload(other), other.panel): other for other in measured}
+    fastest = {_workload(other): other for other in measured}
+    compared = []
     for cell in cells:
         base = alike.get((_workload(cell), cell.panel)) or fastest.get(_workload(cell))
         speed, other_speed = cell.tokens_per_s_per_gpu, base and base.tokens_per_s_per_gpu
         ratio = speed / other_speed if speed and other_speed else None
-        another = base.layout if base and _differ(cell.layout, base.layout) else None
+        other_layout = base.layout if base and _differ(cell.layout, base.layout) else None
         pairs = {name: (getattr(base, name), getattr(cell, name)) for name in MAY_DIFFER if base}
-        there = {name: theirs for name, (theirs, ours) in pairs.items() if theirs != ours}
-        differing: dict[str, Any] = {"compare_layout": another, "compare_differing": there}
-        out.append(replace(cell, compare_ratio=ratio, **differing))
-    return out
+        differing_values = {name: theirs for name, (theirs, ours) in pairs.items() if theirs != ours}
+        fields: dict[str, Any] = {"compare_layout": other_layout, "compare_differing": differing_values}
+        compared.append(replace(cell, compare_ratio=ratio, **fields))
+    return compared
 
 
 def _differ(layout: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -134,21 +140,17 @@ def _workload(cell: Cell) -> tuple[object, ...]:
     return (cell.num_params or cell.model, cell.nodes, cell.seq_len, cell.gbs)
 
 
-def best_outcome(statuses: Iterable[str | None]) -> str | None:
-    """The status that a run counts with, from those of its repeats: ok, else oom, else how another one ended."""
-    return max(statuses, key=outcome_order)
-
-
 def layout_words(row: Mapping[str, Any], always: Collection[str] = ()) -> tuple[str, str]:
     """The layout of a result row as two texts: the degrees and ZeRO, and everything from mbs on.
 
-    The second one has the batch, the schedule and recomputation.
+    The second one has the batch, the schedule, recomputation and the `options` of the row, if it has any.
 
     Args:
         always: axes that are named also where they have their usual value.
     """
     batch = AXES.index("mbs")
-    return " ".join(labels(row, AXES[:batch], always)), " ".join(labels(row, AXES[batch:], always))
+    rest = (*labels(row, AXES[batch:], always), *texts(row.get("options") or {}))
+    return " ".join(labels(row, AXES[:batch], always)), " ".join(rest)
 
 
 def repeats_failed(num_repeats: int, num_failed: int) -> str | None:
@@ -159,24 +161,25 @@ def repeats_failed(num_repeats: int, num_failed: int) -> str | None:
 def tried(cell: Cell) -> list[str]:
     """How many repeats of the best run failed, and what became of all runs of the cell, as short texts."""
     close = len(cell.as_good_as_best)
-    told = (
+    counts = (
         (cell.num_runs, "tried"), (close, "as good"), (cell.num_oom, "oom"), (cell.num_failed, "failed"),
         (cell.num_in_doubt, "in doubt"),
     )  # fmt: skip
-    unsure = repeats_failed(cell.num_repeats, cell.num_repeats_failed)
-    return [*([unsure] if unsure else []), *(f"{number:,} {what}" for number, what in told if number)]
+    failed_repeats = repeats_failed(cell.num_repeats, cell.num_repeats_failed)
+    parts = (failed_repeats, *(f"{number:,} {outcome}" for number, outcome in counts if number))
+    return [part for part in parts if part]
 
 
-def doubts(table: pa.Table) -> list[str]:
+def caveats(table: pa.Table) -> list[str]:
     """Lines about suspect rows, invalid rows, each with an example, a peak that is too low, and drivers that differ."""
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
-    named = ((suspect, "suspect, wins only a cell without others"), (invalid, "invalid"))
+    examples_by_text = ((suspect, "suspect, wins only a cell without others"), (invalid, "invalid"))
     return [
-        f"{len(found)} of {counted(len(rows), 'row')}: {what}, such as {found[0][0]}: {found[0][1]}"
-        for found, what in named
-        if found
+        f"{len(examples)} of {counted(len(rows), 'row')}: {about}, such as {examples[0][0]}: {examples[0][1]}"
+        for examples, about in examples_by_text
+        if examples
     ] + [*low_peak_in(table), *Environments(table).notes]
 
 
@@ -191,25 +194,26 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
     Args:
         include_suspects: whether suspect rows could win.
     """
-    rows = table.select(["run_id", "status", "is_final", "suspect"]).to_pylist()
-    ends = defaultdict(set)
+    rows = table.select(["run_id", "repeat", "status", "is_final", "suspect"]).to_pylist()
+    ends = defaultdict(list)
     for row in rows:
         if row["is_final"]:
-            ends[row["run_id"]].add(row["status"])
-    by_status = Counter(best_outcome(statuses) or "pending" for statuses in ends.values())
-    order = sorted(by_status, key=lambda s: (s != "ok", s not in FAILURES, -by_status[s], s))
-    told = ", ".join(f"{by_status[status]:,} {status}" for status in order) or "no runs"
+            status = row["status"]
+            ends[row["run_id"]].append((outcome_order(status), row["repeat"] or 0, status or PENDING))
+    by_status = Counter(max(ends_of_run)[-1] for ends_of_run in ends.values())
+    order = sorted(by_status, key=lambda s: (tier(s), -by_status[s], s))
+    text = ", ".join(f"{by_status[status]:,} {status}" for status in order) or "no runs"
     if suspect := sum(row["suspect"] is not None for row in rows):
         wins = "may win cells" if include_suspects else "win only cells without others"
-        told += f". Suspect: {suspect:,} of {counted(len(rows), 'row')}, which {wins}"
-    return ". ".join((f"Layouts: {told}", *low_peak_in(table), *Environments(table).notes, made_with(table)))
+        text += f". Suspect: {suspect:,} of {counted(len(rows), 'row')}, which {wins}"
+    return ". ".join((f"Layouts: {text}", *low_peak_in(table), *Environments(table).notes, made_with(table)))
 
 
 def made_with(table: pa.Table) -> str:
     """One sentence with the versions of the software that made the runs of a figure."""
     versions = [f"ultrabench {ultrabench.__version__}"]
     for column, name in (("torch_version", "torch"), ("nccl_version", "NCCL"), ("kernel_digest", "kernel")):
-        found = sorted(str(v) for v in table[column].unique().to_pylist() if v is not None)
-        if found:
-            versions.append(f"{name} {' / '.join(found[:3])}{' / ...' if len(found) > 3 else ''}")
+        values = sorted(str(v) for v in table[column].unique().to_pylist() if v is not None)
+        if values:
+            versions.append(f"{name} {' / '.join(values[:3])}{' / ...' if len(values) > 3 else ''}")
     return f"Made with {', '.join(versions)}."

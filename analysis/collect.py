@@ -1,5 +1,6 @@
 """Makes one table of results from the journals of sweeps, and writes and reads it as parquet."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ultrabench.analysis.rows import Warn, sweep_table
-from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, VERSION_KEY
+from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, TEXTS, VERSION_KEY
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.store.folder import SweepFolder, find_sweep
 
@@ -94,9 +95,9 @@ def read_parquet(path: Path) -> pa.Table:
         with path.open("rb") as file:  # pyarrow takes no name with bytes that are not UTF-8
             table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
-        told = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        told = "there is no such file" if isinstance(error, FileNotFoundError) else told
-        raise SweepFolderError(f"cannot read {path}: {told}") from error
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else reason
+        raise SweepFolderError(f"cannot read {path}: {reason}") from error
     version = _version(table)
     if version is None or "run_id" not in table.column_names:
         raise SweepFolderError(f"{path} is no result table; make one: ultrabench collect -o FILE.parquet")
@@ -106,7 +107,33 @@ def read_parquet(path: Path) -> pa.Table:
     if lacking := [name for name in _ESSENTIAL if name not in table.column_names]:
         rule = f"no answer is right without {', '.join(_ESSENTIAL)}; give a table that has them"
         raise SweepFolderError(f"{path} lacks the column {lacking[0]}; {rule}")
-    return conform(table, path)
+    return _with_codes(conform(table, path))
+
+
+_CODE_BY_FIRST_WORDS = {
+    "before the pipeline fix": "before_pp_fix", "broken NVLink": "broken_nvlink", "other batch": "other_batch",
+    "other architecture": "other_architecture", "other vocabulary": "other_vocabulary", "throttled": "throttled",
+    "other programs": "foreign_load", "others used": "foreign_gpu_processes", "its SM clock": "sm_clock", "mfu ": "mfu",
+    "impossible value": "impossible_value", "the control layout": "slow_control", "the device of rank": "slow_device",
+    r"rank \d+ took": "slow_rank", r"\w+ of its allocation is": "preflight", ".*loss": "loss", "unknown model": "unknown_model",
+    "unknown step time": "unknown_step_time", "other number of GPUs": "other_gpus", "more memory than": "impossible_memory",
+}  # fmt: skip
+"""Pattern of the first words of a sentence of `suspect` in files that lack suspect_codes -> its code."""
+
+
+def _with_codes(table: pa.Table) -> pa.Table:
+    """The table with suspect_codes also where an older version wrote sentences alone."""
+
+    def code_of(sentence: str) -> str:
+        codes = (code for words, code in _CODE_BY_FIRST_WORDS.items() if re.match(words, sentence))
+        return next(codes, "other")
+
+    if table["suspect_codes"].null_count == table["suspect"].null_count:
+        return table
+    texts = table["suspect"].to_pylist()
+    codes = [text and [code_of(sentence) for sentence in text.split("; ")] for text in texts]
+    index = table.column_names.index("suspect_codes")
+    return table.set_column(index, SCHEMA.field("suspect_codes"), pa.array(codes, TEXTS))
 
 
 def _version(table: pa.Table) -> int | None:
@@ -114,9 +141,9 @@ def _version(table: pa.Table) -> int | None:
     claims: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
     if "schema_version" in table.column_names:
         claims += table["schema_version"].unique().to_pylist()
-    told = [c.decode() if isinstance(c, bytes) else str(c) for c in claims if c is not None]
+    versions = [c.decode() if isinstance(c, bytes) else str(c) for c in claims if c is not None]
     try:
-        return max((int(version.removesuffix(".0")) for version in told), default=None)
+        return max((int(version.removesuffix(".0")) for version in versions), default=None)
     except ValueError:
         return None
 
@@ -129,12 +156,12 @@ def conform(table: pa.Table, name: object) -> pa.Table:
     """
     arrays = []
     for column in SCHEMA:
-        given = table[column.name] if column.name in table.column_names else pa.nulls(len(table))
+        values = table[column.name] if column.name in table.column_names else pa.nulls(len(table))
         try:
-            arrays.append(given.cast(column.type))
+            arrays.append(values.cast(column.type))
         except pa.ArrowException as error:
-            failure = f"{name}: column {column.name} holds {given.type}, needs {column.type}"
+            failure = f"{name}: column {column.name} holds {values.type}, needs {column.type}"
             raise SweepFolderError(f"{failure}; collect it again") from error
-    own = [other for other in table.column_names if other not in SCHEMA.names]
-    schema = pa.schema([*SCHEMA, *(table.schema.field(other) for other in own)], metadata=SCHEMA.metadata)
-    return pa.table([*arrays, *(table[other] for other in own)], schema=schema)
+    other_names = [name for name in table.column_names if name not in SCHEMA.names]
+    schema = pa.schema([*SCHEMA, *map(table.schema.field, other_names)], metadata=SCHEMA.metadata)
+    return pa.table([*arrays, *map(table.column, other_names)], schema=schema)

@@ -13,19 +13,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 from scipy import stats
 
-from ultrabench.analysis.cells import MAY_DIFFER, Cell
-from ultrabench.analysis.environments import CHOSEN, OBSERVED, Environments, differing
+from ultrabench.analysis.cells import MAY_DIFFER
+from ultrabench.analysis.environments import CHOSEN, OBSERVED, differing
 from ultrabench.analysis.numbers import percent
-from ultrabench.analysis.ranking import final_runs, rank
+from ultrabench.analysis.options import variant_in
+from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, labels
-from ultrabench.result import FAULTS
+from ultrabench.result import FAULTS, NOT_TRIED, Status
 from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
+from ultrabench.variant import texts
 
 Runs = Sequence[Sequence[float]]
 """The step times in seconds of each run of one layout."""
@@ -61,7 +62,8 @@ class Comparison:
     `finding`, which is null where there is none."""
     winners: pd.DataFrame
     """One row for each cell that another layout wins: `best_a`, `best_b`, `as_good` (whether the best of A is as
-    good as the best in B), and `cost`, the step time of the best of A over that of the best of B, both in B."""
+    good as the best in B), and `cost`, the step time of the best of A over that of the best of B, both in B, each
+    relative to the control of its allocation where B is ranked so."""
     differing: Mapping[str, tuple[str, str]]
     """Column -> its values in A and in B, where these differ."""
     only: tuple[int, int]
@@ -77,8 +79,8 @@ class Comparison:
     @property
     def findings(self) -> pd.DataFrame:
         """The rows with a finding: first layouts that fail in B, then the others, the slowest first."""
-        found = self.rows[self.rows["finding"].notna()]
-        return found.iloc[::-1].sort_values("finding", key=lambda names: names != FAILING, kind="stable")
+        slowest_first = self.rows[self.rows["finding"].notna()].iloc[::-1]
+        return slowest_first.sort_values("finding", key=lambda names: names != FAILING, kind="stable")
 
     @property
     def unproven(self) -> pd.DataFrame:
@@ -88,19 +90,19 @@ class Comparison:
     @property
     def warning(self) -> str | None:
         """A sentence if most layouts with a step time in both could not become significant if they alone differed."""
-        both = self.rows[self.rows["ratio"].notna()]
-        untestable = int((~(both["p_least"] <= _p_alone(both))).sum())
-        if 2 * untestable <= len(both):
+        timed = self.rows[self.rows["ratio"].notna()]
+        untestable = int((~(timed["p_least"] <= _p_alone(timed))).sum())
+        if 2 * untestable <= len(timed):
             return None
-        told = f"{untestable:,} of {counted(len(both), 'layout')} have too few measured steps"
-        rest = "to be significant alone, however much they differ; some may be slower: measure more steps"
-        return f"{told} {rest}"
+        untestable_text = f"{untestable:,} of {counted(len(timed), 'layout')} have too few measured steps"
+        advice = "to be significant alone, however much they differ; some may be slower: measure more steps"
+        return f"{untestable_text} {advice}"
 
     @property
     def median_ratio(self) -> float | None:
         """The median of the ratios of all layouts; None where none was measured in both."""
-        known = self.rows["ratio"].dropna()
-        return float(known.median()) if len(known) else None
+        ratios = self.rows["ratio"].dropna()
+        return float(ratios.median()) if len(ratios) else None
 
     @property
     def regressions(self) -> int:
@@ -117,28 +119,30 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
     Raises:
         ConfigError: no layout was tried in both.
     """
-    tried = [_tried(table) for table in (a, b)]
-    work, layout = _columns(tried)
-    in_a, in_b = (_by_key(rows, work + layout) for rows in tried)
-    both = sorted(in_a.keys() & in_b.keys(), key=str)
-    if not both:
-        raise ConfigError(_nothing_in_common(tried, work + layout))
-    pairs = [(_runs(in_a[key]), _runs(in_b[key])) for key in both]
-    p_values, chance = corrected(pairs)
-    rows = [_row(in_a[key], in_b[key], pair) for key, pair in zip(both, pairs, strict=True)]
+    columns = dict.fromkeys(("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE))
+    rankings = [Ranking(table, more=[*columns]) for table in (a, b)]
+    tried = [*map(_tried, rankings)]
+    workload_columns, layout_columns = _columns(tried)
+    rows_in_a, rows_in_b = (_by_key(rows, workload_columns + layout_columns) for rows in tried)
+    common_keys = sorted(rows_in_a.keys() & rows_in_b.keys(), key=str)
+    if not common_keys:
+        raise ConfigError(_nothing_in_common(tried, workload_columns + layout_columns))
+    pairs = [(_runs(rows_in_a[key]), _runs(rows_in_b[key])) for key in common_keys]
+    p_values, chance_notes = corrected(pairs)
+    rows = [_row(rows_in_a[key], rows_in_b[key], pair) for key, pair in zip(common_keys, pairs, strict=True)]
     frame = pd.DataFrame(rows).join(p_values)
     frame["finding"] = [_finding(row, threshold) for row in frame.to_dict("records")]
     return Comparison(
         names=names,
         threshold=threshold,
         rows=frame.sort_values(["ratio", "model", "nodes", "layout"], ignore_index=True),
-        winners=_changed((rank(a), rank(b)), (in_a, in_b), slice(len(work))),
+        winners=_changed(rankings, (rows_in_a, rows_in_b), slice(len(workload_columns))),
         differing=differing(a, b),
-        only=(len(in_a) - len(both), len(in_b) - len(both)),
+        only=(len(rows_in_a) - len(common_keys), len(rows_in_b) - len(common_keys)),
         notes=(
-            *_machine([(in_a[key], in_b[key]) for key in both], threshold),
+            *_machine([(rows_in_a[key], rows_in_b[key]) for key in common_keys], threshold),
             *_left_out(tried, frame),
-            *chance,
+            *chance_notes,
         ),
     )
 
@@ -152,35 +156,35 @@ def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[st
     of Benjamini and Hochberg over all layouts. Both are NaN where a side has a single step or none.
     """
     p_values = pd.DataFrame(np.nan, range(len(pairs)), ["p_value", "p_corrected", "p_least"])
-    tested = [at for at, pair in enumerate(pairs) if min(sum(map(len, runs)) for runs in pair) > 1]
+    tested = [number for number, pair in enumerate(pairs) if min(sum(map(len, runs)) for runs in pair) > 1]
     if not tested:
         return p_values, []
-    correlation = _correlation(run for at in tested for runs in pairs[at] for run in runs)
-    spread, freedom, told = _between_runs([pairs[at] for at in tested])
-    found = []
-    for at in tested:
-        a, b = pairs[at]
+    correlation = _correlation(run for number in tested for runs in pairs[number] for run in runs)
+    spread, freedom, about_spread = _between_runs([pairs[number] for number in tested])
+    p_pairs = []
+    for number in tested:
+        a, b = pairs[number]
         steps_a, steps_b = np.concatenate(a), np.concatenate(b)
         p = _ranks(steps_a, steps_b, correlation)
-        apart = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
+        ranks_apart = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
         if spread:
             error = spread * sqrt(1 / len(a) + 1 / len(b))
             p = max(p, 2 * stats.t.sf(abs(log(_step_time(b) / _step_time(a))) / error, freedom))
-        found.append((min(1.0, p), _ranks(*apart, correlation)))
-    p_values.loc[tested, ["p_value", "p_least"]] = found
+        p_pairs.append((min(1.0, p), _ranks(*ranks_apart, correlation)))
+    p_values.loc[tested, ["p_value", "p_least"]] = p_pairs
     p_values.loc[tested, "p_corrected"] = stats.false_discovery_control(p_values.loc[tested, "p_value"])
-    worth = f"{(1 - correlation) / (1 + correlation):.2f}"
+    step_worth = f"{(1 - correlation) / (1 + correlation):.2f}"
     return p_values, [
-        f"Steps next to each other correlate by {correlation:.2f}: one counts as {worth}.",
-        told,
+        f"Steps next to each other correlate by {correlation:.2f}: one counts as {step_worth}.",
+        about_spread,
     ]
 
 
 def _ranks(a: Any, b: Any, correlation: float) -> float:
     """The p-value of Mann-Whitney's test, in which steps count for fewer by the correlation of neighbours."""
-    found = stats.mannwhitneyu(a, b).pvalue
-    fewer = sqrt((1 - correlation) / (1 + correlation))
-    return float(2 * stats.norm.sf(stats.norm.isf(found / 2) * fewer))
+    p_value = stats.mannwhitneyu(a, b).pvalue
+    scale = sqrt((1 - correlation) / (1 + correlation))
+    return float(2 * stats.norm.sf(stats.norm.isf(p_value / 2) * scale))
 
 
 def _correlation(runs: Iterable[Sequence[float]]) -> float:
@@ -191,8 +195,11 @@ def _correlation(runs: Iterable[Sequence[float]]) -> float:
     products, squares, lengths = 0.0, 0.0, list[int]()
     for run in runs:
         if len(run) >= 3:
-            off = stats.rankdata(run) - (len(run) + 1) / 2
-            products, squares = products + float(off[1:] @ off[:-1]), squares + float(off @ off)
+            deviations = stats.rankdata(run) - (len(run) + 1) / 2
+            products, squares = (
+                products + float(deviations[1:] @ deviations[:-1]),
+                squares + float(deviations @ deviations),
+            )
             lengths.append(len(run))
     if not squares:
         return 0.0
@@ -213,15 +220,15 @@ def _between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
     if freedom >= LEAST_FREEDOM:
         spread = sqrt(squares / freedom)
         return spread, freedom, f"Repeats of a run differ by {percent(spread)}, which counts as chance."
-    few = "Too few runs have repeats (use repeats=2)"
+    fact = "Too few runs have repeats (use repeats=2)"
     ratios = np.log([_step_time(b) / _step_time(a) for a, b in pairs])
     freedom = (len(ratios) - 1) // 3
     if freedom >= LEAST_FREEDOM:
         # 1.4826 median absolute deviations are the standard deviation of a normal distribution.
         spread = 1.4826 * float(np.median(abs(ratios - np.median(ratios)))) / sqrt(2)
-        told = f"{few}: chance is what the ratios of most layouts differ by, {percent(spread)}."
-        return spread, freedom, told
-    return 0.0, 0, f"{few}, and too few layouts were measured: chance between runs is not in the test."
+        about = f"{fact}: chance is what the ratios of most layouts differ by, {percent(spread)}."
+        return spread, freedom, about
+    return 0.0, 0, f"{fact}, and too few layouts were measured: chance between runs is not in the test."
 
 
 def _step_time(runs: Runs) -> float:
@@ -229,92 +236,85 @@ def _step_time(runs: Runs) -> float:
     return float(np.exp(np.mean(np.log([median(run) for run in runs]))))
 
 
-def _tried(table: pa.Table) -> list[Row]:
-    """The final rows of runs that train a model and were tried, in an order that their content gives."""
-    run = pc.field("status").is_valid() & ~pc.field("status").isin(["rejected", "skipped"])
-    ends = (
-        "run_id",
-        "sweep",
-        "repeat",
-        "status",
-        "suspect",
-        "stopped",
-        "step_times_s",
-        "step_time_s",
-        "env_id",
-    )
-    wanted = dict.fromkeys(
-        (*ends, "seq_len", "gbs", *MODEL, "nodes", *AXES, *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE)
-    )
-    tried = final_runs(table).filter(run)
-    pairs = zip(tried.select([*wanted]).to_pylist(), Environments(tried).parts, strict=True)
-    rows: list[Row] = [row | parts for row, parts in pairs]
+def _tried(ranking: Ranking) -> list[Row]:
+    """The rows of runs that were tried, in an order that their content gives; `number` is that in the ranking."""
+    numbered = enumerate(zip(ranking.taken(ranking.frame.index), ranking.environments.parts, strict=True))
+    rows = [row | parts | {"number": n} for n, (row, parts) in numbered if row["status"] not in NOT_TRIED]
     return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
 
 
 def _columns(tried: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
     """The columns that tell model and batch, and those that tell the layout, of which both tables have values."""
 
-    def known(names: Iterable[str]) -> list[str]:
+    def in_both(names: Iterable[str]) -> list[str]:
         return [name for name in names if all(any(r[name] is not None for r in rows) for rows in tried)]
 
     # Where one table has several values of a column, layouts are compared at equal ones.
-    apart = [name for name in (*MAY_DIFFER, *CHOSEN, *OBSERVED) if name != "driver_version"]
-    several = [name for name in apart if any(len({row[name] for row in rows} - {None}) > 1 for rows in tried)]
-    sizes = known(name for name in MODEL if name != "model") or ["model"]
-    return [*sizes, *known(("nodes", "seq_len", "gbs")), *several], known(AXES)
+    varied_columns = [
+        name
+        for name in (*MAY_DIFFER, *CHOSEN, *OBSERVED)
+        if name != "driver_version" and any(len({row[name] for row in rows} - {None}) > 1 for rows in tried)
+    ]
+    sizes = in_both(name for name in MODEL if name != "model") or ["model"]
+    options = [name for name in ("variant",) if any(row[name] is not None for rows in tried for row in rows)]
+    return [*sizes, *in_both(("nodes", "seq_len", "gbs")), *varied_columns], [*in_both(AXES), *options]
 
 
 def _by_key(rows: Sequence[Row], names: Sequence[str]) -> dict[_Key, list[Row]]:
-    found = defaultdict[_Key, list[Row]](list)
+    rows_by_key = defaultdict[_Key, list[Row]](list)
     for row in rows:
-        found[tuple(row[name] for name in names)].append(row)
-    return found
+        rows_by_key[tuple(row[name] for name in names)].append(row)
+    return rows_by_key
 
 
 def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str]) -> str:
     """The message for tables without a common layout, with the columns that have no common value."""
-    counts = f"A has {counted(len(tried[0]), 'tried run')}, B {len(tried[1]):,}, and no layout is in both"
+    fact = f"A has {counted(len(tried[0]), 'tried run')}, B {len(tried[1]):,}, and no layout is in both"
     values = {name: [sorted({str(row[name]) for row in rows}) for rows in tried] for name in names}
-    apart = [
+    differing_values = [
         f"{name} is {' / '.join(a[:3])} in A and {' / '.join(b[:3])} in B"
         for name, (a, b) in values.items()
         if a and b and not {*a} & {*b}
     ]
-    return f"{counts}{''.join(f'; {text}' for text in apart[:3])}: compare the same models and batch"
+    return f"{fact}{''.join(f'; {text}' for text in differing_values[:3])}: compare the same models and batch"
 
 
 def _runs(rows: Sequence[Row]) -> list[list[float]]:
     """The step times of each measured run; the one known time where single steps are unknown."""
-    measured = (row for row in rows if row["status"] == "ok" and row["suspect"] is None)
-    times = (row["step_times_s"] or [row["step_time_s"]] for row in measured)
+    measured_rows = (row for row in rows if row["status"] == Status.OK and row["suspect"] is None)
+    times = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
     return [run for run in times if all(time and time > 0 for time in run)]
 
 
 def _row(a: Sequence[Row], b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
     """What the tables say about one layout."""
     shared = {name: a[0][name] for name in ("model", "num_params", "nodes", "seq_len", "gbs", *MAY_DIFFER)}
-    told = shared | {"layout": " ".join(labels(a[0])), **{name: a[0][name] for name in AXES}}
+    row = shared | {"layout": _label(a[0]), **{name: a[0][name] for name in (*AXES, "variant")}}
     for side, rows, runs in (("a", a, pair[0]), ("b", b, pair[1])):
-        told[f"run_id_{side}"] = rows[0]["run_id"]
-        told[f"status_{side}"] = "ok" if runs else _end(rows)
-        told[f"step_time_{side}_s"] = _step_time(runs) if runs else np.nan
-        told[f"runs_{side}"], told[f"steps_{side}"] = len(runs), sum(map(len, runs))
+        row[f"run_id_{side}"] = rows[0]["run_id"]
+        row[f"status_{side}"] = "ok" if runs else _end(rows)
+        row[f"step_time_{side}_s"] = _step_time(runs) if runs else np.nan
+        row[f"runs_{side}"], row[f"steps_{side}"] = len(runs), sum(map(len, runs))
     stopped = any(row["stopped"] == STOPPED_AS_SLOWER for row in (*a, *b))
-    return told | {"stopped": stopped, "ratio": told["step_time_b_s"] / told["step_time_a_s"]}
+    return row | {"stopped": stopped, "ratio": row["step_time_b_s"] / row["step_time_a_s"]}
+
+
+def _label(row: Row) -> str:
+    """The layout and the variant of a row as a short text."""
+    return " ".join((*labels(row), *texts(variant_in(row["variant"]))))
 
 
 def _end(rows: Sequence[Row]) -> str:
-    """The most common end of a layout that has no good measurement; an ok run in doubt is `suspect`."""
-    ends = Counter("suspect" if row["status"] == "ok" else str(row["status"]) for row in rows)
+    """The most common end of a layout that has no good measurement; an ok run with a suspect number is `suspect`."""
+    ends = Counter("suspect" if row["status"] == Status.OK else str(row["status"]) for row in rows)
     return min(ends, key=lambda end: (-ends[end], end))
 
 
 def _finding(row: Mapping[Any, Any], threshold: float) -> str | None:
     """What the row of a layout says about B; None where nothing is shown."""
-    if row["status_a"] == "ok" and row["status_b"] in FAULTS:
+    if row["status_a"] == Status.OK and row["status_b"] in FAULTS:
         return FAILING
-    if row["status_a"] in FAULTS and row["status_b"] == "ok":
+    if row["status_a"] in FAULTS and row["status_b"] == Status.OK:
         return RUNNING_AGAIN
     if row["p_corrected"] <= ALPHA and row["ratio"] > 1 + threshold:
         return SLOWER
@@ -322,47 +322,49 @@ def _finding(row: Mapping[Any, Any], threshold: float) -> str | None:
 
 
 def _changed(
-    cells: Sequence[list[Cell]], sides: Sequence[Mapping[_Key, list[Row]]], work: slice
+    rankings: Sequence[Ranking], sides: Sequence[Mapping[_Key, list[Row]]], workload_part: slice
 ) -> pd.DataFrame:
     """The cells that different layouts win in A and in B.
 
     Args:
-        cells: the rankings of A and B.
+        rankings: those of A and B.
         sides: the rows of A and B by key.
-        work: the part of a key that tells model and batch, but not the layout.
+        workload_part: the part of a key that tells model and batch, but not the layout.
     """
-    in_a, in_b = (
-        {(row["run_id"], row["env_id"]): key for key, rows in side.items() for row in rows} for side in sides
+    key_in_a, key_in_b = (
+        {row["number"]: key for key, rows in side.items() for row in rows} for side in sides
     )
-    best_of_a = {key[work]: key for cell in cells[0] if (key := in_a.get((cell.run_id, cell.env_id)))}
-    found = []
-    for cell in cells[1]:
-        new = in_b.get((cell.run_id, cell.env_id))
-        old = best_of_a.get(new[work]) if new else None
-        if new is None or old in (None, new):
+    winners_in_a = (of_cell[0] for of_cell in rankings[0].standings.values() if of_cell[0].best)
+    best_in_a = {key_in_a[winner.repeat][workload_part]: key_in_a[winner.repeat] for winner in winners_in_a}
+    changed = []
+    for best, *others in rankings[1].standings.values():
+        new_key = key_in_b[best.repeat] if best.best else None
+        old_key = best_in_a.get(new_key[workload_part]) if new_key else None
+        if new_key is None or old_key in (None, new_key):
             continue
-        kept, best = _runs(sides[1].get(old, ())), _runs(sides[1][new])
-        found.append({
-            "model": cell.model,
-            "nodes": cell.nodes,
-            "best_a": " ".join(labels(sides[0][old][0])),
-            "best_b": " ".join(labels(cell.layout)),
-            "as_good": any(key == old for (run_id, _), key in in_b.items() if run_id in cell.as_good_as_best),
-            "cost": _step_time(kept) / _step_time(best) if kept and best else np.nan,
+        counterpart = next((s for s in others if key_in_b.get(s.repeat) == old_key and not s.suspect), None)
+        first_row = sides[1][new_key][0]
+        changed.append({
+            "model": first_row["model"],
+            "nodes": first_row["nodes"],
+            "best_a": _label(sides[0][old_key][0]),
+            "best_b": _label(first_row),
+            "as_good": any(s.as_good for s in others if key_in_b.get(s.repeat) == old_key),
+            "cost": best.value / counterpart.value if best.value and counterpart and counterpart.value else np.nan,
         })  # fmt: skip
-    return pd.DataFrame(found, columns=["model", "nodes", "best_a", "best_b", "as_good", "cost"])
+    return pd.DataFrame(changed, columns=["model", "nodes", "best_a", "best_b", "as_good", "cost"])
 
 
-def _machine(both: Sequence[tuple[list[Row], list[Row]]], threshold: float) -> Iterator[str]:
+def _machine(pairs: Sequence[tuple[list[Row], list[Row]]], threshold: float) -> Iterator[str]:
     """A sentence that names the rates of the machine that differ, in the median of the layouts in both tables."""
-    told = []
+    changes = []
     for name in _MACHINE:
-        rates = [[[row[name] for row in rows if row[name]] for rows in pair] for pair in both]
+        rates = [[[row[name] for row in rows if row[name]] for rows in pair] for pair in pairs]
         ratios = [median(b) / median(a) for a, b in rates if a and b]
         if ratios and abs(log(ratio := median(ratios))) > log(1 + max(threshold, _SAME_RATE)):
-            told.append(f"{name} is {ratio:.2f} x")
-    if told:
-        yield f"In B the machine has other rates, from which other step times may come: {', '.join(told)}."
+            changes.append(f"{name} is {ratio:.2f} x")
+    if changes:
+        yield f"In B the machine has other rates, from which other step times may come: {', '.join(changes)}."
 
 
 def _p_alone(rows: pd.DataFrame) -> float:
@@ -376,17 +378,17 @@ def _of_them(number: int) -> str:
 
 def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> Iterator[str]:
     """Sentences about what was compared and what was left out."""
-    both = rows[rows["ratio"].notna()]
-    yield f"{counted(len(rows), 'layout')} tried in both, {len(both):,} of them with a step time in both."
-    if stopped := int(both["stopped"].sum()):
+    timed = rows[rows["ratio"].notna()]
+    yield f"{counted(len(rows), 'layout')} tried in both, {len(timed):,} of them with a step time in both."
+    if stopped := int(timed["stopped"].sum()):
         yield f"{_of_them(stopped)} stopped early in A or in B, as slower than the best of the cell."
-    needed = _p_alone(both)
-    short = both.loc[both["p_least"] > needed, "p_least"]
-    if len(short):
-        why = f"because a side has too few steps: p is {short.min():.2g} or more, of at most {needed:.2g}"
-        yield f"{len(short):,} of them could not become significant if each alone differed, {why}."
-    if untested := int(both["p_value"].isna().sum()):
+    needed_p = _p_alone(timed)
+    large_p = timed.loc[timed["p_least"] > needed_p, "p_least"]
+    if len(large_p):
+        why = f"because a side has too few steps: p is {large_p.min():.2g} or more, of at most {needed_p:.2g}"
+        yield f"{len(large_p):,} of them could not become significant if each alone differed, {why}."
+    if untested := int(timed["p_value"].isna().sum()):
         yield f"{_of_them(untested)} not tested, because a side has a single step time."
-    suspect = [sum(row["suspect"] is not None for row in side) for side in tried]
-    if any(suspect):
-        yield f"Suspect rows are left out: {suspect[0]:,} of A and {suspect[1]:,} of B."
+    num_suspect = [sum(row["suspect"] is not None for row in side) for side in tried]
+    if any(num_suspect):
+        yield f"Suspect rows are left out: {num_suspect[0]:,} of A and {num_suspect[1]:,} of B."

@@ -35,23 +35,24 @@ class Environments:
     """The environments of a table, and for each row the one that it belongs to."""
 
     def __init__(self, table: pa.Table) -> None:
-        several = len(table["env_id"].drop_null().unique()) > 1
-        rows = table.select([*COLUMNS]).to_pylist() if several else []
+        has_several = len(table["env_id"].drop_null().unique()) > 1
+        rows = table.select([*COLUMNS]).to_pylist() if has_several else []
         parts_by_id = {row["env_id"]: row for row in rows if row["status"] == "ok" and row["env_id"]}
         self._same, self._merged_drivers = _merged(rows)
         self._parts = {env_id: parts_by_id[env_id] for env_id in sorted({*self._same.values()})}
-        of_run, of_sweep = defaultdict[tuple[str, str], set[str]](set), defaultdict[str, set[str]](set)
+        env_ids_by_run = defaultdict[tuple[str, str], set[str]](set)
+        env_ids_by_sweep = defaultdict[str, set[str]](set)
         for row in rows:
             if row["status"] == "ok" and row["env_id"]:
-                of_run[row["sweep"], row["run_id"]].add(self._same[row["env_id"]])
-                of_sweep[row["sweep"]].add(self._same[row["env_id"]])
+                env_ids_by_run[row["sweep"], row["run_id"]].add(self._same[row["env_id"]])
+                env_ids_by_sweep[row["sweep"]].add(self._same[row["env_id"]])
 
         def environment(row: Mapping[str, str]) -> str | None:
             """The env_id of a row; a run that failed early has seen nothing, and belongs to that of its sweep."""
             if row["status"] == "ok" and row["env_id"]:
                 return self._same[row["env_id"]]
-            near = of_run[row["sweep"], row["run_id"]] or of_sweep[row["sweep"]]
-            return next(iter(near)) if len(near) == 1 else self._same.get(row["env_id"])
+            candidate_ids = env_ids_by_run[row["sweep"], row["run_id"]] or env_ids_by_sweep[row["sweep"]]
+            return next(iter(candidate_ids)) if len(candidate_ids) == 1 else self._same.get(row["env_id"])
 
         self.ids: list[str | None] = [environment(row) for row in rows] or [None] * len(table)
         """For each row the env_id that stands for its environment; None where it is unknown or the only one."""
@@ -63,21 +64,25 @@ class Environments:
             return {}
         parts = [self._parts[env_id] for env_id in distinct]
         differing = [name for name in (*CHOSEN, *OBSERVED) if len({part[name] for part in parts}) > 1]
-        words = {env_id: self._words(env_id, differing, distinct) for env_id in distinct}
-        alike = {text for text in words.values() if [*words.values()].count(text) > 1 or not text}
-        more = {
-            env_id: f" environment {env_id[:ID_CHARS]}" for env_id, text in words.items() if text in alike
+        text_by_id = {env_id: self._words(env_id, differing, distinct) for env_id in distinct}
+        ambiguous = {
+            text for text in text_by_id.values() if [*text_by_id.values()].count(text) > 1 or not text
         }
-        return {env_id: f"{text}{more.get(env_id, '')}".strip() for env_id, text in words.items()}
+        labels = {
+            env_id: f" environment {env_id[:ID_CHARS]}"
+            for env_id, text in text_by_id.items()
+            if text in ambiguous
+        }
+        return {env_id: f"{text}{labels.get(env_id, '')}".strip() for env_id, text in text_by_id.items()}
 
-    def _words(self, env_id: str, columns: Sequence[str], others: Sequence[str]) -> str:
-        """The values of one environment in these columns; of variables only those that differ from `others`."""
+    def _words(self, env_id: str, columns: Sequence[str], env_ids: Sequence[str]) -> str:
+        """The values of one environment in these columns; of variables only those that differ in `env_ids`."""
         texts = []
         for column in columns:
-            values = {other: self._parts[other][column] for other in others}
+            values = {other_id: self._parts[other_id][column] for other_id in env_ids}
             if column in _VARIABLES:
                 texts += _variables(
-                    {other: json.loads(text or "{}") for other, text in values.items()}, env_id
+                    {other_id: json.loads(text or "{}") for other_id, text in values.items()}, env_id
                 )
             else:
                 name = _NAMES.get(column, column.removesuffix("_version"))
@@ -93,7 +98,7 @@ class Environments:
     def parts(self) -> list[dict[str, str | None]]:
         """For each row its column -> value of CHOSEN and OBSERVED without the driver; empty where there is one."""
         names = [name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"]
-        return [{name: self._parts[i][name] for name in names} if i else {} for i in self.ids]
+        return [{name: self._parts[env_id][name] for name in names} if env_id else {} for env_id in self.ids]
 
     @property
     def notes(self) -> list[str]:
@@ -107,25 +112,31 @@ class Environments:
 def _merged(rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """env_id -> the env_id that stands for it, and sweep -> the drivers of environments of it that count as one."""
     names = ("sweep", *(name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"))
-    oks = (row for row in rows if row["status"] == "ok" and row["env_id"])
-    seen = ((tuple(str(row[n]) for n in names), row["env_id"], row["driver_version"] or "") for row in oks)
-    same, merged = same_environments(sorted(seen))
-    return same, {key[0]: drivers for key, drivers in merged.items() if isinstance(key, tuple)}
+    ok_rows = (row for row in rows if row["status"] == "ok" and row["env_id"])
+    environments = (
+        (tuple(str(row[n]) for n in names), row["env_id"], row["driver_version"] or "") for row in ok_rows
+    )
+    representative_by_id, merged = same_environments(sorted(environments))
+    return representative_by_id, {
+        key[0]: drivers for key, drivers in merged.items() if isinstance(key, tuple)
+    }
 
 
-def _variables(values: Mapping[str, Mapping[str, str]], env_id: str) -> list[str]:
+def _variables(variables_by_id: Mapping[str, Mapping[str, str]], env_id: str) -> list[str]:
     """The variables of one environment that differ from those of another one."""
-    names = sorted({name for variables in values.values() for name in variables})
-    differing = [name for name in names if len({variables.get(name) for variables in values.values()}) > 1]
-    mine = values[env_id]
-    return [f"{name}={mine[name]}" if name in mine else f"{name} unset" for name in differing]
+    names = sorted({name for variables in variables_by_id.values() for name in variables})
+    differing = [name for name in names if len({v.get(name) for v in variables_by_id.values()}) > 1]
+    values = variables_by_id[env_id]
+    return [f"{name}={values[name]}" if name in values else f"{name} unset" for name in differing]
 
 
 def differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
     """Column that tells what was measured where -> its values in the tables A and B, where these differ."""
-    found = {}
+    values_by_column = {}
     for name in _CONTEXT:
-        left, right = (sorted(map(str, table[name].drop_null().unique().to_pylist())) for table in (a, b))
-        if left != right:
-            found[name] = " / ".join(left) or "unknown", " / ".join(right) or "unknown"
-    return found
+        values_a, values_b = (
+            sorted(map(str, table[name].drop_null().unique().to_pylist())) for table in (a, b)
+        )
+        if values_a != values_b:
+            values_by_column[name] = " / ".join(values_a) or "unknown", " / ".join(values_b) or "unknown"
+    return values_by_column

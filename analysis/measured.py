@@ -10,16 +10,15 @@ import pyarrow as pa
 
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import AXES, Layout
+from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
-from ultrabench.result import Status
+from ultrabench.result import NOT_TRIED
 from ultrabench.run import RunSpec, Workload
 
-_NOT_RUN = (None, Status.SKIPPED, Status.REJECTED)
 _SHAPE = tuple(field.name for field in fields(ModelShape))
 
-_NEEDED = ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas", "seq_len", "kernel", "precision")
+_NEEDED = ("nodes", *DEGREES, "zero_stage", *BATCH, "seq_len", "kernel", "precision")
 """Columns whose defaults would be a guess."""
 _OPTIONS = ("precision", "compile", "attention")
 """Columns that are options of the kernel."""
@@ -45,7 +44,8 @@ class MeasuredRun:
     is_final: bool
     status: str
     suspect: str | None
-    """All reasons to doubt the row, joined by `; `."""
+    """All reasons to doubt the row, as one text."""
+    suspect_codes: list[str] | None
     step_time_s: float | None
     predicted_step_time_s: float | None
     """What was predicted when the run was planned."""
@@ -68,7 +68,7 @@ def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], Counter[str]]:
     """
     runs, left_out = list[MeasuredRun](), Counter[str]()
     for row in table.select([name for name in table.column_names if name in _READ]).to_pylist():
-        if row["status"] in _NOT_RUN or row["model"] is None:
+        if row["status"] in NOT_TRIED or row["model"] is None:
             continue
         try:
             runs.append(MeasuredRun(spec=spec_of(row), **{name: row[name] for name in _COLUMNS}))
@@ -85,9 +85,9 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     """
     if unknown := [name for name in _NEEDED if row[name] is None]:
         raise ConfigError(f"row lacks {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
-    program, version = row["kernel"], row.get("kernel_version") or ""
-    of_kernel: dict[str, Any] = {"name": program, "version": int(version) if version.isdecimal() else 1}
-    of_kernel |= {} if program == "embedded" else {"kind": "command", "command": (program,)}
+    kernel, version = row["kernel"], row.get("kernel_version") or ""
+    of_kernel: dict[str, Any] = {"name": kernel, "version": int(version) if version.isdecimal() else 1}
+    of_kernel |= {} if kernel == "embedded" else {"kind": "command", "command": (kernel,)}
     records = {
         "shape": shape_of(row),
         "layout": _part(Layout, "row.layout", row, AXES),
@@ -108,12 +108,12 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
     return shape
 
 
-def _part(kind: Any, where: str, row: Mapping[str, Any], names: tuple[str, ...], /, **more: Any) -> Any:
-    """The record `kind` from the columns `names` that are not null in the row, and from `more`."""
-    return _record(kind, where, names, *map(row.get, names), *more.items())
+def _part(kind: Any, where: str, row: Mapping[str, Any], names: tuple[str, ...], /, **extra: Any) -> Any:
+    """The record `kind` from the columns `names` that are not null in the row, and from `extra`."""
+    return _record(kind, where, names, *map(row.get, names), *extra.items())
 
 
 @functools.lru_cache(maxsize=4096)  # many rows have equal parts, and checking them takes longer than reading
-def _record(kind: Any, where: str, names: tuple[str, ...], *held: Any) -> Any:
-    known = {name: value for name, value in zip(names, held, strict=False) if value is not None}
-    return from_dict(kind, dict(held[len(names) :]) | known, where=where)
+def _record(kind: Any, where: str, names: tuple[str, ...], *values: Any) -> Any:
+    value_by_name = {name: value for name, value in zip(names, values, strict=False) if value is not None}
+    return from_dict(kind, dict(values[len(names) :]) | value_by_name, where=where)

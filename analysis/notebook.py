@@ -58,9 +58,9 @@ def best(
         ConfigError: a column is missing that is needed, or `rank_by` is no numeric column.
     """
     cells = rank(table_of(rows), rank_by=rank_by, include_suspects=include_suspects)
-    found = [cell.to_json() for cell in cells]
+    documents = [cell.to_json() for cell in cells]
     names = [field.name for field in fields(Cell) if field.name != "layout"] + [*AXES]
-    return _frame(pa.table({name: [cell[name] for cell in found] for name in names}))
+    return _frame(pa.table({name: [cell[name] for cell in documents] for name in names}))
 
 
 def plot(kind: str, rows: pd.DataFrame | None = None, *, title: str | None = None, **options: Any) -> Figure:

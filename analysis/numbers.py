@@ -41,9 +41,9 @@ def memory(held_bytes: float | None, rank0_bytes: float | None = None) -> str | 
 
 def scale_end(values: Iterable[float | None]) -> float:
     """Upper end of a colour scale: the smallest round number that no value exceeds; None is no value."""
-    most = max((value for value in values if value is not None), default=0.0)
+    largest = max((value for value in values if value is not None), default=0.0)
     steps = [0.1, 0.2, 0.5, 1, 2, 5, *range(10, 201, 10)]
-    return next((step for step in steps if step >= most), most)
+    return next((step for step in steps if step >= largest), largest)
 
 
 _FRACTIONS = ("mfu", "hfu", "p_oom", "_rel", "_share")

@@ -1,25 +1,25 @@
 """Ranks the runs of each cell: finds the best run and those that are as good, or why there is none."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.cells import Cell, best_outcome
+from ultrabench.analysis.cells import Cell
 from ultrabench.analysis.environments import Environments
+from ultrabench.analysis.options import COLUMNS as OPTION_COLUMNS
+from ultrabench.analysis.options import in_rows, varied_options
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import AXES
-from ultrabench.result import NOT_TRIED, SLOWER
-from ultrabench.standing import Repeat, Standing, standings, tier
-
-End = tuple[str, bool]
-"""The status of a repeat that has ended, and whether it is suspect."""
+from ultrabench.result import SLOWER, Status, tier
+from ultrabench.standing import Repeat, Standing, standings
 
 
 def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
@@ -97,6 +97,10 @@ _OTHERS = (
     "control", "control_ratio", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes",
 )  # fmt: skip
 """Further columns that rankings need."""
+_OF_REPEAT = (
+    "run_id", "cell", "competes_in", "place", "control", "status", "stopped", "suspect", "rate", "control_ratio", "width",
+)  # fmt: skip
+"""Columns of a frame, in the order of the fields of Repeat."""
 
 LOWER_IS_BETTER = frozenset({
     "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final",
@@ -111,8 +115,163 @@ _AS_SURE_AS_STEP_TIME = frozenset({
 """Columns that are proportional to the step time or its inverse, so they have the same relative interval."""
 
 
-_Ranked = Mapping[Hashable, Sequence[Standing]]
-"""Cell -> the standings of its runs, of which `repeat` is a row of the frame that `_final` returns."""
+class Ranking:
+    """The final rows of runs that train a model, and the standings of these runs in their cells."""
+
+    def __init__(
+        self,
+        table: pa.Table,
+        *,
+        rank_by: str = DEFAULT_RANK_BY,
+        include_suspects: bool = False,
+        more: Sequence[str] = (),
+    ) -> None:
+        """Ranks the runs of a result table.
+
+        Args:
+            include_suspects: whether suspect rows compete with all others.
+            more: further columns of the frame.
+
+        Raises:
+            ConfigError: `rank_by` is no numeric column.
+        """
+        number_tests = pa.types.is_integer, pa.types.is_floating
+        numeric = [column.name for column in table.schema if any(test(column.type) for test in number_tests)]
+        require_known("column to rank by", numeric, rank_by, first=_MOST_WANTED)
+        self._rank_by = rank_by
+        final = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
+        rows = table.filter(final).sort_by([(name, "ascending") for name in _ORDER])
+        self.environments = Environments(rows)
+        columns = dict.fromkeys(
+            (*_KEY, *AXES, *OPTION_COLUMNS, *_WINNER, *_OTHERS, "is_final", rank_by, *more)
+        )
+        self._rows = rows.select([*columns])
+        self.options = varied_options(self._rows)
+        """Option beside the layout that varies in the table -> its value in each row."""
+        self.frame = self._framed()
+        """The rows with the number of their cell and the columns of _OF_REPEAT."""
+        tried = self.frame[self.frame["status"] != Status.REJECTED]
+        repeats = map(Repeat, *(_known(tried, name) for name in _OF_REPEAT))
+        by_control = rank_by == DEFAULT_RANK_BY
+        ranked = standings(repeats, include_suspects=include_suspects, by_control=by_control)
+        row_of_repeat = tried.index.tolist()
+
+        def with_rows(standing: Standing) -> Standing:
+            competing = tuple(row_of_repeat[index] for index in standing.competing)
+            return replace(standing, repeat=row_of_repeat[standing.repeat], competing=competing)
+
+        self.standings = {
+            cell: [*map(with_rows, ranked[cell])] for cell in sorted(tried["cell"].unique().tolist())
+        }
+        """Cell -> the standings of its runs; `repeat` and `competing` are rows of the frame."""
+
+    def cells(self) -> list[Cell]:
+        """What `rank` returns."""
+        self._require_one_formula()
+        frame = self.frame
+        several = frame.loc[frame["status"] != Status.REJECTED, [*AXES]].nunique() > 1
+        varied = tuple(name for name in AXES if several[name])
+        # A row without doubt says what its cell is called; it is the first after a stable sort.
+        trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
+        usual = trusted_first.drop_duplicates("cell").sort_values("cell")
+        best = {cell: of_cell[0].repeat for cell, of_cell in self.standings.items() if of_cell[0].best}
+        winners = dict(zip(best, self.taken(best.values()), strict=True))
+        rows_of, cells = frame.groupby("cell").indices, []
+        for head, cell in zip(self.taken(usual.index), usual["cell"], strict=True):
+            of_cell = self.standings.get(cell, [])
+            shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)}
+            shared |= {"shown_column": self._shown, "varied_axes": varied, **_counts(of_cell)}
+            if winner := winners.get(cell):
+                cells.append(self._won(of_cell, winner, shared))
+            else:
+                status, reason = why_empty(self.taken(rows_of[cell]))
+                cells.append(Cell(status=status, reason=reason, **shared))
+        return cells
+
+    def boards(self, columns: Sequence[str] | None = None) -> list[list[Row]]:
+        """What `leaderboard` returns, with these columns of the result table; None means all that were read."""
+        self._require_one_formula()
+        ordered = [*chain.from_iterable(self.standings.values())]
+        oks = [standing for standing in ordered if standing.outcome == Status.OK]
+        if oks and all(standing.rate is None for standing in oks):
+            rule = "rank by another of docs/results-schema.md"
+            raise ConfigError(f"no ok run has a value in {self._rank_by}; {rule}")
+        ranked = enumerate(self.taken((standing.repeat for standing in ordered), columns), 1)
+        options = iter(in_rows(self.options, (standing.repeat for standing in ordered)))
+        boards = list[list[Row]]()
+        for of_cell in self.standings.values():
+            marked = zip(self._marks(of_cell), ranked, strict=False)
+            boards.append(
+                [{"rank": rank, **row, **marks, "options": next(options)} for marks, (rank, row) in marked]
+            )
+        return boards
+
+    @property
+    def _shown(self) -> str:
+        """The column that the heatmap shows."""
+        return "mfu" if self._rank_by == DEFAULT_RANK_BY else self._rank_by
+
+    def _won(self, of_cell: Sequence[Standing], winner: Row, shared: Row) -> Cell:
+        """The cell of a winner; `shared` are the fields that a cell without one has, too."""
+        (marks,) = self._marks(of_cell[:1])
+        as_good = tuple(standing.run_id for standing in of_cell if standing.as_good)
+        return Cell(
+            shown_value=winner[self._shown],
+            layout={name: winner[name] for name in AXES},
+            options=in_rows(self.options, [of_cell[0].repeat])[0],
+            **shared,
+            **{name: value for name, value in marks.items() if name != "best"} | {"as_good_as_best": as_good},
+            **{name: winner[name] for name in ("run_id", "status", "suspect", *_WINNER)},
+        )
+
+    def _marks(self, of_cell: Sequence[Standing]) -> list[Row]:
+        """The columns that the standing of each run gives."""
+        labels = self.environments.labels(s.environment for s in self.standings[of_cell[0].cell])
+        return [
+            {
+                "ranked_by": "control_ratio" if standing.by_control else self._rank_by,
+                "ranked_value": None if standing.value is None else abs(standing.value),
+                "best": standing.best,
+                "as_good_as_best": standing.as_good,
+                "environment": labels.get(standing.environment or ""),
+                "num_repeats": standing.num_repeats,
+                "num_repeats_failed": standing.num_repeats_failed,
+            }
+            for standing in of_cell
+        ]
+
+    def taken(self, numbers: Iterable[int], columns: Sequence[str] | None = None) -> list[Row]:
+        """The rows of these numbers."""
+        table = self._rows if columns is None else self._rows.select([*columns])
+        taken: list[Row] = table.take(pa.array(numbers, pa.int64())).to_pylist()
+        return taken
+
+    def _require_one_formula(self) -> None:
+        """Raises ConfigError if MFU follows from several formulas."""
+        formulas = sorted({*self._rows["flops_formula"].unique().to_pylist()} - {None})
+        if len(formulas) > 1:
+            fact = f"MFU is by {' and '.join(formulas)} in these results, which makes it incomparable"
+            remedy = "launch the sweeps again with one measure.flops_formula, or show each alone"
+            raise ConfigError(f"{fact}; {remedy}")
+
+    def _framed(self) -> pd.DataFrame:
+        """The rows as a frame with the further columns of _OF_REPEAT.
+
+        A suspect row of an imported table has the usual batch and size of its model, as its cell has.
+        """
+        frame = self._rows.to_pandas()
+        keys = _keys(frame)
+        in_order = keys.sort_values(_KEY, na_position="first")
+        sign = -1 if self._rank_by in LOWER_IS_BETTER else 1
+        with_cells: pd.DataFrame = frame.assign(
+            **{name: keys[name].where(keys[name].notna(), frame[name]) for name in ("gbs", "num_params")},
+            cell=in_order.groupby(_KEY, dropna=False, sort=False).ngroup(),
+            competes_in=self.environments.ids,
+            place=[*zip(frame["sweep"], frame["allocation"], strict=True)],
+            rate=sign * frame[self._rank_by],
+            width=frame["step_time_ci95_rel"] if self._rank_by in _AS_SURE_AS_STEP_TIME else None,
+        )
+        return with_cells
 
 
 def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: bool = False) -> list[Cell]:
@@ -123,10 +282,9 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     compared in cells where all runs have them. A repeated run counts with the median of its repeats.
 
     Raises:
-        ConfigError: `rank_by` is no numeric column.
+        ConfigError: `rank_by` is no numeric column, or MFU follows from several formulas.
     """
-    final, frame = _final(table, rank_by)
-    return _cells(final, frame, _ranked(frame, rank_by, include_suspects), rank_by)
+    return Ranking(table, rank_by=rank_by, include_suspects=include_suspects).cells()
 
 
 def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list[Row]]:
@@ -140,186 +298,21 @@ def leaderboard(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY) -> list[list
     that were not ok.
 
     Raises:
-        ConfigError: `rank_by` is no numeric column, or no ok run has a value in it.
+        ConfigError: `rank_by` is no numeric column, no ok run has a value in it, or MFU follows from several formulas.
     """
-    final, frame = _final(table, rank_by)
-    return _boards(final, frame, _ranked(frame, rank_by), rank_by)
-
-
-def rank_and_order(table: pa.Table, columns: Sequence[str]) -> tuple[list[Cell], list[list[Row]]]:
-    """What `rank` and `leaderboard` return by default, the second with these columns, in less time than both need.
-
-    Args:
-        columns: columns of the rows, among them `status` and `suspect`.
-    """
-    final, frame = _final(table, DEFAULT_RANK_BY)
-    ranked = _ranked(frame, DEFAULT_RANK_BY)
-    cells = _cells(final, frame, ranked, DEFAULT_RANK_BY)
-    return cells, _boards(final.select([*columns]), frame, ranked, DEFAULT_RANK_BY)
-
-
-def _cells(final: pa.Table, frame: pd.DataFrame, ranked: _Ranked, rank_by: str) -> list[Cell]:
-    winners = {cell: of_cell[0].repeat for cell, of_cell in ranked.items() if of_cell[0].best}
-    best = dict(zip(winners, final.take([*winners.values()]).to_pylist(), strict=True)) if winners else {}
-    shown = "mfu" if rank_by == DEFAULT_RANK_BY else rank_by
-    several = frame.loc[frame["status"] != "rejected", [*AXES]].nunique() > 1
-    varied = tuple(name for name in AXES if several[name])
-    ends, contenders, labels = _ends(frame), _known(frame, "contender"), _known(frame, "environment")
-    # A row without doubt says what its cell is called; it is the first after a stable sort.
-    trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
-    usual = trusted_first.drop_duplicates("cell").sort_values("cell")
-    heads = final.take(usual.index.to_numpy()).to_pylist()
-    cells, rows_of = [], frame.groupby("cell").indices
-    for head, n in zip(heads, usual["cell"], strict=True):
-        shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)}
-        shared |= {"shown_column": shown, "varied_axes": varied, **_counts(ends[n].values())}
-        if n not in best:
-            status, reason = why_empty(final.take(rows_of[n]).to_pylist())
-            cells.append(Cell(status=status, reason=reason, **shared))
-            continue
-        first, row = ranked[n][0], best[n]
-        made = Cell(
-            as_good_as_best=tuple(standing.run_id for standing in ranked[n] if standing.as_good),
-            ranked_by="control_ratio" if first.by_control else rank_by,
-            environment=labels[first.repeat],
-            shown_value=row[shown],
-            suspect=row["suspect"],
-            layout={k: row[k] for k in AXES},
-            **shared,
-            **_repeats(ends[n][contenders[first.repeat]]),
-            **{k: row[k] for k in ("run_id", "status", *_WINNER)},
-        )
-        cells.append(made)
-    return cells
-
-
-def _boards(final: pa.Table, frame: pd.DataFrame, ranked: _Ranked, rank_by: str) -> list[list[Row]]:
-    ordered = [standing for of_cell in ranked.values() for standing in of_cell]
-    oks = [standing for standing in ordered if standing.outcome == "ok"]
-    if oks and all(standing.rate is None for standing in oks):
-        raise ConfigError(f"no ok run has a value in {rank_by}; rank by another of docs/results-schema.md")
-    rows = final.take([standing.repeat for standing in ordered]).to_pylist() if ordered else []
-    ends, contenders, labels = _ends(frame), _known(frame, "contender"), _known(frame, "environment")
-    boards: dict[Hashable, list[Row]] = {cell: [] for cell in ranked}
-    for n, (standing, row) in enumerate(zip(ordered, rows, strict=True), 1):
-        marks = {
-            "ranked_by": "control_ratio" if standing.by_control else rank_by,
-            "best": standing.best,
-            "as_good_as_best": standing.as_good,
-            "environment": labels[standing.repeat],
-        }
-        repeats = _repeats(ends[standing.cell][contenders[standing.repeat]])
-        boards[standing.cell].append({"rank": n, **row, **marks, **repeats})
-    return [*boards.values()]
-
-
-def _ends(frame: pd.DataFrame) -> dict[object, dict[str, list[End]]]:
-    """Cell -> contender -> the ends of its repeats."""
-    found: dict[object, dict[str, list[End]]] = defaultdict(lambda: defaultdict(list))
-    columns = (_known(frame, name) for name in ("cell", "contender", "status", "suspect"))
-    for cell, contender, status, doubt in zip(*columns, strict=True):
-        if status not in NOT_TRIED:
-            found[cell][contender].append((status, doubt is not None))
-    return found
-
-
-def _repeats(ends: Sequence[End]) -> Row:
-    """The numbers of repeats of a run that have ended, and of those that were not ok."""
-    return {"num_repeats": len(ends), "num_repeats_failed": sum(status != "ok" for status, _ in ends)}
-
-
-def _sign(rank_by: str) -> int:
-    return -1 if rank_by in LOWER_IS_BETTER else 1
-
-
-def _final(table: pa.Table, rank_by: str) -> tuple[pa.Table, pd.DataFrame]:
-    """The final rows of runs that train a model, and the same rows as a frame with the number of the cell.
-
-    The frame has the columns `contender`, which names a run in one environment, and `environment`, which tells what
-    sets that apart from the others of its cell.
-
-    Raises:
-        ConfigError: `rank_by` is no numeric column, or MFU follows from several formulas.
-    """
-    numeric = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
-    require_known("column to rank by", numeric, rank_by, first=_MOST_WANTED)
-    wanted = dict.fromkeys((*_KEY, *AXES, *_WINNER, *_OTHERS, "is_final", rank_by))
-    final = final_runs(table).sort_by([(name, "ascending") for name in _ORDER])
-    environments = Environments(final)
-    final = final.select([*wanted])
-    formulas = sorted({*final["flops_formula"].unique().to_pylist()} - {None})
-    if len(formulas) > 1:
-        mixed = f"MFU is by {' and '.join(formulas)} in these results, which makes it incomparable"
-        todo = "launch the sweeps again with one measure.flops_formula, or show each alone"
-        raise ConfigError(f"{mixed}; {todo}")
-    frame = final.to_pandas()
-    frame["contender"] = environments.contenders(frame["run_id"])
-    frame["competes_in"] = environments.ids
-    in_order = _keys(frame).sort_values(_KEY, na_position="first")
-    frame["cell"] = in_order.groupby(_KEY, dropna=False, sort=False).ngroup()
-    frame["environment"] = None
-    for _, of_cell in frame["competes_in"].dropna().groupby(frame["cell"]):
-        frame.loc[of_cell.index, "environment"] = of_cell.map(environments.labels(of_cell))
-    return final, frame
-
-
-def final_runs(table: pa.Table) -> pa.Table:
-    """The final rows of runs that train a model."""
-    return table.filter(pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid())
+    return Ranking(table, rank_by=rank_by).boards()
 
 
 def _keys(frame: pd.DataFrame) -> pd.DataFrame:
-    """The columns that tell the cells apart."""
-    names = [name for name in _KEY if name not in (*_TABLE, "nodes")]
-    doubted, usual = usual_sizes(frame, names)
-    return frame[_KEY].assign(**frame[names].where(~doubted, usual))
+    """The columns that tell the cells apart.
 
-
-def usual_sizes(frame: pd.DataFrame, names: Sequence[str]) -> tuple[pd.Series, pd.DataFrame]:
-    """Which rows are suspect rows of an imported table, and for each row the usual sizes of its model.
-
-    The usual sizes are those of the rows that are not suspect. A suspect row belongs to them, even if its own
+    A suspect row of an imported table belongs to the rows of its model that are not suspect, even if its own
     architecture or batch is another one: that is its doubt, and its publisher ranked it there.
-
-    Args:
-        names: columns of sizes of the model and the batch.
     """
-    doubted = frame["source"].notna() & frame["suspect"].notna()
-    known = frame[[*names]].mask(doubted).groupby([frame[name] for name in _TABLE], dropna=False)
-    return doubted, known.transform("first")
-
-
-def _ranked(frame: pd.DataFrame, rank_by: str, include_suspects: bool = False) -> _Ranked:
-    """Cell -> the standings of its runs, in the order of the cells; `repeat` is a row of the frame."""
-    tried = frame[frame["status"] != "rejected"]
-    competing = repeats(tried, tried["cell"].tolist(), rank_by)
-    by_control = rank_by == DEFAULT_RANK_BY
-    ranked = standings(competing, include_suspects=include_suspects, by_control=by_control)
-    rows, in_order = tried.index.tolist(), sorted(tried["cell"].unique().tolist())
-    return {cell: [replace(s, repeat=rows[s.repeat]) for s in ranked[cell]] for cell in in_order}
-
-
-def repeats(frame: pd.DataFrame, cells: Iterable[Hashable], rank_by: str = DEFAULT_RANK_BY) -> list[Repeat]:
-    """The rows of a frame as they compete in their cells; its column `competes_in` names environments."""
-    names = ("control", "status", "stopped", "suspect", rank_by, "control_ratio", "step_time_ci95_rel")
-    *texts, values, ratios, widths = (_known(frame, name) for name in names)
-    places = zip(_known(frame, "sweep"), _known(frame, "allocation"), strict=True)
-    rates = [value and _sign(rank_by) * value for value in values]
-    if rank_by not in _AS_SURE_AS_STEP_TIME:
-        widths = [None] * len(rates)
-    return [
-        *map(
-            Repeat,
-            _known(frame, "run_id"),
-            cells,
-            _known(frame, "competes_in"),
-            places,
-            *texts,
-            rates,
-            ratios,
-            widths,
-        )
-    ]
+    names = [name for name in _KEY if name not in (*_TABLE, "nodes")]
+    is_suspect = frame["source"].notna() & frame["suspect"].notna()
+    trusted = frame[names].mask(is_suspect).groupby([frame[name] for name in _TABLE], dropna=False)
+    return frame[_KEY].assign(**frame[names].where(~is_suspect, trusted.transform("first")))
 
 
 def _known(frame: pd.DataFrame, name: str) -> list[Any]:
@@ -327,10 +320,10 @@ def _known(frame: pd.DataFrame, name: str) -> list[Any]:
     return [None if value is None or value != value else value for value in frame[name].tolist()]
 
 
-def _counts(ends: Collection[Sequence[End]]) -> Row:
-    """The numbers of runs of a cell, from the ends of the repeats of each."""
-    outcomes = Counter(best_outcome(status for status, _ in repeats) for repeats in ends)
-    oks = [[suspect for status, suspect in repeats if status == "ok"] for repeats in ends]
-    oom, failed = outcomes["oom"], len(ends) - outcomes["ok"] - outcomes["oom"]
-    doubted = sum(all(found) for found in oks if found)
-    return {"num_runs": len(ends), "num_oom": oom, "num_failed": failed, "num_in_doubt": doubted}
+def _counts(of_cell: Sequence[Standing]) -> Row:
+    """The numbers of runs of a cell that have ended, by how they ended."""
+    ended = [standing for standing in of_cell if standing.num_repeats]
+    outcomes = Counter(standing.outcome for standing in ended)
+    oom, failed = outcomes[Status.OOM], len(ended) - outcomes[Status.OK] - outcomes[Status.OOM]
+    num_suspect = sum(standing.outcome == Status.OK and standing.suspect is not None for standing in ended)
+    return {"num_runs": len(ended), "num_oom": oom, "num_failed": failed, "num_in_doubt": num_suspect}

@@ -19,7 +19,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
-from ultrabench.result import RunResult, Status
+from ultrabench.result import Doubt, RunResult, Status, sentences
 from ultrabench.run import RunSpec
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.claim import unrecorded
@@ -27,16 +27,21 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
+from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.plan_table import OF_RUNS, formula_of, place_of, read_plan, rows_of, runs_of, shapes_of
-from ultrabench.sweep.running.attempts import dominated_by, left_out, not_promising
+from ultrabench.sweep.running.attempts import Skip, skips
 from ultrabench.sweep.running.outliers import control_times, for_answers, suspect_attempts
-from ultrabench.sweep.running.standings import control_ratio, doubt
+from ultrabench.sweep.running.standings import control_ratio, doubts_about
+from ultrabench.variant import Variant, identity
 
 Row = dict[str, Any]
 """Column name -> value; an absent column is null."""
 
 Warn = Callable[[str], None]
-_Cell = tuple[str, int, str]
+_Program = tuple[str, int, str, str | None, str | None]
+"""Model, number of nodes, schedule, precision and variant of a candidate."""
+_PROGRAM = ("model", "nodes", "pp_schedule", "precision", "variant")
+"""Their columns in the plan."""
 
 _PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
 """Columns that a claim's prediction gives, where their names have no `predicted_`."""
@@ -65,82 +70,93 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
     plan = read_plan(folder.plan) if folder.plan.exists() else SCHEMA.empty_table()
     state = fold(read_journal(folder.journal, warn))
     if missing := unrecorded(folder.claims, state):
-        what = f"the journal says nothing of {counted(len(missing), 'claimed attempt')}, such as {missing[0]}"
+        silence = (
+            f"the journal says nothing of {counted(len(missing), 'claimed attempt')}, such as {missing[0]}"
+        )
         remedy = f"ultrabench sweep resume {folder.display_name} runs them again"
-        warn(f"{folder.name}: {what}: lines or files of it are damaged or missing; {remedy}")
+        warn(f"{folder.name}: {silence}: lines or files of it are damaged or missing; {remedy}")
     bases = _bases(sweep, plan, shapes_of(sweep, state))
-    found = [*_rows(sweep, plan, bases, state, warn)]
-    own, at = _columns([row for _, row in found]), pa.array([n for n, _ in found], pa.int64())
-    shared = {name: column.take(at) for name, column in _planned(plan, bases).items()}
+    numbered_rows = [*_rows(sweep, plan, bases, state, warn)]
+    row_columns = _columns([row for _, row in numbered_rows])
+    candidates = pa.array([n for n, _ in numbered_rows], pa.int64())
+    plan_columns = {name: column.take(candidates) for name, column in _planned(plan, bases).items()}
     if sweep.kernel.kind == "probe":
-        own, shared = ({k: v for k, v in held.items() if k not in _OF_TRAINING} for held in (own, shared))
+        for columns in (row_columns, plan_columns):
+            for name in _OF_TRAINING & columns.keys():
+                del columns[name]
     arrays = []
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
-        known = [held[name] for held in (own, shared) if name in held] or [pa.nulls(len(found), kind)]
-        arrays.append(pc.coalesce(*known))
+        parts = [columns[name] for columns in (row_columns, plan_columns) if name in columns]
+        arrays.append(pc.coalesce(*parts) if parts else pa.nulls(len(numbered_rows), kind))
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
     """Name -> array of each column that a row has."""
-    named = frozenset[str]().union(*rows)
-    kinds = pa.struct([column for column in SCHEMA if column.name in named])
+    names = frozenset[str]().union(*rows)
+    kinds = pa.struct([column for column in SCHEMA if column.name in names])
     return dict(zip(kinds.names, pa.array(rows, kinds).flatten(), strict=True))
 
 
-def _cells(plan: pa.Table) -> list[_Cell]:
-    """For each candidate its model, number of nodes and schedule."""
-    return [*zip(*(plan[name].to_pylist() for name in ("model", "nodes", "pp_schedule")), strict=True)]
+def _programs(plan: pa.Table) -> list[_Program]:
+    """For each candidate what the columns of `_base` follow from."""
+    return [*zip(*(plan[name].to_pylist() for name in _PROGRAM), strict=True)]
 
 
-def _bases(sweep: SweepJson, plan: pa.Table, shapes: Mapping[str, ModelShape]) -> dict[_Cell, Row]:
-    """The columns that candidates share which have the same model, number of nodes and schedule."""
-    return {
-        cell: _base(sweep, sweep.kernel, {"nodes": cell[1], "pp_schedule": cell[2]}, shapes.get(cell[0]))
-        for cell in dict.fromkeys(_cells(plan))
-    }
+def _bases(sweep: SweepJson, plan: pa.Table, shapes: Mapping[str, ModelShape]) -> dict[_Program, Row]:
+    """The columns that candidates share which have the same model, number of nodes, schedule and options."""
+    bases = {}
+    for program in dict.fromkeys(_programs(plan)):
+        model, nodes, schedule, precision, variant = program
+        options = json.loads(variant or "{}")
+        kernel = kernel_of(sweep.kernel, precision or sweep.kernel.precision, options)
+        place = {"nodes": nodes, "pp_schedule": schedule, "variant": _variant_text(options)}
+        bases[program] = _base(sweep, kernel, place, shapes.get(model))
+    return bases
 
 
-def _planned(plan: pa.Table, bases: Mapping[_Cell, Row]) -> dict[str, pa.ChunkedArray]:
+def _planned(plan: pa.Table, bases: Mapping[_Program, Row]) -> dict[str, pa.ChunkedArray]:
     """The columns that the plan tells, with a value for each candidate; it is not told why one was rejected."""
-    number = {cell: n for n, cell in enumerate(bases)}
-    at = pa.array(map(number.__getitem__, _cells(plan)), pa.int64())
-    told = [name for name in plan.column_names if name in SCHEMA.names and name not in ("rule", "reason")]
-    columns = {name: column.take(at) for name, column in _columns([*bases.values()]).items()}
-    return columns | {name: plan[name].cast(SCHEMA.field(name).type) for name in told}
+    number = {program: n for n, program in enumerate(bases)}
+    base_numbers = pa.array(map(number.__getitem__, _programs(plan)), pa.int64())
+    of_bases = _columns([*bases.values()])
+    of_plan = (name for name in plan.column_names if name in SCHEMA.names and name not in ("rule", "reason"))
+    names = [name for name in of_plan if name not in ("precision", "variant")]  # older plans lack them
+    columns = {name: column.take(base_numbers) for name, column in of_bases.items()}
+    return columns | {name: plan[name].cast(SCHEMA.field(name).type) for name in names}
 
 
 def _rows(
-    sweep: SweepJson, plan: pa.Table, bases: Mapping[_Cell, Row], told: SweepState, warn: Warn
+    sweep: SweepJson, plan: pa.Table, bases: Mapping[_Program, Row], recorded: SweepState, warn: Warn
 ) -> Iterator[tuple[int | None, Row]]:
     """For each row the number of its candidate in the plan, None where it has none, and the columns of its own."""
-    state = for_answers(told)
+    state = for_answers(recorded)
     attempts = state.by_run()
     final = {attempt.key for attempt in final_attempts(state).values()}
     circumstances = {name: _circumstances(allocation) for name, allocation in state.allocations.items()}
     control, suspects = control_times(state), suspect_attempts(state, device=sweep.hardware.device)
     shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
-    candidates = [*rows_of(plan, _OF_CANDIDATES)]
-    known = (row["decision"] == "run" and row["model"] in shapes for row in candidates)
-    runs = list(runs_of(sweep, rows_of(plan, OF_RUNS, kept=known), state))
-    dominated = left_out(runs, state)
-    unpromising = not_promising((run for run in runs if run.run_id not in dominated), state)
+    candidates, programs = [*rows_of(plan, _OF_CANDIDATES)], _programs(plan)
+    is_run = (row["decision"] == "run" and row["model"] in shapes for row in candidates)
+    runs = list(runs_of(sweep, rows_of(plan, OF_RUNS, kept=is_run), state))
+    skipped = skips(runs, state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
         row = _attempted(attempt, circumstances.get(attempt.allocation or "", {}), base.get("gpus"))
         row["is_final"] = attempt.key in final
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
-        row |= _speed(base, told.attempts[attempt.key].result, shape, formula)
-        row["control_ratio"] = control_ratio(told.attempts[attempt.key], control)
-        row["suspect"] = doubt(suspects, attempt.key, row.get("mfu"), sweep.hardware.device)
+        row |= _speed(base, recorded.attempts[attempt.key].result, shape, formula)
+        row["control_ratio"] = control_ratio(recorded.attempts[attempt.key], control)
+        doubts = doubts_about(suspects, attempt.key, row.get("mfu"), sweep.hardware.device)
+        row |= doubt_columns(doubts)
         return row
 
     for n, candidate in enumerate(candidates):
         tried = attempts.pop(run_id := candidate["run_id"], [])
         if not tried:
-            yield n, _not_attempted(candidate, dominated.get(run_id), unpromising.get(run_id))
+            yield n, _not_attempted(candidate, skipped.get(run_id))
             continue
-        base = bases[candidate["model"], candidate["nodes"], candidate["pp_schedule"]] | candidate
+        base = bases[programs[n]] | candidate
         for attempt in tried:
             yield n, outcome(base, attempt, shapes.get(candidate["model"]))
     for attempt in (attempt for tried in attempts.values() for attempt in tried):
@@ -174,20 +190,27 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
     }
 
 
+def _variant_text(variant: Variant) -> str | None:
+    """The column `variant`: the options that are set and have no columns of their own."""
+    return _json_text(options) if (options := identity(variant)) else None
+
+
+def doubt_columns(doubts: Sequence[Doubt]) -> Row:
+    """The columns that say why a row is in doubt."""
+    return {"suspect": sentences(doubts), "suspect_codes": [doubt.code for doubt in doubts] or None}
+
+
 @functools.cache
 def _sizes(shape: ModelShape | None) -> Row:
     """The columns of a model's sizes."""
     return {} if shape is None else {k: getattr(shape, k) for k in MODEL if k != "model"}
 
 
-def _not_attempted(candidate: Row, dominator: str | None, unpromising: str | None) -> Row:
+def _not_attempted(candidate: Row, skip: Skip | None) -> Row:
     """The status columns of a candidate without an attempt: rejected, skipped, or null while it waits."""
     row: Row = {"status": None, "is_final": True}
-    if dominator is not None:
-        reason = dominated_by(dominator)
-        return row | {"status": Status.SKIPPED.value, "reason": reason, "dominated_by": dominator}
-    if unpromising is not None:
-        return row | {"status": Status.SKIPPED.value, "reason": unpromising}
+    if skip is not None:
+        return row | {"status": Status.SKIPPED.value, "reason": skip.reason, "dominated_by": skip.dominator}
     if candidate["decision"] in (Status.REJECTED, Status.SKIPPED):
         row |= {"status": candidate["decision"], "rule": candidate["rule"], "reason": candidate["reason"]}
     return row
@@ -200,7 +223,8 @@ def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, 
     except ConfigError as error:
         warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
         return _base(sweep, sweep.kernel, {}, None), None
-    return _base(sweep, spec.kernel, place_of(spec), spec.shape), spec.shape
+    place = place_of(spec) | {"variant": _variant_text(spec.variant)}
+    return _base(sweep, spec.kernel, place, spec.shape), spec.shape
 
 
 def _attempted(attempt: AttemptState, circumstances: Row, gpus: int | None) -> Row:
@@ -226,8 +250,8 @@ def _known(row: Row) -> Row:
 
 def _circumstances(allocation: AllocationState) -> Row:
     """Columns of the allocation: rates in its preflight, its commit of ultrabench, its job and its control layout."""
-    found, job_id = allocation.preflight, (allocation.job or {}).get("job_id")
-    nodes, probe = found.get("nodes"), found.get("probe")
+    preflight, job_id = allocation.preflight, (allocation.job or {}).get("job_id")
+    nodes, probe = preflight.get("nodes"), preflight.get("probe")
     first = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}
     row: Row = summary(probe) if isinstance(probe, dict) else {}
     commit = {"git_commit": first["git_commit"]} if isinstance(first.get("git_commit"), str) else {}

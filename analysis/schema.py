@@ -89,6 +89,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("seq_len", INT, "Tokens of a sequence."),
         column("precision", TEXT, "Arithmetic of forward and backward."),
         column("compile", BOOL, "Whether torch.compile was used; never with pp_schedule=zbv."),
+        column("variant", TEXT, "Options that the sweep varies beside the layout, as a JSON object; see docs/options.md."),
     ),
     "Outcome": (
         column("status", TEXT, "How it ended; null while pending or running."),
@@ -101,6 +102,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("confirmed", BOOL, "Whether the allocator's own record proves an oom."),
         column("suspect_hosts", TEXTS, "Hosts that a failure points at."),
         column("suspect", TEXT, "Why the number is in doubt, all reasons; such a row wins no cell. Else null."),
+        column("suspect_codes", TEXTS, "The codes of these reasons, such as throttled or other_batch."),
         column("stopped", TEXT, "Why measuring ended: interval, max_steps, program, slower_than_best, time_limit."),
         column("dominated_by", TEXT, "The run_id whose outcome made this run pointless."),
         column("measured_by", TEXT, "report: the program's own report; log: read from its log."),
@@ -117,7 +119,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("flops_formula", TEXT, "FLOPs of a token; palm: 6*N_matmul + 12*L*heads*head_dim*seq_len; megatron: 6*L for 12*L."),
         column("peak_flops_per_s", FLOAT, "Dense peak rate of one rank."),
         column("peak_source", TEXT, "Where the peak comes from; measured: by this machine itself."),
-        column("source_mfu", FLOAT, "MFU as its publisher computed it, a fraction."),
+        column("source_mfu", FLOAT, "MFU as the program itself (see kernels.md) or the publisher computed it, a fraction."),
         column("model_flops_per_s_per_gpu", FLOAT, "FLOPs of a token * tokens_per_s_per_gpu."),
         column("control", TEXT, "The run_id of the allocation's control layout."),
         column("control_ratio", FLOAT, "Speed over that of the allocation's control layout."),
@@ -175,8 +177,8 @@ def markdown() -> str:
     about = str(__doc__).partition("\n\n")[2]
     parts = [f"{heading} `python -m ultrabench.analysis.schema`.\n\n{about}"]
     for group, columns in GROUPS.items():
-        named = [(c, c.metadata[b"description"].decode()) for c in columns]
-        lines = [f"| `{c.name}` | {type_name(c.type)} | {meaning} |" for c, meaning in named]
+        described = [(c, c.metadata[b"description"].decode()) for c in columns]
+        lines = [f"| `{c.name}` | {type_name(c.type)} | {meaning} |" for c, meaning in described]
         parts.append("\n".join([f"## {group}\n", "| column | type | meaning |", "|---|---|---|", *lines, ""]))
     return "\n".join(parts)
 

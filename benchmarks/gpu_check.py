@@ -37,7 +37,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
-from ultrabench.sweep.config.compose import files, read_yaml, usable
+from ultrabench.sweep.config.files import files, read_yaml, usable
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan_table import read_rows, runs_of
 

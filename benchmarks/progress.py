@@ -12,7 +12,7 @@ import torch
 from timing import seconds_a_call
 
 from ultrabench.kernel.rank.progress import device_progress
-from ultrabench.rank_report import PARTS, Report, read_progress
+from ultrabench.rank_report import STEP_PARTS, Report, read_progress
 
 STEP_S = 0.010
 MICROBATCHES = 8
@@ -28,7 +28,7 @@ def main() -> None:
         count = device_progress(device, report.microbatch)
 
         def step() -> None:
-            for part in range(len(PARTS)):
+            for part in range(len(STEP_PARTS)):
                 report.enter(part, 1)
             for _ in range(MICROBATCHES):
                 count()

@@ -30,7 +30,7 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
     threads = len(os.listdir("/proc/self/task"))
     # A lock that another thread holds during the fork would stay locked in the child forever.
     assert threads == 1, f"{threads} threads before a fork; OPENBLAS_NUM_THREADS=1?"
-    end, found = time.monotonic() + timeout_s, dict.fromkeys(bodies)
+    end, answers = time.monotonic() + timeout_s, dict.fromkeys(bodies)
     waiting, children = dict[Any, str](), {}
     try:
         for name, body in bodies.items():
@@ -45,7 +45,7 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
                 raise ChildError(f"no end after {timeout_s:g} s: {', '.join(waiting.values())}")
             for answered in ready:
                 name = waiting.pop(answered)
-                error, found[name] = _answer(answered, children[name])
+                error, answers[name] = _answer(answered, children[name])
                 if error is not None:
                     # The peers of a process that is killed fail at once, and may be heard before it has ended.
                     time.sleep(ENDING_S)
@@ -55,7 +55,7 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
         for child in children.values():
             child.kill()
             child.join()
-    return found
+    return answers
 
 
 def _run(body: Callable[[], Any], sender: Connection, parent: int) -> None:

@@ -43,8 +43,8 @@ def group_name(argument: Any) -> str | None:
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """The memory on this rank of `tensor`, which may be a DTensor."""
-    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return own.untyped_storage()
+    local_tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor.untyped_storage()
 
 
 PATIENCE = datetime.timedelta(hours=12)
@@ -135,28 +135,32 @@ def attention_forward(chosen: str, q: Tensor, k: Tensor, v: Tensor, *, causal: b
     q is B x N x S x D like the output, k and v are B x K x S x D, and the log is B x N x S.
     """
     if chosen == "cudnn":
-        found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-        return found[0], found[1].squeeze(3)
+        outputs = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        return outputs[0], outputs[1].squeeze(3)
     if q.is_cuda:
-        found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        outputs = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     else:
-        found = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return found[0], found[1]
+        outputs = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return outputs[0], outputs[1]
 
 
 def attention_backward(
     chosen: str, grad: Tensor, q: Tensor, out: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
-    tensors, log_sum, more = (grad, q, k, v, out), log_sum.contiguous(), (q.shape[2], k.shape[2], 0.0, causal)
+    tensors, log_sum, sizes = (
+        (grad, q, k, v, out),
+        log_sum.contiguous(),
+        (q.shape[2], k.shape[2], 0.0, causal),
+    )
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
     unused = torch.zeros(2, dtype=torch.int64 if chosen == "cudnn" else torch.uint64, device=q.device)
     if chosen == "cudnn":
-        rest: tuple[Any, ...] = (unused[0], unused[1], None, None, None, *more)
+        rest: tuple[Any, ...] = (unused[0], unused[1], None, None, None, *sizes)
         # The log of cuDNN is B x N x S x 1.
         grads = _aten._scaled_dot_product_cudnn_attention_backward(*tensors, log_sum.unsqueeze(3), *rest)
     elif q.is_cuda:
-        rest = (None, None, *more, unused, unused[:1])
+        rest = (None, None, *sizes, unused, unused[:1])
         grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, log_sum, *rest)
     else:
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sum, 0.0, causal)
@@ -213,8 +217,8 @@ def require_split_backward() -> None:
         RuntimeError: this torch is too old.
     """
     if not hasattr(_backward, "_autograd_grad_for_inputs"):
-        found = f"zbv needs torch 2.13: {torch.__version__} loses gradients"
-        raise RuntimeError(f"{found}; take another schedule")
+        reason = f"zbv needs torch 2.13: {torch.__version__} loses gradients"
+        raise RuntimeError(f"{reason}; take another schedule")
 
 
 class PeerlessWarmup:
@@ -289,29 +293,35 @@ def last_collectives() -> list[dict[str, Any]]:
     for entry in _flight_record():
         if not entry["is_p2p"]:
             by_group.setdefault(entry["process_group"][0], []).append(entry)
-    found = []
+    counts = []
     for group, name in dist.distributed_c10d._world.pg_names.items():
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) > 1:
             axis = group.group_desc.removeprefix("mesh_")
-            item = {"group": GROUP_NAMES.get(axis, axis), "ranks": ranks, **_count(by_group.get(name, []))}
-            item["entered"] = item["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-            found.append(item)
-    return found
+            group_counts = {
+                "group": GROUP_NAMES.get(axis, axis),
+                "ranks": ranks,
+                **_count(by_group.get(name, [])),
+            }
+            group_counts["entered"] = group_counts["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            counts.append(group_counts)
+    return counts
 
 
 def _count(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """The highest collective numbers among the entries of one group."""
-    done = [e["collective_seq_id"] for e in entries if e["retired"] or e["state"] == "completed"]
+    finished = [e["collective_seq_id"] for e in entries if e["retired"] or e["state"] == "completed"]
     begun = [e["collective_seq_id"] for e in entries if e["state"] == "started"]
     # A retired NCCL collective has begun; a collective of gloo stays "scheduled" until it ends.
-    starts = max([*begun, *done], default=None) if any(e["state"] != "scheduled" for e in entries) else None
-    told = [e for e in entries if e["collective_seq_id"] not in done][:4] or entries[-1:]
+    starts = (
+        max([*begun, *finished], default=None) if any(e["state"] != "scheduled" for e in entries) else None
+    )
+    unfinished = [e for e in entries if e["collective_seq_id"] not in finished][:4] or entries[-1:]
     return {
         "entered": max((e["collective_seq_id"] for e in entries), default=None),
         "started": starts,
-        "finished": max(done, default=0) if entries else None,
-        "ops": {e["collective_seq_id"]: e["profiling_name"].partition(":")[2] for e in told},
+        "finished": max(finished, default=0) if entries else None,
+        "ops": {e["collective_seq_id"]: e["profiling_name"].partition(":")[2] for e in unfinished},
     }
 
 

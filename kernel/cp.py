@@ -34,9 +34,9 @@ def spans(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
     return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * cp - 1 - rank))
 
 
-def take(tokens_BS: Tensor, own: Sequence[range]) -> Tensor:
-    """The tokens at the positions `own`, copied, since the pipeline of torch 2.11 rejects strides of a view."""
-    return torch.cat([tokens_BS[:, span.start : span.stop] for span in own], dim=1)
+def take(tokens_BS: Tensor, spans: Sequence[range]) -> Tensor:
+    """The tokens at the positions of `spans`, copied, since the pipeline of torch 2.11 rejects strides of a view."""
+    return torch.cat([tokens_BS[:, span.start : span.stop] for span in spans], dim=1)
 
 
 def ring_attention(group_name: str, chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
@@ -53,10 +53,10 @@ class Passing:
 
     def __init__(self, tensor: Tensor, arriving: Tensor, group: dist.ProcessGroup | None) -> None:
         ring = dist.get_process_group_ranks(group)
-        at = ring.index(dist.get_rank())
+        position = ring.index(dist.get_rank())
         self._sent, self._arriving = tensor, arriving
-        send = dist.P2POp(dist.isend, tensor, ring[(at + 1) % len(ring)], group)
-        receive = dist.P2POp(dist.irecv, arriving, ring[at - 1], group)
+        send = dist.P2POp(dist.isend, tensor, ring[(position + 1) % len(ring)], group)
+        receive = dist.P2POp(dist.irecv, arriving, ring[position - 1], group)
         self._works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
@@ -91,18 +91,18 @@ def _pair(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
 def _ring_forward(q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> tuple[Tensor, Tensor]:
     """The output of attention over all parts, B x N x S x D, and the log of its softmax sums."""
     out, log_sum = torch.empty(0), torch.empty(0)
-    for pair, own, theirs, causal in _turns(_pair(k, v), group_of(group_name)):
-        keys, values = pair[:, :, theirs].transpose(2, 3)
-        part, part_log_sum = attention_forward(chosen, q[:, :, own], keys, values, causal=causal)
+    for pair, query_span, key_span, causal in _turns(_pair(k, v), group_of(group_name)):
+        keys, values = pair[:, :, key_span].transpose(2, 3)
+        part, part_log_sum = attention_forward(chosen, q[:, :, query_span], keys, values, causal=causal)
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
             wide = torch.promote_types(q.dtype, torch.float32)
             out, log_sum = part.to(wide, copy=True), part_log_sum.to(wide, copy=True)
             continue
-        old_log_sum = log_sum[:, :, own]
+        old_log_sum = log_sum[:, :, query_span]
         new_log_sum = torch.logaddexp(old_log_sum, part_log_sum)
-        out[:, :, own] *= (old_log_sum - new_log_sum).exp()[..., None]
-        out[:, :, own] += part * (part_log_sum - new_log_sum).exp()[..., None]
-        log_sum[:, :, own] = new_log_sum
+        out[:, :, query_span] *= (old_log_sum - new_log_sum).exp()[..., None]
+        out[:, :, query_span] += part * (part_log_sum - new_log_sum).exp()[..., None]
+        log_sum[:, :, query_span] = new_log_sum
     return out.to(q.dtype), log_sum.contiguous()
 
 
@@ -114,13 +114,15 @@ def _ring_backward(
     grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
     # The gradients of keys and values travel with them, and the last turn brings them to their rank.
     grad_pair, returning = torch.zeros_like(pair, dtype=log_sum.dtype), None
-    for each, own, theirs, causal in _turns(pair, group):
-        mine = (t[:, :, own] for t in (grad, q, out, log_sum))
-        dq, dk, dv = attention_backward(chosen, *mine, *each[:, :, theirs].transpose(2, 3), causal=causal)
+    for visiting, query_span, key_span, causal in _turns(pair, group):
+        query_parts = (t[:, :, query_span] for t in (grad, q, out, log_sum))
+        dq, dk, dv = attention_backward(
+            chosen, *query_parts, *visiting[:, :, key_span].transpose(2, 3), causal=causal
+        )
         grad_pair = grad_pair if returning is None else returning.wait()
-        grad_pair[0, :, theirs] += dk.transpose(1, 2)
-        grad_pair[1, :, theirs] += dv.transpose(1, 2)
-        grad_q[:, :, own] += dq
+        grad_pair[0, :, key_span] += dk.transpose(1, 2)
+        grad_pair[1, :, key_span] += dv.transpose(1, 2)
+        grad_q[:, :, query_span] += dq
         returning = Passing(grad_pair, torch.empty_like(grad_pair), group)
     assert returning is not None
     return grad_q.to(q.dtype), returning.wait().to(q.dtype)

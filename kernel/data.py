@@ -23,8 +23,8 @@ def sample(seed: int, step: int, index: int, seq_len: int, vocab_size: int) -> T
 
 def sample_indices(layout: Layout, dp_rank: int) -> range:
     """The samples of the global batch that `dp_rank` trains on, in the order of its micro-batches."""
-    own = layout.gas * layout.mbs
-    return range(dp_rank * own, (dp_rank + 1) * own)
+    samples = layout.gas * layout.mbs
+    return range(dp_rank * samples, (dp_rank + 1) * samples)
 
 
 def load(

@@ -50,24 +50,24 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
 
     def group(*modules: nn.Module | None, reshard: bool) -> list[FSDPModule]:
         """Makes one group of those modules that exist; `reshard` frees its parameters from forward to backward."""
-        held = [module for module in modules if module is not None]
-        if not held:
+        present = [module for module in modules if module is not None]
+        if not present:
             return []
-        return fully_shard(held, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy)[:1]
+        return fully_shard(present, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy)[:1]
 
     reshard = zero_stage == 3
-    layers = [one for layer in model.layers.values() for one in group(layer, reshard=reshard)]
+    layers = [wrapped for layer in model.layers.values() for wrapped in group(layer, reshard=reshard)]
     first = [] if model.is_tied else group(model.embedding, reshard=reshard)
     last = [] if model.is_tied else group(model.norm, model.head, reshard=False)
     # The root holds what no other group does: nothing, or a tied embedding with norm.
     root = group(model, reshard=False)
     order = [*(first or root), *layers, *last]
-    for one, following in pairwise(order):
+    for wrapped, following in pairwise(order):
         # Each group requests the parameters of the next one as soon as it begins. Torch would request them in
         # forward only when all work of the group is launched, and in backward in an order that it guesses, which
         # is wrong where a pipeline mixes micro-batches.
-        one.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([one])
+        wrapped.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([wrapped])
     root[0].set_modules_to_backward_prefetch(order[-1:])
     for embedding in first:
         embedding.set_unshard_in_backward(False)

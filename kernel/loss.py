@@ -49,9 +49,13 @@ def head_loss(
     return loss
 
 
-def _sum(total: Tensor | None, more: Tensor) -> Tensor:
+def _sum(total: Tensor | None, summand: Tensor) -> Tensor:
     """The sum of gradients; it is in at least fp32 from the second summand on, since bf16 loses small ones."""
-    return more if total is None else total.to(torch.promote_types(more.dtype, torch.float32)).add_(more)
+    return (
+        summand
+        if total is None
+        else total.to(torch.promote_types(summand.dtype, torch.float32)).add_(summand)
+    )
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -69,11 +73,13 @@ class _HeadLoss(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(x_TH), None if pending is None else pending.total
         targets_T = targets_T - (0 if group is None else group.rank() * vocabulary)
         rows, wide_rows = (max(1, limit // vocabulary) for limit in (LOGITS, WIDE_LOGITS))
-        for x, targets, into in zip(x_TH.split(rows), targets_T.split(rows), grad_x.split(rows), strict=True):  # type: ignore[no-untyped-call]
+        for x, targets, grad in zip(x_TH.split(rows), targets_T.split(rows), grad_x.split(rows), strict=True):  # type: ignore[no-untyped-call]
             logits = x @ weight_VH.t()
-            for some, own in zip(logits.split(wide_rows), targets.split(wide_rows), strict=True):
-                loss += _to_gradient(some, own, group)
-            torch.mm(logits, weight_VH, out=into)
+            for wide_logits, wide_targets in zip(
+                logits.split(wide_rows), targets.split(wide_rows), strict=True
+            ):
+                loss += _to_gradient(wide_logits, wide_targets, group)
+            torch.mm(logits, weight_VH, out=grad)
             grad_weight = _sum(grad_weight, logits.t() @ x)
         if pending is not None:
             pending.total, grad_weight = grad_weight, None
@@ -98,23 +104,23 @@ class _HeadLoss(torch.autograd.Function):
 
 def _to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of the losses of a chunk; overwrites `logits` with the gradient of that sum."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    here = (targets >= 0) & (targets < logits.shape[1])
-    index = targets.where(here, 0)[:, None]
-    log_p = torch.log_softmax(logits, 1, dtype=wide)
+    wide_dtype = torch.promote_types(logits.dtype, torch.float32)
+    is_local = (targets >= 0) & (targets < logits.shape[1])
+    index = targets.where(is_local, 0)[:, None]
+    log_p = torch.log_softmax(logits, 1, dtype=wide_dtype)
     if group is None:
         loss = -log_p.gather(1, index).sum()
     else:
         # First the log of the sum of this rank's exponentials, then that of all ranks.
-        own = logits[:, 0].to(wide) - log_p[:, 0]
-        highest = own.clone()
+        local_log_sum = logits[:, 0].to(wide_dtype) - log_p[:, 0]
+        highest = local_log_sum.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-        target = logits.gather(1, index)[:, 0].to(wide)
-        sums = torch.stack(((own - highest).exp(), (target - highest) * here))
+        target_logit = logits.gather(1, index)[:, 0].to(wide_dtype)
+        sums = torch.stack(((local_log_sum - highest).exp(), (target_logit - highest) * is_local))
         dist.all_reduce(sums, group=group)
         log_total = sums[0].log()
-        log_p += (own - highest - log_total)[:, None]
+        log_p += (local_log_sum - highest - log_total)[:, None]
         loss = (log_total - sums[1]).sum()
     torch.exp(log_p, out=logits)
-    logits.scatter_add_(1, index, -here.to(logits.dtype)[:, None])
+    logits.scatter_add_(1, index, -is_local.to(logits.dtype)[:, None])
     return loss

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from ultrabench.layout import Layout
 
-AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes of the mesh, outermost first, in the order of `Layout.coordinates`; dp and cp share one axis."""
 
 Part = tuple[tuple[int, int, int], ...]
@@ -22,7 +22,7 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """
     replicas = layout.dp * layout.cp // layout.zero_shards
     sizes = (layout.pp, replicas, layout.zero_shards, layout.tp)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
 
 
 def cp_group(layout: Layout) -> dist.ProcessGroup | None:
@@ -41,8 +41,8 @@ def cp_group(layout: Layout) -> dist.ProcessGroup | None:
     rings = [list(range(first, first + layout.cp * layout.tp, layout.tp)) for first in firsts]
     if world.bound_device_id is not None:
         return dist.split_group(split_ranks=rings, group_desc="mesh_cp")
-    own, _ = dist.new_subgroups_by_enumeration(rings, group_desc="mesh_cp")  # type: ignore[no-untyped-call]
-    return own  # type: ignore[no-any-return]
+    ring_group, _ = dist.new_subgroups_by_enumeration(rings, group_desc="mesh_cp")  # type: ignore[no-untyped-call]
+    return ring_group  # type: ignore[no-any-return]
 
 
 def dp_part(param: Tensor) -> Part:

@@ -76,8 +76,8 @@ def rope_frequencies(shape: ModelShape, half: Tensor) -> Tensor:
     if (scaling := shape.rope_scaling) is None:
         return frequency
     turns = frequency * scaling.original_max_position_embeddings / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return torch.lerp(frequency / scaling.factor, frequency, kept.clamp(0, 1))
+    unscaled_share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return torch.lerp(frequency / scaling.factor, frequency, unscaled_share.clamp(0, 1))
 
 
 def rope_tables(spans: Sequence[range], shape: ModelShape, like: Tensor) -> tuple[Tensor, Tensor]:

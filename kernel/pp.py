@@ -28,7 +28,7 @@ from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 
 _TORCH = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
-SCHEDULES = {word: get_schedule_class(name) for word, name in _TORCH.items()}
+SCHEDULES = {schedule: get_schedule_class(name) for schedule, name in _TORCH.items()}
 """Our name of a schedule -> its class in torch."""
 
 
@@ -137,9 +137,11 @@ class Pipeline:
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
         self.stages = list[Stage]()
         for index, model in zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True):
-            taken = tokens if index == 0 else x
-            given = loss if index == count - 1 else x
-            stage = Stage(model, index, count, device, input_args=taken, output_args=given, group=group)
+            stage_input = tokens if index == 0 else x
+            stage_output = loss if index == count - 1 else x
+            stage = Stage(
+                model, index, count, device, input_args=stage_input, output_args=stage_output, group=group
+            )
             stage.progress, stage.ranks = progress, ranks
             stage.shares_rank, stage.sent = layout.virtual_stages > 1, defaultdict(list)
             self.stages.append(stage)
@@ -160,8 +162,8 @@ class Pipeline:
         first, last = (any(getattr(s, f"is_{end}") for s in self.stages) for end in ("first", "last"))
         for stage in self.stages:
             stage.targets = iter(targets.split(self._mbs))  # type: ignore[no-untyped-call]
-        more = {"target": targets, "losses": losses} if last else {}
-        self.schedule.step(*((inputs,) if first else ()), **more, return_outputs=False)
+        loss_arguments = {"target": targets, "losses": losses} if last else {}
+        self.schedule.step(*((inputs,) if first else ()), **loss_arguments, return_outputs=False)
         for stage in self.stages:
             stage.finish_sends(self._gas)
         return losses

@@ -22,21 +22,21 @@ from ultrabench.layout import Layout
 def apply_recompute(model: Decoder, layout: Layout) -> None:
     """Makes the layers of `model` recompute, in place; `apply_dp`, which gathers parameters, comes later."""
     for number, layer in _layers(model):
-        word = _word(layout, number)
-        if word == "attention":
-            layer.attention.core = _recomputed(layer.attention.core, word)
-        elif word != "none":
-            layer.forward = _recomputed(layer.forward, word)  # type: ignore[method-assign]
+        recompute = _word(layout, number)
+        if recompute == "attention":
+            layer.attention.core = _recomputed(layer.attention.core, recompute)
+        elif recompute != "none":
+            layer.forward = _recomputed(layer.forward, recompute)  # type: ignore[method-assign]
 
 
 def recompute_of(models: Iterable[Decoder], layout: Layout) -> str:
     """layout.recompute if every layer is wrapped as it says, else what the layers do, such as `full and none`."""
-    ran, wanted = list[str](), list[str]()
+    ran, expected = list[str](), list[str]()
     for number, layer in (pair for model in models for pair in _layers(model)):
         wrapped = (getattr(f, "recompute", None) for f in (uncompiled(layer.forward), layer.attention.core))
         ran.append(next(filter(None, wrapped), "none"))
-        wanted.append(_word(layout, number))
-    return layout.recompute if ran == wanted else " and ".join(sorted(set(ran)))
+        expected.append(_word(layout, number))
+    return layout.recompute if ran == expected else " and ".join(sorted(set(ran)))
 
 
 def _layers(model: Decoder) -> Iterator[tuple[int, Layer]]:
@@ -53,16 +53,16 @@ def _word(layout: Layout, number: int) -> str:
     return layout.recompute
 
 
-def _recomputed(function: Callable[..., Any], word: str) -> Callable[..., Any]:
+def _recomputed(function: Callable[..., Any], recompute: str) -> Callable[..., Any]:
     """`function`, whose results backward computes again; a closure, since Dynamo skips functools.partial."""
     # Dynamo would take torch's `noop_context_fn` for a selection that keeps everything.
-    options: dict[str, Any] = {"context_fn": _selection} if word == "selective" else {}
+    options: dict[str, Any] = {"context_fn": _selection} if recompute == "selective" else {}
 
     def again(*args: Any) -> Any:
         # There is no dropout, so the state of random generators need not be kept.
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
-    vars(again).update(recompute=word, __wrapped__=function)
+    vars(again).update(recompute=recompute, __wrapped__=function)
     return again
 
 
@@ -73,7 +73,7 @@ def _selection() -> Any:
     def keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         number = calls[context.is_recompute, op]
         calls[context.is_recompute, op] += 1
-        kept = number in SELECTED.get(op, ()) or op is RING_FORWARD
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_kept = number in SELECTED.get(op, ()) or op is RING_FORWARD
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(keep)  # type: ignore[no-untyped-call]

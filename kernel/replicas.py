@@ -36,23 +36,25 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     params = {name: local(p.detach()) for name, p in trainer.params.items()}
     summed = {n: p for n, p in params.items() if cut_dim(n) is None and trainer.layout.tp > 1}
     sums = {n: p.view(_BITS[p.element_size()]).sum() for n, p in params.items() if n not in summed}
-    found = {n for n, spread in _spread(trainer, sums, "dp_replicate").items() if spread.any()}
+    differing = {n for n, spread in _spread(trainer, sums, "dp_replicate").items() if spread.any()}
     for axis in ("tp", "dp_replicate"):
         for name, spread in _spread(trainer, summed, axis).items():
             param = params[name]
             if not spread.sum() <= ROUNDINGS * torch.finfo(param.dtype).eps * param.abs().sum():
-                found.add(name)
+                differing.add(name)
     if trainer.tied:
-        held = [n for n in ("embedding.weight", "head.weight") if n in sums]
-        copies = [sums[name] for name in held]
+        tied_names = [n for n in ("embedding.weight", "head.weight") if n in sums]
+        copies = [sums[name] for name in tied_names]
         if trainer.tied_peer is not None:
             copies.append(swap(copies[0], trainer.tied_peer, trainer.mesh.get_group("pp")))
-        found |= {name for name in held if len({int(copy) for copy in copies}) > 1}
-    anywhere = torch.tensor([len(found)], device=trainer.device)
+        differing |= {name for name in tied_names if len({int(copy) for copy in copies}) > 1}
+    anywhere = torch.tensor([len(differing)], device=trainer.device)
     dist.all_reduce(anywhere, dist.ReduceOp.MAX)
     if anywhere.item():
-        named = f"here {sorted(found)[0]} and {len(found) - 1} more" if found else "on other ranks"
-        raise ReplicasDifferError(f"copies of the same parameters differ: {named}")
+        places = (
+            f"here {sorted(differing)[0]} and {len(differing) - 1} more" if differing else "on other ranks"
+        )
+        raise ReplicasDifferError(f"copies of the same parameters differ: {places}")
 
 
 def _spread(trainer: TrainStep, values: dict[str, Tensor], axis: str) -> dict[str, Tensor]:
@@ -62,7 +64,7 @@ def _spread(trainer: TrainStep, values: dict[str, Tensor], axis: str) -> dict[st
         return {}
     flat = torch.cat([value.flatten() for value in values.values()])
     # The smallest value is minus the largest of the negated values.
-    both = torch.stack((flat, -flat))
-    dist.all_reduce(both, dist.ReduceOp.MAX, group)
-    spreads = torch.split(both[0] + both[1], [value.numel() for value in values.values()])
+    extremes = torch.stack((flat, -flat))
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+    spreads = torch.split(extremes[0] + extremes[1], [value.numel() for value in values.values()])
     return dict(zip(values, spreads, strict=True))

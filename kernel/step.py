@@ -171,16 +171,16 @@ class TrainStep:
         Returns:
             The mean loss of the global batch, the same on all ranks.
         """
-        found = {n: local(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
-        grads = {name: grad for name, grad in found.items() if grad.numel()}
-        both = torch.zeros(2, dtype=torch.float64, device=self.device)
-        both[0] = loss / self.holders if self.holds_loss else 0.0
+        local_grads = {n: local(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
+        grads = {name: grad for name, grad in local_grads.items() if grad.numel()}
+        loss_and_square = torch.zeros(2, dtype=torch.float64, device=self.device)
+        loss_and_square[0] = loss / self.holders if self.holds_loss else 0.0
         # These functions take all parameters in a few kernels, as torch.nn.utils.clip_grad_norm_ does.
         norms = foreach_norm([*grads.values()])
         foreach_mul_(norms, [self.weights[name] ** 0.5 for name in grads])
-        both[1] = torch.stack(norms).double().square().sum()
-        dist.all_reduce(both)
-        self.gradient_norm = both[1].sqrt()
+        loss_and_square[1] = torch.stack(norms).double().square().sum()
+        dist.all_reduce(loss_and_square)
+        self.gradient_norm = loss_and_square[1].sqrt()
         factor = (self.clip_norm / (self.gradient_norm + 1e-6)).clamp(max=1.0)
         foreach_mul_([*grads.values()], factor.to(norms[0].dtype))
         for name, grad in grads.items():
@@ -189,4 +189,4 @@ class TrainStep:
         self.optimizer.zero_grad()
         for param in self.params.values():
             param.grad = None
-        return both[0]
+        return loss_and_square[0]

@@ -154,8 +154,8 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
 def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
     """The cuts that turn the full tensor into this rank's part of the parameter `name`: over tp, then over dp."""
     dim = cut_dim(name)
-    own = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
-    return (*own, *dp_part(param))
+    tp_cut = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
+    return (*tp_cut, *dp_part(param))
 
 
 def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:

@@ -24,17 +24,17 @@ from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
 from ultrabench.kernel.rank.probe import probe
-from ultrabench.kernel.rank.profile import look_inside
 from ultrabench.kernel.rank.progress import device_progress
 from ultrabench.kernel.rank.ran import require_as_asked, watched
+from ultrabench.kernel.rank.trace import look_inside
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
-from ultrabench.rank_report import PARTS, PROFILE, Report
+from ultrabench.rank_report import STEP_PARTS, TRACE_PHASE, Report
 from ultrabench.record import from_dict
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel
 
-DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(PARTS))
+DATA, FORWARD_BACKWARD, OPTIMIZER = range(len(STEP_PARTS))
 STOP_REASONS = (None, "interval", "max_steps")
 """Why measuring ended, by the number that rank 0 broadcasts: 0 to go on, 1 if the confidence interval is narrow
 enough, 2 if max_steps were measured."""
@@ -77,9 +77,14 @@ class Timing:
     def _record(self, number: int, seconds: float, loss: float) -> None:
         if not math.isfinite(loss):
             raise failure.NonFiniteLossError(f"loss is {loss} at step {number}")
-        told = {"tokens": self.task.spec.tokens_per_step, "step": number, "seconds": seconds, "loss": loss}
+        step_facts = {
+            "tokens": self.task.spec.tokens_per_step,
+            "step": number,
+            "seconds": seconds,
+            "loss": loss,
+        }
         gradient_norm = float(self.trainer.gradient_norm)
-        self.report.write("step", **told, gradient_norm=gradient_norm, measured=self.measuring)
+        self.report.write("step", **step_facts, gradient_norm=gradient_norm, measured=self.measuring)
         self.done_steps = number
         if self.measuring:
             self.step_times_s.append(seconds)
@@ -88,9 +93,9 @@ class Timing:
 
     def _of_rank_0(self, value: float) -> float:
         """The `value` of rank 0 on all ranks, which have to decide alike although their clocks differ."""
-        told = torch.tensor([value], device=self.device)
-        dist.broadcast(told, src=0)
-        return float(told)
+        value_of_0 = torch.tensor([value], device=self.device)
+        dist.broadcast(value_of_0, src=0)
+        return float(value_of_0)
 
     def stopped(self) -> str | None:
         """Why no more steps are measured, one of STOP_REASONS; rank 0 decides for all ranks."""
@@ -102,24 +107,26 @@ class Timing:
         stop = 0 if not enough else 1 if narrow else 2 if len(times) >= measure.max_steps else 0
         return STOP_REASONS[int(self._of_rank_0(stop))]
 
-    def _any_rank(self, here: bool) -> bool:
-        """Whether `here` is true on some rank."""
-        told = torch.tensor([float(here)], device=self.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return bool(told)
+    def _any_rank(self, condition: bool) -> bool:
+        """Whether `condition` is true on some rank."""
+        any_true = torch.tensor([float(condition)], device=self.device)
+        dist.all_reduce(any_true, dist.ReduceOp.MAX)
+        return bool(any_true)
 
     def _warm_up(self) -> None:
         """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
         begin, steps, seconds = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
         while self.done_steps < steps or self._of_rank_0(time.perf_counter() - begin) < seconds:
             self.step()
-        for left in range(MOST_COMPILING_STEPS, -1, -1):
+        for remaining in range(MOST_COMPILING_STEPS, -1, -1):
             if not self._any_rank(self.compiled):
                 return
-            if left:
+            if remaining:
                 self.step()
-        found = f"step {self.done_steps} still compiled layers, {self.trainer.compiler.graphs} graphs in all"
-        raise RuntimeError(f"{found}; take kernel.compile=false")
+        compiling = (
+            f"step {self.done_steps} still compiled layers, {self.trainer.compiler.graphs} graphs in all"
+        )
+        raise RuntimeError(f"{compiling}; take kernel.compile=false")
 
     def _flops_of_a_step(self) -> float:
         """Runs one step; returns the FLOPs of all ranks in it."""
@@ -132,9 +139,9 @@ class Timing:
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
         self.report.phase("first_step")
-        with watched(self.trainer) as seen:
+        with watched(self.trainer) as forwards:
             self.step()
-        self.report.write("ran", options=require_as_asked(self.trainer, seen))
+        self.report.write("ran", options=require_as_asked(self.trainer, forwards))
         self.report.phase("warmup")
         # Torch hides the attention that a compiled layer computes again.
         hidden = self.task.spec.compiles and self.task.spec.layout.recompute != "none"
@@ -155,8 +162,8 @@ class Timing:
         self.report.write("memory", **memory.peak(self.device))
         require_equal_replicas(self.trainer)
         if self.task.profile:
-            self.report.phase(PROFILE)
-            look_inside(self.trainer, self.done_steps + 1, Path(self.report.path).parent / PROFILE)
+            self.report.phase(TRACE_PHASE)
+            look_inside(self.trainer, self.done_steps + 1, Path(self.report.path).parent / TRACE_PHASE)
         self.report.write(
             "done",
             stopped=stopped,
@@ -210,9 +217,9 @@ def _probe(task: Task, device: torch.device, report: Report) -> None:
     report.phase("probe")
     long = long_probe(task.device, task.measure.warmup_steps, task.measure.max_steps)
     settings = SHORT[task.device] if task.probe else long
-    found = probe(device, task.spec.gpus_per_node, settings, report.microbatch)
+    rates = probe(device, task.spec.gpus_per_node, settings, report.microbatch)
     if dist.get_rank() == 0:
-        report.write("probe", **found)
+        report.write("probe", **rates)
     report.write("done", stopped="probe")
 
 
@@ -242,8 +249,8 @@ def main() -> int:
         run(task, report)
     except Exception as error:
         kind, message = failure.kind_of(error), failure.one_line(error)
-        told = {"kind": kind, "message": message, "traceback": traceback.format_exc()}
-        report.write("error", **told, **memory.account())
+        failure_facts = {"kind": kind, "message": message, "traceback": traceback.format_exc()}
+        report.write("error", **failure_facts, **memory.account())
         traceback.print_exc()
         return 1
     return 0

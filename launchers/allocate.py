@@ -1,24 +1,23 @@
 """Makes the allocations that agents read, and groups the jobs that can be submitted together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ultrabench.run import Task
-from ultrabench.standing import Standing
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import CellKey, Plan
+from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import PlannedAttempt
 from ultrabench.sweep.running.price import PlannedJob, run_limit_s
 
 
 def shapes(jobs: Sequence[PlannedJob], max_array: int) -> list[list[PlannedJob]]:
-    """The jobs in groups of at most `max_array`; all jobs of a group have the same nodes and time limit."""
-    alike: dict[tuple[int, float], list[PlannedJob]] = {}
+    """The jobs in groups of at most `max_array`; all jobs of a group have the same nodes, time limit and place."""
+    alike: dict[tuple[object, ...], list[PlannedJob]] = {}
     for job in jobs:
-        alike.setdefault((job.nodes, job.limit_s), []).append(job)
+        alike.setdefault((job.nodes, job.limit_s, job.attempts[0].candidate.place), []).append(job)
     return [g[i : i + max_array] for g in alike.values() for i in range(0, len(g), max_array)]
 
 
@@ -59,15 +58,16 @@ def allocations(
             control=job.control,
             window=config.launcher.window,
             by=by,
-            tasks=tuple(_task(plan, attempt, job.best) for attempt in job.attempts),
+            tasks=tuple(_task(plan, attempt, job) for attempt in job.attempts),
         )
         for number, job in enumerate(jobs)
     ]
 
 
-def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[CellKey, Standing]) -> Task:
+def _task(plan: Plan, attempt: PlannedAttempt, job: PlannedJob) -> Task:
     config, run = plan.config, attempt.candidate
-    fastest, tokens = best.get(run.cell), run.spec.tokens_per_step / run.layout.world_size
+    best, tokens = job.best.get(run.cell), run.spec.tokens_per_step / run.layout.world_size
+    same_control = best is not None and best.by_control and best.control == job.control
     return Task(
         **attempt.key._asdict(),
         spec=run.spec,
@@ -78,8 +78,8 @@ def _task(plan: Plan, attempt: PlannedAttempt, best: Mapping[CellKey, Standing])
         predicted_step_time_s=run.prediction.step_time_s,
         predicted_duration_s=run.prediction.duration_s,
         limit_s=run_limit_s(attempt, config),
-        best_step_time_s=tokens / fastest.rate if fastest and fastest.rate else None,
-        best_control_ratio=fastest.control_ratio if fastest and fastest.by_control else None,
+        best_step_time_s=tokens / best.rate if best and best.rate else None,
+        best_control_ratio=best.control_ratio if best and same_control else None,
         profile=config.trace,
     )
 

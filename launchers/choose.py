@@ -55,15 +55,15 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
     require_max_nodes(config)
     choice, largest = config.launcher, max(config.axes.nodes)
     per_user = limits.max_nodes_per_user
-    most = min(n for n in (limits.max_nodes, limits.total_nodes, per_user) if n is not None)
+    max_nodes = min(n for n in (limits.max_nodes, limits.total_nodes, per_user) if n is not None)
     share = choice.max_nodes or max(1, limits.total_nodes // PARTITION_DIVISOR)
     where = f"partition {limits.name} has {counted(limits.total_nodes, 'node')}"
     if limits.max_nodes is not None:
         where += f" and gives a job {limits.max_nodes}"
     if per_user is not None:
         where += f", a user {per_user} at a time"
-    if largest > most:
-        fitting = ",".join(str(n) for n in sorted(set(config.axes.nodes)) if n <= most)
+    if largest > max_nodes:
+        fitting = ",".join(str(n) for n in sorted(set(config.axes.nodes)) if n <= max_nodes)
         instead = f", sweep.nodes=[{fitting}]" if fitting else ""
         raise ConfigError(f"sweep.nodes up to {largest}; {where}: leave out what is larger{instead}")
     if largest > share:
@@ -74,13 +74,13 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
 
 def require_max_nodes(config: SweepConfig) -> None:
     """Raises ConfigError if a run of the sweep needs more nodes than launcher.max_nodes allows."""
-    most, largest = config.launcher.max_nodes, max(config.axes.nodes)
-    if config.launcher.name != "local" and most and largest > most:
-        rule = f"launcher.max_nodes={most} is the most that the sweep may hold"
+    max_nodes, largest = config.launcher.max_nodes, max(config.axes.nodes)
+    if config.launcher.name != "local" and max_nodes and largest > max_nodes:
+        rule = f"launcher.max_nodes={max_nodes} is the most that the sweep may hold"
         raise ConfigError(f"sweep.nodes up to {largest}; {rule}: set launcher.max_nodes={largest}")
 
 
-def _require_at_most(most: int | None, name: str, asked: int | None, rule: str) -> None:
+def _require_at_most(limit: int | None, name: str, requested: int | None, rule: str) -> None:
     """Raises ConfigError if launcher.`name` asks for more than the site allows."""
-    if most is not None and asked is not None and asked > most:
-        raise ConfigError(f"launcher.{name}={asked}; {rule} {most}: set at most that, or null")
+    if limit is not None and requested is not None and requested > limit:
+        raise ConfigError(f"launcher.{name}={requested}; {rule} {limit}: set at most that, or null")

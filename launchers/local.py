@@ -81,39 +81,39 @@ class LocalLauncher:
         Processes are found by their command lines and not by remembered pids, so that this works after a
         launcher died and when the system reuses a pid.
         """
-        unended = {name for name, held in allocations.items() if held.ended is None}
+        unended = {name for name, allocation in allocations.items() if allocation.ended is None}
         present = self._pids().keys()
         if stragglers := present & (allocations.keys() - unended):  # such as frozen agents
             self._wait_and_kill(stragglers, GRACE_S)
-        found, now = present & unended, time.monotonic()
-        self._missing = {n: self._missing.get(n, now) for n in unended - found}
+        running, now = present & unended, time.monotonic()
+        self._missing = {n: self._missing.get(n, now) for n in unended - running}
         lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
         if lost:
             clean_up_after_the_dead()
         return JobsSeen(
             alive=frozenset(unended - lost),
-            running=frozenset(found),
-            ended_jobs={n: self._vanished(allocations[n]) for n in sorted(lost)},
-            jobs={name: {"host": socket.gethostname()} for name in found},
-            notes=self._waits_for(allocations, found),
+            running=frozenset(running),
+            ended_jobs={name: self._vanished(allocations[name]) for name in sorted(lost)},
+            jobs={name: {"host": socket.gethostname()} for name in running},
+            notes=self._waits_for(allocations, running),
         )
 
     @staticmethod
-    def _waits_for(allocations: Allocations, found: Set[str]) -> tuple[str, ...]:
+    def _waits_for(allocations: Allocations, running: Set[str]) -> tuple[str, ...]:
         """A message that names the allocation for which one of these waits, if any."""
-        waiting = [name for name in found if not allocations[name].agents]
-        if waiting and (other := holder()) and other.allocation not in found:
+        waiting = [name for name in running if not allocations[name].agents]
+        if waiting and (other := holder()) and other.allocation not in running:
             return (f"another sweep measures on this machine: {other}; waiting until it ends",)
         return ()
 
-    def _vanished(self, held: AllocationState) -> JobEnd:
-        reason = f"the agents of {held.name} vanished"
-        return JobEnd(reason=reason, certain=True, held_s=self._held_s(held))
+    def _vanished(self, allocation: AllocationState) -> JobEnd:
+        reason = f"the agents of {allocation.name} vanished"
+        return JobEnd(reason=reason, certain=True, held_s=self._held_s(allocation))
 
-    def _held_s(self, held: AllocationState) -> float:
+    def _held_s(self, allocation: AllocationState) -> float:
         """Seconds from the time an allocation was written to its latest sign of life."""
-        paths = [self._folder.journal / a.journal for a in held.agents if a.journal]
-        began = touched(self._folder.allocations / held.name / "allocation.json")
+        paths = [self._folder.journal / agent.journal for agent in allocation.agents if agent.journal]
+        began = touched(self._folder.allocations / allocation.name / "allocation.json")
         return max(0.0, *(touched(path) - began for path in paths)) if paths and began else 0.0
 
     def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
@@ -132,14 +132,14 @@ class LocalLauncher:
                 os.kill(pid, signal.SIGTERM)
         self._wait_and_kill(allocations.keys(), STOP_PATIENCE_S)
         clean_up_after_the_dead()
-        return {name: self._held_s(held) for name, held in allocations.items()}
+        return {name: self._held_s(allocation) for name, allocation in allocations.items()}
 
     def _wait_and_kill(self, names: Set[str], patience_s: float) -> None:
         """Waits until these allocations have no process, and kills those that have one after `patience_s`."""
         end = time.monotonic() + patience_s
-        while (left := names & self._pids().keys()) and time.monotonic() < end:
+        while (living := names & self._pids().keys()) and time.monotonic() < end:
             time.sleep(0.05)
-        for name in left:
+        for name in living:
             self.end_frozen(name, {})
 
     def end_frozen(self, name: str, job: Job) -> None:
@@ -149,14 +149,14 @@ class LocalLauncher:
 
     def _pids(self) -> defaultdict[str, list[int]]:
         """Allocation -> our processes that have its folder, or a file in it, as argument."""
-        found, start = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
+        pids, start = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
         for pid in processes.own_processes():
             words = processes.command_line(pid)
-            names = {word.removeprefix(start).split("/")[0] for word in words if word.startswith(start)}
+            names = {path.removeprefix(start).split("/")[0] for path in words if path.startswith(start)}
             if names and OWN_MODULES & set(words) and processes.start_time(pid) is not None:
                 for name in names:
-                    found[name].append(pid)
-        return found
+                    pids[name].append(pid)
+        return pids
 
 
 def start_agents(folder: Path) -> None:
@@ -165,9 +165,10 @@ def start_agents(folder: Path) -> None:
 
     allocation = read_allocation(folder)
     gpus = allocation.gpus_per_node if allocation.tasks[0].device == "cuda" else 0
+    python = str(allocation.tasks[0].spec.variant.get("python", sys.executable))
     start_controller(
         folder=folder / "submitit",
-        command=shlex.join([sys.executable, "-P", "-m", "ultrabench.agent", str(folder)]),
+        command=shlex.join([python, "-P", "-m", "ultrabench.agent", str(folder)]),
         tasks_per_node=allocation.nodes,
         cuda_devices=",".join(map(str, range(gpus))),
         timeout_min=allocation.limit_s / 60 + LONGEST_WAIT_MIN,

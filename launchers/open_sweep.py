@@ -33,10 +33,12 @@ from ultrabench.store.kernel_secrets import hide, keep
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json
 from ultrabench.sweep.config.load import profile_of
+from ultrabench.sweep.config.options import read_flags
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.running.price import within_limit
+from ultrabench.variant import FLAGS, PLACES, variables_of
 
 PROBE_TIMEOUT_S = 600.0
 """Seconds after which the probe of this machine is ended; beside 20 processes on 2 cores it takes over 120 s."""
@@ -59,22 +61,29 @@ def sweep_json_of(config: SweepConfig, environment: dict[str, Any]) -> SweepJson
     )  # fmt: skip
 
 
-def require_same(known: SweepJson, config: SweepConfig, where: Path) -> None:
+def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None:
     """Raises if `config` does not describe the sweep in the folder `where`.
 
-    Axes and models may change, which makes the plan larger or smaller; hardware, kernel and workload may not.
+    Axes and models may change, which makes the plan larger or smaller; hardware, kernel and workload may not. Options
+    may get more values.
 
     Raises:
         ConfigError: they differ; the message shows the differences.
     """
     for group in ("hardware", "kernel", "workload"):
-        was, now = to_dict(getattr(known, group)), to_dict(getattr(config, group))
+        was, now = to_dict(getattr(described, group)), to_dict(getattr(config, group))
         # An architecture decides what a plan refuses, and no number; for the others see require_same_log.
         for name in ("architecture", *LOG_OPTIONS):
             now.pop(name, None)
-        if changed := [f"{group}.{k}: {was[k]!r} -> {now[k]!r}" for k in sorted(now) if was[k] != now[k]]:
-            told = f"{where} is a sweep with another {group} ({', '.join(changed)})"
-            raise ConfigError(f"{told}; start a new one with name=NAME")
+        listed = {name: config.options.values.get(name, (now.get(name),)) for name in now}
+        changed = [
+            f"{group}.{k}: {was[k]!r} -> {now[k]!r}"
+            for k in sorted(now)
+            if was[k] != now[k] and was[k] not in listed[k]
+        ]
+        if changed:
+            fact = f"{where} is a sweep with another {group} ({', '.join(changed)})"
+            raise ConfigError(fact, "start a new one with name=NAME")
 
 
 def require_same_log(state: SweepState, config: SweepConfig) -> None:
@@ -82,10 +91,23 @@ def require_same_log(state: SweepState, config: SweepConfig) -> None:
     was, now = state.config.get("kernel", {}), to_dict(config.kernel)
     changed = [f"kernel.{k}: {was[k]!r} -> {now[k]!r}" for k in LOG_OPTIONS if k in was and was[k] != now[k]]
     if changed and any(a.ok and a.ok.measured_by == "log" for a in state.attempts.values()):
-        what = (
-            f"sweep {config.name} has results that were read from logs in another way ({', '.join(changed)})"
-        )
-        raise ConfigError(f"{what}; start a new one with name=NAME")
+        difference = f"read from logs in another way ({', '.join(changed)})"
+        fact = f"sweep {config.name} has results that were {difference}"
+        raise ConfigError(fact, "start a new one with name=NAME")
+
+
+def require_same_flags(state: SweepState, config: SweepConfig) -> None:
+    """Raises ConfigError if a value of a flag now means other arguments than at the latest launch."""
+    flags = state.config.get("sweep", {}).get(FLAGS) or {}
+    kernel = replace(config.kernel, flags={})
+    was = read_flags(flags, kernel) if isinstance(flags, dict) else {}
+    for name, value in ((name, value) for name, table in was.items() for value in table):
+        parts = config.options.arguments.get(name, {}).get(value)
+        if parts is not None and parts != was[name][value]:
+            fact = (
+                f"sweep.flags.{name}.{value}: {[*was[name][value]]} -> {[*parts]} in a sweep that has begun"
+            )
+            raise ConfigError(fact, "give these arguments another name")
 
 
 def provenance(config: SweepConfig) -> dict[str, Any]:
@@ -150,14 +172,14 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
     A profile of another name that is given stays. The memory of a GPU decides predictions only, while on CPUs it is
     enforced, and a sweep with another one is another sweep.
     """
-    known = find_sweep_json(folder_of(config))
-    frozen = known.config.get("profile") if known else None
-    if known and known.hardware.name == config.hardware.name and config.hardware.device == "cuda":
-        hardware = replace(config.hardware, mem_bytes=known.hardware.mem_bytes)
+    described = find_sweep_json(folder_of(config))
+    frozen = described.config.get("profile") if described else None
+    if described and described.hardware.name == config.hardware.name and config.hardware.device == "cuda":
+        hardware = replace(config.hardware, mem_bytes=described.hardware.mem_bytes)
         if hardware != config.hardware:
-            was, now = (f"{each.mem_bytes / GIB:.5g}" for each in (hardware, config.hardware))
-            told = f"sweep {config.name} began with {was} GiB of memory a GPU, hardware={hardware.name} now has {now}"
-            warn(f"{told}; it keeps {was} in its predictions: start a sweep with another name= to use {now}")
+            was, now = (f"{node_type.mem_bytes / GIB:.5g}" for node_type in (hardware, config.hardware))
+            fact = f"sweep {config.name} began with {was} GiB of memory a GPU, hardware={hardware.name} now has {now}"
+            warn(f"{fact}; it keeps {was} in its predictions: start a sweep with another name= to use {now}")
             resolved = config.resolved | {"hardware": to_dict(hardware)}
             config = replace(config, hardware=hardware, resolved=resolved)
     if not isinstance(frozen, dict) or frozen.get("name") != config.profile.name:
@@ -209,9 +231,10 @@ def open_sweep(
     if not in_table:
         rate, cores = described.core_flops_per_s, described.cores or 1
         plan = within_limit(make_plan(config, core_flops_per_s=rate, cores=cores), max_limit_s)
-    reader, known = JournalReader(folder.journal, warn), Fold()
-    state = known.add(reader.poll())
+    reader, fold = JournalReader(folder.journal, warn), Fold()
+    state = fold.add(reader.poll())
     require_same_log(state, config)
+    require_same_flags(state, config)
     accepts = _reuse(config, environment, state, reuse)
     digest, origin = config.kernel.digest(), provenance(config)
     launch = Launched(
@@ -222,7 +245,7 @@ def open_sweep(
     _keep_difference(folder)
     write_plan(plan.candidates, folder.plan)
     return OpenSweep(
-        folder=folder, plan=plan, journal=journal, reader=reader, known=known, environment=environment,
+        folder=folder, plan=plan, journal=journal, reader=reader, known=fold, environment=environment,
         accepts=accepts, kernel_digest=digest, git_commit=origin["git_commit"], max_gpu_hours=max_gpu_hours,
     )  # fmt: skip
 
@@ -242,12 +265,12 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
         return {"cores": len(os.sched_getaffinity(0))}
     say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = probe_machine(needs_peak)
-    seen = int(environment.get("gpus") or 0)
-    if seen < needed:
-        other = f"hardware.gpus_per_node={seen}" if seen else "hardware=cpu, which needs none"
-        found = f"hardware={hardware.name} has {counted(needed, 'GPU')} a node; torch sees {seen or 'none'}"
+    visible_gpus = int(environment.get("gpus") or 0)
+    if visible_gpus < needed:
+        other = f"hardware.gpus_per_node={visible_gpus}" if visible_gpus else "hardware=cpu, which needs none"
+        fact = f"hardware={hardware.name} has {counted(needed, 'GPU')} a node; torch sees {visible_gpus or 'none'}"
         advice = f"add launcher=slurm for those of a cluster, or use {other}"
-        raise ConfigError(f"{found} on this machine: {advice}")
+        raise ConfigError(f"{fact} on this machine: {advice}")
     return environment
 
 
@@ -265,11 +288,11 @@ def require_local(config: SweepConfig) -> None:
     Raises:
         ConfigError: the sweep needs more than one real node.
     """
-    most = max(config.axes.nodes)
-    if config.launcher.name == "local" and most > 1 and not config.hardware.simulated:
-        given = f"sweep.nodes up to {most} of hardware={config.hardware.name} with launcher=local"
+    max_nodes = max(config.axes.nodes)
+    if config.launcher.name == "local" and max_nodes > 1 and not config.hardware.simulated:
+        fact = f"sweep.nodes up to {max_nodes} of hardware={config.hardware.name} with launcher=local"
         remedy = "add launcher=slurm, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
-        raise ConfigError(f"{given}, which has this machine only", remedy)
+        raise ConfigError(f"{fact}, which has this machine only", remedy)
 
 
 def require_program(config: SweepConfig) -> None:
@@ -278,14 +301,19 @@ def require_program(config: SweepConfig) -> None:
     A path must also exist here if nodes of a cluster run the program, since they share the folder of the
     launch. A bare name is searched only if the program runs here, since launcher.setup may provide it there.
     """
+    pythons = config.options.values.get("python", ()) if config.launcher.name == "local" else ()
+    if absent := next((python for python in pythons if shutil.which(python) is None), None):
+        raise ConfigError(
+            f"sweep.python={absent} is no program here", "give the path of a Python that has ultrabench"
+        )
     if config.kernel.kind != "command":
         return
     program, *script = config.kernel.command[:2]
     files = [program] if "/" in program else []
     files += [w for w in script if Path(w).suffix in (".py", ".sh")]
     missing = [w for w in files if "{" not in w and not Path(w).is_file()]
-    here = config.launcher.name == "local" and program != "python" and not {"/", "{"} & {*program}
-    if here and shutil.which(program) is None:
+    is_local_program = config.launcher.name == "local" and program != "python" and not {"/", "{"} & {*program}
+    if is_local_program and shutil.which(program) is None:
         missing.append(program)
     if missing:
         remedy = "mend its path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
@@ -301,31 +329,33 @@ def probe_machine(peak: bool) -> dict[str, Any]:
     """
     words = ["ultrabench.kernel.rank.environment", *(["--peak"] if peak else [])]
     try:
-        found: dict[str, Any] = json.loads(run_module(*words, timeout_s=PROBE_TIMEOUT_S))
+        return dict(json.loads(run_module(*words, timeout_s=PROBE_TIMEOUT_S)))
     except (ClusterError, ValueError) as error:
         raise ClusterError(f"the kernel does not start here: {error}") from error
-    return found
 
 
 def _reuse(config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None) -> Accepts:
     """A function that says whether an ok result counts, judged by the environment it was measured in."""
     facts = environment if config.kernel.kind != "command" else {}
     digest = config.kernel.digest()
-    here = env_id(facts, config.kernel, digest)
-    # This host does not know the libraries on the nodes of a cluster, so there only the sources are compared.
-    on_nodes = config.launcher.name != "local"
+    env_id_here = env_id(facts, config.kernel, digest, variables_of(config.options.first_variant))
+    # This host does not know the libraries on the nodes of a cluster, nor those of other interpreters and containers,
+    # so there only the sources are compared.
+    on_nodes = config.launcher.name != "local" or any(name in config.options.values for name in PLACES)
 
     def same(result: RunResult) -> bool:
-        return result.kernel_digest == digest if on_nodes else result.env_id == here
+        return result.kernel_digest == digest if on_nodes else result.env_id == env_id_here
 
     oks = [a.result for a in state.attempts.values() if a.result and a.result.status == Status.OK]
     others = [r for r in oks if not same(r)]
     if others and reuse is None:
         digests = ", ".join(sorted({r.kernel_digest or "?" for r in others}))
         theirs = f"theirs: kernel_digest {digests}, torch {others[0].torch_version}"
-        what = f"sources, torch or machine; {theirs}; here: {digest}, torch {facts.get('torch_version')}"
-        told = f"{len(others)} of {len(oks)} results were measured in another environment ({what})"
-        raise ConfigError(f"{told}; --reuse any counts them, --reuse same measures those runs again")
+        difference = (
+            f"sources, torch or machine; {theirs}; here: {digest}, torch {facts.get('torch_version')}"
+        )
+        conflict = f"{len(others)} of {len(oks)} results were measured in another environment ({difference})"
+        raise ConfigError(f"{conflict}; --reuse any counts them, --reuse same measures those runs again")
     if reuse == "any":
         return lambda result: True
     return same

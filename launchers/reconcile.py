@@ -11,10 +11,9 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, SweepFolderError, may_pass
 from ultrabench.launchers.allocate import allocations, shapes
+from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory, visible
 from ultrabench.launchers.launcher import Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep
-from ultrabench.launchers.settle import Settler, visible
-from ultrabench.run import AttemptKey
 from ultrabench.store.events import Submitted, Submitting
 from ultrabench.store.folder import SIGN_OF_LIFE_S
 from ultrabench.store.jobs_seen import JobsSeen
@@ -38,8 +37,13 @@ Show = Callable[[SweepState, frozenset[str]], None]
 class Reconciler:
     """Follows one launch of a sweep."""
 
-    def __init__(self, sweep: OpenSweep, launcher: Launcher, show: Show, say: Say) -> None:
-        """`show` gets the state and the living allocations in every round, `say` messages for the user."""
+    def __init__(
+        self, sweep: OpenSweep, launcher: Launcher, show: Show, say: Say, memory: LaunchMemory | None = None
+    ) -> None:
+        """`show` gets the state and the living allocations in every round, `say` messages for the user.
+
+        `memory` is what the launch remembers if it has begun before; None makes a new launch.
+        """
         self.sweep, self.launcher = sweep, launcher
         self.show, self.say = show, say
         self.limits = replace(launcher.limits, max_gpu_hours=sweep.max_gpu_hours)
@@ -47,24 +51,14 @@ class Reconciler:
         """Why the launch ended before all runs were done; None if it did not."""
         self.over_budget = False
         """Whether the launch ended because the next job costs more than what is left of the budget."""
-        self.submitted = 0
-        """Number of allocations submitted by this launch."""
+        if memory is None:
+            attempts = sweep.state().attempts
+            ended = frozenset(key for key, attempt in attempts.items() if attempt.result is not None)
+            launch = Launch(name=sweep.journal.name, by=launcher.by, accepts=sweep.accepts)
+            memory = LaunchMemory(launch=replace(launch, old=ended, begun=frozenset(attempts)))
+        self.memory = memory
         self._say_once = functools.cache(say)
-        self.settler = Settler(sweep, launcher, self._say_once)
-        self._cancelled_at = -CANCEL_S
-        self._touched = 0.0
-        """When this launch last showed other launches that it is alive."""
-        attempts = sweep.state().attempts
-        self._begun = frozenset(attempts)
-        """Attempts that began before this launch."""
-        self._old = frozenset(key for key, attempt in attempts.items() if attempt.result is not None)
-        """Attempts that ended before this launch."""
-        self._excused = frozenset[str]()
-        """Allocations that already existed when the sweep was paused or cancelled."""
-        self._ended_at: dict[AttemptKey, float] = {}
-        """When this launcher saw attempts end, by its monotonic clock, since clocks of nodes may be wrong."""
-        self._avoided = set[str]()
-        """Nodes that the latest submission did not use."""
+        self.recorder = EndRecorder(sweep, launcher, memory, self._say_once)
         self._decided: tuple[float, object, Actions] | None = None
         """The time of the latest decision, the observations it rests on, and the decided actions."""
 
@@ -93,57 +87,51 @@ class Reconciler:
         Raises:
             ClusterError: allocations end again and again without running what was asked for.
         """
-        if time.monotonic() - self._touched > SIGN_OF_LIFE_S:
-            self._touched = time.monotonic()
+        if time.monotonic() - self.memory.touched_at > SIGN_OF_LIFE_S:
+            self.memory.touched_at = time.monotonic()
             os.utime(self.sweep.journal.path)  # it shows other launchers that this one is alive
-        seen, state = self.settler.look()
-        self.show(state, seen.alive)
-        actions = self._decide(state, seen)
-        for note in (*seen.notes, *self._other_commits(state), *actions.notes):
+        jobs, state = self.recorder.look()
+        self.show(state, jobs.alive)
+        actions = self._decide(state, jobs)
+        for note in (*jobs.notes, *self._other_commits(state), *actions.notes):
             self._say_once(note)
-        busy = self._act(actions, state, seen)
-        return state, busy or (bool(seen.leaving & seen.running) and not state.cancelled)
+        busy = self._act(actions, state, jobs)
+        return state, busy or (bool(jobs.leaving & jobs.running) and not state.cancelled)
 
-    def _decide(self, state: SweepState, seen: JobsSeen) -> Actions:
+    def _decide(self, state: SweepState, jobs: JobsSeen) -> Actions:
         """What to do now; it is decided again after a change, and otherwise every DECISION_S."""
-        now = time.monotonic()
+        now, memory = time.monotonic(), self.memory
         if state.paused or state.cancelled:
-            self._excused |= state.allocations.keys()
+            excused = memory.launch.excused | state.allocations.keys()
+            memory.launch = replace(memory.launch, excused=excused)
         for key, attempt in state.attempts.items():
-            if attempt.result is not None and key not in self._old:
-                self._ended_at.setdefault(key, now)
-        ground = (self.sweep.known.num_lines, seen.alive)
-        if self._decided and self._decided[1] == ground and now - self._decided[0] < DECISION_S:
+            if attempt.result is not None and key not in memory.launch.old:
+                memory.ended_at.setdefault(key, now)
+        observations = (self.sweep.known.num_lines, jobs.alive, jobs.leaving)
+        if self._decided and self._decided[1] == observations and now - self._decided[0] < DECISION_S:
             return self._decided[2]
-        launch = Launch(
-            name=self.sweep.journal.name,
-            by=self.launcher.by,
-            accepts=self.sweep.accepts,
-            old=self._old,
-            begun=self._begun,
-            ended_s={key: now - at for key, at in self._ended_at.items()},
-            excused=self._excused,
-        )
-        actions = decide(self.sweep.plan, state, seen, self.limits, launch, time.time())
-        self._decided = (now, ground, actions)
+        ended_s = {key: now - ended_at for key, ended_at in memory.ended_at.items()}
+        launch = replace(memory.launch, ended_s=ended_s)
+        actions = decide(self.sweep.plan, state, jobs, self.limits, launch, time.time())
+        self._decided = (now, observations, actions)
         return actions
 
-    def _act(self, actions: Actions, state: SweepState, seen: JobsSeen) -> bool:
+    def _act(self, actions: Actions, state: SweepState, jobs: JobsSeen) -> bool:
         """Carries out the decided actions; returns whether there is anything to wait for."""
         self.stopped, self.over_budget = actions.stopped, actions.over_budget
         if actions.dead_end:
             raise ClusterError(self._told_of(actions.dead_end))
         if actions.end_jobs:
-            return self._cancel(state, seen)
+            return self._cancel(state, jobs)
         if actions.submit:
             self._submit(actions, state)
-        return bool(seen.alive) or (actions.wait and self.stopped is None)
+        return bool(jobs.alive) or (actions.wait and self.stopped is None)
 
-    def _cancel(self, state: SweepState, seen: JobsSeen) -> bool:
+    def _cancel(self, state: SweepState, jobs: JobsSeen) -> bool:
         """Cancels the allocations that this launcher can see, every CANCEL_S; returns whether any live."""
-        mine = visible(self.launcher, {name: state.allocations[name] for name in seen.alive})
-        if mine and time.monotonic() - self._cancelled_at >= CANCEL_S:
-            self._cancelled_at = time.monotonic()
+        mine = visible(self.launcher, {name: state.allocations[name] for name in jobs.alive})
+        if mine and time.monotonic() - self.memory.cancelled_at >= CANCEL_S:
+            self.memory.cancelled_at = time.monotonic()
             try:
                 self.launcher.cancel(mine)
             except ClusterError as error:
@@ -157,50 +145,50 @@ class Reconciler:
             change = f"the training program changed under the sweep (kernel_digest {launched} -> {now})"
             self.stopped = f"{change}; launch again to go on with the new one"
             return
-        if self.settler.settle_claimed((a.key for job in actions.submit for a in job.attempts), state):
-            return  # the next rounds first settle the claimed attempts
+        if self.recorder.record_claimed((a.key for job in actions.submit for a in job.attempts), state):
+            return  # the next rounds first record the ends of the claimed attempts
         for node, why in actions.avoid.items():
             self._say_once(f"{node} is not used again: {why}")
-        for node in sorted(self._avoided - actions.avoid.keys()):
+        for node in sorted(self.memory.avoided - actions.avoid.keys()):
             self.say(f"{node} is used again: the runs that pointed at it fail in the same way on other nodes")
-        self._avoided = {*actions.avoid}
+        self.memory.avoided = {*actions.avoid}
         for array in shapes(actions.submit, self.limits.max_array):
             self._submit_array(array, sorted(actions.avoid))
 
     def _submit_array(self, jobs: Sequence[PlannedJob], avoid: list[str]) -> None:
         sweep, journal = self.sweep, self.sweep.journal
         token = uuid.uuid4().hex
-        made = allocations(
+        planned = allocations(
             sweep.plan, sweep.folder, jobs, token=token, by=self.launcher.by, kernel_digest=sweep.kernel_digest,
             git_commit=sweep.git_commit, cores=sweep.environment.get("cores"),
         )  # fmt: skip
-        for allocation in made:
+        for allocation in planned:
             allocation.write()
-            self.settler.record_planned(allocation)
+            self.recorder.record_planned(allocation)
             journal.write(Submitting(allocation=allocation.name, token=token))
         try:
-            submitted = self.launcher.submit(made, avoid, self.say)
+            submitted = self.launcher.submit(planned, avoid, self.say)
         except ClusterError as error:
             # A launcher that cannot see jobs of this cluster would wait for these for ever.
-            self.settler.withdraw((allocation.name for allocation in made), f"not submitted: {error}")
+            self.recorder.withdraw((allocation.name for allocation in planned), f"not submitted: {error}")
             raise
-        self.submitted += len(made)
+        self.memory.submitted += len(planned)
         for name, job in submitted.items():
             journal.write(Submitted(allocation=name, job=job))
 
     def _other_commits(self, state: SweepState) -> list[str]:
         """A message for each node that runs another commit than this launcher."""
-        own = self.sweep.git_commit
+        sha = self.sweep.git_commit
         nodes = [n for a in state.allocations.values() for n in a.preflight.get("nodes") or ()]
-        others = {(n["host"], c) for n in nodes if own and (c := n.get("git_commit")) and c != own}
-        return [f"{host} runs commit {c[:12]}, this launcher {own[:12]}" for host, c in sorted(others) if own]
+        others = {(n["host"], c) for n in nodes if sha and (c := n.get("git_commit")) and c != sha}
+        return [f"{host} runs commit {c[:12]}, this launcher {sha[:12]}" for host, c in sorted(others) if sha]
 
     def _told_of(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the last line of a job's log."""
-        log, said = _last_said(self.sweep.folder.allocations / dead_end.latest.name)
-        why = f"{dead_end.latest.ended}{f'; its log ends: {said[:200]}' if said else ''}"
-        told = f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({why})"
-        return f"{told}; see {log}, then launch again"
+        log, line = _last_said(self.sweep.folder.allocations / dead_end.latest.name)
+        why = f"{dead_end.latest.ended}{f'; its log ends: {line[:200]}' if line else ''}"
+        message = f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({why})"
+        return f"{message}; see {log}, then launch again"
 
     def _wait_for_disk(self, error: OSError | SweepFolderError, failing_since: float) -> None:
         """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long.

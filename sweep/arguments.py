@@ -5,7 +5,16 @@ from typing import Any
 
 from ultrabench.errors import ConfigError, LayoutError, counted, require_known, require_once
 from ultrabench.hardware import Hardware
-from ultrabench.layout import AXES, TEXT_AXES, Layout, default_schedule, default_virtual_stages
+from ultrabench.layout import (
+    AXES,
+    FOLLOWING,
+    OTHER_DEGREES,
+    TEXT_AXES,
+    Layout,
+    default_schedule,
+    default_virtual_stages,
+    other_degrees,
+)
 from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -34,24 +43,24 @@ def read_arguments(arguments: Sequence[str], options: Collection[str], example: 
     """Name -> value of all arguments; a name is an axis of a layout or one of `options`.
 
     Raises:
-        ConfigError: an argument is not NAME=VALUE, its name is unknown or given twice, or its value is no whole
-            number.
+        ConfigError: an argument is not NAME=VALUE, its name is unknown or given twice, or its value is not an
+            integer.
     """
     require_once(arguments)
-    known = (*AXES, *options)
+    known_names = (*AXES, *options)
     values: dict[str, Any] = {}
     for argument in arguments:
         name, eq, value = argument.partition("=")
         if not eq:
             raise ConfigError(f"{argument!r} is no NAME=VALUE; write for example {example}")
-        if name in _ELSEWHERE and name not in known:
+        if name in _ELSEWHERE and name not in known_names:
             raise ConfigError(f"{argument}: {_ELSEWHERE[name]}")
-        require_known("argument", known, name)
+        require_known("argument", known_names, name)
         try:
             values[name] = value if name in TEXTS else int(value)
         except ValueError:
-            given = f"{name}={value!r} is no whole number"
-            raise ConfigError(f"{given}; a command takes one layout: {name}=2") from None
+            fact = f"{name}={value!r} is not an integer"
+            raise ConfigError(f"{fact}; a command takes one layout: {name}=2") from None
     return values
 
 
@@ -75,38 +84,40 @@ def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[Run
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
     words = read_arguments(arguments, (*defaults, "precision"), "model=llama3-8b nodes=8 tp=8")
-    given = {**defaults, **words}
-    config = config_of(given)
-    return run_of(given, config), config
+    values = {**defaults, **words}
+    config = config_of(values)
+    return run_of(values, config), config
 
 
-def config_of(given: Mapping[str, Any]) -> SweepConfig:
+def config_of(values: Mapping[str, Any]) -> SweepConfig:
     """What the arguments of a run configure beside its layout: model, hardware, kernel, profile and precision."""
     of_run = {*AXES, "nodes", "seq_len", "precision"}
-    named = {key: value for key, value in given.items() if key not in of_run}
-    named["kernel.precision"] = given.get("precision")
-    return load_config([f"{key}={value}" for key, value in named.items() if value is not None])
+    overrides = {key: value for key, value in values.items() if key not in of_run}
+    overrides["kernel.precision"] = values.get("precision")
+    return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
 
 
-def run_of(given: Mapping[str, Any], config: SweepConfig) -> RunSpec:
+def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
     """The run that the arguments describe, among which are nodes and seq_len.
 
     Raises:
         ConfigError: the layout is impossible.
     """
     (shape,), hardware = config.models, config.hardware
-    nodes, pp, per_node = given["nodes"], given.get("pp", 1), hardware.gpus_per_node
+    nodes, pp, per_node = values["nodes"], values.get("pp", 1), hardware.gpus_per_node
     if nodes < 1:
         raise ConfigError(f"nodes={nodes}; must be >= 1")
-    gpus, rest = nodes * per_node, max(1, given.get("tp", 1) * pp * given.get("cp", 1))
-    there = f"{counted(gpus, 'GPU')} of {counted(nodes, 'node')} of {per_node}"
+    gpus, rest = nodes * per_node, max(1, other_degrees(values))
+    gpu_counts = f"{counted(gpus, 'GPU')} of {counted(nodes, 'node')} of {per_node}"
     if gpus % rest:
-        raise ConfigError(f"tp*pp*cp={rest} does not divide the {there}; choose degrees that do")
-    if (dp := given.get("dp", gpus // rest)) != gpus // rest:
+        raise ConfigError(f"{OTHER_DEGREES}={rest} does not divide the {gpu_counts}; choose degrees that do")
+    if (dp := values.get("dp", gpus // rest)) != gpus // rest:
         advice = f"give dp={gpus // rest}, or leave dp out, or change nodes, tp, pp or cp"
-        raise ConfigError(f"dp={dp} with tp*pp*cp={rest} needs {dp * rest} GPUs, not the {there}: {advice}")
-    layout = layout_of({"dp": gpus // rest, "gas": max(1, pp)} | dict(given))
-    workload = Workload(seq_len=given["seq_len"], gbs=layout.gbs)
+        raise ConfigError(
+            f"dp={dp} with {OTHER_DEGREES}={rest} needs {dp * rest} GPUs, not the {gpu_counts}: {advice}"
+        )
+    layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values))
+    workload = Workload(seq_len=values["seq_len"], gbs=layout.gbs)
     place = {"nodes": nodes, "gpus_per_node": per_node}
     spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=config.kernel, **place)
     require_possible(spec, hardware.device, hardware)
@@ -122,6 +133,6 @@ def require_possible(spec: RunSpec, device: str, hardware: Hardware | None = Non
     _, broken = next(broken_rules(spec.layout, spec.shape), (None, None))
     seq_len = spec.workload.seq_len
     if reason := broken or refusal(spec.kernel, spec.layout, spec.shape, seq_len, device, hardware):
-        plain = refusal(spec.kernel, Layout(dp=1), spec.shape, seq_len, device, hardware)
-        advice = "" if reason == plain else "choose another layout"  # that reason holds for every layout
+        refused_anyway = refusal(spec.kernel, Layout(dp=1), spec.shape, seq_len, device, hardware)
+        advice = "" if refused_anyway else "choose another layout"
         raise LayoutError(spec.layout.label(), reason, advice)

@@ -8,7 +8,7 @@ from ultrabench.allowed import between, one_of, require_allowed
 from ultrabench.model_shape import FLOPS_FORMULAS
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
-from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.predict.profile import Profile
 
@@ -59,22 +59,22 @@ def against_published(config: SweepConfig, mfu: float, best: BestRate | None) ->
     Args:
         mfu: what `published_mfu` returns.
     """
-    of_gpu = f"{config.hardware.gpu} in {config.kernel.precision}"
+    gpu_and_precision = f"{config.hardware.gpu} in {config.kernel.precision}"
     if best is None:
-        return f"no rate of {of_gpu} is known that others published: nothing confirms a predicted MFU of {mfu:.1%}"
+        return f"no rate of {gpu_and_precision} is known that others published: nothing confirms a predicted MFU of {mfu:.1%}"
     if not best.below(mfu):
         return None
-    rates = f"MFU {mfu:.1%} is above the {best.mfu:.1%} of {best.what}"
-    return f"predicted {rates}, the best that is published of {of_gpu} (flops_formula={best.flops_formula}; {best.source})"
+    comparison = f"MFU {mfu:.1%} is above the {best.mfu:.1%} of {best.what}"
+    return f"predicted {comparison}, the best that is published of {gpu_and_precision} (flops_formula={best.flops_formula}; {best.source})"
 
 
 def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str]:
     """The features of these runs that no run of the profile's fit had, such as `zero_stage=2, 3 (0 to 1)`."""
-    values = dict[str, set[int | str]]()
+    values_by_feature = dict[str, set[int | str]]()
     for spec in specs:
         for name, value in profile.unmeasured(spec, gpu).items():
-            values.setdefault(name, set()).add(value)
+            values_by_feature.setdefault(name, set()).add(value)
     return [
-        f"{name}={', '.join(map(str, sorted(found, key=lambda v: (str(type(v)), v))))} ({profile.fitted_to(name)})"
-        for name, found in values.items()
+        f"{name}={', '.join(map(str, sorted(values, key=lambda v: (str(type(v)), v))))} ({profile.fitted_to(name)})"
+        for name, values in values_by_feature.items()
     ]

@@ -11,7 +11,19 @@ from math import gcd, prod
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import Layout, default_schedule, default_virtual_stages
+from ultrabench.layout import (
+    BATCH,
+    DEGREES,
+    DIVIDES,
+    FOLLOWING,
+    IN_SWEEP,
+    OTHER_DEGREES,
+    Layout,
+    default_schedule,
+    default_virtual_stages,
+    details_of,
+    other_degrees,
+)
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
 from ultrabench.run import Workload
@@ -22,7 +34,7 @@ MOST_COMBINATIONS = 1_000_000
 """Largest number of combinations of a sweep. With more, planning takes minutes and gigabytes."""
 
 
-def require_countable(axes: Axes, models: int) -> None:
+def require_countable(axes: Axes, models: int, options: Mapping[str, Sequence[object]]) -> None:
     """Raises when the axes have too many combinations; gas is not counted, as it follows from the others.
 
     Raises:
@@ -30,6 +42,7 @@ def require_countable(axes: Axes, models: int) -> None:
     """
     sizes = {name: len(set(values)) for name, values in axes.layout.items() if name != "gas"}
     sizes |= {"models": models, "nodes": len(set(axes.nodes))}
+    sizes |= {name: len(values) for name, values in options.items()}
     number = prod(sizes.values())
     if number > MOST_COMBINATIONS:
         longest = sorted(sizes, key=lambda name: -sizes[name])[:3]
@@ -38,35 +51,38 @@ def require_countable(axes: Axes, models: int) -> None:
         raise ConfigError(f"the axes have {number:,} combinations; {rule}")
 
 
-DERIVED = ("gas", "dp_shard", "pp_schedule", "virtual_stages")
+DERIVED = (FOLLOWING[-1], *IN_SWEEP)
 """Axes whose values in a layout depend on those of other axes."""
 
 
-def layouts(axes: Axes, gpus: int, gpus_per_node: int, workload: Workload) -> Iterator[Layout]:
-    """All different layouts with dp*tp*pp*cp = gpus and dp*mbs*gas = gbs.
+def layouts(axes: Axes, gpus: int, gpus_per_node: int, gbs: int) -> Iterator[Layout]:
+    """All different layouts whose degrees multiply to `gpus`, with dp*mbs*gas = gbs.
 
     dp follows from the other degrees, and gas from gbs, dp and mbs. Structural rules are applied later.
     """
     free = [name for name in axes.layout if name not in DERIVED]
     for values in product(*(sorted(set(axes.layout[name])) for name in free)):
-        at = dict(zip(free, values, strict=True))
-        dp, ranks_left = divmod(gpus, at["tp"] * at["pp"] * at["cp"])
-        gas, batch_left = divmod(workload.gbs, dp * at["mbs"]) if dp else (0, 1)
+        value_by_axis = dict(zip(free, values, strict=True))
+        dp, ranks_left = divmod(gpus, other_degrees(value_by_axis))
+        gas, batch_left = divmod(gbs, dp * value_by_axis["mbs"]) if dp else (0, 1)
         if ranks_left or batch_left:
             continue
-        in_node = max(1, gpus_per_node // at["tp"])
-        shards = [_shards(word, dp * at["cp"], in_node, at["zero_stage"]) for word in axes.layout["dp_shard"]]
-        schedules = _schedules(axes, at["pp"], gas)
+        in_node = max(1, gpus_per_node // value_by_axis["tp"])
+        shards = [
+            _shards(shard_word, dp * value_by_axis["cp"], in_node, value_by_axis["zero_stage"])
+            for shard_word in axes.layout["dp_shard"]
+        ]
+        schedules = _schedules(axes, value_by_axis["pp"], gas)
         for (schedule, virtual_stages), dp_shard in dict.fromkeys(product(schedules, shards)):
-            at |= {"pp_schedule": schedule, "virtual_stages": virtual_stages, "dp_shard": dp_shard}
-            yield Layout(dp=dp, gas=gas, **at)
+            value_by_axis |= {"pp_schedule": schedule, "virtual_stages": virtual_stages, "dp_shard": dp_shard}
+            yield Layout(dp=dp, gas=gas, **value_by_axis)
 
 
-def _shards(word: int | str, copies: int, in_node: int, zero_stage: int) -> int:
+def _shards(shard_word: int | str, copies: int, in_node: int, zero_stage: int) -> int:
     """The dp_shard of a layout for a value of the axis; `node` means all where that is the same."""
-    if word == "node":
+    if shard_word == "node":
         return in_node if zero_stage and in_node < copies else 0
-    return 0 if word == "all" else int(word)
+    return 0 if shard_word == "all" else int(shard_word)
 
 
 def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
@@ -102,9 +118,19 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     if layout.dp_shard == copies:
         yield "dp_shard_divides_dp", f"{shards} is all of dp*cp={copies}; leave dp_shard out, or write all"
     if layout.dp_shard and copies % layout.dp_shard:
-        told = f"{shards} does not divide dp*cp={copies} (dp={layout.dp}, cp={layout.cp})"
+        indivisible = f"{shards} does not divide dp*cp={copies} (dp={layout.dp}, cp={layout.cp})"
         common = gcd(layout.dp_shard, copies)
-        yield "dp_shard_divides_dp", f"{told}; take dp_shard={common if 1 < common < copies else 'all'}"
+        yield (
+            "dp_shard_divides_dp",
+            f"{indivisible}; take dp_shard={common if 1 < common < copies else 'all'}",
+        )
+    for axis, degrees in DIVIDES.items():
+        ranks, value = prod(getattr(layout, degree) for degree in degrees), getattr(layout, axis)
+        if ranks % value:
+            yield (
+                f"{axis}_divides_{'_'.join(degrees)}",
+                f"{axis}={value} does not divide {'*'.join(degrees)}={ranks}",
+            )
     if layout.gas < layout.pp - 1:
         yield "enough_micro_batches", next(schedule_refusals(layout))
     # Every pipeline stage holds at least one block.
@@ -195,31 +221,33 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
 
 def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:
     """The reasons why the attention of our own kernel cannot run on a device."""
-    asked, precision = kernel.attention, kernel.precision
-    if device == "cpu" and asked in ("cudnn", "flash3"):
-        yield f"attention={asked} needs an NVIDIA GPU; on CPUs take auto, flash or math"
+    attention, precision = kernel.attention, kernel.precision
+    if device == "cpu" and attention in ("cudnn", "flash3"):
+        yield f"attention={attention} needs an NVIDIA GPU; on CPUs take auto, flash or math"
     # The parts of a ring are put together by their log-sums, which only fused kernels return.
-    if layout.cp > 1 and asked == "math":
+    if layout.cp > 1 and attention == "math":
         yield f"attention=math cannot run with cp={layout.cp}, whose parts it cannot put together; take auto"
     # The fused kernels of GPUs compute in 16 bit only.
     if device == "cuda" and precision != "bf16":
         if layout.cp > 1:
             yield f"cp={layout.cp} needs precision=bf16 on GPUs; precision={precision}"
-        if asked not in ("auto", "math"):
-            yield f"attention={asked} needs precision=bf16 on GPUs; precision={precision}: take auto or math"
+        if attention not in ("auto", "math"):
+            yield f"attention={attention} needs precision=bf16 on GPUs; precision={precision}: take auto or math"
 
 
 def _of_accelerator(
     kernel: KernelConfig, layout: Layout, head_width: int, hardware: Hardware
 ) -> Iterator[str]:
     """The reason why an accelerator cannot run the attention of our own kernel, if its architecture is known."""
-    sm, asked = hardware.compute_capability, kernel.attention
-    if hardware.architecture is None or kernel.precision != "bf16" or asked == "math":
+    sm, attention = hardware.compute_capability, kernel.attention
+    if hardware.architecture is None or kernel.precision != "bf16" or attention == "math":
         return
-    if needed := _lacking("flash" if asked == "auto" else asked, sm, head_width):
-        other = "auto" if asked not in ("auto", "flash") and not _lacking("flash", sm, head_width) else "math"
+    if needed := _lacking("flash" if attention == "auto" else attention, sm, head_width):
+        other = (
+            "auto" if attention not in ("auto", "flash") and not _lacking("flash", sm, head_width) else "math"
+        )
         has = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
-        yield f"attention={asked} needs {needed}; {has}: take {other}{' and cp=1' * (layout.cp > 1 and other == 'math')}"
+        yield f"attention={attention} needs {needed}; {has}: take {other}{' and cp=1' * (layout.cp > 1 and other == 'math')}"
 
 
 def _lacking(attention: str, compute_capability: int | None, head_width: int) -> str | None:
@@ -236,9 +264,9 @@ def _lacking(attention: str, compute_capability: int | None, head_width: int) ->
         return "an NVIDIA GPU" if attention == "cudnn" else None
     if not 80 <= compute_capability <= 121:
         return "sm_80 to sm_121"
-    most = 128 if attention == "cudnn" and compute_capability // 10 not in (9, 10) else 256
-    if head_width > most:
-        return f"head_dim <= {most}"
+    widest_head = 128 if attention == "cudnn" and compute_capability // 10 not in (9, 10) else 256
+    if head_width > widest_head:
+        return f"head_dim <= {widest_head}"
     if attention == "cudnn" and head_width % 8:
         return "a head_dim that is a multiple of 8"
     if 192 < head_width <= 224 and (compute_capability in range(86, 90) or compute_capability >= 120):
@@ -248,58 +276,58 @@ def _lacking(attention: str, compute_capability: int | None, head_width: int) ->
 
 def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
     """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say."""
-    for word, allowed in (kernel.flags | kernel.supports).items():
-        value = getattr(layout, word, getattr(shape, word, layout))
+    for name, allowed in (kernel.flags | kernel.supports).items():
+        value = getattr(layout, name, getattr(shape, name, layout))
         if value is layout:
-            yield f"kernel.supports or kernel.flags names {word!r}, which is no word of a layout or a model"
+            yield f"kernel.supports or kernel.flags names {name!r}, which is no word of a layout or a model"
             continue
         if isinstance(value, RopeScaling):
             value = values_of(value)
-        alike = word == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
-        if (value if word in kernel.supports else str(value)) not in allowed and not alike:
+        alike = name == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
+        if (value if name in kernel.supports else str(value)) not in allowed and not alike:
             shown = ", ".join(map(str, allowed))
-            yield f"kernel {kernel.name} supports {word} in [{shown}]; {word}={value}"
+            yield f"kernel {kernel.name} supports {name} in [{shown}]; {name}={value}"
 
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
     """The reason why axes give no candidate, with the numbers that do not divide one another."""
-    gpus, at = [n * gpus_per_node for n in sorted({*axes.nodes})], axes.layout
-    degrees = {name: at[name] for name in ("tp", "pp", "cp")}
+    gpus, values_by_axis = [n * gpus_per_node for n in sorted({*axes.nodes})], axes.layout
+    degrees = {name: values_by_axis[name] for name in DEGREES[1:]}
     dps = {g // p for g in gpus for p in map(prod, product(*degrees.values())) if g % p == 0}
     if not dps:
         too_odd = (name for name, values in degrees.items() if all(g % v for g, v in product(gpus, values)))
         name = next(too_odd, None)
-        factor = _values({name: degrees[name]}) if name else f"tp*pp*cp with {_values(degrees)}"
+        factor = _values({name: degrees[name]}) if name else f"{OTHER_DEGREES} with {_values(degrees)}"
         return f"{' or '.join(map(str, gpus))} GPUs are not divisible by {factor}"
-    given = {"dp": sorted(dps), "mbs": at["mbs"]}
-    if all(workload.gbs % (dp * mbs) for dp, mbs in product(*given.values())):
-        return f"gbs={workload.gbs} is not divisible by dp*mbs with {_values(given)}"
-    return f"gbs={workload.gbs} is not dp*mbs*gas with {_values(given | {'gas': at['gas']})}"
+    dp_and_mbs = {"dp": sorted(dps)} | {"mbs": values_by_axis["mbs"]}
+    if all(workload.gbs % (dp * mbs) for dp, mbs in product(*dp_and_mbs.values())):
+        return f"gbs={workload.gbs} is not divisible by dp*mbs with {_values(dp_and_mbs)}"
+    return f"gbs={workload.gbs} is not dp*mbs*gas with {_values(dp_and_mbs | {'gas': values_by_axis['gas']})}"
 
 
 def _values(axes: Mapping[str, Sequence[int]]) -> str:
     """The values of axes as a text such as `tp=3, pp in [1, 2]`."""
-    told = ((name, [*values]) for name, values in axes.items())
-    return ", ".join(f"{name}={v[0]}" if len(v) == 1 else f"{name} in {v}" for name, v in told)
+    listed_values = ((name, [*values]) for name, values in axes.items())
+    return ", ".join(f"{name}={v[0]}" if len(v) == 1 else f"{name} in {v}" for name, v in listed_values)
 
 
 def without_candidates(
-    axes: Axes, gpus_per_node: int, workload: Workload, found: Collection[tuple[int, Layout]]
+    axes: Axes, gpus_per_node: int, workload: Workload, candidates: Collection[tuple[int, Layout]]
 ) -> Iterator[tuple[str, int | str, str]]:
     """Each value of an axis that no candidate has, as the name of the axis, the value and the reason.
 
     Args:
-        found: number of nodes and layout of each candidate.
+        candidates: number of nodes and layout of each candidate.
     """
-    for nodes in sorted({*axes.nodes} - {nodes for nodes, _ in found}):
+    for nodes in sorted({*axes.nodes} - {nodes for nodes, _ in candidates}):
         yield "nodes", nodes, why_none(replace(axes, nodes=(nodes,)), gpus_per_node, workload)
-    for name in ("tp", "pp", "cp", "mbs", "gas", "pp_schedule", "virtual_stages"):
+    for name in (*DEGREES[1:], *BATCH, *details_of("pp")):
         listed = axes.layout.get(name, ())
-        for value in sorted({*listed} - {getattr(layout, name) for _, layout in found} - {"auto"}):
+        for value in sorted({*listed} - {getattr(layout, name) for _, layout in candidates} - {"auto"}):
             if name == "pp_schedule":
                 yield name, value, "no candidate has pp > 1"
             elif name != "virtual_stages":
-                one = replace(axes, layout={**axes.layout, name: (value,)})
-                yield name, value, why_none(one, gpus_per_node, workload)
+                single_value = replace(axes, layout={**axes.layout, name: (value,)})
+                yield name, value, why_none(single_value, gpus_per_node, workload)
             elif len(listed) > 1:  # a single value is usually the default, which only interleaved uses
                 yield name, value, "no candidate has pp_schedule=interleaved"

@@ -3,21 +3,24 @@
 import contextlib
 import os
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, product
 from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GUESSED, Peak
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
-from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
+from ultrabench.run import AttemptKey, RunSpec, fill_in, words_of
+from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import (
     broken_rules,
@@ -30,9 +33,19 @@ from ultrabench.sweep.grid import (
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction, Predictor, too_large
+from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, PLACES, Value, Variant
 
-CellKey = tuple[str, int]
-"""Model name and number of nodes. Hardware and kernel are the same in the whole sweep."""
+
+class CellKey(NamedTuple):
+    """What the runs of a sweep have in common that are ranked together; hardware and kernel are the same in all."""
+
+    model: str
+    nodes: int
+    seq_len: int
+    gbs: int
+    precision: str
+
+
 PRUNED = "memory"
 """The rule of valid layouts that are not run, because they are predicted to run out of memory."""
 PARALLEL_FROM = 10_000
@@ -75,7 +88,15 @@ class Candidate:
     @property
     def cell(self) -> CellKey:
         """The cell that the candidate is ranked in."""
-        return self.shape.name, self.nodes
+        workload = self.spec.workload
+        return CellKey(
+            self.shape.name, self.nodes, workload.seq_len, workload.gbs, self.spec.kernel.precision
+        )
+
+    @property
+    def place(self) -> tuple[Value, ...]:
+        """The container and the interpreter of the allocations in which it runs."""
+        return tuple(self.spec.variant.get(name) for name in PLACES)
 
     @property
     def valid(self) -> bool:
@@ -140,36 +161,62 @@ class Plan:
         """The document of `sweep plan --json`."""
         rejected = Counter(c.rule for c in self.candidates if not c.valid)
         refused = Counter(c.reason for c in self.candidates if c.rule == "kernel")
-        of_cells = by_cell(self.candidates)
-        cells = [
-            {"model": shape.name, "nodes": nodes} | _counts(of_cells.get((shape.name, nodes), []))
-            for shape in self.config.models
-            for nodes in sorted(set(self.config.axes.nodes))
-        ]
-        config, workload, per_node = self.config, self.config.workload, self.config.hardware.gpus_per_node
-        found = [(c.nodes, c.layout) for c in self.candidates]
-        none = without_candidates(config.axes, per_node, workload, found)
+        of_cells, config = by_cell(self.candidates), self.config
+        cells = [cell._asdict() | _counts(of_cells.get(cell, [])) for _, cell in planned_cells(config)]
+        options = {name: of[0] if len(of) == 1 else [*of] for name, of in config.options.values.items()}
         return {
             "sweep": config.name,
             "hardware": config.hardware.name,
-            "seq_len": workload.seq_len,
-            "gbs": workload.gbs,
-            "precision": config.kernel.precision,
+            **{name: options.pop(name) for name in CELL_OPTIONS},
+            "options": options,
             "kernel": config.kernel.name,
             **_counts(self.candidates),
             "rejected": dict(sorted(rejected.items())),
             "refused_by_kernel": dict(sorted(refused.items())),
-            "without_candidates": [dict(zip(("axis", "value", "reason"), row, strict=True)) for row in none],
+            "without_candidates": [*self._without_candidates()],
             "cells": cells,
         }
+
+    def _without_candidates(self) -> Iterator[dict[str, Any]]:
+        """Each value of an axis that no candidate has, whatever the batch."""
+        config, layouts_by_gbs = self.config, defaultdict[int, list[tuple[int, Layout]]](list)
+        for candidate in self.candidates:
+            layouts_by_gbs[candidate.spec.workload.gbs].append((candidate.nodes, candidate.layout))
+        lost_values = Counter[tuple[str, int | str]]()
+        for gbs in config.options.values["gbs"]:
+            workload = replace(config.workload, gbs=gbs)
+            of_gbs = (
+                layouts_by_gbs[gbs] if config.kernel.kind != "probe" else [*chain(*layouts_by_gbs.values())]
+            )
+            per_node = config.hardware.gpus_per_node
+            for axis, value, reason in without_candidates(config.axes, per_node, workload, of_gbs):
+                lost_values[axis, value] += 1
+                if lost_values[axis, value] == len(config.options.values["gbs"]):
+                    yield {"axis": axis, "value": value, "reason": reason}
+
+
+def cell_columns(cells: Iterable[CellKey]) -> list[str]:
+    """The names that tell cells apart in a table: model, nodes, and the others that have several values."""
+    columns = zip(CellKey._fields, zip(*cells, strict=True), strict=False)
+    return [name for name, values in columns if name in ("model", "nodes") or len({*values}) > 1]
+
+
+def cell_label(cell: CellKey, columns: Sequence[str] = ()) -> str:
+    """A cell in words, such as `llama3-8b on 2 nodes, seq_len=4096`.
+
+    Args:
+        columns: what `cell_columns` returns for the cells that are named together.
+    """
+    options = [f"{name}={getattr(cell, name)}" for name in CELL_OPTIONS if name in columns]
+    return ", ".join((f"{cell.model} on {counted(cell.nodes, 'node')}", *options))
 
 
 def by_cell(candidates: Iterable[Candidate]) -> dict[CellKey, list[Candidate]]:
     """CellKey -> its candidates among these, in their order."""
-    found: dict[CellKey, list[Candidate]] = {}
+    cells: dict[CellKey, list[Candidate]] = {}
     for candidate in candidates:
-        found.setdefault(candidate.cell, []).append(candidate)
-    return found
+        cells.setdefault(candidate.cell, []).append(candidate)
+    return cells
 
 
 def _counts(candidates: Sequence[Candidate]) -> dict[str, int]:
@@ -199,29 +246,29 @@ def make_plan(
     Raises:
         ConfigError: the axes give no candidate.
     """
-    require_countable(config.axes, len(config.models))
+    require_countable(config.axes, len(config.models), config.options.values)
     parts = [*_parts(config, core_flops_per_s, cores)]
-    of, found = sum(len(part.layouts) for part in parts), list[Candidate]()
+    variants = [*variants_of(config.options)]
+    of, candidates = sum(len(part.layouts) for part in parts) * len(variants), list[Candidate]()
     if not of:
         none = why_none(config.axes, config.hardware.gpus_per_node, config.workload)
         raise ConfigError(f"no candidate: {none}; choose divisors")
     with contextlib.ExitStack() as stack:
-        each: Callable[..., Iterable[list[Candidate]]] = map
+        map_parts: Callable[..., Iterable[list[Candidate]]] = map
         if of >= PARALLEL_FROM:
             ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
-            pool = ProcessPoolExecutor(
-                len(os.sched_getaffinity(0)), get_context("fork"), signal.signal, ignored
-            )
+            cores_here = len(os.sched_getaffinity(0))
+            pool = ProcessPoolExecutor(cores_here, get_context("fork"), signal.signal, ignored)
             stack.callback(pool.shutdown, cancel_futures=True)
-            each = pool.map
-        for some in each(partial(_candidates, config), parts):
-            found += some
-            advance(len(found), of)
+            map_parts = pool.map
+        for batch in map_parts(partial(_candidates, config, variants), parts):
+            candidates += batch
+            advance(len(candidates), of)
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
-        fill_in(found[0].spec, AttemptKey(found[0].run_id, 0, 0), config.measure)
+        fill_in(candidates[0].spec, AttemptKey(candidates[0].run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
-    runs = sorted((c for c in found if c.runs), key=_order)
-    return Plan(config=config, candidates=(*runs, *(c for c in found if not c.runs)))
+    runs = sorted((c for c in candidates if c.runs), key=_order)
+    return Plan(config=config, candidates=(*runs, *(c for c in candidates if not c.runs)))
 
 
 def _order(run: Candidate) -> tuple[bool, float]:
@@ -230,37 +277,81 @@ def _order(run: Candidate) -> tuple[bool, float]:
 
 
 class _Part(NamedTuple):
-    """Some layouts of one model on one number of nodes."""
+    """Some layouts of one cell."""
 
     shape: ModelShape
-    nodes: int
+    cell: CellKey
     peak: Peak
-    workload: Workload
     layouts: list[Layout]
+
+
+def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
+    """All cells of a sweep with their models, in their order."""
+    listed = config.options.values
+    options = [*product(*(listed[name] for name in CELL_OPTIONS))]
+    for shape in config.models:
+        for nodes in sorted(set(config.axes.nodes)):
+            for seq_len, gbs, precision in options:
+                # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
+                batch = nodes * config.hardware.gpus_per_node if config.kernel.kind == "probe" else gbs
+                yield shape, CellKey(shape.name, nodes, seq_len, batch, precision)
 
 
 def _parts(config: SweepConfig, core_flops_per_s: float | None, cores: int) -> Iterator[_Part]:
     """All layouts of the grid, in its order."""
     per_node = config.hardware.gpus_per_node
-    for shape in config.models:
-        for nodes in sorted(set(config.axes.nodes)):
-            peak = config.hardware.peak(config.kernel.precision, nodes, core_flops_per_s, cores)
-            # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
-            probes = config.kernel.kind == "probe"
-            workload = replace(config.workload, gbs=nodes * per_node) if probes else config.workload
-            of_cell = [*layouts(config.axes, nodes * per_node, per_node, workload)]
-            for at in range(0, len(of_cell), PART):
-                yield _Part(shape, nodes, peak, workload, of_cell[at : at + PART])
+    for shape, cell in planned_cells(config):
+        peak = config.hardware.peak(cell.precision, cell.nodes, core_flops_per_s, cores)
+        of_cell = [*layouts(config.axes, cell.nodes * per_node, per_node, cell.gbs)]
+        for start in range(0, len(of_cell), PART):
+            yield _Part(shape, cell, peak, of_cell[start : start + PART])
 
 
-def _candidates(config: SweepConfig, part: _Part) -> list[Candidate]:
+def narrowed(config: SweepConfig, cell: CellKey) -> SweepConfig:
+    """The configuration of a sweep of this cell's workload and precision alone, with the first value of other options."""
+    values = {name: of[:1] for name, of in config.options.values.items()}
+    values |= {name: (getattr(cell, name),) for name in CELL_OPTIONS}
+    return replace(
+        config,
+        options=replace(config.options, values=values),
+        workload=replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs),
+        kernel=replace(config.kernel, precision=cell.precision),
+    )
+
+
+def variants_of(options: Options) -> Iterator[dict[str, Value]]:
+    """All combinations of the options of variants; that of the first values is the first."""
+    names, values = [*options.of_variants], options.of_variants.values()
+    return (dict(zip(names, combination, strict=True)) for combination in product(*values))
+
+
+def kernel_of(kernel: KernelConfig, precision: str, variant: Variant) -> KernelConfig:
+    """The kernel of a sweep with the options of one run."""
+    chosen: dict[str, Any] = {name: variant[name] for name in KERNEL_OPTIONS if name in variant}
+    return replace(kernel, precision=precision, **chosen)
+
+
+def _candidates(config: SweepConfig, variants: Sequence[dict[str, Value]], part: _Part) -> list[Candidate]:
     """The candidates of a part of the grid."""
-    per_node, measured = config.hardware.gpus_per_node, config.kernel.kind != "probe"
-    place = {"nodes": part.nodes, "gpus_per_node": per_node}
-    predicts, found = predictor(config, part.nodes, part.peak), list[Candidate]()
-    for layout in part.layouts:
-        rule, reason = next(_rejections(config, layout, part.shape), (None, None))
-        spec = RunSpec(shape=part.shape, workload=part.workload, layout=layout, kernel=config.kernel, **place)
+    cell, measured = part.cell, config.kernel.kind != "probe"
+    place = {"nodes": cell.nodes, "gpus_per_node": config.hardware.gpus_per_node}
+    workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
+    programs = [
+        (variant, kernel_of(config.kernel, cell.precision, variant), config.options.arguments_of(variant))
+        for variant in variants
+    ]
+    predicts, candidates = predictor(config, cell.nodes, part.peak), list[Candidate]()
+    for layout, (variant, kernel, arguments) in product(part.layouts, programs):
+        spec = RunSpec(
+            shape=part.shape,
+            workload=workload,
+            layout=layout,
+            kernel=kernel,
+            variant=variant,
+            arguments=arguments,
+            **place,
+        )
+        rule, reason = next(_rejections(config, spec), (None, None))
         prediction = predicts.predict(spec) if rule in (None, "kernel") else None
         if prediction and rule is None and prediction.p_oom > config.max_p_oom:
             rule, reason = PRUNED, too_large(prediction, prediction.p_oom)
@@ -273,8 +364,8 @@ def _candidates(config: SweepConfig, part: _Part) -> list[Candidate]:
             peak_flops_per_s=part.peak.flops_per_s if measured and part.peak.source != GUESSED else None,
             flops_formula=config.measure.flops_formula,
         )
-        found.append(candidate)
-    return found
+        candidates.append(candidate)
+    return candidates
 
 
 def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:
@@ -290,11 +381,16 @@ def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:
     )
 
 
-def _rejections(config: SweepConfig, layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
-    """Each rule that rejects a layout, with its reason; the rule is `kernel` where the kernel refuses it."""
-    hardware, listed = config.hardware, config.axes.layout.get("gas", (layout.gas,))
+def _rejections(config: SweepConfig, spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """Each rule that rejects a run, with its reason; the rule is `kernel` where the kernel refuses it."""
+    hardware, layout, shape = config.hardware, spec.layout, spec.shape
+    listed = config.axes.layout.get("gas", (layout.gas,))
     yield from broken_rules(layout, shape)
     if layout.gas not in listed:
         yield "gas_not_listed", f"gas={layout.gas} is not in sweep.gas={list(listed)}"
-    if reason := refusal(config.kernel, layout, shape, config.workload.seq_len, hardware.device, hardware):
+    if config.options.rules:
+        words = words_of(spec)
+        broken = ((rule, rule.broken(words)) for rule in config.options.rules)
+        yield from (("word_rule", f"{reason} ({rule.text})") for rule, reason in broken if reason)
+    if reason := refusal(spec.kernel, layout, shape, spec.workload.seq_len, hardware.device, hardware):
         yield "kernel", reason

@@ -1,6 +1,7 @@
 """Writes and reads plan.parquet: one row for each candidate, with decision, reason and prediction."""
 
 import functools
+import json
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -12,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ultrabench.errors import ConfigError, SweepFolderError
-from ultrabench.layout import AXES, Layout
+from ultrabench.layout import AXES, NEUTRAL, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import from_dict
+from ultrabench.record import canonical_json, from_dict
 from ultrabench.run import RunSpec
 from ultrabench.store.folder import write_whole
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import SweepJson
-from ultrabench.sweep.plan import PRUNED, Candidate
+from ultrabench.sweep.plan import PRUNED, Candidate, kernel_of
 from ultrabench.sweep.predict.predict import Prediction
 
 Row = dict[str, Any]
@@ -27,12 +28,17 @@ Row = dict[str, Any]
 _COLUMNS = {f.name: f.name if f.name == "p_oom" else f"predicted_{f.name}" for f in fields(Prediction)}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
 OF_RUNS = [
-    "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", *AXES, *_COLUMNS.values(),
+    "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", "precision", "variant", *AXES,
+    *_COLUMNS.values(),
 ]  # fmt: skip
 """Columns that `runs_of` reads."""
 
-NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string()})
+NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string(), "variant": pa.string()})
 """Types of the columns in which all values may be null, which would leave them without a type."""
+
+
+_USUAL = NEUTRAL | {"precision": None, "variant": None}
+"""Column that an older plan may lack -> its value there; a precision that is None is that of sweep.json."""
 
 
 def place_of(spec: RunSpec) -> Row:
@@ -44,6 +50,8 @@ def place_of(spec: RunSpec) -> Row:
         "gpus": spec.layout.world_size,
         **{name: getattr(spec.layout, name) for name in (*AXES, "zero_shards", "gbs")},
         "seq_len": spec.workload.seq_len,
+        "precision": spec.kernel.precision,
+        "variant": canonical_json(spec.variant) if spec.variant else None,
     }
 
 
@@ -91,11 +99,20 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     try:
         # read_table would import pandas, which takes longer, and pyarrow takes no name that is not UTF-8
         file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
-        return file.read(columns=columns)
+        return _with_axes(file.read(columns=columns), (*AXES, *_USUAL) if columns is None else columns)
     except FileNotFoundError:
         raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
     except (OSError, pa.ArrowException) as error:
         raise SweepFolderError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
+
+
+def _with_axes(plan: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """The plan with a column for each axis and option; one from before an axis was added knows its neutral value only."""
+    for name in columns:
+        if name in _USUAL and name not in plan.column_names:
+            kind = pa.string() if _USUAL[name] is None else None
+            plan = plan.append_column(name, pa.array([_USUAL[name]] * len(plan), kind))
+    return plan
 
 
 def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
@@ -144,20 +161,24 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
     axes_of = operator.itemgetter(*AXES)
     layout_of = functools.cache(lambda values: Layout(**dict(zip(AXES, values, strict=True))))
     workload_of = functools.cache(lambda seq_len, gbs: replace(sweep.workload, seq_len=seq_len, gbs=gbs))
-    peak_of = functools.cache(lambda nodes: sweep.peak(nodes, sweep.kernel.precision) if trains else None)
+    variant_of = functools.cache(lambda text: json.loads(text) if text else {})
+    program_of = functools.cache(lambda precision, text: kernel_of(sweep.kernel, precision, variant_of(text)))
+    peak_of = functools.cache(lambda nodes, precision: sweep.peak(nodes, precision) if trains else None)
     for row in rows:
         if row["decision"] != "run":
             continue
         if row["model"] not in shapes:
             raise SweepFolderError(f"no sizes of model={row['model']} are known; launch the sweep again")
-        peak = peak_of(row["nodes"])
+        precision = row["precision"] or sweep.kernel.precision
+        peak = peak_of(row["nodes"], precision)
         yield Candidate(
             run_id=row["run_id"],
             spec=RunSpec(
                 shape=shapes[row["model"]],
                 workload=workload_of(row["seq_len"], row["gbs"]),
                 layout=layout_of(axes_of(row)),
-                kernel=sweep.kernel,
+                kernel=program_of(precision, row["variant"]),
+                variant=variant_of(row["variant"]),
                 nodes=row["nodes"],
                 gpus_per_node=row["gpus_per_node"],
             ),

@@ -1,6 +1,6 @@
 """Plans of which nothing can run or fit, and what would make layouts fit into memory."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -9,9 +9,21 @@ from typing import Any
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
+from ultrabench.run import AttemptKey, fill_in, words_of
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import PRUNED, Candidate, CellKey, Plan, by_cell, make_plan
+from ultrabench.sweep.plan import (
+    PRUNED,
+    Candidate,
+    CellKey,
+    Plan,
+    by_cell,
+    cell_columns,
+    cell_label,
+    make_plan,
+    narrowed,
+)
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
+from ultrabench.variant import variables_of
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 3}, {"recompute": "full"}, {"zero_stage": 3, "recompute": "full"},
@@ -19,6 +31,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 """Axis -> the value that saves memory; the first of them that helps is named."""
 MOST_NODES = 1024
 """Largest number of nodes that is tried."""
+MOST_COMMANDS = 1000
+"""Number of runs whose commands are compared."""
 
 
 def require_runs(plan: Plan) -> Plan:
@@ -30,34 +44,55 @@ def require_runs(plan: Plan) -> Plan:
     """
     if plan.runs:
         return plan
-    if lacking := " | ".join(nothing_fits(plan)):
-        raise ConfigError(f"{lacking}; max_p_oom=1 runs all of them nevertheless")
+    if reason := " | ".join(nothing_fits(plan)):
+        raise ConfigError(f"{reason}; max_p_oom=1 runs all of them nevertheless")
     examples = {c.rule: c.reason for c in reversed(plan.candidates)}
     rules = Counter(c.rule for c in plan.candidates).most_common()
-    told = "; ".join(f"{number:,} by {rule}, such as {examples[rule]}" for rule, number in rules)
-    found = counted(len(plan.candidates), "candidate")
-    raise ConfigError(f"{found}, none can run: {told}; change the axes or the model")
+    reasons = "; ".join(f"{number:,} by {rule}, such as {examples[rule]}" for rule, number in rules)
+    subject = counted(len(plan.candidates), "candidate")
+    raise ConfigError(f"{subject}, none can run: {reasons}; change the axes or the model")
 
 
 def nothing_fits(
-    plan: Plan, but: Collection[CellKey] = (), advised_p_oom: float = ADVISED_P_OOM
+    plan: Plan, skipped_cells: Collection[CellKey] = (), advised_p_oom: float = ADVISED_P_OOM
 ) -> Iterator[str]:
     """A line for each cell in which no layout is predicted to fit: its smallest layout, and what would help.
 
     Args:
-        but: cells of which nothing has to be told.
+        skipped_cells: cells of which nothing has to be told.
         advised_p_oom: P(OOM) above which a layout is no help.
     """
     limit = plan.config.hardware.mem_bytes / GIB
     cells = by_cell(c for c in plan.candidates if c.runs or c.rule == PRUNED)
-    for (model, nodes), found in sorted(cells.items()):
-        if (model, nodes) not in but and not any(c.fits for c in found):
-            smallest = min(found, key=lambda c: c.prediction.peak_mem_bytes)
-            told = f"{model} on {counted(nodes, 'node')}: nothing is predicted to fit into {limit:.4g} GiB"
-            helps = (
-                " or ".join(remedies(plan.config, smallest.shape, nodes, advised_p_oom)) or "a smaller model"
+    for cell, candidates in sorted(cells.items()):
+        if cell not in skipped_cells and not any(c.fits for c in candidates):
+            smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)
+            fact = (
+                f"{cell_label(cell, cell_columns(cells))}: nothing is predicted to fit into {limit:.4g} GiB"
             )
-            yield f"{told}; the smallest layout is {_layout(smallest)}; what would fit: {helps}"
+            remedy = " or ".join(
+                remedies(narrowed(plan.config, cell), smallest.shape, cell.nodes, advised_p_oom)
+            )
+            advice = remedy or "a smaller model"
+            yield f"{fact}; the smallest layout is {_layout(smallest)}; what would fit: {advice}"
+
+
+def same_commands(plan: Plan) -> Iterator[str]:
+    """A line if runs of a program have equal commands and variables, so that the program may not know what differs."""
+    runs = plan.runs[:MOST_COMMANDS] if plan.config.kernel.kind == "command" else ()
+    runs_by_command = defaultdict[tuple[object, ...], list[Candidate]](list)
+    for run in runs:
+        words = fill_in(run.spec, AttemptKey("", 0, 0), plan.config.measure)
+        variables = sorted(variables_of(run.spec.variant).items(), key=str)
+        runs_by_command[run.nodes, run.place, *variables, *words].append(run)
+    alike = [of_command for of_command in runs_by_command.values() if len(of_command) > 1]
+    if alike:
+        number, (first, second, *_) = sum(map(len, alike)), alike[0]
+        of_first, of_second = words_of(first.spec), words_of(second.spec)
+        differing = ", ".join(name for name, value in of_first.items() if value != of_second[name])
+        fact = f"{number:,} of {counted(len(runs), 'run')} have the command of another one, such as {first.spec.label()} and"
+        fact += f" {second.spec.label()}, which differ in {differing or 'flags with equal arguments'}"
+        yield f"{fact}: put that into kernel.command, unless the program reads $ULTRABENCH_SPEC"
 
 
 def remedies(config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: float) -> Iterator[str]:
@@ -67,16 +102,16 @@ def remedies(config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: 
     with such settings.
     """
     layouts = config.axes.layout
-    new = ({k: v for k, v in each.items() if v not in layouts[k]} for each in SETTINGS)
-    settings = dict.fromkeys(tuple(each.items()) for each in new if each)
-    for words in settings:
-        if smallest := _smallest(config, shape, nodes, dict(words), advised_p_oom):
-            yield f"{_words(words)} ({_layout(smallest)})"
+    new_settings = ({k: v for k, v in setting.items() if v not in layouts[k]} for setting in SETTINGS)
+    settings = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)
+    for axis_values in settings:
+        if smallest := _smallest(config, shape, nodes, dict(axis_values), advised_p_oom):
+            yield f"{_words(axis_values)} ({_layout(smallest)})"
             break
-    most = list(settings)[-1:]  # with the one that saves most
-    for more, words in product(range(1, (MOST_NODES // nodes).bit_length()), ((), *most)):
-        if smallest := _smallest(config, shape, nodes << more, dict(words), advised_p_oom):
-            yield f"{_words((('nodes', nodes << more), *words))} ({_layout(smallest)})"
+    strongest = list(settings)[-1:]  # with the one that saves most
+    for factor_log2, axis_values in product(range(1, (MOST_NODES // nodes).bit_length()), ((), *strongest)):
+        if smallest := _smallest(config, shape, nodes << factor_log2, dict(axis_values), advised_p_oom):
+            yield f"{_words((('nodes', nodes << factor_log2), *axis_values))} ({_layout(smallest)})"
             break
 
 
@@ -85,16 +120,16 @@ def _words(values: Iterable[tuple[str, Any]]) -> str:
 
 
 def _layout(run: Candidate) -> str:
-    told = run.prediction
-    return f"{run.layout.label()}, {told.peak_mem_bytes / GIB:,.1f} GiB, P(OOM) {100 * told.p_oom:.0f} %"
+    size = f"{run.prediction.peak_mem_bytes / GIB:,.1f} GiB"
+    return f"{run.layout.label()}, {size}, P(OOM) {100 * run.prediction.p_oom:.0f} %"
 
 
 def _smallest(
-    config: SweepConfig, shape: ModelShape, nodes: int, words: dict[str, Any], advised_p_oom: float
+    config: SweepConfig, shape: ModelShape, nodes: int, values: dict[str, Any], advised_p_oom: float
 ) -> Candidate | None:
     """The run of the smallest memory where axes have these values only; None where it has no room for its reserve."""
-    least = {"mbs": min(config.axes.layout["mbs"])}  # larger micro-batches need no less memory
-    layout = {**config.axes.layout, **{axis: (value,) for axis, value in (least | words).items()}}
+    smallest_mbs = {"mbs": min(config.axes.layout["mbs"])}  # larger micro-batches need no less memory
+    layout = {**config.axes.layout, **{axis: (value,) for axis, value in (smallest_mbs | values).items()}}
     axes = replace(config.axes, nodes=(nodes,), layout=layout)
     try:
         runs = make_plan(replace(config, models=(shape,), axes=axes)).runs

@@ -121,6 +121,9 @@ def command_kernels():
             max_size=2,
         ),
         step_line=st.none() | st.just(r"(?P<seconds>\S+) s"),
+        memory_line=st.none() | st.just(r"(?P<reserved_gib>\S+)GiB"),
+        mfu_line=st.none() | st.just(r"(?P<percent>\S+)%"),
+        step_rank=st.just("last_stage") | st.integers(-1, 7),
     )
 
 

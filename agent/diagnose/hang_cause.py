@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ultrabench.agent.ranks.rank_progress import RankProgress
-from ultrabench.rank_report import PARTS
+from ultrabench.rank_report import STEP_PARTS
 
 MAX_NAMED_RANKS = 4
 """Ranks that a message names one by one; further ranks are only counted."""
@@ -61,9 +61,9 @@ def find_hang_cause(ranks: Ranks) -> HangCause:
 
 def hang_row(rank: RankProgress) -> dict[str, Any]:
     """The row of a rank in the table of `sweep show`."""
-    latest = max(rank.found["groups"], key=lambda g: int(g["entered"]), default=None)
+    latest = max(rank.evidence["groups"], key=lambda g: int(g["entered"]), default=None)
     last = f"#{latest['entered']} of {latest['group']}, done" if latest and latest["entered"] else ""
-    state = rank.found["state"] if rank.code is None else f"exited {rank.code}"
+    state = rank.evidence["state"] if rank.code is None else f"exited {rank.code}"
     reported = {name: getattr(rank, name) for name in ("host", "phase", "part", "microbatches")}
     place = {"step": _step(rank), "collective": _waits_in(rank) or last, "at": _function(rank)}
     return {"rank": rank.number, "state": state, **reported, **place}
@@ -76,7 +76,7 @@ def _step(rank: RankProgress) -> int:
 
 def _function(rank: RankProgress) -> str | None:
     """The innermost function that is not torch's own, with the end of its path."""
-    stack = rank.found["stack"]
+    stack = rank.evidence["stack"]
     frame = next((f for f in stack if "/torch/" not in f), stack[0] if stack else "")
     function, _, place = frame.partition(" (")
     return f"{function} ({'/'.join(place.split('/')[-2:])}" if frame else None
@@ -85,14 +85,14 @@ def _function(rank: RankProgress) -> str | None:
 def _functions(ranks: Ranks) -> Iterator[str]:
     """Sentences that name the functions in which the first two of these ranks are."""
     for r in filter(_function, ranks[:2]):
-        waits = r.found["state"] == "D" and r.found["wchan"]
-        inside = f", in {r.found['wchan']} of Linux" if waits else ""
+        waits = r.evidence["state"] == "D" and r.evidence["wchan"]
+        inside = f", in {r.evidence['wchan']} of Linux" if waits else ""
         yield f"Rank {r.number} is in {_function(r)}{inside}"
 
 
 def _pending(*ranks: RankProgress) -> Iterator[Pending]:
     """The collectives that ranks have not finished, at most one of each rank in each group."""
-    for rank, g in ((r, group) for r in ranks for group in r.found["groups"]):
+    for rank, g in ((r, group) for r in ranks for group in r.evidence["groups"]):
         number = (g["finished"] or 0) + 1
         if g["finished"] is not None and number <= g["entered"]:
             op = g["ops"].get(str(number), "collective")
@@ -102,28 +102,36 @@ def _pending(*ranks: RankProgress) -> Iterator[Pending]:
 
 def _waits_in(rank: RankProgress) -> str | None:
     """The collective, or the function of torch, in which a rank waits for others."""
-    inner = [f.partition(" ")[0] for f in rank.found["stack"][:INNER_FRAMES] if "/torch/" in f]
-    called = next((name for name in reversed(inner) if name in WAITING), None)
-    return next(map(str, _pending(rank)), called)
+    inner = [f.partition(" ")[0] for f in rank.evidence["stack"][:INNER_FRAMES] if "/torch/" in f]
+    waiting_function = next((name for name in reversed(inner) if name in WAITING), None)
+    return next(map(str, _pending(rank)), waiting_function)
 
 
-def _has_entered(rank: RankProgress, at: Pending) -> bool:
+def _has_entered(rank: RankProgress, pending: Pending) -> bool:
     """Whether a rank reported that it has entered a collective."""
-    same = (g for g in rank.found["groups"] if (g["group"], tuple(g["ranks"])) == (at.group, at.ranks))
-    return any(g["entered"] >= at.number for g in same)
+    reports = (
+        g
+        for g in rank.evidence["groups"]
+        if (g["group"], tuple(g["ranks"])) == (pending.group, pending.ranks)
+    )
+    return any(g["entered"] >= pending.number for g in reports)
 
 
 def _exited(ranks: Ranks, alive: Ranks) -> HangCause | None:
     """Ranks that ended before they were done, while others wait for them."""
-    gone = [r for r in ranks if r.code is not None and not r.done]
-    if not gone or not alive or (any(r.found["groups"] for r in alive) and not _waiting_for(alive, gone)):
+    exited = [r for r in ranks if r.code is not None and not r.done]
+    if (
+        not exited
+        or not alive
+        or (any(r.evidence["groups"] for r in alive) and not _waiting_for(alive, exited))
+    ):
         return None
-    return _blame(f"exited with code {gone[0].code} in phase {gone[0].phase}, not done", gone, alive)
+    return _blame(f"exited with code {exited[0].code} in phase {exited[0].phase}, not done", exited, alive)
 
 
-def _in_state(state: str, what: str, _: Ranks, alive: Ranks) -> HangCause | None:
+def _in_state(state: str, description: str, _: Ranks, alive: Ranks) -> HangCause | None:
     """Living ranks whose process is in a state of /proc."""
-    return _blame(what, [r for r in alive if r.found["state"] == state], alive)
+    return _blame(description, [r for r in alive if r.evidence["state"] == state], alive)
 
 
 def _missing(ranks: Ranks, alive: Ranks) -> HangCause | None:
@@ -137,13 +145,15 @@ def _missing(ranks: Ranks, alive: Ranks) -> HangCause | None:
                 awaited[member][p] += 1
                 waiting.add(p.rank)
     roots = [r for r in ranks if r in awaited and r not in waiting]
-    roots = [r for r in roots if r.found["groups"]] or roots
+    roots = [r for r in roots if r.evidence["groups"]] or roots
     # A rank that waits as well may wait for another missing rank, in a way that no record holds.
     roots = [r for r in roots if not _waits_in(r)] or roots
     if not roots:
         return _each_other([r for r in ranks if r in waiting]) if awaited else None
-    at = awaited[roots[0]].most_common(1)[0][0]
-    return _blame(f"never entered {at}", [r for r in roots if at in awaited[r]], alive)
+    awaited_collective = awaited[roots[0]].most_common(1)[0][0]
+    return _blame(
+        f"never entered {awaited_collective}", [r for r in roots if awaited_collective in awaited[r]], alive
+    )
 
 
 def _each_other(stuck: Ranks) -> HangCause:
@@ -161,12 +171,12 @@ def _different(_: Ranks, alive: Ranks) -> HangCause | None:
     for members in calls.values():
         usual = Counter(p.op for p in members).most_common(1)[0][0]
         if odd := [p for p in members if p.op != usual]:
-            what = f"entered {odd[0]} where others entered {usual}"
-            return _blame(what, [p.rank for p in odd if p.op == odd[0].op], alive)
+            description = f"entered {odd[0]} where others entered {usual}"
+            return _blame(description, [p.rank for p in odd if p.op == odd[0].op], alive)
         late = [p for p in members if p.started is False]
         if late and len(late) < len(members):
-            what = f"entered {late[0]}, but its device has not begun it"
-            return _blame(what, [p.rank for p in late], alive)
+            description = f"entered {late[0]}, but its device has not begun it"
+            return _blame(description, [p.rank for p in late], alive)
     return None
 
 
@@ -175,15 +185,15 @@ def _together(_: Ranks, alive: Ranks) -> HangCause | None:
     waits = list(_pending(*alive))
     if not alive or {p.rank for p in waits} != set(alive):
         return None
-    at = Counter(map(str, waits)).most_common(1)[0][0]
-    headline = f"all {len(alive)} ranks wait in collectives that all have entered, such as {at}"
+    most_common = Counter(map(str, waits)).most_common(1)[0][0]
+    headline = f"all {len(alive)} ranks wait in collectives that all have entered, such as {most_common}"
     details = ("No rank is missing: the network or its library stands still",)
     return HangCause(headline=headline, details=details)
 
 
 def _busy(_: Ranks, alive: Ranks) -> HangCause | None:
     """Some ranks wait and others compute; a rank of which nothing is known does neither."""
-    busy = [r for r in alive if r.found["stack"] and not _waits_in(r)]
+    busy = [r for r in alive if r.evidence["stack"] and not _waits_in(r)]
     if not busy or not any(map(_waits_in, alive)):
         return None
     return _blame(f"is in {_function(busy[0])}, in no collective", busy, alive)
@@ -193,27 +203,27 @@ def _behind(_: Ranks, alive: Ranks) -> HangCause | None:
     """The minority of ranks that has done the least, among ranks that report steps or micro-batches."""
     counting = [r for r in alive if _step(r) or r.microbatches]
     for level in zip(*map(_reached, counting), strict=True):
-        least, most = min(level), max(level)
+        least, furthest = min(level), max(level)
         late = [r for r, reached in zip(counting, level, strict=True) if reached == least]
-        if least != most:
-            what = f"is behind: it is {least[1]}, others are {most[1]}"
-            return _blame(what, late, alive) if 2 * len(late) <= len(counting) else None
+        if least != furthest:
+            description = f"is behind: it is {least[1]}, others are {furthest[1]}"
+            return _blame(description, late, alive) if 2 * len(late) <= len(counting) else None
     return None
 
 
 def _reached(r: RankProgress) -> tuple[tuple[int, str], ...]:
     """How far a rank has come, by step, part of the step and micro-batches: as a number and in words."""
-    part, count = r.part if r.part in PARTS else PARTS[0], r.microbatches
+    part, count = r.part if r.part in STEP_PARTS else STEP_PARTS[0], r.microbatches
     steps = _step(r), f"in step {_step(r)}"
-    return steps, (PARTS.index(part), f"in {part}"), (count, f"at {count} micro-batches")
+    return steps, (STEP_PARTS.index(part), f"in {part}"), (count, f"at {count} micro-batches")
 
 
 def _unexplained(_: Ranks, alive: Ranks) -> HangCause:
     """What the first living rank does, when no check has found a cause."""
     if not alive:
         return HangCause(headline="all ranks had ended")
-    at = f"phase {alive[0].phase}" + (f", step {_step(alive[0])}" if _step(alive[0]) else "")
-    headline = f"no rank stands out of {len(alive)}: rank {alive[0].number} is in {at}"
+    place = f"phase {alive[0].phase}" + (f", step {_step(alive[0])}" if _step(alive[0]) else "")
+    headline = f"no rank stands out of {len(alive)}: rank {alive[0].number} is in {place}"
     return HangCause(headline=headline, details=tuple(_functions(alive[:1])))
 
 
@@ -235,20 +245,20 @@ CHECKS = (
 def _waiting_for(alive: Ranks, culprits: Ranks) -> Counter[str]:
     """The collectives in which others wait for `culprits`, with the number of ranks that wait."""
     numbers = {r.number for r in culprits}
-    found = _pending(*(r for r in alive if r not in culprits))
-    return Counter(str(p) for p in found if not numbers.isdisjoint(p.ranks))
+    pending = _pending(*(r for r in alive if r not in culprits))
+    return Counter(str(p) for p in pending if not numbers.isdisjoint(p.ranks))
 
 
-def _blame(what: str, culprits: Ranks, alive: Ranks) -> HangCause | None:
+def _blame(description: str, culprits: Ranks, alive: Ranks) -> HangCause | None:
     """A cause such as `rank 5 on gpu03 WHAT; 7 ranks wait for it`; None without culprits."""
     if not culprits:
         return None
-    more = f" and {len(culprits) - MAX_NAMED_RANKS} more ranks" if len(culprits) > MAX_NAMED_RANKS else ""
-    headline = f"{', '.join(r.name for r in culprits[:MAX_NAMED_RANKS])}{more} {what}"
+    unnamed = f" and {len(culprits) - MAX_NAMED_RANKS} more ranks" if len(culprits) > MAX_NAMED_RANKS else ""
+    headline = f"{', '.join(r.name for r in culprits[:MAX_NAMED_RANKS])}{unnamed} {description}"
     others = [waits for r in alive if r not in culprits and (waits := _waits_in(r))]
     if waiting := _waiting_for(alive, culprits):
-        at, count = waiting.most_common(1)[0]
-        place = "" if at in what else f" in {at}"
+        collective, count = waiting.most_common(1)[0]
+        place = "" if collective in description else f" in {collective}"
         headline += f"; {_count(count)} for {'it' if len(culprits) == 1 else 'them'}{place}"
         headline += f", {len(others) - count} more behind" if len(others) > count else ""
     elif others:

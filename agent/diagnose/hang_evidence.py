@@ -41,9 +41,9 @@ class _Subject(NamedTuple):
     rank: int
     report: Path
     pid: int
-    found: dict[str, Any]
-    """What is known of it, as in `RankProgress.found`. The state is T if any process of the rank is stopped."""
-    asked: bool
+    evidence: dict[str, Any]
+    """What is known of it, as in `RankProgress.evidence`. The state is T if any process of the rank is stopped."""
+    signalled: bool
     """The rank was asked by signals for its stacks and collectives."""
 
 
@@ -58,7 +58,7 @@ def hang_evidence(run: Path, pids: dict[int, int], tag: str) -> Iterator[list[Ra
     subjects = _asked(run, pids, tag)
     end, before = time.monotonic() + ANSWER_S, -1
     while time.monotonic() < end:
-        reports = [s.report for s in subjects if s.asked]
+        reports = [s.report for s in subjects if s.signalled]
         written = sum(file_size(f"{report}{STACKS_SUFFIX}") for report in reports)
         # All ranks that were asked have written their collectives, and none is still writing stacks.
         if written == before and all(file_size(f"{report}{COLLECTIVES_SUFFIX}") for report in reports):
@@ -73,7 +73,7 @@ def hang_evidence(run: Path, pids: dict[int, int], tag: str) -> Iterator[list[Ra
     for spy in spies:
         spy.kill()
         spy.wait()
-    yield [{"rank": s.rank, "found": _found(s, folder)} for s in subjects]
+    yield [{"rank": s.rank, "evidence": _evidence_of(s, folder)} for s in subjects]
 
 
 def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
@@ -91,12 +91,12 @@ def _asked(run: Path, pids: dict[int, int], tag: str) -> list[_Subject]:
         pythons = (pid for pid in family if read_text(f"/proc/{pid}/comm").startswith("python"))
         pid = promised if promised in family else next(pythons, family[0])
         wchan = read_text(f"/proc/{pid}/wchan").strip().strip("0")
-        found = {"state": _lasting(pid, family, looks), "wchan": wchan}
-        asked = promised == pid and found["state"] not in "TZ" and tag_of(pid) == tag
-        for number in (signal.SIGUSR1, signal.SIGUSR2) if asked else ():
+        evidence = {"state": _lasting(pid, family, looks), "wchan": wchan}
+        signalled = promised == pid and evidence["state"] not in "TZ" and tag_of(pid) == tag
+        for number in (signal.SIGUSR1, signal.SIGUSR2) if signalled else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        subjects.append(_Subject(rank=rank, report=report, pid=pid, found=found, asked=asked))
+        subjects.append(_Subject(rank=rank, report=report, pid=pid, evidence=evidence, signalled=signalled))
     return subjects
 
 
@@ -105,21 +105,21 @@ def _spies(subjects: list[_Subject], folder: Path) -> list[subprocess.Popen[byte
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     spies = []
     for subject in subjects if program else ():
-        how = "--nonblocking" if subject.found["state"] == "T" else "--native"
+        how = "--nonblocking" if subject.evidence["state"] == "T" else "--native"
         command = [str(program), "dump", "--pid", str(subject.pid), how]
         with (folder / f"rank{subject.rank}.py-spy.txt").open("wb") as out:
             spies.append(subprocess.Popen(command, stdout=out, stderr=out))
     return spies
 
 
-def _found(subject: _Subject, folder: Path) -> dict[str, Any]:
+def _evidence_of(subject: _Subject, folder: Path) -> dict[str, Any]:
     stacks = read_text(f"{subject.report}{STACKS_SUFFIX}")
     collectives = read_text(f"{subject.report}{COLLECTIVES_SUFFIX}")
     for name, text in (("stacks.txt", stacks), ("collectives.json", collectives)):
         if text:
             (folder / f"rank{subject.rank}.{name}").write_text(text)
     stack = main_stack(stacks) or main_stack(read_text(folder / f"rank{subject.rank}.py-spy.txt"))
-    return {**subject.found, "stack": stack, "groups": _groups(collectives)}
+    return {**subject.evidence, "stack": stack, "groups": _groups(collectives)}
 
 
 def dump_variables(run: Path) -> dict[str, str]:
@@ -138,9 +138,9 @@ def main_stack(text: str) -> list[str]:
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
             threads.append([])
-        found = (_PY_SPY_FRAME if spy else _FAULTHANDLER_FRAME).match(line)
-        if found and threads:
-            threads[-1].append(f"{found['function']} ({found['path']}:{found['line']})"[-NAME_CHARS:])
+        frame = (_PY_SPY_FRAME if spy else _FAULTHANDLER_FRAME).match(line)
+        if frame and threads:
+            threads[-1].append(f"{frame['function']} ({frame['path']}:{frame['line']})"[-NAME_CHARS:])
     return threads[0 if spy else -1][:STACK_DEPTH] if threads else []
 
 
@@ -155,9 +155,9 @@ def _groups(collectives: str) -> list[dict[str, Any]]:
 def _group(reported: dict[str, Any]) -> dict[str, Any]:
     """A process group of an answer, with values of the right types and of bounded size."""
     name, ranks = str(reported["group"])[:NAME_CHARS], [int(rank) for rank in reported["ranks"]]
-    known = {key: None if reported[key] is None else int(reported[key]) for key in ("started", "finished")}
+    counts = {key: None if reported[key] is None else int(reported[key]) for key in ("started", "finished")}
     ops = {str(number): str(op)[:NAME_CHARS] for number, op in reported["ops"].items()}
-    return {"group": name, "ranks": ranks, "entered": int(reported["entered"]), **known, "ops": ops}
+    return {"group": name, "ranks": ranks, "entered": int(reported["entered"]), **counts, "ops": ops}
 
 
 def _dumping_process(report: Path) -> int | None:

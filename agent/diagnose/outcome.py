@@ -8,16 +8,17 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any, NamedTuple
 
 from ultrabench.agent.diagnose.signatures import BY_NAME, Cause, by_text, last_line, last_words, quoted
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
+from ultrabench.log_patterns import TRY_LOG, misread, nearest_lines
 from ultrabench.measure import Measure
 from ultrabench.record import content_id
 from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import Task
-from ultrabench.step_line import TRY_LOG, nearest_lines
 from ultrabench.step_time import ci95_rel, extremes
 from ultrabench.store.kernel_secrets import redacted
 
@@ -29,6 +30,8 @@ TORCH_SHARE = 0.85
 """Share in place of OWN_SHARE where only the memory of torch is known, not that of the CUDA context and NCCL."""
 VAGUE = frozenset({"exit_code", "bus_error", "signal", "abort"})
 """Causes of which the log says nothing more; a full disk explains them, and why the log is silent."""
+DEVICE_SLACK = 0.02
+"""Share by which a device may have more memory than its file says; devices of one name differ by less."""
 LIMIT_SHARE = 0.9
 """Share of a CPU rank's limit that must be used; below 1, because a rank frees memory before it reports."""
 FRAMES = 3
@@ -96,27 +99,31 @@ def classify(
         result = replace(result, cause=lost_cause)
     if result.cause in (UNMEASURED, "time_limit") and (unmatched := _unmatched(progress.ranks, task)):
         result = replace(result, reason=f"{result.reason}; {unmatched}")
-    environment, rank0, done = progress.environment, progress.ranks[0], progress.ranks[0].done
-    gpu, wanted = environment.get("gpu_name"), () if task.probe else task.gpu_names
-    if result.status == Status.OK and wanted and gpu is not None and gpu not in wanted:
-        result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(wanted)}")
+    environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done
+    gpu, expected_names = environment.get("gpu_name"), () if task.probe else task.gpu_names
+    if result.status == Status.OK and expected_names and gpu is not None and gpu not in expected_names:
+        result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(expected_names)}")
     times = rank0.measured_steps(measure)
+    source_mfu = median(rank0.mfus[-len(times) :]) if times and rank0.mfus else None
+    if result.status == Status.OK and (wrong := _misread(progress.ranks, task, source_mfu)):
+        result = _invalid(UNMEASURED, wrong)
     interval = ci95_rel(times)
     names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
-    known: dict[str, Any] = {name: environment.get(name) for name in names}
-    ok, seen = result.status == Status.OK, end.evidence if end else {}
+    versions: dict[str, Any] = {name: environment.get(name) for name in names}
+    ok, evidence = result.status == Status.OK, end.evidence if end else {}
     return replace(
         result,
-        **known,
+        **versions,
         variables=redacted(environment.get("variables") or {})[0],
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
-        stopped=done.get("stopped") or ((result.stopped or "program") if ok else None),
+        source_mfu=source_mfu,
+        stopped=done_line.get("stopped") or ((result.stopped or "program") if ok else None),
         ci_reached=None if interval is None else interval <= measure.target_ci95_rel,
         step_times_s=tuple(times),
         rank_step_times_s=extremes([rank.measured_steps(measure) for rank in progress.ranks]),
         loss_final=_loss(rank0, measure),
         loss_step=measure.loss_step,
-        hardware_flops_per_step=done.get("hardware_flops_per_step"),
+        hardware_flops_per_step=done_line.get("hardware_flops_per_step"),
         ran=rank0.ran,
         gradient_norm=rank0.steps[0].get("gradient_norm") if rank0.steps else None,
         graphs=max((r.done["graphs"] for r in progress.ranks if "graphs" in r.done), default=None),
@@ -128,7 +135,7 @@ def classify(
         init_time_s=progress.first_step - progress.started if progress.first_step else None,
         started_at=progress.started_at,
         probe=progress.probe,
-        evidence={} if ok else {"ranks": [_evidence(rank) for rank in progress.ranks], **seen},
+        evidence={} if ok else {"ranks": [_evidence(rank) for rank in progress.ranks], **evidence},
     )
 
 
@@ -143,11 +150,11 @@ def _explained(progress: AttemptProgress, task: Task, end: RunResult | None, los
             return _invalid("non_finite_loss", bad_loss)
         unmeasured = None if progress.probe else _unmeasured(progress.ranks[0], task.measure)
         return _invalid(UNMEASURED, unmeasured) if unmeasured else RunResult(status=Status.OK)
-    found = findings(progress.ranks)
-    root = found[0] if found else None
-    sure = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
-    if root and root.certain and root.cause.status in sure:
-        return _failed(found, progress)
+    rank_findings = findings(progress.ranks)
+    root = rank_findings[0] if rank_findings else None
+    sure_statuses = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
+    if root and root.certain and root.cause.status in sure_statuses:
+        return _failed(rank_findings, progress)
     if bad_loss:
         return _invalid("non_finite_loss", bad_loss)
     if lost is not None:
@@ -156,7 +163,7 @@ def _explained(progress: AttemptProgress, task: Task, end: RunResult | None, los
     if end and (end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
         return end
     if root is not None:
-        return _failed(found, progress)
+        return _failed(rank_findings, progress)
     return RunResult(status=Status.CRASH, reason="the ranks vanished without an exit code", cause="exit_code")
 
 
@@ -164,35 +171,37 @@ def _invalid(cause: str, reason: str) -> RunResult:
     return RunResult(status=Status.INVALID, reason=reason, cause=cause)
 
 
-def _failed(found: list[Finding], progress: AttemptProgress) -> RunResult:
+def _failed(rank_findings: list[Finding], progress: AttemptProgress) -> RunResult:
     """The result that follows from the rank that failed first."""
-    rank, cause, line = found[0].rank, found[0].cause, found[0].line
-    pointed_at = _pointed_at(found, progress) if cause.status == Status.COMM_ERROR else ()
+    rank, cause, line = rank_findings[0].rank, rank_findings[0].cause, rank_findings[0].line
+    pointed_hosts = _pointed_at(rank_findings, progress) if cause.status == Status.COMM_ERROR else ()
     proof = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}.get(cause.name)
-    mark = fingerprint(cause.name, rank.phase, line, rank.last_text, progress.hosts)
+    failure_id = fingerprint(cause.name, rank.phase, line, rank.last_text, progress.hosts)
     return RunResult(
         status=cause.status,
-        reason=f"{cause.what}, {rank.name}: {line}",
+        reason=f"{cause.description}, {rank.name}: {line}",
         cause=cause.name,
-        fingerprint=mark if cause.telling else None,
+        fingerprint=failure_id if cause.telling else None,
         confirmed=bool(proof and proof(rank)) if cause.status == Status.OOM else None,
-        suspect_hosts=pointed_at or ((rank.host,) if cause.blames_host else ()),
+        suspect_hosts=pointed_hosts or ((rank.host,) if cause.blames_host else ()),
     )
 
 
-def _pointed_at(found: Sequence[Finding], progress: AttemptProgress) -> tuple[str, ...]:
+def _pointed_at(rank_findings: Sequence[Finding], progress: AttemptProgress) -> tuple[str, ...]:
     """The hosts that communication errors point at.
 
     They are the hosts that ranks of other hosts name (NCCL begins each line of a log with its own host),
     else the hosts of the few ranks that reported no failure while most ranks did.
     """
-    failed = [finding.rank for finding in found]
-    texts = [(rank, "\n".join(last_words(rank.last_text))) for rank in failed]
-    named = {host for rank, text in texts for host in _named(progress.hosts, text) if host != rank.host}
-    silent = [rank for rank in progress.ranks if rank not in failed and not rank.done]
-    if not named and len(silent) < len(found):
-        named = {rank.host for rank in silent}
-    return tuple(host for host in progress.hosts if host in named)
+    failed_ranks = [finding.rank for finding in rank_findings]
+    texts = [(rank, "\n".join(last_words(rank.last_text))) for rank in failed_ranks]
+    pointed_hosts = {
+        host for rank, text in texts for host in _named(progress.hosts, text) if host != rank.host
+    }
+    silent_ranks = [rank for rank in progress.ranks if rank not in failed_ranks and not rank.done]
+    if not pointed_hosts and len(silent_ranks) < len(rank_findings):
+        pointed_hosts = {rank.host for rank in silent_ranks}
+    return tuple(host for host in progress.hosts if host in pointed_hosts)
 
 
 def _named(hosts: Sequence[str], text: str) -> tuple[str, ...]:
@@ -207,8 +216,8 @@ def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
             return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
     if rank.measured_steps(measure):
         return None
-    some = f"{counted(len(rank.steps), 'step')}, of which 0 count" if rank.steps else "no step"
-    return f"the program ended well but reported {some}"
+    step_count = f"{counted(len(rank.steps), 'step')}, of which 0 count" if rank.steps else "no step"
+    return f"the program ended well but reported {step_count}"
 
 
 def _unmatched(ranks: Sequence[RankProgress], task: Task) -> str | None:
@@ -218,9 +227,21 @@ def _unmatched(ranks: Sequence[RankProgress], task: Task) -> str | None:
         return None
     if kernel.step_line is None:
         return "it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
-    rank = ranks[kernel.step_rank]
-    lines = " | ".join(map(quoted, nearest_lines(rank.tail, kernel.step_line))) or "(no line with a number)"
-    return f"no line of the log of rank {rank.number} matches kernel.step_line; nearest: {lines}; test a pattern with: {TRY_LOG}"
+    rank = ranks[task.spec.logging_rank]
+    nearest = " | ".join(map(quoted, nearest_lines(rank.tail, kernel.step_line))) or "(no line with a number)"
+    return f"no line of the log of rank {rank.number} matches kernel.step_line; nearest: {nearest}; test a pattern with: {TRY_LOG}"
+
+
+def _misread(ranks: Sequence[RankProgress], task: Task, source_mfu: float | None) -> str | None:
+    """Which pattern of the kernel found a value in a log that cannot be; None if none did."""
+    device_bytes = (1 + DEVICE_SLACK) * task.rank_mem_bytes if task.device == "cuda" else math.inf
+    observed = [("memory_line", rank, rank.memory) for rank in ranks]
+    if source_mfu is not None:
+        observed.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": source_mfu}))
+    for option, rank, values in observed:
+        if getattr(task.spec.kernel, option) and (why := misread(option, values, device_bytes)):
+            return f"kernel.{option} misreads the log of rank {rank.number}: {why}; test it with: {TRY_LOG}"
+    return None
 
 
 def _non_finite(rank: RankProgress) -> str | None:
@@ -245,19 +266,19 @@ def _evidence(rank: RankProgress) -> dict[str, Any]:
     """How a rank ended and its last words, for `sweep show`."""
     facts = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
     error = rank.error.get("message", "")[:MESSAGE_CHARS] if rank.error else None
-    last = last_line(rank.tail) if rank.tail and rank.code else None
-    return {"rank": rank.number, **facts, "error": error, "last_line": last}
+    final_line = last_line(rank.tail) if rank.tail and rank.code else None
+    return {"rank": rank.number, **facts, "error": error, "last_line": final_line}
 
 
 def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     """One finding for each rank that failed, the likeliest root first."""
-    found = [f for rank in ranks if (f := _finding(rank))]
-    early = [rank for rank in ranks if rank.ended_well and not rank.done]
+    rank_findings = [f for rank in ranks if (f := _finding(rank))]
+    early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done]
     # If most ranks have ended well, the others are only late.
-    for rank in early if len(early) <= len(ranks) / 2 else ():
+    for rank in early_ranks if len(early_ranks) <= len(ranks) / 2 else ():
         line = f"exited with code 0 in phase {rank.phase} while others went on"
-        found.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
-    return sorted(found, key=lambda f: f.key)
+        rank_findings.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
+    return sorted(rank_findings, key=lambda f: f.key)
 
 
 def _finding(rank: RankProgress) -> Finding | None:
@@ -265,17 +286,17 @@ def _finding(rank: RankProgress) -> Finding | None:
         return None
     ended_by_us = rank.killed_by_us and rank.code == -signal.SIGKILL
     if rank.error:
-        found: tuple[Cause, str] | None = _of_error(rank)
+        cause_and_line: tuple[Cause, str] | None = _of_error(rank)
     elif rank.oom_killed:
-        found = BY_NAME["host_oom"], "killed by Linux, because the host was out of memory"
+        cause_and_line = BY_NAME["host_oom"], "killed by Linux, because the host was out of memory"
     elif ended_by_us:
         # A rank may fail and then hang, since libraries wait for peers; only a final traceback counts then.
-        found = by_text(rank.tail, only_uncaught=True)
+        cause_and_line = by_text(rank.tail, only_uncaught=True)
     else:
-        found = _of_exit(rank)
-    if found is None:
+        cause_and_line = _of_exit(rank)
+    if cause_and_line is None:
         return None
-    cause, line = found
+    cause, line = cause_and_line
     if rank.disk_full and cause.name in VAGUE:
         cause, line = BY_NAME["disk_full"], rank.disk_full
     certain = bool(rank.error) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
@@ -287,28 +308,28 @@ def _finding(rank: RankProgress) -> Finding | None:
 def _of_error(rank: RankProgress) -> tuple[Cause, str]:
     """The cause of an error that the rank reported; its text may be more exact than its kind."""
     kind, message = rank.error.get("kind"), rank.error.get("message") or "(no message)"
-    found, _ = by_text(rank.last_text) or (BY_NAME["exception"], "")
+    cause, _ = by_text(rank.last_text) or (BY_NAME["exception"], "")
     if kind in INVALID_KINDS:
-        found = BY_NAME[INVALID_KINDS[kind]]
-    elif kind == "oom" and found.status != Status.OOM:
-        found = BY_NAME["cpu_oom"]
-    elif kind == "comm" and found.name == "exception":
-        found = BY_NAME["connection_error"]
-    return found, quoted(message)
+        cause = BY_NAME[INVALID_KINDS[kind]]
+    elif kind == "oom" and cause.status != Status.OOM:
+        cause = BY_NAME["cpu_oom"]
+    elif kind == "comm" and cause.name == "exception":
+        cause = BY_NAME["connection_error"]
+    return cause, quoted(message)
 
 
 def _of_exit(rank: RankProgress) -> tuple[Cause, str]:
     """The cause by the exit code, or by the log if that is more exact."""
-    code, last, known = rank.code or 0, last_line(rank.tail), by_text(rank.tail)
+    code, final_line, cause_and_line = rank.code or 0, last_line(rank.tail), by_text(rank.tail)
     if code > 0:
-        return known or (BY_NAME["exit_code"], f"exited with code {code}: {last}")
+        return cause_and_line or (BY_NAME["exit_code"], f"exited with code {code}: {final_line}")
     cause = next((cause for cause in BY_NAME.values() if -code in cause.signals), BY_NAME["signal"])
     # A library that aborts prints why, and a rank that lost a peer may die in any way.
-    lost_peer = cause.name == "segfault" and known and known[0].status == Status.COMM_ERROR
-    if known and (cause.name == "abort" or lost_peer):
-        return known
-    name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
-    return cause, f"killed by {name}, which ultrabench did not send: {last}"
+    lost_peer = cause.name == "segfault" and cause_and_line and cause_and_line[0].status == Status.COMM_ERROR
+    if cause_and_line and (cause.name == "abort" or lost_peer):
+        return cause_and_line
+    signal_name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
+    return cause, f"killed by {signal_name}, which ultrabench did not send: {final_line}"
 
 
 def own_gpu_memory(rank: RankProgress) -> bool | None:
@@ -319,15 +340,15 @@ def own_gpu_memory(rank: RankProgress) -> bool | None:
     """
     memory, error, text = rank.memory, rank.error, rank.last_text
     sizes = {name: _size(text, patterns) for name, patterns in _TEXTS.items()}
-    at_start = _share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
-    if at_start is not None and at_start < OWN_SHARE:
+    free_share_at_start = _share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
+    if free_share_at_start is not None and free_share_at_start < OWN_SHARE:
         return False
-    process = _share(sizes["process"], sizes["free"], sizes["total"])
-    if process is not None:
-        return process >= OWN_SHARE
-    torch = _share(sizes["torch"], sizes["free"], sizes["total"])
-    torch = torch or _share(error.get("torch_bytes"), error.get("free_bytes"), error.get("total_bytes"))
-    return (torch or 0.0) >= (OWN_SHARE if at_start is None else TORCH_SHARE) or None
+    process_share = _share(sizes["process"], sizes["free"], sizes["total"])
+    if process_share is not None:
+        return process_share >= OWN_SHARE
+    reported_share = _share(error.get("torch_bytes"), error.get("free_bytes"), error.get("total_bytes"))
+    torch_share = _share(sizes["torch"], sizes["free"], sizes["total"]) or reported_share
+    return (torch_share or 0.0) >= (OWN_SHARE if free_share_at_start is None else TORCH_SHARE) or None
 
 
 def own_limit(rank: RankProgress) -> bool | None:
@@ -337,14 +358,14 @@ def own_limit(rank: RankProgress) -> bool | None:
     use when it ran out, if they are known, and from the allocator's message.
     """
     limit, used = rank.memory.get("limit_bytes"), rank.error.get("data_bytes")
-    requested = re.search(r"you tried to allocate (\d+) bytes", rank.last_text)
+    request = re.search(r"you tried to allocate (\d+) bytes", rank.last_text)
     if limit is None:
         return None
-    return used is None or requested is None or used + int(requested[1]) > LIMIT_SHARE * limit or None
+    return used is None or request is None or used + int(request[1]) > LIMIT_SHARE * limit or None
 
 
-def _share(own: float | None, free: float | None, total: float | None) -> float | None:
-    return None if own is None or free is None or not total else (own + free) / total
+def _share(used: float | None, free: float | None, total: float | None) -> float | None:
+    return None if used is None or free is None or not total else (used + free) / total
 
 
 def _size(text: str, patterns: tuple[str, ...]) -> float | None:

@@ -18,7 +18,7 @@ class Cause:
 
     name: str
     status: Status
-    what: str
+    description: str
     """The cause in a few words, with which the reason of a result begins."""
     text: str = ""
     """Regular expression of a line that shows the cause; empty if only other evidence shows it."""
@@ -35,8 +35,8 @@ class Cause:
     @property
     def blames_host(self) -> bool:
         """Whether the node may be at fault."""
-        named = self.name in ("foreign_memory", "disk_full", "bus_error", "killed")
-        return named or self.status in (Status.NODE_FAIL, Status.COMM_ERROR)
+        by_name = self.name in ("foreign_memory", "disk_full", "bus_error", "killed")
+        return by_name or self.status in (Status.NODE_FAIL, Status.COMM_ERROR)
 
     @property
     def telling(self) -> bool:
@@ -128,12 +128,12 @@ def last_words(text: str) -> list[str]:
     return [line.strip() for line in last.splitlines() if line.strip() and not _STACK_LINE.match(line)]
 
 
-def _survived(lines: list[str], at: int) -> bool:
-    """Whether a program went on after line `at`: it is a warning, or more than MESSAGE_LINES lines follow."""
-    after = [line for line in lines[at + 1 :] if not _WARNING.search(line)]
-    if _EXCEPTION.match(lines[at]):  # any number of lines of a logger may follow
+def _survived(lines: list[str], index: int) -> bool:
+    """Whether a program went on after line `index`: it is a warning, or more than MESSAGE_LINES lines follow."""
+    after = [line for line in lines[index + 1 :] if not _WARNING.search(line)]
+    if _EXCEPTION.match(lines[index]):  # any number of lines of a logger may follow
         return any(_EXCEPTION.match(line) for line in after)
-    return bool(_WARNING.search(lines[at])) or len(after) > MESSAGE_LINES
+    return bool(_WARNING.search(lines[index])) or len(after) > MESSAGE_LINES
 
 
 def by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
@@ -147,9 +147,9 @@ def by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
     if only_uncaught and not (final and _EXCEPTION.match(final[0]) and len(final) <= MESSAGE_LINES):
         return None
     for cause in BY_NAME.values():
-        for at, line in enumerate(lines):
+        for index, line in enumerate(lines):
             shown = cause.text and re.search(cause.text, line)
-            if shown and (cause.status != Status.OOM or not _survived(lines, at)):
+            if shown and (cause.status != Status.OOM or not _survived(lines, index)):
                 return cause, quoted(line)
     exceptions = [line for line in lines if _EXCEPTION.search(line)]
     return (BY_NAME["exception"], quoted(exceptions[-1])) if exceptions else None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ultrabench.rank_report import PROFILE, read_part
+from ultrabench.rank_report import TRACE_PHASE, read_part
 from ultrabench.store.folder import write_whole
 
 EVIDENCE_FOLDER = "hang_evidence"
@@ -20,7 +20,7 @@ TAIL_BYTES = 64 * 1024
 """Bytes of each log of a good run that are kept."""
 LOG_FILES = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
 """Files of a failed run that are kept, of each at most `measure.log_mib_per_rank`."""
-TRACE_FILES = (f"{PROFILE}/*", f"{PROFILE}/*/*")
+TRACE_FILES = (f"{TRACE_PHASE}/*", f"{TRACE_PHASE}/*/*")
 """Files of a run that was traced that are kept."""
 TRACE_BYTES = 2**30
 """Largest size in bytes of a file of a trace that is kept; the beginning alone of a larger one cannot be read."""
@@ -46,9 +46,9 @@ class SharedMemoryCleanup:
 
     def remove(self) -> list[str]:
         """Removes the new files that no living process has open or mapped; returns their names."""
-        left = {e.name for e in _own_files(self._folder) if (e.name, e.inode()) not in self._before}
+        new_names = {e.name for e in _own_files(self._folder) if (e.name, e.inode()) not in self._before}
         # Files are listed before their users are looked for, so that a file made in between is not removed.
-        unused = left - _in_use(self._folder) if left else set[str]()
+        unused = new_names - _in_use(self._folder) if new_names else set[str]()
         for name in unused:
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
@@ -66,9 +66,9 @@ def _own_files(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _in_use(folder: Path) -> set[str]:
     """Names of the files in `folder` that some process has open or mapped."""
-    start = f"{folder}/"
+    prefix = f"{folder}/"
     paths = (path for process in Path("/proc").glob("[0-9]*") for path in _files_of(process))
-    return {path.removeprefix(start) for path in paths if path.startswith(start)}
+    return {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
 
 
 def _files_of(process: Path) -> Iterator[str]:
@@ -82,35 +82,35 @@ def _files_of(process: Path) -> Iterator[str]:
                 yield os.readlink(link.path)
 
 
-def copy_logs(run: Path, to: Path, max_bytes: int) -> None:
+def copy_logs(run_folder: Path, target: Path, max_bytes: int) -> None:
     """Copies the logs of a failed run, at most `max_bytes` of each."""
-    for log, _ in _own_regular_files(run, LOG_FILES):
-        copy_ends(log, to / log.relative_to(run), max_bytes)
+    for log, _ in _own_regular_files(run_folder, LOG_FILES):
+        copy_ends(log, target / log.relative_to(run_folder), max_bytes)
 
 
-def copy_trace(run: Path, to: Path) -> list[str]:
+def copy_trace(run_folder: Path, target: Path) -> list[str]:
     """Copies the trace of a run; returns the names of files that were left out because they are too large."""
-    sizes = dict(_own_regular_files(run, TRACE_FILES))
+    sizes = dict(_own_regular_files(run_folder, TRACE_FILES))
     for path, size in sizes.items():
         if size <= TRACE_BYTES:
-            copy_ends(path, to / path.relative_to(run), TRACE_BYTES)
+            copy_ends(path, target / path.relative_to(run_folder), TRACE_BYTES)
     return [path.name for path, size in sizes.items() if size > TRACE_BYTES]
 
 
-def _own_regular_files(run: Path, patterns: Iterable[str]) -> Iterator[tuple[Path, int]]:
-    """The regular files below `run` that match, and their sizes; links are not followed, wherever they lead."""
-    for path in (path for pattern in patterns for path in sorted(run.glob(pattern))[:MAX_FILES]):
-        parents = [parent for parent in path.parents if parent.is_relative_to(run)]
+def _own_regular_files(run_folder: Path, patterns: Iterable[str]) -> Iterator[tuple[Path, int]]:
+    """The regular files below `run_folder` that match, and their sizes; links are not followed, wherever they lead."""
+    for path in (path for pattern in patterns for path in sorted(run_folder.glob(pattern))[:MAX_FILES]):
+        parents = [parent for parent in path.parents if parent.is_relative_to(run_folder)]
         status = path.lstat()
         if stat.S_ISREG(status.st_mode) and not any(parent.is_symlink() for parent in parents):
             yield path, status.st_size
 
 
-def join_tails(run: Path, to: Path, ranks: range) -> None:
+def join_tails(run_folder: Path, target: Path, ranks: range) -> None:
     """Writes the ends of the logs of `ranks` to one file."""
-    tails = (f"--- rank {rank}\n{read_tail(run / f'rank{rank}.log', TAIL_BYTES)}" for rank in ranks)
-    to.mkdir(parents=True, exist_ok=True)
-    write_whole(to / "node0.log", "".join(tails))
+    tails = (f"--- rank {rank}\n{read_tail(run_folder / f'rank{rank}.log', TAIL_BYTES)}" for rank in ranks)
+    target.mkdir(parents=True, exist_ok=True)
+    write_whole(target / "node0.log", "".join(tails))
 
 
 def read_tail(path: Path, size: int) -> str:
@@ -138,8 +138,8 @@ def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
         for start, end in [(0, size)] if size <= max_bytes else [(0, half), (size - half, size)]:
             if start:
                 copy.write(f"\n--- ultrabench left out {start - half} bytes here ---\n".encode())
-            for at in range(start, end, PART_BYTES):
-                copy.write(read_part(source, at, min(PART_BYTES, end - at)))
+            for offset in range(start, end, PART_BYTES):
+                copy.write(read_part(source, offset, min(PART_BYTES, end - offset)))
 
 
 LEAST_FREE_BYTES = 64 << 20

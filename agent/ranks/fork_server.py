@@ -200,9 +200,9 @@ def serve(module: str, link: Connection) -> None:
     ranks: dict[int, int] = {}
     link.send({"ready": True})
     while True:
-        asked = link.poll(EXIT_POLL_S if ranks else None)
+        has_request = link.poll(EXIT_POLL_S if ranks else None)
         _report_exits(ranks, link)
-        if asked:
+        if has_request:
             request = link.recv()
             _assert_forkable()
             server = os.getpid()

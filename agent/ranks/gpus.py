@@ -55,12 +55,12 @@ def visible_gpus() -> list[VisibleGpu]:
     gpus, words = _listed(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if words is None:
         return gpus
-    found = (
-        [g for g in gpus if word == g.number or (word[:4] == "GPU-" and g.uuid.startswith(word))]
-        for word in map(str.strip, words.split(","))
+    matches = (
+        [g for g in gpus if prefix == g.number or (prefix[:4] == "GPU-" and g.uuid.startswith(prefix))]
+        for prefix in map(str.strip, words.split(","))
     )
     # CUDA also accepts the beginnings of UUIDs, and ends the list at the first bad word.
-    return [gpu for (gpu,) in takewhile(lambda matching: len(matching) == 1, found)]
+    return [gpu for (gpu,) in takewhile(lambda matching: len(matching) == 1, matches)]
 
 
 def foreign_processes(ours: Callable[[int], bool]) -> list[str]:
@@ -163,10 +163,10 @@ class GpuGauge:
     def still_held(self, meanwhile: Callable[[], Any]) -> str | None:
         """Which GPU still has less free memory than before the first run, after a wait of at most FREE_S."""
         ran_s = RunningClock()
-        while (held := self._held()) and ran_s() < FREE_S:
+        while (full_gpu := self._held()) and ran_s() < FREE_S:
             meanwhile()
             time.sleep(0.05)
-        return held
+        return full_gpu
 
     def _held(self) -> str | None:
         for number, handle, before in self._gpus:

@@ -19,7 +19,7 @@ class Sample(NamedTuple):
     """Ticks of all cores that were used."""
     total: int
     """Ticks of all cores."""
-    own: int
+    agent: int
     """Ticks of this agent and all its descendants, those that have ended included."""
 
 
@@ -42,8 +42,8 @@ class HostLoad:
             return
         ticks = core_ticks()
         idle = ticks[3] + ticks[4]
-        own = sum(map(cpu_ticks, {os.getpid(), *descendants(os.getpid())}))
-        self._last = Sample(busy=sum(ticks) - idle, total=sum(ticks), own=own)
+        agent_ticks = sum(map(cpu_ticks, {os.getpid(), *descendants(os.getpid())}))
+        self._last = Sample(busy=sum(ticks) - idle, total=sum(ticks), agent=agent_ticks)
         self._sampled_s = now
         if self._first is None:
             self._first, self._began_s = self._last, now
@@ -54,4 +54,4 @@ class HostLoad:
         if self._first is None or self._last is None or self._sampled_s - self._began_s < SHORTEST_S:
             return None
         total = max(1, self._last.total - self._first.total)
-        return (self._last.busy - self._first.busy) / total, (self._last.own - self._first.own) / total
+        return (self._last.busy - self._first.busy) / total, (self._last.agent - self._first.agent) / total

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,20 +22,21 @@ from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpu
 from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_progress import RankEvent
 from ultrabench.errors import ClusterError
+from ultrabench.log_patterns import LOG_PATTERNS, compiled, parse_log_line
 from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
-from ultrabench.step_line import parse_log_line, step_pattern
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.kernel_secrets import revealed
+from ultrabench.variant import variables_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleaned:
     """The state of a node after a run."""
 
-    left: str | None
+    unusable: str | None
     """Why the node cannot be used any more; None if it can."""
     sm_clocks_hz: tuple[float, ...]
     """SM clock of each GPU in each sample."""
@@ -43,7 +44,7 @@ class Cleaned:
     """What slowed the clocks."""
     load: tuple[float, float] | None = None
     """Shares of the host's cores that were used during the steps, and used by this agent; None if unknown."""
-    foreign: tuple[str, ...] = ()
+    foreign_processes: tuple[str, ...] = ()
     """Processes of somebody else that used the GPUs during the steps."""
 
 
@@ -81,6 +82,11 @@ LAUNCHER_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
 """Beginnings of variables that are hidden from ranks, which would otherwise be taken for tasks of Slurm."""
 
 
+def with_values(env: Mapping[str, str], varied: Mapping[str, str | None]) -> dict[str, str]:
+    """The variables with the values of a variant; those whose value is None are unset."""
+    return {name: value for name, value in {**env, **varied}.items() if value is not None}
+
+
 class Node:
     """This node's part of an allocation."""
 
@@ -91,14 +97,14 @@ class Node:
         self.scratch = processes.make_scratch()
         self.tag = processes.own_tag(allocation.name, self.identity.node)
         self.disk = DiskRetry(allocation.heartbeat_s / 2)
-        per_node, kernel = allocation.gpus_per_node, allocation.tasks[0].spec.kernel
-        shown = {k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(LAUNCHER_VARIABLES)}
-        self._base = {**{k: os.environ[k] for k in shown}, processes.TAG_VARIABLE: self.tag}
+        gpus_per_node, kernel = allocation.gpus_per_node, allocation.tasks[0].spec.kernel
+        visible_names = {k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(LAUNCHER_VARIABLES)}
+        self._base = {**{k: os.environ[k] for k in visible_names}, processes.TAG_VARIABLE: self.tag}
         self._on_gpus = allocation.tasks[0].device == "cuda"
-        gpus = visible_gpus()[:per_node] if self._on_gpus else []
+        gpus = visible_gpus()[:gpus_per_node] if self._on_gpus else []
         self._gauge, self._load = GpuGauge(gpus), HostLoad()
-        self._cpus = rank_cpus(per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
-        self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // per_node)
+        self._cpus = rank_cpus(gpus_per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
+        self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // gpus_per_node)
         self._shared_memory = cleanup.SharedMemoryCleanup()
         self._program_env = revealed(kernel.env, self.folder.secrets)
         self._task = allocation.tasks[0]
@@ -114,10 +120,22 @@ class Node:
         self._oom_kills = 0
         self._full: str | None = None
         """Which node-local folder was full at some moment of the current run."""
-        warm = allocation.tasks[0].forked or allocation.preflight
+        self._server_module = KERNEL_MODULE if allocation.tasks[0].forked or allocation.preflight else ""
         # Torch reads some variables when it is imported, so those of forked ranks are set in the server.
-        env = self._base | (self._program_env if allocation.tasks[0].forked else {})
-        self._server = ForkServer(self.scratch / "fork_server.log", env, KERNEL_MODULE if warm else "")
+        self._server_env = self._base | (self._program_env if allocation.tasks[0].forked else {})
+        self._varied: dict[str, str | None] = {}
+        """The variables of a variant with which the fork server runs."""
+        self._server = self._new_server(self._varied)
+
+    def _new_server(self, varied: Mapping[str, str | None]) -> ForkServer:
+        env = with_values(self._server_env, varied)
+        return ForkServer(self.scratch / "fork_server.log", env, self._server_module)
+
+    def _use_server(self, varied: dict[str, str | None]) -> None:
+        """Replaces the fork server where the next run has other variables: libraries read them as they are imported."""
+        if varied != self._varied:
+            self._server.stop()
+            self._server, self._varied = self._new_server(varied), varied
 
     def facts(self) -> dict[str, Any]:
         """What the leader needs to know about this node before the first run."""
@@ -149,8 +167,8 @@ class Node:
     @property
     def ranks(self) -> range:
         """Global ranks of this node."""
-        per_node = self.allocation.gpus_per_node
-        return range(self.identity.node * per_node, (self.identity.node + 1) * per_node)
+        gpus_per_node = self.allocation.gpus_per_node
+        return range(self.identity.node * gpus_per_node, (self.identity.node + 1) * gpus_per_node)
 
     def obey(self, message: dict[str, Any]) -> Any:
         """Calls the method that the leader orders; returns what `kill` and `finish` return, else None."""
@@ -161,19 +179,23 @@ class Node:
     def start(self, index: int, address: str, port: int) -> None:
         """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got."""
         task = self._task = self.allocation.task(index)
-        run = self._run = self.scratch / str(task.key)
+        run_folder = self._run = self.scratch / str(task.key)
         self.disk.retry(self._prepare, PREPARING_S)
         self._sources = self._sources_of(task)
         self._gauge.clear()
         self._load.clear()
         self._oom_kills, self._full = oom_kills(), None
-        for local, rank in enumerate(self.ranks):
-            env, log = self._rank_env(task, rank, local, address, port), run / f"rank{rank}.log"
-            cpus = self._cpus[local] if self._cpus else None
+        varied = variables_of(task.spec.variant)
+        if task.forked:
+            self._use_server(varied)
+        for local_rank, rank in enumerate(self.ranks):
+            env, log = self._rank_env(task, rank, local_rank, address, port), run_folder / f"rank{rank}.log"
+            cpus = self._cpus[local_rank] if self._cpus else None
             if task.forked:
                 self._server.fork(rank, env, log, cpus)
                 continue
-            env = {**self._base, **env, **dump_variables(run), **self._program_env}
+            env = {**self._base, **env, **dump_variables(run_folder), **self._program_env}
+            env = with_values(env, varied)
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
             command = fill_in(task.spec, task.key, task.measure)
             self._server.fork(rank, env, log, cpus, command=command, cwd=self.allocation.work_dir)
@@ -189,26 +211,32 @@ class Node:
         return cleanup.short_of_space(cleanup.node_folders(self.scratch), least_bytes)
 
     def _sources_of(self, task: Task) -> list[Source]:
-        """The reports of this node's ranks, and the log in which a program prints its steps, if it does.
+        """The reports of this node's ranks, and the logs in which a program prints what the kernel's patterns read."""
+        reports = [Source(n, n, NewLines(self._run / f"rank{n}.report"), parse_line) for n in self.ranks]
+        return reports if task.forked else [*reports, *self._logs_of(task)]
 
-        Steps of a log count as steps of rank 0, whoever prints them.
+    def _logs_of(self, task: Task) -> Iterator[Source]:
+        """A source for each pattern and each log of this node that it reads.
+
+        Steps and MFU count as those of rank 0, whoever prints them; memory counts for the rank that prints it.
         """
-        sources = [Source(n, n, NewLines(self._run / f"rank{n}.report"), parse_line) for n in self.ranks]
         spec, kernel = task.spec, task.spec.kernel
-        rank = kernel.step_rank % spec.layout.world_size
-        if kernel.step_line and rank in self.ranks and not task.forked:
-            tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
-            pattern = step_pattern(kernel.step_line)
-            parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu)
-            sources.append(Source(rank, 0, NewLines(self._run / f"rank{rank}.log"), parse))
-        return sources
+        tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
+        for option, log_pattern in LOG_PATTERNS.items():
+            if text := getattr(kernel, option):
+                pattern = compiled(option, text)
+                parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu, option=option)
+                ranks = self.ranks if log_pattern.every_rank else [spec.logging_rank]
+                for rank in (rank for rank in ranks if rank in self.ranks):
+                    log = NewLines(self._run / f"rank{rank}.log")
+                    yield Source(rank, rank if log_pattern.every_rank else 0, log, parse)
 
-    def _rank_env(self, task: Task, rank: int, local: int, address: str, port: int) -> dict[str, str]:
+    def _rank_env(self, task: Task, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
         """The variables that torchrun sets, and ours."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(task.spec.layout.world_size),
-            "LOCAL_RANK": str(local),
+            "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(self.allocation.gpus_per_node),
             "NODE_RANK": str(self.identity.node),
             "MASTER_ADDR": address,
@@ -225,39 +253,42 @@ class Node:
         self._server.replace_if_stuck()
         # What filled a disk may be gone when a rank ends by it.
         self._full = self._full or self._short_of_space(cleanup.FULL_BYTES)
-        found: list[RankEvent] = []
+        events: list[RankEvent] = []
         for source in self._sources:
             lines = filter(None, map(source.parse, source.lines.read()))
             # Only our own kernel may report measurements of devices and links.
-            known = (line for line in lines if self._task.forked or line["event"] != "probe")
-            found += [{"rank": source.reporter, "line": line} for line in known]
-        found += self._new_progress()
-        if any("microbatches" in event or event["line"]["event"] == "step" for event in found):
+            trusted = (line for line in lines if self._task.forked or line["event"] != "probe")
+            events += [{"rank": source.reporter, "line": line} for line in trusted]
+        events += self._new_progress()
+        has_steps = any(event["line"]["event"] == "step" for event in events if "line" in event)
+        if has_steps or any("microbatches" in event for event in events):
             self._gauge.sample(self._own_pids)
-        if any(event["line"]["event"] == "step" for event in found if "line" in event):
+        if has_steps:
             self._load.sample()
-        found += next(self._evidence, [])
+        events += next(self._evidence, [])
         # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
-        behind = {source.rank for source in self._sources if source.lines.behind}
-        for rank in sorted(self._exits.keys() - behind):
+        ranks_behind = {source.rank for source in self._sources if source.lines.behind}
+        for rank in sorted(self._exits.keys() - ranks_behind):
             code, log = self._exits.pop(rank), self._run / f"rank{rank}.log"
             tail = cleanup.read_tail(log, 8192) or cleanup.read_tail(self.scratch / "fork_server.log", 8192)
             oom_killed = code == -signal.SIGKILL and oom_kills() > self._oom_kills
-            full = self._full if code else None
-            found.append(
-                {"rank": rank, "code": code, "tail": tail, "oom_killed": oom_killed, "disk_full": full}
-            )
-        return found
+            end = {"code": code, "tail": tail, "oom_killed": oom_killed}
+            events.append({"rank": rank, **end, "disk_full": self._full if code else None})
+        return events
 
     def _new_progress(self) -> Iterator[RankEvent]:
         """The progress of each rank where it has changed since the last call."""
         for rank in self.ranks:
-            before = self._progress.get(rank, Progress())
-            done = read_progress(self._run / f"rank{rank}.report")
+            previous = self._progress.get(rank, Progress())
+            progress = read_progress(self._run / f"rank{rank}.report")
             # Smaller counts than before can only be an error of the rank.
-            if done != before and done.step >= before.step and done.microbatches >= before.microbatches:
-                self._progress[rank] = done
-                yield {"rank": rank, **to_dict(done)}
+            if (
+                progress != previous
+                and progress.step >= previous.step
+                and progress.microbatches >= previous.microbatches
+            ):
+                self._progress[rank] = progress
+                yield {"rank": rank, **to_dict(progress)}
 
     def store(self, port: int) -> None:
         """Tells the ranks, which wait for this file, the port that rank 0 got."""
@@ -271,32 +302,34 @@ class Node:
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
         self._load.sample(at_once=True)
-        left = self._end_processes()
+        unusable = self._end_processes()
         if processes.state(self._server.pid) in STOPPED:
             self._server.replace()
-        left = left or self._gauge.still_held(self.disk.beat)
+        unusable = unusable or self._gauge.still_held(self.disk.beat)
         clocks, slowdowns = tuple(self._gauge.clocks_hz), tuple(sorted(self._gauge.slowdowns))
         load, foreign = self._load.shares, tuple(sorted(self._gauge.foreign))
-        return Cleaned(left=left, sm_clocks_hz=clocks, slowdowns=slowdowns, load=load, foreign=foreign)
+        return Cleaned(
+            unusable=unusable, sm_clocks_hz=clocks, slowdowns=slowdowns, load=load, foreign_processes=foreign
+        )
 
     def _own_pids(self) -> set[int]:
         """This agent and its descendants; empty in a PID namespace of its own, whose pids the driver does not know."""
-        inside = processes.pid_namespace() != processes.FIRST_PID_NAMESPACE
-        return set() if inside else {os.getpid(), *processes.descendants(os.getpid())}
+        in_own_namespace = processes.pid_namespace() != processes.FIRST_PID_NAMESPACE
+        return set() if in_own_namespace else {os.getpid(), *processes.descendants(os.getpid())}
 
     def _end_processes(self) -> str | None:
         """Kills all processes but the fork server; returns a message about those that did not die."""
-        stay = processes.kill_until_gone(self._of_the_run, meanwhile=self.disk.beat)
-        return f"processes that cannot be killed: {processes.described(stay)}" if stay else None
+        survivors = processes.kill_until_gone(self._of_the_run, meanwhile=self.disk.beat)
+        return f"processes that cannot be killed: {processes.described(survivors)}" if survivors else None
 
     def _of_the_run(self) -> list[int]:
         """All descendants of this agent and all processes with its tag, except the fork server.
 
         The agent's own children are already killed by this call.
         """
-        hit = processes.kill_children({self._server.pid})
-        found = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
-        return sorted(found - {self._server.pid} or hit)
+        killed_children = processes.kill_children({self._server.pid})
+        living = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
+        return sorted(living - {self._server.pid} or killed_children)
 
     def finish(self, keep_all: bool) -> Finished:
         """Keeps the logs of the run and removes its files; meanwhile the agent shows that it is alive.
@@ -308,12 +341,12 @@ class Node:
         host, problem = self.identity.host, None
         try:
             if too_large := self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S):
-                limit = f"over the limit of {cleanup.TRACE_BYTES >> 20:,} MiB"
-                problem = f"files of the trace on {host} were not kept: {', '.join(too_large)}, {limit}"
+                limit_text = f"over the limit of {cleanup.TRACE_BYTES >> 20:,} MiB"
+                problem = f"files of the trace on {host} were not kept: {', '.join(too_large)}, {limit_text}"
         except (ClusterError, OSError) as error:
             problem = f"the logs of {host} could not be kept: {error}"
         try:
-            self.disk.retry(self._remove_files, CLEANING_S, what=f"removing {self._run} on {host}")
+            self.disk.retry(self._remove_files, CLEANING_S, subject=f"removing {self._run} on {host}")
         except ClusterError as error:
             return Finished(problem=str(error), stuck=True)
         return Finished(problem=problem, short_of_space=self._short_of_space())
@@ -325,12 +358,12 @@ class Node:
     def _keep_logs(self, failed: bool) -> list[str]:
         """Copies what is kept of a run; returns the names of files that are too large."""
         task = self._task
-        to = self.folder.log_folder(task.key)
+        log_folder = self.folder.log_folder(task.key)
         if failed:
-            cleanup.copy_logs(self._run, to, int(task.measure.log_mib_per_rank * 2**20))
+            cleanup.copy_logs(self._run, log_folder, int(task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node == 0 and not task.probe:
-            cleanup.join_tails(self._run, to, self.ranks)
-        return cleanup.copy_trace(self._run, to) if task.profile else []
+            cleanup.join_tails(self._run, log_folder, self.ranks)
+        return cleanup.copy_trace(self._run, log_folder) if task.profile else []
 
     def close(self) -> None:
         """Kills every process, the fork server too."""
@@ -352,10 +385,10 @@ def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
     (memory.oom_control).
     """
     groups = [line.split(":", 2) for line in cleanup.read_text(proc / "self/cgroup").splitlines()]
-    v2 = [f"{cgroups}{path}/memory.events" for _, names, path in groups if not names]
-    with_memory = (path for _, names, path in groups if "memory" in names.split(","))
-    v1 = [f"{cgroups}/memory{path}/memory.oom_control" for path in with_memory]
-    for file in (*v2, *v1, f"{proc}/vmstat"):
+    v2_files = [f"{cgroups}{path}/memory.events" for _, names, path in groups if not names]
+    memory_groups = (path for _, names, path in groups if "memory" in names.split(","))
+    v1_files = [f"{cgroups}/memory{path}/memory.oom_control" for path in memory_groups]
+    for file in (*v2_files, *v1_files, f"{proc}/vmstat"):
         if match := re.search(r"^oom_kill (\d+)$", cleanup.read_text(file), re.MULTILINE):
             return int(match[1])
     return 0

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ultrabench.log_patterns import OBSERVED
 from ultrabench.measure import Measure
 
 RankEvent = dict[str, Any]
 """About one rank: {rank, line} a line of its report, {rank, microbatches, step, part} its progress,
 {rank, code, tail, oom_killed, disk_full} its exit with the end of its log, {rank, found} what it did when it hung."""
 
-NOTHING_FOUND: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
+NO_EVIDENCE: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
 """What is known of a rank that its node has not examined."""
 
 MAX_STEPS = 10_000
@@ -41,6 +42,8 @@ class RankProgress:
     steps: list[dict[str, Any]] = field(default_factory=list)
     """The report lines of its first MAX_STEPS steps."""
     memory: dict[str, Any] = field(default_factory=dict)
+    mfus: list[float] = field(default_factory=list)
+    """MFU that its log shows, as fractions in order, at most MAX_STEPS of them."""
     ran: dict[str, str] = field(default_factory=dict)
     """The options that it read back from the objects of its first step; empty before."""
     done: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +61,7 @@ class RankProgress:
     """The end of the rank's log."""
     failed_at: float | None = None
     """When its failure first became known, in seconds for which the leader has run."""
-    found: dict[str, Any] = field(default_factory=lambda: NOTHING_FOUND)
+    evidence: dict[str, Any] = field(default_factory=lambda: NO_EVIDENCE)
     """What the node found when it examined a rank that hangs: {state, wchan, stack, groups}.
 
     `state` is R (runs), S (sleeps), D (waits for a device or disk), T (is stopped), Z (is dead) or ?
@@ -88,6 +91,13 @@ class RankProgress:
         """The key of `gaps_s` under which the time without progress is counted now."""
         return "optimizer" if self.part == "optimizer" else "steady"
 
+    def observe(self, line: dict[str, Any]) -> None:
+        """Records what its log shows beside steps; some programs reset their peaks, so the largest one counts."""
+        for name in line.keys() & {"allocated_bytes", "reserved_bytes"}:
+            self.memory[name] = max(line[name], self.memory.get(name, 0))
+        if "mfu" in line and len(self.mfus) < MAX_STEPS:
+            self.mfus.append(line["mfu"])
+
     def measured_steps(self, measure: Measure) -> list[float]:
         """Seconds of the measured steps; where a program does not mark them, all after warm-up."""
         marked = [s for s in self.steps if "measured" in s]
@@ -104,9 +114,8 @@ class AttemptProgress:
     def __init__(self, ranks: int, hosts: Sequence[str], now: float = 0.0) -> None:
         """Each of the `hosts`, in their order, has an equal share of the ranks; `now` is the leader's time."""
         self.hosts = hosts
-        self.ranks = [
-            RankProgress(number=n, host=hosts[n * len(hosts) // ranks], moved=now) for n in range(ranks)
-        ]
+        rank_hosts = (hosts[number * len(hosts) // ranks] for number in range(ranks))
+        self.ranks = [RankProgress(number=n, host=host, moved=now) for n, host in enumerate(rank_hosts)]
         self.environment: dict[str, Any] = {}
         self.port: int | None = None
         """The port of rank 0's store; None again after the other ranks have been told."""
@@ -116,7 +125,7 @@ class AttemptProgress:
         """When the ranks were started, by the leader's time."""
         self.started_at = time.time()
         self.monotonic_start = time.monotonic()
-        """The same moment by a clock that counts also the time for which the leader was stopped."""
+        """When the ranks were started, by a clock that also counts the time for which the leader was stopped."""
         self.first_step: float | None = None
         self.spoke = False
         """Some rank has reported something; until then the only deadline is the time limit."""
@@ -136,8 +145,11 @@ class AttemptProgress:
 
     def _take(self, event: RankEvent, now: float) -> None:
         rank = self.ranks[event["rank"]]
-        if "found" in event:
-            rank.found = event["found"]
+        if "evidence" in event:
+            rank.evidence = event["evidence"]
+            return
+        if event.get("line", {}).get("event") == OBSERVED:
+            rank.observe(event["line"])
             return
         gaps = rank.gaps_s if rank.steps else rank.first_gaps_s
         gaps[rank.kind] = max(gaps.get(rank.kind, 0.0), now - rank.moved)

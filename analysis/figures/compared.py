@@ -27,25 +27,25 @@ _NAMED = 6
 """Number of cells with another winner that the notes name."""
 
 
-def figure(found: Comparison) -> Figure:
+def figure(comparison: Comparison) -> Figure:
     """The ratios of step times B / A of all layouts that were measured in both.
 
     Raises:
         ConfigError: no layout was measured in both.
     """
-    rows = found.rows[found.rows["ratio"].notna()]
+    rows = comparison.rows[comparison.rows["ratio"].notna()]
     if not len(rows):
         without = "compare without -o for how their runs ended"
         raise ConfigError(f"no layout has a step time in A and in B; {without}")
     models = list(rows.sort_values(["num_params", "model"])["model"].unique())
-    heading = f"Step times of {found.title}: {counted(len(rows), 'layout')}"
-    note = "\n".join(_notes(found))
+    heading = f"Step times of {comparison.title}: {counted(len(rows), 'layout')}"
+    note = "\n".join(_notes(comparison))
     whole, middle, panels = panel_grid(len(models), title=heading, notes=note, sharey=True)
-    winners = found.winners.to_dict("records")
+    winners = comparison.winners.to_dict("records")
     won = {(w["model"], w["nodes"], w[side]) for w in winners for side in ("best_a", "best_b")}
-    a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in found.names)
+    a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in comparison.names)
     for axes, model in zip(panels, models, strict=True):
-        axes.axhspan(1 / (1 + found.threshold), 1 + found.threshold, color="#efefef", zorder=0)
+        axes.axhspan(1 / (1 + comparison.threshold), 1 + comparison.threshold, color="#efefef", zorder=0)
         axes.axhline(1, color=GREY, linewidth=0.8)
         _draw(axes, rows[rows["model"] == model].reset_index(drop=True), won)
         label(axes, model, "layouts, sorted by their ratio", f"step time of {b} / {a}")
@@ -58,15 +58,15 @@ def figure(found: Comparison) -> Figure:
     return whole
 
 
-def _draw(axes: Axes, held: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
+def _draw(axes: Axes, ratios: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
     """Draws the ratios of one model with their findings, frames around winners, and the name of the largest."""
     for finding, look in _LOOKS.items():
-        shown = held[held["finding"].isna() if finding is None else held["finding"] == finding]
+        shown = ratios[ratios["finding"].isna() if finding is None else ratios["finding"] == finding]
         axes.plot(shown.index + 1, shown["ratio"], markeredgewidth=0, **look)
-    framed = [cell in won for cell in zip(held["model"], held["nodes"], held["layout"], strict=True)]
+    framed = [cell in won for cell in zip(ratios["model"], ratios["nodes"], ratios["layout"], strict=True)]
     if any(framed):  # without a point it would have no size in the layout
-        axes.plot(held.index[framed] + 1, held["ratio"][framed], clip_on=False, **_WON)
-    last, number = held.iloc[-1], len(held)
+        axes.plot(ratios.index[framed] + 1, ratios["ratio"][framed], clip_on=False, **_WON)
+    last, number = ratios.iloc[-1], len(ratios)
     # It is above all others, which are not larger.
     side, place, away = ("right", "bottom", (4, 8)) if number > 1 else ("left", "center", (9, 0))
     small: dict[str, Any] = {"fontsize": 6, "color": GREY, "ha": side, "va": place}
@@ -77,17 +77,17 @@ def _draw(axes: Axes, held: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
     axes.set_xlim(0.2, number + 1)
 
 
-def _notes(found: Comparison) -> Iterator[str]:
+def _notes(comparison: Comparison) -> Iterator[str]:
     """The lines under the figure: what was left out, and which cells another layout wins."""
-    changes = [f"{name} {a} -> {b}" for name, (a, b) in found.differing.items() if name in MAY_DIFFER]
-    told = ", ".join(changes) or "no other hardware, kernel or precision known"
-    yield f"A is {found.names[0]}, B is {found.names[1]}. From A to B: {told}."
-    yield " ".join(found.notes)
+    changes = [f"{name} {a} -> {b}" for name, (a, b) in comparison.differing.items() if name in MAY_DIFFER]
+    changed = ", ".join(changes) or "no other hardware, kernel or precision known"
+    yield f"A is {comparison.names[0]}, B is {comparison.names[1]}. From A to B: {changed}."
+    yield " ".join(comparison.notes)
     yield "Grey band: differences up to the threshold. Above 1 x, B is slower."
-    won = found.winners.to_dict("records")
-    if won:
+    winners = comparison.winners.to_dict("records")
+    if winners:
         yield "Cells that another layout wins in B:"
-    for cell in won[:_NAMED]:
+    for cell in winners[:_NAMED]:
         yield f"{cell['model']} on {counted(cell['nodes'], 'node')}: {cell['best_a']} -> {cell['best_b']}"
-    if len(won) > _NAMED:
-        yield f"and in {counted(len(won) - _NAMED, 'cell')} more"
+    if len(winners) > _NAMED:
+        yield f"and in {counted(len(winners) - _NAMED, 'cell')} more"

@@ -96,8 +96,10 @@ def paint(axes: Axes, grid: Grid, cell: Cell, lines: Sequence[Line], end: float)
     places = _places(lines)
     # Each line is a text of its own, so that a viewer without the font still centres every line.
     for place, (text, size, weight) in zip(places, lines, strict=True):
-        at = y + 0.5 + (place - places[-1] / 2) / grid.height
-        axes.text(x + 0.5, at, text, color=ink, fontsize=size, fontweight=weight, ha="center", va="center")
+        centre_y = y + 0.5 + (place - places[-1] / 2) / grid.height
+        axes.text(
+            x + 0.5, centre_y, text, color=ink, fontsize=size, fontweight=weight, ha="center", va="center"
+        )
 
 
 def _places(lines: Sequence[Line]) -> list[float]:
@@ -120,10 +122,10 @@ def _lines(cell: Cell, width: float, compared_with: str) -> list[Line]:
     if cell.run_id is None:
         reason = wrap_reason(cell.reason or "no result", width)
         return [*((text, _REASON, "normal") for text in reason), *below]
-    words = layout_words(cell.layout, cell.varied_axes)
+    words = layout_words({**cell.layout, "options": cell.options}, cell.varied_axes)
     layout = chain.from_iterable(_word_lines(text.split(), " ", _LONGEST_LINE) for text in words)
-    held = memory(cell.peak_mem_reserved_bytes, cell.peak_mem_reserved_rank0_bytes)
-    small = [(text, _USUAL, "normal") for text in (*layout, held) if text is not None]
+    peak = memory(cell.peak_mem_reserved_bytes, cell.peak_mem_reserved_rank0_bytes)
+    small = [(text, _USUAL, "normal") for text in (*layout, peak) if text is not None]
     if cell.compare_ratio is not None:
         ratio = f"{cell.compare_ratio:.2f}x"
         whole = f"{ratio} of {compared_with}"
@@ -162,8 +164,9 @@ def _hatch(axes: Axes, grid: Grid, square: Rectangle) -> None:
     number = int((grid.width + grid.height) / _HATCH_GAP)
     starts = [left + n * _HATCH_GAP / grid.width for n in range(1, number + 1)]
     lines = [[(x, top), (x - lean, top + 1)] for x in starts]
-    drawn = axes.add_collection(LineCollection(lines, colors=_HATCH, linewidths=0.7, zorder=1), autolim=False)
-    drawn.set_clip_path(square)
+    hatching = LineCollection(lines, colors=_HATCH, linewidths=0.7, zorder=1)
+    axes.add_collection(hatching, autolim=False)
+    hatching.set_clip_path(square)
 
 
 def wrap_reason(reason: str, width: float) -> list[str]:
@@ -190,9 +193,9 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         groups = f"{counted(len(cells), 'cell')} in {len(grids)} groups of hardware, kernel, precision, seq_len and gbs"
         rule = f"a heatmap holds {_MOST_PANELS} groups; show them on a page: ultrabench report"
         raise ConfigError(f"{groups}, {rule}; or list them: ultrabench heatmap --json")
-    left = max(1.25, 0.35 + 0.1 * max(min(len(cell.model), _NAME_WIDTH) for cell in cells))
-    width = max(7.0, left + max(grid.size[0] for grid in grids) + _RIGHT)
-    room = width - left
+    left_inches = max(1.25, 0.35 + 0.1 * max(min(len(cell.model), _NAME_WIDTH) for cell in cells))
+    width = max(7.0, left_inches + max(grid.size[0] for grid in grids) + _RIGHT)
+    room = width - left_inches
     whole = f"Best layout per cell: {title}"
     heading = textwrap.wrap(whole, int(room * 7.2), max_lines=3, placeholder=" ...")
     lines = wrapped("\n".join([notes, *_sentences(cells, compared_with)]), int((room - 0.3) * 17))
@@ -200,20 +203,24 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     top = foot + sum(_HEADER + grid.size[1] + _AXIS for grid in grids)
     height = top + _TITLE_LINE * len(heading) + _TOP
     picture = Figure(figsize=(width, height), facecolor="white")
-    picture.text(left / width, 1 - _TOP / height, "\n".join(heading), va="top", linespacing=1.25, **_TITLE)
+    picture.text(
+        left_inches / width, 1 - _TOP / height, "\n".join(heading), va="top", linespacing=1.25, **_TITLE
+    )
     end = scale_end(map(_scaled, cells))
     for grid in grids:
         wide, high = grid.size
         down = top - _HEADER - high
-        axes = picture.add_axes((left / width, down / height, wide / width, high / height))
+        axes = picture.add_axes((left_inches / width, down / height, wide / width, high / height))
         for cell, written in zip(grid.cells, grid.lines, strict=True):
             paint(axes, grid, cell, written, end)
         _draw_labels(axes, grid, room)
         if any(cell.shown_value is not None for cell in grid.cells):
-            bar = picture.add_axes(((left + wide + 0.25) / width, down / height, 0.18 / width, high / height))
+            bar = picture.add_axes(
+                ((left_inches + wide + 0.25) / width, down / height, 0.18 / width, high / height)
+            )
             _draw_bar(bar, grid, end)
         top = down - _AXIS
-    picture.text(left / width, foot / height, "\n".join(lines), va="top", linespacing=1.35, **_SMALL)
+    picture.text(left_inches / width, foot / height, "\n".join(lines), va="top", linespacing=1.35, **_SMALL)
     return picture
 
 
@@ -222,8 +229,8 @@ def _grids(cells: Sequence[Cell], compared_with: str) -> list[Grid]:
     panels: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
         panels[cell.panel].append(cell)
-    few = max(len({cell.nodes for cell in held}) for held in panels.values()) <= 2
-    return [Grid(held, 2.0 if few else 1.5, compared_with) for held in panels.values()]
+    few = max(len({cell.nodes for cell in of_panel}) for of_panel in panels.values()) <= 2
+    return [Grid(of_panel, 2.0 if few else 1.5, compared_with) for of_panel in panels.values()]
 
 
 def _draw_bar(bar: Axes, grid: Grid, end: float) -> None:
@@ -285,29 +292,30 @@ def _panel_title(cell: Cell) -> str:
 
 def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
     """The sentences under the figure that its cells give; `other` is what compare_ratio is relative to."""
-    every = counted(len(cells), "cell")
+    cell_count = counted(len(cells), "cell")
     if formulas := {cell.flops_formula for cell in cells if cell.shown_column == "mfu" and cell.mfu} - {None}:
         yield f"FLOPs of MFU by the formula {', '.join(sorted(map(str, formulas)))}."
     if any(cell.compare_ratio is not None for cell in cells):
         yield f"1.00x: as many tokens/s/GPU as the best of {other}."
     differing = {
-        f"{name} {there or 'unknown'} instead of {getattr(cell, name) or 'unknown'}"
+        f"{name} {other_value or 'unknown'} instead of {getattr(cell, name) or 'unknown'}"
         for cell in cells
-        for name, there in cell.compare_differing.items()
+        for name, other_value in cell.compare_differing.items()
     }
     if differing:
         yield f"{other} has {', '.join(sorted(differing))}."
     if moved := sum(cell.compare_layout is not None for cell in cells):
-        where = f"In {moved} of {every}, which have a dark or light corner"
+        where = f"In {moved} of {cell_count}, which have a dark or light corner"
         yield f"{where}, the best layout of {other} is another one, which `other` names."
     if close := sum(bool(cell.as_good_as_best) for cell in cells):
-        yield f"In {close} of {every} other layouts are as good within the 95 % interval."
+        yield f"In {close} of {cell_count} other layouts are as good within the 95 % interval."
     if several := sum(cell.environment is not None for cell in cells):
-        yield f"In {several} of {every} layouts were measured in several environments; the square names that of the best."
-    if doubted := [cell for cell in cells if cell.suspect]:
-        where = f"In {len(doubted)} of {every} every measurement is in doubt, and the best of these is shown"
-        yield f"{where}, such as {doubted[0].model} on {counted(doubted[0].nodes, 'node')}: {doubted[0].suspect}."
+        yield f"In {several} of {cell_count} layouts were measured in several environments; the square names that of the best."
+    if suspect_cells := [cell for cell in cells if cell.suspect]:
+        where = f"In {len(suspect_cells)} of {cell_count} every measurement is in doubt, and the best of these is shown"
+        yield f"{where}, such as {suspect_cells[0].model} on {counted(suspect_cells[0].nodes, 'node')}: {suspect_cells[0].suspect}."
     if wide := [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]:
-        most = max(wide, key=lambda cell: cell.step_time_ci95_rel or 0.0)
-        told = f"{too_wide(False, most.step_time_ci95_rel)} ({most.model} on {counted(most.nodes, 'node')})"
-        yield f"In {len(wide)} of {every} the interval of the best is wider than its target, up to {told}."
+        widest = max(wide, key=lambda cell: cell.step_time_ci95_rel or 0.0)
+        where = f"{widest.model} on {counted(widest.nodes, 'node')}"
+        interval = f"{too_wide(False, widest.step_time_ci95_rel)} ({where})"
+        yield f"In {len(wide)} of {cell_count} the interval of the best is wider than its target, up to {interval}."

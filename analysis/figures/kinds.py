@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ultrabench.errors import ConfigError, require_known
+from ultrabench.layout import DEGREES, TEXT_AXES, USUAL
 
 if TYPE_CHECKING:  # this module is imported for every --help
     import pandas as pd
@@ -22,6 +23,8 @@ class Kind:
     """Values of --axis, the default first; empty for a figure without a choice of axis."""
     draws_runs: bool = False
     """Whether it draws a mark for each run, or the numbers of runs in the column `runs`."""
+    over_any_axis: bool = False
+    """Whether it is drawn over any axis that varied in the results, which the command names after the kind."""
     of_layout: bool = False
     """Whether it shows a layout, given as NAME=VALUE; results are then what was measured of it, or are not taken."""
 
@@ -29,16 +32,15 @@ class Kind:
 KINDS = {
     "comm": Kind("bandwidth of collectives over node counts, of sweep=comm"),
     "scatter": Kind("every measured run of every model: MFU and throughput over nodes", draws_runs=True),
-    "scaling": Kind(
-        "best throughput, and its memory, over a degree", ("nodes", "dp", "tp", "pp", "cp"), draws_runs=True
-    ),
+    "scaling": Kind("best throughput, and its memory, over a degree", ("nodes", *DEGREES), draws_runs=True),
+    "effect": Kind("what each value of an axis is worth, all else equal: effect AXIS", over_any_axis=True),
     "pareto": Kind(
         "throughput against peak memory, with the layouts that no other beats in both", draws_runs=True
     ),
     "predicted": Kind("predicted against measured step time and memory of each run", draws_runs=True),
     "failures": Kind(
         "how runs ended over nodes or a degree",
-        ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas"),
+        ("nodes", *(name for name in (*DEGREES, *USUAL) if name not in TEXT_AXES)),
         draws_runs=True,
     ),
     "bubble": Kind(
@@ -47,7 +49,7 @@ KINDS = {
     "schedule": Kind("timeline of a pipeline schedule: pp=4 gas=8 pp_schedule=1f1b", of_layout=True),
     "memory": Kind(
         "predicted memory of a layout by part: model=llama3-8b tp=8",
-        ("tp", "pp", "dp", "cp", "zero_stage", "recompute", "seq_len", "mbs", "gas", "stage"),
+        (*DEGREES[1:], DEGREES[0], *USUAL, "seq_len", "stage"),
         of_layout=True,
     ),
 }
@@ -67,22 +69,22 @@ def prepared(
         kind: a name in KINDS.
         table: a result table with all columns of the schema; None for a layout without results.
         title: name of the sweep or file.
-        axis: one of the kind's axes; None for its default.
+        axis: one of the kind's axes, None for its default; for a kind over any axis, one that varied in the table.
         layout: for a kind that is of a layout, its values, such as {"pp": 4, "gas": 8}.
 
     Raises:
         ConfigError: no such kind or axis, or the table has nothing to draw.
     """
     require_known("figure", KINDS, kind)
-    axes, of_layout = KINDS[kind].axes, KINDS[kind].of_layout
+    axes, of_layout, over_any_axis = KINDS[kind].axes, KINDS[kind].of_layout, KINDS[kind].over_any_axis
     if layout and not of_layout:
         raise ConfigError(f"layout: the figure {kind} shows results; keep the rows with these values instead")
-    if axis is not None and not axes:
+    if axis is not None and not axes and not over_any_axis:
         raise ConfigError(f"--axis {axis}: the figure {kind} has no choice of axis; leave --axis out")
-    if axis is not None:
+    if axis is not None and not over_any_axis:
         require_known(f"axis of the figure {kind}", axes, axis)
     module = import_module(f"ultrabench.analysis.figures.plots.{kind}")
-    options = {"axis": axis or axes[0]} if axes else {}
+    options = {"axis": axis} if over_any_axis else {"axis": axis or axes[0]} if axes else {}
     points, notes = module.points(*((layout or {},) if of_layout else ()), table, **options)
     return points, lambda: module.figure(points, title=title, notes=notes, **options)
 
@@ -108,8 +110,8 @@ def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":
         column = table[name]
         # Numbers in their order, not in that of their texts; null last.
         numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-        known = [str(v) for v in pc.unique(column.combine_chunks().sort() if numeric else column).to_pylist()]
-        first = known if numeric else ()
-        require_known(f"value of {name} in these rows", known, str(value), first=first)
+        values = pc.unique(column.combine_chunks().sort() if numeric else column).to_pylist()
+        texts = [*map(str, values)]
+        require_known(f"value of {name} in these rows", texts, str(value), first=texts if numeric else ())
         table = table.filter(pc.equal(pc.fill_null(column.cast("string"), "None"), str(value)))
     return table

@@ -17,6 +17,10 @@ from ultrabench.errors import ConfigError
 
 GREY = "#5c5c5c"
 """Colour of the notes and of the labels of axes."""
+DARK = "#1b1b1b"
+"""Colour of lines and markers that stand out."""
+EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
+"""Options of bars and markers that keep them apart."""
 
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -43,7 +47,7 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         drawn = make()
-        _settle(drawn)
+        _fix_places(drawn)
         drawn.set_dpi(160)
         canvas: Any = get_registered_canvas_class(suffix[1:])(drawn)  # savefig would draw everything twice
         getattr(canvas, f"print_{suffix[1:]}")(buffer, metadata=_METADATA[suffix])
@@ -64,7 +68,7 @@ def wrapped(text: str, width: int) -> list[str]:
     return [line for part in text.splitlines() for line in textwrap.wrap(part, width, break_on_hyphens=False)]
 
 
-def _settle(drawn: Figure) -> None:
+def _fix_places(drawn: Figure) -> None:
     """Lays the figure out and rounds all places, since the last digits of the solver's numbers vary."""
     if (engine := drawn.get_layout_engine()) is None:
         return

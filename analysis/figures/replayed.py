@@ -28,10 +28,10 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
     )
     styles = looks([*dict.fromkeys(cell["model"] for cell in cells)], ordered=False, linestyle="")
     for cell in cells:
-        found = cell["regret"] is not None
-        at = 100 * cell["gpu_hours_share"], 100 * (cell["regret"] if found else 1.2 * worst)
-        axes.plot(*at, alpha=0.7, fillstyle="full" if found else "none", **styles[cell["model"]])
-        axes.annotate(str(cell["nodes"]), at, (4, 3), textcoords="offset points", fontsize=7)
+        has_layout = cell["regret"] is not None
+        point = 100 * cell["gpu_hours_share"], 100 * (cell["regret"] if has_layout else 1.2 * worst)
+        axes.plot(*point, alpha=0.7, fillstyle="full" if has_layout else "none", **styles[cell["model"]])
+        axes.annotate(str(cell["nodes"]), point, (4, 3), textcoords="offset points", fontsize=7)
     axes.axhline(_NEAR, color=GREY, linewidth=0.8)
     label(axes, "", "GPU hours of the strategy (% of those of all layouts)", "regret (%)")
     legend(middle, [legend_entry(str(model), **style) for model, style in styles.items()])

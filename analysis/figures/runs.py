@@ -8,24 +8,18 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ultrabench.analysis import cells, environments
+from ultrabench.analysis import cells
 from ultrabench.analysis.numbers import count
-from ultrabench.analysis.ranking import final_runs, repeats, usual_sizes
+from ultrabench.analysis.ranking import Ranking
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
-from ultrabench.standing import standings
+from ultrabench.result import Status
 
-_SIZES = ("gbs", "num_params")
-_NUMBERS = (
+_NUMBERS = [
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes",
     "peak_mem_reserved_rank0_bytes", "predicted_step_time_s", "predicted_peak_mem_bytes",
-    "control_ratio", "step_time_ci95_rel",
-)  # fmt: skip
-_TEXTS = ("run_id", "status", "suspect", "stopped", "flops_formula", "control", "allocation", "sweep")
-_NEEDED = (
-    "source", "model", "hardware", "kernel", "precision", "seq_len", *_SIZES, "nodes", *AXES, *_TEXTS, *_NUMBERS,
-)  # fmt: skip
+]  # fmt: skip
 _SETTINGS: dict[str, Callable[[Any], str]] = {
     "hardware": str,
     "kernel": str,
@@ -42,15 +36,15 @@ def final(table: pa.Table) -> pd.DataFrame:
 
     Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells
     panels apart: hardware, kernel, precision or batch. A suspect row of an imported table is in the panel of
-    the other rows of its model, as in rankings.
+    the other rows of its model, as in rankings. The column `standing` is the place of a run that ended ok in its
+    cell, null for rows that do not stand for such a run, and `good` tells whether this run may be the best.
 
     Raises:
         ConfigError: there are no such rows.
     """
-    runs = final_runs(table.select([*dict.fromkeys((*_NEEDED, *environments.COLUMNS, "is_final"))]))
-    layouts = runs.to_pandas()
-    layouts["competes_in"] = environments.Environments(runs).ids
-    frame = layouts[layouts["status"] != "rejected"]
+    ranking = Ranking(table, more=_NUMBERS)
+    layouts = ranking.frame
+    frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):
         if len(layouts):
             rule = "all rejected by a rule, so that none may run; see why: ultrabench heatmap"
@@ -59,28 +53,28 @@ def final(table: pa.Table) -> pd.DataFrame:
         if "probe" in table["kernel"].to_pylist():
             todo = "draw its bandwidths with: ultrabench plot comm"
         raise ConfigError(f"{counted(len(table), 'row')} without a run that trains a model; {todo}")
-    frame = frame.sort_values([*_NEEDED], ignore_index=True)
-    frame["nodes"] = frame["nodes"].astype(int)
-    frame[[*_NUMBERS]] = frame[[*_NUMBERS]].astype(float).replace([np.inf, -np.inf], np.nan)
+    oks = {s.repeat: s for s in chain(*ranking.standings.values()) if s.outcome == Status.OK}
+    numbers = frame[_NUMBERS].astype(float).replace([np.inf, -np.inf], np.nan)
+    frame = frame.assign(
+        **numbers,
+        nodes=frame["nodes"].astype(int),
+        standing=pd.Series({row: standing.place for row, standing in oks.items()}, dtype=float),
+        good=frame.index.isin([row for row, standing in oks.items() if standing.may_win]),
+    )
     return _with_panels(frame)
 
 
 def measured(frame: pd.DataFrame) -> pd.DataFrame:
     """One row for each run of `final` in each environment that ended ok: of its repeats the one nearest to their median speed.
 
-    The new column `good` tells whether the run may be the best: it is not suspect, and was not stopped as slower.
-
     Raises:
         ConfigError: no run of a model ended ok with a speed.
     """
-    ok = frame[(frame["status"] == "ok") & (frame["tokens_per_s_per_gpu"] > 0)]
-    if not len(ok):
+    runs = frame[frame["standing"].notna() & (frame["tokens_per_s_per_gpu"] > 0)]
+    if not len(runs):
         among = f"among {counted(len(frame), 'row')}"
         raise ConfigError(f"no ok run with a speed {among}; see why: ultrabench plot failures")
-    ok = ok.reset_index(drop=True)
-    ranked = chain(*standings(repeats(ok, zip(ok["panel"], ok["nodes"], strict=True))).values())
-    good = {s.repeat: s.interval is not None and s.doubts is None for s in ranked}
-    return ok.iloc[sorted(good)].assign(good=[good[row] for row in sorted(good)])
+    return runs.reset_index(drop=True)
 
 
 def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:
@@ -97,8 +91,9 @@ def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:
         todo = "draw them with: ultrabench plot scatter"
         raise ConfigError(f"{counted(len(runs), 'run')} here, {rule}; {todo}")
     rank0 = good["peak_mem_reserved_bytes"].isna().all()
-    held = good["peak_mem_reserved_rank0_bytes" if rank0 else "peak_mem_reserved_bytes"]
-    return good.assign(memory_gib=held / GIB, memory_of="of rank 0" if rank0 else "largest of all ranks")
+    peak_bytes = good["peak_mem_reserved_rank0_bytes" if rank0 else "peak_mem_reserved_bytes"]
+    memory_of = "of rank 0" if rank0 else "largest of all ranks"
+    return good.assign(memory_gib=peak_bytes / GIB, memory_of=memory_of)
 
 
 def notes(table: pa.Table, runs: pd.DataFrame, crosses: bool = False) -> str:
@@ -110,8 +105,8 @@ def notes(table: pa.Table, runs: pd.DataFrame, crosses: bool = False) -> str:
     """
     others = int((~runs["good"]).sum())
     how = "Drawn as crosses" if crosses else "Not drawn"
-    told = f"{how}: {others:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
-    return f"{told if others else ''}{cells.notes(table)}"
+    left_out = f"{how}: {others:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
+    return f"{left_out if others else ''}{cells.notes(table)}"
 
 
 def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.DataFrame, str]:
@@ -124,20 +119,19 @@ def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.Dat
     Raises:
         ConfigError: no run has it.
     """
-    kept = runs.dropna(subset=column)
-    if not len(kept):
+    complete = runs.dropna(subset=column)
+    if not len(complete):
         raise ConfigError(f"{counted(len(runs), 'run')} here, none with its {name}; {todo}")
-    number = len(runs) - len(kept)
-    return kept, f"Left out: {counted(number, 'run')} without {name}.\n" if number else ""
+    number = len(runs) - len(complete)
+    return complete, f"Left out: {counted(number, 'run')} without {name}.\n" if number else ""
 
 
 def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with the column `panel`, sorted by the sizes of the models."""
-    doubted, usual = usual_sizes(frame, _SIZES)
-    sizes = {name: frame[name].where(~doubted | usual[name].isna(), usual[name]) for name in _SIZES}
-    frame = frame.assign(**sizes)
     panel = frame["model"].astype(str)
     for name, text in _SETTINGS.items():
         if frame.groupby("model")[name].nunique().max() > 1:
             panel += " | " + frame[name].map(text, na_action="ignore").fillna(f"unknown {name}")
-    return frame.assign(panel=panel).sort_values(["num_params", "panel"], kind="stable", ignore_index=True)
+    return frame.assign(panel=panel).sort_values(
+        ["num_params", "panel", "nodes", *AXES], kind="stable", ignore_index=True
+    )

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import matplotlib
@@ -53,14 +54,17 @@ def panel_grid(
     columns = min(columns, number)
     rows = -(-number // columns)
     heading = wrapped(title, _TITLE_WIDTH)
-    told = wrapped(notes, _NOTE_WIDTH)
-    parts = [_TITLE_LINE * len(heading) + _MARGIN, rows * height + 0.3, _NOTE_LINE * len(told) + _MARGIN]
+    note_lines = wrapped(notes, _NOTE_WIDTH)
+    title_height, notes_height = _TITLE_LINE * len(heading) + _MARGIN, _NOTE_LINE * len(note_lines) + _MARGIN
+    parts = [title_height, rows * height + 0.3, notes_height]
     whole = Figure(figsize=(WIDTH, sum(parts)), layout="constrained", facecolor="white")
     above, middle, below = whole.subfigures(3, 1, squeeze=False, height_ratios=parts).flat
     beside = 0.08 / WIDTH
-    above.text(beside, 1 - _MARGIN / parts[0], "\n".join(heading), fontsize=12, fontweight="bold", va="top")
+    above.text(
+        beside, 1 - _MARGIN / title_height, "\n".join(heading), fontsize=12, fontweight="bold", va="top"
+    )
     small: dict[str, Any] = {"fontsize": 7, "color": GREY, "linespacing": 1.35}
-    below.text(beside, _MARGIN / parts[2], "\n".join(told), va="bottom", **small)
+    below.text(beside, _MARGIN / notes_height, "\n".join(note_lines), va="bottom", **small)
     panels = list(middle.subplots(rows, columns, squeeze=False, **options).flat)
     for unused in panels[number:]:
         unused.remove()
@@ -92,10 +96,10 @@ def categories(axes: Axes, values: Sequence[object]) -> None:
     axes.set_xlim(-beside, len(values) - 1 + beside)
 
 
-def log_ticks(scale: Axis, least: float, most: float) -> None:
+def log_ticks(scale: Axis, smallest: float, largest: float) -> None:
     """Names the ticks of a logarithmic axis, also between powers of ten where there are few of these."""
-    few: Locator = LogLocator(subs=(1, 2, 5) if most < 2000 * least else (1,))
-    scale.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]) if most < 4 * least else few)
+    few: Locator = LogLocator(subs=(1, 2, 5) if largest < 2000 * smallest else (1,))
+    scale.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]) if largest < 4 * smallest else few)
     scale.set_major_formatter("{x:,.10g}")
     scale.set_minor_formatter(NullFormatter())
 
@@ -121,18 +125,16 @@ def looks(values: Sequence[object], *, ordered: bool, **options: Any) -> dict[An
         options: options of all series, such as linestyle="" for markers alone.
     """
     if ordered:
-        map_ = matplotlib.colormaps["viridis"]
-        colours: Sequence[Any] = [map_(0.9 * at / max(1, len(values) - 1)) for at in range(len(values))]
+        steps = max(1, len(values) - 1)
+        colours: Sequence[Any] = [
+            matplotlib.colormaps["viridis"](0.9 * n / steps) for n in range(len(values))
+        ]
     else:
         colours = COLOURS
+    series = zip(values, cycle(colours), cycle(_MARKERS), cycle(_LINES), strict=False)
     return {
-        value: {
-            "color": colours[at % len(colours)],
-            "marker": _MARKERS[at % len(_MARKERS)],
-            "linestyle": _LINES[at % len(_LINES)],
-            **options,
-        }
-        for at, value in enumerate(values)
+        value: {"color": colour, "marker": marker, "linestyle": line, **options}
+        for value, colour, marker, line in series
     }
 
 

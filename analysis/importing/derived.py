@@ -10,10 +10,11 @@ from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB, Hardware
-from ultrabench.layout import AXES
+from ultrabench.layout import AXES, BATCH, DEGREES, NEUTRAL, details_of
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id
-from ultrabench.sweep.config.compose import files
+from ultrabench.result import Doubt
+from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_hardware, load_model
 from ultrabench.sweep.running.outliers import impossible
 
@@ -22,14 +23,12 @@ _IDENTITY = (
 )  # fmt: skip
 """Columns of which the run_id of an imported row is the hash."""
 _SIZES = tuple(name for name in MODEL if name not in ("model", "num_params", "num_active_params"))
-
-
-_COUNTS = ("nodes", "gpus", "dp", "tp", "pp", "cp", "mbs", "gas", "gbs", "seq_len")
+_COUNTS = ("nodes", "gpus", *DEGREES, *BATCH, "gbs", "seq_len")
 _PEAK_BYTES = ("peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes")
 _MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s", *_PEAK_BYTES)
 
 
-def completed(row: Row, models: Mapping[str, str]) -> tuple[Row, list[str]]:
+def completed(row: Row, models: Mapping[str, str]) -> tuple[Row, list[Doubt]]:
     """The row with all columns that follow from those that the table gave, and reasons to doubt it.
 
     Sizes that the table lacks are those of the model that `models` names. The batch is dp*mbs*gas. Parameters
@@ -37,10 +36,11 @@ def completed(row: Row, models: Mapping[str, str]) -> tuple[Row, list[str]]:
     """
     doubts = _fill_model(row, models)
     _fill_layout(row)
-    if row.get("gbs") != (made := _product(row, "dp", "mbs", "gas")) and made is not None:
-        if row.get("gbs") is not None:
-            doubts.append(f"other batch than its layout: gbs={row['gbs']}, dp*mbs*gas={made}")
-        row["gbs"] = made
+    batch = _product(row, "dp", *BATCH)
+    if batch is not None and row.setdefault("gbs", batch) != batch:
+        other = f"other batch than its layout: gbs={row['gbs']}, dp*mbs*gas={batch}"
+        doubts.append(Doubt("other_batch", other))
+        row["gbs"] = batch
     row["tokens_per_step"] = _product(row, "gbs", "seq_len")
     if row.get("peak_flops_per_s") is None:
         row |= _peak(row.get("hardware", ""), row.get("precision", ""))
@@ -50,7 +50,7 @@ def completed(row: Row, models: Mapping[str, str]) -> tuple[Row, list[str]]:
     return row, [*doubts, *_impossible(row)]
 
 
-def _fill_model(row: Row, models: Mapping[str, str]) -> list[str]:
+def _fill_model(row: Row, models: Mapping[str, str]) -> list[Doubt]:
     """Fills the sizes that the row lacks; returns in which sizes it differs from the model that it names."""
     doubts = []
     if (name := models.get(row.get("model", ""))) is not None:
@@ -64,30 +64,35 @@ def _fill_model(row: Row, models: Mapping[str, str]) -> list[str]:
     return doubts
 
 
-def _impossible(row: Row) -> Iterator[str]:
-    """Reasons why what the row tells cannot have been measured."""
+def _impossible(row: Row) -> Iterator[Doubt]:
+    """Reasons why the values of the row cannot have been measured."""
     ok = row.get("status") == "ok"
     for name in (*_COUNTS, *(_MEASURED if ok else ())):
         if row.get(name) is not None and row[name] <= 0:
-            yield f"impossible value: {name}={row[name]:.4g}"
+            yield Doubt("impossible_value", f"impossible value: {name}={row[name]:.4g}")
     if row.get("model") is None:
-        yield "unknown model"
+        yield Doubt("unknown_model", "unknown model")
     if ok and row.get("step_time_s") is None:
-        yield "unknown step time"
-    made = _product(row, "dp", "tp", "pp", "cp")
-    if made is not None and row.get("gpus") != made:
-        yield f"other number of GPUs than its layout: gpus={row.get('gpus')}, dp*tp*pp*cp={made}"
-    if doubt := impossible(row.get("mfu")):
-        yield doubt
-    used, known = max(row.get(name) or 0 for name in _PEAK_BYTES), _hardware(row.get("hardware", ""))
-    if known and used > known.mem_bytes:
-        yield f"more memory than a GPU has: {used / GIB:.0f} of {known.mem_bytes / GIB:.0f} GiB"
+        yield Doubt("unknown_step_time", "unknown step time")
+    ranks = _product(row, *DEGREES)
+    if ranks is not None and row.get("gpus") != ranks:
+        text = f"other number of GPUs than its layout: gpus={row.get('gpus')}, {'*'.join(DEGREES)}={ranks}"
+        yield Doubt("other_gpus", text)
+    yield from impossible(row.get("mfu"))
+    used_bytes, node_type = (
+        max(row.get(name) or 0 for name in _PEAK_BYTES),
+        _hardware(row.get("hardware", "")),
+    )
+    if node_type and used_bytes > node_type.mem_bytes:
+        text = f"more memory than a GPU has: {used_bytes / GIB:.0f} of {node_type.mem_bytes / GIB:.0f} GiB"
+        yield Doubt("impossible_memory", text)
 
 
-def _other(row: Row, size: str, usual: object) -> str:
-    what = "vocabulary" if size == "vocab_size" else "architecture"
+def _other(row: Row, size: str, usual: object) -> Doubt:
+    subject = "vocabulary" if size == "vocab_size" else "architecture"
     grouped = size == "num_key_value_heads" and row[size] < row["num_attention_heads"]
-    return f"other {what}: {size}={row[size]}{' (GQA)' * grouped}, {row['model']} has {usual}"
+    text = f"other {subject}: {size}={row[size]}{' (GQA)' * grouped}, {row['model']} has {usual}"
+    return Doubt(f"other_{subject}", text)
 
 
 _model = cache(load_model)
@@ -103,12 +108,12 @@ def _shape(row: Row) -> ModelShape | None:
 
 def _fill_layout(row: Row) -> None:
     if row.get("gpus") is None:
-        row["gpus"] = _product(row, "nodes", "gpus_per_node") or _product(row, "dp", "tp", "pp", "cp")
+        row["gpus"] = _product(row, "nodes", "gpus_per_node") or _product(row, *DEGREES)
     _fill_quotient(row, "gpus_per_node", "gpus", "nodes")
     _fill_quotient(row, "nodes", "gpus", "gpus_per_node")
     _fill_quotient(row, "gas", "gbs", "dp", "mbs")
     if row.get("pp") == 1:
-        row |= {"pp_schedule": "none", "virtual_stages": 1}
+        row |= {name: NEUTRAL[name] for name in details_of("pp")}
     elif row.get("pp") and row.get("pp_schedule") is None:
         row["pp_schedule"] = "interleaved" if (row.get("virtual_stages") or 1) > 1 else "1f1b"
     if row.get("zero_stage") is not None:
@@ -151,9 +156,9 @@ def _product(row: Row, *names: str) -> int | None:
 
 def _peak(hardware: str, precision: str) -> Row:
     """The columns with the dense rate of a node type in this precision; empty where one of them is unknown."""
-    known = _hardware(hardware)
-    rate = known.peak_flops_per_s.get(precision) if known else None
-    return {"peak_flops_per_s": rate, "peak_source": known.source} if known and rate else {}
+    node_type = _hardware(hardware)
+    rate = node_type.peak_flops_per_s.get(precision) if node_type else None
+    return {"peak_flops_per_s": rate, "peak_source": node_type.source} if node_type and rate else {}
 
 
 @cache

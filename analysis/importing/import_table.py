@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from ultrabench.analysis.importing.derived import completed
 from ultrabench.analysis.importing.table_map import KINDS, UNITS, Source, TableMap, condition
-from ultrabench.analysis.rows import Row
+from ultrabench.analysis.rows import Row, doubt_columns
 from ultrabench.analysis.schema import BOOL, INT, SCHEMA, TEXT
 from ultrabench.errors import ConfigError, UltrabenchError, require_known, unknown_name
-from ultrabench.result import Status
+from ultrabench.result import Doubt, Status
 
 _NO_VALUE = frozenset({"", "nan", "null", "na", "n/a", "-"})
 """Texts, in lower case, that mean that a value is unknown; in columns of numbers `none` does so, too."""
@@ -29,37 +29,44 @@ class Imported:
 
     table: pa.Table
     doubts: dict[str, Counter[str]]
-    """Reason of doubt without what follows its colon -> status -> rows; a row may have several reasons."""
+    """Code of a doubt -> status -> rows; a row may have several doubts."""
     unused: tuple[str, ...]
     """Columns of the file that the map does not use."""
 
 
-def import_csv(path: Path, given: TableMap) -> Imported:
+def import_csv(path: Path, table_map: TableMap) -> Imported:
     """The rows of a CSV file in our columns.
 
     Raises:
         ConfigError: the file cannot be read, or a value of it cannot be used; the message names row and column.
     """
-    header, told = _read(path)
-    used = [source.column for sources in given.columns.values() for source in sources]
+    header, lines = _read(path)
+    used = [source.column for sources in table_map.columns.values() for source in sources]
     if not {*used} & {*header}:
         has = f"{path} has none of the {len({*used})} columns that this format or map reads, such as {used[0]!r}"
         raise ConfigError(f"{has}; its columns: {', '.join(header[:10])}")
     require_known(f"column of {path}", header, *used)
     rows, doubts, repeats = list[Row](), defaultdict[str, Counter[str]](Counter), Counter[str]()
-    conditions = {reason: [condition(text) for text in texts] for reason, texts in given.doubts.items()}
-    for number, texts in enumerate(told, start=2):
+    conditions = {
+        Doubt(doubt.code or reason, reason): [condition(text) for text in doubt.when]
+        for reason, doubt in table_map.doubts.items()
+    }
+    for number, texts in enumerate(lines, start=2):
         try:
-            row, reasons = completed(_converted(texts, given), given.models)
+            row, row_doubts = completed(_converted(texts, table_map), table_map.models)
         except ConfigError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
-        reasons += [reason for reason, all_of in conditions.items() if all(holds(row) for _, holds in all_of)]
-        row["suspect"] = "; ".join(filter(None, (row.get("suspect"), *reasons))) or None
+        if "suspect" in row:
+            row_doubts.insert(0, Doubt("source", row["suspect"]))
+        row_doubts += [
+            doubt for doubt, all_of in conditions.items() if all(holds(row) for _, holds in all_of)
+        ]
+        row |= doubt_columns(row_doubts)
         row |= {"sweep": row.get("sweep") or path.stem, "source": row.get("source") or path.name}
         row["repeat"] = repeats[row["run_id"]]
         repeats[row["run_id"]] += 1
-        for reason in reasons:
-            doubts[reason.partition(": ")[0]][row["status"]] += 1
+        for doubt in row_doubts:
+            doubts[doubt.code][row["status"]] += 1
         rows.append(row)
     unused = tuple(name for name in header if name not in used)
     try:
@@ -75,23 +82,23 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restval="")
-            header, rows = list(reader.fieldnames or ()), list(reader)
+            header, lines = list(reader.fieldnames or ()), list(reader)
     except (OSError, ValueError, csv.Error) as error:
-        told = getattr(error, "strerror", None) or error
-        raise UltrabenchError(f"cannot read {path}: {told}; give a CSV file") from error
-    if longer := next((n for n, row in enumerate(rows, start=2) if None in row), None):
+        why = getattr(error, "strerror", None) or error
+        raise UltrabenchError(f"cannot read {path}: {why}; give a CSV file") from error
+    if longer := next((n for n, row in enumerate(lines, start=2) if None in row), None):
         raise ConfigError(f"{path}, line {longer} has more than the {len(header)} columns of line 1; mend it")
-    if not rows:
+    if not lines:
         raise ConfigError(f"{path} has no row below its line of column names; there is nothing to import")
-    return header, rows
+    return header, lines
 
 
-def _converted(texts: Mapping[str, str], given: TableMap) -> Row:
+def _converted(texts: Mapping[str, str], table_map: TableMap) -> Row:
     """Our columns that the table or a constant gives; unknown ones are absent."""
     row: Row = {}
-    for name in {**given.columns, **given.constants}:
-        found = (_value(name, source, texts[source.column]) for source in given.columns.get(name, ()))
-        value = next((one for one in found if one is not None), given.constants.get(name))
+    for name in {**table_map.columns, **table_map.constants}:
+        values = (_value(name, source, texts[source.column]) for source in table_map.columns.get(name, ()))
+        value = next((value for value in values if value is not None), table_map.constants.get(name))
         if value is not None:
             row[name] = value
     if row.setdefault("status", "ok") not in {*Status}:
@@ -105,13 +112,13 @@ def _value(name: str, source: Source, text: str) -> Any:
     if source.pattern is not None:
         match = re.search(source.pattern, text)
         text = match[1] or "" if match else ""
-    known = {key.lower(): value for key, value in source.values.items()}
-    if text.lower() in known:
-        return known[text.lower()]
+    meanings = {key.lower(): value for key, value in source.values.items()}
+    if text.lower() in meanings:
+        return meanings[text.lower()]
     kind = KINDS[name]
     if text.lower() in _NO_VALUE or (text.lower() == "none" and kind != TEXT):
         return None
-    if known:
+    if meanings:
         raise ConfigError(unknown_name(f"value of {source.column}", text, source.values))
     if kind == TEXT:
         return text
@@ -127,6 +134,7 @@ def _number(source: Source, text: str, whole: bool) -> float | int:
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or (whole and source.unit is None and not number.is_integer()):
-        given = f"{source.column}={text!r} is no {'whole ' * whole}number"
-        raise ConfigError(f"{given}; mend it or leave it empty")
+        raise ConfigError(
+            f"{source.column}={text!r} is no {'whole ' * whole}number; mend it or leave it empty"
+        )
     return round(number) if whole else number

@@ -12,7 +12,7 @@ from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA, TEXT
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.record import from_dict, value_from
-from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.files import files, read_yaml
 
 UNITS = {
     "%": 1e-2, "us": 1e-6, "ms": 1e-3, "min": 60.0, "h": 3600.0,
@@ -53,6 +53,16 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DoubtRule:
+    """When a row is in doubt."""
+
+    when: tuple[str, ...]
+    """Conditions that all have to hold."""
+    code: str | None = None
+    """Code of the doubt, such as other_batch; None means the reason itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TableMap:
     """How the rows of a table become rows of results."""
 
@@ -62,21 +72,19 @@ class TableMap:
     """Our column -> its value where the sources have none."""
     models: dict[str, str] = field(default_factory=dict)
     """Name of a model in the table -> name for model=NAME, whose sizes the rows have unless they tell others."""
-    doubts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Reason to doubt a row -> conditions that all have to hold; it becomes part of the column `suspect`."""
+    doubts: dict[str, DoubtRule] = field(default_factory=dict)
+    """Reason to doubt a row -> when and with which code; it becomes part of the column `suspect`."""
 
     def __post_init__(self) -> None:
         require_known("column of results", KINDS, *self.columns, *self.constants)
         kinds: dict[Any, type] = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
-        sources = ((name, source) for name, found in self.columns.items() for source in found)
-        translated = ((name, value) for name, source in sources for value in source.values.values())
+        pairs = ((name, source) for name, sources in self.columns.items() for source in sources)
+        translated = ((name, value) for name, source in pairs for value in source.values.values())
         for name, value in (*translated, *self.constants.items()):
             if value is not None:
                 value_from(kinds[KINDS[name]], value, name)
-        compared = [condition(text)[0] for texts in self.doubts.values() for text in texts]
+        compared = [condition(text)[0] for rule in self.doubts.values() for text in rule.when]
         require_known("column of results", {*KINDS, "tokens_per_step"}, *compared)
-        if split := [reason for reason in self.doubts if "; " in reason]:
-            raise ConfigError(f"doubt {split[0]!r} holds '; ', which stands between reasons; use a comma")
 
 
 def read_map(path: Path) -> TableMap:
@@ -89,11 +97,11 @@ def read_map(path: Path) -> TableMap:
     try:
         if not isinstance(values, dict) or not isinstance(values.get("columns"), dict):
             raise ConfigError("it has no mapping `columns` of our columns to those of the table")
-        columns = {name: _sources(given) for name, given in values["columns"].items()}
+        columns = {name: _sources(sources) for name, sources in values["columns"].items()}
         doubts = values.get("doubts") or {}
         if not isinstance(doubts, dict):
             raise ConfigError("doubts is no mapping of reasons to conditions")
-        doubts = {reason: [str(text) for text in _several(given)] for reason, given in doubts.items()}
+        doubts = {reason: _rule(rule) for reason, rule in doubts.items()}
         return from_dict(TableMap, {**values, "columns": columns, "doubts": doubts}, where="")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; see docs/importing.md") from error
@@ -105,17 +113,24 @@ def built_in(name: str) -> Path:
     Raises:
         ConfigError: there is no such format.
     """
-    known = files("import")
-    require_known("format to import", known, name)
-    return known[name]
+    formats = files("import")
+    require_known("format to import", formats, name)
+    return formats[name]
 
 
-def _sources(given: Any) -> list[Any]:
-    return [{"column": one} if isinstance(one, str) else one for one in _several(given)]
+def _sources(sources: Any) -> list[Any]:
+    return [{"column": source} if isinstance(source, str) else source for source in _several(sources)]
 
 
-def _several(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]
+def _rule(rule: Any) -> dict[str, Any]:
+    values = rule if isinstance(rule, dict) else {"when": rule}
+    if "when" in values:
+        values = {**values, "when": [str(text) for text in _several(values["when"])]}
+    return values
+
+
+def _several(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def condition(text: str) -> tuple[str, Callable[[Row], bool]]:

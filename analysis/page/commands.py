@@ -35,29 +35,29 @@ def _of_cell(*values: Any) -> tuple[str, str]:
     model, hardware, kernel, source, precision, nodes, seq_len, gbs, *profile = values
     names = {"model": model, "hardware": hardware, "kernel": kernel if source is None else None}
     batch = {"sweep.nodes": [nodes], "sweep.seq_len": seq_len, "sweep.gbs": gbs}
-    told = {
+    predicted = {
         "profile": profile[0] if profile else None,
         "precision": precision,
         "nodes": nodes,
         "seq_len": seq_len,
     }
-    return _joined(names | {"kernel.precision": precision} | batch), _joined(names | told)
+    return _joined(names | {"kernel.precision": precision} | batch), _joined(names | predicted)
 
 
 @functools.cache  # because a layout is run with many models and numbers of nodes
 def _of_layout(*values: Any) -> tuple[str, str]:
     """The words of a sweep and of a prediction for the AXES; those that do not count for the schedule are left out."""
-    told = dict(zip(AXES, values, strict=True))
-    if told["pp_schedule"] == "none":
-        del told["pp_schedule"]
-    if told.get("pp_schedule") != "interleaved":
-        del told["virtual_stages"]
-    known = {name: value for name, value in told.items() if value is not None}
-    of_sweep = known | ({"dp_shard": "all"} if known.get("dp_shard") == 0 else {})
+    values_by_axis = dict(zip(AXES, values, strict=True))
+    if values_by_axis["pp_schedule"] == "none":
+        del values_by_axis["pp_schedule"]
+    if values_by_axis.get("pp_schedule") != "interleaved":
+        del values_by_axis["virtual_stages"]
+    given_values = {name: value for name, value in values_by_axis.items() if value is not None}
+    of_sweep = given_values | ({"dp_shard": "all"} if given_values.get("dp_shard") == 0 else {})
     words = {f"sweep.{name}": [value] for name, value in of_sweep.items() if name != "dp"}
     return _joined(words), _joined({name: value for name, value in of_sweep.items() if value != "all"})
 
 
 def _joined(words: Row) -> str:
-    told = (f"{name}={value}" for name, value in words.items() if value is not None)
-    return " ".join(shlex.quote(word.replace("'", "")) for word in told)
+    assignments = (f"{name}={value}" for name, value in words.items() if value is not None)
+    return " ".join(shlex.quote(assignment.replace("'", "")) for assignment in assignments)

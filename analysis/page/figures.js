@@ -6,7 +6,6 @@ const MEASURES = {
   memory_gib: "peak memory (GiB)", predicted_step_time_s: "predicted step time (s)",
 };
 const UPWARDS = Object.keys(MEASURES).filter((name) => name === "memory_gib" || name in columns);
-const LESS_IS_BETTER = ["step_time_s", "memory_gib", "predicted_step_time_s"];
 const ACROSS = ["nodes", ...held.axes].filter((name) => name === "nodes" || distinct(name).length > 1);
 const PALETTE = ["#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#949494", "#56b4e9"]; // seaborn's colorblind
 const MARKERS = ["circle", "square", "triangle", "diamond", "inverted_triangle", "hex", "plus", "star"];
@@ -44,19 +43,30 @@ function measured(shown) {
 // Points of the figures: the name of a series, x (a word), y (a number), and the row if it is one.
 function everyPoints(shown) {
   const found = measured(shown).map((row) => ({ series: value("model", row), x: value(state.x, row), y: measure(state.y, row), row }));
-  const doubted = found.filter(({ row }) => !mayWin(row)).length;
-  const note = `${counted(found.length, "layout")} that ended ok; ${doubted} of them, in doubt or stopped early, are drawn as crosses. Choose a point to open its layout.`;
+  const suspects = found.filter(({ row }) => !mayWin(row)).length;
+  const note = `${counted(found.length, "layout")} that ended ok; ${suspects} of them, in doubt or stopped early, are drawn as crosses. Choose a point to open its layout.`;
   return { found, note, label: MEASURES[state.y], across: state.x };
 }
 
+// The line of a cell: its model, its nodes unless these are across, and a number where cells of the model differ in more than nodes.
+function lineOf(cell) {
+  const settingOf = ({ panel, num_params }) => JSON.stringify([panel, num_params]), { model, nodes } = held.cells[cell];
+  const settings = [...new Set(held.cells.filter((other) => other.model === model).map(settingOf))];
+  const number = settings.length > 1 ? ` #${settings.indexOf(settingOf(held.cells[cell])) + 1}` : "";
+  return `${model}${state.x === "nodes" ? "" : ` on ${nodes}`}${number}`;
+}
+
+// The first run in the standings of its cell for each value across, as in the scaling figure of Python; cells share no line.
 function bestPoints(shown) {
-  const sign = LESS_IS_BETTER.includes(state.y) ? -1 : 1, best = new Map();
-  for (const row of measured(shown).filter(mayWin)) {
-    const series = value("model", row), x = value(state.x, row), y = measure(state.y, row), key = JSON.stringify([series, x]);
-    if (!best.has(key) || sign * y > sign * best.get(key).y) best.set(key, { series, x, y, row });
-  }
-  const kind = sign < 0 ? "lowest" : "highest";
-  const note = `The ${kind} value of all shown layouts with this value of ${nameOf(state.x)}, whatever their other axes; layouts in doubt are left out.`;
+  const isShown = new Set(shown), drawn = new Set(measured(shown).filter(mayWin)), best = new Map();
+  held.cells.forEach((_, cell) => {
+    const series = lineOf(cell);
+    for (const { row } of standings(cell, (n) => isShown.has(n)).filter(({ row }) => drawn.has(row))) {
+      const x = value(state.x, row), key = JSON.stringify([cell, x]);
+      if (!best.has(key)) best.set(key, { series, x, y: measure(state.y, row), row });
+    }
+  });
+  const note = `The best run of a cell with each value of ${nameOf(state.x)}, whatever its other axes, by its place among the shown layouts; layouts in doubt are left out.`;
   return { found: [...best.values()].sort((a, b) => inOrder(a.series, b.series) || inOrder(a.x, b.x)), note, label: MEASURES[state.y], across: state.x };
 }
 

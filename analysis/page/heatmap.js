@@ -18,18 +18,17 @@ function isDark(rgb) {
 
 // How many of the runs were tried, are as good as the best, ran out of memory or failed, as a text.
 function tally(runs) {
-  const states = runs.map(({ row }) => value("state", row));
-  const count = (wanted) => states.filter(wanted).length;
-  const found = [
-    [count((s) => (TIERS[s] ?? 1) < 2), "tried"],
-    [runs.filter(({ asGood }) => asGood).length, "as good"],
-    [count((s) => s === "oom"), "oom"],
-    [count((s) => s !== "oom" && !(s in TIERS)), "failed"],
-    [runs.filter(({ row }) => value("suspect", row) !== null && value("status", row) === "ok").length, "in doubt"],
-    [count((s) => s === "pending" || s === "running"), "to come"],
-    [count((s) => s === "skipped"), "skipped"],
+  const count = (wanted) => runs.filter(wanted).length, isOom = (row) => value("status", row) === "oom";
+  const counts = [
+    [count(({ row }) => tierOf(row) < 2), "tried"],
+    [count(({ asGood }) => asGood), "as good"],
+    [count(({ row }) => isOom(row)), "oom"],
+    [count(({ row }) => tierOf(row) === 1 && !isOom(row)), "failed"],
+    [count(({ row }) => isSuspect(row)), "in doubt"],
+    [count(({ row }) => tierOf(row) === 2), "to come"],
+    [count(({ row }) => tierOf(row) === 3), "skipped"],
   ];
-  return found.filter(([number, word]) => number || word === "tried").map(([number, word]) => `${grouped(number)} ${word}`).join(", ");
+  return counts.filter(([number, word]) => number || word === "tried").map(([number, word]) => `${grouped(number)} ${word}`).join(", ");
 }
 
 function memoryOf(row) {
@@ -45,8 +44,8 @@ function fillCell(button, cell, runs) {
   const why = whole ? told.reason ?? "" : runs.length ? "no shown layout may win" : "no layout is shown";
   const wide = value("ci_reached", at) === false ? value("step_time_ci95_rel", at) : null;
   const interval = wide === null ? [] : [[`+- ${percent(wide)}`, "sure"]];
-  const doubt = at >= 0 && value("suspect", at) !== null ? [["in doubt", "sure"]] : [];
-  const lines = at < 0 ? [[why, "why"]] : [[headline, `headline ${wide === null && !doubt.length ? "sure" : ""}`], ...doubt, ...interval, [value("layout", at), "layout"], [memoryOf(at), ""]];
+  const suspect = at >= 0 && value("suspect", at) !== null ? [["in doubt", "sure"]] : [];
+  const lines = at < 0 ? [[why, "why"]] : [[headline, `headline ${wide === null && !suspect.length ? "sure" : ""}`], ...suspect, ...interval, [value("layout", at), "layout"], [memoryOf(at), ""]];
   if (runs.length && (at >= 0 || !whole)) lines.push([[value("environment", at), value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
   button.replaceChildren(...lines.map(([words, kind]) => element("span", { class: kind }, words)));
   const colour = at < 0 || mfu === null ? null : viridis(100 * mfu / held.mfu_end);

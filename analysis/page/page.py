@@ -43,8 +43,8 @@ def _text(name: str) -> str:
 
 def _plotting() -> list[str]:
     """The scripts of Bokeh, from its installed package, which need not be imported for that."""
-    found = importlib.util.find_spec("bokeh")
-    (folder,) = found.submodule_search_locations or [] if found else []
+    bokeh_spec = importlib.util.find_spec("bokeh")
+    (folder,) = bokeh_spec.submodule_search_locations or [] if bokeh_spec else []
     static = Path(folder) / "server" / "static" / "js"
     return [(static / name).read_text(encoding="utf-8") for name in ("bokeh.min.js", "bokeh-api.min.js")]
 

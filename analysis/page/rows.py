@@ -1,8 +1,10 @@
 """The results as the document that the scripts of the page read: ranked rows in compact columns, and the cells."""
 
 import functools
+import json
 import math
 import operator
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,19 +17,21 @@ from ultrabench.analysis.cells import Cell, layout_words, low_peak_in, made_with
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.measured import measured_runs
 from ultrabench.analysis.numbers import scale_end
+from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
 from ultrabench.analysis.predict.cases import cases, default_profile
-from ultrabench.analysis.ranking import rank_and_order
+from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
 from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES, TEXT_AXES
-from ultrabench.result import Status
-from ultrabench.sweep.config.compose import files
+from ultrabench.result import UNSETTLED, Status, state, tier
+from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_hardware, load_profile
 from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
-from ultrabench.sweep.predict.stage_memory import PARTS
+from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS
+from ultrabench.variant import shown, texts
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
 _key_of = operator.itemgetter(*_KEY)
@@ -74,36 +78,50 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     """
     table = _without_texts(table) if public else table
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _ORDER])
-    cells, places = _ranked(table)
+    cells, ranks_by_key = _ranked(table)
     panels = [*dict.fromkeys(cell.panel for cell in cells)]
-    told = _told(table, public)
-    is_rejected = pc.fill_null(pc.equal(table["status"], "rejected"), False)
+    names = _shown_columns(table, public)
+    is_rejected = pc.fill_null(pc.equal(table["status"], Status.REJECTED), False)
     rejected = table.filter(is_rejected).select(_REJECTED).to_pylist()
-    others = table.filter(pc.invert(is_rejected))
-    rows = [row | places.get(_key_of(row), _UNRANKED) for row in others.select(_READ).to_pylist()]
-    contenders = Environments(others).contenders(row["run_id"] for row in rows)
+    valid = table.filter(pc.invert(is_rejected))
+    rows = [row | ranks_by_key.get(_key_of(row), _UNRANKED) for row in valid.select(_READ).to_pylist()]
+    contenders = Environments(valid).contenders(row["run_id"] for row in rows)
     rows = [row | {"contender": contender} for row, contender in zip(rows, contenders, strict=True)]
+    options = varied_options(valid)
+    rows = [
+        row | {"options": of_row}
+        for row, of_row in zip(rows, in_rows(options, range(len(rows))), strict=True)
+    ]
     order = sorted(range(len(rows)), key=lambda n: _rank_first(rows[n]))
-    shown, in_order = (
+    ordered_rows, ordered_table = (
         _with_cells([rows[n] for n in order]),
-        others.select(told).take(pa.array(order, pa.int64())),
+        valid.select(names).take(pa.array(order, pa.int64())),
     )
-    columns = {name: _plain(in_order[name]) for name in told} | _derived(shown, _predicted_parts(others))
+    columns = {name: _plain(ordered_table[name]) for name in names if name != "variant"}
+    columns |= _derived(ordered_rows, _predicted_parts(valid))
+    columns |= {name: _choices([row["options"][name] for row in ordered_rows]) for name in options}
     return {
         "public": public,
         "made_with": ". ".join((*low_peak_in(table), *Environments(table).notes, made_with(table))),
-        "rows": len(shown),
+        "rows": len(ordered_rows),
         "columns": {
             name: encoded(values) for name, values in columns.items() if any(v is not None for v in values)
         },
         "cells": [_cell(cell, panels) for cell in cells],
         "mfu_end": scale_end(cell.mfu and 100 * cell.mfu for cell in cells),
-        "axes": [*AXES],
-        "parts": [*PARTS],
+        "axes": [*AXES, *options],
+        "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
+        "parts": [*MEMORY_PARTS],
         "rejected": _rejected(rejected),
         "ranking": str(schema.__doc__).split("\n\n")[1:],
-        "schema": {group: _meanings(held, told) for group, held in GROUPS.items()},
+        "schema": {group: _meanings(columns_of_group, names) for group, columns_of_group in GROUPS.items()},
     }
+
+
+def _choices(values: list[Any]) -> list[Any]:
+    """The values of an option, as texts where one is unset or no number."""
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    return values if are_numbers else [*map(shown, values)]
 
 
 def encoded(values: Sequence[Any]) -> dict[str, Any]:
@@ -111,44 +129,53 @@ def encoded(values: Sequence[Any]) -> dict[str, Any]:
     distinct = {*values} - {None}
     if 2 * len(distinct) > len(values) > 8:
         return {"values": [*values]}
-    known = sorted(distinct)
-    code = {value: n for n, value in enumerate(known)} | {None: -1}
-    return {"known": known, "codes": [*map(code.__getitem__, values)]}
+    sorted_values = sorted(distinct)
+    code_by_value = {value: n for n, value in enumerate(sorted_values)} | {None: -1}
+    return {"known": sorted_values, "codes": [*map(code_by_value.__getitem__, values)]}
 
 
-def _told(table: pa.Table, public: bool) -> list[str]:
+def _shown_columns(table: pa.Table, public: bool) -> list[str]:
     """The columns that the page tells: those with a value, without those that are too long or not public."""
-    known = (name for name in SCHEMA.names if table[name].null_count < len(table))
-    return [name for name in known if name not in _TOO_LONG and (not public or name in PUBLIC)]
+    with_values = (name for name in SCHEMA.names if table[name].null_count < len(table))
+    return [name for name in with_values if name not in _TOO_LONG and (not public or name in PUBLIC)]
 
 
 def _without_texts(table: pa.Table) -> pa.Table:
     """The table with the texts of a public page: no reasons, `in doubt` for a doubt, and names without paths."""
     none = pa.scalar(None, pa.string())
-    new = dict.fromkeys(("reason", *_VARIABLES), pa.nulls(len(table), pa.string()))
-    new["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "in doubt", none)
+    new_columns = dict.fromkeys(("reason", *_VARIABLES), pa.nulls(len(table), pa.string()))
+    new_columns["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "in doubt", none)
+    new_columns["variant"] = pa.array(map(_public_variant, table["variant"].to_pylist()), pa.string())
     for name in NAMES:
-        new[name] = pc.replace_substring_regex(pc.utf8_rtrim(table[name], r"/\ "), r"^.*[/\\]", "")
-    for name, column in new.items():
+        new_columns[name] = pc.replace_substring_regex(pc.utf8_rtrim(table[name], r"/\ "), r"^.*[/\\]", "")
+    for name, column in new_columns.items():
         table = table.set_column(table.column_names.index(name), name, column)
     return table
 
 
+def _public_variant(text: str | None) -> str | None:
+    """The options of a run without the folders of paths."""
+    variant = variant_in(text).items()
+    options = {name: re.sub(r"^.*[/\\]", "", v) if isinstance(v, str) else v for name, v in variant}
+    return json.dumps(options) if options else None
+
+
 def _ranked(table: pa.Table) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
     """The cells of a table, and the values of a ranked row in _KEY -> the columns that rank it in its cell."""
-    cells, boards = rank_and_order(table, (*_KEY, "status", "suspect"))
-    tried = [n for n, cell in enumerate(cells) if cell.status != "rejected"]  # the others have no runs
-    places = {
+    ranking = Ranking(table)
+    cells, boards = ranking.cells(), ranking.boards(_KEY)
+    with_runs = [n for n, cell in enumerate(cells) if cell.status != Status.REJECTED]
+    ranks_by_key = {
         tuple(run[name] for name in _KEY): {
             "rank": rank,
             "cell": n,
             "repeats_failed": repeats_failed(run["num_repeats"], run["num_repeats_failed"]),
             "environment": run["environment"],
         }
-        for n, board in zip(tried, boards, strict=True)
+        for n, board in zip(with_runs, boards, strict=True)
         for rank, run in enumerate(board, 1)
     }
-    return cells, places
+    return cells, ranks_by_key
 
 
 def _with_cells(rows: Sequence[Row]) -> list[Row]:
@@ -162,43 +189,46 @@ def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
     sizes = [text for text in (seq_len and f"seq_len {seq_len:,}", gbs and f"gbs {gbs:,}") if text]
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
     names = ("model", "nodes", "num_params", "reason", "ranked_by")
-    told = {name: getattr(cell, name) for name in names}
-    return told | {"panel": panels.index(cell.panel), "setting": setting}
+    fields = {name: getattr(cell, name) for name in names}
+    return fields | {"panel": panels.index(cell.panel), "setting": setting}
 
 
 def _rank_first(row: Row) -> tuple[bool, int, int]:
     return row["rank"] is None, row["cell"] or 0, row["rank"] or 0
 
 
-def _derived(rows: Sequence[Row], parts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _derived(rows: Sequence[Row], parts_by_run: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The columns of the page that are no columns of the schema.
 
     Args:
-        parts: what `_predicted_parts` gives.
+        parts_by_run: what `_predicted_parts` gives.
     """
-    profiles, nothing = files("profiles"), dict[str, Any]()
-    held = [nothing if row["rank"] is None else parts.get(row["run_id"], nothing) for row in rows]
+    profiles, empty = files("profiles"), dict[str, Any]()
+    parts_of_rows = [empty if row["rank"] is None else parts_by_run.get(row["run_id"], empty) for row in rows]
     # A layout is run with many models and numbers of nodes.
     layout_of = functools.cache(lambda *values: layout_words(dict(zip(AXES, values, strict=True))))
-    places = {
+
+    def words_of(row: Row) -> str | None:
+        return " ".join(filter(None, (*layout_of(*map(row.get, AXES)), *texts(row["options"])))) or None
+
+    place_numbers = {
         place: n for n, place in enumerate(dict.fromkeys((row["sweep"], row["allocation"]) for row in rows))
     }
-    state = [row["status"] or ("pending" if row["attempt"] is None else "running") for row in rows]
     return {
         **{name: [row[name] for row in rows] for name in (*_UNRANKED, "contender")},
-        "state": state,
-        "place": [places[row["sweep"], row["allocation"]] for row in rows],
+        "state": [state(row["status"], row["attempt"]) for row in rows],
+        "place": [place_numbers[row["sweep"], row["allocation"]] for row in rows],
         "doubt": ["in doubt" if row["suspect"] else "none" for row in rows],
-        "layout": [" ".join(filter(None, layout_of(*map(row.get, AXES)))) or None for row in rows],
+        "layout": [*map(words_of, rows)],
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
-        **{f"predicted_{part}_bytes": [found.get(part) for found in held] for part in PARTS},
-        "extrapolated": [found.get("extrapolated") for found in held],
+        **{f"predicted_{part}_bytes": [parts.get(part) for parts in parts_of_rows] for part in MEMORY_PARTS},
+        "extrapolated": [parts.get("extrapolated") for parts in parts_of_rows],
     }
 
 
 def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
-    """Run id -> part of PARTS -> bytes, for runs that ended ok or out of memory; of the rank that needs most.
+    """Run id -> part of MEMORY_PARTS -> bytes, for runs that ended ok or out of memory; of the rank that needs most.
 
     `extrapolated` beside the parts names what no run of the profile's fit had.
 
@@ -206,27 +236,27 @@ def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
     Runs of a kernel or hardware without a profile, and those that do not tell their model and layout in full,
     are left out.
     """
-    ended = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
-    runs, _ = measured_runs(table.filter(ended))
-    found = {}
-    for program in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
-        mine = [run for run in runs if (run.spec.kernel.name, run.hardware) == program]
+    is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
+    runs, _ = measured_runs(table.filter(is_measured))
+    parts_by_run = {}
+    for kernel_and_hardware in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
+        runs_on_it = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
         try:
             profile, gpu = (
-                load_profile(default_profile(cases(mine[:1])[0])),
-                load_hardware(str(program[1])).gpu,
+                load_profile(default_profile(cases(runs_on_it[:1])[0])),
+                load_hardware(str(kernel_and_hardware[1])).gpu,
             )
         except ConfigError:
             continue
         constants = memory_constants(profile.framework, profile.memory)
-        for run in mine:
+        for run in runs_on_it:
             stages = predict_memory(run.spec, constants, every_rank=False)
-            stage = max(stages, key=lambda one: one.peak_bytes)
-            beyond = "; ".join(beyond_fit([run.spec], profile, gpu))
-            found[run.run_id] = {part: round(getattr(stage, part)) for part in PARTS} | {
-                "extrapolated": beyond or None
+            stage = max(stages, key=lambda stage: stage.peak_bytes)
+            extrapolation = "; ".join(beyond_fit([run.spec], profile, gpu))
+            parts_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {
+                "extrapolated": extrapolation or None
             }
-    return found
+    return parts_by_run
 
 
 def _plain(column: pa.ChunkedArray) -> list[Any]:
@@ -245,13 +275,15 @@ def _rejected(rows: Sequence[Row]) -> list[Row]:
     """Model, nodes and rule of layouts that are never tried, with their number and an example of the reason."""
     names = _REJECTED[:3]
     counts = Counter(tuple(row[name] for name in names) for row in rows)
-    example = {tuple(row[name] for name in names): row["reason"] for row in reversed(rows)}
+    example_by_key = {tuple(row[name] for name in names): row["reason"] for row in reversed(rows)}
     return [
-        dict(zip(names, key, strict=True)) | {"number": number, "example": example[key]}
-        for key, number in sorted(counts.items(), key=lambda held: (*map(str, held[0][::2]), held[0][1] or 0))
+        dict(zip(names, key, strict=True)) | {"number": number, "example": example_by_key[key]}
+        for key, number in sorted(counts.items(), key=lambda pair: (*map(str, pair[0][::2]), pair[0][1] or 0))
     ]
 
 
-def _meanings(held: Iterable[pa.Field], told: Sequence[str]) -> list[tuple[str, str, str]]:
+def _meanings(columns: Iterable[pa.Field], names: Sequence[str]) -> list[tuple[str, str, str]]:
     """Name, type and meaning of the columns of a group that the page tells."""
-    return [(c.name, type_name(c.type), c.metadata[b"description"].decode()) for c in held if c.name in told]
+    return [
+        (c.name, type_name(c.type), c.metadata[b"description"].decode()) for c in columns if c.name in names
+    ]

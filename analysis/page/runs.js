@@ -17,7 +17,7 @@ const ATTEMPT_COLUMNS = {
 // The text of a column of RUN_COLUMNS or ATTEMPT_COLUMNS; a step time has its 95 % interval.
 function shownText(name, row) {
   if (name === "memory") return memoryOf(row);
-  if (name === "place") return value("stopped", row) === "slower_than_best" ? "slower, stopped early" : value("suspect", row) !== null && value("status", row) === "ok" ? "in doubt" : value("state", row);
+  if (name === "place") return value("stopped", row) === "slower_than_best" ? "slower, stopped early" : isSuspect(row) ? "in doubt" : value("state", row);
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const told = text(name, value(name, row)), sure = value("step_time_ci95_rel", row);
   if (name === "predicted_step_time_s" && told && value("extrapolated", row)) return `${told} (extrapolated)`;

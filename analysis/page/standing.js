@@ -2,7 +2,6 @@
 // The standing of the shown runs of a cell, by the rule of standing.py: which is the best, and which are as good.
 
 const RATE = "tokens_per_s_per_gpu";
-const TIERS = { ok: 0, pending: 2, running: 2, skipped: 3 }; // every other state has 1
 const runsOf = held.cells.map(() => []); // the row that stands for each run of a cell, the best first
 const repeatsOf = held.cells.map(() => []); // the rows of all repeats of these runs
 for (let row = 0; row < rows; row++) {
@@ -12,7 +11,17 @@ for (let row = 0; row < rows; row++) {
   if (value("is_final", row)) repeatsOf[cell].push(row);
 }
 
-// Whether a row competes where no row is in doubt: it is ok, has a rate and was not stopped as slower.
+// The place of the state of a row among those of a cell: 0 is ok, 1 a failure, 2 is to come, 3 is skipped; a later version may have more.
+function tierOf(row) {
+  return held.tiers[value("state", row)] ?? 1;
+}
+
+// Whether the measurement of an ok row is suspect.
+function isSuspect(row) {
+  return value("status", row) === "ok" && value("suspect", row) !== null;
+}
+
+// Whether a row competes where no row is suspect: it is ok, has a rate and was not stopped as slower.
 function isMeasured(row) {
   return value("status", row) === "ok" && value("stopped", row) !== "slower_than_best" && value(RATE, row) !== null;
 }
@@ -45,9 +54,8 @@ function standings(cell, isShown) {
   const found = [...rowOf].map(([contender, row]) => {
     const repeats = ends.get(contender) ?? [], reach = (n) => value(compared, n) * Math.hypot(ci(n), controlCi.get(place(n)) ?? 0);
     const known = repeats.length ? median(repeats.map((n) => value(compared, n))) : value(compared, row);
-    const doubted = value("status", row) === "ok" && value("suspect", row) !== null;
     const interval = repeats.length ? [Math.min(...repeats.map((n) => value(compared, n) - reach(n))), Math.max(...repeats.map((n) => value(compared, n) + reach(n)))] : null;
-    return { row, run: value("run_id", row), value: known ?? -Infinity, interval, tier: doubted ? 0.5 : TIERS[value("state", row)] ?? 1 };
+    return { row, run: value("run_id", row), value: known ?? -Infinity, interval, tier: isSuspect(row) ? 0.5 : tierOf(row) };
   });
   const byValue = (a, b) => b.value - a.value || (a.run < b.run ? -1 : a.run > b.run ? 1 : 0);
   const [best] = found.filter(({ interval }) => interval).sort(byValue);

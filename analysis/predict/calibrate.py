@@ -42,7 +42,7 @@ class Calibration:
     """before and after -> median_error and p90_error of rank 0's reserved memory; empty where it was not fitted."""
 
 
-def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> Calibration:
+def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> Calibration:
     """The profile that fits the healthy runs best, starting from `base`.
 
     Constants of `base` stay where new ones are no better on runs left out, so that few runs do no harm. Those
@@ -52,43 +52,43 @@ def calibrate(given: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     Raises:
         ConfigError: there are fewer than 5 healthy runs with a step time, or no constants predict them.
     """
-    known, others = healthy_timed(given)
-    if len(known) < MIN_RUNS:
-        has = f"{counted(len(known), 'healthy run')} with a step time"
+    timed, others = healthy_timed(cases)
+    if len(timed) < MIN_RUNS:
+        has = f"{counted(len(timed), 'healthy run')} with a step time"
         rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or name more files"
         left_out = ", ".join(f"{n:,} {why}" for why, n in others.most_common())
         raise ConfigError(f"{has}; {rule}" + f"; left out: {left_out}" * bool(others))
-    old = log_errors(known, base.time)
-    new = left_out_errors(known, lambda others: fit_time(others, base.time), log_errors)
+    old = log_errors(timed, base.time)
+    new = left_out_errors(timed, lambda others: fit_time(others, base.time), log_errors)
     before, after = errors(old), errors(new)
     better = after["median_error"] < before["median_error"]
     _require_near(old, new, base)
-    memory, told, memory_runs = _memory([case.run for case in given], base)
-    fitted = {"step_time": better * len(known), "memory": memory_runs}
+    memory, memory_quality, memory_runs = _memory([case.run for case in cases], base)
+    fitted = {"step_time": better * len(timed), "memory": memory_runs}
     profile = replace(
         base,
         name=name,
         memory=memory,
-        source=_source(fitted, len(known), base),
+        source=_source(fitted, len(timed), base),
         date=date,
         prior=base.name,
-        time=fit_time(known, base.time) if better else base.time,
-        interval=intervals(known, new if better else old, base.interval),
-        quality={"runs": len(known), **(after if better else before)},
-        measured=measured(known, base),
+        time=fit_time(timed, base.time) if better else base.time,
+        interval=intervals(timed, new if better else old, base.interval),
+        quality={"runs": len(timed), **(after if better else before)},
+        measured=measured(timed, base),
     )
     return Calibration(
-        profile=profile, runs=len(known), before=before, after=after, fitted=fitted, memory=told
+        profile=profile, runs=len(timed), before=before, after=after, fitted=fitted, memory=memory_quality
     )
 
 
-def measured(known: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]:
+def measured(timed: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]:
     """The features of these runs and of those that `base` was fitted to, in the form of `Profile.measured`."""
-    found = {name: {*values} for name, values in base.measured.items()}
-    for case in known:
+    values_by_feature = {name: {*values} for name, values in base.measured.items()}
+    for case in timed:
         for name, value in features(case.run.spec, case.hardware.gpu).items():
-            found.setdefault(name, set()).add(value)
-    ends = ((name, sorted(values)) for name, values in found.items())
+            values_by_feature.setdefault(name, set()).add(value)
+    ends = ((name, sorted(values)) for name, values in values_by_feature.items())
     return {n: (*v,) if isinstance(v[0], str) else (v[0], v[-1]) for n, v in ends}
 
 
@@ -110,31 +110,33 @@ def _require_near(old: Sequence[float], new: Sequence[float], base: Profile) -> 
 
 def _source(fitted: dict[str, int], runs: int, base: Profile) -> str:
     """Where each part of a profile comes from."""
-    told = (
+    sources = (
         f"{part.replace('_', ' ')} " + (f"fitted to {counted(n, 'run')}" if n else f"of profile {base.name}")
         for part, n in fitted.items()
     )
-    return f"{', '.join(told)}, intervals of {counted(runs, 'run')} mixed with those of {base.name}"
+    return f"{', '.join(sources)}, intervals of {counted(runs, 'run')} mixed with those of {base.name}"
 
 
 def _memory(
-    given: Sequence[MeasuredRun], base: Profile
+    runs: Sequence[MeasuredRun], base: Profile
 ) -> tuple[dict[str, Any], dict[str, dict[str, float]], int]:
     """The constants of memory that are better on runs left out, the errors before and after, and the runs of the fit."""
-    known, prior = usable(given), memory_constants(base.framework, base.memory)
-    if not isinstance(prior, NanotronMemory) or len(known) < MIN_RUNS:
+    usable_runs, prior = usable(runs), memory_constants(base.framework, base.memory)
+    if not isinstance(prior, NanotronMemory) or len(usable_runs) < MIN_RUNS:
         return base.memory, {}, 0
-    left_out = left_out_errors(known, lambda others: fit_memory(others, prior), memory_errors)
-    old, new = errors(memory_errors(known, prior)), errors(left_out)
-    better = new["median_error"] < old["median_error"]
-    told = {"before": old, "after": new}
-    return (to_dict(fit_memory(known, prior)), told, len(known)) if better else (base.memory, told, 0)
+    left_out = left_out_errors(usable_runs, lambda others: fit_memory(others, prior), memory_errors)
+    old, new = errors(memory_errors(usable_runs, prior)), errors(left_out)
+    quality = {"before": old, "after": new}
+    if new["median_error"] < old["median_error"]:
+        return to_dict(fit_memory(usable_runs, prior)), quality, len(usable_runs)
+    return base.memory, quality, 0
 
 
 def errors(logs: Sequence[float]) -> dict[str, float]:
     """Median and 90 % quantile of |predicted / measured - 1| of at least two values of log(measured / predicted)."""
-    found = [abs(math.expm1(-log)) for log in logs]
-    return {"median_error": median(found), "p90_error": quantiles(found, n=10, method="inclusive")[-1]}
+    relative_errors = [abs(math.expm1(-log)) for log in logs]
+    p90 = quantiles(relative_errors, n=10, method="inclusive")[-1]
+    return {"median_error": median(relative_errors), "p90_error": p90}
 
 
 def to_yaml(profile: Profile, base: Profile) -> str:
@@ -145,8 +147,8 @@ def to_yaml(profile: Profile, base: Profile) -> str:
     for key in ("time", "memory", "interval", "quality", "measured"):
         lines += [f"{key}:" if values[key] else f"{key}: {{}}"]
         for name, value in values[key].items():
-            told = f"  {name}: {_text(value)}"
-            lines.append(f"{told:40}# {_text(old[name])} before" if key == "time" else told)
+            entry = f"  {name}: {_text(value)}"
+            lines.append(f"{entry:40}# {_text(old[name])} before" if key == "time" else entry)
     return "\n".join(lines) + "\n"
 
 

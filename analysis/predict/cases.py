@@ -9,8 +9,8 @@ from statistics import median
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware, Peak
-from ultrabench.result import Status
-from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.result import OTHER_SIZES, Status
+from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_hardware, usual_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.network import Network, network
@@ -23,8 +23,6 @@ INTRA_NODE = 300e9
 """Bus bandwidth of an all-reduce in a node of H100 below which its NVLink is broken, in bytes per second."""
 OF_MEDIAN = 0.7
 """Share of the median bandwidth of the same number of nodes below which a job's links are ill."""
-OTHER = "other "
-"""How a doubt begins that is about the sizes of a row only, not about what the row measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +39,14 @@ class Case:
 
     def predict_s(self, constants: TimeConstants) -> float:
         """The predicted step time of the run in seconds."""
-        given = self.hardware, self.peak, self.links
-        return predict_step_time(self.run.spec, *given, constants, self.memory_share).total
+        cluster = self.hardware, self.peak, self.links
+        return predict_step_time(self.run.spec, *cluster, constants, self.memory_share).total
+
+    def interval_s(self, profile: Profile) -> tuple[float, float, float]:
+        """The predicted step time in seconds, and the ends of the interval in which 80 % of such runs lie."""
+        time_s = self.predict_s(profile.time)
+        low, high = profile.interval_of(self.run.spec, self.hardware.gpu, self.links)
+        return time_s, time_s * math.exp(low), time_s * math.exp(high)
 
     def log_error(self, constants: TimeConstants) -> float:
         """log(measured / predicted) of the step time, for a run that has one."""
@@ -58,8 +62,8 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
     Raises:
         ConfigError: no configuration describes the hardware of a run.
     """
-    found, left_out = list[Case](), Counter[str]()
-    known = {name: load_hardware(str(name)) for name in {run.hardware for run in runs}}
+    comparable, left_out = list[Case](), Counter[str]()
+    hardware_by_name = {name: load_hardware(str(name)) for name in {run.hardware for run in runs}}
     for run in runs:
         if run.status not in (Status.OK, Status.OOM):
             left_out[f"status {run.status}"] += 1
@@ -68,8 +72,8 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
         elif run.step_time_s is not None and not 0 < run.step_time_s < math.inf:
             left_out["with a step time that is not above 0 s"] += 1
         else:
-            found.append(_case(run, known[run.hardware]))
-    return found, left_out
+            comparable.append(_case(run, hardware_by_name[run.hardware]))
+    return comparable, left_out
 
 
 def _case(run: MeasuredRun, hardware: Hardware) -> Case:
@@ -83,52 +87,51 @@ def _case(run: MeasuredRun, hardware: Hardware) -> Case:
     return Case(run=run, hardware=hardware, peak=peak, links=links, regime=regime(spec, links))
 
 
-def with_memory(given: Sequence[Case], profile: Profile) -> list[Case]:
+def with_memory(cases: Sequence[Case], profile: Profile) -> list[Case]:
     """The cases with the share of memory that a profile predicts, where its step times depend on it."""
     if not profile.time.allocator_loss:
-        return [*given]
+        return [*cases]
     constants = memory_constants(profile.framework, profile.memory)
-    stages = (predict_memory(case.run.spec, constants, every_rank=False) for case in given)
+    stages = (predict_memory(case.run.spec, constants, every_rank=False) for case in cases)
     return [
-        replace(c, memory_share=reserved_share(s, c.hardware)) for c, s in zip(given, stages, strict=True)
+        replace(c, memory_share=reserved_share(s, c.hardware)) for c, s in zip(cases, stages, strict=True)
     ]
 
 
-def exclusions(given: Sequence[Case]) -> list[str]:
+def exclusions(cases: Sequence[Case]) -> list[str]:
     """For each case why its step time does not count, such as `with slow links in the node`; empty if it does.
 
     The job's own probe decides: an all-reduce in a node of GPUs must exceed 300 GB/s, or 2/3 of slower links,
     and that of all ranks 0.7 of the median of its number of nodes and kind of links (slow or fast). A job
-    that measured nothing counts as healthy. A run in doubt does not, unless it only has other sizes or
+    that measured nothing counts as healthy. A suspect run does not, unless it only has other sizes or
     another batch than others of its name: it is predicted with its own.
     """
     rates: dict[tuple[str, int, bool], list[float]] = {}
-    for case in given:
+    for case in cases:
         if rate := case.run.allreduce_busbw_bytes_per_s:
             rates.setdefault(_kind(case), []).append(rate)
-    usual = {kind: median(found) for kind, found in rates.items()}
-    return [_exclusion(case, usual.get(_kind(case), 0.0)) for case in given]
+    usual = {kind: median(kind_rates) for kind, kind_rates in rates.items()}
+    return [_exclusion(case, usual.get(_kind(case), 0.0)) for case in cases]
 
 
-def healthy_timed(given: Sequence[Case]) -> tuple[list[Case], Counter[str]]:
+def healthy_timed(cases: Sequence[Case]) -> tuple[list[Case], Counter[str]]:
     """The healthy cases of runs that ended ok with a step time, which predictions of the step time are fitted to.
 
     The second value counts the others by reason.
     """
-    found, others = list[Case](), Counter[str]()
-    for case, reason in zip(given, exclusions(given), strict=True):
+    timed, others = list[Case](), Counter[str]()
+    for case, reason in zip(cases, exclusions(cases), strict=True):
         if not reason and case.run.status == Status.OK and case.run.step_time_s:
-            found.append(case)
+            timed.append(case)
         else:
             others[reason or f"with status {case.run.status} and no step time"] += 1
-    return found, others
+    return timed, others
 
 
 def _exclusion(case: Case, usual: float) -> str:
     run = case.run
-    doubts = [doubt for doubt in (run.suspect or "").split("; ") if doubt and not doubt.startswith(OTHER)]
-    if doubts:
-        return f"in doubt: {doubts[0].partition(':')[0]}"
+    if codes := [code for code in run.suspect_codes or () if code not in OTHER_SIZES]:
+        return f"in doubt: {codes[0]}"
     inside, all_ = run.allreduce_intra_node_busbw_bytes_per_s, run.allreduce_busbw_bytes_per_s
     least = min(INTRA_NODE, 2 / 3 * case.hardware.link_bytes_per_s) if case.hardware.device == "cuda" else 0.0
     if inside is not None and inside <= least:
@@ -140,19 +143,21 @@ def _kind(case: Case) -> tuple[str, int, bool]:
     return case.hardware.name, case.run.spec.nodes, case.links.slow
 
 
-def default_profile(given: Sequence[Case]) -> str:
-    """The name of the profile for the program that these runs used: the one that its kernel names, or its namesake.
+def default_profile(cases: Sequence[Case]) -> str:
+    """The name of the profile for the kernel that these runs used: the one that its kernel names, or its namesake.
 
     Raises:
-        ConfigError: there is none, or the runs used several programs.
+        ConfigError: there is none, or the runs used several kernels.
     """
-    programs, kernels = sorted({(c.run.spec.kernel.name, c.hardware.device) for c in given}), files("kernel")
-    for name, device in programs if len(programs) == 1 else ():
-        named = read_yaml(kernels[name]).get("profile") if name in kernels else name
-        if (found := usual_profile(str(named), device)) in files("profiles"):
-            return found
-    told = ", ".join(f"{name} on {device}" for name, device in programs)
-    known = ", ".join(sorted(files("profiles")))
-    raise ConfigError(
-        f"the runs are of {told}; no profile is that of all of them: give --profile, one of {known}"
+    kernels_and_devices = sorted({(c.run.spec.kernel.name, c.hardware.device) for c in cases})
+    kernels = files("kernel")
+    for name, device in kernels_and_devices if len(kernels_and_devices) == 1 else ():
+        profile_kind = read_yaml(kernels[name]).get("profile") if name in kernels else name
+        if (profile := usual_profile(str(profile_kind), device)) in files("profiles"):
+            return profile
+    used, profiles = (
+        ", ".join(f"{name} on {device}" for name, device in kernels_and_devices),
+        ", ".join(files("profiles")),
     )
+    rule = f"no profile is that of all of them: give --profile, one of {profiles}"
+    raise ConfigError(f"the runs are of {used}; {rule}")

@@ -32,22 +32,22 @@ SHRINKAGE_RUNS = 30
 """Number of runs at which their quantiles count as much as those of a wider group, or of the profile before."""
 
 
-def fit_time(given: Sequence[Case], prior: TimeConstants) -> TimeConstants:
+def fit_time(cases: Sequence[Case], prior: TimeConstants) -> TimeConstants:
     """The constants that predict these runs best without moving further from `prior` than they show.
 
     It minimises sum(soft_l1(log(measured / predicted) / ERROR_SCALE)) + sum((log(constant / prior) / RIDGE)**2),
     where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants
     that are 0 stay 0.
     """
-    fitted = ((name, value) for name, value in values_of(prior).items() if name not in NOT_FITTED)
-    names = [name for name, value in fitted if isinstance(value, float) and value > 0]
-    ridge = RIDGE[len(given) < FEW_RUNS]
-    return fit_constants(prior, names, lambda now: log_errors(given, now), ERROR_SCALE, ridge)
+    fitted_values = ((name, value) for name, value in values_of(prior).items() if name not in NOT_FITTED)
+    names = [name for name, value in fitted_values if isinstance(value, float) and value > 0]
+    ridge = RIDGE[len(cases) < FEW_RUNS]
+    return fit_constants(prior, names, lambda constants: log_errors(cases, constants), ERROR_SCALE, ridge)
 
 
-def log_errors(given: Sequence[Case], constants: TimeConstants) -> list[float]:
+def log_errors(cases: Sequence[Case], constants: TimeConstants) -> list[float]:
     """log(measured / predicted) of the step time of each case."""
-    return [case.log_error(constants) for case in given]
+    return [case.log_error(constants) for case in cases]
 
 
 def fit_constants(
@@ -65,54 +65,58 @@ def fit_constants(
     start = np.log([getattr(prior, name) for name in names])
 
     def constants(logs: np.ndarray) -> T:
-        now: dict[str, Any] = {name: math.exp(x) for name, x in zip(names, logs, strict=True)}
-        now |= {name: min(x, 1.0) for name, x in now.items() if name.endswith(("_efficiency", "_shared"))}
-        if "smooth_power" in now:  # less would be slower than the GPU and its host one after the other
-            now["smooth_power"] = max(1.0, now["smooth_power"])
-        return replace(prior, **now)  # type: ignore[type-var]
+        values: dict[str, Any] = {name: math.exp(x) for name, x in zip(names, logs, strict=True)}
+        values |= {
+            name: min(x, 1.0) for name, x in values.items() if name.endswith(("_efficiency", "_shared"))
+        }
+        if "smooth_power" in values:  # less would be slower than the GPU and its host one after the other
+            values["smooth_power"] = max(1.0, values["smooth_power"])
+        return replace(prior, **values)  # type: ignore[type-var]
 
     def residuals(logs: np.ndarray) -> np.ndarray:
         errors = np.array(errors_of(constants(logs))) / scale
-        soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
-        return np.concatenate([soft, (logs - start) / ridge])
+        soft_errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        return np.concatenate([soft_errors, (logs - start) / ridge])
 
     return constants(least_squares(residuals, start, max_nfev=10, diff_step=1e-3).x)
 
 
 def left_out_errors(
-    given: Sequence[S], fit: Callable[[Sequence[S]], T], errors: Callable[[Sequence[S], T], Sequence[float]]
+    runs: Sequence[S], fit: Callable[[Sequence[S]], T], errors_of: Callable[[Sequence[S], T], Sequence[float]]
 ) -> list[float]:
     """The errors of runs, each with constants that were fitted without it: every fifth run in turn is left out."""
-    found = [0.0] * len(given)
+    errors_left_out = [0.0] * len(runs)
     for fold in range(FOLDS):
-        fitted = fit([run for n, run in enumerate(given) if n % FOLDS != fold])
-        found[fold::FOLDS] = errors(given[fold::FOLDS], fitted)
-    return found
+        constants = fit([run for n, run in enumerate(runs) if n % FOLDS != fold])
+        errors_left_out[fold::FOLDS] = errors_of(runs[fold::FOLDS], constants)
+    return errors_left_out
 
 
 def intervals(
-    given: Sequence[Case], errors: Sequence[float], before: Mapping[str, Quantiles] | None = None
+    cases: Sequence[Case], errors: Sequence[float], prior: Mapping[str, Quantiles] | None = None
 ) -> dict[str, Quantiles]:
     """Regime -> 10 and 90 % quantiles of its errors, mixed with those of all runs.
 
     Those of a regime with k runs have the weight k / (k + SHRINKAGE_RUNS).
 
     Args:
-        before: the intervals of another profile; those of all runs are mixed with them first, in the same way.
+        prior: the intervals of another profile; those of all runs are mixed with them first, in the same way.
     """
-    whole = _quantiles(errors)
-    before = before or {"all": whole}
-    found = dict[str, Quantiles]()
-    for name in ("all", *sorted({*before, *(case.regime for case in given)} - {"all"})):
-        own = [error for case, error in zip(given, errors, strict=True) if case.regime == name]
-        wider = _mixed(whole, before.get(name, before["all"]), len(errors))
-        found[name] = _mixed(_quantiles(own), wider, len(own)) if own else wider
-    return found
+    quantiles_of_all = _quantiles(errors)
+    prior = prior or {"all": quantiles_of_all}
+    interval_by_regime = dict[str, Quantiles]()
+    for regime in ("all", *sorted({*prior, *(case.regime for case in cases)} - {"all"})):
+        regime_errors = [error for case, error in zip(cases, errors, strict=True) if case.regime == regime]
+        wider = _mixed(quantiles_of_all, prior.get(regime, prior["all"]), len(errors))
+        interval_by_regime[regime] = wider
+        if regime_errors:
+            interval_by_regime[regime] = _mixed(_quantiles(regime_errors), wider, len(regime_errors))
+    return interval_by_regime
 
 
-def _mixed(found: Quantiles, wider: Quantiles, runs: int) -> Quantiles:
-    share = runs / (runs + SHRINKAGE_RUNS)
-    return Quantiles(*(share * a + (1 - share) * b for a, b in zip(found, wider, strict=True)))
+def _mixed(narrower: Quantiles, wider: Quantiles, num_runs: int) -> Quantiles:
+    share = num_runs / (num_runs + SHRINKAGE_RUNS)
+    return Quantiles(*(share * a + (1 - share) * b for a, b in zip(narrower, wider, strict=True)))
 
 
 def _quantiles(errors: Sequence[float]) -> Quantiles:

@@ -48,22 +48,22 @@ def of_version(constants: MemoryConstants, run: MeasuredRun) -> MemoryConstants:
     return replace(constants, version=nanotron_version(run))
 
 
-def usable(given: Iterable[MeasuredRun]) -> list[MeasuredRun]:
+def usable(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
     """The ok runs whose rank 0 reported a peak below NOT_FULL: only these tell how much memory a layout needs."""
-    ok = (run for run in given if run.status == Status.OK)
+    ok = (run for run in runs if run.status == Status.OK)
     return [run for run in ok if 0 < (run.peak_mem_reserved_rank0_bytes or 0) < NOT_FULL]
 
 
-def memory_errors(given: Sequence[MeasuredRun], constants: NanotronMemory) -> list[float]:
+def memory_errors(runs: Sequence[MeasuredRun], constants: NanotronMemory) -> list[float]:
     """log(measured / predicted) of the memory that rank 0 of usable runs reserved, each with its own version."""
     versions = {version: replace(constants, version=version) for version in VERSIONS}
     return [
         math.log(run.peak_mem_reserved_rank0_bytes or 0)
         - math.log(nanotron_memory(run.spec, versions[nanotron_version(run)])[0].peak_bytes)
-        for run in given
+        for run in runs
     ]
 
 
-def fit_memory(given: Sequence[MeasuredRun], prior: NanotronMemory) -> NanotronMemory:
+def fit_memory(runs: Sequence[MeasuredRun], prior: NanotronMemory) -> NanotronMemory:
     """The constants that predict the reserved memory of usable runs best without moving far from `prior`."""
-    return fit_constants(prior, FITTED, lambda now: memory_errors(given, now), ERROR_SCALE, RIDGE)
+    return fit_constants(prior, FITTED, lambda now: memory_errors(runs, now), ERROR_SCALE, RIDGE)

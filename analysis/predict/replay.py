@@ -12,7 +12,6 @@ from ultrabench.layout import Layout, dominates
 from ultrabench.result import Status
 from ultrabench.standing import NEAR
 from ultrabench.sweep.grid import broken_rules
-from ultrabench.sweep.plan import CellKey
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction
 from ultrabench.sweep.predict.profile import Profile
@@ -65,13 +64,13 @@ class Replay:
     """All runs of the cell."""
     max_p_oom: float
     """P(OOM) above which the strategy adaptive makes no run."""
-    made: list[ReplayedRun] = field(default_factory=list)
+    runs_made: list[ReplayedRun] = field(default_factory=list)
     gpu_s: float = 0.0
 
     @property
     def best_s(self) -> float:
         """The best step time found so far in seconds."""
-        return min((run.step_time_s for run in self.made if run.step_time_s), default=math.inf)
+        return min((run.step_time_s for run in self.runs_made if run.step_time_s), default=math.inf)
 
     @property
     def total_gpu_s(self) -> float:
@@ -82,37 +81,37 @@ class Replay:
         """Makes these runs at the same time."""
         best_s = self.best_s
         self.gpu_s += sum(run.cost(best_s) for run in runs)
-        self.made += runs
+        self.runs_made += runs
 
     def tried(self) -> Tried:
         """What the search knows of the cell."""
-        times_s = {run.run_id: run.step_time_s for run in self.made if run.step_time_s}
-        oom = {run.run_id for run in self.made if run.oom}
-        failed = {run.run_id for run in self.made} - oom - times_s.keys()
+        times_s = {run.run_id: run.step_time_s for run in self.runs_made if run.step_time_s}
+        oom = {run.run_id for run in self.runs_made if run.oom}
+        failed = {run.run_id for run in self.runs_made} - oom - times_s.keys()
         return Tried(times_s=times_s, oom=oom, failed=failed, max_p_oom=self.max_p_oom)
 
     def possible(self, run: ReplayedRun) -> bool:
         """Whether no run without enough memory says that this one has not enough either."""
-        return not any(o.oom and dominates(o.layout, run.layout) for o in self.made)
+        return not any(o.oom and dominates(o.layout, run.layout) for o in self.runs_made)
 
     def confirm(self) -> None:
         """Repeats the contenders."""
-        near = [r for r in self.made if r.step_time_s and r.step_time_s <= NEAR * self.best_s]
+        near = [r for r in self.runs_made if r.step_time_s and r.step_time_s <= NEAR * self.best_s]
         near.sort(key=lambda run: run.step_time_s or 0.0)
         self.gpu_s += sum(run.confirmation() for run in near[:MAX_CONTENDERS])
 
 
 def _adaptive(cell: Replay, batch: int) -> None:
-    while found := propose(cell.runs, cell.tried(), batch):
-        cell.make(found)
+    while proposed := propose(cell.runs, cell.tried(), batch):
+        cell.make(proposed)
 
 
 def _in_order(cell: Replay, batch: int, order: Sequence[ReplayedRun], enough: Callable[[], bool]) -> None:
-    left = list(order)
-    while left and not enough():
-        found = [run for run in left if cell.possible(run)][:batch]
-        cell.make(found)
-        left = [run for run in left if run not in found and cell.possible(run)]
+    remaining = list(order)
+    while remaining and not enough():
+        next_runs = [run for run in remaining if cell.possible(run)][:batch]
+        cell.make(next_runs)
+        remaining = [run for run in remaining if run not in next_runs and cell.possible(run)]
 
 
 def _exhaustive(cell: Replay, batch: int) -> None:
@@ -130,18 +129,21 @@ def _predicted(cell: Replay, batch: int) -> None:
     _in_order(cell, batch, order, lambda: len(cell.tried().times_s) >= TOP_RUNS)
 
 
+ReplayedCell = tuple[str, int]
+"""Model and number of nodes."""
+
 STRATEGIES: Mapping[str, Callable[[Replay, int], None]] = {
     "adaptive": _adaptive, "exhaustive": _exhaustive, "random": _random, "predicted": _predicted,
 }  # fmt: skip
 
 
-def cells_of(cases: Sequence[Case], profile: Profile) -> dict[CellKey, list[ReplayedRun]]:
+def cells_of(cases: Sequence[Case], profile: Profile) -> dict[ReplayedCell, list[ReplayedRun]]:
     """The runs of each cell in which any layout works.
 
     Suspect runs and layouts that a structural rule rejects are left out. Of several measurements of a run the
     last one counts.
     """
-    cells: dict[CellKey, dict[str, ReplayedRun]] = {}
+    cells: dict[ReplayedCell, dict[str, ReplayedRun]] = {}
     for case in cases:
         spec = case.run.spec
         if not case.run.suspect and not any(broken_rules(spec.layout, spec.shape)):
@@ -157,12 +159,12 @@ def _run(case: Case, profile: Profile) -> ReplayedRun:
     spec, limit = case.run.spec, case.hardware.mem_bytes
     constants = of_version(memory_constants(profile.framework, profile.memory), case.run)
     stages = predict_memory(spec, constants)
-    peak, time_s = max(stage.peak_bytes for stage in stages), case.predict_s(profile.time)
-    low, high = profile.interval_of(case.run.spec, case.hardware.gpu, case.links)
+    peak = max(stage.peak_bytes for stage in stages)
+    time_s, low_s, high_s = case.interval_s(profile)
     prediction = Prediction(
         step_time_s=time_s,
-        step_time_low_s=time_s * math.exp(low),
-        step_time_high_s=time_s * math.exp(high),
+        step_time_low_s=low_s,
+        step_time_high_s=high_s,
         p_oom=p_oom(stages, limit, constants),
         limited_by="compute",
         peak_mem_bytes=int(peak),
@@ -179,23 +181,23 @@ def _run(case: Case, profile: Profile) -> ReplayedRun:
 
 
 def replay(
-    cells: Mapping[CellKey, Sequence[ReplayedRun]], strategy: str, batch: int, max_p_oom: float
+    cells: Mapping[ReplayedCell, Sequence[ReplayedRun]], strategy: str, batch: int, max_p_oom: float
 ) -> dict[str, Any]:
     """The document of `ultrabench predict replay --json`.
 
     Hours are shares of those of all runs. A regret of 0.02 means that the best layout found is 2 % slower than the
     best of its cell; it is None where the strategy found none.
     """
-    done, rows = list[Replay](), list[dict[str, Any]]()
+    replays, rows = list[Replay](), list[dict[str, Any]]()
     for (model, nodes), runs in cells.items():
         cell = Replay(runs, max_p_oom)
         STRATEGIES[strategy](cell, batch)
         cell.confirm()
-        done.append(cell)
+        replays.append(cell)
         best_s = min(run.step_time_s for run in runs if run.step_time_s)
         regret = cell.best_s / best_s - 1 if cell.best_s < math.inf else None
-        counts = {"model": model, "nodes": nodes, "layouts": len(runs), "runs": len(cell.made)}
+        counts = {"model": model, "nodes": nodes, "layouts": len(runs), "runs": len(cell.runs_made)}
         rows.append({**counts, "gpu_hours_share": cell.gpu_s / cell.total_gpu_s, "regret": regret})
-    share = sum(cell.gpu_s for cell in done) / sum(cell.total_gpu_s for cell in done)
+    share = sum(cell.gpu_s for cell in replays) / sum(cell.total_gpu_s for cell in replays)
     whole = {"gpu_hours_share": share, "runs": sum(row["runs"] for row in rows)}
     return {"strategy": strategy, "batch": batch, **whole, "cells": rows}

@@ -10,7 +10,7 @@ import pandas as pd
 from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
 from ultrabench.analysis.predict.fit import fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, of_version, usable
-from ultrabench.layout import AXES
+from ultrabench.layout import AXES, DEGREES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.sweep.predict.memory import limit_share, memory_constants, p_oom, predict_memory
@@ -39,42 +39,42 @@ ALLOCATABLE_SHARE = 0.967
 """Largest share of a device's memory that an allocator can hold: 76.5 of 79.1 GiB, CUDA and NCCL need the rest."""
 
 
-def without_own_group(given: Sequence[Case], prior: Profile, by: str) -> dict[Hashable, Profile]:
+def without_own_group(cases: Sequence[Case], prior: Profile, by: str) -> dict[Hashable, Profile]:
     """Group -> the profile that is fitted to the runs of all other groups, starting from `prior`.
 
     Step times are fitted to healthy runs; the intervals come from their errors, each with the constants that were
     fitted without its group. Memory is fitted for nanotron only, but not the limits behind P(OOM).
     """
     group = GROUPS[by]
-    known, _ = healthy_timed(given)
+    timed, _ = healthy_timed(cases)
     memory = memory_constants(prior.framework, prior.memory)
-    groups = sorted({group(case) for case in given}, key=str)
-    constants = {own: fit_time([case for case in known if group(case) != own], prior.time) for own in groups}
-    errors = [(case, case.log_error(constants[group(case)])) for case in known]
-    found: dict[Hashable, Profile] = {}
-    for own in groups:
-        others = [(case, error) for case, error in errors if group(case) != own]
+    groups = sorted({group(case) for case in cases}, key=str)
+    constants = {
+        name: fit_time([case for case in timed if group(case) != name], prior.time) for name in groups
+    }
+    errors = [(case, case.log_error(constants[group(case)])) for case in timed]
+    profile_by_group: dict[Hashable, Profile] = {}
+    for left_out in groups:
+        others = [(case, error) for case, error in errors if group(case) != left_out]
         interval = intervals([case for case, _ in others], [error for _, error in others])
-        found[own] = replace(prior, time=constants[own], interval=interval)
+        profile = replace(prior, time=constants[left_out], interval=interval)
         if isinstance(memory, NanotronMemory):
-            runs = usable(case.run for case in given if group(case) != own)
-            found[own] = replace(found[own], memory=to_dict(fit_memory(runs, memory)))
-    return found
+            runs = usable(case.run for case in cases if group(case) != left_out)
+            profile = replace(profile, memory=to_dict(fit_memory(runs, memory)))
+        profile_by_group[left_out] = profile
+    return profile_by_group
 
 
-def table(given: Sequence[Case], profile_of: Callable[[Case], Profile]) -> pd.DataFrame:
+def table(cases: Sequence[Case], profile_of: Callable[[Case], Profile]) -> pd.DataFrame:
     """One row for each case: its layout, what was measured, and what its profile predicts with its interval."""
-    reasons = exclusions(given)
-    rows = pd.DataFrame([_row(case, profile_of(case)) for case in given])
+    reasons = exclusions(cases)
+    rows = pd.DataFrame([_row(case, profile_of(case)) for case in cases])
     return rows.assign(healthy=[not reason for reason in reasons], exclusion=reasons)
 
 
 def _row(case: Case, profile: Profile) -> dict[str, Any]:
     run, spec = case.run, case.run.spec
-    time_s, (low, high) = (
-        case.predict_s(profile.time),
-        profile.interval_of(case.run.spec, case.hardware.gpu, case.links),
-    )
+    time_s, low_s, high_s = case.interval_s(profile)
     layout = {name: getattr(spec.layout, name) for name in AXES}
     return {
         "run_id": run.run_id,
@@ -84,13 +84,13 @@ def _row(case: Case, profile: Profile) -> dict[str, Any]:
         "gbs": spec.workload.gbs,
         "nodes": spec.nodes,
         **layout,
-        "parallelism": " ".join(axis for axis in ("dp", "tp", "pp", "cp") if layout[axis] > 1) or "one rank",
+        "parallelism": " ".join(axis for axis in DEGREES if layout[axis] > 1) or "one rank",
         "status": str(run.status),
         "regime": case.regime,
         "step_time_s": run.step_time_s,
         "predicted_step_time_s": time_s,
-        "predicted_low_s": time_s * math.exp(low),
-        "predicted_high_s": time_s * math.exp(high),
+        "predicted_low_s": low_s,
+        "predicted_high_s": high_s,
         "peak_mem_reserved_bytes": run.peak_mem_reserved_rank0_bytes or run.peak_mem_reserved_bytes,
         **_memory(case, profile),
     }
@@ -118,7 +118,7 @@ def metrics(rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def _metrics(rows: pd.DataFrame) -> dict[str, Any]:
-    by = {name: {str(value): _errors(own) for value, own in rows.groupby(name)} for name in SLICES}
+    by = {name: {str(value): _errors(part) for value, part in rows.groupby(name)} for name in SLICES}
     reasons = rows.exclusion[~rows.timed].value_counts()
     return _errors(rows) | {"by": by, "excluded_by_reason": {str(k): int(n) for k, n in reasons.items()}}
 
@@ -138,7 +138,7 @@ def _errors(rows: pd.DataFrame) -> dict[str, Any]:
         | {"spearman_in_cell": _mean(map(_rank_correlation, cells))},
         "interval": {
             "coverage": _mean(inside),
-            "regimes": {str(name): _mean(own) for name, own in inside.groupby(ok.regime)},
+            "regimes": {str(name): _mean(part) for name, part in inside.groupby(ok.regime)},
         },
         "memory": _quantiles(memory.predicted_peak_mem_bytes, memory.peak_mem_reserved_bytes),
         "oom": _oom(rows[rows.p_oom.notna()]),
@@ -175,12 +175,12 @@ def _oom(rows: pd.DataFrame) -> dict[str, float | None]:
 
 def _planning(cells: Sequence[pd.DataFrame]) -> dict[str, float | None]:
     """What a search that runs the fastest predicted layouts of each cell first would find."""
-    found, regret = [], []
+    hits, regrets = [], []
     for cell in cells:
         order = cell.sort_values("predicted_step_time_s").step_time_s
-        found.append(order.iloc[:TOP_LAYOUTS].min() <= order.min())
-        regret.append(order.iloc[0] / order.min() - 1)
-    return {"best_in_top5": _mean(found), "top1_regret": _mean(regret)}
+        hits.append(order.iloc[:TOP_LAYOUTS].min() <= order.min())
+        regrets.append(order.iloc[0] / order.min() - 1)
+    return {"best_in_top5": _mean(hits), "top1_regret": _mean(regrets)}
 
 
 def _mean(values: Iterable[float]) -> float | None:

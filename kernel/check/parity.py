@@ -66,8 +66,8 @@ def run_check(spec: CheckSpec) -> CheckResult:
             if spec.device == "cuda":
                 gpus = run_forked({"GPUs": torch.cuda.device_count}, limit_s)["GPUs"]
                 if gpus < len(ranks):
-                    there = f"torch sees {counted(gpus, 'GPU')} here"
-                    return CheckResult(refused=f"{spec.layout.label()} needs {len(ranks)} GPUs; {there}")
+                    fact = f"torch sees {counted(gpus, 'GPU')} here"
+                    return CheckResult(refused=f"{spec.layout.label()} needs {len(ranks)} GPUs; {fact}")
             run_forked(bodies, limit_s)
             last = run_forked({"comparison": partial(_compare, spec, folder)}, limit_s)
             result: CheckResult = last["comparison"]
@@ -135,11 +135,11 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     def accumulate(step: int) -> Tensor:
         return trainer.accumulate(*trainer.batch(step))
 
-    with watched(trainer) as seen:
-        found = _trained(spec.steps, trainer.params, accumulate, trainer.update)
-    require_as_asked(trainer, seen, spec.steps)
-    found |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
-    torch.save(found, folder / f"rank{rank}.pt")
+    with watched(trainer) as forwards:
+        tensors_by_kind = _trained(spec.steps, trainer.params, accumulate, trainer.update)
+    require_as_asked(trainer, forwards, spec.steps)
+    tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
+    torch.save(tensors_by_kind, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -178,39 +178,46 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
     exact, rounded = (torch.load(folder / f"{precision}.pt") for precision in ("fp64", spec.precision))
     ranks = [torch.load(folder / f"rank{r}.pt") for r in range(spec.layout.world_size)]
     whole: dict[str, dict[str, Tensor]] = {}
-    found: dict[str, Any] = {"passed": True}
+    comparison: dict[str, Any] = {"passed": True}
     for kind, right in exact.items():
         whole[kind] = {name: torch.full_like(full, torch.nan) for name, full in right.items()}
         diffs = dict.fromkeys(right, 0.0)
-        for one in ranks:
-            for name, values in one[kind].items():
+        for rank_tensors in ranks:
+            for name, values in rank_tensors[kind].items():
                 tied = spec.shape.tie_word_embeddings and name == "head.weight"
-                full_name, part = TIED_NAME if tied else name, one["parts"].get(name, ())
+                full_name, part = TIED_NAME if tied else name, rank_tensors["parts"].get(name, ())
                 take(whole[kind][full_name], part).copy_(values)
                 diffs[full_name] = max(diffs[full_name], _diff(take(right[full_name], part), values))
         for name, full in whole[kind].items():
             diffs[name] = max(diffs[name], _diff(right[name], full))
         rounding = {name: _diff(full, rounded[kind][name]) for name, full in right.items()}
         if kind == "param":
-            diffs, rounding = ({"all": math.hypot(*each.values())} for each in (diffs, rounding))
+            diffs, rounding = (
+                {"all": math.hypot(*diff_by_name.values())} for diff_by_name in (diffs, rounding)
+            )
         # In fp32 and bf16 an update of one element may have the other sign.
         sign = 2 * learning_rate(spec.shape)
         least = sign if kind == "param" and spec.precision != "fp64" else TOLERANCE
         allowed = {name: max(least, ROUNDING[kind] * error) for name, error in rounding.items()}
         worst = max(diffs, key=lambda name: diffs[name] / allowed[name])
-        found[f"{kind}_diff"] = diffs[worst] if math.isfinite(diffs[worst]) else None
-        found[f"{kind}_allowed"] = allowed[worst]
-        found["passed"] &= diffs[worst] <= allowed[worst]
+        comparison[f"{kind}_diff"] = diffs[worst] if math.isfinite(diffs[worst]) else None
+        comparison[f"{kind}_allowed"] = allowed[worst]
+        comparison["passed"] &= diffs[worst] <= allowed[worst]
         if kind == "grad":
-            found["worst_parameter"] = worst
+            comparison["worst_parameter"] = worst
     if spec.dump is not None:
         Path(spec.dump).mkdir(parents=True, exist_ok=True)
         torch.save(exact, Path(spec.dump) / "reference.pt")
         torch.save(whole, Path(spec.dump) / "check.pt")
-    missing = [f"rank {r}: {n}" for r, one in enumerate(ranks) for n in one["parts"] if n not in one["grad"]]
-    found["passed"] &= not missing
-    found["graphs"] = max(one["graphs"] for one in ranks)
-    return CheckResult(**found, missing_gradients=tuple(missing))
+    missing = [
+        f"rank {r}: {n}"
+        for r, rank_tensors in enumerate(ranks)
+        for n in rank_tensors["parts"]
+        if n not in rank_tensors["grad"]
+    ]
+    comparison["passed"] &= not missing
+    comparison["graphs"] = max(rank_tensors["graphs"] for rank_tensors in ranks)
+    return CheckResult(**comparison, missing_gradients=tuple(missing))
 
 
 if __name__ == "__main__":

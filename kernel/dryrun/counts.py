@@ -29,14 +29,7 @@ _OPS = {
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator on plain tensors, then passes it to `see` and to the observers `beside`.
-
-    One mode that passes operators to three observers costs a third of three modes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.beside: tuple[Observer, ...] = ()
+    """Runs every operator on plain tensors, then passes it to `see`."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -49,8 +42,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        for observer in (self, *self.beside):
-            observer.see(func, args, kwargs, out)
+        self.see(func, args, kwargs, out)
         return out
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -67,7 +59,7 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = defaultdict[str, list[int]](lambda: [0, 0])
         groups = {**{axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}, "cp": cp_group}
         self._axis: dict[Any, str] = {str(g.group_name): axis for axis, g in groups.items() if g}
@@ -103,7 +95,7 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -134,7 +126,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._now = self.peak = 0
         self._live: dict[int, _Storage] = {}
         """Storages by their id, which a later storage may have again."""
@@ -149,13 +141,13 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = storage_of(tensor)
-                self._settle()  # its id may have belonged to a freed storage
+                self._subtract_freed()  # its id may have belonged to a freed storage
                 if id(storage) not in self._live:
-                    self._live[id(storage)] = made = _Storage()
+                    self._live[id(storage)] = counted_storage = _Storage()
                     weakref.finalize(storage, self._freed.append, id(storage))
-                    self._resize(made, storage.nbytes())
+                    self._resize(counted_storage, storage.nbytes())
 
-    def _settle(self) -> None:
+    def _subtract_freed(self) -> None:
         """Subtracts freed storages; it runs later than they are freed, which may happen in any operation."""
         while self._freed:
             storage = self._live.pop(self._freed.pop(0))
@@ -165,12 +157,12 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
     @property
     def now(self) -> int:
         """The bytes of the storages that are live now."""
-        self._settle()
+        self._subtract_freed()
         return self._now
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Counts the new size of a storage whose memory was freed or taken again without an operator."""
-        self._settle()
+        self._subtract_freed()
         if id(storage) in self._live:
             self._resize(self._live[id(storage)], storage.nbytes())
 
@@ -189,7 +181,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Sets the kind of the storages of `tensors` for all their lifetime; the default is activation."""
-        self._settle()
+        self._subtract_freed()
         for tensor in tensors:
             storage = self._live.get(id(storage_of(tensor)))
             if storage is not None:

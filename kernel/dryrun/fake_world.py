@@ -97,5 +97,5 @@ class ShardedTensors:
     def gradients(self) -> Iterator[Tensor]:
         """The gradients that wait for more micro-batches, for their reduction or for the optimizer."""
         for p in self._params:
-            found = (p.sharded_param.grad, p.unsharded_accumulated_grad, p._unsharded_param.grad)
-            yield from (grad for grad in found if grad is not None)
+            grads = (p.sharded_param.grad, p.unsharded_accumulated_grad, p._unsharded_param.grad)
+            yield from (grad for grad in grads if grad is not None)

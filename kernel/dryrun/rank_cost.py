@@ -50,13 +50,11 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
             options["fused"] = True  # makes no temporaries, as on GPUs
         prepare(trainer)
         batch = trainer.batch(1)
-        counts = CollectiveCounts(mesh, trainer.cp_group)
-        executed = ExecutedFlops()
-        live.beside = (counts, executed)
         live.reset_peak()
-        loss = trainer.accumulate(*batch)
-        live.name("gradient", sharded.gradients())
-        trainer.update(loss)
+        with CollectiveCounts(mesh, trainer.cp_group) as counts, ExecutedFlops() as executed:
+            loss = trainer.accumulate(*batch)
+            live.name("gradient", sharded.gradients())
+            trainer.update(loss)
         del batch, loss
     live.name("parameter", [*trainer.shards.values(), *sharded.gathered()])
     live.name("optimizer", (t for state in trainer.optimizer.state.values() for t in state.values()))
@@ -81,8 +79,8 @@ def rank_cost(spec: RunSpec, rank: int) -> dict[str, Any]:
     gas, pp = spec.layout.gas, spec.layout.pp
     if gas <= 5 * pp or spec.layout.virtual_stages > 1:
         return _fake_step(spec, rank)
-    fewer, some = (_fake_step(_with_gas(spec, n * pp), rank) for n in (3, 4))
-    return {key: _extend(fewer[key], value, (gas - 4 * pp, pp)) for key, value in some.items()}
+    cost_of_3, cost_of_4 = (_fake_step(_with_gas(spec, n * pp), rank) for n in (3, 4))
+    return {key: _extend(cost_of_3[key], value, (gas - 4 * pp, pp)) for key, value in cost_of_4.items()}
 
 
 def _fake_step(spec: RunSpec, rank: int) -> dict[str, Any]:

@@ -35,14 +35,14 @@ def account() -> dict[str, int]:
     """
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     freed = _status_bytes("VmPeak") - _status_bytes("VmSize")
-    found = {"data_bytes": _status_bytes("VmData") + freed}
+    account = {"data_bytes": _status_bytes("VmData") + freed}
     if limit != resource.RLIM_INFINITY:
-        found["limit_bytes"] = limit
+        account["limit_bytes"] = limit
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):  # a GPU that failed may not answer
-            found["free_bytes"], found["total_bytes"] = torch.cuda.mem_get_info()
-            found["torch_bytes"] = torch.cuda.memory_reserved()
-    return found
+            account["free_bytes"], account["total_bytes"] = torch.cuda.mem_get_info()
+            account["torch_bytes"] = torch.cuda.memory_reserved()
+    return account
 
 
 def reset_peak(device: torch.device) -> None:

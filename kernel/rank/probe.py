@@ -72,9 +72,9 @@ def probe(
     if 1 < gpus_per_node < ranks:
         # Every rank has to make the groups of all nodes, in the same order.
         nodes = [range(first, first + gpus_per_node) for first in range(0, ranks, gpus_per_node)]
-        own = [dist.new_group(list(node)) for node in nodes][dist.get_rank() // gpus_per_node]
-        inside = _measure(device, own, settings, progress)
-        dist.destroy_process_group(own)
+        node_group = [dist.new_group(list(node)) for node in nodes][dist.get_rank() // gpus_per_node]
+        inside = _measure(device, node_group, settings, progress)
+        dist.destroy_process_group(node_group)
     collectives = {
         name: {"all": whole[name], "intra_node": inside[name] if gpus_per_node > 1 else None}
         for name in settings.operations
@@ -125,7 +125,7 @@ def _measure(
     device: torch.device, group: Group, settings: ProbeSettings, progress: Callable[[], None]
 ) -> dict[str, Rows]:
     """Measures every operation in every size over `group`; returns no rows for a group of one rank."""
-    found: dict[str, Rows] = {name: [] for name in settings.operations}
+    rows_by_operation: dict[str, Rows] = {name: [] for name in settings.operations}
     ranks = dist.get_world_size(group)
     for size in settings.sizes_bytes if ranks > 1 else ():
         elements = max(1, size // ELEMENT_BYTES // ranks)
@@ -138,9 +138,9 @@ def _measure(
             slowest = torch.tensor(times[settings.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             sent = whole.numel() * ELEMENT_BYTES
-            found[name].append(_row(sent, sent * crossing_share(name, ranks), slowest.tolist()))
+            rows_by_operation[name].append(_row(sent, sent * crossing_share(name, ranks), slowest.tolist()))
             progress()
-    return found
+    return rows_by_operation
 
 
 def _row(sent: int, crossing: float, times: list[float]) -> dict[str, float]:

@@ -22,9 +22,10 @@ from ultrabench.kernel.pp import SCHEDULES
 from ultrabench.kernel.rank.failure import IgnoredOptionError
 from ultrabench.kernel.recompute import recompute_of
 from ultrabench.kernel.step import TrainStep
+from ultrabench.layout import AXES, NEUTRAL
 from ultrabench.record import values_of
 
-_PRECISIONS = {(MASTER_DTYPE[word], COMPUTE_DTYPE[word]): word for word in MASTER_DTYPE}
+_PRECISIONS = {(MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]): precision for precision in MASTER_DTYPE}
 """Dtypes of the parameters that the optimizer updates and of those in products -> our word."""
 
 Forward = tuple[torch.Size, list[ShardState]]
@@ -34,48 +35,53 @@ Forward = tuple[torch.Size, list[ShardState]]
 @contextmanager
 def watched(trainer: TrainStep) -> Iterator[list[Forward]]:
     """Records every forward of this rank's models inside the `with` block."""
-    seen = list[Forward]()
+    forwards = list[Forward]()
 
     def see(model: Decoder, args: tuple[Tensor, ...], _: Any) -> None:
-        seen.append((args[0].shape, [shard_state(layer) for layer in model.layers.values()]))
+        forwards.append((args[0].shape, [shard_state(layer) for layer in model.layers.values()]))
 
     hooks = [model.register_forward_hook(see) for model in trainer.models]
-    yield seen
+    yield forwards
     for hook in hooks:
         hook.remove()
 
 
-def options_of(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> dict[str, Any]:
-    """Option -> its value in `seen`, which are all forwards of some `steps`.
+def options_of(trainer: TrainStep, forwards: Sequence[Forward], steps: int = 1) -> dict[str, Any]:
+    """Option -> its value in `forwards`, which are all of some `steps`.
 
     An option that differs between layers or micro-batches has all its values, such as `full and none`. What a
     pipeline stage without layers cannot know is absent.
     """
-    found = {"mbs": _only(size[0] for size, _ in seen), "gas": len(seen) // (steps * len(trainer.models))}
+    options = {
+        "mbs": _only(size[0] for size, _ in forwards),
+        "gas": len(forwards) // (steps * len(trainer.models)),
+    }
     if pipeline := getattr(trainer, "pipeline", None):
-        held, words = len(pipeline.stages), {kind: word for word, kind in SCHEDULES.items()}
-        found |= {"pp": pipeline.stages[0].num_stages // held, "virtual_stages": held}
-        found["pp_schedule"] = words[type(pipeline.schedule)]
+        num_stages = len(pipeline.stages)
+        schedule_by_kind = {kind: schedule for schedule, kind in SCHEDULES.items()}
+        options |= {"pp": pipeline.stages[0].num_stages // num_stages, "virtual_stages": num_stages}
+        options["pp_schedule"] = schedule_by_kind[type(pipeline.schedule)]
     layers: list[Any] = [layer for model in trainer.models for layer in model.layers.values()]
     if not layers:
-        return found
+        return options
     width, seq_len = trainer.spec.shape.intermediate_size, trainer.spec.workload.seq_len
     tps = [width // layer.ffn.gate.weight.shape[0] for layer in layers]
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, which is cut over tp, too.
-    cps = [seq_len // (size[1] * tps[0] ** (len(size) - 2)) for size, _ in seen]
-    states = [state for _, held in seen for state in held]
+    cps = [seq_len // (size[1] * tps[0] ** (len(size) - 2)) for size, _ in forwards]
+    states = [state for _, layer_states in forwards for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
-    sharded = 2 if not pipeline and found["gas"] > 1 and all(state.reduces for state in states) else 1
-    wrapped = all(uncompiled(layer.forward) is not layer.forward for layer in layers)
-    return found | {
+    reduces_each = not pipeline and options["gas"] > 1 and all(state.reduces for state in states)
+    stage_if_sharded = 2 if reduces_each else 1
+    is_wrapped = all(uncompiled(layer.forward) is not layer.forward for layer in layers)
+    return options | {
         "tp": _only(tps),
         "cp": _only(cps),
         "dp": _only(state.copies // cps[0] for state in states),
         "dp_shard": _only(state.shards if 1 < state.shards < state.copies else 0 for state in states),
-        "zero_stage": _only(3 if s.resharded else sharded if s.shards > 1 else 0 for s in states),
+        "zero_stage": _only(3 if s.resharded else stage_if_sharded if s.shards > 1 else 0 for s in states),
         "precision": _only(_PRECISIONS.get(state.dtypes, state.dtypes) for state in states),
         "recompute": recompute_of(trainer.models, trainer.layout),
-        "compile": wrapped and trainer.compiler.graphs > 0,
+        "compile": is_wrapped and trainer.compiler.graphs > 0,
         "attention": _only(getattr(unwrap(layer.attention.core), "args", ("any",))[-1] for layer in layers),
     }
 
@@ -86,20 +92,25 @@ def _only(values: Iterable[Any]) -> Any:
     return " and ".join(map(str, (first, *others))) if others else first
 
 
-def require_as_asked(trainer: TrainStep, seen: Sequence[Forward], steps: int = 1) -> dict[str, Any]:
+def require_as_asked(trainer: TrainStep, forwards: Sequence[Forward], steps: int = 1) -> dict[str, Any]:
     """The options that ran, as `options_of` says; they are those asked for. All ranks have to call it.
 
     Raises:
         IgnoredOptionError: on every rank if any option differs on any; it names the first rank's differences.
     """
-    ran, layout = options_of(trainer, seen, steps), trainer.layout
-    asked, copies = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
-    asked |= {"compile": trainer.spec.compiles, "attention": trainer.attention}
+    ran, layout = options_of(trainer, forwards, steps), trainer.layout
+    requested, copies = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
+    requested |= {"compile": trainer.spec.compiles, "attention": trainer.attention}
     if layout.zero_stage < 3 and 1 in (copies, layout.gas):
-        asked["zero_stage"] = min(layout.zero_stage, int(copies > 1))  # these stages do the same
-    differing = [f"{k}={asked[k]} was asked for, {ran[k]} ran" for k in ran if ran[k] != asked[k]]
-    told: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(told, "; ".join(differing))
-    if text := next(filter(None, told), None):
-        raise IgnoredOptionError(text)
+        requested["zero_stage"] = min(layout.zero_stage, int(copies > 1))  # these stages do the same
+    differing = [f"{k}={requested[k]} was asked for, {ran[k]} ran" for k in ran if ran[k] != requested[k]]
+    if "tp" in ran:  # a stage without layers knows few options
+        unread = [name for name in AXES if name not in ran and requested[name] != NEUTRAL.get(name)]
+        differing += [
+            f"{name}={requested[name]} was asked for, which this kernel does not have" for name in unread
+        ]
+    difference_by_rank: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(difference_by_rank, "; ".join(differing))
+    if difference := next(filter(None, difference_by_rank), None):
+        raise IgnoredOptionError(difference)
     return ran

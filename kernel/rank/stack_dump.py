@@ -25,7 +25,7 @@ def dump_on_signals(report: Report) -> None:
     stacks = open(f"{report.path}{STACKS_SUFFIX}", "w")  # noqa: SIM115 - faulthandler writes to it
     _kept_open.append(stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    asked, wake = os.pipe2(os.O_CLOEXEC)
+    requests, wake = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(wake, False)
     # A handler in Python would wait for the main thread, which may be blocked in a collective. C code writes
     # a byte to the pipe instead, in whichever thread the signal arrives.
@@ -33,18 +33,18 @@ def dump_on_signals(report: Report) -> None:
     signal.signal(signal.SIGUSR2, lambda *_: None)
     signal.siginterrupt(signal.SIGUSR2, False)
     target = Path(f"{report.path}{COLLECTIVES_SUFFIX}")
-    threading.Thread(target=_answer, args=(asked, target), daemon=True).start()
+    threading.Thread(target=_answer, args=(requests, target), daemon=True).start()
     report.write("stack_dump", pid=os.getpid())
 
 
-def _answer(asked: int, target: Path) -> None:
-    while number := os.read(asked, 1):
+def _answer(requests: int, target: Path) -> None:
+    while number := os.read(requests, 1):
         if number[0] != signal.SIGUSR2:
             continue
         memory = _device_memory()
-        found = {"groups": compat.last_collectives(), "memory": memory}
+        dump = {"groups": compat.last_collectives(), "memory": memory}
         new = target.with_name(f"{target.name}.new")
-        new.write_text(json.dumps(found))
+        new.write_text(json.dumps(dump))
         new.rename(target)
 
 

@@ -32,31 +32,33 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
     kernels = [e for e in events if e.get("cat") == "kernel"]
-    told = kernels or [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
-    spans = [_span(e) for e in told] if kernels else _own_times(told)
+    operators = kernels or [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
+    spans = [_span(e) for e in operators] if kernels else _own_times(operators)
     sending = [s for s in spans if _communicates(s)]
     computing = union(s for s in spans if not _communicates(s))
     scale = 1e-6 / max(1, len(steps))
-    total = sum(float(e["dur"]) for e in steps) * scale
-    compute, communication = length(computing) * scale, length(union(sending)) * scale
-    exposed = (length(union([*computing, *sending])) - length(computing)) * scale
-    calls, seconds = Counter(e["name"] for e in told), defaultdict[str, float](float)
+    step_time_s = sum(float(e["dur"]) for e in steps) * scale
+    compute_s, communication_s = length(computing) * scale, length(union(sending)) * scale
+    exposed_s = (length(union([*computing, *sending])) - length(computing)) * scale
+    calls, us_by_name = Counter(e["name"] for e in operators), defaultdict[str, float](float)
     for span in spans:
-        seconds[span.name] += span.end - span.start
+        us_by_name[span.name] += span.end - span.start
     return {
-        "steps": len(steps), "step_time_s": total, "compute_s": compute, "communication_s": communication,
-        "exposed_communication_s": exposed, "idle_s": max(0.0, total - compute - exposed),
+        "steps": len(steps), "step_time_s": step_time_s, "compute_s": compute_s, "communication_s": communication_s,
+        "exposed_communication_s": exposed_s, "idle_s": max(0.0, step_time_s - compute_s - exposed_s),
         "top": [
             {"name": name, "calls": calls[name] / max(1, len(steps)), "seconds": us * scale}
-            for name, us in sorted(seconds.items(), key=lambda item: -item[1])[:TOP_KERNELS]
+            for name, us in sorted(us_by_name.items(), key=lambda name_and_us: -name_and_us[1])[:TOP_KERNELS]
         ],
     }  # fmt: skip
 
 
 def most_allocated(trace: dict[str, Any]) -> int:
     """The largest number of bytes on a CPU that the trace had allocated and not yet freed."""
-    told = (e["args"] for e in trace["traceEvents"] if e["name"] == "[memory]")
-    return max((int(args["Total Allocated"]) for args in told if args["Device Type"] == 0), default=0)
+    memory_events = (e["args"] for e in trace["traceEvents"] if e["name"] == "[memory]")
+    return max(
+        (int(args["Total Allocated"]) for args in memory_events if args["Device Type"] == 0), default=0
+    )
 
 
 def _communicates(span: Span) -> bool:
@@ -72,18 +74,18 @@ def _own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
 
     The nested spans of a thread are cut into pieces that do not overlap; spans of gloo stay whole.
     """
-    found: list[Span] = []
-    threads = defaultdict[Any, list[Span]](list)
+    own_spans: list[Span] = []
+    spans_by_thread = defaultdict[Any, list[Span]](list)
     for event in events:
-        threads[event["tid"]].append(_span(event))
-    for spans in threads.values():
+        spans_by_thread[event["tid"]].append(_span(event))
+    for spans in spans_by_thread.values():
         now, open_spans = 0.0, list[Span]()
         for span in [*sorted(spans, key=lambda s: (s.start, -s.end)), Span(math.inf, math.inf, "the end")]:
             while open_spans:
                 top = open_spans[-1]
                 until = min(top.end, span.start)
                 if top.name.startswith("aten::") and until > now:
-                    found.append(Span(now, until, top.name))
+                    own_spans.append(Span(now, until, top.name))
                 now = max(now, until)
                 if top.end > span.start:
                     break
@@ -93,19 +95,19 @@ def _own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
             now = max(now, span.start)
             open_spans.append(span)
             if _communicates(span):
-                found.append(span)
-    return found
+                own_spans.append(span)
+    return own_spans
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
     """The time that the spans cover together, as ordered spans that do not overlap."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in sorted(spans):
-        if found and span.start <= found[-1].end:
-            found[-1] = found[-1]._replace(end=max(found[-1].end, span.end))
+        if merged and span.start <= merged[-1].end:
+            merged[-1] = merged[-1]._replace(end=max(merged[-1].end, span.end))
         else:
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged
 
 
 def length(spans: Iterable[Span]) -> float:

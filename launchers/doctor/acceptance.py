@@ -17,18 +17,18 @@ from typing import Any
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, ConfigError, UltrabenchError, counted
 from ultrabench.hardware import GIB
+from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.check import FAIL, Check, failed, first_problem, passed
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.open_sweep import folder_of, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
-from ultrabench.launchers.settle import interrupt
-from ultrabench.layout import AXES
+from ultrabench.layout import AXES, BATCH, DEGREES, FOLLOWING, other_degrees
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import SweepState, final_attempts
-from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import config_from_tree, load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Candidate, Plan, make_plan
@@ -54,10 +54,10 @@ GRADIENT_TOLERANCE = {"bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-9}
 """Precision -> largest relative difference of two gradient norms that count as equal; see docs/doctor.md."""
 EQUAL_NUMBERS = {"loss": ("loss_final", TOLERANCE), "gradient": ("gradient_norm", GRADIENT_TOLERANCE)}
 """Numbers of a result that must be equal in all layouts: word -> field and tolerances."""
-PUBLISHED = ("nodes", "dp", "tp", "pp", "cp", "zero_stage", "mbs", "gas")
+PUBLISHED = ("nodes", *DEGREES, "zero_stage", *BATCH)
 """What tells the published runs of one model apart: the number of nodes, and axes of the layout."""
-ALONE = {"nodes": [1], "tp": [1], "pp": [1], "cp": [1], "zero_stage": [0]}
-"""The sweep axes of plain data parallelism on one node."""
+ALONE = {"nodes": [1], **{name: [1] for name in DEGREES[1:]}, "zero_stage": [0], FOLLOWING[-1]: None}
+"""The sweep axes of plain data parallelism on one node, with the accumulation that makes the batch."""
 SCHEMA_VERSION = 1
 """Version of doctor.json."""
 MANY_NODES = 8
@@ -104,18 +104,19 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
     """
     if config.kernel.kind != "embedded":
         raise ConfigError(f"kernel={config.kernel.name} with --deep, which trains; use kernel=embedded")
-    run, lines = _Acceptance(config, say), dict[str, Callable[[], Check]]()
-    lines |= {f"same {word}": functools.partial(run.same, word) for word in EQUAL_NUMBERS}
-    lines |= {"out of memory": run.out_of_memory, "published speed": run.speed}
+    acceptance, check_by_name = _Acceptance(config, say), dict[str, Callable[[], Check]]()
+    for quantity in EQUAL_NUMBERS:
+        check_by_name[f"same {quantity}"] = functools.partial(acceptance.same, quantity)
+    check_by_name |= {"out of memory": acceptance.out_of_memory, "published speed": acceptance.speed}
     checks: list[Check] = []
-    for name, line in lines.items():
+    for name, check in check_by_name.items():
         say(f"acceptance run: {name}")
         try:
-            checks.append(line().named(name))
+            checks.append(check().named(name))
         except ClusterError as error:
-            run.write([*checks, failed(str(error), "mend that, then try again").named(name)])
+            acceptance.write([*checks, failed(str(error), "mend that, then try again").named(name)])
             raise
-    say(f"wrote {run.write(checks)}")
+    say(f"wrote {acceptance.write(checks)}")
     return checks
 
 
@@ -140,30 +141,29 @@ class _Acceptance:
     @functools.cached_property
     def one(self) -> Outcome:
         """The run of one GPU; the first access makes it."""
-        mbs, batch = max(self._config.axes.layout["mbs"]), self._config.workload.gbs
-        alone = ALONE | {"mbs": [mbs], "gas": [batch // mbs]}
-        config = self._variant("one", sweep=alone, hardware={"gpus_per_node": 1})
+        axes = ALONE | {"mbs": [max(self._config.axes.layout["mbs"])]}
+        config = self._variant("one", sweep=axes, hardware={"gpus_per_node": 1})
         return self._run(config, lambda plan: plan.runs)
 
-    def same(self, word: str) -> Check:
+    def same(self, quantity: str) -> Check:
         """Checks that every layout has the same loss, or gradient, as one GPU."""
-        return check_equal(self.one, self.layouts, word)
+        return check_equal(self.one, self.layouts, quantity)
 
     def out_of_memory(self) -> Check:
         """Checks that a run whose micro-batches do not fit is recognised as out of memory, and confirmed."""
         mbs, share = 1, 0.0
         while share <= TOO_MUCH:
-            batch = {"mbs": [mbs], "gas": [1], "gbs": mbs * self._config.hardware.gpus_per_node}
+            batch = {"mbs": [mbs], "gbs": mbs * self._config.hardware.gpus_per_node}
             config = self._variant("memory", sweep=ALONE | batch, max_p_oom=1.0)
             share, mbs = make_plan(config).candidates[0].prediction.memory_share, 2 * mbs
         return check_memory(self._run(config, lambda plan: plan.runs))
 
     def speed(self) -> Check:
         """Checks that the speed is close to the published speed on this hardware, if there is one."""
-        if (known := self._published) is None:
+        if (publication := self._published) is None:
             return check_speed(None, self.layouts)
-        config = self._variant("published", sweep=known.axes, models=[known.model])
-        return check_speed(known, self._run(config, known.choose))
+        config = self._variant("published", sweep=publication.axes, models=[publication.model])
+        return check_speed(publication, self._run(config, publication.choose))
 
     def _variant(self, name: str, **groups: Any) -> SweepConfig:
         """The configuration as the sweep `name`; `groups` replace only the values they name."""
@@ -178,16 +178,16 @@ class _Acceptance:
             ClusterError: the cluster or this machine cannot be used.
         """
         folder = folder_of(config)
-        launcher, left = choose_launcher(config, folder), self._left_gpu_hours
+        launcher, budget = choose_launcher(config, folder), self._left_gpu_hours
         plan = require_runs(make_plan(config))
-        sweep = open_sweep(plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=left)
+        sweep = open_sweep(plan, reuse="any", warn=self._say, say=self._say, max_gpu_hours=budget)
         sweep.plan = replace(sweep.plan, candidates=tuple(choose(sweep.plan)))
         write_plan(sweep.plan.candidates, folder.plan)
-        runs = {run.run_id for run in sweep.plan.runs}
+        run_ids = {run.run_id for run in sweep.plan.runs}
 
         def show(state: SweepState, alive: frozenset[str]) -> None:
-            ended = len({k.run_id for k, a in state.attempts.items() if a.result} & runs)
-            self._say(f"{config.name}: {ended} of {counted(len(runs), 'run')}")
+            num_ended = len({k.run_id for k, a in state.attempts.items() if a.result} & run_ids)
+            self._say(f"{config.name}: {num_ended} of {counted(len(run_ids), 'run')}")
 
         reconciler = Reconciler(sweep, launcher, show, self._say)
         try:
@@ -199,17 +199,17 @@ class _Acceptance:
                 self._say(f"cannot end the jobs of {folder.path}: {error}")
             raise
         # A sweep that uses only some GPUs of a node holds the whole node.
-        held = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
-        self._left_gpu_hours -= held * committed_gpu_hours(sweep.plan, state, ())
+        idle_factor = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
+        self._left_gpu_hours -= idle_factor * committed_gpu_hours(sweep.plan, state, ())
         return Outcome(folder=folder, runs=sweep.plan.runs, state=state, stopped=reconciler.stopped)
 
 
 def _differing(plan: Plan) -> Sequence[Candidate]:
     """At most LAYOUTS runs that certainly fit into memory, equally many for each number of nodes."""
     fitting = [run for run in plan.runs if run.prediction.memory_share <= SAFE_SHARE] or plan.runs
-    sizes = sorted({run.nodes for run in fitting})
-    each = ([run for run in fitting if run.nodes == nodes] for nodes in sizes)
-    return [run for runs in each for run in pairwise_sample(runs, LAYOUTS // len(sizes))]
+    node_counts = sorted({run.nodes for run in fitting})
+    runs_of_sizes = ([run for run in fitting if run.nodes == nodes] for nodes in node_counts)
+    return [run for runs in runs_of_sizes for run in pairwise_sample(runs, LAYOUTS // len(node_counts))]
 
 
 def pairwise_sample(runs: Sequence[Candidate], count: int) -> tuple[Candidate, ...]:
@@ -219,19 +219,20 @@ def pairwise_sample(runs: Sequence[Candidate], count: int) -> tuple[Candidate, .
     of a form of parallelism shows where it is used alone or together with one other form, so a small
     selection should cover the pairs.
     """
-    left, chosen, seen = list(runs), list[Candidate](), set[tuple[Word, Word]]()
-    while left and len(chosen) < count:
-        best = max(left, key=lambda run: len(_pairs(run) - seen))  # max() keeps the first of equals
-        left.remove(best)
-        chosen.append(best)
-        seen |= _pairs(best)
-    return tuple(chosen)
+    chosen_runs, pairs = list[Candidate](), set[tuple[Word, Word]]()
+    while len(chosen_runs) < min(count, len(runs)):
+        others = (run for run in runs if run not in chosen_runs)
+        best = max(others, key=lambda run: len(_pairs(run) - pairs))  # max() keeps the first of equals
+        chosen_runs.append(best)
+        pairs |= _pairs(best)
+    return tuple(chosen_runs)
 
 
 def _pairs(run: Candidate) -> set[tuple[Word, Word]]:
     layout = run.layout
-    words: list[Word] = [(name, getattr(layout, name)) for name in AXES if name not in ("dp", "mbs", "gas")]
-    words += [("dp > 1", layout.dp > 1), ("mbs > 1", layout.mbs > 1), ("gas > 1", layout.gas > 1)]
+    coarse_axes = (DEGREES[0], *BATCH)
+    words: list[Word] = [(name, getattr(layout, name)) for name in AXES if name not in coarse_axes]
+    words += [(f"{name} > 1", getattr(layout, name) > 1) for name in coarse_axes]
     return {*combinations_with_replacement(words, 2)}
 
 
@@ -240,11 +241,11 @@ def acceptance_folder(config: SweepConfig) -> Path:
     return Path(config.results_dir).absolute() / f"doctor-{config.cluster}-{config.hardware.name}"
 
 
-def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path, gpu_hours: float) -> Path:
+def write_acceptance(config: SweepConfig, checks: Sequence[Check], folder: Path, gpu_hours: float) -> Path:
     """Writes doctor.json, which replaces an older one; returns its path.
 
     Args:
-        sweeps: the folder with the sweeps of this acceptance run.
+        folder: the one with the sweeps of this acceptance run.
         gpu_hours: the GPU hours that these sweeps used.
     """
     document = {
@@ -258,7 +259,7 @@ def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path,
         "gpu_hours": round(gpu_hours, 4),
         "kernel_digest": config.kernel.digest(),
         "git_commit": checkout.commit(),
-        "sweeps": str(sweeps),
+        "sweeps": str(folder),
         "checks": [to_dict(check) for check in checks],
     }
     path = acceptance_folder(config) / "doctor.json"
@@ -269,43 +270,43 @@ def write_acceptance(config: SweepConfig, checks: Sequence[Check], sweeps: Path,
 
 def not_accepted(config: SweepConfig) -> str | None:
     """The warning for a large sweep on a cluster that has passed no acceptance run; None in other cases."""
-    most, folder = max(config.axes.nodes), acceptance_folder(config)
-    if config.launcher.name == "local" or config.hardware.simulated or most <= MANY_NODES:
+    max_nodes, folder = max(config.axes.nodes), acceptance_folder(config)
+    if config.launcher.name == "local" or config.hardware.simulated or max_nodes <= MANY_NODES:
         return None
-    found = "has no acceptance run"
+    problem = "has no acceptance run"
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         document = json.loads((folder / "doctor.json").read_text())
         if document["passed"] and max(document["nodes"]) > 1:
             return None
         if not document["passed"]:
-            bad = [c["name"] for c in document["checks"] if c["status"] == FAIL]
-            found = f"failed its acceptance run ({', '.join(bad)})"
-    names = f"cluster={config.cluster} hardware={config.hardware.name}"
-    remedy = f"at most 3 GPU hours on two nodes: ultrabench doctor --deep launcher=slurm {names}"
-    return f"sweep.nodes up to {most}, and {names} {found} in {folder}; {remedy}"
+            failed_checks = [c["name"] for c in document["checks"] if c["status"] == FAIL]
+            problem = f"failed its acceptance run ({', '.join(failed_checks)})"
+    cluster_words = f"cluster={config.cluster} hardware={config.hardware.name}"
+    remedy = f"at most 3 GPU hours on two nodes: ultrabench doctor --deep launcher=slurm {cluster_words}"
+    return f"sweep.nodes up to {max_nodes}, and {cluster_words} {problem} in {folder}; {remedy}"
 
 
-def check_equal(one: Outcome, layouts: Outcome, word: str) -> Check:
-    """Checks that every layout has the number `word`, one of EQUAL_NUMBERS, of one GPU."""
-    field, tolerance = EQUAL_NUMBERS[word]
-    alone = one.result(one.runs[0])
-    wanted = getattr(alone, field, None)
-    if alone is None or wanted is None:
-        return failed(f"one GPU alone: {one.why(one.runs[0])}", f"see {one.see(one.runs[0])}")
-    allowed = tolerance[one.runs[0].spec.kernel.precision]
-    off: dict[str, float] = {}
+def check_equal(single_gpu: Outcome, layouts: Outcome, quantity: str) -> Check:
+    """Checks that every layout has the number `quantity`, one of EQUAL_NUMBERS, of one GPU."""
+    (field, tolerance), base_run = EQUAL_NUMBERS[quantity], single_gpu.runs[0]
+    base_result = single_gpu.result(base_run)
+    expected = getattr(base_result, field, None)
+    if base_result is None or expected is None:
+        return failed(f"one GPU alone: {single_gpu.why(base_run)}", f"see {single_gpu.see(base_run)}")
+    allowed = tolerance[base_run.spec.kernel.precision]
+    difference_of_run: dict[str, float] = {}
     for run in layouts.runs:
         result = layouts.result(run)
         if result is None or result.status != Status.OK or getattr(result, field) is None:
             return layouts.failed(run)
-        off[run.run_id] = abs(getattr(result, field) - wanted) / abs(wanted)
-    worst = max(layouts.runs, key=lambda run: off[run.run_id])
-    wrong, count = sum(difference > allowed for difference in off.values()), len(layouts.runs)
-    step = alone.loss_step if word == "loss" else 1
+        difference_of_run[run.run_id] = abs(getattr(result, field) - expected) / abs(expected)
+    worst = max(layouts.runs, key=lambda run: difference_of_run[run.run_id])
+    num_wrong, count = sum(d > allowed for d in difference_of_run.values()), len(layouts.runs)
+    step = base_result.loss_step if quantity == "loss" else 1
     return first_problem(
-        f"{count - wrong} of {count} layouts have the {word} of one GPU at step {step}: {wanted:.6f}; largest "
-        f"difference {off[worst.run_id]:.1g}, allowed {allowed:g}",
-        (wrong, FAIL, f"a GPU or a link that computes wrongly, or a bug of torch: compare hosts in {layouts.see(worst)}",
+        f"{count - num_wrong} of {count} layouts have the {quantity} of one GPU at step {step}: {expected:.6f}; largest "
+        f"difference {difference_of_run[worst.run_id]:.1g}, allowed {allowed:g}",
+        (num_wrong, FAIL, f"a GPU or a link that computes wrongly, or a bug of torch: compare hosts in {layouts.see(worst)}",
          f"{worst.layout.label()} has another"),
     )  # fmt: skip
 
@@ -313,12 +314,12 @@ def check_equal(one: Outcome, layouts: Outcome, word: str) -> Check:
 def check_memory(outcome: Outcome) -> Check:
     """Checks that a lack of memory is recognised as such, and confirmed."""
     run = outcome.runs[0]
-    result, needs = outcome.result(run), f"predicted {run.prediction.peak_mem_bytes / GIB:.0f} GiB"
+    result, need = outcome.result(run), f"predicted {run.prediction.peak_mem_bytes / GIB:.0f} GiB"
     if result and result.status == Status.OOM and result.confirmed:
-        return passed(f"{run.layout.label()}, {needs}: {result.reason}")
-    told = outcome.why(run) + (", but not confirmed" if result and result.status == Status.OOM else "")
+        return passed(f"{run.layout.label()}, {need}: {result.reason}")
+    ending = outcome.why(run) + (", but not confirmed" if result and result.status == Status.OOM else "")
     remedy = f"GPUs have to be free, and of the memory that hardware= says; see {outcome.see(run)}"
-    return failed(f"{needs}: {told}", remedy)
+    return failed(f"{need}: {ending}", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,12 +330,12 @@ class Published:
     source: str
     axes: dict[str, Any]
     """Axes of a sweep that contains all published runs."""
-    runs: Mapping[tuple[int, ...], float]
+    speeds: Mapping[tuple[int, ...], float]
     """The values of PUBLISHED -> tokens per second and GPU."""
 
     def choose(self, plan: Plan) -> Sequence[Candidate]:
         """The runs of `plan` whose speed is published."""
-        return [run for run in plan.runs if _key(run) in self.runs]
+        return [run for run in plan.runs if _key(run) in self.speeds]
 
 
 def published(config: SweepConfig) -> Published | None:
@@ -345,50 +346,54 @@ def published(config: SweepConfig) -> Published | None:
     """
     if (path := files("published").get(config.hardware.name)) is None:
         return None
-    told = read_yaml(path)
-    if "runs" not in told:  # it has a best rate only
+    content = read_yaml(path)
+    if "runs" not in content:  # it has a best rate only
         return None
     try:
-        rows = [row for one in told["runs"] if _fits(row := {"tp": 1, "pp": 1, "cp": 1} | one, config)]
-        axes = {word: sorted({row[word] for row in rows}) for word in PUBLISHED if word != "dp"}
-        runs = {tuple(row[word] for word in PUBLISHED): float(row["tokens_per_s_per_gpu"]) for row in rows}
-        known = Published(
-            model=to_dict(load_model(told["model"])), source=str(told["source"]), runs=runs,
-            axes=axes | {"seq_len": told["seq_len"], "gbs": told["gbs"], "pp_schedule": ["auto"]},
+        rows = [dict.fromkeys(DEGREES[1:], 1) | row for row in content["runs"]]
+        rows = [row for row in rows if _fits(row, config)]
+        axes = {name: sorted({row[name] for row in rows}) for name in PUBLISHED if name != "dp"}
+        speeds = {tuple(row[name] for name in PUBLISHED): float(row["tokens_per_s_per_gpu"]) for row in rows}
+        publication = Published(
+            model=to_dict(load_model(content["model"])), source=str(content["source"]), speeds=speeds,
+            axes=axes | {"seq_len": content["seq_len"], "gbs": content["gbs"], "pp_schedule": ["auto"]},
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: {error!r}; write it as configs/published/h100x8.yaml is") from error
-    return known if rows and told["precision"] == config.kernel.precision else None
+    return publication if rows and content["precision"] == config.kernel.precision else None
 
 
-def check_speed(known: Published | None, outcome: Outcome) -> Check:
+def check_speed(publication: Published | None, outcome: Outcome) -> Check:
     """Compares our speed with the published one; shows our fastest run if nothing is published."""
-    ended = {run.run_id: (run, outcome.result(run)) for run in outcome.runs}
-    ours = {i: run.tokens_per_s_per_gpu(r) for i, (run, r) in ended.items() if r and r.status == Status.OK}
-    shown = {i: f"{_label(ended[i][0])}: {speed:,.0f} tokens/s/GPU" for i, speed in ours.items()}
-    if known is None:
-        best = f"; ours: {shown[max(ours, key=ours.__getitem__)]}" if ours else ""
-        return passed(f"nothing is published of this hardware and precision to compare with{best}")
-    texts, slow = [], []
+    speeds, texts = dict[str, float](), dict[str, str]()
     for run in outcome.runs:
-        if run.run_id not in ours:
+        if (result := outcome.result(run)) and result.status == Status.OK:
+            speeds[run.run_id] = speed = run.tokens_per_s_per_gpu(result)
+            texts[run.run_id] = f"{_label(run)}: {speed:,.0f} tokens/s/GPU"
+    if publication is None:
+        our_best = f"; ours: {texts[max(speeds, key=speeds.__getitem__)]}" if speeds else ""
+        return passed(f"nothing is published of this hardware and precision to compare with{our_best}")
+    commands = []
+    for run in outcome.runs:
+        if run.run_id not in speeds:
             return outcome.failed(run)
-        theirs = known.runs[_key(run)]
-        share = ours[run.run_id] / theirs
-        texts.append(f"{shown[run.run_id]}, published {theirs:,.0f} ({share:.0%})")
-        slow += [outcome.see(run)] if share < MIN_SPEED_SHARE else []
-    look = f"under {MIN_SPEED_SHARE:.0%}: look at clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
-    return first_problem(f"{'; '.join(texts)}; source {known.source}", (slow, FAIL, look + "".join(slow[:1])))
+        published_speed = publication.speeds[_key(run)]
+        share = speeds[run.run_id] / published_speed
+        texts[run.run_id] += f", published {published_speed:,.0f} ({share:.0%})"
+        commands += [outcome.see(run)] if share < MIN_SPEED_SHARE else []
+    advice = f"under {MIN_SPEED_SHARE:.0%}: look at clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
+    problem = (commands, FAIL, advice + "".join(commands[:1]))
+    return first_problem(f"{'; '.join(texts.values())}; source {publication.source}", problem)
 
 
 def _fits(row: Mapping[str, int], config: SweepConfig) -> bool:
     """Whether the nodes and the GPUs per node of a published run are possible in this configuration."""
-    ranks = row["dp"] * row["tp"] * row["pp"] * row["cp"]
+    ranks = row["dp"] * other_degrees(row)
     return row["nodes"] in config.axes.nodes and ranks == row["nodes"] * config.hardware.gpus_per_node
 
 
 def _key(run: Candidate) -> tuple[int, ...]:
-    return (run.nodes, *(getattr(run.layout, word) for word in PUBLISHED[1:]))
+    return (run.nodes, *(getattr(run.layout, name) for name in PUBLISHED[1:]))
 
 
 def _label(run: Candidate) -> str:

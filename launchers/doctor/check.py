@@ -43,6 +43,11 @@ def failed(told: str, remedy: str) -> Check:
     return Check(status=FAIL, told=told, remedy=remedy)
 
 
+def warned(told: str, remedy: str) -> Check:
+    """A check that found a problem with which some sweeps run, or run less well than they could."""
+    return Check(status=WARN, told=told, remedy=remedy)
+
+
 def skipped(name: str, told: str) -> Check:
     """A check that was left out because another check failed."""
     return Check(name=name, status=CheckStatus.SKIP, told=told)

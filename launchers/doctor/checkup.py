@@ -17,7 +17,7 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, counted
 from ultrabench.hardware import GIB
-from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed
+from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed, warned
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
@@ -62,15 +62,16 @@ def check_folder(report: Report, config: SweepConfig) -> Check:
 def check_python(report: Report, config: SweepConfig) -> Check:
     """Checks that the node has the same ultrabench and the same training program as this host."""
     digest, commit, version = config.kernel.digest(), checkout.commit(), ultrabench.__version__
-    same = "install the same version for the nodes, or set launcher.python= to a Python that has it"
-    theirs = report["ultrabench_version"], report["kernel_digest"], report["git_commit"]
+    remedy = "install the same version for the nodes, or set launcher.python= to a Python that has it"
+    node_version, node_digest = report["ultrabench_version"], report["kernel_digest"]
+    node_commit = report["git_commit"]
     return first_problem(
-        f"{report['python']} {report['python_version']}, ultrabench {theirs[0]} in {report['ultrabench_path']}, "
-        f"kernel_digest {theirs[1]}",
-        (report["kernel_error"], FAIL, same, str(report["kernel_error"])),
-        (theirs[1] != digest, FAIL, same, f"here it is {digest}, ultrabench {version}"),
-        (theirs[0] != version, WARN, same, f"here it is ultrabench {version}"),
-        (theirs[2] != commit, WARN, same, f"commit {_short(theirs[2])} there, {_short(commit)} here"),
+        f"{report['python']} {report['python_version']}, ultrabench {node_version} in {report['ultrabench_path']}, "
+        f"kernel_digest {node_digest}",
+        (report["kernel_error"], FAIL, remedy, str(report["kernel_error"])),
+        (node_digest != digest, FAIL, remedy, f"here it is {digest}, ultrabench {version}"),
+        (node_version != version, WARN, remedy, f"here it is ultrabench {version}"),
+        (node_commit != commit, WARN, remedy, f"commit {_short(node_commit)} there, {_short(commit)} here"),
     )
 
 
@@ -83,12 +84,10 @@ def check_torch(report: Report, config: SweepConfig) -> Check:
     torch = report["torch"]
     if torch is None:
         remedy = "install torch in that Python, or load what it needs with launcher.setup="
-        optional = config.kernel.kind == "command" and not config.launcher.preflight
-        return first_problem(
-            f"the kernel does not start: {report['torch_error']}",
-            (optional, WARN, f"kernel=command may do without; else {remedy}"),
-            (True, FAIL, f"{remedy}; kernel=command with launcher.preflight=false does without"),
-        )
+        failure = f"the kernel does not start: {report['torch_error']}"
+        if config.kernel.kind == "command" and not config.launcher.preflight:
+            return warned(failure, f"kernel=command may do without; else {remedy}")
+        return failed(failure, f"{remedy}; kernel=command with launcher.preflight=false does without")
     names = {"CUDA": "cuda_version", "NCCL": "nccl_version", "driver": "driver_version"}
     parts = [] if torch["cuda_version"] else ["without CUDA"]
     parts += [f"{name} {torch[key]}" for name, key in names.items() if torch[key]]
@@ -98,25 +97,25 @@ def check_torch(report: Report, config: SweepConfig) -> Check:
 def check_devices(report: Report, config: SweepConfig) -> Check:
     """Checks that the GPUs are those of `hardware=`, and that no other processes use them."""
     hardware, torch, driver = config.hardware, report["torch"] or {}, report["gpus"]
-    seen, own, name = int(torch.get("gpus") or 0), hardware.gpus_per_node, torch.get("gpu_name")
-    told = f"torch sees {seen}, the driver {driver}"
+    visible, needed, name = int(torch.get("gpus") or 0), hardware.gpus_per_node, torch.get("gpu_name")
+    fact = f"torch sees {visible}, the driver {driver}"
     if hardware.device != "cuda":
-        return passed(f"hardware={hardware.name} needs none; {told}")
+        return passed(f"hardware={hardware.name} needs none; {fact}")
     mem_bytes = int(torch.get("gpu_mem_bytes") or hardware.mem_bytes)  # a report of an older version has none
-    cuda, known = torch.get("cuda_version"), " or ".join(hardware.reported_as)
+    cuda, expected = torch.get("cuda_version"), " or ".join(hardware.reported_as)
     fits = "install the build that fits the driver"
     build = "" if cuda else ", a torch that is built with CUDA"
     none = f"there is no GPU: set a launcher.partition= or launcher.gres= that gives some{build}, or the hardware= "
     return first_problem(
-        f"{told}; hardware={hardware.name} has {own} {hardware.gpu}; they are {name or 'unknown'}",
-        (seen < own <= driver and not cuda, FAIL, f"this torch is built without CUDA: {fits}"),
-        (seen < own <= driver, FAIL, f"torch does not see what the driver has: {fits}"),
-        (0 < seen < own, FAIL, f"set hardware.gpus_per_node={seen}, or ask for more with launcher.gres="),
-        (not seen, FAIL, f"{none}that is there (hardware=cpu needs none)"),
-        (name not in hardware.reported_as, FAIL, f"name the hardware= that is there (this one says {known}), "
+        f"{fact}; hardware={hardware.name} has {needed} {hardware.gpu}; they are {name or 'unknown'}",
+        (visible < needed <= driver and not cuda, FAIL, f"this torch is built without CUDA: {fits}"),
+        (visible < needed <= driver, FAIL, f"torch does not see what the driver has: {fits}"),
+        (0 < visible < needed, FAIL, f"set hardware.gpus_per_node={visible}, or ask for more with launcher.gres="),
+        (not visible, FAIL, f"{none}that is there (hardware=cpu needs none)"),
+        (name not in hardware.reported_as, FAIL, f"name the hardware= that is there (this one says {expected}), "
          "else results are invalid"),
         (report["foreign"], WARN, "have it ended, or keep launcher.exclusive=true", "; ".join(report["foreign"])),
-        (seen > own, WARN, f"the others stay idle; use all: hardware.gpus_per_node={seen}"),
+        (visible > needed, WARN, f"the others stay idle; use all: hardware.gpus_per_node={visible}"),
         (abs(mem_bytes / hardware.mem_bytes - 1) > MEMORY_OFF, WARN,
          f"predict with the memory that is there: hardware.mem_bytes={mem_bytes}",
          f"torch reports {mem_bytes / GIB:.5g} GiB a GPU, hardware={hardware.name} has {hardware.mem_bytes / GIB:.5g}"),
@@ -146,12 +145,12 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
     behind_s = report["earliest_s"] - report["began_s"]
     ahead_s = report["ended_s"] - report["latest_s"]
     off_s, side = max((ahead_s, "ahead of"), (behind_s, "behind"))
-    told = f"within the {report['latest_s'] - report['earliest_s']:.1f} s in which the job ran here"
+    agreement = f"within the {report['latest_s'] - report['earliest_s']:.1f} s in which the job ran here"
     if off_s > CLOCK_WARN_S:
-        told = f"{host} is at least {off_s:.1f} s {side} this host"
+        agreement = f"{host} is at least {off_s:.1f} s {side} this host"
     remedy = "have the administrators mend the time service (chrony, ntpd) of nodes and login node"
     return first_problem(
-        told,
+        agreement,
         (off_s > CLOCK_FAIL_S, FAIL, remedy),
         (off_s > CLOCK_WARN_S, WARN, remedy),
         (window and report["utc_offset"] != zone, WARN,
@@ -207,10 +206,10 @@ class CheckupFolder:
         # NFS may remember for a while that a file does not exist, but a listing of the folder is fresh.
         if "report.json" not in os.listdir(self.path):
             return None
-        found: Report = json.loads((self.path / "report.json").read_text())
-        found |= {"results_dir": self.results_dir, "same_folder": found.get("token") == self.token}
-        found |= {"own_claim_seen": owner(self.path / "claims", "node") is not None, "latest_s": time.time()}
-        return found
+        report: Report = json.loads((self.path / "report.json").read_text())
+        own_claim_seen = owner(self.path / "claims", "node") is not None
+        facts = {"results_dir": self.results_dir, "same_folder": report.get("token") == self.token}
+        return report | facts | {"own_claim_seen": own_claim_seen, "latest_s": time.time()}
 
     def try_it(self) -> Check:
         """Makes the folder; checks that it can be written, and that a claim in it succeeds only once."""
@@ -219,16 +218,16 @@ class CheckupFolder:
         try:
             claims.mkdir(parents=True)
             write_whole(self.path / "request.json", json.dumps(request))
-            won = [claim(claims, "login", {"host": "here"}) for _ in range(2)]
+            successes = [claim(claims, "login", {"host": "here"}) for _ in range(2)]
             free = shutil.disk_usage(self.path).free
         except OSError as error:
             remedy = "choose another with results_dir=FOLDER, which all nodes share"
             return failed(f"cannot write {self.results_dir}: {error.strerror}", remedy)
         return first_problem(
             f"{self.results_dir}: can be written, {free / GIB:.1f} GiB free",
-            (won != [True, False], FAIL,
+            (successes != [True, False], FAIL,
              "put results_dir= on a file system with hard links, such as NFS, Lustre or ext4",
-             f"of two claims of one run {sum(won)} succeeded, so link(2) does not work"),
+             f"of two claims of one run {sum(successes)} succeeded, so link(2) does not work"),
             (free < LITTLE_BYTES, WARN, "make room, or choose another with results_dir=FOLDER"),
         )  # fmt: skip
 
@@ -237,15 +236,15 @@ class CheckupFolder:
 def checkup_folder(config: SweepConfig) -> Iterator[tuple[CheckupFolder, Check]]:
     """The folder and its check; at the end the folder, and parents that were made for it, are removed."""
     folder = CheckupFolder(config)
-    new = [f for f in (folder.results_dir, *folder.results_dir.parents) if not f.exists()]
+    absent_folders = [f for f in (folder.results_dir, *folder.results_dir.parents) if not f.exists()]
     try:
         yield folder, folder.try_it()
     finally:
         if not folder.keep:
             shutil.rmtree(folder.path, ignore_errors=True)
             with contextlib.suppress(OSError):
-                for made in new:
-                    made.rmdir()
+                for parent in absent_folders:
+                    parent.rmdir()
 
 
 class CheckupJob:
@@ -257,7 +256,7 @@ class CheckupJob:
         sbatch = {"comment": comment} | choice.sbatch
         choice = replace(choice, sbatch=sbatch, poll_s=min(POLL_S, choice.poll_s))
         self.launcher = SlurmLauncher(replace(config, launcher=choice), SweepFolder(folder.path))
-        self.launcher.program = ("ultrabench.agent.checkup", str(folder.path))
+        self.launcher.module = ("ultrabench.agent.checkup", str(folder.path))
         self.allocation = Allocation(
             name="checkup.0", sweep_dir=str(folder.path), work_dir=os.getcwd(), nodes=1,
             gpus_per_node=config.hardware.gpus_per_node, simulated=config.hardware.simulated, threads=None,
@@ -265,7 +264,7 @@ class CheckupJob:
         )  # fmt: skip
         self._folder, self._log = folder, self.allocation.folder / "job.log"
         self._say, self._say_once = say, functools.cache(say)
-        self._held = AllocationState(name=self.allocation.name)
+        self._state = AllocationState(name=self.allocation.name)
         self._job = SlurmJob(job_id="", name="", state="PENDING")
         """The job as squeue last listed it."""
         self._earliest_s = time.time()
@@ -275,12 +274,12 @@ class CheckupJob:
         """Submits the job and waits for its report; it is cancelled after `wait_s` seconds or on Ctrl-C."""
         self.allocation.folder.mkdir(parents=True)
         try:
-            self._held.job = job = self.launcher.submit([self.allocation], (), self._say)[self._held.name]
+            self._state.job = job = self.launcher.submit([self.allocation], (), self._say)[self._state.name]
             self._job = replace(self._job, job_id=job["job_id"])
             self._say(f"submitted job {self._job.array_id} of one node; waiting up to {wait_s:.0f} s for it")
             return self._watch(wait_s)
         except ClusterError as error:
-            if self._held.job is not None:
+            if self._state.job is not None:
                 raise
             return failed(error.fact, _first(_REFUSALS, error.fact)), None
         finally:
@@ -290,23 +289,25 @@ class CheckupJob:
     def _cancel(self) -> None:
         """Cancels the job by its name, since its number is unknown if the answer of sbatch was lost."""
         try:
-            self.launcher.cancel({self._held.name: self._held})
+            self.launcher.cancel({self._state.name: self._state})
         except ClusterError as error:
             self._say(f"job {self._job.array_id} could not be cancelled: {error}")
 
     def _watch(self, wait_s: float) -> tuple[Check, Report | None]:
-        begin, name, report, found_s = time.monotonic(), self._held.name, None, 0.0
+        begin, name, report, reported_s = time.monotonic(), self._state.name, None, 0.0
         while True:
-            seen = self.launcher.observe({name: self._held})
+            jobs_seen = self.launcher.observe({name: self._state})
             self._look()
             over, now = self._job.over, time.monotonic() - begin
             if report is None:
-                report, found_s = self._folder.report(), now
+                report, reported_s = self._folder.report(), now
             # The folder is removed afterwards, so no process of the job may be left.
-            if report is not None and (over or name not in seen.alive or now > found_s + END_S):
-                told = f"job {self._job.array_id} ran on {report['host']}; its report was here after {found_s:.0f} s"
-                return passed(told), report | {"earliest_s": self._earliest_s}
-            if report is None and (end := seen.ended_jobs.get(name)):
+            if report is not None and (over or name not in jobs_seen.alive or now > reported_s + END_S):
+                place = f"job {self._job.array_id} ran on {report['host']}"
+                return passed(f"{place}; its report was here after {reported_s:.0f} s"), report | {
+                    "earliest_s": self._earliest_s
+                }
+            if report is None and (end := jobs_seen.ended_jobs.get(name)):
                 return self._ended(end.reason), None
             if report is None and not over and now > wait_s:
                 return self._too_late(wait_s), None
@@ -324,37 +325,37 @@ class CheckupJob:
         self._say_once(": ".join(filter(None, (job.told, pending_remedy(job.reason)))))
 
     def _too_late(self, wait_s: float) -> Check:
-        told = f"{self._job.told}; not done after {wait_s:.0f} s, cancelled"
+        fact = f"{self._job.told}; not done after {wait_s:.0f} s, cancelled"
         if self._job.waits:
             busy = f"the cluster is busy: give it time with --wait {max(3600, 3 * wait_s):.0f}"
-            return failed(told, pending_remedy(self._job.reason) or busy)
+            return failed(fact, pending_remedy(self._job.reason) or busy)
         self._folder.keep = True
         slow = f"if the node is only slow: --wait {max(LIMIT_S, 3 * wait_s):.0f}"
-        return failed(told, f"see {self._log}; {slow}")
+        return failed(fact, f"see {self._log}; {slow}")
 
     def _ended(self, reason: str) -> Check:
         """The failed check for a job that ended without a report; its folder is kept as evidence."""
         self._folder.keep = True
         code = self._exit_code()
-        told = f"{reason}{self._job.place}; exit code {code}, no report"
+        fact = f"{reason}{self._job.place}; exit code {code}, no report"
         unshared = "is not one folder for all nodes: choose a shared one with results_dir=FOLDER"
         try:
             text = self._log.read_text(errors="replace")
         except OSError:
-            return failed(f"{told}; it wrote no {self._log}", f"{self._folder.results_dir} {unshared}")
+            return failed(f"{fact}; it wrote no {self._log}", f"{self._folder.results_dir} {unshared}")
         lines = [line.strip()[:200] for line in text.splitlines() if line.strip()]
         # The last lines of srun only say that it has ended the remaining processes.
         tail = [line for line in lines if not line.startswith("srun:")][-2:] or lines[-2:]
-        told += f"; its log ends: {' | '.join(tail)}" if tail else "; its log is empty"
+        fact += f"; its log ends: {' | '.join(tail)}" if tail else "; its log is empty"
         if code == "73:0":
-            return failed(told, f"{self._folder.results_dir} {unshared}")
-        return failed(told, f"{_first(_SAID, text)}; see {self._log}")
+            return failed(fact, f"{self._folder.results_dir} {unshared}")
+        return failed(fact, f"{_first(_SAID, text)}; see {self._log}")
 
     def _exit_code(self) -> str:
         with contextlib.suppress(CommandError):
             text = ask("scontrol", "--oneliner", "show", "job", self._job.job_id)
-            if found := re.search(r"\bExitCode=(\d+:\d+)", text):
-                return found[1]
+            if match := re.search(r"\bExitCode=(\d+:\d+)", text):
+                return match[1]
         return "unknown"
 
 

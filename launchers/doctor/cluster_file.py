@@ -59,14 +59,14 @@ def _hints(site: Site, limits: Limits, values: Mapping[str, Any]) -> list[str]:
     """Lines in comments that name options the user could also set."""
     account, default, usable = values["account"], site.accounts.default, site.accounts.usable(limits.name)
     names = list(dict.fromkeys(a.account for a in usable))
-    own = next((a for a in usable if a.account == (account or default)), None)
+    association = next((a for a in usable if a.account == (account or default)), None)
     hints = []
     if account is None and names:
-        told = f"the default is {default}" if default else "no default"
-        hints.append(f"# account: {default or names[0]}  # {told}; yours are {', '.join(names)}")
-    if values["qos"] is None and own and own.qos:
-        qos = own.default_qos or own.qos[0]
-        hints.append(f"# qos: {qos}  # account {own.account} has {', '.join(own.qos)}")
+        usual = f"the default is {default}" if default else "no default"
+        hints.append(f"# account: {default or names[0]}  # {usual}; yours are {', '.join(names)}")
+    if values["qos"] is None and association and association.qos:
+        qos = association.default_qos or association.qos[0]
+        hints.append(f"# qos: {qos}  # account {association.account} has {', '.join(association.qos)}")
     if limits.mem_mb_per_node:
         hints.append(f"# mem: {limits.mem_mb_per_node}M  # of a node; unset, jobs get what the site gives")
     return [*hints, "# python: /path/of/python  # where nodes have another", '# setup: ["module load cuda"]']

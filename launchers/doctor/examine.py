@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor import checkup, site_checks
-from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped
+from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped, warned
 from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.open_sweep import require_local
@@ -66,8 +66,8 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
         checks += _examine_site(config, site, say)
     except ClusterError as error:
         return [*checks, failed(str(error), REACH_SLURMCTLD).named("slurmctld")]
-    with checkup_folder(config) as (folder, found):
-        checks.append(found.named("results folder"))
+    with checkup_folder(config) as (folder, folder_check):
+        checks.append(folder_check.named("results folder"))
         bad = [name for name in failures(checks) if name in ("partition", "nodes", "results folder")]
         if bad or not wait_s:
             why = f"{' and '.join(bad)} failed" if bad else "of --wait 0"
@@ -84,15 +84,12 @@ def failures(checks: Sequence[Check]) -> list[str]:
 def why_not_slurm(site: Site) -> Check | None:
     """Why no Slurm can be checked on this host: a warning if it has sbatch, else a skipped check; None if one can."""
     if shutil.which("sbatch") is None:
-        return Check(name="slurmctld", status=CheckStatus.SKIP, told="there is no sbatch on PATH")
+        return skipped("slurmctld", "there is no sbatch on PATH")
     check = site_checks.check_controller(site)
+    if check.status is CheckStatus.PASS:
+        return None
     remedy = "if a cluster was meant: launcher=slurm looks at it"
-    told = f"sbatch is here, but {check.told}"
-    return (
-        None
-        if check.status is CheckStatus.PASS
-        else Check(name="slurmctld", status=CheckStatus.WARN, told=told, remedy=remedy)
-    )
+    return warned(f"sbatch is here, but {check.told}", remedy).named("slurmctld")
 
 
 def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
@@ -107,21 +104,21 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
     except ConfigError as error:
         return [failed(error.fact, error.remedy or "set launcher.partition=").named("partition")]
     say(f"looking at partition {limits.name}")
-    untold = OF_NODES if limits.up_nodes is None else ()
-    return _run(SITE | dict.fromkeys(untold, site_checks.nodes_unknown), config, site, limits)
+    unknown = OF_NODES if limits.up_nodes is None else ()
+    return _run(SITE | dict.fromkeys(unknown, site_checks.nodes_unknown), config, site, limits)
 
 
-def _run(table: Table, *given: object) -> list[Check]:
+def _run(table: Table, *arguments: object) -> list[Check]:
     """The results of the checks of a table, which are all called with the same arguments."""
-    return [check(*given).named(name) for name, check in table.items()]
+    return [check(*arguments).named(name) for name, check in table.items()]
 
 
 def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
     """The checks of this machine, for launcher=local."""
     checks = [_check_nodes_here(config).named("nodes")]
-    with checkup_folder(config) as (folder, found):
-        checks.append(found.named("results folder"))
-        if found.status is CheckStatus.FAIL:
+    with checkup_folder(config) as (folder, folder_check):
+        checks.append(folder_check.named("results folder"))
+        if folder_check.status is CheckStatus.FAIL:
             return [*checks, skipped("this machine", "not looked at, because the results folder failed")]
         say("looking at this machine")
         try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.choose import node_share
-from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed
+from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed, warned
 from ultrabench.launchers.slurm.query import CommandError, NoAnswerError
 from ultrabench.launchers.slurm.site import NEEDED, REACH_SLURMCTLD, Limits, Partition, Site, absent_programs
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -53,8 +53,8 @@ def check_controller(site: Site) -> Check:
     except CommandError as error:
         last = (error.complaints or ["no slurmctld is up"])[-1][:200]
         return failed(f"scontrol ping: {last}", REACH_SLURMCTLD)
-    found = [" ".join(line.split()) for line in text.splitlines() if line.startswith("Slurmctld")]
-    return passed(f"{'; '.join(found) or 'answers'}; answered in {time.monotonic() - begin:.1f} s")
+    controllers = [" ".join(line.split()) for line in text.splitlines() if line.startswith("Slurmctld")]
+    return passed(f"{'; '.join(controllers) or 'answers'}; answered in {time.monotonic() - begin:.1f} s")
 
 
 def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:
@@ -76,13 +76,15 @@ def facts(partition: Partition) -> str:
     """State, number of nodes and limits of a partition, such as `UP, 8 nodes (2 a job), up to 30 min`."""
     minutes = partition.max_time_minutes
     limit = "no time limit" if minutes is None else f"up to {minutes} min"
-    most = "" if partition.max_nodes is None else f" ({partition.max_nodes} a job)"
-    return f"{partition.state or 'state unknown'}, {counted(partition.total_nodes, 'node')}{most}, {limit}"
+    node_limit = "" if partition.max_nodes is None else f" ({partition.max_nodes} a job)"
+    return (
+        f"{partition.state or 'state unknown'}, {counted(partition.total_nodes, 'node')}{node_limit}, {limit}"
+    )
 
 
 def nodes_unknown(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """The warning that replaces each check of the nodes if sinfo does not answer."""
-    return first_problem("sinfo does not tell what nodes there are", (True, WARN, "look at `sinfo` by hand"))
+    return warned("sinfo does not tell what nodes there are", "look at `sinfo` by hand")
 
 
 def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
@@ -110,23 +112,23 @@ def _reasons(site: Site, name: str) -> str:
 
 def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the GPUs that Slurm lists are those of `hardware=`."""
-    hardware, gres, have = config.hardware, config.launcher.gres or "", limits.gpus_per_node or 0
-    own, seen = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
+    hardware, gres, present = config.hardware, config.launcher.gres or "", limits.gpus_per_node or 0
+    needed, fact = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
     if hardware.device != "cuda":
-        other = "; to have them checked, name the hardware= of the sweep" if have else ""
-        return passed(f"hardware={hardware.name} needs none; {seen}{other}")
-    found = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", gres)
-    asked = int(found[1] or 1) if found else own
-    theirs = _models(*re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", gres or limits.gres or ""))
-    number = f"hardware.gpus_per_node={have}"
+        other = "; to have them checked, name the hardware= of the sweep" if present else ""
+        return passed(f"hardware={hardware.name} needs none; {fact}{other}")
+    gres_match = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", gres)
+    gpus_per_node = int(gres_match[1] or 1) if gres_match else needed
+    models = _models(*re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", gres or limits.gres or ""))
+    setting = f"hardware.gpus_per_node={present}"
     return first_problem(
-        f"hardware={hardware.name} has {own} {hardware.gpu} a node; {seen}",
-        (asked != own, FAIL, f"make launcher.gres= ask for hardware.gpus_per_node={own}, or leave it out",
-         f"launcher.gres={gres} asks for {asked}"),
-        (have < own, FAIL, f"set {f'{number}, ' if have else ''}another hardware= or launcher.partition="),
-        (theirs and not theirs & _models(hardware.gpu, *hardware.reported_as), FAIL,
+        f"hardware={hardware.name} has {needed} {hardware.gpu} a node; {fact}",
+        (gpus_per_node != needed, FAIL, f"make launcher.gres= ask for hardware.gpus_per_node={needed}, or leave it out",
+         f"launcher.gres={gres} asks for {gpus_per_node}"),
+        (present < needed, FAIL, f"set {f'{setting}, ' if present else ''}another hardware= or launcher.partition="),
+        (models and not models & _models(hardware.gpu, *hardware.reported_as), FAIL,
          "set the hardware= that is there, or launcher.partition= or launcher.gres="),
-        (have > own, WARN, f"the others stay idle; use all: {number}"),
+        (present > needed, WARN, f"the others stay idle; use all: {setting}"),
         (len(limits.kinds) > 1, WARN, "keep to one kind with +launcher.sbatch.constraint=",
          f"nodes differ: {'; '.join(limits.kinds)}"),
     )  # fmt: skip
@@ -140,11 +142,11 @@ def _models(*names: str) -> set[str]:
 def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that a node has the memory and the CPUs that jobs ask for."""
     choice, mem, cpus = config.launcher, limits.mem_mb_per_node or 0, limits.cpus_per_node or 0
-    asked = re.fullmatch(r"(\d+)([KMGT]?)B?", (choice.mem or "0").upper())
+    mem_match = re.fullmatch(r"(\d+)([KMGT]?)B?", (choice.mem or "0").upper())
     return first_problem(
         f"{cpus} CPUs, {mem} MB a node; launcher.mem={choice.mem or 'null'}, launcher.cpus={choice.cpus or 'null'}",
-        (not asked, FAIL, "write launcher.mem= as a number with K, M, G or T, such as 500G"),
-        (asked and int(asked[1]) * _MB[asked[2]] > mem, FAIL,
+        (not mem_match, FAIL, "write launcher.mem= as a number with K, M, G or T, such as 500G"),
+        (mem_match and int(mem_match[1]) * _MB[mem_match[2]] > mem, FAIL,
          f"no node has so much memory: set at most launcher.mem={mem}M, or 0 for all"),
         ((choice.cpus or 0) > cpus, FAIL, f"no node has so many CPUs: set at most launcher.cpus={cpus}"),
     )  # fmt: skip
@@ -152,21 +154,21 @@ def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
 
 def check_limits(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the sweep stays within the limits of the site."""
-    choice, most, queued = config.launcher, limits.job_minutes, limits.max_submit
+    choice, max_minutes, queued = config.launcher, limits.job_minutes, limits.max_submit
     lengthy = "time_minutes" if choice.time_minutes else "allocation_minutes"
     remedies = []
     try:
         node_share(config, limits)
     except ConfigError as error:
         remedies.append(str(error))
-    if most is not None and most < getattr(choice, lengthy):
-        remedies.append(f"jobs end after {most} min: lower launcher.{lengthy}=")
+    if max_minutes is not None and max_minutes < getattr(choice, lengthy):
+        remedies.append(f"jobs end after {max_minutes} min: lower launcher.{lengthy}=")
     if queued is not None and queued < choice.max_jobs:
         remedies.append(f"no more than {queued} may be queued at a time; launcher.max_jobs= says so")
     return first_problem(
         f"MaxArraySize {limits.max_array_size}; a user: jobs queued {_any(queued)}, running "
         f"{_any(limits.max_jobs)}, nodes {_any(limits.max_nodes_per_user)}; a job: nodes {_any(limits.max_nodes)}, "
-        f"minutes {_any(most)}; the sweep: jobs {choice.max_jobs}, nodes of a job up to {max(config.axes.nodes)}",
+        f"minutes {_any(max_minutes)}; the sweep: jobs {choice.max_jobs}, nodes of a job up to {max(config.axes.nodes)}",
         (remedies, WARN, "; ".join(remedies)),
     )
 
@@ -181,19 +183,19 @@ def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
     enforced, names = site.enforced, [a.account for a in accounts.usable(limits.name)]
     rule = f"Slurm enforces {', '.join(sorted(enforced))}" if enforced else "not enforced here"
     mine = f"user {site.user}: {_list(names, 'no account')}; default {accounts.default or 'none'}"
-    told = f"{accounts.error or mine}; {rule}"
+    fact = f"{accounts.error or mine}; {rule}"
     if not enforced:
-        return passed(told)
-    wanted = account or accounts.default
-    known = [q for a in accounts.usable(limits.name, wanted or "") for q in a.qos]
-    strange = qos and enforced & {"qos", "all"} and qos not in known
+        return passed(fact)
+    chosen_account = account or accounts.default
+    qos_names = [q for a in accounts.usable(limits.name, chosen_account or "") for q in a.qos]
+    strange = qos and enforced & {"qos", "all"} and qos not in qos_names
     return first_problem(
-        f"{told}; QOS {_list(known, 'none')}" if known else told,
+        f"{fact}; QOS {_list(qos_names, 'none')}" if qos_names else fact,
         (accounts.error, WARN, "ask the site for your account, and set launcher.account= if jobs are refused"),
         (not names, FAIL, f"ask the site for an account that may use partition {limits.name}"),
-        (not accounts.usable(limits.name, wanted or ""), FAIL,
+        (not accounts.usable(limits.name, chosen_account or ""), FAIL,
          f"set launcher.account= to one of {_list(names)}", f"launcher.account={account or 'null'}"),
-        (strange, FAIL, f"set launcher.qos= to one of {_list(known, '(none: leave it out)')}",
+        (strange, FAIL, f"set launcher.qos= to one of {_list(qos_names, '(none: leave it out)')}",
          f"launcher.qos={qos}"),
     )  # fmt: skip
 
@@ -201,8 +203,8 @@ def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
 def _list(names: Sequence[str], none: str = "") -> str:
     """The names without repetition, at most MAX_NAMES of them; the text `none` if there is no name."""
     names = list(dict.fromkeys(names))
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more or none
+    unnamed = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + unnamed or none
 
 
 def check_accounting(config: SweepConfig, site: Site, limits: Limits) -> Check:
@@ -211,7 +213,6 @@ def check_accounting(config: SweepConfig, site: Site, limits: Limits) -> Check:
     try:
         site.ask("sacct", f"--user={os.getuid()}", "--starttime=now-1hours", "--allocations", "--noheader")
     except CommandError as error:
-        remedy = "nothing to do; slurmdbd would make the end of old jobs known"
-        return first_problem(f"{error}; {works}", (True, WARN, remedy))
+        return warned(f"{error}; {works}", "nothing to do; slurmdbd would make the end of old jobs known")
     recorded = (not limits.accounting, WARN, "nothing to do", f"but jobs are not recorded; {works}")
     return first_problem("sacct answers", recorded)

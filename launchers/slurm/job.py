@@ -107,10 +107,10 @@ def duration_s(text: str) -> float | None:
 
     Slurm writes MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
     """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text.strip())
-    if not found:
+    duration = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text.strip())
+    if not duration:
         return None
-    days, *rest = found.groups()
+    days, *rest = duration.groups()
     numbers = [int(n) for n in rest if n]
     if days is None and len(numbers) < 3:
         numbers.insert(0, 0)
@@ -153,7 +153,7 @@ def squeue_jobs(text: str) -> dict[str, SlurmJob]:
     Raises:
         ValueError: the text has another form.
     """
-    return {one.job_id: one for row in _rows(text, 7) for one in _elements(_job_of(row))}
+    return {job.job_id: job for row in _rows(text, 7) for job in _elements(_job_of(row))}
 
 
 def sacct_jobs(text: str) -> list[SlurmJob]:
@@ -195,5 +195,7 @@ def collapse(job_ids: Iterable[str]) -> list[str]:
     elements: dict[str, list[int]] = {}
     for array_id, _, index in (job_id.partition("_") for job_id in job_ids):
         elements.setdefault(array_id, []).extend([int(index)] if index else [])
-    ranges = ((array_id, ",".join(map(str, sorted(some)))) for array_id, some in sorted(elements.items()))
-    return [f"{array_id}_[{some}]" if some else array_id for array_id, some in ranges]
+    ranges = (
+        (array_id, ",".join(map(str, sorted(indices)))) for array_id, indices in sorted(elements.items())
+    )
+    return [f"{array_id}_[{indices}]" if indices else array_id for array_id, indices in ranges]

@@ -65,9 +65,9 @@ sbatch would take SLURM_* and SBATCH_* of an enclosing job for options.
 """
 
 
-def inherited(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of `environ` that a job inherits; `more` adds names to ALLOWED."""
-    patterns = (*ALLOWED, *more)
+def inherited(environ: Mapping[str, str], names: Iterable[str] = ()) -> dict[str, str]:
+    """The variables of `environ` that a job inherits; `names` adds names to ALLOWED."""
+    patterns = (*ALLOWED, *names)
     return {k: v for k, v in environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns)}
 
 
@@ -89,9 +89,9 @@ def submit(path: Path, script: str, environment: Iterable[str]) -> str | None:
     try:
         answer = ask("sbatch", str(path), timeout_s=TIMEOUT_S, environ=inherited(os.environ, environment))
     except CommandError as error:
-        told = [line.partition("error: ")[2] for line in error.complaints if "error: " in line]
-        told = told or [line for line in error.complaints if line.startswith("sbatch:")]
-        raise CommandError("; ".join(dict.fromkeys(told)) or str(error)) from error
+        errors = [line.partition("error: ")[2] for line in error.complaints if "error: " in line]
+        errors = errors or [line for line in error.complaints if line.startswith("sbatch:")]
+        raise CommandError("; ".join(dict.fromkeys(errors)) or str(error)) from error
     lines = (_JOB_NUMBER.fullmatch(line.strip()) for line in answer.splitlines())
     numbers = {line[1] or line[2] for line in lines if line}
     return numbers.pop() if len(numbers) == 1 else None
@@ -101,7 +101,7 @@ class SlurmLauncher:
     """Submits, finds and ends allocations that are elements of job arrays."""
 
     rest_s = 1.0
-    program: tuple[str, ...] = ()
+    module: tuple[str, ...] = ()
     """The Python module that runs on each node, and its arguments; our agent if empty."""
 
     def __init__(
@@ -136,28 +136,28 @@ class SlurmLauncher:
         Raises:
             ClusterError: sbatch refused the job, or failed SUBMIT_TRIES times.
         """
-        script = array_script(allocations, self._config, avoid, self.program)
+        script = array_script(allocations, self._config, avoid, self.module)
         name = f"{self._prefix}{array_name(allocations[0])}"
-        path, told = self._folder.scripts / f"{name}.sh", ""
+        path, failure = self._folder.scripts / f"{name}.sh", ""
         for number in range(SUBMIT_TRIES):
             try:
                 job_id = submit(path, script, self._config.launcher.environment)
             except CommandError as error:
-                told = str(error)
-                if _FOR_GOOD.search(told) and not _FOR_NOW.search(told):
+                failure = str(error)
+                if _FOR_GOOD.search(failure) and not _FOR_NOW.search(failure):
                     break
             else:
                 if job_id:
                     return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
-                told = "its output names no job, or several"
-            say(f"sbatch failed ({told}); looking whether it took the job, and trying again")
+                failure = "its output names no job, or several"
+            say(f"sbatch failed ({failure}); looking whether it took the job, and trying again")
             # Only squeue can tell whether Slurm took the job, which must not be submitted twice.
-            while (found := self._find(name)) is None:
+            while (jobs := self._find(name)) is None:
                 say("squeue does not answer; nothing is submitted before it does")
-            if found:
-                return {n: job for n, job in found.items() if n in {a.name for a in allocations}}
+            if jobs:
+                return {n: job for n, job in jobs.items() if n in {a.name for a in allocations}}
             time.sleep(SUBMIT_PAUSE_S * 2**number)
-        refused = f"sbatch does not take a job of {counted(allocations[0].nodes, 'node')}: {told}"
+        refused = f"sbatch does not take a job of {counted(allocations[0].nodes, 'node')}: {failure}"
         raise ClusterError(refused, "mend launcher.* or the cluster, then launch again: nothing is lost")
 
     def _find(self, name: str) -> dict[str, Job] | None:
@@ -166,12 +166,12 @@ class SlurmLauncher:
         Raises:
             ClusterError: squeue has not answered for a long time.
         """
-        asked = time.monotonic()
-        while time.monotonic() - asked < FIND_TIMEOUT_S:
+        asked_at = time.monotonic()
+        while time.monotonic() - asked_at < FIND_TIMEOUT_S:
             answer = self.query.jobs(self._prefix, fresh=True)
-            if not answer.error and answer.age_s < time.monotonic() - asked:
-                seen = [job for job in answer.jobs.values() if job.name == name]
-                return {self._allocation(job): _job(job.job_id, name) for job in seen}
+            if not answer.error and answer.age_s < time.monotonic() - asked_at:
+                namesakes = [job for job in answer.jobs.values() if job.name == name]
+                return {self._allocation(job): _job(job.job_id, name) for job in namesakes}
             time.sleep(0.5)
         return None
 
@@ -184,18 +184,23 @@ class SlurmLauncher:
         Raises:
             ClusterError: Slurm has not answered for a long time.
         """
-        unended = {name for name, held in allocations.items() if held.ended is None}
+        unended = {name for name, allocation in allocations.items() if allocation.ended is None}
         began = time.monotonic()
         self._asked_for = {n: self._asked_for.get(n, began) for n in unended}
         self._ended_at = {n: self._ended_at.get(n, began) for n in allocations.keys() - unended}
         answer = self.query.jobs(self._prefix)
-        seen: dict[str, list[SlurmJob]] = {}
+        jobs_by_name: dict[str, list[SlurmJob]] = {}
         for job in answer.jobs.values():
-            if (held := allocations.get(self._allocation(job))) is not None:
-                seen.setdefault(held.name, []).append(job)
-        seen = {n: self._of_the_owner(allocations[n], jobs, answer) for n, jobs in seen.items()}
+            if (name := self._allocation(job)) in allocations:
+                jobs_by_name.setdefault(name, []).append(job)
+        jobs_by_name = {
+            n: self._of_the_owner(allocations[n].start.job_id, jobs, answer)
+            for n, jobs in jobs_by_name.items()
+        }
         # An allocation that was submitted twice has two jobs.
-        active = {n: one for n, jobs in seen.items() if (one := next((j for j in jobs if not j.over), None))}
+        active = {
+            n: living[0] for n, jobs in jobs_by_name.items() if (living := [j for j in jobs if not j.over])
+        }
         queued = {n for n, job in active.items() if job.waits}
         # Suspended jobs are left out, since their agents are stopped and give no sign of life.
         moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.error}
@@ -203,37 +208,35 @@ class SlurmLauncher:
         stuck = self._watch_completing(active.values(), since)
         missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
         self._unseen = {n: self._unseen.get(n, since) for n in missing}
-        ends = {n: self._over(allocations[n], seen.get(n), answer) for n in sorted(self._unseen)}
-        gone = {n: end for n, end in ends.items() if end}
+        ends = {n: self._over(allocations[n], jobs_by_name.get(n), answer) for n in sorted(self._unseen)}
+        ended_by_name = {n: end for n, end in ends.items() if end}
         self._end_late({n: moving[n] for n in moving.keys() - unended}, since)
         ended = {n: allocations[n] for n in allocations.keys() - active.keys() - unended}
+        # An answer from before its end says nothing about whether a job has given its nodes back.
+        leaving = {n for n, end in self._ended_at.items() if n in active or end > since}
         return JobsSeen(
-            alive=frozenset((unended | queued) - set(gone)),
+            alive=frozenset((unended | queued) - set(ended_by_name)),
             queued=frozenset(queued),
             running=frozenset(moving),
-            # An answer from before its end says nothing about whether a job has given its nodes back.
-            leaving=frozenset(
-                n for n, end in self._ended_at.items() if n not in queued and (n in active or end > since)
-            ),
-            ended_jobs=gone,
+            leaving=frozenset(leaving - queued),
+            ended_jobs=ended_by_name,
             held_s={n: self._held_s(job) for n, job in active.items() if n not in queued},
-            timed=self._timed(ended, seen),
+            timed=self._timed(ended, jobs_by_name),
             jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
             notes=(*_notes(answer, active), *stuck, *self.query.foreign.values()),
         )
 
-    def _identity(self, held: AllocationState) -> JobIdentity:
+    def _identity(self, allocation: AllocationState) -> JobIdentity:
         """What the job of an allocation must be; an id alone is no proof, since Slurm uses ids again."""
         cluster = "" if self.by["cluster"] == UNKNOWN_CLUSTER else self.by["cluster"]
-        name = f"{self._prefix}{held.name.rpartition('.')[0]}"
-        return JobIdentity(name=name, cluster=cluster, submitting_at=held.submitting_at)
+        name = f"{self._prefix}{allocation.name.rpartition('.')[0]}"
+        return JobIdentity(name=name, cluster=cluster, submitting_at=allocation.submitting_at)
 
-    def _of_the_owner(self, held: AllocationState, jobs: list[SlurmJob], answer: Answer) -> list[SlurmJob]:
+    def _of_the_owner(self, owner: str, jobs: list[SlurmJob], answer: Answer) -> list[SlurmJob]:
         """The jobs of an allocation without those of an accidental second submission, which run nothing.
 
         Until an agent has claimed the allocation, all its jobs are returned, since any of them may claim it.
         """
-        owner = held.start.job_id
         second = [job for job in jobs if owner and job.job_id != owner]
         waiting = {job.job_id for job in second if job.waits} - self._second
         if waiting and not answer.error:
@@ -242,20 +245,24 @@ class SlurmLauncher:
                 self.query.cancel(waiting)
         return [job for job in jobs if job not in second]
 
-    def _timed(self, ended: Allocations, seen: Mapping[str, list[SlurmJob]]) -> dict[str, float]:
+    def _timed(self, ended: Allocations, jobs_by_name: Mapping[str, list[SlurmJob]]) -> dict[str, float]:
         """Allocation that is over -> seconds for which its job held nodes, by squeue or else by sacct."""
-        over = {n: held for n, held in ended.items() if held.agents and not held.timed}
-        found = {n: seen[n][-1] for n in over if seen.get(n)}
-        now, missing = time.monotonic(), over.keys() - found.keys()
+        over = {
+            n: allocation for n, allocation in ended.items() if allocation.agents and not allocation.timed
+        }
+        jobs = {n: jobs_by_name[n][-1] for n in over if jobs_by_name.get(n)}
+        now, missing = time.monotonic(), over.keys() - jobs.keys()
         self._accounted = {n: self._accounted.get(n, now) for n in missing}
-        asked = {n: over[n].start.job_id for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S}
-        wanted = {number: self._identity(over[n]) for n, number in asked.items()}
-        known = self.query.accounting(wanted) if asked else {}
-        found |= {n: known[number] for n, number in asked.items() if number in known}
+        job_id_by_name = {
+            n: over[n].start.job_id for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S
+        }
+        identities = {number: self._identity(over[n]) for n, number in job_id_by_name.items()}
+        accounted = self.query.accounting(identities) if job_id_by_name else {}
+        jobs |= {n: accounted[number] for n, number in job_id_by_name.items() if number in accounted}
         # Of a requeued job Slurm shows only the latest start.
         requeued = over.items() if self._config.launcher.requeue else ()
-        least_s = {n: held.end.elapsed_s or 0.0 for n, held in requeued if held.end}
-        return {n: max(self._held_s(job), least_s.get(n, 0.0)) for n, job in found.items() if job.over}
+        least_s = {n: allocation.end.elapsed_s or 0.0 for n, allocation in requeued if allocation.end}
+        return {n: max(self._held_s(job), least_s.get(n, 0.0)) for n, job in jobs.items() if job.over}
 
     def _watch_completing(self, jobs: Collection[SlurmJob], since: float) -> list[str]:
         """Notes which active jobs still hold nodes after their end; returns messages about those that do so for long.
@@ -295,31 +302,32 @@ class SlurmLauncher:
                 with contextlib.suppress(ClusterError):  # a later look finds it again
                     self.query.cancel([job.job_id])
 
-    def _over(self, held: AllocationState, listed: list[SlurmJob] | None, answer: Answer) -> JobEnd | None:
+    def _over(
+        self, allocation: AllocationState, listed: list[SlurmJob] | None, answer: Answer
+    ) -> JobEnd | None:
         """How an allocation ended that squeue does not list as active; None while that is uncertain.
 
         The time for which its job was missing is counted between answers of squeue.
         """
-        waited = time.monotonic() - answer.age_s - self._unseen[held.name]
+        waited = time.monotonic() - answer.age_s - self._unseen[allocation.name]
         grace_s = self._config.launcher.grace_s
         if waited < (min(END_GRACE_S, grace_s) if listed else grace_s):
             return None
-        number, identity = held.start.job_id or (held.job or {}).get("job_id"), self._identity(held)
+        number = allocation.start.job_id or (allocation.job or {}).get("job_id")
+        identity = self._identity(allocation)
         job = listed[-1] if listed else find(answer.jobs, number) if number else None
         if number and (job is None or job.name != identity.name):
             job = self.query.accounting({number: identity}).get(number)
         if job is None:
-            named = f"job {number}" if number else f"a job of {held.name}"
-            return JobEnd(reason=f"Slurm does not know {named}")
+            job_name = f"job {number}" if number else f"a job of {allocation.name}"
+            return JobEnd(reason=f"Slurm does not know {job_name}")
         if not job.over:
             if waited < STALE_ACCOUNTING_S:
                 return None
             return JobEnd(reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}")
         reason = f"Slurm ended job {job.job_id}: {job.state}{job.because}"
-        what, held_s = job.meaning, self._held_s(job)
-        return JobEnd(
-            status=what.status or Status.LOST, reason=reason, held_s=held_s, agent_gone=what.agent_gone
-        )
+        status, agent_gone = job.meaning.status or Status.LOST, job.meaning.agent_gone
+        return JobEnd(status=status, reason=reason, held_s=self._held_s(job), agent_gone=agent_gone)
 
     def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends all jobs of the arrays that hold `allocations`; their agents record how the runs ended."""

@@ -160,16 +160,16 @@ class SlurmQuery:
         # The query is for whole arrays, since sacct does not know an element that has not started.
         arrays = sorted({job_id.partition("_")[0] for job_id in jobs})
         due = [i for i in arrays if now - self._looked_up.get(i, -math.inf) >= self._poll_s]
-        for some in _chunks(due):
+        for chunk in _chunks(due):
             if now < self._sacct_from:
                 return {}
             try:
-                rows = sacct_jobs(ask("sacct", *SACCT, f"--jobs={','.join(some)}"))
+                rows = sacct_jobs(ask("sacct", *SACCT, f"--jobs={','.join(chunk)}"))
             except (CommandError, ValueError):
                 self._sacct_from = now + MOST_BACK_OFF_S
                 return {}
-            self._accounts |= {number: [row for row in rows if row.array_id == number] for number in some}
-            self._looked_up |= dict.fromkeys(some, now)
+            self._accounts |= {number: [row for row in rows if row.array_id == number] for number in chunk}
+            self._looked_up |= dict.fromkeys(chunk, now)
         return {job_id: job for job_id, ours in jobs.items() if (job := self._account(job_id, ours))}
 
     def _account(self, job_id: str, identity: JobIdentity) -> SlurmJob | None:
@@ -190,7 +190,7 @@ class SlurmQuery:
         Raises:
             ClusterError: scancel failed.
         """
-        self._scancel(*(collapse(some) for some in _chunks(sorted(job_ids))))
+        self._scancel(*(collapse(chunk) for chunk in _chunks(sorted(job_ids))))
 
     def cancel_named(self, name: str, *, pending_only: bool) -> None:
         """Ends all our jobs with this name, or only those that hold no nodes.
@@ -224,5 +224,5 @@ class SlurmQuery:
 _ALREADY_OVER = re.compile("invalid job id|already complet|already finish|no longer pending", re.IGNORECASE)
 
 
-def _chunks(items: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (items[i : i + IDS_A_COMMAND] for i in range(0, len(items), IDS_A_COMMAND))
+def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (names[i : i + IDS_A_COMMAND] for i in range(0, len(names), IDS_A_COMMAND))

@@ -12,6 +12,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.processes import own_name
 from ultrabench.store.allocation import Allocation
 from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.variant import in_place
 
 SRUN_WAIT_S = 60
 """Seconds that srun gives the other agents after the first one has ended."""
@@ -39,13 +40,13 @@ def require_plain(*folders: Path) -> None:
 
 
 def array_script(
-    array: Sequence[Allocation], config: SweepConfig, avoid: Sequence[str] = (), program: Sequence[str] = ()
+    array: Sequence[Allocation], config: SweepConfig, avoid: Sequence[str] = (), module: Sequence[str] = ()
 ) -> str:
     """The job script of allocations that have the same nodes and time limit.
 
     Args:
         avoid: nodes that must not be used.
-        program: the Python module that runs on each node, and its arguments; our agent if empty.
+        module: the Python module that runs on each node, and its arguments; our agent if empty.
     """
     from submitit.core.utils import JobPaths  # importing submitit is slow
     from submitit.slurm.slurm import _make_sbatch_string
@@ -57,18 +58,21 @@ def array_script(
     # Without --cpu-bind=none many clusters bind the single task of a node to a single core.
     steps = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log}",
              "--cpu-bind=none", *([f"--cpus-per-task={choice.cpus}"] if choice.cpus else [])]  # fmt: skip
-    python = choice.python or (sys.executable,)
+    variant = first.tasks[0].spec.variant if first.tasks else {}
+    python, more_steps = in_place(variant, choice.python or (sys.executable,)), in_place(variant, choice.srun)
+    if "python" in variant:
+        python = (str(variant["python"]),)
     sweep_dir = Path(first.sweep_dir)
     whose = f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}"
     comment = f"{whose}; to give the nodes back: ultrabench sweep pause {sweep_dir.name}"
     text = _make_sbatch_string(
-        command=shlex.join([*python, "-P", "-m", *(program or ("ultrabench.agent", str(shared)))]),
+        command=shlex.join([*python, "-P", "-m", *(module or ("ultrabench.agent", str(shared)))]),
         folder=sweep_dir,
         job_name=f"{job_prefix(sweep_dir)}{array_name(first)}",
         map_count=len(array),
         additional_parameters={"comment": comment, "output": log, **_options(first, config, avoid)},
         setup=["export PYTHONSAFEPATH=1", *_checked(choice.setup)],
-        srun_args=[*steps, *choice.srun],
+        srun_args=[*steps, *more_steps],
         signal_delay_s=int(first.warning_s),
         stderr_to_stdout=True,
         wckey=None,  # type: ignore[arg-type]  # submitit leaves out what is None
@@ -81,8 +85,8 @@ def _checked(setup: Sequence[str]) -> list[str]:
     """The lines of launcher.setup, each followed by a line that ends the job if the command failed."""
     lines = []
     for number, line in enumerate(setup, start=1):
-        told = shlex.quote(f"line {number} of launcher.setup failed: {line}")
-        lines += [line, f"status=$?; [ $status -eq 0 ] || {{ echo {told} >&2; exit $status; }}"]
+        message = shlex.quote(f"line {number} of launcher.setup failed: {line}")
+        lines += [line, f"status=$?; [ $status -eq 0 ] || {{ echo {message} >&2; exit $status; }}"]
     return lines
 
 

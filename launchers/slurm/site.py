@@ -27,8 +27,6 @@ REACH_SLURMCTLD = "run this on a login node, wait until `scontrol ping` says UP,
 
 Rules = Sequence[Mapping[str, str]]
 """Rows of sacctmgr; the first row that sets a limit counts."""
-Ask = Callable[..., str]
-"""Runs a program with arguments and returns its output; raises CommandError if it fails or takes too long."""
 
 
 def absent_programs() -> tuple[str, str] | None:
@@ -112,15 +110,16 @@ class Accounts:
 
     def usable(self, partition: str, account: str | None = None) -> list[Association]:
         """The associations that are valid for a partition, of one account or, with None, of all accounts."""
-        found = [a for a in self.mine if a.partition in ("", partition)]
-        return [a for a in found if account is None or a.account.lower() == account.lower()]
+        of_partition = [a for a in self.mine if a.partition in ("", partition)]
+        return [a for a in of_partition if account is None or a.account.lower() == account.lower()]
 
 
 class Site:
     """A Slurm cluster; its facts are queried when they are first needed."""
 
-    def __init__(self, ask: Ask = ask) -> None:
-        self.ask = ask
+    ask = staticmethod(ask)
+
+    def __init__(self) -> None:
         self.user = own_name()
 
     @cached_property
@@ -154,8 +153,8 @@ class Site:
         except CommandError:
             nodes = ""
         rows = [fields for line in nodes.splitlines() if len(fields := line.split("|", 5)) == 6]
-        found = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines())
-        return [_partition(facts, rows) for facts in found if facts.get("PartitionName")]
+        shown = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines())
+        return [_partition(facts, rows) for facts in shown if facts.get("PartitionName")]
 
     def partition(self, name: str | None) -> Partition:
         """The partition with this name; None stands for the default partition.
@@ -195,13 +194,13 @@ class Site:
         names = [a.account for a in self.accounts.usable(partition)]
         return names[0] if self.enforced and names and self.accounts.default not in names else None
 
-    def table(self, *what: str, columns: str) -> list[dict[str, str]]:
+    def table(self, *words: str, columns: str) -> list[dict[str, str]]:
         """The rows that `sacctmgr show` prints.
 
         Raises:
             CommandError: sacctmgr fails.
         """
-        text = self.ask("sacctmgr", "--noheader", "--parsable2", "show", *what, f"format={columns}")
+        text = self.ask("sacctmgr", "--noheader", "--parsable2", "show", *words, f"format={columns}")
         names = columns.split(",")
         rows = (line.split("|") for line in text.splitlines() if line.strip())
         return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
@@ -215,18 +214,20 @@ class Site:
             ConfigError: there is no such partition, or no default partition.
             ClusterError: Slurm does not answer.
         """
-        config, found = self.config, self.partition(partition)
-        rules = self._rules(found, account, qos)
-        most = _least(found.max_nodes, _nodes(rules, "MaxTRES", found), _nodes(rules, "GrpTRES", found))
+        config, chosen = self.config, self.partition(partition)
+        rules = self._rules(chosen, account, qos)
+        max_nodes = _least(
+            chosen.max_nodes, _nodes(rules, "MaxTRES", chosen), _nodes(rules, "GrpTRES", chosen)
+        )
         recorded = config.get("AccountingStorageType", "").endswith("dbd")
         return Limits(
-            **asdict(found) | {"max_nodes": most},
+            **asdict(chosen) | {"max_nodes": max_nodes},
             cluster=known(config.get("ClusterName")),
             accounting=recorded and "nojobs" not in config.get("AccountingStorageEnforce", ""),
             max_array_size=count(config.get("MaxArraySize")) or 1,
             max_submit=_first(rules, ("MaxSubmitPU", "MaxSubmit"), count),
             max_jobs=_first(rules, ("MaxJobsPU", "MaxJobs"), count),
-            max_nodes_per_user=_nodes(rules, "MaxTRESPU", found),
+            max_nodes_per_user=_nodes(rules, "MaxTRESPU", chosen),
             max_wall_minutes=_first(rules, ("MaxWall",), minutes),
         )
 
@@ -240,24 +241,26 @@ class Site:
             return []
         mine = self.accounts.usable(partition.name, account or self.accounts.default or "")
         mine = sorted(mine, key=lambda a: a.partition == "")[:1]
-        own = qos or next((a.default_qos or ",".join(a.qos) for a in mine), "")
-        wanted = [name for name in (partition.partition_qos, own) if name and "," not in name]
+        job_qos = qos or next((a.default_qos or ",".join(a.qos) for a in mine), "")
+        qos_names = [name for name in (partition.partition_qos, job_qos) if name and "," not in name]
         try:
             # For a QOS that does not exist, sacctmgr prints nothing or an error.
-            rows = self.table("qos", "where", f"name={','.join(wanted)}", columns=_QOS) if wanted else []
+            rows = (
+                self.table("qos", "where", f"name={','.join(qos_names)}", columns=_QOS) if qos_names else []
+            )
         except CommandError:
             rows = []
-        found = sorted((r for r in rows if r["Name"] in wanted), key=lambda r: wanted.index(r["Name"]))
-        if "OverPartQOS" in (found[-1]["Flags"] if found else ""):
-            found.reverse()
-        return [*found, *(a.limits for a in mine)]
+        of_qos = sorted((r for r in rows if r["Name"] in qos_names), key=lambda r: qos_names.index(r["Name"]))
+        if "OverPartQOS" in (of_qos[-1]["Flags"] if of_qos else ""):
+            of_qos.reverse()
+        return [*of_qos, *(a.limits for a in mine)]
 
     def _ask_controller(self, *words: str) -> str:
         try:
             return self.ask(*words)
         except CommandError as error:
-            told, remedy = absent_programs() or (str(error), REACH_SLURMCTLD)
-            raise ClusterError(f"Slurm cannot be asked: {told}; {remedy}") from error
+            reason, remedy = absent_programs() or (str(error), REACH_SLURMCTLD)
+            raise ClusterError(f"Slurm cannot be asked: {reason}", remedy) from error
 
 
 def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Partition:
@@ -297,8 +300,8 @@ def _first(rules: Rules, keys: Sequence[str], read: Callable[[str], int | None])
 
 def _nodes(rules: Rules, key: str, partition: Partition) -> int | None:
     """The number of whole nodes, at least 1, that limits such as `cpu=64,gres/gpu=16,node=4` allow."""
-    gpus, own = _first(rules, (key,), lambda text: _tres(text, "gres/gpu")), partition.gpus_per_node
-    by_gpus = max(1, gpus // own) if gpus is not None and own else None
+    gpus, per_node = _first(rules, (key,), lambda text: _tres(text, "gres/gpu")), partition.gpus_per_node
+    by_gpus = max(1, gpus // per_node) if gpus is not None and per_node else None
     return _least(_first(rules, (key,), lambda text: _tres(text, "node")), by_gpus)
 
 
@@ -318,8 +321,8 @@ def known(text: str | None) -> str | None:
 
 def count(text: str | None) -> int | None:
     """The number at the beginning of a text (`300 sec`, `2000+`); None for UNLIMITED and similar words."""
-    found = re.match(r"\d+", text or "")
-    return int(found[0]) if found else None
+    digits = re.match(r"\d+", text or "")
+    return int(digits[0]) if digits else None
 
 
 def minutes(text: str | None) -> int | None:

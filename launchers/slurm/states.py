@@ -65,13 +65,13 @@ _MEANINGS = {
 }
 
 
-def meaning(word: str) -> Meaning:
+def meaning(state: str) -> Meaning:
     """The meaning of a state in the long form of squeue and sacct, such as `RUNNING` or `CANCELLED by 1000`.
 
     An unknown state counts as running, so that a job that may still run is not submitted a second time.
     """
-    unknown = f"is in the state {word.strip() or '(none)'}, which is not known here"
-    name = (word.upper().split() or [""])[0].rstrip("+")
+    unknown = f"is in the state {state.strip() or '(none)'}, which is not known here"
+    name = (state.upper().split() or [""])[0].rstrip("+")
     return _MEANINGS.get(name, Meaning(Phase.RUNNING, unknown))
 
 

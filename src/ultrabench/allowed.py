@@ -1,83 +1,69 @@
 """Which values a field of a record may have: written in the type of the field, and checked when a record is made.
 
 For example `confirm: Annotated[int, between(1, 100)]`. In `attempts: dict[str, Annotated[int, between(0, 100)]]`
-the rule holds for each value, and in `pack: Count | None` for a value that is not None.
+the rule holds for each value, and in `pack: Count | None` for a value that is not None. The rules are those of
+msgspec; their `description` is the end of a message that begins with `must be`.
 """
 
 import functools
-import math
 import re
-import typing
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any
+import sys
+from collections.abc import Iterable
+from typing import Annotated, Any, get_args
+
+from msgspec import Meta, Struct, ValidationError, convert, defstruct
 
 from ultrabench.errors import ConfigError
+from ultrabench.record import field_types, value_from
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """The allowed values of a field."""
-
-    text: str
-    """The end of a message that begins with `must be`."""
-    holds: Callable[[Any], object]
-    """Whether a value is allowed, as a true or false value."""
-
-
-def at_least(least: float) -> Allowed:
+def at_least(least: float) -> Meta:
     """All finite numbers from `least` on."""
-    finite = " and finite" if isinstance(least, float) else ""
-    return Allowed(f">= {least:g}{finite}", lambda value: least <= value < math.inf)
+    if isinstance(least, int):
+        return Meta(ge=least, description=f">= {least}")
+    return Meta(ge=least, le=sys.float_info.max, description=f">= {least:g} and finite")
 
 
-def above(limit: float) -> Allowed:
+def above(limit: float) -> Meta:
     """All finite numbers above `limit`."""
-    return Allowed(f"> {limit:g} and finite", lambda value: limit < value < math.inf)
+    return Meta(gt=limit, le=sys.float_info.max, description=f"> {limit:g} and finite")
 
 
-def between(least: float, most: float, unit: str = "") -> Allowed:
-    """All numbers from `least` to `most`, both included.
+def between(smallest: float, largest: float, unit: str = "") -> Meta:
+    """All numbers from `smallest` to `largest`, both included.
 
     Args:
         unit: what the message says after the numbers, such as `bytes per second, such as 4.5e11`.
     """
-    ends = f"{_short(least)} to {_short(most)}"
-    return Allowed(f"{ends} {unit}".rstrip(), lambda value: least <= value <= most)
+    return Meta(
+        ge=smallest, le=largest, description=f"{_short(smallest)} to {_short(largest)} {unit}".rstrip()
+    )
 
 
 def _short(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else re.sub(r"e\+0*", "e", f"{number:g}")
 
 
-def one_of(*values: int | str) -> Allowed:
-    """Only the given values."""
-    *others, last = map(str, values)
-    return Allowed(f"{', '.join(others)} or {last}", lambda value: value in values)
+def matching(pattern: str, text: str) -> Meta:
+    """All texts that match the regular expression `pattern` as a whole; `text` describes them."""
+    return Meta(pattern=rf"\A(?:{pattern})\Z", description=text)
+
+
+def one_of(*names: str) -> Meta:
+    """Only the given texts."""
+    *others, last = names
+    return matching("|".join(map(re.escape, names)), f"{', '.join(others)} or {last}" if others else last)
 
 
 NonNegative = Annotated[float, at_least(0.0)]
 Count = Annotated[int, at_least(1)]
 Positive = Annotated[float, above(0)]
-Line = Annotated[str, Allowed("one line", lambda value: not re.search(r"[\n\r\0]", value))]
+Line = Annotated[str, matching(r"[^\n\r\0]*", "one line")]
 """A text without a line break, which would add a line to a script."""
 
 
-@functools.cache
-def allowed_of(kind: type) -> dict[str, Allowed]:
-    """Name -> allowed values of each field of a dataclass whose type tells them."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {name: allowed for name, hint in hints.items() for allowed in _inside(hint)}
-
-
-def _inside(hint: Any) -> list[Allowed]:
-    if isinstance(hint, Allowed):
-        return [hint]
-    return [allowed for part in typing.get_args(hint) for allowed in _inside(part)]
-
-
 def require_allowed(record: Any, where: str = "") -> None:
-    """Raises for the first field with a value that is not allowed; None is always allowed.
+    """Raises for the first field with a value that is not allowed.
 
     Args:
         where: text before the name of the field in the message, such as `measure.`.
@@ -85,19 +71,22 @@ def require_allowed(record: Any, where: str = "") -> None:
     Raises:
         ConfigError: names the field, its value and the allowed values.
     """
-    for name, allowed in allowed_of(record.__class__).items():
-        _require(where + name, getattr(record, name), allowed)
+    rules = _rules(record.__class__)
+    try:
+        convert(record, rules, from_attributes=True)
+    except ValidationError:
+        for name in rules.__struct_fields__:
+            value_from(field_types(record.__class__)[name], getattr(record, name), where + name)
 
 
-def _require(field: str, value: Any, allowed: Allowed) -> None:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _require(f"{field}.{key}", item, allowed)
-    elif isinstance(value, tuple):
-        for item in value:
-            _require(field, item, allowed)
-    elif value is not None and not allowed.holds(value):
-        raise ConfigError(f"{field}={value!r}; must be {allowed.text}")
+@functools.cache
+def _rules(cls: type) -> type[Struct]:
+    """A type with those fields of a record whose types have rules; msgspec checks it in one call."""
+    return defstruct(cls.__name__, [(n, hint) for n, hint in field_types(cls).items() if _has_rule(hint)])
+
+
+def _has_rule(hint: Any) -> bool:
+    return hasattr(hint, "__metadata__") or any(map(_has_rule, get_args(hint)))
 
 
 _SAFE_NAME = re.compile(r"\w[\w.+=@:,-]{0,200}")

@@ -14,8 +14,8 @@ _ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "G
 
 def commit() -> str | None:
     """The commit of the clone that is imported; None for an installed package, even inside another clone."""
-    found = _git("rev-parse", "HEAD") if _in_clone() else None
-    return None if found is None else found.decode().strip()
+    sha = _git("rev-parse", "HEAD") if _in_clone() else None
+    return None if sha is None else sha.decode().strip()
 
 
 def difference() -> bytes:

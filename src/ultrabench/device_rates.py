@@ -14,6 +14,8 @@ So the bus bandwidth can be compared with the rate of a link for every n.
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and src/sendrecv.cu there.
 """
 
+import contextlib
+import itertools
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -90,21 +92,18 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
 
 def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
     """All measurements of links in one list, with `operation` and `scope`; unreadable ones are left out."""
-    found = []
-    for name in OPERATIONS:
-        for scope in SCOPES:
-            try:
-                rows = probe["collectives"][name][scope]
-                read = [
-                    {k: number(row.get(k)) for k in MEASURED} | {"bytes": int(row["bytes"])} for row in rows
-                ]
-            except (LookupError, TypeError, ValueError, OverflowError, AttributeError):
-                continue
-            found += [{"operation": name, "scope": scope, **row} for row in read]
-    return found
+    measurements = []
+    for name, scope in itertools.product(OPERATIONS, SCOPES):
+        place = {"operation": name, "scope": scope}
+        with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError, AttributeError):
+            rows = [(row, int(row["bytes"])) for row in probe["collectives"][name][scope]]
+            measurements += [
+                place | {k: number(row.get(k)) for k in MEASURED} | {"bytes": size} for row, size in rows
+            ]
+    return measurements
 
 
 def _slowest(rates: Any) -> float | None:
     """The lowest rate; None unless the rates of all devices are known."""
-    known = isinstance(rates, list) and rates and all(map(is_number, rates))
-    return float(min(rates)) if known else None
+    readable = isinstance(rates, list) and rates and all(map(is_number, rates))
+    return float(min(rates)) if readable else None

@@ -29,7 +29,15 @@ class UltrabenchError(Exception):
 
 
 class ConfigError(UltrabenchError):
-    """A name, an override or a value that cannot be used."""
+    """A name, an override or a value that cannot be used.
+
+    Args:
+        setting: dotted name of the setting with that value, such as `sweep.tp`; None where the message names none.
+    """
+
+    def __init__(self, fact: object, remedy: str = "", setting: str | None = None) -> None:
+        super().__init__(fact, remedy)
+        self.setting = setting
 
 
 class LayoutError(ConfigError):
@@ -78,37 +86,48 @@ MOST_NAMES = 12
 """Largest number of known names that a message lists."""
 
 
-def unknown_name(kind: str, given: object, known: Iterable[str], first: Iterable[str] = ()) -> str:
-    """One line that tells that `given` is no `kind`, with the most similar name and the known names nearest to it.
+def nearest_name(name: str, names: Iterable[str], similarity: float = NEAR) -> str | None:
+    """The one of `names` that is probably meant by `name`; None if none has this similarity to it."""
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
+
+
+def unknown_name(kind: str, name: object, names: Iterable[str], first: Iterable[str] = ()) -> str:
+    """One line that tells that `name` is no `kind`, with the most similar name and the known names nearest to it.
 
     Args:
         first: known names that are listed first, because most people want one of them.
     """
-    names = sorted(known)
-    near = difflib.get_close_matches(str(given).strip("{}"), names, n=1, cutoff=NEAR)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    nearest = difflib.get_close_matches(str(given), names, n=MOST_NAMES, cutoff=0.0)
+    names = sorted(names)
+    probable = nearest_name(str(name).strip("{}"), names)
+    hint = f"; did you mean {probable}?" if probable else ""
+    nearest = difflib.get_close_matches(str(name), names, n=MOST_NAMES, cutoff=0.0)
     nearest = [*dict.fromkeys((*first, *nearest))][:MOST_NAMES]
     rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"unknown {kind} {given!r}{hint} (known: {', '.join(nearest) or 'none'}{rest})"
+    return f"unknown {kind} {name!r}{hint} (known: {', '.join(nearest) or 'none'}{rest})"
 
 
-def require_known(kind: str, known: Collection[str], *given: object, first: Iterable[str] = ()) -> None:
-    """Raises for the first of the `given` names that is not known; names of `first` head the list of known ones.
+def require_known(
+    kind: str,
+    names: Collection[str],
+    *requested: object,
+    first: Iterable[str] = (),
+    setting: str | None = None,
+) -> None:
+    """Raises for the first of the `requested` names that is not among `names`; those of `first` head the list.
 
     Raises:
         ConfigError: the message of `unknown_name`.
     """
-    for name in given:
-        if name not in known:
-            raise ConfigError(unknown_name(kind, name, known, first))
+    for name in requested:
+        if name not in names:
+            raise ConfigError(unknown_name(kind, name, names, first), setting=setting)
 
 
 def require_once(words: Iterable[str]) -> None:
     """Raises ConfigError if two of the words KEY=VALUE have the same key, since only the last would count."""
-    given: dict[str, str] = {}
-    for word in words:
-        key = word.lstrip("+").partition("=")[0]
-        if key in given:
-            raise ConfigError(f"{given[key]} {word}: {key} is given twice; leave one out")
-        given[key] = word
+    setting_by_key: dict[str, str] = {}
+    for setting in words:
+        key = setting.lstrip("+").partition("=")[0]
+        if key in setting_by_key:
+            raise ConfigError(f"{setting_by_key[key]} {setting}: {key} is given twice; leave one out")
+        setting_by_key[key] = setting

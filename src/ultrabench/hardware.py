@@ -1,10 +1,9 @@
 """Describes the hardware of a node: its accelerators, their rates and the links between them."""
 
-import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from ultrabench.allowed import Allowed, Count, NonNegative, between, one_of, require_allowed
+from ultrabench.allowed import Count, NonNegative, between, matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
 
 GIB = 2**30
@@ -13,9 +12,7 @@ GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
-ARCHITECTURE = Allowed(
-    "sm_80, sm_90 and so on, or gfx942 and so on", re.compile(r"sm_\d{2,3}|gfx[\da-f]{3,4}").fullmatch
-)
+ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "sm_80, sm_90 and so on, or gfx942 and so on")
 
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
 PeakRate = Annotated[float, between(1e9, 1e18, "FLOPs per second, such as 9.89e14")]
@@ -75,8 +72,8 @@ class Hardware:
     def __post_init__(self) -> None:
         require_allowed(self, "hardware.")
         if self.device == "cuda" and not (self.peak_flops_per_s and self.reported_as):
-            lacking = f"hardware={self.name} lacks values of peak_flops_per_s or reported_as"
-            raise ConfigError(f"{lacking}; a GPU needs its dense rates and its names in `nvidia-smi -L`")
+            fact = f"hardware={self.name} lacks values of peak_flops_per_s or reported_as"
+            raise ConfigError(f"{fact}; a GPU needs its dense rates and its names in `nvidia-smi -L`")
 
     @property
     def compute_capability(self) -> int | None:
@@ -99,9 +96,9 @@ class Hardware:
         """
         if rates := self.peak_flops_per_s:
             if precision not in rates:
-                lacking = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
+                fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
                 advice = "add it to its file with its source, or choose another kernel.precision"
-                raise ConfigError(f"{lacking}{', '.join(rates)}; {advice}")
+                raise ConfigError(f"{fact}{', '.join(rates)}", advice, setting="hardware.peak_flops_per_s")
             return Peak(flops_per_s=rates[precision], source=self.source)
         ranks = self.gpus_per_node * (nodes if self.simulated else 1)
         rate = core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S

@@ -4,19 +4,21 @@ import hashlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 import ultrabench
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.step_line import step_pattern
+from ultrabench.log_patterns import LOG_PATTERNS, compiled
 
 KERNEL_VERSION = 3
 """Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
 
 ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
 
-LOG_OPTIONS = ("step_line", "step_rank")
+LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
 """Options that say how a log is read. While no result comes from a log, they may change within a sweep."""
 
 RANK_VARIABLES = frozenset({
@@ -60,21 +62,33 @@ class KernelConfig:
     """Word of a layout or a model -> each value that the command supports, as text -> more arguments for it."""
     step_line: str | None = None
     """A regular expression for programs that only log. It is searched in each line of one rank's log, and has
-    one of the groups of `step_line.STEP_TIMES` and optionally the group `loss`."""
-    step_rank: int = 0
-    """The rank whose log is read; -1 means the last rank."""
+    one of the groups that LOG_PATTERNS lists for it, and optionally the group `loss`."""
+    memory_line: str | None = None
+    """A regular expression for the peak memory of a rank, searched in the log of every rank."""
+    mfu_line: str | None = None
+    """A regular expression for the MFU as the program itself computes it, searched in the log of `step_rank`."""
+    step_rank: Annotated[
+        int | Literal["last_stage"], Meta(description="the number of a rank or last_stage")
+    ] = 0
+    """The rank whose log has the steps. -1 means the last rank, last_stage the first rank of the last pipeline
+    stage in a program that numbers the ranks of a stage one after another."""
 
     def __post_init__(self) -> None:
         require_allowed(self, "kernel.")
-        if self.step_line is not None:
-            step_pattern(self.step_line)
+        for option in LOG_PATTERNS:
+            if (text := getattr(self, option)) is not None:
+                compiled(option, text)
         if self.kind == "command" and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
-        if self.kind != "command" and (taken := sorted(RANK_VARIABLES & self.env.keys())):
-            rule = f"ultrabench sets it for each rank of kernel={self.name}"
-            raise ConfigError(
-                f"kernel.env.{taken[0]}: {rule}; leave it out, or set it in a program of your own"
-            )
+        if self.kind != "command" and (reserved := sorted(RANK_VARIABLES & self.env.keys())):
+            rule = f"kernel.env.{reserved[0]}: ultrabench sets it for each rank of kernel={self.name}"
+            raise ConfigError(rule, "leave it out, or set it in a program of your own")
+
+    def logging_rank(self, world_size: int, pp: int) -> int:
+        """The rank whose log has the steps of a run on `world_size` ranks with `pp` pipeline stages."""
+        if self.step_rank == "last_stage":
+            return world_size - world_size // pp
+        return self.step_rank % world_size
 
     def compiles(self, pp_schedule: str | None) -> bool:
         """Whether layers are compiled; ours are not under zbv, since torch cannot split their backward then."""
@@ -87,28 +101,28 @@ class KernelConfig:
         content of the programs and configuration files among them. These are known by their suffix, because a
         log or a data file may change.
         """
-        seen = hashlib.sha256()
+        digest = hashlib.sha256()
         if self.kind != "command":
             root = Path(ultrabench.__file__).parent
             for path in rank_sources(root):
-                seen.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
         flags = (part for table in self.flags.values() for parts in table.values() for part in parts)
-        for word in (*self.command, *flags):
-            seen.update(word.encode() + b"\0")
-            for name in (word, word.partition("=")[2]):  # a file may be the value of an option
+        for argument in (*self.command, *flags):
+            digest.update(argument.encode() + b"\0")
+            for name in (argument, argument.partition("=")[2]):  # a file may be the value of an option
                 if Path(name).suffix in CODE_SUFFIXES and Path(name).is_file():
-                    seen.update(Path(name).read_bytes())
-        return seen.hexdigest()[:16]
+                    digest.update(Path(name).read_bytes())
+        return digest.hexdigest()[:16]
 
 
 def rank_sources(root: Path) -> list[Path]:
     """The files of the package at `root` that a rank imports: those of the kernel and what they import."""
-    left, found = [*(root / "kernel").rglob("*.py")], set[Path]()
-    while left:
-        path = left.pop()
-        if path not in found:
-            found.add(path)
+    unread, sources = [*(root / "kernel").rglob("*.py")], set[Path]()
+    while unread:
+        path = unread.pop()
+        if path not in sources:
+            sources.add(path)
             for module, name in _IMPORT.findall(path.read_text()):
                 place = root.joinpath(*module.split("."))
-                left += [p for p in (place.with_suffix(".py"), place / f"{name}.py") if p.is_file()]
-    return sorted(found)
+                unread += [p for p in (place.with_suffix(".py"), place / f"{name}.py") if p.is_file()]
+    return sorted(sources)

@@ -1,12 +1,16 @@
 """A training layout: the degrees of parallelism and how the batch is cut."""
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+import math
+import operator
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
-from ultrabench.allowed import Allowed, Count, allowed_of, at_least, one_of, require_allowed
+from msgspec import Meta
+
+from ultrabench.allowed import Count, at_least, between, matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
+from ultrabench.record import field_types
 
 PP_SCHEDULES = ("none", "1f1b", "afab", "interleaved", "zbv")
 """The schedules of a pipeline. none means that there is no pipeline; the others order its micro-batches:
@@ -17,78 +21,123 @@ interleaved  1f1b with several stages on each rank, every pp-th (arXiv 2104.0447
 zbv          weight gradients fill the bubble; two stages on each rank, the first and the last on
              rank 0 (arXiv 2401.10241)
 """
-RECOMPUTE = Allowed(
+RECOMPUTE = matching(
+    "none|attention|selective|full|every([2-9]|[1-9][0-9])",
     "none, attention, selective, full, or every2, every3 and so on to every99",
-    re.compile("none|attention|selective|full|every([2-9]|[1-9][0-9])").fullmatch,
 )
 """What backward computes again; docs/kernel.md says what each word keeps. everyN is full for each N-th layer."""
 
-
-class Coordinates(NamedTuple):
-    """The index of a rank on each axis of the mesh."""
-
-    pp: int
-    dp: int
-    cp: int
-    tp: int
+SHARD_WORDS = Annotated[
+    Annotated[int, at_least(2)] | Annotated[str, one_of("all", "node")],
+    Meta(description="all, node or a number >= 2"),
+]
+"""Values of dp_shard in a sweep: all dp*cp ranks, those of them on one node, or a number."""
 
 
-def axis(label: str, meaning: str, *, default: Any = MISSING, implied: tuple[int | str, ...] = ()) -> Any:
+class InSweep(NamedTuple):
+    """What a sweep may list for an axis whose values there are other words than in a layout."""
+
+    type: Any
+    """The type of one value, with its rule."""
+    default: int | str
+    """The value that a sweep lists when it does not name the axis."""
+
+
+DEGREE, BATCH_CUT, CHOICE = "degree", "batch", "choice"
+"""Kinds of an axis: the degrees multiply to the number of ranks, two axes cut the batch, the others are choices."""
+POWERS = tuple(2**n for n in range(8))
+"""1 to 128, the usual values of a number."""
+
+
+def axis(
+    label: str, meaning: str, *, kind: str, title: str, default: Any = MISSING, implied: tuple[int | str, ...] = (),
+    usual: tuple[int | str, ...] = (), divides: tuple[str, ...] = (), detail_of: str = "",
+    in_sweep: InSweep | None = None, added_later: bool = False,
+) -> Any:  # fmt: skip
     """A field of `Layout` that describes one axis.
 
     Args:
         label: text before the value in short texts, such as mbs in `mbs4`.
         meaning: one sentence for the documentation of result columns.
+        kind: DEGREE, BATCH_CUT or CHOICE.
+        title: its name in figures, such as `tensor-parallel degree`.
         default: the neutral value; a field without one has to be given.
         implied: usual values, which short texts leave out.
+        usual: values that a figure over this axis draws; those of degrees follow from the number of GPUs.
+        divides: degrees whose product the value has to divide, because it regroups their ranks.
+        detail_of: another axis, at whose neutral value this one has no effect.
+        in_sweep: what a sweep lists, where that differs from the values in a layout.
+        added_later: whether the axis came after the first run ids, which do not contain it.
     """
-    return field(default=default, metadata={"label": label, "meaning": meaning, "implied": implied})
+    return field(default=default, metadata={
+        "label": label, "meaning": meaning, "kind": kind, "title": title, "implied": implied, "usual": usual,
+        "divides": divides, "detail_of": detail_of, "in_sweep": in_sweep, "added_later": added_later,
+    })  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way to spread a global batch over dp*tp*pp*cp ranks.
+    """One way to spread a global batch over the ranks, whose number is the product of the degrees.
 
     This is the only list of a layout's axes; grid, plan, result columns, rankings, figures and texts use it.
     """
 
-    dp: Count = axis("dp", "Data-parallel degree.")
-    tp: Count = axis("tp", "Tensor-parallel degree, with sequence parallelism.", default=1)
-    pp: Count = axis("pp", "Pipeline-parallel degree.", default=1)
-    cp: Count = axis("cp", "Context-parallel degree.", default=1, implied=(1,))
-    zero_stage: Annotated[int, one_of(0, 1, 2, 3)] = axis(
+    dp: Count = axis("dp", "Data-parallel degree.", kind=DEGREE, title="data-parallel degree")
+    tp: Count = axis(
+        "tp", "Tensor-parallel degree, with sequence parallelism.", kind=DEGREE, title="tensor-parallel degree",
+        default=1,
+    )  # fmt: skip
+    pp: Count = axis(
+        "pp", "Pipeline-parallel degree.", kind=DEGREE, title="pipeline-parallel degree", default=1
+    )
+    cp: Count = axis(
+        "cp", "Context-parallel degree.", kind=DEGREE, title="context-parallel degree", default=1, implied=(1,)
+    )  # fmt: skip
+    zero_stage: Annotated[int, between(0, 3)] = axis(
         "z", "What dp*cp ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
-        default=0,
+        kind=CHOICE, title="ZeRO stage", default=0, usual=(0, 1, 2, 3),
     )  # fmt: skip
     dp_shard: Annotated[int, at_least(0)] = axis(
         "shard", "Ranks among which a ZeRO stage shards, the others hold replicas; 0: all dp*cp ranks.",
-        default=0, implied=(0,),
+        kind=CHOICE, title="ranks of a shard group", default=0, implied=(0,), detail_of="zero_stage",
+        in_sweep=InSweep(SHARD_WORDS, "all"), added_later=True,
     )  # fmt: skip
-    mbs: Count = axis("mbs", "Sequences of a micro-batch on one dp rank.", default=1)
-    gas: Count = axis("gas", "Micro-batches of one optimizer step (gradient accumulation).", default=1)
+    mbs: Count = axis(
+        "mbs", "Sequences of a micro-batch on one dp rank.", kind=BATCH_CUT, title="sequences of a micro-batch",
+        default=1, usual=POWERS[:6],
+    )  # fmt: skip
+    gas: Count = axis(
+        "gas", "Micro-batches of one optimizer step (gradient accumulation).", kind=BATCH_CUT,
+        title="micro-batches of a step", default=1, usual=POWERS,
+    )  # fmt: skip
     pp_schedule: Annotated[str, one_of(*PP_SCHEDULES)] = axis(
         "", "Order of micro-batches in the pipeline: none (pp=1), 1f1b, afab, interleaved or zbv.",
-        default="none", implied=("none", "1f1b"),
+        kind=CHOICE, title="pipeline schedule", default="none", implied=("none", "1f1b"), detail_of="pp",
+        in_sweep=InSweep(Annotated[str, one_of("auto", *PP_SCHEDULES[1:])], "auto"),
     )  # fmt: skip
-    virtual_stages: Count = axis("x", "Pipeline stages on each rank.", default=1, implied=(1,))
+    virtual_stages: Count = axis(
+        "x", "Pipeline stages on each rank.", kind=CHOICE, title="stages of a rank", default=1, implied=(1,),
+        detail_of="pp_schedule", in_sweep=InSweep(Annotated[int, at_least(2)], 2),
+    )  # fmt: skip
     recompute: Annotated[str, RECOMPUTE] = axis(
         "recompute-", "What backward computes again: none, attention, selective, full, or every2: each 2nd layer.",
-        default="none", implied=("none",),
+        kind=CHOICE, title="recomputation", default="none", implied=("none",),
+        usual=("none", "attention", "selective", "every2", "full"),
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         require_allowed(self)
         if (self.pp_schedule == "none") != (self.pp == 1):
             raise ConfigError(f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only")
-        several = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
-        if not several.get(self.pp_schedule, self.virtual_stages == 1):
-            given = f"virtual_stages={self.virtual_stages} with pp_schedule={self.pp_schedule}"
-            raise ConfigError(f"{given}; must be 1, but for interleaved >= 2 and for zbv 2")
+        fits_by_schedule = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
+        if not fits_by_schedule.get(self.pp_schedule, self.virtual_stages == 1):
+            fact = f"virtual_stages={self.virtual_stages} with pp_schedule={self.pp_schedule}"
+            raise ConfigError(f"{fact}; must be 1, but for interleaved >= 2 and for zbv 2")
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.pp * self.cp
+        return math.prod(_degrees_of(self))
 
     @property
     def zero_shards(self) -> int:
@@ -109,15 +158,15 @@ class Layout:
     @property
     def full_every(self) -> int:
         """n if backward computes every n-th layer of the model again in full; 0 if it does so with none."""
-        every = self.recompute.removeprefix("every")
-        return 1 if every == "full" else int(every) if every.isdecimal() else 0
+        interval = self.recompute.removeprefix("every")
+        return 1 if interval == "full" else int(interval) if interval.isdecimal() else 0
 
     @property
     def gbs(self) -> int:
         """Global batch size, in sequences."""
         return self.dp * self.mbs * self.gas
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def coordinates(self, rank: int) -> "Coordinates":
         """The place of `rank` in the mesh (pp, dp, cp, tp); tp is innermost, so that it stays in a node.
 
         Raises:
@@ -125,45 +174,103 @@ class Layout:
         """
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"rank={rank}; must be in 0..{self.world_size - 1}")
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
-        return Coordinates(pp=pp, dp=dp, cp=cp, tp=tp)
+        index_by_degree = {}
+        for degree in reversed(Coordinates._fields):
+            rank, index_by_degree[degree] = divmod(rank, getattr(self, degree))
+        return Coordinates(**index_by_degree)
 
     def first_rank(self, pp_rank: int) -> int:
         """The lowest of the ranks that hold the stages of `pp_rank`."""
-        return self.rank(Coordinates(pp=pp_rank, dp=0, cp=0, tp=0))
-
-    def rank(self, at: Coordinates) -> int:
-        """The rank at the place `at`; the inverse of `coordinates`."""
-        return ((at.pp * self.dp + at.dp) * self.cp + at.cp) * self.tp + at.tp
+        return pp_rank * (self.world_size // self.pp)
 
     def label(self) -> str:
         """A short text such as `dp4 tp1 pp2 z1 mbs2 gas4`; usual values of some axes are left out."""
         return " ".join(labels({name: getattr(self, name) for name in AXES}))
 
 
+class Coordinates(NamedTuple):
+    """The index of a rank on each axis of the mesh, the outermost first."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
 AXES = tuple(f.name for f in fields(Layout))
 """Names of the axes of a layout, in the order in which they are shown."""
-ALLOWED = allowed_of(Layout)
-"""Axis -> its allowed values."""
 MEANINGS = {f.name: str(f.metadata["meaning"]) for f in fields(Layout)}
 TEXT_AXES = frozenset(f.name for f in fields(Layout) if isinstance(f.default, str))
 """Axes whose values are words; the values of all other axes are whole numbers."""
 _METADATA = {f.name: f.metadata for f in fields(Layout)}
+_DETAIL_OF = {name: str(metadata["detail_of"]) for name, metadata in _METADATA.items()}
+DEGREES = tuple(name for name in AXES if _METADATA[name]["kind"] == DEGREE)
+"""The degrees of parallelism, whose product is the number of ranks; dp comes first."""
+assert {*DEGREES} == {*Coordinates._fields}, "each degree is an axis of the mesh"
+BATCH = tuple(name for name in AXES if _METADATA[name]["kind"] == BATCH_CUT)
+"""The axes that cut the batch of a dp rank: mbs and gas."""
+FOLLOWING = (DEGREES[0], BATCH[-1])
+"""dp and gas, which follow from the number of GPUs, the batch and the other axes."""
+INDEPENDENT = tuple(n for n in AXES if n not in FOLLOWING and _DETAIL_OF[n] in ("", *DEGREES))
+"""The axes without those that follow from others and the details of a choice."""
+NEUTRAL = {f.name: f.default for f in fields(Layout) if f.default is not MISSING}
+"""Axis -> its neutral value."""
+TITLES = {name: str(metadata["title"]) for name, metadata in _METADATA.items()}
+"""Axis -> its name in figures, such as `tensor-parallel degree`."""
+USUAL = {name: metadata["usual"] for name, metadata in _METADATA.items() if metadata["usual"]}
+"""Axis -> values that a figure over it draws."""
+DIVIDES: dict[str, tuple[str, ...]] = {name: m["divides"] for name, m in _METADATA.items() if m["divides"]}
+"""Axis -> the degrees whose product its value has to divide."""
+IN_SWEEP: dict[str, InSweep] = {name: m["in_sweep"] for name, m in _METADATA.items() if m["in_sweep"]}
+"""Axis -> what a sweep lists, where that differs from the values in a layout."""
+ADDED_LATER = tuple(name for name in AXES if _METADATA[name]["added_later"])
+"""The axes that are left out of a run id at their neutral value."""
+TYPES_IN_SWEEP = field_types(Layout) | {name: listed.type for name, listed in IN_SWEEP.items()}
+"""Axis -> the type of a value that a sweep lists, with its rule."""
+OTHER_DEGREES = "*".join(DEGREES[1:])
+"""The degrees other than dp as a text: `tp*pp*cp`."""
+
+
+_degrees_of = operator.attrgetter(*DEGREES)
+
+
+def other_degrees(values: Mapping[str, Any], without: str = DEGREES[0]) -> int:
+    """The product of the degrees among the values of axes, without one of them; a degree without a value is 1."""
+    return math.prod(values.get(name, 1) for name in DEGREES if name != without)
+
+
+def details_of(name: str) -> tuple[str, ...]:
+    """The axes that have no effect at the neutral value of another one, such as pp_schedule and virtual_stages of pp."""
+    details = tuple(detail for detail in AXES if _DETAIL_OF[detail] == name)
+    return (*details, *(further for detail in details for further in details_of(detail)))
+
+
+_DETAILS = {name: details for name in AXES if (details := details_of(name))}
 
 
 def labels(values: Mapping[str, Any], names: Sequence[str] = AXES, always: Collection[str] = ()) -> list[str]:
     """The short texts of axes, such as `mbs4`; axes without a value or with a usual one are left out.
 
     Args:
-        always: axes of which usual values are told, too, if they have an effect on the layout.
+        always: axes whose usual values are shown, too, if they have an effect on the layout.
     """
-    idle = {"pp_schedule", "virtual_stages"} if values.get("pp") == 1 else set[str]()
-    idle |= {"dp_shard"} if values.get("zero_stage") == 0 else set()
-    left_out = {n: (None, *(() if n in always and n not in idle else _METADATA[n]["implied"])) for n in names}
-    told = {n: "-all" if n == "dp_shard" and values.get(n) == 0 else values.get(n) for n in names}
-    return [f"{_METADATA[n]['label']}{told[n]}" for n in names if values.get(n) not in left_out[n]]
+    idle = {
+        detail
+        for name, details in _DETAILS.items()
+        if values.get(name) == NEUTRAL[name]
+        for detail in details
+    }
+    shown = {
+        name: "-all" if name == "dp_shard" and values.get(name) == 0 else values.get(name) for name in names
+    }
+    usual = {
+        name: () if name in always and name not in idle else _METADATA[name]["implied"] for name in names
+    }
+    return [
+        f"{_METADATA[name]['label']}{shown[name]}"
+        for name in names
+        if values.get(name) is not None and values[name] not in usual[name]
+    ]
 
 
 def default_schedule(pp: int, gas: int) -> str:
@@ -182,14 +289,22 @@ def default_virtual_stages(pp_schedule: str) -> int:
     return 2 if pp_schedule in ("interleaved", "zbv") else 1
 
 
-MAY_DIFFER = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
-"""Axes in which two layouts may differ for `dominates`; it does not compare the memory of other axes."""
+TRADED = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
+"""Axes in which two layouts may differ for `dominates`, which knows how each of them changes memory.
+
+This list is written by hand, because an axis whose effect on memory nobody has looked at must not be in it."""
+_FAMILY = operator.attrgetter(*(name for name in AXES if name not in TRADED))
+
+
+def family(layout: Layout) -> Hashable:
+    """What two layouts have in common of which `dominates` compares the memory."""
+    return _FAMILY(layout)
 
 
 def dominates(oom: Layout, other: Layout) -> bool:
     """Whether `other` needs at least as much memory as `oom`, for the same model, nodes and global batch.
 
-    This holds when all axes but those of MAY_DIFFER are equal, and `other` has no smaller micro-batch, no higher
+    This holds when both are of one `family`, and `other` has no smaller micro-batch, no higher
     ZeRO stage, the same or less recomputation, and the same schedule or AFAB in place of 1F1B. Full
     recomputation needs least memory and none needs most, while that of the other words depends on the model.
     1F1B keeps min(gas, pp) micro-batches in flight and AFAB keeps gas; as mbs * gas is the same, neither
@@ -197,9 +312,8 @@ def dominates(oom: Layout, other: Layout) -> bool:
     of the Ultra-Scale Playbook that ran out of memory, 547 are dominated by another one, and none of the 1,236
     pairs of layouts with the same degrees contradicts.
     """
-    same = all(getattr(oom, name) == getattr(other, name) for name in AXES if name not in MAY_DIFFER)
     schedules = (oom.pp_schedule, other.pp_schedule)
     in_flight = schedules[0] == schedules[1] or schedules == ("1f1b", "afab")
     less = oom.recompute in (other.recompute, "full") or other.recompute == "none"
     no_less = other.mbs >= oom.mbs and other.zero_stage <= oom.zero_stage
-    return same and in_flight and less and no_less and oom != other
+    return family(oom) == family(other) and in_flight and less and no_less and oom != other

@@ -3,12 +3,12 @@
 import contextlib
 import json
 import os
-import pwd
 import socket
 import struct
 import threading
 from dataclasses import dataclass
 
+from ultrabench.processes import user_name
 from ultrabench.record import values_of
 
 VARIABLE = "ULTRABENCH_MACHINE"
@@ -68,21 +68,15 @@ class MachineLock:
 
 def holder() -> Holder | None:
     """Who holds the lock of this machine; None if it is free."""
-    with socket.socket(socket.AF_UNIX) as asking:
-        asking.settimeout(ANSWER_S)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(ANSWER_S)
         try:
-            asking.connect(_address())
+            client.connect(_address())
         except OSError:
             return None
-        credentials = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        user = _name(_CREDENTIALS.unpack(credentials)[1])
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        user = user_name(_CREDENTIALS.unpack(credentials)[1])
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            answer = json.loads(asking.recv(ANSWER_BYTES))
+            answer = json.loads(client.recv(ANSWER_BYTES))
             return Holder(sweep=str(answer["sweep"]), allocation=str(answer["allocation"]), user=user)
         return Holder(user=user)
-
-
-def _name(uid: int) -> str:
-    with contextlib.suppress(KeyError):
-        return pwd.getpwuid(uid).pw_name
-    return f"user {uid}"

@@ -48,7 +48,7 @@ class Measure:
     """The formula that counts the FLOPs of a token, which MFU follows from; the latest launch's formula counts."""
 
     max_foreign_load: Annotated[float, between(0, 1)] | None = 0.1
-    """Share of a node's cores that other programs may use during the steps; beyond it the number is in doubt, and so
+    """Share of a node's cores that other programs may use during the steps; beyond it the number is suspect, and so
     it is if somebody else uses a GPU of the run. None means that neither is judged. The default is for sweeps that
     began before there was this key."""
 
@@ -61,8 +61,8 @@ class Measure:
     def __post_init__(self) -> None:
         require_allowed(self, "measure.")
         if not 6 <= self.min_steps <= self.max_steps:
-            given = f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}"
-            raise ConfigError(f"{given}; needs 6 <= min_steps <= max_steps (an interval takes 6 samples)")
+            steps = f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}"
+            raise ConfigError(f"{steps}; needs 6 <= min_steps <= max_steps (an interval takes 6 samples)")
         if self.warmup_steps + self.min_steps < self.loss_step:
             steps = f"warmup_steps={self.warmup_steps} and min_steps={self.min_steps}"
             raise ConfigError(f"measure.loss_step={self.loss_step} is never reached with {steps}")

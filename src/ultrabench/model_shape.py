@@ -1,10 +1,9 @@
 """The shape of a Llama-style decoder, with the field names of a Hugging Face `config.json`."""
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated
 
-from ultrabench.allowed import Allowed, Count, Positive, at_least, require_allowed
+from ultrabench.allowed import Count, Positive, at_least, one_of, require_allowed
 from ultrabench.errors import ConfigError
 
 FLOPS_FORMULAS = {"palm": 12, "megatron": 6}
@@ -20,7 +19,7 @@ leaves (num_floating_point_operations of Megatron-LM).
 class RopeScaling:
     """How rotations are stretched for sequences longer than those of the pre-training, as Llama 3.1 does."""
 
-    rope_type: Annotated[str, Allowed("llama3", "llama3".__eq__)]
+    rope_type: Annotated[str, one_of("llama3")]
     factor: Annotated[float, at_least(1.0)]
     """Frequencies with less than low_freq_factor turns in the original context are divided by this."""
     low_freq_factor: Positive
@@ -36,7 +35,7 @@ class RopeScaling:
             raise ConfigError(f"rope_scaling.high_freq_factor={self.high_freq_factor:g}; must be above {low}")
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: plans ask for its sizes a million times
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """All sizes of a model that decide its memory and its FLOPs."""
 
@@ -75,26 +74,22 @@ class ModelShape:
             groups = f"num_key_value_heads={self.num_key_value_heads}"
             raise ConfigError(f"model {self.name}: {groups} must divide {heads}")
 
-    def __hash__(self) -> int:
-        """A hash of few fields, because a plan looks up a hundred thousand values by shape."""
-        return hash((self.name, self.hidden_size, self.num_hidden_layers))
-
     @property
     def head_width(self) -> int:
         """Width of one attention head: head_dim where it is given."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    @cached_property
+    @property
     def q_width(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.head_width
 
-    @cached_property
+    @property
     def kv_width(self) -> int:
         """Width of all key heads together, and of all value heads."""
         return self.num_key_value_heads * self.head_width
 
-    @cached_property
+    @property
     def layer_matmul_params(self) -> int:
         """Number of parameters of one decoder layer that take part in matrix products.
 
@@ -102,7 +97,7 @@ class ModelShape:
         """
         return self.hidden_size * (2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate_size)
 
-    @cached_property
+    @property
     def layer_params(self) -> int:
         """Number of all parameters of one decoder layer: its matrices and the weights of its RMSNorms."""
         return self.layer_matmul_params + 2 * self.hidden_size + 2 * self.head_width * self.qk_norm

@@ -23,6 +23,8 @@ CALM_WALKS = 2
 """Number of walks through /proc in a row that must find nothing; one walk easily misses a forking process."""
 CALM_LOOKS = 5
 """Number of looks in a row at the children of this process that must find nothing."""
+MOST_LOOKS = 300
+"""Number of such looks after which children that do not end are left."""
 PATIENCE_S = 10.0
 """Seconds after which processes that do not end although they were killed are left."""
 CALM_S = 0.002
@@ -58,14 +60,13 @@ class RunningClock:
     clock is long, and only a short part of it counts.
     """
 
-    def __init__(self, longest_step_s: float = LONGEST_STEP_S) -> None:
-        self._longest_step_s = longest_step_s
+    def __init__(self) -> None:
         self._looked, self._ran_s = time.monotonic(), 0.0
 
     def __call__(self) -> float:
         """The seconds for which this process has run since the clock was made, looked at again and again."""
         now = time.monotonic()
-        self._ran_s += min(now - self._looked, self._longest_step_s)
+        self._ran_s += min(now - self._looked, LONGEST_STEP_S)
         self._looked = now
         return self._ran_s
 
@@ -126,12 +127,17 @@ def cpu_ticks(pid: int) -> int:
     return sum(map(int, _stat(pid)[11:15]))
 
 
-def own_name() -> str:
-    """Name of the user of this process, or `user NUMBER` where the system has no name for it."""
+def user_name(uid: int) -> str:
+    """Name of a user, or `user NUMBER` where the system has no name for the number."""
     try:
-        return pwd.getpwuid(os.getuid()).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return f"user {os.getuid()}"
+        return f"user {uid}"
+
+
+def own_name() -> str:
+    """Name of the user of this process, as `user_name` gives it."""
+    return user_name(os.getuid())
 
 
 def own_processes() -> Iterator[int]:
@@ -154,10 +160,10 @@ def tag_of(pid: int) -> str | None:
     return next((variable.removeprefix(start) for variable in variables if variable.startswith(start)), None)
 
 
-def tagged(wanted: Callable[[str], bool]) -> list[int]:
-    """Pids of living processes of this user whose tag `wanted` accepts."""
+def tagged(matches: Callable[[str], bool]) -> list[int]:
+    """Pids of living processes of this user whose tag `matches` accepts."""
     tags = ((pid, tag_of(pid)) for pid in own_processes())
-    return [pid for pid, tag in tags if tag is not None and wanted(tag) and start_time(pid) is not None]
+    return [pid for pid, tag in tags if tag is not None and matches(tag) and start_time(pid) is not None]
 
 
 def descendants(ancestor: int) -> set[int]:
@@ -167,11 +173,11 @@ def descendants(ancestor: int) -> set[int]:
     """
     pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
     parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
-    found, new = set[int](), {ancestor}
+    below, new = set[int](), {ancestor}
     while new:
         new = {pid for pid, parent in parents.items() if parent in new}
-        found |= new
-    return found
+        below |= new
+    return below
 
 
 def described(pids: Iterable[int]) -> str:
@@ -200,7 +206,7 @@ def kill_until_gone(find: Callable[[], list[int]], meanwhile: Callable[[], None]
         time.sleep(0.02 if pids else CALM_S)
 
 
-def kill_children(known: set[int], looks: int = 300) -> set[int]:
+def kill_children(spared: set[int]) -> set[int]:
     """SIGKILLs and reaps the children of this process, again and again without a pause until none are left.
 
     The children of a subreaper include the orphans of its descendants. A program may fork, leave its session
@@ -208,14 +214,14 @@ def kill_children(known: set[int], looks: int = 300) -> set[int]:
     which is too short for a walk through /proc, but long enough for this.
 
     Args:
-        known: children that stay alive, or whose exit somebody else (a subprocess.Popen) waits for.
+        spared: children that stay alive, or whose exit somebody else (a subprocess.Popen) waits for.
 
     Returns:
         The pids of all children that were killed.
     """
-    hit, calm, own = set[int](), 0, f"task/{os.getpid()}/children"
-    for _ in range(looks):
-        children = [pid for pid in map(int, _read(os.getpid(), own).split()) if pid not in known]
+    hit, calm, listed = set[int](), 0, f"task/{os.getpid()}/children"
+    for _ in range(MOST_LOOKS):
+        children = [pid for pid in map(int, _read(os.getpid(), listed).split()) if pid not in spared]
         calm = 0 if children else calm + 1
         if calm == CALM_LOOKS:
             break

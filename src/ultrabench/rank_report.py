@@ -24,10 +24,10 @@ STACKS_SUFFIX = ".stacks"
 COLLECTIVES_SUFFIX = ".collectives"
 """Suffix of the file beside the report that holds the last collectives of a rank, as JSON."""
 
-PROFILE = "profile"
-"""Name of the phase in which a rank is profiled, and of the folder beside the report for the profile."""
+TRACE_PHASE = "profile"
+"""Name of the phase in which a rank is traced, and of the folder beside the report for the trace."""
 
-PARTS = ("data", "forward_backward", "optimizer")
+STEP_PARTS = ("data", "forward_backward", "optimizer")
 """Parts of a step, in order."""
 _RECORD = struct.Struct("@qqq")
 
@@ -49,7 +49,7 @@ class Progress:
     """Micro-batches that have finished on the device."""
     step: int = 0
     """Number of the step that the rank is in; 0 before the first step."""
-    part: str = PARTS[0]
+    part: str = STEP_PARTS[0]
     """The part of that step that the rank has begun; its GPU may be some micro-batches behind."""
 
 
@@ -91,13 +91,13 @@ class Report:
         self._progress[0] += 1
 
     def enter(self, part: int, step: int) -> None:
-        """Records which part of which step the rank begins, as an index of PARTS, without a system call."""
+        """Records which part of which step the rank begins, as an index of STEP_PARTS, without a system call."""
         self._progress[1] = step
         self._progress[2] = part
 
 
-def read_regular(path: str | os.PathLike[str], start: int, most: int) -> bytes:
-    """At most `most` bytes of a regular file from byte `start` on.
+def read_regular(path: str | os.PathLike[str], start: int, max_bytes: int) -> bytes:
+    """At most `max_bytes` bytes of a regular file from byte `start` on.
 
     Anything may be in the place of the file. A pipe without a writer does not block the reader, and an endless
     device does not fill its memory.
@@ -106,18 +106,18 @@ def read_regular(path: str | os.PathLike[str], start: int, most: int) -> bytes:
         OSError: the file is not regular, or cannot be read.
     """
     flags = os.O_NONBLOCK | os.O_NOCTTY
-    with open(path, "rb", 0, opener=lambda name, given: os.open(name, given | flags)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+    with open(path, "rb", 0, opener=lambda name, default_flags: os.open(name, default_flags | flags)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        # A buffer of `most` bytes may be far too large, and files of /proc have no size.
-        return os.pread(file.fileno(), min(most, max(found.st_size - start, 4096)), start)
+        # A buffer of `max_bytes` bytes may be far too large, and files of /proc have no size.
+        return os.pread(file.fileno(), min(max_bytes, max(status.st_size - start, 4096)), start)
 
 
-def read_part(path: str | os.PathLike[str], start: int, most: int) -> bytes:
+def read_part(path: str | os.PathLike[str], start: int, max_bytes: int) -> bytes:
     """What `read_regular` returns; empty when the file is not regular or not readable."""
     try:
-        return read_regular(path, start, most)
+        return read_regular(path, start, max_bytes)
     except OSError:
         return b""
 
@@ -128,14 +128,16 @@ def read_progress(report: Path) -> Progress:
     if len(raw) != _RECORD.size or min(_RECORD.unpack(raw)) < 0:
         return Progress()
     microbatches, step, part = _RECORD.unpack(raw)
-    return Progress(microbatches=microbatches, step=step, part=PARTS[part] if part in range(3) else PARTS[0])
+    return Progress(
+        microbatches=microbatches, step=step, part=STEP_PARTS[part] if part in range(3) else STEP_PARTS[0]
+    )
 
 
 class NewLines:
-    """Reads the new lines of a file that another process writes, and skips lines longer than `most` bytes."""
+    """Reads the new lines of a file that another process writes, and skips lines longer than `max_bytes` bytes."""
 
-    def __init__(self, path: Path, most: int = LINE_BYTES) -> None:
-        self.path, self.most = path, most
+    def __init__(self, path: Path, max_bytes: int = LINE_BYTES) -> None:
+        self.path, self.most = path, max_bytes
         self.behind = False
         """Whether there may be more in the file than the last call has read."""
         self.skipped = 0
@@ -151,7 +153,7 @@ class NewLines:
         return self.read_bytes(read_part).decode(errors="replace").splitlines()
 
     def read_bytes(self, part: Callable[[Path, int, int], bytes] = read_regular) -> bytes:
-        """The whole lines after those of the last call, at most `most` bytes of them, without the last newline.
+        """The whole lines after those of the last call, at most `max_bytes` bytes of them, without the last newline.
 
         Raises:
             OSError: `part`, which reads a part of the file, raises it.
@@ -187,11 +189,13 @@ def _count(value: Any) -> int | None:
     return int(value) if is_number(value) and 0 <= value <= MAX_NUMBER else None
 
 
-def _text(most: int, value: Any) -> str:
-    """The value as a text; beyond `most` characters its middle is cut out."""
+def _text(max_chars: int, value: Any) -> str:
+    """The value as a text; beyond `max_chars` characters its middle is cut out."""
     whole = str(value)
-    kept = whole if len(whole) <= most else f"{whole[: most // 2]}...{whole[-most // 2 :]}"
-    return kept.encode(errors="replace").decode()  # replaces halves of surrogate pairs
+    shortened = (
+        whole if len(whole) <= max_chars else f"{whole[: max_chars // 2]}...{whole[-max_chars // 2 :]}"
+    )
+    return shortened.encode(errors="replace").decode()  # replaces halves of surrogate pairs
 
 
 def _variables(value: Any) -> dict[str, str] | None:
@@ -248,9 +252,10 @@ def checked(value: dict[str, Any]) -> dict[str, Any]:
     if event == "probe":  # only our own kernel writes it, and `device_rates.summary` checks its values
         canonical_json(value)
         return value
-    given = {name: value[name] for name in FIELDS.get(event, {}) if value.get(name) is not None}
-    read = {name: FIELDS[event][name](each) for name, each in given.items()}
-    line = {"event": _NAME(event)} | {name: each for name, each in read.items() if each is not None}
+    line: dict[str, Any] = {"event": _NAME(event)}
+    for name, valid in FIELDS.get(event, {}).items():
+        if value.get(name) is not None and (field := valid(value[name])) is not None:
+            line[name] = field
     seconds = value.get("seconds")
     if event == "step" and seconds is not None and not STEP_S[0] <= line.get("seconds", 0.0) <= STEP_S[1]:
         line.pop("seconds", None)

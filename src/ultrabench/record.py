@@ -6,58 +6,41 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
-from enum import StrEnum
+from collections.abc import Mapping
 from typing import Any, TypeVar
+
+import msgspec
 
 from ultrabench.errors import ConfigError, require_known
 
 T = TypeVar("T")
 
-_KINDS = {int: "whole number", float: "number", bool: "truth value, true or false", str: "text"}
-
 
 # These results are cached, because finding the types of a class takes longer than reading a record.
-_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
-_origin: Callable[[Any], Any] = functools.cache(typing.get_origin)
-_args: Callable[[Any], tuple[Any, ...]] = functools.cache(typing.get_args)
-
-
 @functools.cache
-def _required(cls: Any) -> frozenset[str]:
-    """The fields without a default."""
-    return frozenset(_fields(cls).keys() - _defaults(cls).keys())
+def field_types(cls: Any) -> dict[str, Any]:
+    """Field name -> its type with its rules."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
 def _defaults(cls: Any) -> dict[str, Any]:
     """Field name -> its default, for the fields that have one."""
-    missing, known = dataclasses.MISSING, dataclasses.fields(cls)
-    made = {f.name: f.default_factory() for f in known if f.default_factory is not missing}
-    return made | {f.name: f.default for f in known if f.default is not missing}
+    missing, fields = dataclasses.MISSING, dataclasses.fields(cls)
+    defaults = {f.name: f.default_factory() for f in fields if f.default_factory is not missing}
+    return defaults | {f.name: f.default for f in fields if f.default is not missing}
 
 
 @functools.cache
-def _as_given(hint: Any) -> frozenset[type]:
-    """The types of JSON values that the type `hint` takes as they are; empty where a value has to be looked into."""
-    if _origin(hint) in (typing.Union, types.UnionType):
-        return frozenset[type]().union(*map(_as_given, _args(hint)))
-    return frozenset({hint} if hint in (*_KINDS, type(None)) else ())
-
-
-@functools.cache
-def _fields(cls: Any) -> dict[str, tuple[Any, frozenset[type]]]:
-    """Field name -> its type, and the types of JSON values that it takes as they are."""
-    hints = {field.name: _hints(cls)[field.name] for field in dataclasses.fields(cls)}
-    return {name: (hint, _as_given(hint)) for name, hint in hints.items()}
+def _required(cls: Any) -> frozenset[str]:
+    """The fields without a default."""
+    return frozenset(field_types(cls).keys() - _defaults(cls).keys())
 
 
 def lacking(cls: Any, values: Mapping[str, Any]) -> list[str]:
     """The fields without a default of the dataclass `cls` that are not in `values`."""
-    required = _required(cls)
-    if required <= values.keys():
-        return []
-    return [key for key in _fields(cls) if key in required - values.keys()]
+    return [name for name in field_types(cls) if name in _required(cls) - values.keys()]
 
 
 def values_of(record: Any) -> dict[str, Any]:
@@ -73,8 +56,8 @@ def non_default_values(record: Any) -> dict[str, Any]:
 
 def to_dict(record: Any) -> dict[str, Any]:
     """The record as JSON values; nested records become objects, and tuples become lists."""
-    out: dict[str, Any] = json.loads(json.dumps(record, default=values_of))
-    return out
+    json_value: dict[str, Any] = json.loads(json.dumps(record, default=values_of))
+    return json_value
 
 
 def from_dict(
@@ -89,70 +72,128 @@ def from_dict(
         skip_unknown: ignore unknown fields, because a later version may have written `values`.
 
     Raises:
-        ConfigError: a field is unknown, is missing, or has the wrong type.
+        ConfigError: a field is unknown, is missing, or has a value that its type does not allow.
     """
-    name = cls.__name__ if where is None else where
-    inside = f"{name}." if name else ""
-    known = _fields(cls)  # type: ignore[arg-type]
-    if not isinstance(values, (dict, Mapping)):  # dict by itself, because asking an abstract class is slow
-        raise ConfigError(f"{name} is {values!r:.40}: give its fields, {', '.join(known)}")
-    if not skip_unknown and values.keys() - known.keys():
-        require_known(f"field of {name}", known, *values)
-    if missing := lacking(cls, values):
-        raise ConfigError(f"{name} lacks {', '.join(missing)}: give every field without a default".strip())
-    given = {}
-    for key, value in values.items():
-        if key in known:
-            hint, as_given = known[key]
-            plain = type(value) in as_given
-            given[key] = value if plain else value_from(hint, value, f"{inside}{key}", skip_unknown)
-    return cls(**given)
+    record: T = value_from(cls, values, cls.__name__ if where is None else where, skip_unknown)
+    return record
 
 
 def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) -> Any:
     """The JSON `value` turned into the type that `hint` asks for.
 
     Raises:
-        ConfigError: the value has another type; `where` names it in the message.
+        ConfigError: the value has another type, or a rule of the type forbids it; `where` names it in the message.
     """
-    if hint is Any or type(value) is hint:
-        return value
-    if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
-        return hint(value)
-    origin, args = _origin(hint), _args(hint)
-    if origin is dict and isinstance(value, (dict, Mapping)):
-        if args[1] is Any:
-            return {str(key): item for key, item in value.items()}
-        return {str(k): value_from(args[1], v, f"{where}.{k}", skip_unknown) for k, v in value.items()}
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        return value_from(next(a for a in args if a is not type(None)), value, where, skip_unknown)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return from_dict(hint, value, where=where, skip_unknown=skip_unknown)  # type: ignore[arg-type]
-    if origin is tuple and isinstance(value, list | tuple):
-        plain = _as_given(args[0])
-        return tuple(v if type(v) in plain else value_from(args[0], v, where, skip_unknown) for v in value)
-    if hasattr(hint, "_fields") and isinstance(value, list | tuple) and len(value) == len(hint._fields):
-        return hint._make(map(value_from, _hints(hint).values(), value, hint._fields))
-    if hint is float and type(value) is int:
-        return float(value)
-    if hint is int and type(value) is float and value.is_integer():
-        return int(value)
+    try:
+        try:
+            converted = msgspec.convert(value, hint)
+        except msgspec.ValidationError:
+            return _value_by_parts(hint, value, where, skip_unknown)
+    except ConfigError as error:  # of the record itself, which does not know where it stands
+        error.setting = error.setting or where
+        raise
+    if not skip_unknown and _holds_record(hint):
+        _require_known_fields(converted, value, where)
+    return converted
+
+
+def _require_known_fields(record: Any, values: Any, where: str) -> None:
+    """Raises ConfigError for one of the values of a record that is no field; msgspec ignores it."""
+    if isinstance(record, tuple):
+        for part, value in zip(record, values, strict=True):
+            _require_known_fields(part, value, where)
+    elif isinstance(record, dict):
+        for name, part in record.items():
+            _require_known_fields(part, values[name], f"{where}.{name}")
+    elif _is_record(record) and isinstance(values, Mapping):
+        fields = field_types(record.__class__)
+        if not values.keys() <= fields.keys():
+            require_known(f"field of {where}", fields, *values, setting=where)
+        for name in _fields_with_records(record.__class__) & values.keys():
+            _require_known_fields(getattr(record, name), values[name], _dotted(where, name))
+
+
+@functools.cache
+def _fields_with_records(cls: Any) -> frozenset[str]:
+    """The fields that hold a record, or a list or a dict of records."""
+    return frozenset(name for name, hint in field_types(cls).items() if _holds_record(hint))
+
+
+def _holds_record(hint: Any) -> bool:
+    return _is_record(hint) or any(map(_holds_record, typing.get_args(hint)))
+
+
+def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> Any:
+    """A value that msgspec refuses as a whole, of which it may take every part: 2.0 for an integer, {1: a} for texts.
+
+    Raises:
+        ConfigError: names the first part that cannot be used.
+    """
+    kind, rule = _kind_and_rule(hint)
+    origin, type_args = typing.get_origin(kind), typing.get_args(kind)
+    if _is_record(kind) and isinstance(value, Mapping):
+        hints = field_types(kind)
+        if not skip_unknown:
+            require_known(f"field of {where}", hints, *value, setting=where)
+        if missing := lacking(kind, value):
+            fact = f"{where} lacks {', '.join(missing)}".strip()
+            raise ConfigError(f"{fact}: give every field without a default", setting=where)
+        value_by_field = {name: element for name, element in value.items() if name in hints}
+        return kind(
+            **{n: value_from(hints[n], v, _dotted(where, n), skip_unknown) for n, v in value_by_field.items()}
+        )
+    if origin is dict and isinstance(value, Mapping):
+        return {str(k): value_from(type_args[1], v, f"{where}.{k}", skip_unknown) for k, v in value.items()}
+    if origin is tuple and isinstance(value, (list, tuple)) and value:
+        return tuple(value_from(type_args[0], element, where, skip_unknown) for element in value)
+    if isinstance(value, float) and (
+        (kind is int and value.is_integer()) or kind is float is not type(value)
+    ):
+        return value_from(hint, kind(value), where)  # 2.0 for an integer, or a float of numpy
+    raise ConfigError(_refusal(kind, rule, value, where), setting=where)
+
+
+def _is_record(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
+
+
+def _dotted(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+@functools.cache
+def _kind_and_rule(hint: Any) -> tuple[Any, str]:
+    """The type without its rules and without None, and the text of its rule."""
+    if rules := getattr(hint, "__metadata__", ()):
+        return _kind_and_rule(hint.__origin__)[0], str(rules[-1].description)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+        return _kind_and_rule(kinds[0]) if len(kinds) == 1 else (hint, "")
+    return hint, ""
+
+
+_KINDS = {
+    int: "an integer", float: "a number", bool: "a truth value; write true or false",
+    str: "a text; write it in two kinds of quotes: '\"{}\"'",
+}  # fmt: skip
+"""Type -> what a value of another type is not, and what to do."""
+
+
+def _refusal(kind: Any, rule: str, value: Any, where: str) -> str:
+    """One line that says why a value cannot be used."""
+    fact, origin = f"{where}={value!r}", typing.get_origin(kind)
+    if rule and (kind not in _KINDS or type(value) is kind or (kind, type(value)) == (float, int)):
+        return f"{fact}; must be {rule}"
+    if origin is dict:
+        return f"{fact} is no value: it holds several settings; give {where}.NAME=VALUE"
     if origin is tuple:
-        raise ConfigError(f"{where}={value!r} is no list; write [A,B]")
-    kind = _KINDS.get(hint, f"value of type {getattr(hint, '__name__', hint)}")
-    advice = "; write it in digits" if hint is int else ""
+        return f"{fact} is not a list; write [A,B]"
     if where.endswith("_bytes"):
-        advice = " of bytes, such as 80000000000"
-    elif origin is dict:
-        given = f"{where}={value!r} is no value: it holds several settings"
-        raise ConfigError(f"{given}; give {where}.NAME=VALUE")
-    elif isinstance(value, list):
-        advice = "; give one value instead of a list"
-    elif hint is str:
-        advice = f"""; write it in two kinds of quotes: '"{str(value).lower()}"'"""
-    raise ConfigError(f"{where}={value!r} is no {kind}{advice}")
+        return f"{fact} is not a number of bytes, such as 80000000000"
+    expected = _KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
+    if isinstance(value, list) and kind in _KINDS:
+        return f"{fact} is not {expected.partition(';')[0]}; give one value instead of a list"
+    return f"{fact} is not {expected.format(str(value).lower())}"
 
 
 def canonical_json(value: Any) -> str:

@@ -1,6 +1,7 @@
 """The result of an attempt: how it ended, and what was measured."""
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -68,21 +69,33 @@ OUTSIDE = frozenset(s for s in FAILURES if STATUSES[s].decided_by in ("cluster",
 """Failures that are not the run's fault. Those of one launch are counted together."""
 INTERRUPTED = OUTSIDE & frozenset(s for s, traits in STATUSES.items() if traits.passed_over)
 """Statuses of attempts that were ended from outside; the next launch tries their runs again."""
-UNSETTLED = ("pending", "running")
+PENDING, RUNNING = "pending", "running"
+UNSETTLED = (PENDING, RUNNING)
 """What stands for the status of a run without a result."""
 NOT_TRIED = (None, Status.SKIPPED, Status.REJECTED)
 """Statuses of what was not measured, the one that stands for several repeats first: it waits, skipped, rejected."""
 
 
-@functools.cache  # because there are few statuses and many runs
-def outcome_order(status: str | None) -> tuple[int, str]:
-    """A sort key of statuses by which the last one of the repeats of a run is the one that it counts with.
+def state(status: str | None, attempt: int | None) -> str:
+    """The status of a row of results, or pending or running where it has none."""
+    return status or (PENDING if attempt is None else RUNNING)
 
-    ok comes last, then oom, then how another one ended.
+
+@functools.cache  # because there are few statuses and many runs
+def tier(status: str | None) -> int:
+    """The place of a status among those of a cell: ok, failed or out of memory, waiting or running, skipped, rejected."""
+    if status in UNSETTLED or status in NOT_TRIED:
+        return 2 + NOT_TRIED.index(None if status in UNSETTLED else status)
+    return 0 if status == Status.OK else 1
+
+
+@functools.cache
+def outcome_order(status: str | None) -> tuple[int, bool]:
+    """A sort key of the repeats of a run by which the largest has the status of the run: ok, else oom, else another.
+
+    Of equal ones the latest repeat counts.
     """
-    if status in NOT_TRIED:
-        return -NOT_TRIED.index(status), ""
-    return {Status.OK: 3, Status.OOM: 2}.get(Status(status), 1) if status in STATUSES else 1, str(status)
+    return -tier(status), status == Status.OOM
 
 
 CAUSES = (
@@ -99,6 +112,23 @@ UNMEASURED = "unmeasured"
 
 AGENT_GONE = "agent_gone"
 """Cause of a node_fail or a lost run that only the end of an agent shows, which the run itself may have caused."""
+
+
+class Doubt(NamedTuple):
+    """Why the number of an ok run is in doubt: a code for programs, and a sentence for people."""
+
+    code: str
+    sentence: str
+
+
+OTHER_SIZES = frozenset({"other_batch", "other_architecture", "other_vocabulary"})
+"""Codes of doubts about the sizes of a row only, not about what it measured."""
+
+
+def sentences(doubts: Iterable[Doubt]) -> str | None:
+    """All sentences as one text; None where there is no doubt."""
+    return "; ".join(doubt.sentence for doubt in doubts) or None
+
 
 SLOWER = "slower_than_best"
 """`RunResult.stopped` of a run that was stopped early, because the best run of its cell is faster."""
@@ -121,6 +151,8 @@ class RunResult:
     """Hosts that may have caused the failure."""
     measured_by: str | None = None
     """Where the steps come from: report (the program's report file) or log (its log, read by a pattern)."""
+    source_mfu: float | None = None
+    """MFU as the program itself computes it, a fraction: the median of what its log shows in the measured steps."""
     stopped: str | None = None
     """Why measuring ended: interval, max_steps, program, slower_than_best or time_limit."""
     ci_reached: bool | None = None

@@ -2,17 +2,20 @@
 
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import at_least, between, require_allowed
 from ultrabench.errors import ConfigError, counted, unknown_name
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import Layout
+from ultrabench.layout import ADDED_LATER as ADDED_AXES
+from ultrabench.layout import NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id, to_dict, values_of
+from ultrabench.variant import WORDS, Value, identity, in_group, texts
 
 Size = Annotated[int, between(1, 2**30)]
 """A seq_len or gbs; larger ones are typing errors and would overflow byte counts."""
@@ -35,7 +38,7 @@ class Workload:
 
 ADDED_LATER: dict[str, Any] = {
     "shape.head_dim": None, "shape.qk_norm": False, "shape.rope_scaling": None, "shape.sliding_window": None,
-    "layout.dp_shard": 0,
+    **{f"layout.{name}": NEUTRAL[name] for name in ADDED_AXES},
 }  # fmt: skip
 """Dotted name -> default of each field that was added to the identity after version 1. A field with its
 default is left out of the hash, so that old run_ids stay valid."""
@@ -51,6 +54,10 @@ class RunSpec:
     kernel: KernelConfig
     nodes: int
     gpus_per_node: int
+    variant: dict[str, Value] = field(default_factory=dict)
+    """The options beside the layout that the sweep varies; see `ultrabench.variant`."""
+    arguments: tuple[str, ...] = ()
+    """Arguments that the flags of the variant add to the command; the variant names them in run_id."""
 
     def __post_init__(self) -> None:
         gpus = self.nodes * self.gpus_per_node
@@ -79,6 +86,8 @@ class RunSpec:
             group, _, name = dotted.partition(".")
             if out[group].get(name) == default:
                 del out[group][name]
+        if variant := self.variant and identity(self.variant):
+            out["variant"] = variant
         return out
 
     @property
@@ -91,6 +100,15 @@ class RunSpec:
         """What the runs have in common that are ranked together."""
         kernel = self.kernel
         return self.shape, self.workload, self.nodes, self.gpus_per_node, kernel.name, kernel.precision
+
+    def label(self) -> str:
+        """A short text of the layout and the variant, such as `dp2 tp1 pp1 z0 mbs1 gas4 NCCL_ALGO=Ring`."""
+        return " ".join((self.layout.label(), *texts(self.variant)))
+
+    @property
+    def logging_rank(self) -> int:
+        """The rank whose log has the steps of a program that only logs."""
+        return self.kernel.logging_rank(self.layout.world_size, self.layout.pp)
 
     @property
     def compiles(self) -> bool:
@@ -164,6 +182,17 @@ class Task(OfAttempt):
         return self.probe or self.spec.kernel.kind != "command"
 
 
+def words_of(spec: RunSpec) -> dict[str, Any]:
+    """The words that a command may use in braces, and their values: those of the run and those of the user."""
+    values = to_dict(spec)
+    return {**values["shape"], **values["workload"], **values["layout"], **{
+        "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
+        "head_dim": spec.shape.head_width, "world_size": spec.layout.world_size,
+        "pipeline_batch": spec.layout.mbs * (spec.layout.gas if spec.layout.pp > 1 else 1),
+        **in_group(spec.variant, WORDS),
+    }}  # fmt: skip
+
+
 def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     """The user's command and the flags for values of this run, as a list of words.
 
@@ -174,12 +203,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     Raises:
         ConfigError: a `{word}` is unknown.
     """
-    values = to_dict(spec)
-    words = {**values["shape"], **values["workload"], **values["layout"], **key._asdict(), **{
-        "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
-        "steps": measure.warmup_steps + measure.max_steps, "head_dim": spec.shape.head_width,
-        "pipeline_batch": spec.layout.mbs * (spec.layout.gas if spec.layout.pp > 1 else 1),
-    }}  # fmt: skip
+    words = words_of(spec) | key._asdict() | {"steps": measure.warmup_steps + measure.max_steps}
 
     def word(match: re.Match[str]) -> str:
         if match[1] not in words:
@@ -189,18 +213,22 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
         return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
     flags = (table.get(str(words.get(name)), ()) for name, table in spec.kernel.flags.items())
-    filled = [re.sub(r"(?<!\$)\{(\w+)\}", word, part) for part in chain(spec.kernel.command, *flags)]
+    parts = chain(spec.kernel.command, *flags, spec.arguments)
+    filled = [re.sub(r"(?<!\$)\{(\w+)\}", word, part) for part in parts]
     return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]
 
 
-def env_id(environment: dict[str, Any], kernel: KernelConfig, kernel_digest: str) -> str:
+def env_id(
+    environment: dict[str, Any], kernel: KernelConfig, kernel_digest: str, varied: Collection[str] = ()
+) -> str:
     """Hash of the environment in which a result was made; results are reused only where it is equal.
 
     Args:
+        varied: names of the variables that the sweep varies; they make another run and not another environment.
         environment: gpu_name, torch_version, cuda_version, nccl_version, driver_version and the variables
             that configure CUDA, NCCL, Transformer Engine and torch, as the kernel reports them.
     """
     facts = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version")
     values = {fact: environment.get(fact) for fact in facts}
-    variables = {**environment.get("variables", {}), **kernel.env}
+    variables = {k: v for k, v in environment.get("variables", {}).items() if k not in varied} | kernel.env
     return content_id({**values, "kernel_digest": kernel_digest, "variables": variables})

@@ -3,8 +3,8 @@
 This is the only rule for "best". The agent that ends slow runs, the launcher that repeats the best ones, status,
 rankings and figures call it with the repeats that they know, and the page has a copy of it in JavaScript.
 
-Rule. A repeat competes if it is ok, was not stopped as slower than the best, and is not in doubt; where all of a
-cell are in doubt, these compete. If all that compete were measured beside one control layout, in one environment,
+Rule. A repeat competes if it is ok, was not stopped as slower than the best, and is not suspect; where all of a
+cell are suspect, these compete. If all that compete were measured beside one control layout, in one environment,
 their ratios to the control are compared, since allocations differ; else their rates. A run counts with the median
 of its repeats. The larger value wins, and of equal ones the smaller run_id. A run is as good as the best if their
 95 % intervals overlap.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
-from ultrabench.result import NOT_TRIED, SLOWER, Status, outcome_order
+from ultrabench.result import NOT_TRIED, SLOWER, Status, outcome_order, tier
 
 NEAR = 1.05
 """A run is near the best of its cell if the best is at most this many times as fast."""
@@ -36,8 +36,8 @@ class Repeat(NamedTuple):
     status: str | None = None
     """None while it waits or runs."""
     stopped: str | None = None
-    doubt: str | None = None
-    """Why its measurement is in doubt; None if it is not."""
+    suspect: str | None = None
+    """Why its measurement is suspect; None if it is not."""
     rate: float | None = None
     """What is compared, where larger is better, such as tokens per second per GPU."""
     control_ratio: float | None = None
@@ -47,13 +47,8 @@ class Repeat(NamedTuple):
 
     @property
     def measured(self) -> bool:
-        """Whether it has a rate and may win, unless it is in doubt."""
+        """Whether it has a rate and may win, unless it is suspect."""
         return self.rate is not None and self.status == Status.OK and self.stopped != SLOWER
-
-    @property
-    def may_win(self) -> bool:
-        """Whether it may win against any other repeat."""
-        return self.measured and self.doubt is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,27 +61,45 @@ class Standing:
     place: int
     """1 for the first run of the cell."""
     outcome: str | None
-    """The status that the run counts with: ok, else oom, else another; None while it waits or runs."""
+    """The status of the run: ok, else oom, else that of its latest repeat; None while it waits or runs."""
     repeat: int
     """Index of the repeat that stands for the run: the nearest to the median of those that compete."""
     rate: float | None = None
     """Median rate of the repeats that compete, or the rate of the one that stands for the run."""
     control_ratio: float | None = None
-    """The same of the ratio to the control."""
+    """Ratio to the control: the median of the repeats that compete, or that of the repeat that stands for the run."""
+    control: str | None = None
+    """run_id of this control layout."""
     interval: tuple[float, float] | None = None
     """95 % interval of what is compared; None for a run that does not compete."""
-    doubts: str | None = None
-    """Why the measurement is in doubt; None if it is not."""
+    suspect: str | None = None
+    """Why the measurement is suspect; None if it is not."""
     by_control: bool = False
     """Whether ratios to the control are compared in this cell."""
     best: bool = False
     as_good: bool = False
     """Whether the run is as good as the best one."""
+    competing: tuple[int, ...] = ()
+    """Indices of its repeats that compete, whose median counts."""
+    num_repeats: int = 0
+    """Number of its repeats that have ended."""
+    num_repeats_failed: int = 0
+    """Number of these that were not ok."""
 
     @property
     def value(self) -> float | None:
         """What is compared: the ratio to the control, or the rate."""
         return self.control_ratio if self.by_control else self.rate
+
+    @property
+    def num_competing(self) -> int:
+        """Number of its repeats that compete."""
+        return len(self.competing)
+
+    @property
+    def may_win(self) -> bool:
+        """Whether the run may win against any other one."""
+        return self.interval is not None and self.suspect is None
 
 
 def standings(
@@ -98,7 +111,7 @@ def standings(
     stopped as slower, then suspects, runs that failed or ran out of memory, runs that wait or run, and skipped ones.
 
     Args:
-        include_suspects: whether repeats in doubt compete with all others.
+        include_suspects: whether suspect repeats compete with all others.
         by_control: whether ratios to the control may be compared.
     """
     cells: dict[Hashable, list[tuple[int, Repeat]]] = defaultdict(list)
@@ -107,129 +120,138 @@ def standings(
     return {cell: _ranked(of_cell, include_suspects, by_control) for cell, of_cell in cells.items()}
 
 
-def near_best(of_cell: Sequence[Standing], most: int) -> list[Standing]:
-    """The best run of a cell and those near it, at most `most`; empty where no run has won."""
-    values = [(s, s.value) for s in of_cell if s.interval is not None]
+def near_best(of_cell: Sequence[Standing], max_runs: int) -> list[Standing]:
+    """The best run of a cell and those near it, at most `max_runs`; empty where no run has won."""
+    competing = sorted((s for s in of_cell if s.interval is not None), key=_by_value)
+    least = (competing[0].value or 0.0) / NEAR if competing else 0.0
+    return [standing for standing in competing if (standing.value or 0.0) >= least][:max_runs]
+
+
+_Indexed = tuple[int, Repeat]
+"""The index of a repeat among all of them, and the repeat."""
+
+
+def _ranked(of_cell: Sequence[_Indexed], include_suspects: bool, by_control: bool) -> list[Standing]:
+    measured = [(index, repeat) for index, repeat in of_cell if repeat.measured]
+    competing = [pair for pair in measured if include_suspects or pair[1].suspect is None] or measured
+    by_control = by_control and _one_control([repeat for _, repeat in competing])
+    control_ci = {
+        repeat.allocation: repeat.ci95_rel or 0.0
+        for _, repeat in competing
+        if by_control and repeat.run_id == repeat.control
+    }
+    competing_by_run, all_by_run = _by_run(competing), _by_run(of_cell)
+    ranked = [
+        _standing(repeats, competing_by_run.get(run, ()), by_control, control_ci)
+        for run, repeats in all_by_run.items()
+    ]
+    best = min((s for s in ranked if s.interval is not None), key=_by_value, default=None)
+    low = best.interval[0] if best and best.interval else math.inf
+    as_good = [s is not best and s.interval is not None and s.interval[1] >= low for s in ranked]
     ordered = sorted(
-        ((s, v) for s, v in values if v is not None), key=lambda pair: (-pair[1], pair[0].run_id)
+        zip(ranked, as_good, strict=True), key=lambda pair: _order(pair[0], pair[0] is best or pair[1])
     )
-    return [s for s, value in ordered if value * NEAR >= ordered[0][1]][:most]
+    return [replace(s, place=n, best=s is best, as_good=good) for n, (s, good) in enumerate(ordered, 1)]
 
 
-def _ranked(
-    of_cell: Sequence[tuple[int, Repeat]], include_suspects: bool, by_control: bool
-) -> list[Standing]:
-    measured = [(i, r) for i, r in of_cell if r.measured]
-    competing = [(i, r) for i, r in measured if include_suspects or r.doubt is None] or measured
-    by_control = by_control and _one_control([r for _, r in competing])
-    winners = _winners(competing, by_control)
-    named = {(s.run_id, s.environment) for s in winners}
-    others: dict[tuple[str, str | None], tuple[int, Repeat]] = {}
-    for index, repeat in of_cell:
-        name = repeat.run_id, repeat.environment
-        if name not in named and (name not in others or _outcome(repeat) >= _outcome(others[name][1])):
-            others[name] = index, repeat
-    rest = [
-        Standing(
-            run_id=r.run_id, cell=r.cell, environment=r.environment, place=0, outcome=r.status, repeat=i, rate=r.rate,
-            control_ratio=r.control_ratio, doubts=r.doubt, by_control=by_control,
-        )
-        for i, r in others.values()
-    ]  # fmt: skip
-    ordered = sorted((*winners, *rest), key=_order)
-    return [replace(standing, place=place) for place, standing in enumerate(ordered, 1)]
+def _by_run(repeats: Iterable[_Indexed]) -> dict[tuple[str, str | None], list[_Indexed]]:
+    """Run, in one environment -> its repeats."""
+    by_run = defaultdict[tuple[str, str | None], list[_Indexed]](list)
+    for index, repeat in repeats:
+        by_run[repeat.run_id, repeat.environment].append((index, repeat))
+    return by_run
 
 
 def _one_control(competing: Sequence[Repeat]) -> bool:
     """Whether all were measured beside one control layout, in one environment."""
     controls, environments = {r.control for r in competing}, {r.environment for r in competing} - {None}
-    same = len(controls) == 1 and len(environments) <= 1
-    return same and all(r.control_ratio is not None for r in competing)
+    is_comparable = len(controls) == 1 and len(environments) <= 1
+    return is_comparable and all(r.control_ratio is not None for r in competing)
 
 
-def _winners(competing: Sequence[tuple[int, Repeat]], by_control: bool) -> list[Standing]:
-    """The standings of the runs that compete, the best first, without their place."""
-    control_ci = {
-        r.allocation: r.ci95_rel or 0.0 for _, r in competing if by_control and r.run_id == r.control
-    }
-    by_run: dict[tuple[str, str | None], list[tuple[int, Repeat]]] = defaultdict(list)
-    for index, repeat in competing:
-        by_run[repeat.run_id, repeat.environment].append((index, repeat))
-    found = [_competitor(of_run, by_control, control_ci) for of_run in by_run.values()]
-    found.sort(key=lambda standing: (-(standing.value or 0.0), standing.run_id))
-    low = found[0].interval[0] if found and found[0].interval else math.inf
-    good = [s.interval is not None and s.interval[1] >= low for s in found]
-    return [replace(s, best=n == 0, as_good=n > 0 and good[n]) for n, s in enumerate(found)]
-
-
-def _competitor(
-    of_run: Sequence[tuple[int, Repeat]], by_control: bool, control_ci: Mapping[Hashable, float]
+def _standing(
+    repeats: Sequence[_Indexed],
+    competing: Sequence[_Indexed],
+    by_control: bool,
+    control_ci: Mapping[Hashable, float],
 ) -> Standing:
-    """The standing of a run from those of its repeats that compete."""
-    values = [(r.control_ratio if by_control else r.rate) or 0.0 for _, r in of_run]
-    cis = [math.hypot(r.ci95_rel or 0.0, control_ci.get(r.allocation, 0.0)) for _, r in of_run]
-    reach = [abs(value) * ci for value, ci in zip(values, cis, strict=True)]
-    middle = median(values)
-    nearest = min(range(len(values)), key=lambda n: (abs(values[n] - middle), values[n]))
-    index, repeat = of_run[nearest]
-    rates = [r.rate for _, r in of_run if r.rate is not None]
-    ratios = [r.control_ratio for _, r in of_run if r.control_ratio is not None]
+    """The standing of a run from its repeats and those of them that compete, without its place."""
+    values = [(r.control_ratio if by_control else r.rate) or 0.0 for _, r in competing]
+    interval = None
+    if competing:
+        middle = median(values)
+        nearest = min(range(len(values)), key=lambda n: (abs(values[n] - middle), values[n]))
+        index, shown = competing[nearest]
+        cis = [math.hypot(r.ci95_rel or 0.0, control_ci.get(r.allocation, 0.0)) for _, r in competing]
+        reach = [abs(value) * ci for value, ci in zip(values, cis, strict=True)]
+        low = min(value - width for value, width in zip(values, reach, strict=True))
+        interval = low, max(value + width for value, width in zip(values, reach, strict=True))
+    else:
+        index, shown = max(repeats, key=lambda pair: (*_outcome(pair[1]), pair[0]))
+    counted_repeats = [repeat for _, repeat in competing or [(index, shown)]]
+    statuses = [repeat.status for _, repeat in repeats if repeat.status not in NOT_TRIED]
     return Standing(
-        run_id=repeat.run_id,
-        cell=repeat.cell,
-        environment=repeat.environment,
+        run_id=shown.run_id,
+        cell=shown.cell,
+        environment=shown.environment,
         place=0,
-        outcome=repeat.status,
+        outcome=shown.status,
         repeat=index,
-        rate=median(rates),
-        control_ratio=median(ratios) if ratios else None,
-        interval=(
-            min(value - width for value, width in zip(values, reach, strict=True)),
-            max(value + width for value, width in zip(values, reach, strict=True)),
-        ),
-        doubts=repeat.doubt,
+        rate=_median(repeat.rate for repeat in counted_repeats),
+        control_ratio=_median(repeat.control_ratio for repeat in counted_repeats),
+        control=shown.control,
+        interval=interval,
+        suspect=shown.suspect,
         by_control=by_control,
+        competing=tuple(index for index, _ in competing),
+        num_repeats=len(statuses),
+        num_repeats_failed=sum(status != Status.OK for status in statuses),
     )
 
 
-def _outcome(repeat: Repeat) -> tuple[tuple[int, str], bool]:
+def _median(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    known_values = [value for value in values if value is not None]
+    return median(known_values) if known_values else None
+
+
+def _outcome(repeat: Repeat) -> tuple[tuple[int, bool], bool]:
     """A sort key by which the last one of the repeats of a run stands for it."""
-    return outcome_order(repeat.status), repeat.doubt is None
+    return outcome_order(repeat.status), repeat.suspect is None
 
 
-def tier(status: str | None) -> float:
-    """The place of a status among those of a cell: ok, failed or out of memory, waiting or running, skipped, rejected."""
-    if status in NOT_TRIED:
-        return 2.0 + NOT_TRIED.index(status)
-    return 0.0 if status == Status.OK else 1.0
+def _by_value(standing: Standing) -> tuple[float, str]:
+    return math.inf if standing.value is None else -standing.value, standing.run_id
 
 
-def _order(standing: Standing) -> tuple[float, float, str]:
-    first, suspect = standing.best or standing.as_good, standing.outcome == Status.OK and standing.doubts
-    place = -1.0 if first else 0.5 if suspect else tier(standing.outcome)
-    return place, math.inf if standing.value is None else -standing.value, standing.run_id
+def _order(standing: Standing, is_first: bool) -> tuple[float, float, str]:
+    """A sort key of the runs of a cell; the best and those that are as good come first."""
+    is_suspect = standing.outcome == Status.OK and standing.suspect
+    return -1.0 if is_first else 0.5 if is_suspect else tier(standing.outcome), *_by_value(standing)
 
 
 def same_environments(
-    seen: Iterable[tuple[Hashable, str, str]],
+    environments: Iterable[tuple[Hashable, str, str]],
 ) -> tuple[dict[str, str], dict[Hashable, list[str]]]:
     """env_id -> the env_id that stands for it, and the drivers of environments that count as one.
 
     Environments are one if they differ in the driver, and in nothing else that is known.
 
     Args:
-        seen: all that is known of the environment of a repeat but the driver, its env_id, and the driver.
+        environments: all that is known of the environment of a repeat but the driver, its env_id, and the driver.
     """
     drivers_by_rest: dict[Hashable, dict[str, str]] = defaultdict(dict)
-    same: dict[str, str] = {}
-    for rest, env_id, driver in seen:
-        same[env_id] = env_id
+    representative: dict[str, str] = {}
+    for rest, env_id, driver in environments:
+        representative[env_id] = env_id
         drivers_by_rest[rest][env_id] = driver
     merged: dict[Hashable, list[str]] = {}
     for rest, driver_of in drivers_by_rest.items():
         if len({*driver_of.values()}) == len(driver_of) > 1:
-            first = min(same[env_id] for env_id in driver_of)
-            old = {same[env_id] for env_id in driver_of}
-            same = {env_id: first if other in old else other for env_id, other in same.items()}
+            first = min(representative[env_id] for env_id in driver_of)
+            old = {representative[env_id] for env_id in driver_of}
+            representative = {
+                env_id: first if other in old else other for env_id, other in representative.items()
+            }
             merged[rest] = sorted(driver_of.values())
-    return same, merged
+    return representative, merged

@@ -1,69 +1,51 @@
-"""Makes a SweepConfig from a composed configuration, and a ModelShape from the config.json of a checkpoint."""
+"""Makes a SweepConfig from a composed configuration, and single records from files of a configuration."""
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
-from ultrabench.layout import AXES, TEXT_AXES, Layout
-from ultrabench.model_shape import ModelShape, RopeScaling
-from ultrabench.record import T, from_dict, lacking, to_dict, value_from
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import AXES, FOLLOWING, IN_SWEEP, NEUTRAL, TEXT_AXES, TYPES_IN_SWEEP
+from ultrabench.measure import Measure
+from ultrabench.model_shape import ModelShape
+from ultrabench.record import T, field_types, from_dict, lacking, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redacted
-from ultrabench.sweep.config.compose import (
+from ultrabench.sweep.config.checkpoint import read_checkpoint_config, shape_from
+from ultrabench.sweep.config.compose import compose_tree, in_defaults, moved, unknown_override
+from ultrabench.sweep.config.files import (
     FOLDERS,
-    as_list,
-    compose_tree,
+    GROUPS,
     files,
-    in_defaults,
-    of_sweep_file,
+    is_of_package,
+    read_text,
     read_yaml,
-    search_path,
     unknown_option,
-    unknown_override,
     usable,
 )
-from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, SweepConfig, moved
+from ultrabench.sweep.config.options import SWEEP_KEYS, read_options, values_of_setting
+from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
 
-UNCHANGED = ("results_dir", "models", "retry", "repeats", "trace", "max_p_oom")
+WHOLE = ("results_dir", "models", "repeats", "trace", "max_p_oom")
 """Keys of a composed configuration whose values are taken as they are."""
-KEYS = frozenset(
-    {*UNCHANGED, "hardware", "cluster", "kernel", "measure", "launcher", "sweep", "name", "names", "profile"}
-)
+KEYS = frozenset({*GROUPS[:-1], *WHOLE, "name", "names", "profile"})
 """Keys of a composed configuration."""
-WORKLOAD = ("seq_len", "gbs", "seed")
+WORKLOAD = tuple(field_types(Workload))
 """Keys of `sweep` that say what one step trains on."""
 SEARCH = ("strategy", "batch")
 """Keys of `sweep` that say which of its layouts are run."""
+_NO_AXES = frozenset({*WORKLOAD, *SEARCH, *SWEEP_KEYS})
+"""Keys of `sweep` that are no axes of layouts."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses them."""
-
-
-def _axes(sweep: dict[str, Any]) -> Axes:
-    """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
-    given: dict[str, Any] = {name: _as_list(values) for name, values in sweep.items() if values is not None}
-    if error := next(filter(None, (moved(f"sweep.{name}") for name in given)), None):
-        raise error
-    require_known("field of sweep", ("nodes", *AXES[1:], "models", *WORKLOAD, *SEARCH), *given)
-    for name, values in given.items():
-        if name == "gas" and "auto" in values:
-            advice = "for whatever makes the batch write sweep.gas=null"
-            raise ConfigError(f"sweep.gas=auto is no number; {advice}")
-        # Values of dp_shard are words and numbers, which Axes checks, as it checks words.
-        words = tuple(map(str, values)) if name in TEXT_AXES else tuple(values)
-        checked = name in TEXT_AXES or name == "dp_shard"
-        given[name] = words if checked else value_from(tuple[int, ...], values, f"sweep.{name}")
-    if "nodes" not in given:
-        raise ConfigError("sweep lacks nodes: give a list such as sweep.nodes=[1,2]")
-    usual: dict[str, Any] = {f.name: (f.default,) for f in fields(Layout) if f.name not in ("dp", "gas")}
-    layout = usual | {"pp_schedule": ("auto",), "virtual_stages": (2,), "dp_shard": ("all",)} | given
-    return Axes(nodes=layout.pop("nodes"), layout=layout)
 
 
 def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
@@ -72,34 +54,35 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     Raises:
         ConfigError: a name, a value or a file cannot be used; the message is one line.
     """
-    named = [o for o in overrides if re.match(r"\+*(sweep\.models|model)=", o)]
-    if len(named) > 1:
+    of_models = [o for o in overrides if re.match(r"\+*(sweep\.models|model)=", o)]
+    if len(of_models) > 1:
         rule = "model=NAME means sweep.models=[NAME]; give only one of them, such as sweep.models=[tiny,mini]"
-        raise ConfigError(f"{' '.join(named)}: {rule}")
-    tree = compose_tree([_model_list(o) for o in overrides])
-    sweep = tree.get("sweep")
-    names = _as_list(sweep.pop("models", None) or []) if isinstance(sweep, dict) else []
-    tree["models"] = [to_dict(load_model(str(name))) for name in names]
-    if isinstance(tree.get("profile"), bool):
-        rule = "a profile is a file of constants that predict"
-        raise ConfigError(f"profile={str(tree['profile']).lower()}; {rule}: to trace runs, write trace=true")
+        raise ConfigError(f"{' '.join(of_models)}: {rule}")
+    options = {key: value for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
     try:
+        tree = compose_tree(overrides)
+        options = tree["names"]
+        names = tree["sweep"].pop("models", None) if isinstance(tree.get("sweep"), dict) else None
+        tree["models"] = [to_dict(load_model(str(name))) for name in _as_list(names or [])]
         return config_from_tree(tree)
     except ConfigError as error:
-        raise ConfigError(f"{_place(str(error), tree['names'], overrides)}{error}") from error
+        prefix = _file_of(error.setting, options, overrides) if error.setting else ""
+        raise ConfigError(f"{prefix}{error}", setting=error.setting) from error
 
 
-def _place(message: str, names: Mapping[str, str], overrides: Sequence[str]) -> str:
-    """The prefix `FILE: ` for a message about a file of the user; empty for a message about an override."""
-    for group in ("hardware", "kernel", "cluster", "launcher", "measure", "retry", "sweep"):
-        path = files(group).get(names.get(group, ""))
-        given = any(o.lstrip("+~").startswith(f"{group}.") for o in overrides)
-        if path is None or given or not re.search(rf"\b{group}\b", message):
-            continue
-        if path.parent.parent != search_path()[-1] and str(path) not in message:
-            return f"{path}: "
-    found = re.search(r"'(\w+)'", message)
-    return of_sweep_file(names.get("sweep", ""), found[1], overrides) if found else ""
+def _file_of(setting: str, options: Mapping[str, str], overrides: Sequence[str]) -> str:
+    """The prefix `FILE: ` for a message about a setting in a file of the user; empty where an override gives it."""
+    group, name = setting.partition(".")[0], setting.rpartition(".")[2]
+    path, of_sweep = (files(group_name).get(options.get(group_name, "")) for group_name in (group, "sweep"))
+    if (
+        path
+        and not is_of_package(path)
+        and not any(o.lstrip("+~").startswith(f"{group}.") for o in overrides)
+    ):
+        return f"{path}: "
+    if of_sweep is None or is_of_package(of_sweep) or any(name in o for o in overrides):
+        return ""
+    return f"{of_sweep}: " if re.search(rf"\b{re.escape(name)}\b", read_text(of_sweep)) else ""
 
 
 def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
@@ -108,50 +91,145 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     Raises:
         ConfigError: a value cannot be used.
     """
-    if strangers := sorted(set(tree) - KEYS):
-        raise ConfigError(unknown_override(strangers[0], tree[strangers[0]]))
     tree = tree | {"cluster": tree.get("cluster") or {}}
-    for group in ("sweep", "hardware", "kernel", "launcher", "measure", "retry", "cluster"):
-        if not isinstance(given := tree.get(group), dict):
-            raise ConfigError(f"{group}: {given!r} holds no settings; {in_defaults(group)}")
-    names, cluster = tree["names"], tree["cluster"]
-    if strangers := sorted(set(cluster) - CLUSTER_KEYS, key=str):
-        unknown = unknown_name(f"key of cluster={names['cluster']}", strangers[0], CLUSTER_KEYS)
-        raise moved(str(strangers[0])) or ConfigError(unknown)
-    if error := next(filter(None, (moved(f"kernel.{key}") for key in tree["kernel"])), None):
-        raise error
-    secrets: dict[str, str] = {}
-    if isinstance(env := tree["kernel"].get("env"), dict):
-        shown, secrets = redacted(env)
-        tree = tree | {"kernel": tree["kernel"] | {"env": shown}}
+    _require_settings(tree)
+    names, cluster, sweep = tree["names"], tree["cluster"], tree["sweep"]
+    kernel, secrets = dict(tree["kernel"]), dict[str, str]()
+    if isinstance(kernel.get("env"), dict):
+        kernel["env"], secrets = redacted(kernel["env"])
+        tree = tree | {"kernel": kernel}
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
-    settings = {key: value for key, value in tree["kernel"].items() if key != "profile"}
-    kernel = _filled({"name": names["kernel"], **settings}, {"precision": hardware.precision})
+    options_of_kernel = _kernel_options(kernel, hardware)
+    kernel_config = from_dict(
+        KernelConfig, _kernel(names["kernel"], kernel, options_of_kernel), where="kernel"
+    )
+    workload = {key: values_of_setting(sweep[key], f"sweep.{key}")[0] for key in WORKLOAD if key in sweep}
     profile = profile_of(tree, hardware.device)
-    if kernel.get("compile") == "auto":
-        kernel["compile"] = hardware.device == "cuda"
-    elif not isinstance(given := kernel.get("compile", False), bool):
-        raise ConfigError(f"kernel.compile={given!r}; must be auto, true or false")
     kind = kernel.get("kind", "embedded")
-    needed = {"preflight": kind != "command" or hardware.device == "cuda"}
     seconds = {key: getattr(hardware, key) if kind == "embedded" else 0.0 for key in ("warmup_s", "min_s")}
-    workload = {k: v for k, v in tree["sweep"].items() if k in WORKLOAD}
+    needed = {"preflight": kind != "command" or hardware.device == "cuda"}
     values = {
-        **{key: tree[key] for key in UNCHANGED if key in tree},
-        "profile": profile,
+        **{key: tree[key] for key in WHOLE if key in tree},
+        **{key: sweep[key] for key in SEARCH if sweep.get(key) is not None},
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "hardware": hardware,
-        "kernel": {k: v for k, v in kernel.items() if v is not None},
-        "measure": _filled(tree["measure"], seconds),
+        "kernel": kernel_config,
+        "measure": from_dict(Measure, _filled(tree["measure"], seconds), where="measure"),
         "launcher": _launcher(_filled(tree["launcher"], needed), cluster),
-        **{k: v for k, v in tree["sweep"].items() if k in SEARCH and v is not None},
-        "axes": _axes({k: v for k, v in tree["sweep"].items() if k not in (*WORKLOAD, *SEARCH)}),
+        "retry": from_dict(RetryPolicy, tree["retry"], where="retry"),
+        "axes": _axes({key: value for key, value in sweep.items() if key not in _NO_AXES}),
         "workload": from_dict(Workload, workload, where="sweep"),
+        "options": read_options(sweep, options_of_kernel, kernel_config, hardware),
+        "profile": profile,
         "resolved": tree | {"hardware": to_dict(hardware), "profile": to_dict(profile)},
         "secrets": secrets,
     }
     return from_dict(SweepConfig, values, where="")
+
+
+def _require_settings(tree: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a key that no composed configuration has, or for a group that holds no settings."""
+    for key in sorted(tree.keys() - KEYS):
+        raise ConfigError(unknown_override(key, tree[key]), setting=key)
+    for group in GROUPS[:-1]:
+        if not isinstance(settings := tree.get(group), dict):
+            raise ConfigError(f"{group}: {settings!r} holds no settings; {in_defaults(group)}", setting=group)
+        for key, value in settings.items():
+            if value is not None and (advice := moved(f"{group}.{key}")):
+                raise ConfigError(advice, setting=f"{group}.{key}")
+    kind = f"key of cluster={tree['names'].get('cluster')}"
+    require_known(kind, CLUSTER_KEYS, *sorted(tree["cluster"], key=str), setting="cluster")
+
+
+def _filled(values: dict[str, Any], by_hardware: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, with those of `by_hardware` for its keys that are null or absent."""
+    return values | {key: value for key, value in by_hardware.items() if values.get(key) is None}
+
+
+def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, tuple[Any, ...]]:
+    """Precision, compile and attention -> their values; the usual ones are those of the hardware and of KernelConfig.
+
+    compile=auto means true on GPUs.
+    """
+    kinds, usual = (
+        field_types(KernelConfig),
+        {"precision": hardware.precision, "compile": False, "attention": "auto"},
+    )
+    options = {}
+    for name, default in usual.items():
+        setting = f"kernel.{name}"
+        values_of_option = [
+            default if value is None else value for value in values_of_setting(values.get(name), setting)
+        ]
+        if name == "compile":
+            values_of_option = [hardware.device == "cuda" if v == "auto" else v for v in values_of_option]
+            if wrong := [value for value in values_of_option if not isinstance(value, bool)]:
+                fact = f"kernel.compile={wrong[0]!r}; must be auto, true or false"
+                raise ConfigError(fact, setting="kernel.compile")
+        if len(values_of_option) > 1 and name != "precision" and values.get("kind", "embedded") != "embedded":
+            remedy = "list the values under sweep.flags, sweep.words or sweep.env"
+            fact = f"kernel.{name} lists several values, which only ultrabench's own kernel has"
+            raise ConfigError(fact, remedy, setting=setting)
+        options[name] = tuple(dict.fromkeys(value_from(kinds[name], v, setting) for v in values_of_option))
+    return options
+
+
+def _kernel(name: str, values: dict[str, Any], options: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The settings of the kernel, with the first value of each of the options."""
+    settings = {key: value for key, value in values.items() if key != "profile" and value is not None}
+    return {"name": name, **settings, **{option: of_option[0] for option, of_option in options.items()}}
+
+
+def _list_of(kind: Any) -> Any:
+    return Annotated[tuple[kind, ...], Meta(min_length=1, description="a list of at least one value")]
+
+
+_LISTS = {name: _list_of(kind) for name, kind in {"nodes": Count, **TYPES_IN_SWEEP}.items()}
+"""Name -> type of the list of its values in a sweep."""
+
+
+def _axes(sweep: dict[str, Any]) -> Axes:
+    """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
+    listed = {name: _as_list(values) for name, values in sweep.items() if values is not None}
+    require_known("field of sweep", ("nodes", *AXES[1:], "models", *_NO_AXES), *listed, setting="sweep")
+    if "nodes" not in listed:
+        raise ConfigError("sweep lacks nodes: give a list such as sweep.nodes=[1,2]", setting="sweep")
+    if "auto" in listed.get("gas", ()):
+        raise ConfigError("sweep.gas=auto is no number; for whatever makes the batch write sweep.gas=null")
+    listed |= {name: [str(value) for value in listed[name]] for name in TEXT_AXES & listed.keys()}
+    axes = {name: value_from(_LISTS[name], values, f"sweep.{name}") for name, values in listed.items()}
+    usual: dict[str, Any] = {name: (value,) for name, value in NEUTRAL.items() if name not in FOLLOWING}
+    usual |= {name: (in_sweep.default,) for name, in_sweep in IN_SWEEP.items()}
+    return Axes(nodes=axes.pop("nodes"), layout=usual | axes)
+
+
+def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
+    """The settings of the launcher; "" means null, and null means an empty list where a list is needed.
+
+    The options of sbatch of the launcher are added to those of the cluster.
+    """
+    settings = {key: None if value == "" else value for key, value in values.items()}
+    settings |= {k: str(settings[k]) for k in TEXTS if type(settings.get(k)) is int}  # an account may be 1234
+    settings |= {k: [] for k in ("python", "setup", "environment", "srun") if settings.get(k, ()) is None}
+    if isinstance(settings.get("python"), str):
+        settings["python"] = [settings["python"]]
+    if "sbatch" in settings:
+        options = [cluster.get("sbatch") or {}, settings["sbatch"] or {}]
+        unusable = [mapping for mapping in options if not isinstance(mapping, dict)]
+        settings["sbatch"] = unusable[0] if unusable else _sbatch_options(options[0] | options[1])
+    return from_dict(LauncherConfig, settings, where="launcher")
+
+
+def _sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of sbatch as texts: null and true mean one without a value, and false means that it is not given."""
+    texts = {str(name): "" if value is None or value is True else value for name, value in options.items()}
+    plain = {name: value for name, value in texts.items() if value is not False}
+    return {name: value if isinstance(value, list | dict) else str(value) for name, value in plain.items()}
+
+
+def _as_list(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, list | tuple) else [values]
 
 
 def profile_of(tree: Mapping[str, Any], device: str) -> Profile:
@@ -160,24 +238,22 @@ def profile_of(tree: Mapping[str, Any], device: str) -> Profile:
     That of a kernel is NAME-cpu on CPUs, if there is such a file. A configuration that was written down holds the
     whole profile, so that a sweep goes on as it began; one of another version, with other constants, is read again.
     """
-    given = tree.get("profile")
-    if isinstance(given, dict):
+    profile = tree.get("profile")
+    if isinstance(profile, bool):
+        rule = "a profile is a file of constants that predict"
+        raise ConfigError(f"profile={str(profile).lower()}; {rule}: to trace runs, write trace=true")
+    if isinstance(profile, dict):
         with contextlib.suppress(ConfigError):
-            return from_dict(Profile, given, where="profile", skip_unknown=True)
-        given = given.get("name")
-    if given is None:
-        given = usual_profile(str(tree["kernel"].get("profile") or "ultrabench"), device)
-    return load_profile(str(given))
+            return from_dict(Profile, profile, where="profile", skip_unknown=True)
+        profile = profile.get("name")
+    if profile is None:
+        profile = usual_profile(str(tree["kernel"].get("profile") or "ultrabench"), device)
+    return load_profile(str(profile))
 
 
 def usual_profile(name: str, device: str) -> str:
     """The name of the profile `name` for a torch device type: NAME-cpu on CPUs, if there is such a file."""
     return f"{name}-{device}" if f"{name}-{device}" in files("profiles") else name
-
-
-def _filled(values: dict[str, Any], by_hardware: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`, with those of `by_hardware` for its keys that are null or absent."""
-    return values | {key: value for key, value in by_hardware.items() if values.get(key) is None}
 
 
 def read_hardware(values: Mapping[str, Any]) -> Hardware:
@@ -190,14 +266,16 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
     """
     if "gpu" in values and "source" not in values:
         rated = {path: row for path, row in usable("hardware").items() if {"gpu", "source"} <= row.keys()}
-        same = [path for path, row in rated.items() if row["gpu"] == values["gpu"]]
-        if not same:
+        paths = [path for path, row in rated.items() if row["gpu"] == values["gpu"]]
+        if not paths:
             unknown = unknown_name("hardware.gpu", values["gpu"], {row["gpu"] for row in rated.values()})
-            needed = ", ".join(lacking(Hardware, values))
-            raise ConfigError(f"{unknown}; for a GPU that no other file has, add to its file: {needed}")
-        if len(same) > 1:
-            raise ConfigError(f"{same[1]}: {same[0]} has rates of gpu={values['gpu']}, too; rename one")
-        values = rated[same[0]] | {k: v for k, v in values.items() if v is not None}
+            advice = (
+                f"for a GPU that no other file has, add to its file: {', '.join(lacking(Hardware, values))}"
+            )
+            raise ConfigError(unknown, advice, setting="hardware.gpu")
+        if len(paths) > 1:
+            raise ConfigError(f"{paths[1]}: {paths[0]} has rates of gpu={values['gpu']}, too; rename one")
+        values = rated[paths[0]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
 
 
@@ -230,44 +308,19 @@ def load_hardware(name: str) -> Hardware:
     return _load("hardware", name, read_hardware, "; give its rates in ./ultrabench/hardware/NAME.yaml")
 
 
-def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
-    """The settings of the launcher; "" means null, and null means an empty list where a list is needed.
-
-    The options of sbatch of the launcher are added to those of the cluster.
-    """
-    given = {k: None if v == "" else v for k, v in values.items()}
-    for key, value in given.items():
-        if value is not None and (error := moved(f"launcher.{key}")):
-            raise error
-        if key in TEXTS and type(value) is int:
-            given[key] = str(value)  # an account may be 1234
-    given |= {k: [] for k in ("python", "setup", "environment", "srun") if given.get(k, ()) is None}
-    if isinstance(given.get("python"), str):
-        given["python"] = [given["python"]]
-    if "sbatch" in given:
-        options = [cluster.get("sbatch") or {}, given["sbatch"] or {}]
-        given["sbatch"] = next((o for o in options if not isinstance(o, dict)), None) or _flags(options)
-    return from_dict(LauncherConfig, given, where="launcher")
-
-
-def _flags(options: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Options of sbatch as texts; the last value of an option wins.
-
-    Null and true mean an option without a value, and false means that the option is not given.
-    """
-    given = {str(k): "" if v is None or v is True else v for some in options for k, v in some.items()}
-    return {k: str(v) for k, v in given.items() if v is not False}
-
-
 def load_model(name: str) -> ModelShape:
-    """The shape of a model: `name` is on the search path, or is the path of a config.json or its folder.
+    """The shape of a model.
+
+    Args:
+        name: a name on the search path, the path of a config.json or its folder, or the name of a model on the
+            Hugging Face hub whose config.json is in the cache.
 
     Raises:
         ConfigError: there is no such model, or its file lacks a value.
     """
     if "/" in name or name.endswith(".json") or (name not in files("model") and Path(name).is_dir()):
         return read_checkpoint_config(name)
-    return _load("model", name, lambda values: _shape(values, f"model {name}"))
+    return _load("model", name, lambda values: shape_from(values, f"model {name}"))
 
 
 def load_profile(name: str) -> Profile:
@@ -278,123 +331,3 @@ def load_profile(name: str) -> Profile:
     """
     advice = "; `ultrabench predict calibrate` fits one to runs of yours"
     return _load("profile", name, lambda values: from_dict(Profile, values, where="profile"), advice)
-
-
-MODEL_TYPES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": None, "sliding_window": None},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
-}
-"""model_type -> the values that transformers uses for absent keys. Only models of these types can be trained.
-
-Source: LlamaConfig, MistralConfig and Qwen3Config of transformers, which also give the values of DEFAULTS.
-"""
-SIZES_ALONE = "for its sizes alone write them to ./ultrabench/model/NAME.yaml and give model=NAME"
-"""What a user can do with a model that ultrabench does not train."""
-DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-PLAIN: dict[str, Any] = {
-    "hidden_act": "silu", "rope_type": "llama3", "partial_rotary_factor": 1.0, "num_experts_per_tok": 0,
-    **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "qkv_bias", "use_qk_norm", "qk_norm"), False),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), 0),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "num_nextn_predict_layers", "n_embd", "no_rope_layers"), 0),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), 0),
-    "quantization_config": {},
-    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "parallel_residual"), False),
-}  # fmt: skip
-"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null."""
-
-
-def read_checkpoint_config(given: str) -> ModelShape:
-    """The shape of the model that is described by the file `given`, or by config.json in the folder `given`.
-
-    The model's name is the last part of `_name_or_path`. Without that key it is the name of the folder
-    of config.json, or the name of a file that is not called config.json.
-
-    Raises:
-        ConfigError: the file cannot be read, or describes a model that ultrabench does not train.
-    """
-    path = Path(given).expanduser().absolute()
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
-        advice = "give the path of a config.json, or a name (see ultrabench configs model)"
-        raise ConfigError(f"cannot read model={given}: {path}: {why}; {advice}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"model={given} holds no sizes; it must be the config.json of a model")
-    usual = path.parent.name if path.name == "config.json" else path.stem
-    return shape_of(values, Path(str(values.get("_name_or_path") or "")).name or usual, given)
-
-
-def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
-    """The shape of the model in a config.json; keys that do not change the model are ignored.
-
-    Raises:
-        ConfigError: a key makes the model one that ultrabench does not train; the message names the key.
-    """
-    kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        known = f"the decoders of {', '.join(MODEL_TYPES)} only, without biases and experts"
-        changed = ", ".join(f"{key} is {json.dumps(values[key])}" for key in _changed(values))
-        what = f"model_type {kind!r}{f' ({changed})' if changed else ''}"
-        raise ConfigError(f"model={where}: {what}; ultrabench trains {known}: {SIZES_ALONE}")
-    rope = _rope(values)
-    given = {**DEFAULTS, **MODEL_TYPES[kind], **values, **rope}
-    given = {k: v for k, v in given.items() if v is not None}
-    if given.get("use_sliding_window") is False:
-        given.pop("sliding_window", None)
-    _require_plain(given, where)
-    keys = (*SIZES, *DEFAULTS, "num_key_value_heads", "head_dim", "sliding_window")
-    sizes = {"num_key_value_heads": given.get("num_attention_heads"), "qk_norm": kind == "qwen3"}
-    sizes |= {k: given[k] for k in keys if k in given}
-    if "rope_type" in given:
-        sizes["rope_scaling"] = {f.name: rope[f.name] for f in fields(RopeScaling) if f.name in rope}
-    return _shape({"name": name, **sizes}, f"model={where}")
-
-
-def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of rotations in a config.json; newer ones call them rope_parameters."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    rope = rope if isinstance(rope, dict) else {"rope_type": rope}
-    kind = rope.get("rope_type") or rope.get("type")
-    return {**rope, "rope_type": None if kind == "default" else kind}
-
-
-def _changed(values: Mapping[str, Any]) -> list[str]:
-    """The keys of PLAIN with values that ultrabench cannot train."""
-    return [key for key, value in PLAIN.items() if values.get(key) is not None and values[key] != value]
-
-
-def _require_plain(given: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for the first key that makes a model which ultrabench does not train."""
-    layers = given.get("layer_types")
-    full = ["full_attention"] * (len(layers) if isinstance(layers, list) else 1)
-    for key, value in {**PLAIN, "layer_types": full}.items():
-        if given.get(key, value) != value:
-            found = f"model={where}: {key} is {json.dumps(given[key])}"
-            wanted = "full_attention everywhere" if key == "layer_types" else json.dumps(value)
-            raise ConfigError(f"{found}; ultrabench trains models whose {key} is {wanted}: {SIZES_ALONE}")
-
-
-def _shape(values: Mapping[str, Any], where: str) -> ModelShape:
-    """The shape that `values` describe, without a head_dim that is the usual one, so that run_ids do not differ."""
-    shape = from_dict(ModelShape, values, where=where)
-    return replace(shape, head_dim=None) if shape.q_width == shape.hidden_size else shape
-
-
-def _as_list(values: Any) -> list[Any]:
-    return list(values) if isinstance(values, list | tuple) else [values]
-
-
-def _model_list(override: str) -> str:
-    key, eq, value = override.partition("=")
-    if key.lstrip("+") != "model" or not eq:
-        return override
-    if not value:
-        advice = "name a model, such as model=8B (see ultrabench configs model)"
-        raise ConfigError(f"{override} has no value; {advice}")
-    if value.startswith("[") or ("," in value and "/" not in value and not {'"', "'"} & {*value}):
-        raise ConfigError(f"{override}: model takes one name; for several use sweep.models={as_list(value)}")
-    return f"sweep.models=[{value}]" if '"' in value or "'" in value else f'sweep.models=["{value}"]'

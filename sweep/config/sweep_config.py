@@ -6,43 +6,27 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Annotated, Any
 
-from ultrabench.allowed import Allowed, Count, Line, Positive, at_least, between, one_of, require_allowed
+from msgspec import Meta
+
+from ultrabench.allowed import Count, Line, Positive, at_least, between, matching, one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import ALLOWED, PP_SCHEDULES
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import CAUSES, FAILURES, OUTSIDE, RunResult
 from ultrabench.run import Workload
+from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.predict.profile import Profile
+from ultrabench.variant import CONTAINER_WORD
 
 _HOUR = r"([01]\d|2[0-3]):[0-5]\d"
-WINDOW = Allowed("HH:MM-HH:MM, such as 19:00-07:00", re.compile(f"{_HOUR}-{_HOUR}").fullmatch)
+WINDOW = matching(f"{_HOUR}-{_HOUR}", "HH:MM-HH:MM, such as 19:00-07:00")
 TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Fields whose values are passed to sbatch as they are."""
 _OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
                    "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
 """Options of sbatch that ultrabench sets itself and that a user must not change."""
-
-
-_MOVED = {
-    r"kernel\.recompute": "is an axis of layouts; write sweep.recompute=[full]",
-    r"(?:sweep\.)?dp": "is no axis; dp follows from the GPUs: dp = GPUs/(tp*pp*cp): choose it with sweep.nodes, sweep.tp, "
-    "sweep.pp and sweep.cp",
-    r"(?:.*\.)?(?:gpus|num_gpus|ngpus|nproc_per_node)":
-        "is no setting; GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]",
-    r"(?:launcher\.)?(reservation|constraint)":
-        r"is no setting, but an option of sbatch; write +launcher.sbatch.\1=VALUE, or in the file of a cluster sbatch: "
-        "{NAME: VALUE}",
-}  # fmt: skip
-"""Pattern of a key that is a setting elsewhere -> what it is and what to write."""
-
-
-def moved(key: str) -> ConfigError | None:
-    """The error for a `key` that is a setting elsewhere: an option of sbatch or an axis; None for others."""
-    found = ((re.fullmatch(pattern, key), told) for pattern, told in _MOVED.items())
-    return next((ConfigError(f"{key} {match.expand(told)}") for match, told in found if match), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +98,7 @@ class LauncherConfig:
 Attempts = Annotated[int, between(0, 100)]
 """Number of further attempts that the configuration may allow."""
 ATTEMPTS = (*sorted(FAILURES), "suspect")
-"""Keys of retry.attempts: the statuses of failures, and `suspect` for an ok run whose number is in doubt."""
+"""Keys of retry.attempts: the statuses of failures, and `suspect` for an ok run whose number is suspect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,18 +131,6 @@ class RetryPolicy:
         return self.causes.get(str(result.cause), self.attempts.get(result.status.value, 0))
 
 
-_ALLOWED = ALLOWED | {
-    "nodes": at_least(1),
-    "pp_schedule": one_of("auto", *PP_SCHEDULES[1:]),
-    "virtual_stages": at_least(2),
-    "dp_shard": Allowed(
-        "all, node or a number >= 2",
-        lambda value: value in ("all", "node") or (type(value) is int and value >= 2),
-    ),
-}
-"""Name -> values that a sweep may list; they differ from those of a layout in the last three."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The values of the number of nodes and of each axis of a layout; candidates are their combinations."""
@@ -172,18 +144,11 @@ class Axes:
     The dp_shard all means all dp*cp ranks, node those of them that are on one node.
     """
 
-    def __post_init__(self) -> None:
-        for name, values in {"nodes": self.nodes, **self.layout}.items():
-            allowed = _ALLOWED[name]
-            if not values or not all(map(allowed.holds, values)):
-                given = f"sweep.{name}={list(values)}"
-                raise ConfigError(f"{given}; each must be {allowed.text}, and at least one is needed")
 
-
-NAME = Allowed(
+NAME = matching(
+    r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}",
     "a text of at most 100 ASCII characters that begins with a letter, a digit or '_' and continues with these, spaces "
     "and any of .+=@,-",
-    re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}").fullmatch,
 )
 """Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""
 
@@ -193,7 +158,7 @@ class SweepConfig:
     """The complete configuration of one sweep."""
 
     name: Annotated[str, NAME]
-    results_dir: Annotated[str, Allowed("a folder", bool)]
+    results_dir: Annotated[str, Meta(min_length=1, description="a folder")]
     cluster: str
     hardware: Hardware
     kernel: KernelConfig
@@ -202,6 +167,8 @@ class SweepConfig:
     models: tuple[ModelShape, ...]
     workload: Workload
     axes: Axes
+    options: Options
+    """What the sweep varies beside layouts; workload and kernel have the first values."""
     retry: RetryPolicy
     strategy: Annotated[str, one_of("exhaustive", "adaptive")] = "exhaustive"
     """Which runs of a cell are made: all, or those that are worth it after what was measured so far."""
@@ -222,20 +189,28 @@ class SweepConfig:
     def __post_init__(self) -> None:
         require_allowed(self)
         if self.strategy == "adaptive" and self.kernel.kind == "probe":
-            given = "sweep.strategy=adaptive with kernel=probe"
-            raise ConfigError(f"{given}; a probe trains nothing: leave it out")
+            fact = "sweep.strategy=adaptive with kernel=probe"
+            raise ConfigError(fact, "a probe trains nothing: leave it out", setting="sweep.strategy")
+        launches = "".join((*self.launcher.python, *self.launcher.srun))
+        if "container" in self.options.values and CONTAINER_WORD not in launches:
+            advice = (
+                "launcher.srun=['--container-image={container}'] (pyxis), or in launcher.python, such as "
+            )
+            advice += "launcher.python=[apptainer,exec,'{container}',python]"
+            fact = f"sweep.container changes nothing, since no command has {CONTAINER_WORD}; give {advice}"
+            raise ConfigError(fact, setting="sweep.container")
         if not self.models:
-            raise ConfigError("sweep.models is empty; name at least one (see ultrabench configs model)")
-        self.hardware.peak(self.kernel.precision, 1, None, 1)  # refuses a precision without a rate
+            advice = "name at least one (see ultrabench configs model)"
+            raise ConfigError("sweep.models is empty", advice, setting="sweep.models")
         if self.trace and self.kernel.kind != "embedded":
             advice = "only ultrabench's own kernel looks inside itself: use what the program has for that"
             raise ConfigError(f"trace=true with kernel={self.kernel.name}; {advice}")
         if self.kernel.kind != "embedded" and (self.measure.warmup_s or self.measure.min_s):
-            given = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
+            fact = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
             advice = "only ultrabench's own training counts seconds: give measure.warmup_steps and measure.max_steps"
-            raise ConfigError(f"{given} with kernel={self.kernel.name}; {advice}")
-        for one, other in combinations(self.models, 2):
-            if replace(one, name=other.name) == other:
-                raise ConfigError(f"models {one.name} and {other.name} are the same model; name it once")
-            if one.name == other.name:
-                raise ConfigError(f"sweep.models: two models are called {one.name}; rename one of them")
+            raise ConfigError(f"{fact} with kernel={self.kernel.name}; {advice}")
+        for model, other in combinations(self.models, 2):
+            if replace(model, name=other.name) == other:
+                raise ConfigError(f"models {model.name} and {other.name} are the same model; name it once")
+            if model.name == other.name:
+                raise ConfigError(f"sweep.models: two models are called {model.name}; rename one of them")

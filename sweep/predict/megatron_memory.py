@@ -40,8 +40,8 @@ def megatron_layer_bytes(shape: ModelShape, layout: Layout, seq_len: int) -> tup
     """
     tokens = layout.mbs * seq_len / layout.cp / layout.tp
     numbers = 4 * shape.hidden_size + 2 * shape.q_width + 2 * shape.kv_width + 3 * shape.intermediate_size
-    again = (numbers - shape.hidden_size) / layout.full_every if layout.full_every else 0.0
-    return 2 * tokens * numbers, 2 * tokens * (numbers - again)
+    recomputed = (numbers - shape.hidden_size) / layout.full_every if layout.full_every else 0.0
+    return 2 * tokens * numbers, 2 * tokens * (numbers - recomputed)
 
 
 def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]:
@@ -53,12 +53,15 @@ def megatron_memory(spec: RunSpec, c: MegatronMemory) -> tuple[StageMemory, ...]
     shape, layout = spec.shape, spec.layout
     whole, kept = megatron_layer_bytes(shape, layout, spec.workload.seq_len)
     logits = c.logits * layout.mbs * spec.workload.seq_len / layout.cp / layout.tp * shape.vocab_size
-    found = []
+    memory = list[StageMemory]()
     for rank, stage in enumerate(split_stages(shape, layout.pp)):
         n = stage.num_params(shape) / layout.tp
-        held, head = in_flight(layout, rank) * kept * stage.num_layers, logits if stage.has_head else 0.0
+        activations, head = (
+            in_flight(layout, rank) * kept * stage.num_layers,
+            logits if stage.has_head else 0.0,
+        )
         buffers = whole if kept < whole else 0.0
-        reserve = c.base_bytes + c.fragmentation * held
+        reserve = c.base_bytes + c.fragmentation * activations
         state = 2 * n, 4 * n, 12 * n / layout.zero_shards
-        found.append(StageMemory(rank, FORWARD, *state, held, head, buffers, reserve))
-    return tuple(found)
+        memory.append(StageMemory(rank, FORWARD, *state, activations, head, buffers, reserve))
+    return tuple(memory)

@@ -55,8 +55,8 @@ def p_oom(
     Args:
         rank: one of the stages, if only its own probability is meant.
     """
-    most = max(stage.allocated_bytes for stage in ([rank] if rank else stages))
-    over = math.log(most / (limit_share(stages, constants) * mem_bytes))
+    largest_bytes = max(stage.allocated_bytes for stage in ([rank] if rank else stages))
+    over = math.log(largest_bytes / (limit_share(stages, constants) * mem_bytes))
     return 0.5 * math.erfc(-over / (constants.limit.sigma * math.sqrt(2)))
 
 

@@ -78,8 +78,8 @@ class NanotronMemory:
     @property
     def limit(self) -> MemoryLimit:
         """When runs of this version fail."""
-        own = {"before-fix": self.before_fix_limit, "run-ahead": self.run_ahead_limit}
-        return own.get(self.version) or self.latest_limit
+        older_limits = {"before-fix": self.before_fix_limit, "run-ahead": self.run_ahead_limit}
+        return older_limits.get(self.version) or self.latest_limit
 
 
 class _MicroBatch(NamedTuple):
@@ -100,13 +100,13 @@ def _micro_batch(spec: RunSpec, c: NanotronMemory) -> _MicroBatch:
     shape, layout = spec.shape, spec.layout
     h, f, tp = shape.hidden_size, shape.intermediate_size, layout.tp
     tokens = layout.mbs * spec.workload.seq_len / layout.cp
-    own, gathers = tokens / tp, tp > 1
-    layer = own * (c.layer_hidden * h + c.layer_ffn * f + 4 * shape.num_attention_heads)
-    work = own * (c.work_hidden * h + c.work_ffn * f) + gathers * c.work_gathered * h * tokens
-    if every := layout.full_every:  # a layer that is computed again keeps its input
-        again = layer - 2 * h * own
-        layer, work = layer - again / every, work + again
-    logits, gathered = c.logits * own * shape.vocab_size, gathers * c.gathered * h * tokens
+    rank_tokens, gathers = tokens / tp, tp > 1
+    layer = rank_tokens * (c.layer_hidden * h + c.layer_ffn * f + 4 * shape.num_attention_heads)
+    work = rank_tokens * (c.work_hidden * h + c.work_ffn * f) + gathers * c.work_gathered * h * tokens
+    if full_every := layout.full_every:  # a layer that is computed again keeps its input
+        recomputed = layer - 2 * h * rank_tokens
+        layer, work = layer - recomputed / full_every, work + recomputed
+    logits, gathered = c.logits * rank_tokens * shape.vocab_size, gathers * c.gathered * h * tokens
     return _MicroBatch(layer, work, c.work_embedding * h * tokens, logits, gathered)
 
 
@@ -125,31 +125,41 @@ def nanotron_memory(spec: RunSpec, c: NanotronMemory) -> tuple[StageMemory, ...]
 
 def _rank_memory(spec: RunSpec, c: NanotronMemory, batch: _MicroBatch, stage: Stage) -> StageMemory:
     layout, rank = spec.layout, stage.index
-    n, shards, flight = stage.num_params(spec.shape) / layout.tp, layout.zero_shards, in_flight(layout, rank)
-    one = batch.layer * stage.num_layers
-    kept, gathered = flight * one, 0.0
+    n, shards = stage.num_params(spec.shape) / layout.tp, layout.zero_shards
+    num_in_flight = in_flight(layout, rank)
+    kept_once = batch.layer * stage.num_layers
+    kept, gathered = num_in_flight * kept_once, 0.0
     if c.version == "old" and layout.pp == 1:
         forwards = min(AHEAD_LAYERS, stage.num_layers)
         gathered = batch.gathered * (forwards if layout.gas == 1 else (forwards + AHEAD_LAYERS) / 2)
     elif c.version == "run-ahead" and layout.pp > 1:
-        gathered = batch.gathered * min(AHEAD_LAYERS, stage.num_layers * max(0.0, flight - 2))
-        gathered += c.run_ahead * one * (layout.tp > 1)
+        gathered = batch.gathered * min(AHEAD_LAYERS, stage.num_layers * max(0.0, num_in_flight - 2))
+        gathered += c.run_ahead * kept_once * (layout.tp > 1)
     work = batch.work + (batch.embedding if stage.has_embedding else 0.0)
     logits = batch.logits if stage.has_head and batch.logits > work else 0.0
-    gradients, late = (6 * n, 0.0) if shards == 1 < layout.dp * layout.cp else (4 * n, 2 * n)
+    gradients, late_gradients = (6 * n, 0.0) if shards == 1 < layout.dp * layout.cp else (4 * n, 2 * n)
     parameters = 4 * n if shards > 1 else 0.0
     # The bytes of each phase beyond the static ones, and those that the allocator holds besides.
-    forward, backward = kept + (logits or work), late + kept - one + work
+    forward, backward = kept + (logits or work), late_gradients + kept - kept_once + work
     temporary = forward + gathered
-    behind = gathered * (layout.pp > 1) + c.backward_slack * temporary
-    optimizing = parameters + c.optimizer_slack * temporary
-    held = c.base_bytes + max(forward + gathered, backward + behind, optimizing)
+    backward_unfreed = gathered * (layout.pp > 1) + c.backward_slack * temporary
+    optimizer_phase = parameters + c.optimizer_slack * temporary
+    reserved = c.base_bytes + max(forward + gathered, backward + backward_unfreed, optimizer_phase)
     weights, optimizer = 2 * n, 12 * n / shards
     if forward >= backward and forward >= parameters:
         buffers = 0.0 if logits else work
-        parts = FORWARD, weights, gradients, optimizer, kept, logits, buffers, held - forward
+        parts = FORWARD, weights, gradients, optimizer, kept, logits, buffers, reserved - forward
     elif backward >= parameters:
-        parts = BACKWARD, weights, gradients + late, optimizer, kept - one, 0.0, work, held - backward
+        parts = (
+            BACKWARD,
+            weights,
+            gradients + late_gradients,
+            optimizer,
+            kept - kept_once,
+            0.0,
+            work,
+            reserved - backward,
+        )
     else:
-        parts = OPTIMIZER, weights, gradients, optimizer, 0.0, 0.0, parameters, held - parameters
+        parts = OPTIMIZER, weights, gradients, optimizer, 0.0, 0.0, parameters, reserved - parameters
     return StageMemory(rank, *parts)

@@ -49,18 +49,23 @@ def order(layout: Layout) -> list[list[Pass]]:
 
     The layout must keep the rules of `ultrabench.sweep.grid.schedule_refusals`.
     """
-    kinds = _zbv if layout.pp_schedule == "zbv" else _in_turn
-    return [[*_numbered(kinds(layout, rank), layout.gas)] for rank in range(layout.pp)]
+    return [passes_of(layout, rank) for rank in range(layout.pp)]
 
 
-def _numbered(kinds: Iterator[tuple[str, int]], gas: int) -> Iterator[Pass]:
+def passes_of(layout: Layout, rank: int) -> list[Pass]:
+    """The passes of one rank of the pp axis in their order."""
+    kinds_of = _zbv if layout.pp_schedule == "zbv" else _in_turn
+    return [*_numbered(kinds_of(layout, rank), layout.gas)]
+
+
+def _numbered(kinds_and_chunks: Iterator[tuple[str, int]], gas: int) -> Iterator[Pass]:
     """The passes of the first `gas` micro-batches; a stage has them in their order, for each kind of pass."""
     counts = Counter[tuple[str, int]]()
-    for kind, chunk in kinds:
-        number = counts[kind, chunk]
+    for kind, chunk in kinds_and_chunks:
+        micro_batch = counts[kind, chunk]
         counts[kind, chunk] += 1
-        if number < gas:
-            yield Pass(kind, number, chunk)
+        if micro_batch < gas:
+            yield Pass(kind, micro_batch, chunk)
 
 
 def _in_turn(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
@@ -71,118 +76,73 @@ def _in_turn(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
     """
     v, gas, hops = layout.virtual_stages, layout.gas, layout.pp - 1 - rank
     group = gas // max(1, gas // layout.pp)
-    before = min(gas * v, (2 * hops + (v - 1) * group) if v > 1 else hops)
+    warm_up_forwards = min(gas * v, (2 * hops + (v - 1) * group) if v > 1 else hops)
     if layout.pp_schedule == "afab":
-        before = gas
+        warm_up_forwards = gas
     chunks = [n // group % v for n in range(gas * v)]
-    yield from (("forward", chunk) for chunk in chunks[:before])
+    yield from (("forward", chunk) for chunk in chunks[:warm_up_forwards])
     for n, chunk in enumerate(chunks):
-        if before + n < gas * v:
-            yield "forward", chunks[before + n]
+        if warm_up_forwards + n < gas * v:
+            yield "forward", chunks[warm_up_forwards + n]
         yield "backward", v - 1 - chunk
 
 
 def _zbv(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
     """Kind and chunk of each pass under ZB-V (arXiv 2401.10241, section 6), for at least 2*pp-1 micro-batches."""
     f0, f1, i0, i1, w0, w1 = product(("forward", "input", "weight"), (0, 1))
-    hops, most = layout.pp - rank, max(2 * layout.pp - 1, layout.gas)
-    fill = most - layout.pp - hops + 1  # turns before the last forward of the first stage
+    hops, max_turns = layout.pp - rank, max(2 * layout.pp - 1, layout.gas)
+    fill = max_turns - layout.pp - hops + 1  # turns before the last forward of the first stage
     warm_up = [f0] * (2 * hops - 1) + [f1, f0] * rank + [f1, i1, w1] * hops
-    turns = [f0, i0, w0, f1, i1, w1] * fill + [i0, w0, f1, i1, w1] * (most - layout.pp - fill)
+    turns = [f0, i0, w0, f1, i1, w1] * fill + [i0, w0, f1, i1, w1] * (max_turns - layout.pp - fill)
     return iter(warm_up + turns + [i0, i1] * rank + [i0, w0] * hops + [w1] * rank + [w0] * rank)
 
 
 class Turn(NamedTuple):
-    """A state of a rank as a backward begins or a forward ends; tuples but `held` have an item for each of its stages."""
+    """A rank as the backward of a micro-batch begins; each tuple has an item for each of its stages."""
 
     chunk: int
     """Index of the stage at work."""
-    forward: bool
-    last: bool
-    """Whether it is the stage's last backward in a step."""
-    ended: tuple[int, ...]
+    after_forward: bool
+    """Whether the rank has just run a forward of the same stage."""
+    is_last: bool
+    """Whether it is the stage's last backward in a step, which reduces its gradients."""
+    backward_phase: tuple[int, ...]
     """0 before the first backward of a stage has ended, 2 after the last one, 1 between them."""
-    gathered: tuple[bool, ...]
-    """Whether a stage's parameters are there, which forwards free under ZeRO-3; before the first one they are."""
-    held: tuple[tuple[int, ...], ...]
-    """What it may hold, none less than another: micro-batches kept by each stage; and messages, of which are those
-    received and not used up, and gradients sent that nothing has answered yet."""
+    after_backward: tuple[bool, ...]
+    """Whether the latest pass of a stage was a backward, which leaves its parameters gathered under ZeRO-3."""
+    in_flight: tuple[int, ...]
+    """Number of micro-batches whose activations each stage keeps, the one at work included."""
 
 
-@lru_cache(maxsize=1024)
-def turns(pp: int, gas: int, virtual: int, schedule: str, frees: bool) -> list[list[Turn]]:
-    """The turns of each rank under a schedule of several stages; forwards only where one before has freed parameters.
-
-    `frees` says whether forwards free parameters, as under ZeRO-3.
-    """
-    layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual, pp_schedule=schedule)
-    found = list[list[Turn]]()
-    for rank, passes in enumerate(with_messages(layout)):
-        states = dict[Turn, set[tuple[int, ...]]]()
-        for turn in _turns(layout, rank, passes, frees):
-            states.setdefault(turn._replace(held=()), set()).update(turn.held)
-        found.append([turn._replace(held=_largest(held)) for turn, held in states.items()])
-    return found
-
-
-def _largest(held: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Those of which no other one is at least as large in every item."""
-    return tuple(one for one in held if not any(one != other and all(map(le, one, other)) for other in held))
+@lru_cache(maxsize=4096)
+def turns(pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int) -> tuple[Turn, ...]:
+    """The turns of a rank, without those that keep fewer micro-batches than one that is alike otherwise."""
+    layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
+    in_flight_by_turn = dict[Turn, list[tuple[int, ...]]]()
+    for turn in dict.fromkeys(_turns(layout, rank)):
+        in_flight_by_turn.setdefault(turn._replace(in_flight=()), []).append(turn.in_flight)
+    return tuple(
+        turn._replace(in_flight=counts)
+        for turn, all_counts in in_flight_by_turn.items()
+        for counts in all_counts
+        if not any(counts != larger and all(map(le, counts, larger)) for larger in all_counts)
+    )
 
 
-def _turns(layout: Layout, rank: int, passes: list[Pass | None], frees: bool) -> Iterator[Turn]:
-    stages, gas, v, received = layout.stages_of(rank), layout.gas, layout.virtual_stages, 0
-    kept, backwards, gathered = [0] * v, [0] * v, [True] * v
-    for one in passes:
-        if one is None:
-            received += 1
-            continue
-        kind, _, chunk = one
-        way, forward, ended = WAY[kind], kind == "forward", tuple((n > 0) + (n == gas) for n in backwards)
-        kept[chunk] += forward
-        if kind in ("backward", "input") or (forward and not gathered[chunk]):
-            sent = sum(
-                n > 0 for n, stage in zip(ended, stages, strict=True) if stage not in (0, stages[chunk])
-            )
-            last = kind == "backward" and backwards[chunk] == gas - 1
-            yield Turn(chunk, forward, last, ended, tuple(gathered), ((*kept, received + sent),))
-        received -= 0 <= stages[chunk] + way < layout.num_stages and stages[chunk] + way not in stages
-        gathered[chunk] = not (forward and frees)
-        kept[chunk] -= kind in ("backward", "weight")
+def _turns(layout: Layout, rank: int) -> Iterator[Turn]:
+    stages, gas = range(layout.virtual_stages), layout.gas
+    in_flight, backwards, after_backward = ([0 for _ in stages] for _ in range(3))
+    latest_pass = ("", 0)
+    for kind, micro_batch, chunk in passes_of(layout, rank):
+        in_flight[chunk] += kind == "forward"
+        if kind in ("backward", "input"):
+            phases = tuple((count > 0) + (count == gas) for count in backwards)
+            is_last = kind == "backward" and micro_batch == gas - 1
+            after_forward = latest_pass == ("forward", chunk)
+            yield Turn(chunk, after_forward, is_last, phases, (*map(bool, after_backward),), (*in_flight,))
+        in_flight[chunk] -= kind in ("backward", "weight")
         backwards[chunk] += kind in ("backward", "weight")
-
-
-def with_messages(layout: Layout) -> list[list[Pass | None]]:
-    """The passes of each rank, with None where torch makes the buffer of a message to it, under schedules of several stages.
-
-    In turn each rank adds its next pass, if the pass before that in the model was added, and a message to the rank
-    of the pass after it.
-    """
-    ends = [(kind, layout.gas - 1) for kind in ("backward", "weight")]
-    # After the last pass of a stage two turns go to the reduction of its gradients and to freeing its parameters.
-    queues = [
-        deque(p for one in passes for p in (one, *[None, None] * (one[:2] in ends)))
-        for passes in order(layout)
-    ]
-    ranks = {stage: rank for rank in range(layout.pp) for stage in layout.stages_of(rank)}
-    lowered, done = [list[Pass | None]() for _ in queues], set[tuple[int, int, int]]()
-    while any(queues):
-        for rank, queue in enumerate(queues):
-            if not queue:
-                continue
-            if (one := queue[0]) is None:
-                queue.popleft()
-                continue
-            kind, number, chunk = one
-            way, stage = WAY[kind], layout.stages_of(rank)[chunk]
-            if way and stage + way in ranks and (way, stage + way, number) not in done:
-                continue
-            lowered[rank].append(one)
-            queue.popleft()
-            done.add((way, stage, number))
-            if (peer := ranks.get(stage - way, rank)) != rank:
-                lowered[peer].append(None)
-    return lowered
+        after_backward[chunk], latest_pass = kind != "forward", (kind, chunk)
 
 
 def timeline(layout: Layout) -> list[TimedPass]:
@@ -192,26 +152,26 @@ def timeline(layout: Layout) -> list[TimedPass]:
     the rules that `order` needs.
     """
     queues = [deque(passes) for passes in order(layout)]
-    free, ready, done = [0.0] * layout.pp, [*range(layout.pp)], list[TimedPass]()
-    ends, waiting = dict[tuple[int, int, int], float](), dict[tuple[int, int, int], int]()
-    while ready:
-        rank = ready.pop()
+    free_at, ready_ranks, timed_passes = [0.0] * layout.pp, [*range(layout.pp)], list[TimedPass]()
+    ends, waiting_rank = dict[tuple[int, int, int], float](), dict[tuple[int, int, int], int]()
+    while ready_ranks:
+        rank = ready_ranks.pop()
         queue, stages = queues[rank], layout.stages_of(rank)
         while queue:
-            kind, number, chunk = queue[0]
+            kind, micro_batch, chunk = queue[0]
             way, stage = WAY[kind], stages[chunk]
-            source = (way, stage + way, number)
+            source = (way, stage + way, micro_batch)
             if way and 0 <= source[1] < layout.num_stages and source not in ends:
-                waiting[source] = rank
+                waiting_rank[source] = rank
                 break
-            start = max(free[rank], ends.get(source, 0.0))
-            free[rank] = ends[way, stage, number] = start + COST[kind] / layout.virtual_stages
-            done.append(TimedPass(rank, stage, kind, number, chunk, start, free[rank]))
+            start = max(free_at[rank], ends.get(source, 0.0))
+            free_at[rank] = ends[way, stage, micro_batch] = start + COST[kind] / layout.virtual_stages
+            timed_passes.append(TimedPass(rank, stage, kind, micro_batch, chunk, start, free_at[rank]))
             queue.popleft()
-            if (way, stage, number) in waiting:
-                ready.append(waiting.pop((way, stage, number)))
+            if (way, stage, micro_batch) in waiting_rank:
+                ready_ranks.append(waiting_rank.pop((way, stage, micro_batch)))
     assert not any(queues), f"the passes of {layout.label()} wait for one another"
-    return sorted(done, key=lambda one: (one.rank, one.start))
+    return sorted(timed_passes, key=lambda timed: (timed.rank, timed.start))
 
 
 def waiting(layout: Layout) -> float:

@@ -52,15 +52,18 @@ class Prediction:
     """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
 
-def advisable(told: Prediction, most_p_oom: float = ADVISED_P_OOM) -> bool:
+def advisable(prediction: Prediction, most_p_oom: float = ADVISED_P_OOM) -> bool:
     """Whether a layout is likely enough to fit to be advised, with room for the reserve of its allocator."""
-    return told.p_oom <= most_p_oom and told.memory_share <= 1
+    return prediction.p_oom <= most_p_oom and prediction.memory_share <= 1
 
 
-def too_large(told: Prediction, chance: float) -> str:
+def too_large(prediction: Prediction, chance: float) -> str:
     """Why a layout is not run whose P(OOM) is `chance`, such as `predicted 668 GiB of 80, P(OOM) 100 %`."""
-    needed, held = told.peak_mem_bytes / GIB, told.peak_mem_bytes / told.memory_share / GIB
-    return f"predicted {needed:,.{0 if needed >= 10 else 2}f} GiB of {held:.4g}, P(OOM) {100 * chance:.0f} %"
+    needed_gib, limit_gib = (
+        prediction.peak_mem_bytes / GIB,
+        prediction.peak_mem_bytes / prediction.memory_share / GIB,
+    )
+    return f"predicted {needed_gib:,.{0 if needed_gib >= 10 else 2}f} GiB of {limit_gib:.4g}, P(OOM) {100 * chance:.0f} %"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +93,14 @@ class Predictor:
         chance = p_oom(stages, hardware.mem_bytes, self.memory)
         low, high = self.profile.interval_of(spec, hardware.gpu, self.links)
         # The limit of a process counts from what it held before its tensors.
-        held = self.memory.base_bytes if hardware.device == "cpu" else 0.0
+        base_bytes = self.memory.base_bytes if hardware.device == "cpu" else 0.0
         full = reserved_share(stages, hardware) > NEARLY_FULL
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s * math.exp(low),
             step_time_high_s=time_s * math.exp(high),
             peak_mem_bytes=int(peak),
-            memory_share=peak / (hardware.mem_bytes + held),
+            memory_share=peak / (hardware.mem_bytes + base_bytes),
             p_oom=chance,
             limited_by="memory" if full or chance > LIKELY_OOM else _limit(times, time_s),
             duration_s=begin_s + (self.measure.priced_s(time_s) if chance <= LIKELY_OOM else 0.0),
@@ -131,33 +134,33 @@ class Predictor:
 
 def reserved_share(stages: Sequence[StageMemory], hardware: Hardware) -> float:
     """The share of a GPU's memory that its allocator holds on the rank that needs most; 0 on CPUs, which have none."""
-    most = max(stage.peak_bytes for stage in stages) if hardware.device == "cuda" else 0.0
-    return most / hardware.mem_bytes
+    peak_bytes = max(stage.peak_bytes for stage in stages) if hardware.device == "cuda" else 0.0
+    return peak_bytes / hardware.mem_bytes
 
 
 def with_links(
-    told: Prediction, spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, profile: Profile
+    prediction: Prediction, spec: RunSpec, hardware: Hardware, peak: Peak, links: Network, profile: Profile
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
-    times = predict_step_time(spec, hardware, peak, links, profile.time, told.memory_share)
+    times = predict_step_time(spec, hardware, peak, links, profile.time, prediction.memory_share)
     low, high = profile.interval_of(spec, hardware.gpu, links)
     return replace(
-        told,
+        prediction,
         step_time_s=times.total,
         step_time_low_s=times.total * math.exp(low),
         step_time_high_s=times.total * math.exp(high),
-        limited_by="memory" if told.limited_by == "memory" else _limit(times, times.total),
+        limited_by="memory" if prediction.limited_by == "memory" else _limit(times, times.total),
     )
 
 
 def _limit(times: StepTime, total_s: float) -> str:
     """What costs a layout that fits most."""
-    lost, what = max(
+    lost_s, reason = max(
         (times.launch, "launch"),
         (times.bubble, "bubble"),
         (times.tp + times.cp + times.dp + times.pp, "communication"),
     )
-    return what if lost > NOTABLE * total_s else "compute"
+    return reason if lost_s > NOTABLE * total_s else "compute"
 
 
 def start_s(hardware: Hardware, nodes: int) -> float:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError, require_known
+from ultrabench.layout import INDEPENDENT
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.time_constants import TimeConstants
@@ -76,23 +77,23 @@ class Profile:
     def interval_of(self, spec: RunSpec, gpu: str, links: Network) -> Quantiles:
         """The quantiles of a run on these links, which are wider the more steps it is beyond the runs of the fit."""
         low, high = self.quantiles(regime(spec, links))
-        steps = sum(steps_beyond(*each) for each in self._compared(spec, gpu))
-        wider = STEP_WIDTH * math.sqrt(steps)
-        return Quantiles(-math.hypot(low, wider), math.hypot(high, wider)) if steps else Quantiles(low, high)
+        steps = sum(steps_beyond(*compared) for compared in self._compared(spec, gpu))
+        width = STEP_WIDTH * math.sqrt(steps)
+        return Quantiles(-math.hypot(low, width), math.hypot(high, width)) if steps else Quantiles(low, high)
 
     def unmeasured(self, spec: RunSpec, gpu: str) -> dict[str, int | str]:
         """The features of a run that no run of the fit had -> their values."""
         return {
             name: value
-            for name, value, known in self._compared(spec, gpu)
-            if steps_beyond(name, value, known)
+            for name, value, fitted_values in self._compared(spec, gpu)
+            if steps_beyond(name, value, fitted_values)
         }
 
     def fitted_to(self, name: str) -> str:
         """The values of a feature that the runs of the fit had, such as `0 to 1` or `H100-SXM`."""
-        known = self.measured[name]
-        return (", " if any(isinstance(each, str) for each in known) else " to ").join(
-            dict.fromkeys(map(str, known))
+        fitted_values = self.measured[name]
+        return (", " if any(isinstance(fitted, str) for fitted in fitted_values) else " to ").join(
+            dict.fromkeys(map(str, fitted_values))
         )
 
     def _compared(self, spec: RunSpec, gpu: str) -> Iterator[tuple[str, int | str, tuple[Any, ...]]]:
@@ -103,12 +104,16 @@ class Profile:
 
 
 @lru_cache(maxsize=4096)
-def steps_beyond(name: str, value: int | str, known: tuple[Any, ...]) -> float:
+def steps_beyond(name: str, value: int | str, fitted_values: tuple[Any, ...]) -> float:
     """How far a value is from those that the runs of a fit had: the doublings of a number, the difference of ZeRO
     stages, GPU_STEPS for another GPU, and 1 for another word; 0 between the smallest and the largest."""
-    if isinstance(value, str) or any(isinstance(each, str) for each in known) or not known:
-        return 0.0 if value in known else GPU_STEPS if name == "gpu" else 1.0
-    nearest = min(max(value, min(known)), max(known))
+    if (
+        isinstance(value, str)
+        or any(isinstance(fitted, str) for fitted in fitted_values)
+        or not fitted_values
+    ):
+        return 0.0 if value in fitted_values else GPU_STEPS if name == "gpu" else 1.0
+    nearest = min(max(value, min(fitted_values)), max(fitted_values))
     if name == "zero_stage":
         return float(abs(value - nearest))
     return abs(math.log2(value / nearest))
@@ -116,9 +121,12 @@ def steps_beyond(name: str, value: int | str, known: tuple[Any, ...]) -> float:
 
 def features(spec: RunSpec, gpu: str) -> dict[str, int | str]:
     """The values by which a run is like or unlike those that a profile was fitted to; `gpu` names the accelerator."""
-    axes = ("tp", "pp", "cp", "zero_stage", "mbs", "pp_schedule", "recompute")
-    run: dict[str, int | str] = {"gpu": gpu, "nodes": spec.nodes, "seq_len": spec.workload.seq_len}
-    return run | {"precision": spec.kernel.precision} | {name: getattr(spec.layout, name) for name in axes}
+    values: dict[str, int | str] = {"gpu": gpu, "nodes": spec.nodes, "seq_len": spec.workload.seq_len}
+    return (
+        values
+        | {"precision": spec.kernel.precision}
+        | {name: getattr(spec.layout, name) for name in INDEPENDENT}
+    )
 
 
 def regime(spec: RunSpec, links: Network) -> str:

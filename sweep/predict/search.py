@@ -5,12 +5,12 @@ measurement after the other. The chance that a layout does not fit moves with th
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Protocol, TypeVar
 
-from ultrabench.layout import Layout, dominates
+from ultrabench.layout import AXES, FOLLOWING, TEXT_AXES, Layout, dominates
 from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction, too_large
 
 BIAS_SD = 0.15
@@ -24,23 +24,25 @@ NOISE_SD = 0.03
 CLIP = 0.7
 """Largest absolute value of log(measured / predicted) that is believed; what is beyond is an accident.
 
-BIAS_SD, SHAPE_SD and CLIP are those of a profile that was fitted to such runs. They grow with the interval of a
-prediction that is wider than theirs.
+BIAS_SD, SHAPE_SD and CLIP are those of a prediction whose 80 % interval has the width that the first two stand for.
+They are in proportion to the interval of each prediction, but no prediction counts as surer than a measurement.
 """
 SURPRISE = 3.0
 """Standard deviations beyond which a measurement is taken for an accident and counts as a less exact one."""
-SHARED_VARIANCE = 0.5
+SHARED_VARIANCE = 0.25
 """Part of the variance of predicted memory that the layouts of a cell share."""
 BETTER = 0.02
 """A layout is worth a run for being faster than the best by this share."""
-CHANCE = 0.07
-"""The search of a cell goes on while any layout that is left has this chance to be that much faster."""
-ENOUGH = 2
-"""Number of measured layouts from which the search may end. A third is never demanded, for it may not exist."""
+CHANCE = 0.04
+"""The search of a cell goes on while any layout that is left has this chance to be that much faster.
+
+`python benchmarks/caution.py` chooses it on cells that are not among those it is judged by.
+"""
 
 _NORMAL = NormalDist()
 _WIDTH = 2 * _NORMAL.inv_cdf(0.9) * math.hypot(BIAS_SD, SHAPE_SD)
 """Width of the 80 % interval of log(measured / predicted) that BIAS_SD and SHAPE_SD stand for."""
+_LEAST_SCALE = NOISE_SD / math.hypot(BIAS_SD, SHAPE_SD)
 _SHIFTS = [step / 4 for step in range(-12, 13)]
 """Errors of predicted memory that the layouts of a cell may share, in standard deviations."""
 
@@ -78,6 +80,11 @@ class Tried:
     max_p_oom: float = 1.0
     """P(OOM) above which no run is made."""
 
+    @property
+    def begun(self) -> Set[str]:
+        """All runs that were tried, also those that have not ended."""
+        return self.times_s.keys() | self.oom | self.failed | self.pending
+
 
 @dataclass(slots=True)
 class Belief:
@@ -86,9 +93,9 @@ class Belief:
     run: Run
     p_oom: float
     place: tuple[float, ...]
-    words: tuple[str, str]
+    words: tuple[str, ...]
     scale: float
-    """Factor of BIAS_SD, SHAPE_SD and CLIP, at least 1."""
+    """Factor of BIAS_SD, SHAPE_SD and CLIP."""
     variance: float
     mean: float = 0.0
     shares: list[float] = field(default_factory=list)
@@ -111,15 +118,49 @@ class Belief:
         return (1 - self.p_oom) * sd * (gap * _NORMAL.cdf(gap) + _NORMAL.pdf(gap))
 
 
+_COORDINATES: dict[str, Callable[[Layout], float]] = {
+    "zero_stage": lambda layout: LENGTH * layout.zero_stage,
+    # The replicas of each shard, which are 1 without ZeRO.
+    "dp_shard": lambda layout: (
+        math.log2(layout.dp * layout.cp // layout.zero_shards) * (layout.zero_stage > 0)
+    ),
+}
+"""Axes whose numbers are not compared by their doublings, since they may be 0 -> the coordinate of a layout."""
+_NUMBERS = tuple(name for name in AXES if name not in (*FOLLOWING, *TEXT_AXES))
+_WORDS = tuple(name for name in AXES if name in TEXT_AXES)
+_ALIKE = {"pp_schedule": ("none", "1f1b", "afab", "interleaved")}
+"""Axis -> words that count as one, because they differ in what the prediction knows well: the bubble."""
+
+
+def coordinates(layout: Layout) -> tuple[float, ...]:
+    """The place of a layout in the space in which the search measures distances, one coordinate for each number.
+
+    Raises:
+        ValueError: a number without an entry in _COORDINATES is 0, so that it has no number of doublings.
+    """
+    return tuple(
+        _COORDINATES[name](layout) if name in _COORDINATES else _doublings(name, getattr(layout, name))
+        for name in _NUMBERS
+    )
+
+
+def _doublings(name: str, value: int) -> float:
+    if value < 1:
+        raise ValueError(f"{name}={value} has no number of doublings; give {name} an entry in _COORDINATES")
+    return math.log2(value)
+
+
+def words(layout: Layout) -> tuple[str, ...]:
+    """The words of a layout that the search compares, one for each axis of words."""
+    value_by_axis = {name: getattr(layout, name) for name in _WORDS}
+    return tuple("" if value in _ALIKE.get(name, ()) else value for name, value in value_by_axis.items())
+
+
 def _belief(run: Run, p_oom: float) -> Belief:
-    layout = run.layout
-    replicas = layout.dp * layout.cp // layout.zero_shards if layout.zero_stage else 1
-    sizes = (layout.tp, layout.pp, layout.cp, layout.mbs, layout.virtual_stages, max(1, replicas))
-    place = (*(math.log2(size) for size in sizes), LENGTH * layout.zero_stage)
-    words = layout.recompute, "zbv" * (layout.pp_schedule == "zbv")
     width = math.log(run.prediction.step_time_high_s / run.prediction.step_time_low_s)
-    scale = max(1.0, width / _WIDTH)
-    return Belief(run, p_oom, place, words, scale, scale**2 * (BIAS_SD**2 + SHAPE_SD**2))
+    scale = max(_LEAST_SCALE, width / _WIDTH)
+    place, names = coordinates(run.layout), words(run.layout)
+    return Belief(run, p_oom, place, names, scale, scale**2 * (BIAS_SD**2 + SHAPE_SD**2))
 
 
 def _covariance(a: Belief, b: Belief) -> float:
@@ -129,18 +170,18 @@ def _covariance(a: Belief, b: Belief) -> float:
     return a.scale * b.scale * (BIAS_SD**2 + SHAPE_SD**2 * math.exp(-squares / (2 * LENGTH**2)))
 
 
-def _learn(beliefs: Iterable[Belief], at: Belief, error: float) -> None:
-    """Conditions all beliefs on log(measured / predicted) = `error` of the run `at`.
+def _learn(beliefs: Iterable[Belief], measured: Belief, error: float) -> None:
+    """Conditions all beliefs on log(measured / predicted) = `error` of the run `measured`.
 
     This is one row of a Cholesky factorisation of the covariance of the measurements (Rasmussen and Williams,
     Gaussian Processes for Machine Learning, algorithm 2.1), done when the measurement comes in.
     """
-    known = tuple(at.shares)
-    sd = max(math.sqrt(at.variance + NOISE_SD**2), abs(error - at.mean) / SURPRISE)
-    surprise = (error - at.mean) / sd
+    measured_shares = tuple(measured.shares)
+    sd = max(math.sqrt(measured.variance + NOISE_SD**2), abs(error - measured.mean) / SURPRISE)
+    surprise = (error - measured.mean) / sd
     for belief in beliefs:
-        told = sum(map(float.__mul__, belief.shares, known))
-        share = (_covariance(belief, at) - told) / sd
+        explained = sum(map(float.__mul__, belief.shares, measured_shares))
+        share = (_covariance(belief, measured) - explained) / sd
         belief.shares.append(share)
         belief.mean += share * surprise
         belief.variance = max(0.0, belief.variance - share * share)
@@ -153,42 +194,42 @@ def _chances(runs: Sequence[Run], tried: Tried) -> list[float]:
     P(OOM), its own error e and the error s of the cell, both standard normal. Which s are likely follows from the
     runs tried.
     """
-    shared, own = math.sqrt(SHARED_VARIANCE), math.sqrt(1 - SHARED_VARIANCE)
+    shared, own_sd = math.sqrt(SHARED_VARIANCE), math.sqrt(1 - SHARED_VARIANCE)
     scores = [_NORMAL.inv_cdf(min(max(run.prediction.p_oom, 1e-6), 1 - 1e-6)) for run in runs]
     weights = [_NORMAL.pdf(s) for s in _SHIFTS]
     for run, score in zip(runs, scores, strict=True):
         if run.run_id in tried.oom or run.run_id in tried.times_s:
             sign = 1 if run.run_id in tried.oom else -1
-            told = (_NORMAL.cdf(sign * (score + shared * s) / own) for s in _SHIFTS)
-            weights = [weight * max(p, 1e-9) for weight, p in zip(weights, told, strict=True)]
+            likelihoods = (_NORMAL.cdf(sign * (score + shared * s) / own_sd) for s in _SHIFTS)
+            weights = [weight * max(p, 1e-9) for weight, p in zip(weights, likelihoods, strict=True)]
     total, likely = sum(weights), max(weights) / 1000
-    kept = [
+    likely_shifts = [
         (weight / total, shared * s) for weight, s in zip(weights, _SHIFTS, strict=True) if weight > likely
     ]
-    return [sum(w * _NORMAL.cdf((score + s) / own) for w, s in kept) for score in scores]
+    return [sum(w * _NORMAL.cdf((score + s) / own_sd) for w, s in likely_shifts) for score in scores]
 
 
 def beliefs_of(runs: Sequence[Run], tried: Tried) -> dict[str, Belief]:
     """run_id -> what is expected of each run of a cell after those that were tried."""
     chances = _chances(runs, tried)
-    found = {run.run_id: _belief(run, p) for run, p in zip(runs, chances, strict=True)}
-    for run_id, belief in found.items():
+    belief_by_run = {run.run_id: _belief(run, p) for run, p in zip(runs, chances, strict=True)}
+    for run_id, belief in belief_by_run.items():
         if run_id in tried.times_s:
             error = math.log(tried.times_s[run_id] / belief.run.prediction.step_time_s)
-            most = CLIP * belief.scale
-            _learn(found.values(), belief, max(-most, min(most, error)))
-    for run_id, belief in found.items():
+            clip = CLIP * belief.scale
+            _learn(belief_by_run.values(), belief, max(-clip, min(clip, error)))
+    for run_id, belief in belief_by_run.items():
         if run_id in tried.pending:
-            _learn(found.values(), belief, belief.mean)
-    return found
+            _learn(belief_by_run.values(), belief, belief.mean)
+    return belief_by_run
 
 
 def _left(beliefs: Mapping[str, Belief], tried: Tried) -> list[Belief]:
     """The beliefs about runs that were not tried and that no run that did not fit dominates."""
     oom = [beliefs[run_id].run.layout for run_id in tried.oom if run_id in beliefs]
-    known = tried.times_s.keys() | tried.oom | tried.failed | tried.pending
-    left = (belief for run_id, belief in beliefs.items() if run_id not in known)
-    return [b for b in left if not any(dominates(layout, b.run.layout) for layout in oom)]
+    begun = tried.begun
+    untried = (belief for run_id, belief in beliefs.items() if run_id not in begun)
+    return [b for b in untried if not any(dominates(layout, b.run.layout) for layout in oom)]
 
 
 def _best_s(beliefs: Mapping[str, Belief], tried: Tried) -> float:
@@ -197,12 +238,12 @@ def _best_s(beliefs: Mapping[str, Belief], tried: Tried) -> float:
     return min((*tried.times_s.values(), *expected), default=math.inf)
 
 
-def _choose(left: Sequence[Belief], best_s: float, successes: int, max_p_oom: float) -> Belief | None:
+def _choose(untried: Sequence[Belief], best_s: float, successes: int, max_p_oom: float) -> Belief | None:
     """The run to make next; None when no run is worth it."""
-    fitting = [belief for belief in left if belief.p_oom <= max_p_oom]
+    fitting = [belief for belief in untried if belief.p_oom <= max_p_oom]
     likely = [belief for belief in fitting if belief.p_oom <= LIKELY_OOM]
     promising = max((belief.p_better(best_s) for belief in fitting), default=0.0)
-    if not fitting or (successes >= (ENOUGH if likely else 1) and promising < CHANCE):
+    if not fitting or (successes and promising < CHANCE):
         return None
     if not successes:
         return min(likely or fitting, key=lambda b: (b.log_time if likely else b.p_oom, b.run.run_id))
@@ -218,40 +259,40 @@ def propose(runs: Sequence[_Run], tried: Tried, count: int = 1) -> list[_Run]:
     Args:
         runs: all runs of the cell, also those that were tried.
     """
-    beliefs, found = beliefs_of(runs, tried), list[_Run]()
-    known = {run.run_id: run for run in runs}
-    left, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
+    beliefs, chosen_runs = beliefs_of(runs, tried), list[_Run]()
+    run_by_id = {run.run_id: run for run in runs}
+    untried, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
     successes = len(tried.times_s) + len(tried.pending)
-    while len(found) < count:
-        if (chosen := _choose(left, best_s, successes + len(found), tried.max_p_oom)) is None:
+    while len(chosen_runs) < count:
+        if (chosen := _choose(untried, best_s, successes + len(chosen_runs), tried.max_p_oom)) is None:
             break
-        found.append(known[chosen.run.run_id])
-        left.remove(chosen)
+        chosen_runs.append(run_by_id[chosen.run.run_id])
+        untried.remove(chosen)
         best_s = min(best_s, math.exp(chosen.log_time))
-        _learn((*left, chosen), chosen, chosen.mean)
-    return found
+        _learn((*untried, chosen), chosen, chosen.mean)
+    return chosen_runs
 
 
 def expected_runs(runs: Sequence[_Run], tried: Tried, count: int = 1) -> Iterator[_Run]:
     """The runs that a search is expected to make from now on, if all measurements are as predicted."""
     times_s, oom = dict(tried.times_s), set(tried.oom)
     now = replace(tried, times_s=times_s, oom=oom, failed=tried.failed | tried.pending, pending=frozenset())
-    while found := propose(runs, now, count):
-        for run in found:
+    while proposed := propose(runs, now, count):
+        for run in proposed:
             if run.prediction.p_oom > LIKELY_OOM:
                 oom.add(run.run_id)
             else:
                 times_s[run.run_id] = run.prediction.step_time_s
-        yield from found
+        yield from proposed
 
 
 def reasons(runs: Sequence[Run], tried: Tried) -> dict[str, str]:
     """run_id -> why a run that was not tried is left out, for the runs of which this is known by now."""
     beliefs = beliefs_of(runs, tried)
-    left, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
-    most = tried.max_p_oom
-    over = _choose(left, best_s, len(tried.times_s) + len(tried.pending), most) is None
-    return {b.run.run_id: _reason(b, best_s, most) for b in left if over or b.p_oom > most}
+    untried, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
+    max_p_oom = tried.max_p_oom
+    over = _choose(untried, best_s, len(tried.times_s) + len(tried.pending), max_p_oom) is None
+    return {b.run.run_id: _reason(b, best_s, max_p_oom) for b in untried if over or b.p_oom > max_p_oom}
 
 
 def _reason(belief: Belief, best_s: float, max_p_oom: float) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ultrabench.allowed import Positive, require_allowed
 from ultrabench.layout import Layout
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
+MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 """The fields of `StageMemory` that add up to its peak."""
 FORWARD, BACKWARD, OPTIMIZER = "forward end", "backward", "optimizer"
 """The phases of a step that can make its peak: the last forward before a backward, with the loss; the backward of
@@ -72,9 +72,9 @@ def in_flight(layout: Layout, pp_rank: int) -> float:
     It is min(gas, pp - rank) under 1F1B (arXiv 2006.09503), and gas where all forwards come first. With v stages on
     a rank the 2*(pp - rank - 1) + (v - 1)*pp + 1 forwards of the warm-up (arXiv 2104.04473) are of one stage each.
     """
-    most: float = layout.pp - pp_rank
+    in_flight: float = layout.pp - pp_rank
     if layout.pp_schedule == "afab":
         return layout.gas
     if (v := layout.virtual_stages) > 1:
-        most = max(1.0, (2 * (most - 1) + (v - 1) * layout.pp + 1) / v)
-    return min(layout.gas, most)
+        in_flight = max(1.0, (2 * (in_flight - 1) + (v - 1) * layout.pp + 1) / v)
+    return min(layout.gas, in_flight)

@@ -83,16 +83,16 @@ def _pipeline_ranks(
     shape: ModelShape, pp: int, pp_schedule: str, virtual_stages: int, recompute: str, ties_advance: bool
 ) -> tuple[_PipelineRank, ...]:
     layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
-    every = 0 if recompute == "none" else layout.full_every or 1
+    interval = 0 if recompute == "none" else layout.full_every or 1
     ranks = Counter(
         _PipelineRank(
-            stages=len(own),
-            layers=sum(stage.num_layers for stage in own),
-            again=sum(stage.num_recomputed(every) for stage in own),
-            heads=sum(stage.has_head for stage in own),
-            params=sum(stage.num_params(shape) for stage in own),
+            stages=len(stages),
+            layers=sum(stage.num_layers for stage in stages),
+            again=sum(stage.num_recomputed(interval) for stage in stages),
+            heads=sum(stage.has_head for stage in stages),
+            params=sum(stage.num_params(shape) for stage in stages),
         )
-        for own in stages_by_rank(shape, layout, ties_advance=ties_advance)
+        for stages in stages_by_rank(shape, layout, ties_advance=ties_advance)
     )
     return tuple(rank._replace(num_ranks=count) for rank, count in ranks.items())
 
@@ -239,9 +239,9 @@ def predict_step_time(
         memory_share: predicted peak with the reserve of the allocator, divided by the memory of a GPU.
     """
     layout, c, stream = spec.layout, constants, hardware.hbm_bytes_per_s * constants.hbm_efficiency
-    word, tokens = BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
+    word_bytes, tokens = BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
     shape, tp, gas, recompute = spec.shape, layout.tp, layout.gas, layout.recompute
-    work = _Work(shape, spec.workload.seq_len, tokens, tp, layout.cp, recompute, spec.compiles, word)
+    work = _Work(shape, spec.workload.seq_len, tokens, tp, layout.cp, recompute, spec.compiles, word_bytes)
     block = _block(work, network, peak.flops_per_s, stream, c)
     ranks = _pipeline_ranks(
         shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
@@ -251,7 +251,7 @@ def predict_step_time(
     even = all_s / layout.pp  # a rank's share if none waited
     busy = gas * (1 - c.wait_shared * (1 - even / pass_s))
     # Ranks exchange while they wait for the slowest one, on average for `waits_s`.
-    exchanges_s = _exchanges_s(spec, tokens * shape.hidden_size * word / tp, network, c)
+    exchanges_s = _exchanges_s(spec, tokens * shape.hidden_size * word_bytes / tp, network, c)
     waits_s = busy * pass_s - gas * even
     gemm, attention, memory_bound, tp_s, cp_s = (
         busy * (a * slowest.layers + b * slowest.again + d * slowest.heads)
@@ -259,9 +259,9 @@ def predict_step_time(
     )
     params = max(rank.params for rank in ranks) / tp
     layers = max(rank.layers for rank in ranks)
-    dp_s = _data_parallel_s(spec, params, word, pass_s, network, c)
+    dp_s = _data_parallel_s(spec, params, word_bytes, pass_s, network, c)
     zero_s = c.zero_layer_s * layers * sum(_reduces_and_gathers(layout)) / 2 if layout.zero_stage else 0.0
-    held = (c.optimizer_bytes / layout.zero_shards + c.clip_bytes) * params / stream
+    update_s = (c.optimizer_bytes / layout.zero_shards + c.clip_bytes) * params / stream
     times = StepTime(
         gemm=gemm,
         attention=attention,
@@ -272,7 +272,7 @@ def predict_step_time(
         dp=dp_s + zero_s,
         pp=max(0.0, exchanges_s - waits_s),
         bubble=(1 - c.wait_shared) * (all_s - pass_s) * waiting(layout) / max(1, layout.pp - 1),
-        optimizer=held + c.optimizer_layer_s * layers,
+        optimizer=update_s + c.optimizer_layer_s * layers,
         allocator=0.0,
         rest=c.rest_s,
     )
@@ -289,14 +289,14 @@ def _smooth_max(a: float, b: float, power: float) -> float:
 def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
     """Seconds that the host needs for one layer, forward and backward."""
     tp = spec.layout.tp
-    own = c.layer_launch_tp_s if tp > 1 else c.layer_launch_s
-    own *= c.compiled_launch if spec.compiles else 1
+    usual_s = c.layer_launch_tp_s if tp > 1 else c.layer_launch_s
+    usual_s *= c.compiled_launch if spec.compiles else 1
     if spec.layout.recompute == "selective" and not spec.compiles:
-        own += c.selective_launch_s
+        usual_s += c.selective_launch_s
     if not links.slow:
-        return own
+        return usual_s
     hops = c.tp_calls * _tp_hops_s(tp, links, c)
-    return max(own, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops)
+    return max(usual_s, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops)
 
 
 def _exchanges_s(spec: RunSpec, size: float, links: Network, c: TimeConstants) -> float:
@@ -313,7 +313,7 @@ def _exchanges_s(spec: RunSpec, size: float, links: Network, c: TimeConstants) -
 
 
 def _data_parallel_s(
-    spec: RunSpec, params: float, word: int, pass_s: float, links: Network, c: TimeConstants
+    spec: RunSpec, params: float, word_bytes: int, pass_s: float, links: Network, c: TimeConstants
 ) -> float:
     """Seconds of the collectives of data parallelism in a step that computing does not hide.
 
@@ -338,7 +338,7 @@ def _data_parallel_s(
     else:
         reduces, gathers = _reduces_and_gathers(layout)
         probe, busbw = c.dp_gather_probe, links.allgather_bytes_per_s
-        gather = _crossing_s(word * params, shards, layout.tp, links, probe, busbw, c)
+        gather = _crossing_s(word_bytes * params, shards, layout.tp, links, probe, busbw, c)
         total = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather
         if shards < ranks:
             total += 2 * summed(gradients / shards, ranks // shards, layout.tp * shards)

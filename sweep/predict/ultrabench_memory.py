@@ -1,33 +1,36 @@
 """The memory of our own kernel in closed form, which `ultrabench kernel dryrun` confirms.
 
-Symbols: n parameters of the rank (whole, cut by tp only), D shards, P parameters of a layer, R those of norm and head,
-h hidden size, q and kv widths of all queries and keys, f feed-forward width, V vocabulary, T tokens of a micro-batch
-on the ranks of tp, t = T/tp. w is the size of a number in forward and backward; masters, moments and sums of
-gradients have 4 bytes. docs/prediction.md derives the terms.
+The peak of a rank is the largest sum over the moments of a step of
+- parameters: shards of the masters, and what is gathered of them in the precision of forward and backward;
+- gradients: sums over earlier micro-batches, and those that are reduced now;
+- optimizer: two moments;
+- activations: those of a micro-batch times micro-batches in flight, and messages between stages;
+- logits: what the loss needs at the end of a forward;
+- buffers: what the backward of the group of parameters at work needs, and the batch.
+
+Symbols: n parameters of the rank (whole, cut by tp only), D shards, P parameters of a group that is gathered and
+reduced at once, T tokens of a micro-batch on the ranks of tp, t = T/tp. w is the size of a number in forward and
+backward; masters, moments and sums of gradients have 4 bytes. docs/prediction.md derives the terms.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from operator import itemgetter
+from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from ultrabench.allowed import NonNegative, require_allowed
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
+from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.sweep.predict.micro_batch import MicroBatch, micro_batch
-from ultrabench.sweep.predict.rank_state import RankStages, RankState, rank_stages, rank_states
-from ultrabench.sweep.predict.stage_memory import (
-    BACKWARD,
-    FORWARD,
-    OPTIMIZER,
-    MemoryLimit,
-    StageMemory,
-    in_flight,
-)
+from ultrabench.sweep.predict.pipeline import Turn, turns
+from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER, MemoryLimit, StageMemory
 from ultrabench.sweep.predict.step_time import BYTES
-from ultrabench.sweep.predict.turn_peaks import Moment, rounds_looked_at, turn_peaks
+
+MOST_ROUNDS = 4
+"""Number of rounds of pp micro-batches that are looked at; later ones are like the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,240 +52,299 @@ class UltrabenchMemory:
         require_allowed(self, "memory.")
 
 
-def _reduction(params: int, end: int, w: int, at: RankState) -> float:
-    """Bytes while the gradients of a group are added up or reduced, without what was summed before.
+class Cut(NamedTuple):
+    """How a run cuts the model."""
 
-    fully_shard holds that of the group's last matrix, with `end` parameters, until its shards are reduced.
-    """
-    if at.reduces:
-        end, part = end * (at.stage.shards > 1), params / at.stage.shards
-        if at.summed > 0 and not at.sharded:
-            return 4 * max(params, part + end)
-        return max((w + 4) * params, 4 * (params + part) + w * end)
-    if w > 2:  # gradients are added in place
-        return 0 if at.summed else w * params
-    return w * params if at.summed else 4 * params + w * end
+    shape: ModelShape
+    tp: int
+    pp: int
+    virtual_stages: int
+    pp_schedule: str
+    zero_stage: int
+    shards: int
+    reduces_each: bool
+    """Whether each micro-batch reduces its gradients, so that sums of them are shards."""
+    frees_each: bool
+    """Whether each backward frees parameters; in a pipeline only the last one of ZeRO-3 does."""
 
 
-def _drained(layout: Layout, at: RankState) -> bool:
+class StageParams(NamedTuple):
+    """Numbers of parameters of a stage, padded as fully_shard pads the rows of each matrix."""
+
+    stage: Stage
+    layer: int
+    """Parameters of one layer."""
+    last: int
+    """Norm and head; 0 where they are one group with the embedding."""
+    first: int
+    """The embedding, or the group of a tied embedding with norm and head."""
+    whole: int
+    tensors: int
+    is_tied: bool
+
+
+class State(NamedTuple):
+    """What a rank holds as the backward of a micro-batch begins, in bytes, beside what that micro-batch keeps."""
+
+    params: StageParams
+    """The stage at work."""
+    activations: float
+    """What other micro-batches keep, and messages."""
+    is_drained: bool
     """Whether an earlier backward took the gradient of the head's weights that all micro-batches share."""
-    return at.summed > 0 and layout.pp_schedule == "afab"
+    after_forward: bool
+    """Whether a forward of the stage came right before."""
+    copied: int
+    """Parameters that this forward gathered last, which exist twice until it ends."""
+    sums: float
+    """Sums of the stage's gradients of earlier micro-batches."""
+    reduces: bool
+    """Whether this backward reduces gradients."""
+    frees: bool
+    """Whether this backward frees parameters."""
+    regathers: bool
+    """Whether ZeRO-3 has freed the layers' parameters, so that backward gathers each one again."""
+    other_weights: float
+    """Gathered parameters of the rank's other stages."""
+    other_gradients: float
+    """Gradients of the rank's other stages."""
 
 
-def _moments(m: MicroBatch, layout: Layout, at: RankState) -> list[Moment]:
-    s = at.stage
-    if at.ends_forward:  # the last layer's parameters and the buffer in which they were gathered
-        return [(FORWARD, m.word * (s.last + 2 * s.layer), at.summed, at.kept, 0.0, m.layer - m.kept)]
-    loss = m.gathered + m.table_kept * (not _drained(layout, at)) if s.stage.has_head else 0.0
-    moments = [*_head_moments(m, layout, at, at.kept - loss)]
-    if s.stage.num_layers:
-        moments += _layer_moments(m, layout, at, at.kept - loss)
-    if s.stage.has_embedding:
-        moments += _embedding_moments(m, layout, at)
-    return moments
+class Group(NamedTuple):
+    """Parameters of a stage that are gathered, and whose gradients are reduced, at once."""
+
+    params: int
+    done: int
+    """Parameters of the stage whose backward came before."""
+    reducing: int
+    """Parameters of the group before, whose reduction is under way."""
+    kept: float
+    """Activations as its backward begins."""
+    own: float
+    """Those that its backward uses up."""
+    work: float
+    """What its backward needs beside `kept`."""
 
 
-def _head_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) -> Iterator[Moment]:
-    """The end of forward with the loss, and the backward of head and norm."""
-    s, w, shards, late = at.stage, m.word, at.stage.shards, layout.zero_stage == 3
-    head = s.stage.has_head
-    drained, tied = head and _drained(layout, at), w * s.first if s.tied else 0
-    table = m.table if head and not drained else 0.0
-    gathered = w * s.last + tied if late else w * s.whole
-    copy = w * at.copied * (shards > 1)
-    if head and at.forward:
-        loss = m.loss - m.hidden * (not (s.stage.has_norm or s.tied)) + m.rope * (not s.stage.num_layers)
-        if layout.pp_schedule == "afab" and layout.gas > 2:
-            loss += max(0.0, m.second_loss - (layout.gas - 2) * (m.kept_by(s.stage) - m.table_kept))
-        yield FORWARD, gathered + copy, at.summed, kept, loss, 0.0
-    ahead = w * s.layer if late and shards > 1 and s.stage.num_layers else 0
-    if head:
-        yield BACKWARD, gathered + ahead, at.summed, at.kept, m.gathered + table, 0.0
-    if s.stage.has_norm:
-        freed, new = w * s.last if at.frees else 0, table * (w == 2 or not at.summed or at.sharded)
-        yield BACKWARD, gathered + ahead, at.summed + new, kept, 0.0, m.hidden * head + m.norm_work
-        last = 0 if drained and not at.reduces else s.last  # that of the norm alone is small
-        gradients = at.summed + table * s.tied + _reduction(last, last, w, at)
-        yield BACKWARD, gathered + ahead - freed, gradients, kept, 0.0, 0.0
-    elif at.copied or not s.stage.num_layers:
-        yield BACKWARD, gathered + copy, at.summed, kept, 0.0, 3 * m.hidden
+Moment = tuple[float, str, float, float, float, float, float]
+"""All bytes, the phase, and the bytes of gathered weights, gradients, activations, logits and buffers."""
 
 
-def _layer_moments(m: MicroBatch, layout: Layout, at: RankState, kept: float) -> Iterator[Moment]:
-    """The backward of the last layer, which comes first, of the first one, and of the one before it or of the second.
+@lru_cache(maxsize=4096)
+def params_of_ranks(cut: Cut) -> tuple[tuple[StageParams, ...], ...]:
+    """The stages of each rank of the pipeline axis."""
+    shape, tp, pp = cut.shape, cut.tp, cut.pp
+    h, q, kv, f = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp, shape.intermediate_size // tp
+    matrices = [(q, h), (kv, h), (kv, h), (h, q), (f, h), (f, h), (h, f), (h, 1), (h, 1)]
+    matrices += [(shape.head_width, 1)] * (2 * shape.qk_norm)
+    is_tied = shape.tie_word_embeddings and pp == 1
 
-    Each has two moments: its own work, and the reduction of its gradients. Meanwhile the buffer of the reduction
-    before is in use, and ZeRO-3 gathers the next layer.
+    def padded(*sizes: tuple[int, int]) -> int:
+        return sum(-(-rows // cut.shards) * cut.shards * columns for rows, columns in sizes)
+
+    layer, norm, table = padded(*matrices), padded((h, 1)), padded((shape.vocab_size // tp, h))
+
+    def params_of(stage: Stage) -> StageParams:
+        last = 0 if is_tied else norm * stage.has_norm + table * stage.has_head
+        first = norm + table if is_tied else table * stage.has_embedding
+        whole = last + first + layer * stage.num_layers
+        tensors = len(matrices) * stage.num_layers + stage.has_norm + stage.has_embedding + stage.has_head
+        return StageParams(stage, layer, last, first, whole, tensors - is_tied, is_tied)
+
+    layout = Layout(dp=1, pp=pp, virtual_stages=cut.virtual_stages, pp_schedule=cut.pp_schedule)
+    return tuple(tuple(map(params_of, stages)) for stages in stages_by_rank(shape, layout))
+
+
+def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
+    """The states of a rank among which is that of its peak, for the first `gas` micro-batches of a step."""
+    stages, is_afab = params_of_ranks(cut)[rank], cut.pp_schedule == "afab"
+    several = len(stages) > 1
+    receives, sends = cut.pp > 1 and (several or rank < cut.pp - 1), several or rank > 0
+    # All losses of afab share one gradient of the head's weights, which the first backward takes.
+    loss = m.whole_hidden + m.table_kept
+    kept = [m.kept_by(p.stage) + (m.whole_hidden if is_afab else loss) * p.stage.has_head for p in stages]
+    every_turn = turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank)
+    later = {(t.chunk, t.in_flight) for t in every_turn if t.backward_phase[t.chunk] and not t.is_last}
+    for turn in every_turn:
+        p, in_flight = stages[turn.chunk], turn.in_flight[turn.chunk]
+        is_first = not turn.backward_phase[turn.chunk]
+        if is_first and not cut.reduces_each and (turn.chunk, turn.in_flight) in later:
+            continue  # a later one holds sums of gradients, too
+        # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
+        answered = gas - in_flight if is_afab else int(not is_first)
+        messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
+        copies = cut.shards > 1 and in_flight == 1 and (is_first or cut.frees_each)
+        other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
+        yield State(
+            params=p,
+            activations=sum(map(mul, turn.in_flight, kept)) - kept[turn.chunk] + m.hidden * messages,
+            is_drained=is_afab and not is_first,
+            after_forward=turn.after_forward,
+            copied=copies * (p.last or p.layer),
+            sums=0.0 if is_first else 4 * p.whole / (cut.shards if cut.reduces_each else 1),
+            reduces=turn.is_last or cut.reduces_each,
+            frees=turn.is_last or cut.frees_each,
+            regathers=cut.zero_stage == 3 and not turn.after_backward[turn.chunk],
+            other_weights=other_weights,
+            other_gradients=other_gradients,
+        )
+
+
+def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn) -> tuple[float, float]:
+    """The bytes of gathered parameters and of gradients of the rank's stages that are not at work."""
+    weights = gradients = 0.0
+    for number, (p, backward_phase) in enumerate(zip(stages, turn.backward_phase, strict=True)):
+        if number == turn.chunk:
+            continue
+        if backward_phase:
+            gradients += 4 * p.whole / (cut.shards if backward_phase == 2 else 1)
+        if backward_phase < 2 and cut.zero_stage == 3:
+            weights += word * (p.whole - p.first if turn.after_backward[number] else p.last)
+        elif backward_phase < 2:
+            weights += word * p.whole
+    return weights, gradients
+
+
+def _groups(m: MicroBatch, state: State, new: float) -> Iterator[Group]:
+    """The groups of the stage at work among which is that of its peak, in the order of backward.
+
+    Args:
+        new: bytes of a layer's gradients that are not added in place.
     """
-    s, w, shards, late, layer = at.stage, m.word, at.stage.shards, layout.zero_stage == 3, at.stage.layer
-    top, layers = s.stage.first_layer + s.stage.num_layers - 1, s.stage.num_layers
-    tied, pending = (w * s.first, m.table) if s.tied else (0, 0.0)
-    kept, held = kept - m.hidden * s.stage.has_norm, m.layer_kept(top)
-    others = s.whole - layer - s.first
-    ends = layer if layers > 1 else s.last
-    first = others, at.alone, m.layer_kept(s.stage.first_layer), ends
-    places = [(s.last, kept, held, s.last), first]
-    if layers > 2 and late and not at.frees:  # then a layer may leave more than it held
-        second = m.layer_kept(s.stage.first_layer + 1)
-        places.insert(1, (others - layer, at.alone + second, second, layer))
-    elif layers > 2:
-        places.insert(1, (s.last + layer, kept - held, m.layer_kept(top - 1), layer))
-    if not late and m.full <= 1:  # then layers hold ever less activations
-        if at.summed and not at.reduces:  # weights and gradients stay as they are
-            places = places[:1]
-        elif w * at.frees + 4 * (at.summed > 0) >= 4 / shards:  # they get less, too, or are summed as shards
-            places = places[:2]
-    work, end_work = m.work_in_place if w > 2 and at.summed and not at.sharded else m.work
-    for done, activations, own, before in places:
-        gathered, copy = w * (s.whole - (done if at.frees else 0)), 0.0
-        came = done > s.last or s.stage.has_norm
-        if at.gathered and late:
-            gathered -= w * s.first
-        elif late:
-            ahead = layer if shards > 1 and done < others else 0
-            stays = 0 if at.frees else done
-            copy = w * layer + m.hidden * came if shards > 1 and not ahead else 0.0
-            gathered = w * (layer + ahead + stays) + tied
-        summed = (at.summed or 4 * done) + pending
-        if at.reduces:
-            new = 4 * done / shards - 4 * done * (at.summed > 0)
-            summed = at.summed + pending + (0 if at.sharded and at.summed else new)
-        waiting = 4 * before if at.reduces else 0
-        more = m.layer - own + (work if came else end_work)
-        yield BACKWARD, gathered, summed + waiting, activations, 0.0, max(more, copy) if copy else more
-        freed, gradients = w * layer if at.frees else 0, summed + _reduction(layer, s.down, w, at)
-        yield BACKWARD, gathered - freed, gradients, activations - own, 0.0, m.hidden
+    p, stage = state.params, state.params.stage
+    kept, sent = state.activations + m.kept_by(stage), m.hidden * (not stage.has_norm)
+    work = 0.0 if stage.has_norm or stage.has_head else 3 * m.hidden
+    table = 0.0 if state.is_drained or not stage.has_head else m.table
+    if stage.has_head:
+        work = 2 * m.whole_hidden + m.table_kept * (not state.is_drained) + table
+    if stage.has_norm:
+        work = max(work, m.hidden * stage.has_head + m.norm + table)
+    yield Group(p.last, 0, 0, kept, 0.0, work)
+    if layers := stage.num_layers:
+        work, top = max(m.feed_forward + new / 3, m.attention + new), stage.first_layer + layers - 1
+        kept, own = kept - m.hidden + sent, m.layer_kept(top)
+        yield Group(p.layer, p.last, p.last, kept, own, work - own - sent)
+        if state.sums and not (state.reduces or state.regathers):
+            layers = 1  # weights and gradients stay as they are, and activations only get less
+        if layers > 2:
+            kept, own = kept - own, m.layer_kept(top - 1)
+            yield Group(p.layer, p.last + p.layer, p.layer, kept, own, work - own)
+        if layers > 1:
+            own, done = m.layer_kept(stage.first_layer), p.whole - p.layer - p.first
+            yield Group(p.layer, done, p.layer, state.activations + sent + own, own, work - own)
+    if p.first:
+        work = m.whole_hidden + m.word * p.first * (3 if p.is_tied else 1)
+        yield Group(
+            p.first, p.whole - p.first, p.layer * (stage.num_layers > 0), state.activations, 0.0, work
+        )
 
 
-def _embedding_moments(m: MicroBatch, layout: Layout, at: RankState) -> Iterator[Moment]:
-    """The backward of the embedding, whose gradient is dense, and its reduction; a tied one is added to the head's."""
-    s, w, shards, first = at.stage, m.word, at.stage.shards, at.stage.first
-    done, dense = 4 * (s.whole - first), (3 if s.tied else 1) * w * first
-    kept = at.alone - m.rope - m.layer_kept(s.stage.first_layer)
-    if not at.reduces:
-        gathered, summed = w * (s.whole - first if layout.zero_stage == 3 else s.whole), at.summed or done
-        yield BACKWARD, gathered, summed + dense, kept, 0.0, m.gathered
-        if not at.summed:
-            yield BACKWARD, gathered, summed + _reduction(first, first, w, at), kept, 0.0, 0.0
-        if layout.zero_stage == 3 and shards > 1 and at.forward:  # the next forward gathers the embedding
-            yield FORWARD, gathered + 2 * w * first, at.summed, kept, 0.0, 0.0
-        return
-    gradients = at.summed if at.sharded and at.summed else done / shards + 4 * first * (at.summed > 0)
-    gathered = 0 if at.frees else w * (s.whole - first)
-    yield BACKWARD, gathered + w * first, gradients + dense + 4 * s.layer, kept, 0.0, m.gathered
-    yield OPTIMIZER, gathered, gradients + _reduction(first, first * (not s.tied), w, at), 0.0, 0.0, 0.0
+def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
+    """The end of a forward with its loss, and of each group its backward or, if it needs more, its reduction."""
+    p, w, late, shards = state.params, m.word, cut.zero_stage == 3, cut.shards
+    tied = p.first if p.is_tied else 0
+    if p.stage.has_head and state.after_forward:
+        gathered = w * ((p.last + tied if late else p.whole) + state.copied)
+        kept, gradients = state.activations + m.kept_by(p.stage), state.other_gradients + state.sums
+        yield _moment(FORWARD, state.other_weights + gathered, gradients, kept, m.loss, 0.0)
+    in_place = w == 4 and state.sums > 0 and not cut.reduces_each
+    for params, done, before, kept, own, work in _groups(m, state, 0 if in_place else w * p.layer):
+        is_embedding = p.first > 0 and done + params == p.whole
+        if state.regathers:
+            gathered = (0 if state.frees else done) + tied + (0 if is_embedding else params)
+            if shards > 1 and p.stage.num_layers and done + params < p.whole - p.first:
+                gathered += p.layer  # the next one is on its way
+            elif shards > 1 and own:
+                work = max(work, w * params)
+        else:
+            gathered = p.whole - done * state.frees - (p.first if late and not p.is_tied else 0)
+        # fully_shard refers to the gradient of a group's last matrix until it is reduced.
+        alone = 0 if params == p.layer or p.is_tied else params
+        if not state.reduces:
+            sums, reducing = state.sums or 4.0 * done, 0
+            new: float = (0 if in_place else w * params) if state.sums or w == 4 else 4 * params + w * alone
+        elif state.sums and not cut.reduces_each:
+            sums, reducing = state.sums - 4 * done * (1 - 1 / shards), 4 * before
+            new = 4 * params * (1 + 1 / shards if alone and shards > 1 else 1)
+        else:
+            sums, reducing = state.sums or 4 * done / shards, 4 * before
+            new = max((w + 4) * params, 4 * params * (1 + 1 / shards) + w * alone * (shards > 1))
+        weights, freed = state.other_weights + w * gathered, w * min(gathered, params * state.frees)
+        gradients = state.other_gradients + sums + (m.table if p.is_tied and own else 0.0)
+        if reducing + own + work > new - freed:
+            yield _moment(BACKWARD, weights, gradients + reducing, kept, 0.0, work)
+        else:
+            phase = OPTIMIZER if is_embedding and state.reduces else BACKWARD
+            yield _moment(phase, weights - freed, gradients + new, kept - own, 0.0, 0.0)
+
+
+def _moment(phase: str, weights: float, gradients: float, kept: float, logits: float, work: float) -> Moment:
+    return weights + gradients + kept + logits + work, phase, weights, gradients, kept, logits, work
+
+
+@lru_cache(maxsize=16384)
+def _peaks(cut: Cut, gas: int, m: MicroBatch, every_rank: bool) -> tuple[tuple[int, Moment], ...]:
+    """The moment of its peak of each rank, or without those that hold no more than an earlier one."""
+    peaks, most_layers = list[tuple[int, Moment]](), -1
+    for rank, stages in enumerate(params_of_ranks(cut)):
+        # An inner rank holds no more than an earlier one with as many layers; than the first one only under 1f1b,
+        # where that has more micro-batches in flight, since it sends no gradients.
+        is_inner = 0 < rank < cut.pp - 1 and cut.virtual_stages == 1 and m.full_every < 2
+        layers = stages[0].stage.num_layers
+        if is_inner and layers <= most_layers and not every_rank:
+            continue
+        if is_inner or cut.pp_schedule == "1f1b":
+            most_layers = max(most_layers, layers)
+        moments = (moment for state in _states(cut, gas, m, rank) for moment in _moments(cut, m, state))
+        peaks.append((rank, max(moments)))
+    return tuple(peaks)
 
 
 def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = True) -> tuple[StageMemory, ...]:
     """The memory of each rank of the pipeline axis, or without those that hold no more than an earlier one.
 
-    Each rank has the largest of about ten moments: the loss, the backward of head and norm, of the last layer, of the
-    one before and of the first one, the reduction after each, and the embedding's. In fp64 every number is
-    twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
+    In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
-    layout, word = spec.layout, min(4, BYTES[spec.kernel.precision])
-    tokens, own_len = layout.mbs * spec.workload.seq_len // layout.cp, spec.workload.seq_len // layout.cp
-    key = _model_and_cut(spec)
-    ranks = rank_stages(*key)
-    layer, compiled = ranks[0].stages[0].layer, spec.compiles
-    m = micro_batch(
-        spec.shape, tokens, own_len, layout.tp, layout.cp, layout.recompute, layout.full_every, word, layer,
-        compiled, min(layout.gas, 3) if layout.pp_schedule == "afab" else 1,
-    )  # fmt: skip
-    scale = 2 if spec.kernel.precision == "fp64" else 1
-    gas = layout.gas  # more than three add nothing but activations in flight, which `_Peak` adds
-    if layout.pp_schedule in ("none", "1f1b"):
-        gas = min(gas, 3)
-    elif layout.virtual_stages > 1:
-        gas = rounds_looked_at(layout)
-    batch = tokens, own_len, layout.cp, word, gas, max(1, layout.zero_stage), layout.recompute, compiled
-    peaks, found = _peaks(key, *batch), list[StageMemory]()
-    turned = _turned(key, *batch) if layout.virtual_stages > 1 else []
-    if layout.virtual_stages > 1 and not turned:
-        turned += turn_peaks(layout, m, spec.shape, ranks, partial(_moments, m, layout))
-    for rank, own in enumerate(ranks):
-        if own.less and not every_rank:
-            continue
-        if turned:
-            found.append(_stage_memory(layout, m, own, rank, turned[rank], c, scale))
-            continue
-        flight = in_flight(layout, rank)
-        like = own.like, flight == 1, flight < layout.gas, 2 * flight - 1 <= layout.gas
-        if (peak := peaks.get(like)) is None:
-            peak = peaks[like] = _peak(layout, m, own, rank)
-        found.append(_stage_memory(layout, m, own, rank, peak.moment(flight), c, scale))
-    return tuple(found)
-
-
-@lru_cache(maxsize=16384)
-def _peaks(*of: object) -> "dict[tuple[int, bool, bool, bool], _Peak]":
-    """A place for the peaks of the ranks of layouts that differ in nothing that decides them; it is empty at first."""
-    return {}
-
-
-@lru_cache(maxsize=16384)
-def _turned(*of: object) -> list[Moment]:
-    """A place for the largest moments of ranks with several stages; it is empty at first."""
-    return []
-
-
-class _Peak(NamedTuple):
-    """The moments of a rank at which it has most, as a function of its micro-batches in flight."""
-
-    flight: float
-    one: float
-    """Activations of a micro-batch."""
-    before: tuple[float, Moment]
-    """All bytes of the largest moment before the last backward, with `flight` micro-batches in flight; and it."""
-    last: tuple[float, Moment]
-    """All bytes of the largest moment of the last backward, for which only one is left; and it."""
-
-    def moment(self, flight: float) -> Moment:
-        """The largest moment with `flight` micro-batches in flight."""
-        more = (flight - self.flight) * self.one
-        if self.before[0] + more < self.last[0]:
-            return self.last[1]
-        phase, weights, gradients, kept, logits, work = self.before[1]
-        return phase, weights, gradients, kept + more, logits, work
-
-
-def _peak(layout: Layout, m: MicroBatch, own: RankStages, rank: int) -> _Peak:
-    largest = []
-    for state in rank_states(layout, m, own, rank):
-        moments = _moments(m, layout, state)
-        totals = [a + b + c + d + e for _, a, b, c, d, e in moments]
-        most = max(totals)
-        largest.append((most, moments[totals.index(most)]))
-    before = max(largest[:-1] or largest, key=itemgetter(0))
-    return _Peak(in_flight(layout, rank), m.kept_by(own.stages[0].stage), before, largest[-1])
-
-
-def _stage_memory(
-    layout: Layout, m: MicroBatch, own: RankStages, rank: int, at: Moment, c: UltrabenchMemory, scale: int
-) -> StageMemory:
-    phase, weights, gradients, kept, logits, work = at
-    if layout.pp_schedule == "zbv":
-        kept *= 1 + c.zbv_margin
-    buffers = scale * work + 16 * layout.gas * m.tokens  # the batch: inputs and targets
-    kept, logits, optimizer = scale * kept, scale * logits, _states_bytes(own, scale)
-    reserve = c.base_bytes + c.fragmentation * (kept + logits + buffers)
-    reserve += c.reduce_stream_bytes * sum(s.shard for s in own.stages)
-    return StageMemory(
-        rank, phase, scale * weights, scale * gradients, optimizer, kept, logits, buffers, reserve
+    layout, cut, scale = spec.layout, _cut(spec), 2 if spec.kernel.precision == "fp64" else 1
+    tokens, gas, is_afab = (
+        layout.mbs * spec.workload.seq_len // layout.cp,
+        layout.gas,
+        layout.pp_schedule == "afab",
     )
-
-
-def _states_bytes(rank: RankStages, scale: int) -> int:
-    """Bytes of master weights and moments, and of the optimizer's count of steps for each parameter."""
-    return sum(scale * 12 * s.shard + 4 * s.tensors for s in rank.stages)
-
-
-def _model_and_cut(spec: RunSpec) -> tuple[ModelShape, int, int, int, str, int, int]:
-    """The arguments of `rank_stages`."""
-    own = spec.layout
-    return (
-        spec.shape, own.tp, own.pp, own.virtual_stages, own.pp_schedule, own.full_every, own.zero_shards
+    m = micro_batch(
+        spec.shape, tokens, layout.mbs, layout.tp, layout.cp, layout.recompute, layout.full_every,
+        min(4, BYTES[spec.kernel.precision]), spec.compiles, min(gas, 3) if is_afab else 1,
     )  # fmt: skip
+    if layout.virtual_stages > 1:
+        gas = min(gas, gas % layout.pp + MOST_ROUNDS * layout.pp)
+    elif not is_afab:
+        gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
+    memory, kept_scale = list[StageMemory](), scale * (1 + c.zbv_margin * (layout.pp_schedule == "zbv"))
+    for rank, (_, phase, weights, gradients, kept, logits, work) in _peaks(cut, gas, m, every_rank):
+        buffers = scale * work + 16 * layout.gas * tokens  # the batch: inputs and targets
+        stages = params_of_ranks(cut)[rank]
+        kept, logits = kept_scale * kept, scale * logits
+        reserve = c.base_bytes + c.fragmentation * (kept + logits + buffers)
+        reserve += c.reduce_stream_bytes * sum([p.whole for p in stages]) / cut.shards
+        optimizer = _optimizer_bytes(stages, cut.shards, scale)
+        memory.append(
+            StageMemory(
+                rank, phase, scale * weights, scale * gradients, optimizer, kept, logits, buffers, reserve
+            )
+        )
+    return tuple(memory)
+
+
+def _cut(spec: RunSpec) -> Cut:
+    layout = spec.layout
+    alone, stage = layout.pp == 1, layout.zero_stage
+    degrees = layout.tp, layout.pp, layout.virtual_stages, layout.pp_schedule
+    return Cut(spec.shape, *degrees, stage, layout.zero_shards, alone and stage >= 2, alone and stage == 3)
+
+
+def _optimizer_bytes(stages: tuple[StageParams, ...], shards: int, scale: int) -> float:
+    """Bytes of masters and moments, and of the optimizer's count of steps for each parameter."""
+    return sum([scale * 12 * p.whole / shards + 4 * p.tensors for p in stages])
 
 
 def static_bytes(spec: RunSpec) -> tuple[float, ...]:
@@ -290,6 +352,6 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
 
     They are 12 n / D, or 24 n / D in fp64, and in a pipeline the last targets.
     """
-    layout, scale = spec.layout, 2 if spec.kernel.precision == "fp64" else 1
+    cut, layout, scale = _cut(spec), spec.layout, 2 if spec.kernel.precision == "fp64" else 1
     targets = 8 * layout.gas * layout.mbs * spec.workload.seq_len // layout.cp if layout.pp > 1 else 0
-    return tuple(_states_bytes(rank, scale) + targets for rank in rank_stages(*_model_and_cut(spec)))
+    return tuple(_optimizer_bytes(stages, cut.shards, scale) + targets for stages in params_of_ranks(cut))

@@ -3,16 +3,14 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import groupby
-from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import Hardware, Peak
 from ultrabench.kernel_config import LOG_OPTIONS, KernelConfig
-from ultrabench.layout import dominates
+from ultrabench.layout import dominates, family
 from ultrabench.record import from_dict
 from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
@@ -20,22 +18,15 @@ from ultrabench.standing import near_best
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
-from ultrabench.sweep.plan import Candidate, Plan, by_cell
-from ultrabench.sweep.predict.network import network
-from ultrabench.sweep.predict.predict import with_links
-from ultrabench.sweep.predict.profile import Profile
-from ultrabench.sweep.predict.search import Tried, expected_runs, propose, reasons
+from ultrabench.sweep.plan import Candidate, Plan
+from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
-from ultrabench.sweep.running.retry import breaker_reason, decide_retry, settled_oom
+from ultrabench.sweep.running.retry import breaker_reason, decide_retry, proven_oom
+from ultrabench.sweep.running.searched_cell import outcomes
 from ultrabench.sweep.running.standings import standings_of
 
 MAX_CONTENDERS = 4
 """Largest number of contenders of one cell."""
-LINKS = ("allreduce_busbw_bytes_per_s", "allgather_busbw_bytes_per_s")
-"""Columns of the rates that predictions take from preflights."""
-LATEST = 3
-"""Number of latest allocations whose median rate counts: so many that a single slow one does not decide, and so few
-that a change of the cluster soon does."""
 
 
 def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
@@ -44,71 +35,20 @@ def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
     A run that was ok, or that the user asks for, is not left out. A run that ran out of memory is not used
     as evidence when one that needs more memory was ok.
     """
-    tried, asked = state.by_run(), {key.run_id for key in state.retried}
+    tried, requested = state.by_run(), {key.run_id for key in state.retried}
     fitted = {run_id for run_id, attempts in tried.items() if any(a.ok for a in attempts)}
     kin: dict[tuple[object, ...], list[Candidate]] = {}
     for run in runs:
-        kin.setdefault((run.cell, run.layout.tp, run.layout.pp, run.layout.cp), []).append(run)
-    found: dict[str, str] = {}
+        kin.setdefault((run.cell, *run.spec.variant.items(), family(run.layout)), []).append(run)
+    dominators: dict[str, str] = {}
     for group in kin.values():
         for run in group:
             attempts = tried.get(run.run_id, ())
-            if run.run_id not in fitted and settled_oom(attempts, run.prediction.memory_share):
+            if run.run_id not in fitted and proven_oom(attempts, run.prediction.memory_share):
                 victims = {other.run_id for other in group if dominates(run.layout, other.layout)}
                 if not victims & fitted:
-                    found |= dict.fromkeys(victims - asked - found.keys(), run.run_id)
-    return found
-
-
-def dominated_by(run_id: str) -> str:
-    """The reason of a run that is left out because the run `run_id` ran out of memory."""
-    why = "which had not enough memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
-    return f"dominated by {run_id}, {why}"
-
-
-def outcomes(
-    runs: Iterable[Candidate], state: SweepState, max_p_oom: float
-) -> Iterator[tuple[list[Candidate], Tried]]:
-    """For each cell its runs, and how those that were tried ended, for the adaptive search.
-
-    The step time of a run is the median over all its measurements, also those that were stopped as slower. What is
-    predicted is that of `on_measured_links`.
-    """
-    tried, rates = state.by_run(), outliers.preflight_rates(state)
-    for of_cell in by_cell(runs).values():
-        own = on_measured_links(of_cell, state.config, rates)
-        ends = {run.run_id: tried.get(run.run_id, []) for run in own}
-        timed = {i: [median(a.ok.step_times_s) for a in ends[i] if a.ok and a.ok.step_times_s] for i in ends}
-        times_s = {run_id: median(times) for run_id, times in timed.items() if times}
-        waits = {i for i in ends if any(a.result is None for a in ends[i])} - times_s.keys()
-        failed = {i: ends[i][-1].result for i in ends.keys() - times_s.keys() - waits if ends[i]}
-        oom = {i for i, result in failed.items() if result and result.status == Status.OOM}
-        gave_none = failed.keys() - oom
-        yield own, Tried(times_s=times_s, oom=oom, failed=gave_none, pending=waits, max_p_oom=max_p_oom)
-
-
-def on_measured_links(
-    runs: list[Candidate], config: Mapping[str, Any], rates: Mapping[tuple[int, str], Mapping[str, float]]
-) -> list[Candidate]:
-    """The runs of a cell with the step times that are predicted for the links that allocations have measured.
-
-    The median of the latest allocations of as many nodes counts. Where none of them has measured its links, or the
-    launch was of a version with other constants, the step times are those of the plan, with the links of the data sheet.
-
-    Args:
-        config: the configuration of the latest launch, which holds hardware and profile.
-        rates: what `preflight_rates` returns.
-    """
-    nodes, peak = runs[0].nodes, runs[0].peak_flops_per_s
-    latest = [[*rates.get((nodes, column), {}).values()][-LATEST:] for column in LINKS]
-    if any(latest) and peak is not None:
-        with contextlib.suppress(ConfigError, KeyError):
-            hardware = from_dict(Hardware, config["hardware"])
-            profile = from_dict(Profile, config["profile"], skip_unknown=True)
-            links = network(hardware, nodes, *(median(some) if some else None for some in latest))
-            given = hardware, Peak(flops_per_s=peak, source="plan"), links, profile
-            return [replace(r, predicted=with_links(r.prediction, r.spec, *given)) for r in runs]
-    return runs
+                    dominators |= dict.fromkeys(victims - requested - dominators.keys(), run.run_id)
+    return dominators
 
 
 def searching(state: SweepState) -> bool:
@@ -123,23 +63,61 @@ def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str
     """
     if not searching(state):
         return {}
-    most = float(state.config.get("max_p_oom", 1.0))
-    told = (reasons(own, tried) for own, tried in outcomes(runs, state, most))
-    return {run_id: reason for of_cell in told for run_id, reason in of_cell.items()}
+    max_p_oom = float(state.config.get("max_p_oom", 1.0))
+    left_out_runs = dict[str, str]()
+    for cell in outcomes(runs, state, max_p_oom):
+        left_out_runs |= reasons(cell.runs, cell.tried)
+        if (
+            cell.others
+            and not propose(cell.runs, cell.tried)
+            and not cell.tried.pending
+            and not cell.further()
+        ):
+            begun = cell.tried_others.begun
+            unpromising = (run.run_id for run in cell.others if run.run_id not in begun)
+            left_out_runs |= dict.fromkeys(unpromising, _OTHER_VARIANT)
+    return left_out_runs
 
 
-def expected(runs: Iterable[Candidate], state: SweepState, max_p_oom: float, batch: int) -> list[Candidate]:
+_OTHER_VARIANT = (
+    "not promising: its options were tried with the best layouts of its cell, or made none of them faster"
+)
+"""Why the adaptive search leaves out a run of another variant."""
+
+
+class Skip(NamedTuple):
+    """Why a run is skipped."""
+
+    reason: str
+    dominator: str | None = None
+    """run_id of the run that ran out of memory, if that is why."""
+
+
+def skips(runs: Sequence[Candidate], state: SweepState) -> dict[str, Skip]:
+    """run_id of each run that is left out, for now or for good -> why."""
+    why = "which had not enough memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
+    dominators = left_out(runs, state)
+    others = not_promising((run for run in runs if run.run_id not in dominators), state)
+    skipped = {run_id: Skip(f"dominated by {other}, {why}", other) for run_id, other in dominators.items()}
+    return skipped | {run_id: Skip(reason) for run_id, reason in others.items()}
+
+
+def expected(runs: Sequence[Candidate], state: SweepState, max_p_oom: float, batch: int) -> list[Candidate]:
     """The runs that the adaptive search is expected to begin yet, if all measurements are as predicted.
 
     They have the predictions of the plan, since prices are those of the data sheet whatever links were measured.
 
     Args:
-        runs: those of a plan that are not `left_out`.
         batch: number of runs of a cell that are made at the same time.
     """
-    planned = {run.run_id: run for run in runs}
-    cells = outcomes(planned.values(), state, max_p_oom)
-    return [planned[run.run_id] for own, tried in cells for run in expected_runs(own, tried, batch)]
+    dominated = left_out(runs, state)
+    open_runs = {run.run_id: run for run in runs if run.run_id not in dominated}
+    expected_of_cells = list[Candidate]()
+    for cell in outcomes(open_runs.values(), state, max_p_oom):
+        searched = [*expected_runs(cell.runs, cell.tried, batch)]
+        is_over = not searched and not cell.tried.pending
+        expected_of_cells += searched + (cell.further() if is_over else cell.expected_further())
+    return [open_runs[run.run_id] for run in expected_of_cells]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,13 +187,13 @@ def next_attempts(
         alive: names of the allocations that are queued or running.
     """
     config, state = plan.config, outliers.with_loss_outliers(state)
-    held = [state.allocations[name] for name in alive if name in state.allocations]
+    open_allocations = [state.allocations[name] for name in alive if name in state.allocations]
     ended = {key for key, attempt in state.attempts.items() if attempt.result}
-    on_their_way = {key for allocation in held for key in allocation.tasks} - ended
+    on_their_way = {key for allocation in open_allocations for key in allocation.tasks} - ended
     # Attempts whose losses differ without a majority are not repeated: repeats would differ in the same way.
     suspects = outliers.suspect_attempts(state, device=config.hardware.device)
-    doubted = suspects.keys() - state.disputed.keys()
-    following = _Following(state, state.by_run(), config.retry, launch, doubted)
+    repeatable_suspects = suspects.keys() - state.suspect_losses.keys()
+    following = _Following(state, state.by_run(), config.retry, launch, repeatable_suspects)
     dominated = left_out(plan.runs, state)
     open_runs = [run for run in plan.runs if run.run_id not in dominated]
     if config.strategy == "adaptive":
@@ -229,11 +207,11 @@ def next_attempts(
         further = range(config.repeats, config.measure.confirm)
         todo += following.wanted([r for r in settled if r.run_id in best], further)
     todo = [t for t in todo if t.key not in on_their_way]
-    canary = config.launcher.control  # one allocation of each number of nodes is tried first
+    runs_control = config.launcher.control  # one allocation of each number of nodes is tried first
     specs = (a.spec or {} for a in state.attempts.values() if a.ok)
     passed = {nodes for spec in specs if isinstance(nodes := spec.get("nodes"), int)}
-    untried = frozenset({t.candidate.nodes for t in todo} - passed) if canary else frozenset[int]()
-    held_back = untried & {allocation.nodes for allocation in held}
+    untried = frozenset({t.candidate.nodes for t in todo} - passed) if runs_control else frozenset[int]()
+    held_back = untried & {allocation.nodes for allocation in open_allocations}
     ready = tuple(t for t in todo if t.candidate.nodes not in held_back and not t.rests)
     return AttemptsLeft(
         todo=ready,
@@ -270,11 +248,12 @@ def _searched(
     tried, repeats = following.tried, config.repeats
     begun = {r.run_id for r in runs if any(a.key.repeat < repeats for a in tried.get(r.run_id, ()))}
     begun |= on_their_way
-    left = following.wanted([run for run in runs if run.run_id in begun], range(repeats))
-    busy = {todo.candidate.cell for todo in left}
-    for own, told in outcomes(runs, following.state, config.max_p_oom):
-        if own[0].cell not in busy:
-            begun |= {run.run_id for run in propose(own, told, config.batch)}
+    waiting = following.wanted([run for run in runs if run.run_id in begun], range(repeats))
+    busy = {todo.candidate.cell for todo in waiting}
+    for cell in outcomes(runs, following.state, config.max_p_oom):
+        if cell.runs[0].cell not in busy:
+            proposed = propose(cell.runs, cell.tried, config.batch) or cell.further()
+            begun |= {run.run_id for run in proposed}
     return [run for run in runs if run.run_id in begun]
 
 
@@ -303,12 +282,12 @@ class _Following:
     tried: Mapping[str, list[AttemptState]]
     policy: RetryPolicy
     launch: Launch
-    doubted: Set[AttemptKey]
+    suspects: Set[AttemptKey]
 
     def wanted(self, runs: Sequence[Candidate], repeats: range) -> list[PlannedAttempt]:
         """The attempts that these repeats of `runs` still need: one repeat of every run, then the next."""
-        found = (self._next_attempt(run, nth, repeats.stop) for nth in repeats for run in runs)
-        return [todo for todo in found if todo]
+        attempts = (self._next_attempt(run, nth, repeats.stop) for nth in repeats for run in runs)
+        return [todo for todo in attempts if todo]
 
     def _next_attempt(self, run: Candidate, nth: int, repeats: int) -> PlannedAttempt | None:
         """The attempt that the nth counted repeat of `run` still needs; None when it needs no more.
@@ -321,14 +300,14 @@ class _Following:
         begun, accepts = self.launch.begun, self.launch.accepts
         environments = Counter(ok.environment for tries in by_repeat.values() for a in tries if (ok := a.ok))
         usual = [environment for environment, _ in environments.most_common(1)]
-        counted, doubts, elsewhere = -1, 0, 0
+        counted, num_suspect, elsewhere = -1, 0, 0
         for repeat in range(len(by_repeat) + repeats):
             attempts = by_repeat.get(repeat, [])
             oks = {a.key: a.ok for a in attempts if a.ok}
             if oks and not any(key not in begun or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
-            if oks and doubts < self.policy.attempts["suspect"] and oks.keys() <= self.doubted:
-                doubts += 1
+            if oks and num_suspect < self.policy.attempts["suspect"] and oks.keys() <= self.suspects:
+                num_suspect += 1
                 continue
             if oks and elsewhere < repeats and all(ok.environment not in usual for ok in oks.values()):
                 elsewhere += 1
@@ -348,8 +327,8 @@ class _Following:
             return PlannedAttempt(candidate=run, key=last.key)
         pause_s, share = 0.0, run.prediction.memory_share
         if last.key not in self.state.retried and not read_otherwise(last, run.spec.kernel):
-            decision = decide_retry(attempts, self.policy, old=self.launch.old, memory_share=share)
-            if not decision.again:
+            decision = decide_retry(attempts, self.policy, old_attempts=self.launch.old, memory_share=share)
+            if not decision.retry:
                 return None
             pause_s = decision.pause_s
         timeouts = sum(a.result is not None and a.result.status == Status.TIMEOUT for a in attempts)

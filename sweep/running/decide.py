@@ -55,7 +55,7 @@ class Actions:
 
 
 def decide(
-    plan: Plan, state: SweepState, seen: JobsSeen, limits: JobLimits, launch: Launch, now_s: float
+    plan: Plan, state: SweepState, jobs: JobsSeen, limits: JobLimits, launch: Launch, now_s: float
 ) -> Actions:
     """What a launch has to do next.
 
@@ -65,11 +65,11 @@ def decide(
     """
     if state.cancelled:
         return Actions(stopped="cancelled", end_jobs=True)
-    left = next_attempts(plan, state, seen.alive, launch)
-    if left.broken:
-        return Actions(stopped=left.broken, end_jobs=True)
-    if not left.todo:
-        return Actions(wait=left.waiting > 0)
+    attempts_left = next_attempts(plan, state, jobs.alive, launch)
+    if attempts_left.broken:
+        return Actions(stopped=attempts_left.broken, end_jobs=True)
+    if not attempts_left.todo:
+        return Actions(wait=attempts_left.waiting > 0)
     if state.paused:
         return Actions(stopped=f"paused; go on with: ultrabench sweep resume {shlex.quote(plan.config.name)}")
     if dead_end := _dead_end(state, limits, launch):
@@ -77,22 +77,28 @@ def decide(
     window = plan.config.launcher.window
     if not inside(window, now_s):
         return Actions(wait=True, notes=(f"outside the window {window}: nothing is submitted",))
-    return _submit(plan, state, seen, limits, launch, left)
+    return _submit(plan, state, jobs, limits, launch, attempts_left)
 
 
 def _submit(
-    plan: Plan, state: SweepState, seen: JobsSeen, limits: JobLimits, launch: Launch, left: AttemptsLeft
+    plan: Plan,
+    state: SweepState,
+    jobs: JobsSeen,
+    limits: JobLimits,
+    launch: Launch,
+    attempts_left: AttemptsLeft,
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
-    holding = (state.allocations[name] for name in seen.alive | seen.leaving)
-    here = [held for held in holding if same_place(launch.by, held.by)]
+    holding = (state.allocations[name] for name in jobs.alive | jobs.leaving)
+    open_here = [allocation for allocation in holding if same_place(launch.by, allocation.by)]
     # New jobs are submitted when half of the old ones are over, so that several go into one array.
-    if len(here) > limits.max_jobs // 2:
+    if len(open_here) > limits.max_jobs // 2:
         return Actions(wait=True)
-    room, free = limits.max_jobs - len(here), limits.max_nodes - sum(held.nodes for held in here)
-    used = committed_gpu_hours(plan, state, seen.alive, seen.held_s)
+    room = limits.max_jobs - len(open_here)
+    free = limits.max_nodes - sum(allocation.nodes for allocation in open_here)
+    used = committed_gpu_hours(plan, state, jobs.alive, jobs.held_s)
     chosen: list[PlannedJob] = []
-    for job in planned_jobs(plan, left, state, limits.max_limit_s, seen.held_s):
+    for job in planned_jobs(plan, attempts_left, state, limits.max_limit_s, jobs.held_s):
         if len(chosen) >= room or job.nodes > free:
             break
         if limits.max_gpu_hours is not None and used + job.gpu_hours > limits.max_gpu_hours:
@@ -113,19 +119,20 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     This bounds the number of allocations of a launch. An allocation that runs something ends an attempt, and
     the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
-    mine = [held for held in state.allocations.values() if held.submission[0] == launch.name]
-    over = [held for held in mine if held.ended is not None and held.name not in launch.excused]
-    over.sort(key=lambda held: held.submission)
+    ended = (allocation for allocation in state.allocations.values() if allocation.ended is not None)
+    over = [a for a in ended if a.submission[0] == launch.name and a.name not in launch.excused]
+    over.sort(key=lambda allocation: allocation.submission)
     without_run = without_asked = 0
-    for held in over:
-        ran = {k for k in held.tasks if (a := state.attempts.get(k)) and a.allocation == held.name}
-        asked = [key for key in held.tasks if key.run_id != held.control] or held.tasks
-        if held.end is None or held.end.code not in ON_REQUEST:
+    for allocation in over:
+        attempts = (state.attempts[key] for key in allocation.tasks if key in state.attempts)
+        ran = {attempt.key for attempt in attempts if attempt.allocation == allocation.name}
+        requested = [key for key in allocation.tasks if key.run_id != allocation.control] or allocation.tasks
+        if allocation.end is None or allocation.end.code not in ON_REQUEST:
             without_run = 0 if ran else without_run + 1
-        without_asked = 0 if ran & {*asked} else without_asked + 1
+        without_asked = 0 if ran & {*requested} else without_asked + 1
     if without_run >= MOST_WITHOUT_RUN:
         return DeadEnd(number=without_run, what="anything", latest=over[-1])
     if over and without_asked >= MOST_WITHOUT_ASKED * limits.max_jobs:
-        what = "any run that was asked for but control layouts"
-        return DeadEnd(number=without_asked, what=what, latest=over[-1])
+        subject = "any run that was asked for but control layouts"
+        return DeadEnd(number=without_asked, what=subject, latest=over[-1])
     return None

@@ -18,9 +18,10 @@ import msgspec
 
 from ultrabench.device_rates import summary
 from ultrabench.errors import counted
-from ultrabench.result import RunResult, Status
+from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, SweepState, with_lost
+from ultrabench.variant import program_of
 
 FEWEST = 3
 """Smallest number of comparable measurements, or of comparable layouts, among which one can be an outlier."""
@@ -53,32 +54,35 @@ def _slower(values: Mapping[_Key, float], tolerance: float, sign: int = 1) -> di
     return {key: value / middle for key, value in values.items() if sign * (middle - value) > width}
 
 
-def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, str]:
-    """Ok attempts whose measurement is doubtful -> all reasons in one text.
+def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list[Doubt]]:
+    """Ok attempts whose measurement is doubtful -> all doubts.
 
     Args:
         state: what `with_loss_outliers` returns.
         device: the torch device type of the hardware, cuda or cpu.
     """
     slack = 1.0 if device == "cuda" else SHARED_CORES_FACTOR
-    found = (doubts_of(state, slack) for doubts_of in (_preflights, _controls, _clocks))
-    doubts: dict[object, list[str]] = defaultdict(list)
-    for of, reason in chain(*found, state.disputed.items()):
-        doubts[of].append(reason)
+    of_allocations_and_attempts = (doubts_of(state, slack) for doubts_of in (_preflights, _controls, _clocks))
+    suspect_losses = ((key, Doubt("loss", reason)) for key, reason in state.suspect_losses.items())
+    doubts: dict[object, list[Doubt]] = defaultdict(list)
+    for subject, doubt in chain(*of_allocations_and_attempts, suspect_losses):
+        doubts[subject].append(doubt)
     oks = ((key, a.allocation, ok) for key, a in state.attempts.items() if (ok := a.ok))
     measure = state.config.get("measure", {})
-    most = measure.get("max_foreign_load") if isinstance(measure, dict) else None
-    told = {
-        key: [*_own(ok, slack, most), *doubts.get(held, ()), *doubts.get(key, ())] for key, held, ok in oks
+    max_foreign_load = measure.get("max_foreign_load") if isinstance(measure, dict) else None
+    doubts_by_attempt = {
+        key: [*_own(ok, slack, max_foreign_load), *doubts.get(allocation, ()), *doubts.get(key, ())]
+        for key, allocation, ok in oks
     }
-    return {key: "; ".join(reasons) for key, reasons in told.items() if reasons}
+    return {key: all_doubts for key, all_doubts in doubts_by_attempt.items() if all_doubts}
 
 
-def impossible(mfu: float | None, device: str = "cuda") -> str | None:
-    """Why a measurement with this mfu (a fraction) is doubtful; None where the mfu is possible or unknown."""
-    most = 1 if device == "cuda" else SHARED_CORES_FACTOR
-    wrong = mfu and mfu > most
-    return f"mfu {mfu:.2f} is above {most:g}: steps or peak are measured wrongly" if wrong else None
+def impossible(mfu: float | None, device: str = "cuda") -> list[Doubt]:
+    """The doubt about a measurement with this mfu (a fraction); empty where the mfu is possible or unknown."""
+    max_factor = 1 if device == "cuda" else SHARED_CORES_FACTOR
+    if mfu is None or mfu <= max_factor:
+        return []
+    return [Doubt("mfu", f"mfu {mfu:.2f} is above {max_factor:g}: steps or peak are measured wrongly")]
 
 
 def low_peak(mfu: float | None) -> list[str]:
@@ -91,30 +95,31 @@ def low_peak(mfu: float | None) -> list[str]:
 
 def control_times(state: SweepState) -> dict[str, float]:
     """Allocation -> median step time of its control run in seconds, where that run ended ok."""
-    found = {}
+    time_by_allocation = {}
     for key, attempt in state.attempts.items():
-        held = state.allocations.get(attempt.allocation or "")
-        if held and held.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
-            found[held.name] = median(ok.step_times_s)
-    return found
+        allocation = state.allocations.get(attempt.allocation or "")
+        if allocation and allocation.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
+            time_by_allocation[allocation.name] = median(ok.step_times_s)
+    return time_by_allocation
 
 
-def _own(result: RunResult, slack: float, max_foreign_load: float | None) -> Iterator[str]:
+def _own(result: RunResult, slack: float, max_foreign_load: float | None) -> Iterator[Doubt]:
     """Reasons for doubt that the result itself gives."""
     if max_foreign_load is not None:
         if (load := result.foreign_load or 0.0) > max_foreign_load:
-            yield f"other programs used {load:.0%} of the cores of a node, over {max_foreign_load:.0%}"
+            used = f"other programs used {load:.0%} of the cores of a node, over {max_foreign_load:.0%}"
+            yield Doubt("foreign_load", used)
         if result.foreign_gpu_processes:
-            yield f"others used its GPUs: {result.foreign_gpu_processes}"
+            yield Doubt("foreign_gpu_processes", f"others used its GPUs: {result.foreign_gpu_processes}")
     if result.throttled is not None:
-        yield f"throttled: {result.throttled}"
-    ranks = sorted(result.rank_step_times_s.items(), key=lambda item: item[1])
+        yield Doubt("throttled", f"throttled: {result.throttled}")
+    ranks = sorted(result.rank_step_times_s.items(), key=lambda rank_and_time: rank_and_time[1])
     if ranks and ranks[-1][1] > (1 + RANKS * slack) * ranks[0][1]:
         (fast, low), (slow, high) = ranks[0], ranks[-1]
-        yield f"rank {slow} took {high / low:.2f} x the step time of rank {fast}"
+        yield Doubt("slow_rank", f"rank {slow} took {high / low:.2f} x the step time of rank {fast}")
 
 
-def _clocks(state: SweepState, slack: float) -> Iterator[tuple[AttemptKey, str]]:
+def _clocks(state: SweepState, slack: float) -> Iterator[tuple[AttemptKey, Doubt]]:
     """Each attempt whose SM clock was far below that of other attempts of the same run, and the reason.
 
     Only attempts of one run are compared, because a layout that works a GPU harder has a lower clock: the
@@ -126,22 +131,24 @@ def _clocks(state: SweepState, slack: float) -> Iterator[tuple[AttemptKey, str]]
             clocks[key.run_id][key] = ok.sm_clock_hz
     for by_key in clocks.values():
         for key, share in _slower(by_key, RATES * slack).items():
-            yield key, f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"
+            text = f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"
+            yield key, Doubt("sm_clock", text)
 
 
-def _preflights(state: SweepState, slack: float) -> Iterator[tuple[str, str]]:
+def _preflights(state: SweepState, slack: float) -> Iterator[tuple[str, Doubt]]:
     """Each allocation with slower devices or links than most others of as many nodes, and a reason."""
     for (nodes, column), by_name in preflight_rates(state).items():
         for name, share in _slower(by_name, RATES * slack).items():
             text = f"{column} of its allocation is {share:.2f} of the median"
-            yield name, f"{text} of {_number(by_name, nodes)}"
+            yield name, Doubt("preflight", f"{text} of {_number(by_name, nodes)}")
         for name in by_name if column == "gemm_flops_per_s" else ():
             devices = state.allocations[name].preflight["probe"][column]
             # All ranks wait for that of the slowest device.
             if slower := _slower(dict(enumerate(devices)), RATES * slack):
                 rank = min(slower, key=slower.__getitem__)
                 text = f"the device of rank {rank} multiplies at {slower[rank]:.2f}"
-                yield name, f"{text} of the median of the {len(devices)} devices of its allocation"
+                text += f" of the median of the {len(devices)} devices of its allocation"
+                yield name, Doubt("slow_device", text)
 
 
 def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]]:
@@ -150,9 +157,9 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
     The allocations are in the order of their submission as far as Slurm tells it, which numbers its jobs.
     """
 
-    def submitted(held: AllocationState) -> tuple[int, str]:
-        number = re.match(r"\d+", str((held.job or {}).get("job_id")))
-        return int(number[0]) if number else 0, held.name
+    def submitted(allocation: AllocationState) -> tuple[int, str]:
+        number = re.match(r"\d+", str((allocation.job or {}).get("job_id")))
+        return int(number[0]) if number else 0, allocation.name
 
     rates: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
     for allocation in sorted(state.allocations.values(), key=submitted):
@@ -163,7 +170,7 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
     return rates
 
 
-def _controls(state: SweepState, slack: float) -> Iterator[tuple[str, str]]:
+def _controls(state: SweepState, slack: float) -> Iterator[tuple[str, Doubt]]:
     """Each allocation in which the control layout was slower than in most others, and the reason."""
     times: dict[str | None, dict[str, float]] = defaultdict(dict)
     for name, time_s in control_times(state).items():
@@ -171,7 +178,8 @@ def _controls(state: SweepState, slack: float) -> Iterator[tuple[str, str]]:
     for by_name in times.values():
         for name, ratio in _slower(by_name, TIMES * slack, sign=-1).items():
             text = f"the control layout of its allocation took {ratio:.2f} x its median"
-            yield name, f"{text} over {_number(by_name, state.allocations[name].nodes)}"
+            text += f" over {_number(by_name, state.allocations[name].nodes)}"
+            yield name, Doubt("slow_control", text)
 
 
 def _number(by_name: Mapping[str, float], nodes: int) -> str:
@@ -215,29 +223,29 @@ def for_answers(state: SweepState) -> SweepState:
 
 
 def with_loss_outliers(state: SweepState) -> SweepState:
-    """A copy of `state` in which attempts with an outlying loss are `invalid`, and those in dispute are `disputed`.
+    """A copy of `state` in which attempts with an outlying loss are `invalid`, and the suspect ones are in `suspect_losses`.
 
     An outlier differs from most layouts of its model and batch: there are at least three, and two thirds of them
     agree. Where these do not, all of them are in dispute.
     """
-    attempts, disputed = dict(state.attempts), dict[AttemptKey, str]()
+    attempts, suspect_losses = dict(state.attempts), dict[AttemptKey, str]()
     for groups in loss_groups(state):
-        most, *others = groups
-        if not _agreed(most, others):
+        majority, *others = groups
+        if not _agreed(majority, others):
             shown = ", ".join(f"{len(g.run_ids)} of them have {g}" for g in groups[:3])
             reason = f"layouts of this model and batch differ in their loss: {shown}"
-            disputed |= {key: reason for group in groups for key in group.losses}
+            suspect_losses |= {key: reason for group in groups for key in group.losses}
             continue
-        for key, loss in (item for group in others for item in group.losses.items()):
-            held = attempts[key]
-            assert held.result is not None
-            at = "" if held.result.loss_step is None else f" at step {held.result.loss_step}"
-            number = len(most.run_ids - {key.run_id})
-            reason = (
-                f"loss {most.text(loss)}{at}; the other {number} layouts of this model and batch have {most}"
+        for key, loss in (pair for group in others for pair in group.losses.items()):
+            attempt = attempts[key]
+            assert attempt.result is not None
+            step = "" if attempt.result.loss_step is None else f" at step {attempt.result.loss_step}"
+            number = len(majority.run_ids - {key.run_id})
+            reason = f"loss {majority.text(loss)}{step}; the other {number} layouts of this model and batch have {majority}"
+            attempts[key] = replace(
+                attempt, result=replace(attempt.result, status=Status.INVALID, reason=reason)
             )
-            attempts[key] = replace(held, result=replace(held.result, status=Status.INVALID, reason=reason))
-    return replace(state, attempts=attempts, disputed=disputed)
+    return replace(state, attempts=attempts, suspect_losses=suspect_losses)
 
 
 def loss_groups(state: SweepState) -> list[list[LossGroup]]:
@@ -264,7 +272,7 @@ def loss_groups(state: SweepState) -> list[list[LossGroup]]:
 def _groups(losses: Mapping[AttemptKey, float], tolerance: float) -> list[LossGroup]:
     parts: list[dict[AttemptKey, float]] = []
     latest = -math.inf
-    for key, loss in sorted(losses.items(), key=lambda item: item[1]):
+    for key, loss in sorted(losses.items(), key=lambda key_and_loss: key_and_loss[1]):
         if not parts or loss - latest > tolerance * abs(loss):
             parts.append({})
         parts[-1][key] = latest = loss
@@ -276,7 +284,7 @@ _text_of = msgspec.json.Encoder(order="deterministic").encode
 
 
 def _workload(spec: Mapping[str, Any], result: RunResult) -> tuple[float, bytes]:
-    """The tolerance of a loss, and all that decides it as a text: model, batch, program, versions and step.
+    """The tolerance of a loss, and all that decides it as a text: model, batch, program, its options, versions and step.
 
     Raises:
         KeyError, TypeError: the spec is damaged.
@@ -285,10 +293,11 @@ def _workload(spec: Mapping[str, Any], result: RunResult) -> tuple[float, bytes]
     precision = kernel["precision"]
     tolerance = TOLERANCE[precision] if kernel["kind"] == "embedded" else PROGRAM_TOLERANCE
     shape = spec["shape"] | {"name": None}
-    parts = (shape, spec["workload"], kernel["name"], precision, result.env_id, result.loss_step)
+    program = kernel["name"], *program_of(spec.get("variant", {}))
+    parts = (shape, spec["workload"], program, precision, result.env_id, result.loss_step)
     return tolerance, _text_of(parts)
 
 
-def _agreed(most: LossGroup, others: Iterable[LossGroup]) -> bool:
+def _agreed(majority: LossGroup, others: Iterable[LossGroup]) -> bool:
     """Whether at least two thirds of the layouts belong to the group of most layouts."""
-    return len(most.run_ids) >= 2 * len(frozenset[str]().union(*(group.run_ids for group in others)))
+    return len(majority.run_ids) >= 2 * len(frozenset[str]().union(*(group.run_ids for group in others)))

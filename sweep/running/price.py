@@ -1,6 +1,7 @@
 """Packs what is left of a sweep into allocations and computes their price for plan, consent and budget."""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
@@ -20,11 +21,11 @@ from ultrabench.sweep.running.attempts import (
     Launch,
     PlannedAttempt,
     expected,
-    left_out,
     next_attempts,
 )
 from ultrabench.sweep.running.outliers import with_loss_outliers
-from ultrabench.sweep.running.standings import standings_of
+from ultrabench.sweep.running.standings import best_of_cells
+from ultrabench.variant import Value
 
 START_S = 120.0
 """Seconds in an allocation's time limit for the start of its agents, their rendezvous and the preflight."""
@@ -45,12 +46,31 @@ SAFE_SHARE = 0.7
 """Largest predicted share of a rank's memory for a control run, which must not run out of memory."""
 
 
-def controls(plan: Plan) -> dict[CellKey, Candidate]:
-    """CellKey -> its control run: the fastest by prediction of those that surely fit, else the smallest."""
-    return {cell: min(runs, key=_rank) for cell, runs in plan.cells.items()}
+ControlKey = tuple[CellKey, tuple[Value, ...]]
+"""The cell of a run and the place of its allocation."""
 
 
-def _controls_used(plan: Plan) -> dict[CellKey, Candidate]:
+def control_key(run: Candidate) -> ControlKey:
+    """What the runs have in common that are measured beside one control run."""
+    return run.cell, run.place
+
+
+def controls(plan: Plan) -> dict[ControlKey, Candidate]:
+    """Control key -> its control run: the fastest by prediction of those that surely fit, else the smallest.
+
+    It has the first value of each option, as far as a run with these values can be made in that place.
+    """
+    by_key, first = defaultdict[ControlKey, list[Candidate]](list), plan.config.options.first_variant
+    for run in plan.runs:
+        by_key[control_key(run)].append(run)
+
+    def changed(run: Candidate) -> int:
+        return sum(value != first.get(name) for name, value in run.spec.variant.items())
+
+    return {key: min(runs, key=lambda run: (changed(run), *_rank(run))) for key, runs in by_key.items()}
+
+
+def _controls_used(plan: Plan) -> dict[ControlKey, Candidate]:
     """The control runs of the allocations; empty where these have none."""
     launcher = plan.config.launcher
     return controls(plan) if launcher.control and launcher.pack != 1 else {}
@@ -62,15 +82,9 @@ def _rank(run: Candidate) -> tuple[float, float, str]:
     return (0.0, time_s, run.run_id) if share <= SAFE_SHARE else (share, 0.0, run.run_id)
 
 
-def next_repeat(run_id: str, known: Iterable[tuple[str, int, int]], repeats: int) -> int:
+def next_repeat(run_id: str, attempt_keys: Iterable[tuple[str, int, int]], repeats: int) -> int:
     """The number of a new repeat of a control run, larger than those of the plan and all known ones."""
-    return max([repeats - 1, *(repeat for other, repeat, _ in known if other == run_id)]) + 1
-
-
-def best_of_cells(plan: Plan, state: SweepState) -> dict[CellKey, Standing]:
-    """CellKey -> its best run so far."""
-    of_cells = standings_of(plan.runs, with_loss_outliers(state), plan.config.hardware.device)
-    return {cell: ranked[0] for cell, ranked in of_cells.items() if ranked[0].best}
+    return max([repeats - 1, *(repeat for other, repeat, _ in attempt_keys if other == run_id)]) + 1
 
 
 def run_limit_s(todo: PlannedAttempt, config: SweepConfig) -> float:
@@ -110,58 +124,64 @@ def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
     Raises:
         ConfigError: no run is left.
     """
-    given = plan.config.launcher.time_minutes
-    most_s, told = min(max_limit_s, 60.0 * (given or math.inf)), f"launcher.time_minutes={given}"
+    minutes_of_launcher = plan.config.launcher.time_minutes
+    most_s = min(max_limit_s, 60.0 * (minutes_of_launcher or math.inf))
+    limit_text = f"launcher.time_minutes={minutes_of_launcher}"
     if most_s == max_limit_s:
-        told = f"partition, QOS and account allow a job {max_limit_s / 60:.0f} minutes"
+        limit_text = f"partition, QOS and account allow a job {max_limit_s / 60:.0f} minutes"
     cells, needed = _controls_used(plan), dict[str, int]()
     for run in plan.runs:
-        together = {c.run_id: c.prediction.duration_s for c in (run, cells.get(run.cell, run))}
+        together = {c.run_id: c.prediction.duration_s for c in (run, cells.get(control_key(run), run))}
         if (limit_s := least_limit_s(sum(together.values()), plan.config)) > most_s:
             needed[run.run_id] = math.ceil(limit_s / 60)
-    what = "minutes with its control run" if cells else "minutes"
+    unit = "minutes with its control run" if cells else "minutes"
     if needed and len(needed) == len(plan.runs):
         advice = "allow more time, or take fewer steps with measure=quick"
-        least = f"the shortest job of {counted(len(needed), 'run')} needs {min(needed.values())} {what}"
-        raise ConfigError(f"{told}; {least}: {advice}")
-    reasons = {run_id: f"a job needs {minutes} {what}; {told}" for run_id, minutes in needed.items()}
+        least = f"the shortest job of {counted(len(needed), 'run')} needs {min(needed.values())} {unit}"
+        raise ConfigError(f"{limit_text}; {least}: {advice}")
+    reasons = {run_id: f"a job needs {minutes} {unit}; {limit_text}" for run_id, minutes in needed.items()}
     out = [replace(c, rule=TIME_LIMIT, reason=reasons[c.run_id]) for c in plan.runs if c.run_id in reasons]
-    kept = (c for c in plan.candidates if c.run_id not in reasons)
-    return replace(plan, candidates=(*kept, *out)) if out else plan
+    candidates = (c for c in plan.candidates if c.run_id not in reasons)
+    return replace(plan, candidates=(*candidates, *out)) if out else plan
 
 
 def pack(
     todo: Iterable[PlannedAttempt],
     config: SweepConfig,
-    cells: Mapping[CellKey, Candidate] = {},
+    cells: Mapping[ControlKey, Candidate] = {},
     max_limit_s: float = math.inf,
 ) -> list[list[PlannedAttempt]]:
     """The attempts in groups, in order; each group is for one allocation.
 
-    All attempts of a group have the same number of nodes and the same repeat, and also the same model where
-    allocations have a control run. A group is full when it holds launcher.allocation_minutes of predicted
+    All attempts of a group have the same number of nodes, the same repeat and the same place, and also the same cell
+    where allocations have a control run. A group is full when it holds launcher.allocation_minutes of predicted
     duration with its control run, or launcher.pack runs.
 
     Args:
-        cells: the control run of each cell; a group is filled at least until its control run takes at most
+        cells: the control run of each control key; a group is filled at least until its control run takes at most
             CONTROL_SHARE of its time.
         max_limit_s: the longest time limit of an allocation, in which all runs of a group have to begin.
     """
     groups: list[list[PlannedAttempt]] = []
     latest: dict[tuple[object, ...], tuple[list[PlannedAttempt], float]] = {}
-    longest_s, most = 60 * config.launcher.allocation_minutes, config.launcher.pack or math.inf
+    longest_s, max_runs = 60 * config.launcher.allocation_minutes, config.launcher.pack or math.inf
     max_limit_s = min(max_limit_s, 60.0 * (config.launcher.time_minutes or math.inf))
-    for item in todo:
-        run, control = item.candidate, cells.get(item.candidate.cell)
-        kind = (run.nodes, item.key.repeat, run.shape.name if config.launcher.control else None)
+    for attempt in todo:
+        run, control = attempt.candidate, cells.get(control_key(attempt.candidate))
+        kind = (run.nodes, attempt.key.repeat, run.place, run.cell if config.launcher.control else None)
         control_s = control.prediction.duration_s if control else 0.0
         own_s = 0.0 if control and control.run_id == run.run_id else run.prediction.duration_s
         group, filled_s = latest.get(kind, ([], 0.0))
         full = filled_s + own_s > longest_s and filled_s >= control_s / CONTROL_SHARE
-        if not group or full or least_limit_s(filled_s + own_s, config) > max_limit_s or len(group) >= most:
+        if (
+            not group
+            or full
+            or least_limit_s(filled_s + own_s, config) > max_limit_s
+            or len(group) >= max_runs
+        ):
             group, filled_s = [], control_s
             groups.append(group)
-        group.append(item)
+        group.append(attempt)
         latest[kind] = group, filled_s + own_s
     return groups
 
@@ -183,7 +203,7 @@ class PlannedJob:
     gpu_hours: float
     """Predicted GPU hours of the allocation."""
     best: Mapping[CellKey, Standing] = field(default_factory=dict)
-    """The best run of each cell so far; a much slower run is not measured to the end."""
+    """The best run of each cell so far that is not suspect; a much slower run is not measured to the end."""
 
     @property
     def nodes(self) -> int:
@@ -211,21 +231,21 @@ def planned_jobs(
     config = plan.config
     start_s = _start_s(plan, state, held_s)
     cells = _controls_used(plan)
-    known = [*state.attempts, *(t.key for t in left.todo)]
-    known += [key for held in state.allocations.values() for key in held.tasks]
+    known_attempts = [*state.attempts, *(t.key for t in left.todo)]
+    known_attempts += [key for allocation in state.allocations.values() for key in allocation.tasks]
     repeats: dict[str, Iterator[int]] = {}
-    best = best_of_cells(plan, state) if left.todo else {}
-    seen = set[int]()
+    best = best_of_cells(plan.runs, with_loss_outliers(state), config.hardware.device) if left.todo else {}
+    priced = set[int]()
     for group in pack(left.todo, config, cells, max_limit_s):
         nodes = group[0].candidate.nodes
-        if nodes in left.untried and nodes in seen:
+        if nodes in left.untried and nodes in priced:
             continue
-        seen.add(nodes)
-        control = cells.get(group[0].candidate.cell)
+        priced.add(nodes)
+        control = cells.get(control_key(group[0].candidate))
         control_id = control.run_id if control else None
         if control and all(t.key.run_id != control_id for t in group):
             if control.run_id not in repeats:
-                repeats[control.run_id] = count(next_repeat(control.run_id, known, config.repeats))
+                repeats[control.run_id] = count(next_repeat(control.run_id, known_attempts, config.repeats))
             key = AttemptKey(control.run_id, next(repeats[control.run_id]), 0)
             group.append(PlannedAttempt(candidate=control, key=key))
         group = sorted(group, key=lambda t: t.key.run_id != control_id)  # the control run comes first
@@ -235,7 +255,7 @@ def planned_jobs(
             control=control_id,
             limit_s=min(max_limit_s, allocation_limit_s(group, config)),
             gpu_hours=start_gpu_hours + sum(t.candidate.gpu_hours for t in group),
-            best=best,
+            best={cell: standing for cell, standing in best.items() if standing.may_win},
         )
 
 
@@ -284,29 +304,28 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     state = state or SweepState()
     todo = next_attempts(plan, state, launch=Launch(old=frozenset(state.attempts))).todo
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
-        known, dominated = {t.key.run_id for t in todo}, left_out(plan.runs, state)
-        open_runs = (run for run in plan.runs if run.run_id not in dominated)
-        later = expected(open_runs, state, plan.config.max_p_oom, plan.config.batch)
+        submitted = {t.key.run_id for t in todo}
+        later = expected(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
         further = [PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later]
-        todo = (*todo, *(t for t in further if t.key.run_id not in known))
+        todo = (*todo, *(t for t in further if t.key.run_id not in submitted))
     confirmations = _confirmations(plan, todo)
     whole = AttemptsLeft(todo=(*todo, *confirmations), waiting=0)
-    asked = {t.key for t in whole.todo}
+    requested = {t.key for t in whole.todo}
     jobs = tuple(planned_jobs(plan, whole, state, max_limit_s))
     tasks = {t.key: t.candidate for job in jobs for t in job.attempts}
     starts = sum(job.gpu_hours for job in jobs) - _priced(tasks.values())[1]
-    cells, measure = by_cell(item.candidate for item in todo), plan.config.measure
+    cells, measure = by_cell(attempt.candidate for attempt in todo), plan.config.measure
     low, high = _interval(tasks.values(), measure)
     extra = {
-        "control runs": _priced([run for key, run in tasks.items() if key not in asked]),
+        "control runs": _priced([run for key, run in tasks.items() if key not in requested]),
         "repeats of the best": _priced([t.candidate for t in confirmations]),
         "starts of jobs": (len(jobs), max(0.0, starts)),
     }
     return Price(
         jobs=jobs,
         runs={cell: _priced(runs) for cell, runs in cells.items()},
-        left=len({item.key.run_id for item in todo}),
-        extra={what: (number, cost) for what, (number, cost) in extra.items() if number},
+        left=len({attempt.key.run_id for attempt in todo}),
+        extra={purpose: (number, cost) for purpose, (number, cost) in extra.items() if number},
         interval=(starts + low, starts + high),
         intervals={cell: _interval(runs, measure) for cell, runs in cells.items()},
     )
@@ -315,9 +334,10 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
 def _interval(runs: Collection[Candidate], measure: Measure) -> tuple[float, float]:
     """GPU hours of runs if the steps of those that fit take as long as the low and the high ends of their intervals."""
     low_s = high_s = 3600 * _priced(runs)[1]
-    for told, gpus in ((run.prediction, run.layout.world_size) for run in runs if run.fits):
-        low_s += gpus * (measure.priced_s(told.step_time_low_s) - measure.priced_s(told.step_time_s))
-        high_s += gpus * (measure.priced_s(told.step_time_high_s) - measure.priced_s(told.step_time_s))
+    for prediction, gpus in ((run.prediction, run.layout.world_size) for run in runs if run.fits):
+        priced_s = measure.priced_s(prediction.step_time_s)
+        low_s += gpus * (measure.priced_s(prediction.step_time_low_s) - priced_s)
+        high_s += gpus * (measure.priced_s(prediction.step_time_high_s) - priced_s)
     return low_s / 3600, high_s / 3600
 
 
@@ -361,9 +381,9 @@ def committed_gpu_hours(
     per_node = plan.config.hardware.gpus_per_node
     price = {c.run_id: c.gpu_hours for c in plan.runs}
     start_s, total = _start_s(plan, state, held_s), 0.0
-    for name, held in state.allocations.items():
-        seconds = held.held_s if held.timed else max(held.held_s, held_s.get(name, 0.0))
-        runs = sum(price.get(key.run_id, 0.0) for key in held.tasks)
-        planned = start_s * held.nodes * per_node / 3600 + runs if name in open_names else 0.0
-        total += max(seconds * held.nodes * per_node / 3600, planned)
+    for name, allocation in state.allocations.items():
+        seconds = allocation.held_s if allocation.timed else max(allocation.held_s, held_s.get(name, 0.0))
+        runs = sum(price.get(key.run_id, 0.0) for key in allocation.tasks)
+        planned = start_s * allocation.nodes * per_node / 3600 + runs if name in open_names else 0.0
+        total += max(seconds * allocation.nodes * per_node / 3600, planned)
     return total

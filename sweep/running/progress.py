@@ -6,22 +6,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ultrabench.result import INTERRUPTED, OUTSIDE, UNSETTLED, Status
+from ultrabench.result import INTERRUPTED, OUTSIDE, PENDING, RUNNING, UNSETTLED, Status, outcome_order
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.running.attempts import (
-    attempts_after,
-    dominated_by,
-    expected,
-    left_out,
-    not_promising,
-    searching,
-)
+from ultrabench.sweep.running.attempts import attempts_after, expected, searching, skips
 from ultrabench.sweep.running.outliers import for_answers
-from ultrabench.sweep.running.standings import doubts_of, standings_of
+from ultrabench.sweep.running.standings import best_of_cells, suspects_of
+
+_AS_IT_IS = ("sweep", "runs", "by_status", "attempts", "to_go", "eta_s", "runs_per_hour")
+"""Fields that `sweep status --json` has under their own names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +60,7 @@ class SweepProgress:
     wide: dict[str, float]
     """run_id -> relative half 95 % interval of its step time, for ok runs whose interval missed its target."""
     suspects: dict[AttemptKey, str]
-    """Attempts whose measurement is in doubt -> all reasons."""
+    """Attempts whose measurement is suspect -> all reasons."""
     failures: tuple[tuple[Candidate, AttemptState], ...]
     """The last five runs whose latest attempt failed by itself or with its node or agent, the newest last."""
 
@@ -81,40 +77,34 @@ class SweepProgress:
     def as_json(self) -> dict[str, Any]:
         """The document of `sweep status --json`."""
         return {
-            "sweep": self.sweep,
-            "runs": self.runs,
+            **{name: getattr(self, name) for name in _AS_IT_IS},
             "settled": len(self.settled),
-            "by_status": self.by_status,
             "gpu_hours": {
                 "useful": round(self.useful_gpu_hours, 6),
                 "wasted": round(self.wasted_gpu_hours, 6),
                 "wasted_by_status": {k: round(v, 6) for k, v in self.wasted_by_status.items()},
             },
-            "attempts": self.attempts,
             "waiting_allocations": self.waiting,
             "running": [
                 {
                     "run_id": run.run_id,
-                    "layout": run.layout.label(),
+                    "layout": run.spec.label(),
                     "phase": attempt.phase or "start",
                     "steps": attempt.steps,
                     "step_time_s": attempt.step_time_s,
                 }
                 for run, attempt in self.running
             ],
-            "to_go": self.to_go,
-            "eta_s": self.eta_s,
-            "runs_per_hour": self.runs_per_hour,
             "suspects": {str(key): why for key, why in self.suspects.items()},
             "best": [
                 {
                     "model": run.shape.name,
                     "nodes": run.nodes,
                     "run_id": run.run_id,
-                    "layout": run.layout.label(),
+                    "layout": run.spec.label(),
                     "tokens_per_s_per_gpu": standing.rate,
                     "control_ratio": standing.control_ratio,
-                    "suspect": standing.doubts,
+                    "suspect": standing.suspect,
                 }
                 for run, standing in self.best
             ],
@@ -137,27 +127,28 @@ def progress(
     state = for_answers(state)
     runs = {r.run_id: r for r in planned}
     final = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in runs}
-    dominated = left_out(planned, state)
-    skipped = {i: dominated_by(other) for i, other in dominated.items()} | not_promising(planned, state)
-    status = {run_id: "skipped" if run_id in skipped else "pending" for run_id in runs}
-    status |= {i: str(a.result.status) if a.result else "running" for i, a in final.items()}
-    doubts = doubts_of(runs, state, device)
-    cells = standings_of(planned, state, device, doubts)
+    skipped = skips(planned, state)
+    status = {run_id: str(Status.SKIPPED) if run_id in skipped else PENDING for run_id in runs}
+    status |= {i: str(a.result.status) if a.result else RUNNING for i, a in final.items()}
+    suspects = suspects_of(runs, state, device)
+    best = best_of_cells(planned, state, device, suspects)
     useful, wasted = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
     by_nodes = defaultdict[int, Counter[str]](Counter)
     for run in planned:
         by_nodes[run.nodes][status[run.run_id]] += 1
-    failed = [runs[i] for i, a in final.items() if a.result and not a.ok and i not in dominated]
-    again = {final[t.key.run_id].key: t.pause_s for t in attempts_after(failed, state, old)}
-    left = {i for i, s in status.items() if s in UNSETTLED} | {key.run_id for key in again}
-    settled = frozenset(runs.keys() - left)
+    failed = [
+        runs[i]
+        for i, a in final.items()
+        if a.result and not a.ok and not (i in skipped and skipped[i].dominator)
+    ]
+    pause_by_key = {final[t.key.run_id].key: t.pause_s for t in attempts_after(failed, state, old)}
+    unsettled = {i for i, s in status.items() if s in UNSETTLED} | {key.run_id for key in pause_by_key}
+    settled = frozenset(runs.keys() - unsettled)
     if searching(state):
-        told, open_runs = state.config, (run for run in planned if run.run_id not in dominated)
-        later = expected(
-            open_runs, state, float(told.get("max_p_oom", 1.0)), int(told["sweep"].get("batch", 1))
-        )
-        left &= final.keys() | {run.run_id for run in later}
-    left_s = sum(runs[run_id].prediction.duration_s for run_id in left)
+        config = state.config
+        max_p_oom, batch = float(config.get("max_p_oom", 1.0)), int(config["sweep"].get("batch", 1))
+        unsettled &= final.keys() | {run.run_id for run in expected(planned, state, max_p_oom, batch)}
+    left_s = sum(runs[run_id].prediction.duration_s for run_id in unsettled)
     ended = ((runs[i], a.ok.duration_s) for i, a in final.items() if a.ok)
     ratios = [duration_s / run.prediction.duration_s for run, duration_s in ended if duration_s]
     unended = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
@@ -168,25 +159,25 @@ def progress(
         by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
         settled_by_nodes=Counter(run.nodes for run in planned if run.run_id in settled),
         settled=settled,
-        again=again,
-        again_by_status=Counter(status[key.run_id] for key in again),
-        skipped={run_id: reason for run_id, reason in skipped.items() if status[run_id] == "skipped"},
-        running=tuple((runs[i], final[i]) for i, s in status.items() if s == "running"),
+        again=pause_by_key,
+        again_by_status=Counter(status[key.run_id] for key in pause_by_key),
+        skipped={run_id: skip.reason for run_id, skip in skipped.items() if status[run_id] == Status.SKIPPED},
+        running=tuple((runs[i], final[i]) for i, s in status.items() if s == RUNNING),
         waiting=unended.count(False),
         at_work=unended.count(True),
         attempts=len(state.attempts),
         useful_gpu_hours=useful,
         wasted_by_status=wasted,
-        to_go=len(left),
-        eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None if left else 0.0,
+        to_go=len(unsettled),
+        eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None if unsettled else 0.0,
         runs_per_hour=_runs_per_hour(state),
-        best=tuple((runs[s[0].run_id], s[0]) for _, s in sorted(cells.items()) if s[0].best),
+        best=tuple((runs[standing.run_id], standing) for standing in best.values()),
         wide={
             run_id: width
             for run_id, a in final.items()
             if a.ok and a.ok.ci_reached is False and (width := ci95_rel(a.ok.step_times_s)) is not None
         },
-        suspects=doubts,
+        suspects=suspects,
         failures=_latest_failures(runs, final),
     )
 
@@ -210,12 +201,16 @@ def _runs_per_hour(state: SweepState) -> float | None:
 
 
 def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
-    """run_id -> the attempt that stands for the run: an ok one of any repeat, else the latest."""
-    found: dict[str, AttemptState] = {}
-    for (run_id, _), attempt in final_attempts(state).items():
-        if (held := found.get(run_id)) is None or attempt.ok or not held.ok:
-            found[run_id] = attempt
-    return found
+    """run_id -> the attempt of any repeat that has the status of the run: ok, else running, else as in its standing."""
+
+    def order(attempt: AttemptState) -> tuple[bool, bool, tuple[int, bool]]:
+        result = attempt.result
+        return attempt.ok is not None, result is None, outcome_order(result and result.status)
+
+    by_run: dict[str, AttemptState] = {}
+    for (run_id, _), attempt in final_attempts(state).items():  # of equal ones the latest repeat
+        by_run[run_id] = max(attempt, by_run.get(run_id, attempt), key=order)
+    return by_run
 
 
 def settled_runs(state: SweepState) -> dict[str, Status]:
@@ -238,7 +233,7 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
             hours = result.duration_s * spec["nodes"] * spec["gpus_per_node"] / 3600
             ran[attempt.allocation] += hours
             by_status[str(result.status)] += hours
-    held = {n: a.held_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}
-    between = sum(max(0.0, hours - ran[name]) for name, hours in held.items())
+    held_hours = {n: a.held_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}
+    between = sum(max(0.0, hours - ran[name]) for name, hours in held_hours.items())
     useful = by_status.pop(Status.OK.value, 0.0)
     return useful, {**by_status} | ({"between_runs": between} if between else {})

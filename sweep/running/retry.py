@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ultrabench.errors import counted
+from ultrabench.log_patterns import LOG_PATTERNS
 from ultrabench.result import AGENT_GONE, STATUSES, UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
@@ -22,7 +23,7 @@ since the prediction may be wrong by about 15 %."""
 class RetryDecision:
     """Whether a run is tried again, and why."""
 
-    again: bool
+    retry: bool
     why: str
     pause_s: float = 0.0
     """Seconds to wait after the end of the latest attempt."""
@@ -32,41 +33,41 @@ def decide_retry(
     attempts: Sequence[AttemptState],
     policy: RetryPolicy,
     *,
-    old: frozenset[AttemptKey] = frozenset(),
+    old_attempts: frozenset[AttemptKey] = frozenset(),
     memory_share: float = 1.0,
 ) -> RetryDecision:
     """Whether one repeat of a run is tried again after its failed `attempts`, given in their order.
 
     Args:
-        old: attempts that ended before this launch; of these, failures that were not the run's fault
+        old_attempts: attempts that ended before this launch; of these, failures that were not the run's fault
             do not count.
         memory_share: predicted memory of the run, as a share of the memory of a rank.
     """
     results = [a.result for a in attempts if a.result is not None]
-    last = results[-1]
-    kind, allowed = policy.kind(last), policy.allowed(last)
-    alike = [a for a in attempts if a.result and policy.kind(a.result) == kind]
+    last_result = results[-1]
+    kind, num_allowed = policy.kind(last_result), policy.allowed(last_result)
+    similar_attempts = [a for a in attempts if a.result and policy.kind(a.result) == kind]
     if kind == "outside":
-        alike = [a for a in alike if a.key not in old]
-    elif last.status == Status.OOM and not _sure(last, memory_share):
-        allowed += 1
+        similar_attempts = [a for a in similar_attempts if a.key not in old_attempts]
+    elif last_result.status == Status.OOM and not _sure(last_result, memory_share):
+        num_allowed += 1
     elif hosts := _deterministic(results):
-        return RetryDecision(again=False, why=f"the same failure on {hosts[0]} and on {hosts[1]}")
-    used = len(alike)
-    name = last.cause if kind == last.cause else last.status.value
-    if used > allowed:
-        return RetryDecision(again=False, why=f"{name}: {used} of it, {allowed + 1} at most")
-    why = f"{name}: attempt {used + 1} of {allowed + 1}"
-    pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (used - 1))
-    return RetryDecision(again=True, why=why, pause_s=pause_s if STATUSES[last.status].pause else 0.0)
+        return RetryDecision(retry=False, why=f"the same failure on {hosts[0]} and on {hosts[1]}")
+    num_failures = len(similar_attempts)
+    name = last_result.cause if kind == last_result.cause else last_result.status.value
+    if num_failures > num_allowed:
+        return RetryDecision(retry=False, why=f"{name}: {num_failures} of it, {num_allowed + 1} at most")
+    why = f"{name}: attempt {num_failures + 1} of {num_allowed + 1}"
+    pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (num_failures - 1))
+    return RetryDecision(retry=True, why=why, pause_s=pause_s if STATUSES[last_result.status].pause else 0.0)
 
 
 def _sure(result: RunResult, memory_share: float) -> bool:
     return bool(result.confirmed) and memory_share >= SURE_OOM
 
 
-def settled_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
-    """Whether it is settled that this run does not fit, so that larger runs may be left out.
+def proven_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
+    """Whether it is certain that this run does not fit, so that larger runs may be left out.
 
     One confirmed OOM is enough where the prediction agrees; else it takes two, one of them confirmed.
     """
@@ -77,10 +78,15 @@ def settled_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
 def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
     """Two sets of nodes that had the same failure and share no node; None when there are no such sets."""
     last = results[-1]
-    for other in results[:-1]:
-        same = last.fingerprint is not None and other.fingerprint == last.fingerprint
-        if same and last.hostnames and other.hostnames and not set(last.hostnames) & set(other.hostnames):
-            return ",".join(other.hostnames), ",".join(last.hostnames)
+    for earlier in results[:-1]:
+        is_same_failure = last.fingerprint is not None and earlier.fingerprint == last.fingerprint
+        if (
+            is_same_failure
+            and last.hostnames
+            and earlier.hostnames
+            and not set(last.hostnames) & set(earlier.hostnames)
+        ):
+            return ",".join(earlier.hostnames), ",".join(last.hostnames)
     return None
 
 
@@ -102,9 +108,9 @@ def suspect_runs(state: SweepState) -> frozenset[str]:
         run_id
         for run_id, failures in pointed_at(state).items()
         if any(
-            one.cause == other.cause and not {*one.suspect_hosts} & {*other.suspect_hosts}
-            for one, other in combinations(failures, 2)
-            if not _said_by_node(one) and not _said_by_node(other)
+            first.cause == second.cause and not {*first.suspect_hosts} & {*second.suspect_hosts}
+            for first, second in combinations(failures, 2)
+            if not _said_by_node(first) and not _said_by_node(second)
         )
     )
 
@@ -122,22 +128,27 @@ def excluded_nodes(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
     """
     if state.config.get("launcher", {}).get("name") == "local":
         return {}
-    blamed: dict[str, set[str]] = defaultdict(set)
+    runs_by_host: dict[str, set[str]] = defaultdict(set)
     ends = [end for allocation in state.allocations.values() for end in allocation.ends.values()]
-    failed = {node: "its agent gave it up" for end in ends for node in end.avoid}
-    doubted = suspect_runs(state)
-    worked = {host for a in state.attempts.values() if (ok := a.ok) for host in ok.hostnames}
+    failure_by_host = {node: "its agent gave it up" for end in ends for node in end.avoid}
+    suspect_run_ids = suspect_runs(state)
+    working_hosts = {host for a in state.attempts.values() if (ok := a.ok) for host in ok.hostnames}
     for run_id, failures in pointed_at(state).items():
         for result in failures:
             for host in result.suspect_hosts:
                 if _said_by_node(result):
-                    failed[host] = str(result.reason)
-                elif run_id not in doubted or host not in worked:
-                    blamed[host].add(run_id)
-    often = {host: len(runs) for host, runs in blamed.items() if len(runs) >= EXCLUDE_AFTER}
-    reasons = {host: f"suspected in {counted(number, 'run')}" for host, number in often.items()} | failed
-    ranked = sorted(reasons.keys() - {*policy.forgive}, key=lambda h: (h not in failed, -len(blamed[h]), h))
-    return {host: reasons[host] for host in ranked[: policy.max_excluded]}
+                    failure_by_host[host] = str(result.reason)
+                elif run_id not in suspect_run_ids or host not in working_hosts:
+                    runs_by_host[host].add(run_id)
+    count_by_host = {host: len(runs) for host, runs in runs_by_host.items() if len(runs) >= EXCLUDE_AFTER}
+    reason_by_host = {
+        host: f"suspected in {counted(number, 'run')}" for host, number in count_by_host.items()
+    } | failure_by_host
+    ranked_hosts = sorted(
+        reason_by_host.keys() - {*policy.forgive},
+        key=lambda h: (h not in failure_by_host, -len(runs_by_host[h]), h),
+    )
+    return {host: reason_by_host[host] for host in ranked_hosts[: policy.max_excluded]}
 
 
 def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[AttemptKey, float]) -> str | None:
@@ -149,17 +160,18 @@ def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[Atte
     """
     if policy.breaker is None:
         return None
-    ended = sorted((-ago_s, key) for key, ago_s in ended_s.items() if key in state.attempts)
-    results = (state.attempts[key].result for _, key in ended)
-    telling = [r for r in results if r and not STATUSES[r.status].passed_over]
-    measured = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
-    if any(r.cause == UNMEASURED and r.kernel_digest not in measured for r in telling):
-        why = "the first run of this program reported no step that counts, and the others would end alike"
-        return f"{why}; mend it or kernel.step_line and launch again"
-    latest = telling[-policy.breaker :]
+    keys_by_end = sorted((-ago_s, key) for key, ago_s in ended_s.items() if key in state.attempts)
+    results = (state.attempts[key].result for _, key in keys_by_end)
+    counted_results = [r for r in results if r and not STATUSES[r.status].passed_over]
+    measured_digests = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
+    if any(r.cause == UNMEASURED and r.kernel_digest not in measured_digests for r in counted_results):
+        why = "the first run of this program could not be measured, and the others would end alike"
+        patterns = ", ".join(f"kernel.{option}" for option in LOG_PATTERNS)
+        return f"{why}; fix it or what reads its log ({patterns}) and launch again"
+    latest = counted_results[-policy.breaker :]
     kinds = {(r.status, r.fingerprint or r.cause) for r in latest}
     if len(latest) < policy.breaker or len(kinds) > 1 or latest[-1].status == Status.OK:
         return None
-    same = f"the last {len(latest)} runs all ended as {latest[-1].status.value} in the same way"
+    repetition = f"the last {len(latest)} runs all ended as {latest[-1].status.value} in the same way"
     advice = f"mend that and launch again, or raise retry.breaker={policy.breaker}"
-    return f"{same} ({latest[-1].reason}); {advice}"
+    return f"{repetition} ({latest[-1].reason}); {advice}"

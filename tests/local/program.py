@@ -77,13 +77,19 @@ if behaviour == "endless_trace" and rank == 0:
     os.symlink("/dev/zero", f"{scratch}/profile/trace")
     os.symlink("/dev/zero", f"{scratch}/rank7.log")
 if behaviour in ("fill", "fill_briefly"):
-    with contextlib.suppress(OSError), open(f"{os.environ['TMPDIR']}/ballast", "wb", buffering=0) as ballast:
-        while ballast.write(bytes(2**16)) == 2**16:
-            pass
+    folder, emptied = os.environ["TMPDIR"], "-".join(("emptied", *sys.argv[-3:]))
+    if behaviour == "fill" or rank == 0:
+        with contextlib.suppress(OSError), open(f"{folder}/ballast", "wb", buffering=0) as ballast:
+            while ballast.write(bytes(2**16)) == 2**16:
+                pass
     if behaviour == "fill_briefly":
-        time.sleep(3)
         if rank == 0:
-            os.unlink(f"{os.environ['TMPDIR']}/ballast")
+            time.sleep(3)
+            os.unlink(f"{folder}/ballast")
+            os.mkdir(f"{folder}/{emptied}")
+        # A rank that ends earlier would have the others killed while the disk is full.
+        while not os.path.isdir(f"{folder}/{emptied}"):
+            time.sleep(0.1)
         time.sleep(2)
     os._exit(120)
 for step in itertools.count(1) if behaviour == "endless" else range(1, 13):

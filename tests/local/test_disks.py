@@ -79,5 +79,7 @@ def test_a_full_disk_of_a_node_is_named_and_is_the_nodes_fault(bench, small_tmp)
 
 def test_a_disk_that_was_full_only_for_a_moment_is_named_too(bench, small_tmp):
     bench.run(*bench.launch("1:fill_briefly,2:fine", gbs=4, mbs=[1, 2]), code=1)
-    causes = {row["mbs"]: (row["status"], row["cause"]) for row in bench.rows()}
-    assert causes == {1: ("crash", "disk_full"), 2: ("ok", None)}
+    ends = {(row["mbs"], row["status"], row["cause"]) for row in bench.rows()}
+    # On a slow machine the disk may still be full when the agent looks whether the node has space.
+    assert {(1, "crash", "disk_full"), (2, "ok", None)} <= ends
+    assert ends <= {(1, "crash", "disk_full"), (1, "node_fail", "disk_full"), (2, "ok", None)}

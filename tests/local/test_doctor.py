@@ -30,12 +30,10 @@ def test_hardware_that_is_not_here(bench):
         assert remedy in checks[name]["remedy"]
 
 
-SMALL = ("--deep", "sweep.nodes=[2]", "sweep.pp=[1,2]", "sweep.tp=[1]", "sweep.cp=[1]", "sweep.mbs=[2]",
-         "sweep.zero_stage=[3]", "sweep.pp_schedule=[auto]", "hardware.mem_bytes=300000000",
-         "measure.deadline_floor_s=2")  # fmt: skip
-"""An acceptance run of few layouts."""
-HERE = ("launcher=local", *SMALL, "launcher.preflight=false")
-"""The same on this machine; on Slurm it has its preflights."""
+HERE = ("launcher=local", "--deep", "sweep.nodes=[2]", "sweep.pp=[1,2]", "sweep.tp=[1]", "sweep.cp=[1]", "sweep.mbs=[2]",
+        "sweep.zero_stage=[3]", "sweep.pp_schedule=[auto]", "hardware.mem_bytes=300000000",
+        "measure.deadline_floor_s=2", "launcher.preflight=false")  # fmt: skip
+"""An acceptance run of few layouts on this machine."""
 
 
 def test_an_acceptance_run_in_small(bench):

@@ -38,7 +38,8 @@ def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
     assert "no progress for" in row["reason"]
     assert told["suspect_hosts"] == [host]
     others = [r for r in told["evidence"]["hang_evidence"] if r["rank"] != rank]
-    assert all("#" in r["collective"] and r["step"] > 1 and r["at"] for r in others)
+    # The first rank that measures is reported; others may still be on their way there from step 1.
+    assert all("#" in r["collective"] and r["step"] >= 1 and r["at"] for r in others)
     assert {r["status"] for r in bench.rows() if r["is_final"]} == {"ok"}
     shown = bench.run("sweep", "show", row["run_id"])
     assert told["evidence"]["hang_cause"] in shown

@@ -16,18 +16,25 @@ if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
     for step in range(1, 9):
         time = "elapsed time per iteration (ms): 250.0"
         print(f" iteration {step:8d}/{8:8d} | {time} | lm loss: {10 / step:.6E} | grad norm: 1.4 |", flush=True)
+        print(f"utilization {step}%", flush=True)
+mib = 100 * (1 + int(os.environ["RANK"]))
+print(f"[Rank 0] (after 1 iterations) memory (MB) | allocated: 1 | max allocated: {mib} | reserved: 1 | max reserved: {mib + 1}.5")
 """
 
 
 def test_steps_are_read_from_the_last_ranks_log(bench):
-    """On two nodes, as Megatron-LM does."""
+    """On two nodes, as Megatron-LM does; memory is read from the logs of all ranks."""
     (bench.folder / "program.py").write_text(ONLY_LOGS)
     bench.run(
         "sweep", "launch", "kernel=megatron", "kernel.command=[python,program.py]", "model=tiny", "name=t",
         *axes(nodes=2, tp=1, pp=1, zero_stage=1, mbs=1, gas=2, gbs=8), "measure.warmup_steps=2",
-        "measure.max_steps=6", *AT_ONCE,
+        "measure.max_steps=6", r"kernel.mfu_line='utilization (?P<percent>[0-9]+)%'", *AT_ONCE,
     )  # fmt: skip
     (row,) = bench.rows()
+    ranks = row["gpus"]
+    peaks = [row[f"peak_mem_{name}_bytes"] / 2**20 for name in ("allocated", "reserved", "reserved_rank0")]
+    assert peaks == [100 * ranks, 100 * ranks + 1.5, 101.5]
+    assert row["source_mfu"] == pytest.approx(0.055)
     assert (row["status"], row["measured_by"], row["step_times_s"]) == ("ok", "log", [0.25] * 6)
     assert row["loss_final"] == pytest.approx(10 / 5)
 
@@ -46,7 +53,7 @@ def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_cont
     assert launched.returncode == 1
     line = "nearest: iteration 8/ 8 | elapsed time per iteration (ms): 250.0 | lm loss: 1.250000E+00 | grad norm: 1.4 |"
     assert line in launched.stdout + launched.stderr
-    assert "mend it or kernel.step_line and launch again" in launched.stderr
+    assert "fix it or what reads its log (kernel.step_line, " in launched.stderr
     ends = [(row["status"], row["cause"]) for row in bench.rows() if row["status"] != "cancelled"]
     assert ends == [("invalid", "unmeasured")]
     bench.run(*words, right)

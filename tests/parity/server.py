@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # so that not every rank that compiles imports it
+import torch._dynamo.repro.after_dynamo
+import torch._inductor.debug
+import torch._inductor.pattern_matcher
 import torch.distributed as dist
 
 from tests.parity.groups import compare_groups

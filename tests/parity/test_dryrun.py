@@ -31,8 +31,8 @@ CASES = [
     "dp=1", "dp=2 gas=3 attention", "dp=2 zero_stage=1 gas=3", "dp=3 zero_stage=3 gas=2",
     "tp=2 gas=2 qwen", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full", "tp=2 selective",
     "pp=2 gas=2 tied", "pp=4 gas=4 every2", "dp=2 pp=2 zero_stage=3 gas=3",
-    "dp=2 zero_stage=2 gas=6", "pp=2 gas=12", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=11 afab",
-    "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=2",
+    "dp=2 zero_stage=2 gas=6", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=11 afab",
+    "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "tp=2 pp=2 gas=2",
 ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def require_closed_form(run, dry_run):
 
 def test_the_closed_form_holds_for_random_layouts():
     """A sample of the benchmark: with and without a pipeline, its schedules but zbv, and a ring."""
-    program = [sys.executable, "benchmarks/memory.py", "6", "271"]
+    program = [sys.executable, "benchmarks/memory.py", "4", "229"]
     env = os.environ | SINGLE_THREADED
     out = subprocess.run(program, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout
     errors = {found["family"]: found["largest"] for found in map(json.loads, out.splitlines())}

@@ -1,6 +1,7 @@
 """Every form of parallelism and every pair of forms gives what one process gives, in fp64."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -26,48 +27,43 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 CASES = [
     # One process, wrapped: the forms at degree 1.
-    "dp=1 gas=3 mbs=2", "dp=1 zero_stage=3 gas=2", "dp=1 gas=2 tied",
+    "dp=1 zero_stage=3 gas=2", "dp=1 gas=2 tied",
     # Data parallel alone, every ZeRO stage, degrees that do not divide the parameters; with few tokens in the
     # vocabulary one of three ranks holds no row of embedding and head.
-    "dp=2 mbs=2", "dp=2 zero_stage=2 gas=4", "dp=2 zero_stage=3 gas=4", "dp=3 zero_stage=0 gas=2", "dp=3 zero_stage=1 gas=2",
+    "dp=2 mbs=2", "dp=2 zero_stage=2 gas=4", "dp=3 zero_stage=0 gas=2", "dp=3 zero_stage=1 gas=2",
     "dp=3 zero_stage=3 mbs=2 few", "dp=2 zero_stage=3 tied",
     # Shards among some of the ranks, replicas on the others.
     "dp=4 zero_stage=1 dp_shard=2 gas=2", "dp=4 zero_stage=2 dp_shard=2 gas=3", "dp=2 cp=2 zero_stage=3 dp_shard=2 gas=2",
     # Tensor parallel alone, grouped and plain heads.
     "tp=2 gas=2 mbs=2 qwen", "tp=4 mha", "tp=2 tied gas=2",
     # Pipelines alone; gas = pp - 1 only fills them as afab.
-    "pp=2 gas=4 mbs=2", "pp=2 gas=1", "pp=2 gas=2 afab", "pp=4 gas=3",
-    "pp=3 gas=3", "pp=2 gas=2 tied", "pp=4 gas=4 tied", "pp=3 gas=2 tied",
+    "pp=2 gas=4 mbs=2", "pp=2 gas=2 afab", "pp=4 gas=3", "pp=4 gas=4 tied", "pp=3 gas=2 tied",
     # dp x tp.
-    "dp=2 tp=2 zero_stage=0", "dp=2 tp=2 zero_stage=1 gas=2", "dp=2 tp=2 zero_stage=2 gas=2",
+    "dp=2 tp=2 zero_stage=0", "dp=2 tp=2 zero_stage=2 gas=2",
     "dp=2 tp=2 zero_stage=3 mbs=2 qwen", "dp=3 tp=2 zero_stage=1", "dp=2 tp=2 zero_stage=3 tied",
     # dp x pp.
-    "dp=2 pp=2 zero_stage=0 gas=2", "dp=2 pp=2 zero_stage=3 gas=4", "dp=2 pp=2 zero_stage=1 gas=2 tied",
-    "dp=3 pp=2 zero_stage=3 gas=1 tied", "dp=2 pp=3 zero_stage=0 gas=3 tied",
+    "dp=2 pp=2 zero_stage=3 gas=4", "dp=2 pp=2 zero_stage=1 gas=2 tied",
+    "dp=3 pp=2 zero_stage=3 gas=1 tied", "dp=2 pp=2 zero_stage=0 gas=2 tied",
     # tp x pp.
     "tp=2 pp=2 gas=2 qwen", "tp=2 pp=2 gas=1 mbs=2", "tp=2 pp=2 gas=2 tied",
     # All three.
-    "dp=2 tp=2 pp=2 zero_stage=0 gas=2", "dp=2 tp=2 pp=2 zero_stage=1 gas=2 tied",
+    "dp=2 tp=2 pp=2 zero_stage=1 gas=2 tied",
     # Several stages on a rank: interleaved, and the V of zero bubble; few and many micro-batches.
-    "pp=2 gas=4 interleaved", "pp=2 gas=1 interleaved", "pp=4 gas=6 interleaved deep",
+    "pp=2 gas=1 interleaved", "pp=4 gas=6 interleaved deep",
     "pp=2 gas=4 virtual_stages=3 interleaved deep", "pp=2 gas=4 interleaved tied",
-    "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=4 gas=8 zbv deep", "pp=3 gas=4 zbv deep", "pp=2 gas=4 zbv tied",
+    "pp=2 gas=1 zbv", "pp=4 gas=8 zbv deep", "pp=3 gas=4 zbv deep", "pp=2 gas=4 zbv tied",
     "dp=2 pp=2 zero_stage=0 gas=2 interleaved", "dp=2 pp=2 zero_stage=1 gas=2 interleaved",
-    "dp=2 pp=2 zero_stage=3 gas=4 interleaved", "dp=2 pp=2 zero_stage=0 gas=4 zbv",
-    "dp=2 pp=2 zero_stage=1 gas=4 zbv", "dp=2 pp=2 zero_stage=1 gas=2 zbv tied",
-    "tp=2 pp=2 gas=2 interleaved", "tp=2 pp=2 gas=4 zbv qwen long", "tp=2 pp=2 gas=2 zbv tied",
-    "dp=2 tp=2 pp=2 zero_stage=1 gas=2 zbv", "dp=2 tp=2 pp=2 zero_stage=3 gas=2 interleaved",
+    "dp=2 pp=2 zero_stage=0 gas=4 zbv", "dp=2 pp=2 zero_stage=1 gas=2 zbv tied",
+    "tp=2 pp=2 gas=4 zbv qwen long", "dp=2 tp=2 pp=2 zero_stage=3 gas=2 interleaved",
     # A ring alone and with every other form.
-    "cp=2 long", "cp=2 gas=2 mbs=2 mha qwen", "cp=4", "cp=2 tied",
+    "cp=2 gas=2 mbs=2 mha qwen long", "cp=4", "cp=2 tied",
     "dp=2 cp=2 zero_stage=0 gas=2", "dp=2 cp=2 zero_stage=1 gas=2", "dp=2 cp=2 zero_stage=2 gas=2",
     "dp=2 cp=2 zero_stage=3 gas=2", "cp=2 zero_stage=3 gas=2", "tp=2 cp=2 gas=2", "cp=2 pp=2 gas=2",
-    "cp=2 pp=2 gas=2 interleaved", "cp=2 pp=2 gas=4 zbv", "dp=2 tp=2 cp=2 zero_stage=1 gas=2",
-    "dp=2 cp=2 pp=2 zero_stage=3 gas=2", "tp=2 cp=2 pp=2 gas=2 zbv",
+    "cp=2 pp=2 gas=4 zbv", "dp=2 cp=2 pp=2 zero_stage=3 gas=2",
     # Computing anew in backward.
     "attention gas=2 compile", "every2 gas=2 compile", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
     "tp=2 full qwen", "tp=2 selective qwen", "pp=2 gas=2 every2", "pp=2 gas=4 interleaved selective",
     "pp=2 gas=4 zbv attention", "cp=2 full", "cp=2 selective", "cp=2 attention",
-    "dp=2 tp=2 zero_stage=1 gas=2 full", "dp=2 tp=2 pp=2 zero_stage=1 gas=2 selective",
     # Compiled layers; zbv runs them eagerly.
     "dp=2 zero_stage=3 gas=2 full compile", "tp=2 selective compile qwen long", "pp=2 gas=4 interleaved compile",
     "cp=2 full compile", "pp=2 gas=1 zbv compile",
@@ -84,7 +80,7 @@ def spec_of(case, shallow=SHALLOW):
         shape = dataclasses.replace(shape, **CHANGES[word])
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
     virtual = default_virtual_stages(schedule)
-    recompute = next(filter(RECOMPUTE.holds, words), "none")
+    recompute = next(filter(re.compile(str(RECOMPUTE.pattern)).match, words), "none")
     layout = Layout(
         **{"dp": 1, "virtual_stages": virtual, **numbers}, pp_schedule=schedule, recompute=recompute
     )

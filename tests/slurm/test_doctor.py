@@ -8,8 +8,6 @@ import time
 
 import pytest
 
-from tests.local.test_doctor import SMALL
-
 pytestmark = pytest.mark.slurm
 LITTLE = ("launcher.mem=200M", "launcher.poll_s=1", "launcher.grace_s=2")
 
@@ -62,9 +60,3 @@ def test_ctrl_c_cancels_the_job(sweeps, slurm):
     assert process.returncode == 130, output
     slurm.wait_for(lambda: not slurm.jobs(), 10)
     assert list(sweeps.folder.iterdir()) == []
-
-
-def test_an_acceptance_run_in_small(sweeps):
-    checks = doctor(sweeps, *SMALL, "--wait", "0")
-    assert checks.pop("job")["status"] == "skip"
-    assert {c["status"] for c in checks.values()} == {"pass"}, checks

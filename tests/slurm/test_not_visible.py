@@ -49,18 +49,10 @@ def test_a_budget_bounds_what_is_held_with_its_setup_and_a_larger_one_goes_on(sw
 def held_hours(sweeps):
     """The GPU hours of the sweep's jobs, once the accounting knows the end of all of them."""
     names = ",".join({f"ub-t-{name.rpartition('.')[0]}" for name in sweeps.allocations()})
-    words = (
-        "sacct",
-        "-X",
-        "-n",
-        "-P",
-        "--starttime=now-1hour",
-        f"--name={names}",
-        "--format=ElapsedRaw,NNodes,End",
-    )
+    words = ["sacct", "-X", "-n", "-P", "--starttime=now-1hour", "--format=ElapsedRaw,NNodes,End"]
 
     def rows():
-        return [line.split("|") for line in slurm_says(*words).splitlines()]
+        return [line.split("|") for line in slurm_says(*words, f"--name={names}").splitlines()]
 
     sweeps.wait_for(lambda: rows() and all(end != "Unknown" for _, _, end in rows()))
     return sum(int(seconds) * int(nodes) * 2 / 3600 for seconds, nodes, _ in rows())

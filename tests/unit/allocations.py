@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.configs import left
+from tests.sweep_folder import ended
 from ultrabench.launchers.allocate import allocations
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalReader, JournalWriter
@@ -76,8 +76,7 @@ def todo_of(run, repeat=0, patience=1.0):
 
 def told(state, run, status, repeat=0, attempt=0, *, allocation=None, claimed=True, **result):
     """Adds an attempt of a run to a state; it has ended if there is a status."""
-    times = {"step_times_s": (0.1,)} if status == Status.OK else {}
-    ended = None if status is None else RunResult(status=status, **times | result)
     key, spec = key_of(run, repeat, attempt), to_dict(run.spec) if claimed else None
-    state.attempts[key] = AttemptState(key=key, allocation=allocation, spec=spec, result=ended)
+    end = None if status is None else ended(status, **result)
+    state.attempts[key] = AttemptState(key=key, allocation=allocation, spec=spec, result=end)
     return state

@@ -11,15 +11,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.figures.picture import GREY
+from ultrabench.analysis.figures.picture import DARK, EDGE, GREY
 from ultrabench.analysis.figures.runs import final, measured
 from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid, remark
 from ultrabench.errors import ConfigError, counted
-from ultrabench.layout import AXES, Layout, default_schedule
+from ultrabench.layout import AXES, FOLLOWING, Layout, default_schedule, details_of
 from ultrabench.sweep.grid import schedule_refusals
 from ultrabench.sweep.predict.pipeline import bubble_share
 
-_PIPELINE = ("dp", "pp", "gas", "pp_schedule", "virtual_stages")
+_PIPELINE = (*FOLLOWING, "pp", *details_of("pp"))
 _ALIKE = ["panel", "gbs", "seq_len", "nodes", *(name for name in AXES if name not in _PIPELINE)]
 """Columns that are equal in two runs of which one has a pipeline; dp is then pp times as large without it."""
 _NAMES = ["pp", "gas", "schedule", "virtual_stages", "nodes", "share"]
@@ -43,14 +43,14 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         rule = "plan them with sweep.pp=[1,2], or draw one pipeline with: ultrabench plot schedule"
         raise ConfigError(f"no run with pp > 1 among {counted(len(frame), 'row')}; {rule}")
     pairs = _pairs(frame)
-    told = f"{_notes(pairs, piped)} {made_with(table)}"
+    note = f"{_notes(pairs, piped)} {made_with(table)}"
     pairs = pairs.dropna(subset="share").rename(columns={"pp_schedule": "schedule"})[_NAMES]
     lines = pd.DataFrame(_formulas(piped), columns=_NAMES)
-    return pd.concat([lines, pairs.sort_values(_NAMES)], ignore_index=True), told
+    return pd.concat([lines, pairs.sort_values(_NAMES)], ignore_index=True), note
 
 
 def _pairs(frame: pd.DataFrame) -> pd.DataFrame:
-    """The measured runs with a pipeline that are not in doubt; `share` is missing for those without a like."""
+    """The measured runs with a pipeline that are not suspect; `share` is missing for those without a like."""
     if not ((frame["status"] == "ok") & (frame["tokens_per_s_per_gpu"] > 0)).any():
         return frame.iloc[:0].assign(share=0.0)
     runs = measured(frame)
@@ -64,11 +64,11 @@ def _pairs(frame: pd.DataFrame) -> pd.DataFrame:
 def _formulas(piped: pd.DataFrame) -> Iterator[tuple[int, int, str, int, int, float]]:
     """The bubbles of 1F1B, which AFAB has too, interleaved and ZB-V over powers of two of micro-batches."""
     for pp in sorted({*piped["pp"].astype(int)}):
-        held = piped[piped["pp"] == pp]
-        known = held.loc[held["pp_schedule"] == "interleaved", "virtual_stages"].dropna()
-        stages = sorted({*known.astype(int)}) or [2]
-        most = max(4 * pp, held["gas"].max())  # the first where gas is unknown
-        for gas in (2**n for n in range(int(most).bit_length())):
+        runs = piped[piped["pp"] == pp]
+        interleaved_stages = runs.loc[runs["pp_schedule"] == "interleaved", "virtual_stages"].dropna()
+        stages = sorted({*interleaved_stages.astype(int)}) or [2]
+        largest_gas = max(4 * pp, runs["gas"].max())  # the first where gas is unknown
+        for gas in (2**n for n in range(int(largest_gas).bit_length())):
             for schedule, v in (("1f1b", 1), *(("interleaved", v) for v in stages), ("zbv", 2)):
                 name = default_schedule(pp, gas) if schedule == "1f1b" else schedule
                 layout = Layout(dp=1, pp=pp, gas=gas, pp_schedule=name, virtual_stages=v)
@@ -79,14 +79,14 @@ def _formulas(piped: pd.DataFrame) -> Iterator[tuple[int, int, str, int, int, fl
 def _notes(pairs: pd.DataFrame, piped: pd.DataFrame) -> str:
     """What lines and points mean, and which runs with a pipeline are no points."""
     alone = int(pairs["share"].isna().sum())
-    left = int((piped["status"] == "ok").sum()) - len(pairs)
+    ok_not_drawn = int((piped["status"] == "ok").sum()) - len(pairs)
     return (
         "Lines: idle time if all stages take the same time, backward twice that of forward, and messages none; xN: N "
         f"stages on each rank.\nPoints ({len(pairs) - alone}): 1 - step time without pipeline / step time with it, at "
         "equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. Beside the bubble they hold messages, uneven "
         "stages and what data parallelism costs less. Below 0: faster than without a pipeline.\nNot drawn: "
         f"{counted(alone, 'measured run')} with pp > 1 that no run at pp=1 is like, and "
-        f"{counted(left, 'ok row')} with pp > 1, as suspect, stopped early or repeats."
+        f"{counted(ok_not_drawn, 'ok row')} with pp > 1, as suspect, stopped early or repeats."
     )
 
 
@@ -99,12 +99,11 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     whole, middle, panels = panel_grid(len(degrees), title=heading, notes=notes, sharey=True)
     styles = _styles(lines)
     for axes, pp in zip(panels, degrees, strict=True):
-        for series, held in lines[lines["pp"] == pp].groupby(["schedule", "virtual_stages"]):
-            axes.plot(held["gas"], 100 * held["share"], **styles[series], zorder=3)
-        for (schedule, many), held in pairs[pairs["pp"] == pp].groupby(["schedule", "nodes"]):
-            colour = nodes[many]["color"]
-            axes.scatter(held["gas"], 100 * held["share"], 22, color=colour, marker=_MARKERS[schedule],
-                         edgecolor="white", linewidth=0.4, zorder=4)  # fmt: skip
+        for schedule_and_stages, series in lines[lines["pp"] == pp].groupby(["schedule", "virtual_stages"]):
+            axes.plot(series["gas"], 100 * series["share"], **styles[schedule_and_stages], zorder=3)
+        for (schedule, n), series in pairs[pairs["pp"] == pp].groupby(["schedule", "nodes"]):
+            look = {"color": nodes[n]["color"], "marker": _MARKERS[schedule], **EDGE}
+            axes.scatter(series["gas"], 100 * series["share"], 22, **look, zorder=4)
         if len(pairs) and not (pairs["pp"] == pp).any():
             remark(axes, "no pair of measured runs")
         label(axes, f"pp={pp}", "micro-batches of a step (gas)", "share of the step (%)")
@@ -126,17 +125,17 @@ def _styles(lines: pd.DataFrame) -> dict[tuple[str, int], dict[str, Any]]:
         for v, dash in zip(several, cycle(_DASHES), strict=False)
     }
     return {
-        ("1f1b", 1): {"color": "#1b1b1b", "linestyle": "-", "label": "1f1b, afab"},
+        ("1f1b", 1): {"color": DARK, "linestyle": "-", "label": "1f1b, afab"},
         **interleaved,
-        ("zbv", 2): {"color": "#1b1b1b", "linestyle": ":", "label": "zbv"},
+        ("zbv", 2): {"color": DARK, "linestyle": ":", "label": "zbv"},
     }
 
 
 def _scale(axes: Axes, drawn: pd.DataFrame) -> None:
     """Scales gas by powers of two, and the share to 100 %, from below 0 where a pipeline was faster."""
-    least, most = int(drawn["gas"].min()), int(drawn["gas"].max())
-    ticks = [2**n for n in range(least.bit_length() - 1, most.bit_length())]
+    smallest_gas, largest_gas = int(drawn["gas"].min()), int(drawn["gas"].max())
+    ticks = [2**n for n in range(smallest_gas.bit_length() - 1, largest_gas.bit_length())]
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
-    axes.set_xlim(least / 1.25, most * 1.25)
+    axes.set_xlim(smallest_gas / 1.25, largest_gas * 1.25)
     axes.set_ylim(min(0.0, 100 * drawn["share"].min() - 6), 104)

@@ -46,22 +46,23 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         ConfigError: the table holds no bandwidths, or those of several clusters.
     """
     runs = table.select(["status", "nodes", "cluster", "hardware", "bandwidths"]).to_pylist()
-    found = [
-        {**run, **told, "size": 2 ** round(log2(told["bytes"]))}  # undoes the rounding down of sizes
+    rates = [
+        # Undoes the rounding down of sizes.
+        {**run, **bandwidth, "size": 2 ** round(log2(bandwidth["bytes"]))}
         for run in runs
-        for told in run["bandwidths"] or ()
-        if run["status"] == "ok" and None not in (told[column] for column, _ in _RATES.values())
+        for bandwidth in run["bandwidths"] or ()
+        if run["status"] == "ok" and None not in (bandwidth[column] for column, _ in _RATES.values())
     ]
-    if not found:
+    if not rates:
         jobs = [name for name in table.column_names if name.endswith("_busbw_bytes_per_s")]
         page = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
-        told = page if any(table[name].null_count < len(table) for name in jobs) else ""
+        advice = page if any(table[name].null_count < len(table) for name in jobs) else ""
         rule = "no bandwidths by size here; measure them with: ultrabench sweep launch sweep=comm"
-        raise ConfigError(f"{rule}{told}")
-    places = sorted({f"{run['hardware']} of {run['cluster']}" for run in found})
+        raise ConfigError(f"{rule}{advice}")
+    places = sorted({f"{run['hardware']} of {run['cluster']}" for run in rates})
     if len(places) > 1:
         raise ConfigError(f"bandwidths of {len(places)} places ({'; '.join(places)}): plot one at a time")
-    frame = pd.DataFrame(found)
+    frame = pd.DataFrame(rates)
     inside = frame["scope"] == "intra_node"
     if (frame["nodes"] == 1).any():
         frame = frame[~inside]
@@ -78,8 +79,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     rates = drawn.melt(["operation", "size", "nodes"], [*_RATES], value_name="rate")
     rates = rates.assign(GB_per_s=rates["rate"] / 1e9, at=rates["nodes"].map(nodes.index))
     for axes, operation in zip(panels, OPERATIONS, strict=True):
-        for size, held in rates[rates["operation"] == operation].groupby("size"):
-            sns.lineplot(held, x="at", y="GB_per_s", ax=axes, **_LINE, **styles[size])
+        for size, size_rates in rates[rates["operation"] == operation].groupby("size"):
+            sns.lineplot(size_rates, x="at", y="GB_per_s", ax=axes, **_LINE, **styles[size])
         label(axes, _TITLES[operation], "nodes (1: inside a node)", "bus bandwidth (GB/s)")
         categories(axes, [int(n) for n in nodes])
         axes.set_yscale("log")
@@ -98,8 +99,8 @@ def _size(size: int) -> str:
 
 def _notes(table: pa.Table) -> str:
     """The note under the figure: what its lines and bands mean, and where they were measured."""
-    found = (table[name].drop_null().unique().to_pylist() for name in ("gpu_name", "gpus_per_node"))
-    gpus, per_node = ("/".join(map(str, values)) for values in found)
+    columns = (table[name].drop_null().unique().to_pylist() for name in ("gpu_name", "gpus_per_node"))
+    gpus, per_node = ("/".join(map(str, values)) for values in columns)
     where = f"{gpus or 'unknown device'}, {per_node} a node"
     lines = "Lines: median; bands: 5th to 95th percentile, of the slowest rank."
     return f"{lines} Bus bandwidth as nccl-tests defines it. {where}. {made_with(table)}"

@@ -14,15 +14,15 @@ from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.runs import final, known
 from ultrabench.analysis.figures.style import categories, label, legend, panel_grid
 from ultrabench.errors import counted
-from ultrabench.result import STATUSES, Status
+from ultrabench.result import PENDING, STATUSES, Status
 
-_ENDS = {
-    "ok": STATUSES[Status.OK][:3],
+_ENDS: dict[str, tuple[str, str, str]] = {
+    Status.OK: STATUSES[Status.OK][:3],
     "suspect": ("ok, but suspect", "#8fd6be", "///"),
-    **{str(status): traits[:3] for status, traits in STATUSES.items() if status != Status.OK},
-    "pending": ("waits or runs", "#ffffff", ""),
+    **{status: traits[:3] for status, traits in STATUSES.items() if status != Status.OK},
+    PENDING: ("waits or runs", "#ffffff", ""),
 }
-"""Status of a run, and suspect for a number in doubt -> its name, colour and hatch, in the order in which bars stack them."""
+"""Status of a run, and suspect for an ok run with a suspect number -> its name, colour and hatch, in the order in which bars stack them."""
 _SMALLEST = 0.09
 """Smallest share of a panel's height in which the number of a bar is written."""
 
@@ -30,11 +30,11 @@ _SMALLEST = 0.09
 def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     """The number of runs by panel, value of the axis and status, and the note.
 
-    Each repeat of a run counts; suspect stands for an ok run in doubt.
+    Each repeat of a run counts; suspect stands for an ok run with a suspect number.
     """
     frame = final(table)
-    doubted = (frame["status"] == "ok") & frame["suspect"].notna()
-    frame["end"] = frame["status"].fillna("pending").mask(doubted, "suspect")
+    is_suspect = (frame["status"] == "ok") & frame["suspect"].notna()
+    frame["end"] = frame["status"].fillna(PENDING).mask(is_suspect, "suspect")
     runs, left_out = known(frame, axis, axis, "choose another --axis")
     by = runs.astype({axis: int}).groupby(["panel", axis, "end"], sort=False)
     return by.agg(runs=("run_id", "size")).reset_index(), left_out + notes(table)
@@ -45,8 +45,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     of_panel, values = drawn.groupby("panel", sort=False), sorted(drawn[axis].unique())
     heading = f"How {counted(int(drawn['runs'].sum()), 'run')} ended, over {axis}: {title}"
     whole, middle, panels = panel_grid(len(of_panel), title=heading, notes=notes)
-    for axes, (name, held) in zip(panels, of_panel, strict=True):
-        numbers = held.pivot(index="end", columns=axis, values="runs").reindex(columns=values)
+    for axes, (name, panel_runs) in zip(panels, of_panel, strict=True):
+        numbers = panel_runs.pivot(index="end", columns=axis, values="runs").reindex(columns=values)
         _bars(axes, numbers.fillna(0).astype(int))
         label(axes, str(name), axis, "runs")
         categories(axes, [int(value) for value in values])
@@ -67,12 +67,12 @@ def _look(end: str) -> dict[str, Any]:
     return {"label": name, "facecolor": colour, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
 
 
-def _bars(axes: Axes, held: pd.DataFrame) -> None:
-    """Draws a bar for each column of `held`, whose rows are statuses, with the numbers of its larger parts."""
-    least, below = _SMALLEST * held.sum().max(), 0 * held.sum()
+def _bars(axes: Axes, run_counts: pd.DataFrame) -> None:
+    """Draws a bar for each column of `run_counts`, whose rows are statuses, with the numbers of its larger parts."""
+    least, below = _SMALLEST * run_counts.sum().max(), 0 * run_counts.sum()
     box = {"facecolor": "white", "linewidth": 0, "pad": 0.6}
-    for end in _in_order(held.index):
-        runs = held.loc[end]
+    for end in _in_order(run_counts.index):
+        runs = run_counts.loc[end]
         bars = axes.bar(range(len(runs)), runs, 0.78, below, **_look(end))
         numbers = [f"{number:,}" if number >= least else "" for number in runs]
         axes.bar_label(bars, numbers, label_type="center", fontsize=7, bbox=box)

@@ -40,16 +40,17 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     runs = runs.sort_values([*_SCALES], ascending=[True, False], kind="stable")
     best = runs.groupby("panel")["tokens_per_s_per_gpu"].cummax()
     before = best.groupby(runs["panel"]).shift(fill_value=0)
-    told = left_out + notes(table, all_runs)
-    return runs.assign(front=runs["tokens_per_s_per_gpu"] > before).sort_index(), told
+    note = left_out + notes(table, all_runs)
+    return runs.assign(front=runs["tokens_per_s_per_gpu"] > before).sort_index(), note
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each model, with the names of the layouts of its front beside it, the fastest one on top."""
     names, nodes = list(drawn["panel"].unique()), sorted(drawn["nodes"].unique())
-    fronts = {name: drawn[(drawn["panel"] == name) & drawn["front"]] for name in names}
-    named = {name: _named(front.sort_values("memory_gib", kind="stable")) for name, front in fronts.items()}
-    unnamed = sum(map(len, fronts.values())) - sum(map(len, named.values()))
+    by_memory = drawn[drawn["front"]].sort_values("memory_gib", kind="stable")
+    fronts = {name: by_memory[by_memory["panel"] == name] for name in names}
+    named_runs = {name: _named(front) for name, front in fronts.items()}
+    unnamed = sum(map(len, fronts.values())) - sum(map(len, named_runs.values()))
     about = "Front: a run with as little memory is slower. Colours: nodes; nodes=N draws one number of nodes."
     if unnamed:
         about += f"\nWithout a name: {counted(unnamed, 'run')} of the front, too close to others or too many."
@@ -58,12 +59,11 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     whole, middle, panels = panel_grid(len(names), title=heading, notes=about, columns=1, height=2.6)
     styles = looks(nodes, ordered=True, linestyle="", markersize=3.5)
     for axes, name in zip(panels, names, strict=True):
-        for n, own in drawn[drawn["panel"] == name].groupby("nodes"):
-            axes.plot(own["memory_gib"], own["tokens_per_s_per_gpu"], alpha=0.7, **styles[n])
-        front = fronts[name].sort_values("memory_gib", kind="stable")
-        axes.plot(front["memory_gib"], front["tokens_per_s_per_gpu"], color="black", linewidth=0.9, zorder=1)
+        for n, node_runs in drawn[drawn["panel"] == name].groupby("nodes"):
+            axes.plot(node_runs["memory_gib"], node_runs["tokens_per_s_per_gpu"], alpha=0.7, **styles[n])
+        axes.plot(*fronts[name][[*_SCALES]].T.to_numpy(), color="black", linewidth=0.9, zorder=1)
         axes.set(xlim=(0, 1.05 * axes.dataLim.x1), ylim=(0, 1.06 * axes.dataLim.y1))
-        _name(axes, named[name])
+        _name(axes, named_runs[name])
         label(axes, name, f"peak reserved memory, {drawn['memory_of'].iloc[0]} (GiB)", "tokens/s/GPU")
     keys = [legend_entry(counted(n, "node"), **styles[n]) for n in nodes]
     legend(middle, [*keys, legend_entry("front", color="black", linewidth=0.9)])
@@ -73,27 +73,31 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
 def _named(front: pd.DataFrame) -> pd.DataFrame:
     """The runs of a front that are named, with the column `text`; of two that are close, the faster one is named."""
     far: list[Any] = []
-    for at in (front[[*_SCALES]] / front[[*_SCALES]].max()).iloc[::-1].itertuples():
-        if all(abs(at[1] - other[1]) + abs(at[2] - other[2]) > _CLOSE for other in far):
-            far.append(at)
-    front = front.loc[[at[0] for at in reversed(far)]]
+    for point in (front[[*_SCALES]] / front[[*_SCALES]].max()).iloc[::-1].itertuples():
+        if all(abs(point[1] - other[1]) + abs(point[2] - other[2]) > _CLOSE for other in far):
+            far.append(point)
+    front = front.loc[[point[0] for point in reversed(far)]]
     layouts = [
         {str(name): value for name, value in run.items() if pd.notna(value)}
         for run in front[[*AXES]].convert_dtypes().to_dict("records")
     ]
-    told = zip(front["nodes"], layouts, strict=True)
-    words = (f"{counted(nodes, 'node')}: {' '.join(layout_words(layout))}" for nodes, layout in told)
-    wrapped = [textwrap.wrap(text, _LINE_WIDTH) for text in words]
+    names = [
+        f"{counted(nodes, 'node')}: {' '.join(layout_words(layout))}"
+        for nodes, layout in zip(front["nodes"], layouts, strict=True)
+    ]
+    wrapped = [textwrap.wrap(name, _LINE_WIDTH) for name in names]
     room = min(len(front), _LINES // max(map(len, wrapped)))
-    kept = [round(n * (len(front) - 1) / max(1, room - 1)) for n in range(room)]
-    return front.assign(text=["\n".join(lines) for lines in wrapped]).iloc[kept]
+    row_numbers = [round(n * (len(front) - 1) / max(1, room - 1)) for n in range(room)]
+    return front.assign(text=["\n".join(lines) for lines in wrapped]).iloc[row_numbers]
 
 
-def _name(axes: Axes, named: pd.DataFrame) -> None:
+def _name(axes: Axes, named_runs: pd.DataFrame) -> None:
     """Writes the names beside the panel, each as high as its run where there is room, with a line to it."""
-    step = max(text.count("\n") + 1 for text in named["text"]) / _LINES
+    step = max(text.count("\n") + 1 for text in named_runs["text"]) / _LINES
     height, end = 1 + step / 2, axes.get_ylim()[1]
-    for below, run in zip(range(len(named))[::-1], named.iloc[::-1].to_dict("records"), strict=True):
-        height = max((below + 0.5) * step, min(run["tokens_per_s_per_gpu"] / end, height - step))
-        at = run["memory_gib"], run["tokens_per_s_per_gpu"]
-        axes.annotate(run["text"], at, (1.06, height), textcoords="axes fraction", **_NAME)
+    fastest_first = named_runs.iloc[::-1].to_dict("records")
+    for position, run in enumerate(fastest_first, start=1):
+        lowest = (len(fastest_first) - position + 0.5) * step
+        height = max(lowest, min(run["tokens_per_s_per_gpu"] / end, height - step))
+        point = run["memory_gib"], run["tokens_per_s_per_gpu"]
+        axes.annotate(run["text"], point, (1.06, height), textcoords="axes fraction", **_NAME)

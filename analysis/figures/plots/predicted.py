@@ -34,12 +34,13 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     all_runs = measured(final(table))
     runs = may_be_best(all_runs)
     runs = runs.assign(predicted_gib=runs["predicted_peak_mem_bytes"] / GIB)
-    known = runs[runs[[_TIME[1], _MEMORY[1]]].notna().any(axis=1)]
-    if not len(known):
+    runs_predicted = runs[runs[[_TIME[1], _MEMORY[1]]].notna().any(axis=1)]
+    if not len(runs_predicted):
         none = f"{counted(len(runs), 'run')} here, none with a prediction, as imported rows are"
         raise ConfigError(f"{none}; predict them with: ultrabench predict validate FILE.parquet -o FILE.png")
     today = "those of a profile of today: ultrabench predict validate FILE.parquet -o FILE.png"
-    return known, f"Predictions of the table, made before the runs; {today}\n{notes(table, all_runs)}"
+    note = f"Predictions of the table, made before the runs; {today}\n{notes(table, all_runs)}"
+    return runs_predicted, note
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
@@ -79,16 +80,16 @@ def _scatter(
     axes: Axes, drawn: pd.DataFrame, measured: str, predicted: str, styles: dict[Any, dict[str, Any]]
 ) -> None:
     """Draws a marker for each run and the line of equal values, on logarithmic scales."""
-    known = drawn[(drawn[measured] > 0) & (drawn[predicted] > 0)]
+    positive = drawn[(drawn[measured] > 0) & (drawn[predicted] > 0)]
     axes.set(xscale="log", yscale="log")
-    if not len(known):
+    if not len(positive):
         remark(axes, "not recorded or not predicted")
         return
-    both = known[[measured, predicted]]
-    ends = [both.min().min() / 1.2, both.max().max() * 1.2]
+    values = positive[[measured, predicted]]
+    ends = [values.min().min() / 1.2, values.max().max() * 1.2]
     axes.plot(ends, ends, color=GREY, linewidth=0.8)
-    for name, own in known.groupby("panel"):
-        axes.plot(own[measured], own[predicted], alpha=0.65, **styles[name])
+    for name, panel_runs in positive.groupby("panel"):
+        axes.plot(panel_runs[measured], panel_runs[predicted], alpha=0.65, **styles[name])
     axes.set(xlim=ends, ylim=ends)
     for scale in (axes.xaxis, axes.yaxis):
         log_ticks(scale, *ends)
@@ -96,9 +97,9 @@ def _scatter(
 
 def _ratios(axes: Axes, drawn: pd.DataFrame) -> None:
     """Draws the measured over the predicted step times of each regime as boxes."""
-    groups = {str(name): own[_TIME[0]] / own[_TIME[1]] for name, own in drawn.groupby("regime")}
-    names = [name.replace("_", "\n") for name in groups]
-    if groups:
-        axes.boxplot(list(groups.values()), tick_labels=names, whis=(10, 90), showfliers=False)
+    ratios = (drawn[_TIME[0]] / drawn[_TIME[1]]).groupby(drawn["regime"]).agg(list)
+    if len(ratios):
+        names = [str(name).replace("_", "\n") for name in ratios.index]
+        axes.boxplot([*ratios], tick_labels=names, whis=(10, 90), showfliers=False)
     axes.axhline(1, color=GREY, linewidth=0.8)
     label(axes, "Step time by regime", "box: quartiles, whiskers: 10 to 90 %", "measured / predicted")

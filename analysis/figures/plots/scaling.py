@@ -33,20 +33,20 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     """The runs that may be the best of their cells, and the note.
 
     They have three columns besides those of `may_be_best`. `line` is the number of nodes, but 0 for the axis
-    nodes; `best` marks the fastest run of a line and value of the axis; runs with an equal number in `equal`
+    nodes; `best` marks the run that is the first in its cell of a line and value of the axis; runs with an equal number in `equal`
     differ only in the axis and what follows from it.
     """
     all_runs = measured(final(table))
     runs, left_out = known(may_be_best(all_runs), axis, axis, "choose another --axis")
     runs = runs.astype({axis: int}).assign(line=0 if axis == "nodes" else runs["nodes"])
-    runs = runs.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
+    runs = runs.sort_values("standing", kind="stable")
     runs["best"] = ~runs.duplicated(["panel", "line", axis])
     differ = {axis, *_FOLLOW.get(axis, "dp and gas").split(" and ")}
-    same = [name for name in ("nodes", *AXES) if name not in differ]
+    equal_columns = [name for name in ("nodes", *AXES) if name not in differ]
     # pp=1 is equal to 1f1b with one stage on each rank, whether the row tells the stages or not.
     usual = {"pp_schedule": runs["pp_schedule"].replace("none", "1f1b")}
     usual["virtual_stages"] = runs["virtual_stages"].fillna(1)
-    runs["equal"] = runs.assign(**usual).groupby(["panel", *same], dropna=False).ngroup()
+    runs["equal"] = runs.assign(**usual).groupby(["panel", *equal_columns], dropna=False).ngroup()
     return runs.sort_index(), left_out + notes(table, all_runs)
 
 
@@ -73,16 +73,16 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     return whole
 
 
-def _draw(axes: Axes, held: pd.DataFrame, column: str, styles: dict[Any, dict[str, Any]]) -> None:
+def _draw(axes: Axes, panel_runs: pd.DataFrame, column: str, styles: dict[Any, dict[str, Any]]) -> None:
     """Draws the lines of a panel, each from the smallest value of the axis to the largest."""
     fastest = ["across", "tokens_per_s_per_gpu"]
-    told = held.dropna(subset=column).sort_values(fastest, ascending=[True, False], kind="stable")
-    alike = told.drop_duplicates(["equal", "across"]).sort_values("equal", kind="stable")
+    recorded = panel_runs.dropna(subset=column).sort_values(fastest, ascending=[True, False], kind="stable")
+    alike = recorded.drop_duplicates(["equal", "across"]).sort_values("equal", kind="stable")
     ends = np.flatnonzero(alike["equal"].diff()[1:]) + 1
     lines = np.split(alike[["across", column]].to_numpy(), ends)
     axes.add_collection(LineCollection([line for line in lines if len(line) > 1], **_THIN), autolim=False)
-    for line, own in told[told["best"]].groupby("line"):
-        axes.plot(own["across"], own[column], **styles[line])
-    axes.set_ylim(0, 1.06 * told[column].max() if len(told) else 1)
-    if not len(told):
+    for line, best_runs in recorded[recorded["best"]].groupby("line"):
+        axes.plot(best_runs["across"], best_runs[column], **styles[line])
+    axes.set_ylim(0, 1.06 * recorded[column].max() if len(recorded) else 1)
+    if not len(recorded):
         remark(axes, "not recorded")

@@ -29,38 +29,38 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     points do not cover each other.
     """
     runs = measured(final(table))
-    told = notes(table, runs, crosses=True)
-    one = runs["flops_formula"].nunique() <= 1 and runs["mfu"].notna().any()
-    runs = runs.assign(shown="MFU (%)" if one else "tokens/s/GPU")
-    runs["height"] = 100 * runs["mfu"] if one else runs["tokens_per_s_per_gpu"]
+    note = notes(table, runs, crosses=True)
+    has_mfu = runs["flops_formula"].nunique() <= 1 and runs["mfu"].notna().any()
+    runs = runs.assign(shown="MFU (%)" if has_mfu else "tokens/s/GPU")
+    runs["height"] = 100 * runs["mfu"] if has_mfu else runs["tokens_per_s_per_gpu"]
     runs, left_out = known(runs, "height", runs["shown"].iloc[0], "draw another figure")
     alone = 1 / runs.groupby(["panel", "nodes"])["run_id"].transform("size")
     chance = runs["run_id"].map(lambda run_id: zlib.crc32(run_id.encode()) / 2**32 - 0.5)
     runs["beside"] = 2 * _SPREAD * chance * (1 - alone)
-    return runs.sort_values("tokens_per_s", ascending=False, kind="stable"), left_out + told
+    return runs.sort_values("tokens_per_s", ascending=False, kind="stable"), left_out + note
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each model; the markers of runs that cannot win are crosses without colour."""
     names, nodes = drawn.sort_index()["panel"].unique(), sorted(drawn["nodes"].unique())
-    shown, most = drawn["shown"].iloc[0], drawn["height"].max()
+    shown, highest = drawn["shown"].iloc[0], drawn["height"].max()
     heading = f"{shown.partition(' ')[0]} and throughput of {counted(len(drawn), 'run')} over nodes: {title}"
     whole, middle, panels = panel_grid(len(names), title=heading, notes=notes, sharey=True)
     for axes, name in zip(panels, names, strict=True):
-        held = drawn[drawn["panel"] == name]
-        largest = held["tokens_per_s"].max()
-        held = held.assign(
-            at=held["nodes"].map(nodes.index) + held["beside"],
-            area=np.maximum(_LARGEST * held["tokens_per_s"] / largest, _SMALLEST),
+        panel_runs = drawn[drawn["panel"] == name]
+        largest = panel_runs["tokens_per_s"].max()
+        panel_runs = panel_runs.assign(
+            at=panel_runs["nodes"].map(nodes.index) + panel_runs["beside"],
+            area=np.maximum(_LARGEST * panel_runs["tokens_per_s"] / largest, _SMALLEST),
         )
-        good, crosses = held[held["good"]], held[~held["good"]]
+        good, crosses = panel_runs[panel_runs["good"]], panel_runs[~panel_runs["good"]]
         axes.scatter("at", "height", "area", color="#8a8a8a", marker="x", linewidth=0.7, data=crosses)
-        axes.scatter("at", "height", "area", "height", data=good, cmap="viridis", vmin=0, vmax=most,
+        axes.scatter("at", "height", "area", "height", data=good, cmap="viridis", vmin=0, vmax=highest,
                      alpha=0.85, edgecolor="black", linewidth=0.3)  # fmt: skip
         label(axes, name, f"nodes (largest marker: {count(largest, 'tokens/s')})", shown)
         categories(axes, [int(n) for n in nodes])
-        axes.set_ylim(0, 1.06 * most)
-    colours = ScalarMappable(Normalize(0, most), "viridis")
+        axes.set_ylim(0, 1.06 * highest)
+    colours = ScalarMappable(Normalize(0, highest), "viridis")
     bar = middle.colorbar(colours, ax=panels, fraction=0.03, pad=0.01, format="{x:,.10g}")
     bar.outline.set_visible(False)
     bar.set_label(shown, fontsize=8.5, color=GREY)

@@ -13,13 +13,14 @@ from matplotlib.patches import Patch
 
 from ultrabench.analysis.figures.style import WIDTH, label, legend, panel_grid
 from ultrabench.errors import ConfigError, counted, require_known
+from ultrabench.layout import details_of
 from ultrabench.sweep.arguments import layout_of, read_arguments
 from ultrabench.sweep.grid import schedule_refusals
 from ultrabench.sweep.predict.pipeline import timeline
 
 MOST_PASSES = 20_000
 """Largest number of passes of one figure."""
-_WORDS = ("pp", "gas", "pp_schedule", "virtual_stages")
+_WORDS = ("pp", "gas", *details_of("pp"))
 _ROW, _TALLEST, _GAP = 0.3, 9.0, 0.25
 """Inches of the row of a stage, inches of all rows at most, and the space between two ranks, in rows."""
 _SMALLEST_FONT, _LARGEST_FONT = 3.5, 8.0
@@ -44,7 +45,8 @@ def points(layout: Mapping[str, Any], table: pa.Table | None = None) -> tuple[pd
         raise ConfigError("the figure schedule shows a layout, no results; leave the sweep or file out")
     require_known("word of the figure schedule", _WORDS, *layout)
     values = {"pp": 4} | read_arguments([f"{name}={value}" for name, value in layout.items()], (), "pp=4")
-    chosen = layout_of({"dp": 1, "gas": 2 * values["pp"]} | values)
+    values.setdefault("gas", 2 * values["pp"])
+    chosen = layout_of({"dp": 1} | values)
     if reason := next(schedule_refusals(chosen), None):
         raise ConfigError(f"{chosen.label()} cannot run: {reason}; choose another layout")
     number = (3 if chosen.pp_schedule == "zbv" else 2) * chosen.num_stages * chosen.gas
@@ -80,18 +82,19 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     heading = f"Pipeline schedule {name}, {where}: the bubble is {share} of the step"
     whole, middle, (axes,) = panel_grid(1, title=heading, notes=notes, height=tall + 0.7)
     drawn = drawn.assign(row=drawn["rank"] * (chunks + _GAP) + drawn["chunk"])
-    for _, held in drawn.groupby("rank"):
-        since = np.append(0.0, held["end"])
-        gaps = zip(since, np.append(held["start"], step) - since, strict=True)
-        axes.broken_barh([gap for gap in gaps if gap[1] > 1e-9], (held["row"].min(), chunks), **_IDLE)
+    for _, rank_passes in drawn.groupby("rank"):
+        since = np.append(0.0, rank_passes["end"])
+        gaps = zip(since, np.append(rank_passes["start"], step) - since, strict=True)
+        axes.broken_barh([gap for gap in gaps if gap[1] > 1e-9], (rank_passes["row"].min(), chunks), **_IDLE)
     _draw_passes(axes, drawn, gas, (WIDTH - 1) / step, tall / rows)
     label(axes, title, "time (1: forward of a micro-batch through the layers of a rank)", "")
-    every = -(-_LABEL // (tall / rows))
-    named = drawn.drop_duplicates("row")[:: max(1, round(every))]
+    label_step = -(-_LABEL // (tall / rows))
+    labelled = drawn.drop_duplicates("row")[:: max(1, round(label_step))]
     names = [
-        f"rank {at.rank}" if chunks == 1 else f"rank {at.rank}, stage {at.stage}" for at in named.itertuples()
+        f"rank {rank}" if chunks == 1 else f"rank {rank}, stage {stage}"
+        for rank, stage in zip(labelled["rank"], labelled["stage"], strict=True)
     ]
-    axes.set_yticks(named["row"] + 0.5, names)
+    axes.set_yticks(labelled["row"] + 0.5, names)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.set(xlim=(0, step), ylim=(rows, 0))
@@ -103,10 +106,10 @@ def _draw_passes(axes: Axes, drawn: pd.DataFrame, gas: int, inch: float, row_inc
     """Draws a box for each pass, with its number where that fits; `inch` is the width of one unit of time."""
     narrowest = (drawn["end"] - drawn["start"]).min() * inch
     font = min(_LARGEST_FONT, 95 * narrowest / len(str(gas - 1)), 50 * row_inch)
-    for _, held in drawn.groupby("row"):
-        row = float(held["row"].iloc[0])
-        spans = [*zip(held["start"], held["end"] - held["start"], strict=True)]
-        passes = [*zip(held["kind"], held["micro_batch"], strict=True)]
+    for _, row_passes in drawn.groupby("row"):
+        row = float(row_passes["row"].iloc[0])
+        spans = [*zip(row_passes["start"], row_passes["end"] - row_passes["start"], strict=True)]
+        passes = [*zip(row_passes["kind"], row_passes["micro_batch"], strict=True)]
         colours = [_colour(kind, number, gas) for kind, number in passes]
         edge = 0.5 if narrowest > 0.02 else 0.0
         axes.broken_barh(spans, (row, 1), facecolors=colours, edgecolor="white", linewidth=edge)

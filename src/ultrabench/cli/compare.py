@@ -40,67 +40,75 @@ def compare(
     from ultrabench.analysis.compare import compare as compared
     from ultrabench.cli.tables import print_json, say, warn
 
-    (*opened_a, table_a), (*opened_b, table_b) = (open_results(each, results_dir, warn) for each in (a, b))
-    found = compared(table_a, table_b, threshold, told_apart(opened_a, opened_b))
+    (*source_a, table_a), (*source_b, table_b) = (
+        open_results(source, results_dir, warn) for source in (a, b)
+    )
+    comparison = compared(table_a, table_b, threshold, told_apart(source_a, source_b))
     if output is not None:
-        _write(found, output)
-        say(f"wrote {counted(len(found.rows), 'layout')} to {output}")
+        _write(comparison, output)
+        say(f"wrote {counted(len(comparison.rows), 'layout')} to {output}")
     if json_:
-        sides = {"a": found.names[0], "b": found.names[1], "only_a": found.only[0], "only_b": found.only[1]}
+        sides = {
+            "a": comparison.names[0],
+            "b": comparison.names[1],
+            "only_a": comparison.only[0],
+            "only_b": comparison.only[1],
+        }
         names = ("threshold", "differing", "regressions", "median_ratio", "notes", "warning")
-        tables = {"winners": found.winners, "rows": found.rows}
+        tables = {"winners": comparison.winners, "rows": comparison.rows}
         rows = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
-        print_json(sides | {name: getattr(found, name) for name in names} | rows)
+        print_json(sides | {name: getattr(comparison, name) for name in names} | rows)
     else:
-        _print(found)
-    if found.warning:
-        warn(found.warning)
-    return int(found.regressions > 0)
+        _print(comparison)
+    if comparison.warning:
+        warn(comparison.warning)
+    return int(comparison.regressions > 0)
 
 
-def _write(found: "Comparison", path: Path) -> None:
+def _write(comparison: "Comparison", path: Path) -> None:
     """Writes the compared layouts as parquet, or draws them."""
     if path.suffix == ".parquet":
         import pyarrow as pa
 
         from ultrabench.analysis.collect import parquet
 
-        write_result(path, parquet(pa.Table.from_pandas(found.rows, preserve_index=False)))
+        write_result(path, parquet(pa.Table.from_pandas(comparison.rows, preserve_index=False)))
         return
     from ultrabench.analysis.figures.compared import figure
 
-    draw(path, lambda: figure(found))
+    draw(path, lambda: figure(comparison))
 
 
-def _print(found: "Comparison") -> None:
+def _print(comparison: "Comparison") -> None:
     """Prints what differs, layouts with a finding or a large ratio, cells with another winner, and the notes."""
     from ultrabench.analysis.compare import FAILING, FASTER, RUNNING_AGAIN, SLOWER
     from ultrabench.cli.tables import show, table
 
-    counts = found.rows["finding"].value_counts()
-    told = [f"{counts.get(name, 0)} {name}" for name in (SLOWER, FASTER, FAILING, RUNNING_AGAIN)]
-    middle = "unknown" if found.median_ratio is None else f"{found.median_ratio:.3f}"
-    counts_line = f"{', '.join(told)} (threshold {found.threshold:.1%})"
-    show(f"{found.title}: median ratio of step times {middle}; {counts_line}")
-    show(f"  A is {found.names[0]}, B is {found.names[1]}; a ratio is B / A")
-    show(*(f"  {name}: {left} -> {right}" for name, (left, right) in found.differing.items()))
-    rows = found.findings.to_dict("records")
+    counts = comparison.rows["finding"].value_counts()
+    summary = [f"{counts.get(name, 0)} {name}" for name in (SLOWER, FASTER, FAILING, RUNNING_AGAIN)]
+    median_ratio = "unknown" if comparison.median_ratio is None else f"{comparison.median_ratio:.3f}"
+    counts_line = f"{', '.join(summary)} (threshold {comparison.threshold:.1%})"
+    show(f"{comparison.title}: median ratio of step times {median_ratio}; {counts_line}")
+    show(f"  A is {comparison.names[0]}, B is {comparison.names[1]}; a ratio is B / A")
+    show(*(f"  {name}: {value_a} -> {value_b}" for name, (value_a, value_b) in comparison.differing.items()))
+    rows = comparison.findings.to_dict("records")
     heads = ("finding", "model", ">nodes", "layout", ">step A", ">step B", ">ratio", ">p")
     if rows:
         show(table(f"\nfindings{_more(rows)}", *heads, rows=map(_cells, rows[:MOST_ROWS])))
-    large = found.unproven[found.unproven["ratio"] > 1 + found.threshold].to_dict("records")
-    if large:
+    unproven = comparison.unproven
+    large_rows = unproven[unproven["ratio"] > 1 + comparison.threshold].to_dict("records")
+    if large_rows:
         columns = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
-        first = large[:MOST_UNPROVEN]
-        shown = [(*_cells(row)[1:4], *_cells(row)[-2:], row["steps_a"], row["steps_b"]) for row in first]
-        few = f"{len(shown)} of {len(large):,}"
-        show(table(f"\nlargest ratios that are not significant ({few})", *columns, rows=shown))
-    won = found.winners.to_dict("records")
+        first_rows = large_rows[:MOST_UNPROVEN]
+        cells = [(*_cells(row)[1:4], *_cells(row)[-2:], row["steps_a"], row["steps_b"]) for row in first_rows]
+        shown_share = f"{len(cells)} of {len(large_rows):,}"
+        show(table(f"\nlargest ratios that are not significant ({shown_share})", *columns, rows=cells))
+    winners = comparison.winners.to_dict("records")
     titles = ("model", ">nodes", "best of A", "best of B", "note")
-    if won:
-        cells = [(w["model"], w["nodes"], w["best_a"], w["best_b"], _kept(w)) for w in won[:MOST_ROWS]]
-        show(table(f"\nother winners{_more(won)}", *titles, rows=cells))
-    show("", *found.notes)
+    if winners:
+        cells = [(w["model"], w["nodes"], w["best_a"], w["best_b"], _kept(w)) for w in winners[:MOST_ROWS]]
+        show(table(f"\nother winners{_more(winners)}", *titles, rows=cells))
+    show("", *comparison.notes)
 
 
 def _more(rows: list[Record]) -> str:
@@ -116,10 +124,10 @@ def _cells(row: Record) -> tuple[object, ...]:
     return row["finding"], row["model"], row["nodes"], row["layout"], *times, ratio, p
 
 
-def _kept(won: Record) -> str:
+def _kept(winner: Record) -> str:
     """What it would cost to keep the best layout of A."""
-    if won["as_good"]:
+    if winner["as_good"]:
         return "in B, the best of A is as good within the intervals"
-    if math.isnan(won["cost"]):
+    if math.isnan(winner["cost"]):
         return "the best of A was not measured in B"
-    return f"in B, the best of A takes {won['cost']:.3f} x the step time of the best of B"
+    return f"in B, the best of A takes {winner['cost']:.3f} x the step time of the best of B"

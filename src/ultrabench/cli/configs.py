@@ -15,24 +15,23 @@ def configs(
 ) -> None:
     """List the names that overrides take, or print the file of one."""
     from ultrabench.cli.tables import plain, print_json, say, show, table
-    from ultrabench.sweep.config.compose import FOLDERS, describe, files
-    from ultrabench.sweep.config.yaml_file import read_text
+    from ultrabench.sweep.config.files import FOLDERS, describe, files, read_text
 
     if group is not None:
         require_known("config group", FOLDERS, group := group.removesuffix("s"))
     if group is not None and name is not None:
-        found = files(FOLDERS[group])
-        require_known(group, found, name)
-        text = read_text(found[name])
+        path_by_name = files(FOLDERS[group])
+        require_known(group, path_by_name, name)
+        text = read_text(path_by_name[name])
         if json_:
-            print_json({"path": str(found[name]), "text": text})
+            print_json({"path": str(path_by_name[name]), "text": text})
         else:
-            say(str(found[name]))
+            say(str(path_by_name[name]))
             sys.stdout.write(plain(text))
         return
-    described = {each: describe(FOLDERS[each]) for each in ([group] if group else FOLDERS)}
+    described = {group_name: describe(FOLDERS[group_name]) for group_name in ([group] if group else FOLDERS)}
     if json_:
         print_json(described)
         return
-    for each, options in described.items():
-        show(table(f"{each}=", "name", "what it is", rows=options.items()), "")
+    for group_name, options in described.items():
+        show(table(f"{group_name}=", "name", "what it is", rows=options.items()), "")

@@ -46,10 +46,10 @@ def import_table(
         counts = {"rows": len(rows), "by_status": by_status, "by_model": by_model, "suspect": suspects}
         print_json({**counts, "doubts": imported.doubts, "unused_columns": imported.unused})
     else:
-        told = [(reason, ends.total(), ends["ok"]) for reason, ends in imported.doubts.items()]
+        doubt_rows = [(reason, ends.total(), ends["ok"]) for reason, ends in imported.doubts.items()]
         show(table("rows", "status", ">rows", rows=by_status.items()), "")
         show(table("models", "model", ">rows", rows=by_model.items()), "")
-        show(table("doubts", "reason", ">rows", ">ok rows", rows=told), "")
+        show(table("doubts", "reason", ">rows", ">ok rows", rows=doubt_rows), "")
         show(f"columns that were not used: {', '.join(imported.unused) or 'none'}")
     number = counted(len(rows), "row")
     say(f"read {number} of {file}, wrote {number} to {path}; {suspects:,} in doubt")

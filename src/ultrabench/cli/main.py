@@ -55,8 +55,8 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         code = _fail("" if _pressed else "interrupted", 130)
     except OSError as error:
-        what = error.filename or "standard output"
-        line = f"cannot use {what}: {error.strerror or error}; free or unlock it, or use another"
+        target = error.filename or "standard output"
+        line = f"cannot use {target}: {error.strerror or error}; free or unlock it, or use another"
         code = _fail(line, DiskError.exit_code if may_pass(error) else 2)
     except Exception as error:
         # This is a wrong option. Typer has its own copy of Click, so its class cannot be named here.
@@ -77,7 +77,9 @@ def main() -> None:
         elif option == "--sweep":
             hint = "; a sweep is named by a word alone, as in ultrabench sweep status NAME"
         for group, commands in (("sweep", sweep_app), ("kernel", kernel_app)):
-            names = {each.callback.__name__ for each in commands.registered_commands if each.callback}
+            names = {
+                command.callback.__name__ for command in commands.registered_commands if command.callback
+            }
             if "No such command" in line and sys.argv[1] in names:
                 hint = f"; did you mean: ultrabench {group} {sys.argv[1]}?"
         code = _fail(f"{line} (see --help{hint})", 2)

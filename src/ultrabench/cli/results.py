@@ -28,7 +28,7 @@ Sweeps = Annotated[
 def collect_sweeps(sweeps: Sweeps = None, output: Table = None, results_dir: ResultsDir = RESULTS) -> None:
     """Collect the journals of sweeps into one parquet file."""
     start_no_threads()
-    from ultrabench.analysis.cells import doubts
+    from ultrabench.analysis.cells import caveats
     from ultrabench.analysis.collect import collect, parquet
     from ultrabench.cli.tables import say, warn
 
@@ -38,7 +38,7 @@ def collect_sweeps(sweeps: Sweeps = None, output: Table = None, results_dir: Res
     path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
     write_result(path, parquet(table))
     rows = f"{counted(len(table), 'row')} ({counted(len(table['attempt'].drop_null()), 'attempt')})"
-    say(f"wrote {rows} of {', '.join(f.name for f in folders)} to {path}", *doubts(table))
+    say(f"wrote {rows} of {', '.join(f.name for f in folders)} to {path}", *caveats(table))
 
 
 def heatmap(
@@ -83,7 +83,7 @@ def heatmap(
 def plot(
     kind: str | None = typer.Argument(None, metavar="KIND", help="What to draw; --list shows the kinds."),
     given: list[str] | None = typer.Argument(
-        None, metavar="[SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
+        None, metavar="[AXIS of effect] [SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
     ),
     output: Output = None,
     axis: str | None = typer.Option(None, metavar="NAME", help="What is across, as --list shows."),
@@ -100,7 +100,12 @@ def plot(
     start_no_threads()
     from ultrabench.analysis.collect import open_results
 
-    source, settings = _split(given or [])
+    words = [*(given or [])]
+    if KINDS[kind].over_any_axis and axis is None:
+        axis = next((word for word in words if "=" not in word and not word.endswith(".parquet")), None)
+        if axis:
+            words.remove(axis)
+    source, settings = _split(words)
     if KINDS[kind].of_layout:
         nothing = "", f"{Path.cwd()}/", None
         name, begin, table = open_results(source, results_dir, warn) if source else nothing
@@ -117,9 +122,9 @@ def plot(
 
 def _print_kinds() -> None:
     """Prints one line for each kind of figure."""
-    for kind, told in KINDS.items():
-        axes = f" (--axis {', '.join(told.axes)})" if told.axes else ""
-        typer.echo(f"{kind:<11}{told.shows}{axes}")
+    for kind, description in KINDS.items():
+        axes = f" (--axis {', '.join(description.axes)})" if description.axes else ""
+        typer.echo(f"{kind:<11}{description.shows}{axes}")
 
 
 def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:
@@ -129,10 +134,10 @@ def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:
         ConfigError: two words are no COLUMN=VALUE, or have the same column.
     """
     require_once(words)
-    sources = [word for word in words if "=" not in word]
+    sources = [argument for argument in words if "=" not in argument]
     if len(sources) > 1:
         raise ConfigError(f"{' '.join(sources)}: name one sweep or file; all else is COLUMN=VALUE")
-    settings = dict(word.split("=", 1) for word in words if "=" in word)
+    settings = dict(argument.split("=", 1) for argument in words if "=" in argument)
     return (sources[0] if sources else None), settings
 
 
@@ -154,13 +159,15 @@ def report(
 
     name, begin, table = open_results(source, results_dir, warn)
     path = output or Path(f"{begin}report.html")
-    held = document(table, public=public)
-    made = page(held, title=name).encode()
-    write_result(path, made)
+    page_data = document(table, public=public)
+    html = page(page_data, title=name).encode()
+    write_result(path, html)
     if json_:
-        print_json({"path": str(path), "bytes": len(made), "rows": len(table), "cells": len(held["cells"])})
+        print_json(
+            {"path": str(path), "bytes": len(html), "rows": len(table), "cells": len(page_data["cells"])}
+        )
         return
-    say(f"wrote {counted(len(table), 'row')} as a page of {len(made) / 1e6:.1f} MB to {path}")
+    say(f"wrote {counted(len(table), 'row')} as a page of {len(html) / 1e6:.1f} MB to {path}")
 
 
 def draw(path: Path, make: "Callable[[], Figure]") -> None:

@@ -34,22 +34,22 @@ def run_doctor(
         ConfigError: --deep is given with a sweep, or --partition without --write. `examine` and
             `run_acceptance` raise it, too.
     """
-    if deep and (named := _names("sweep", overrides)):
-        raise ConfigError(f"{named} with --deep, which has a sweep of its own (acceptance); leave it out")
+    if deep and (words := _names("sweep", overrides)):
+        raise ConfigError(f"{words} with --deep, which has a sweep of its own (acceptance); leave it out")
     if partition and write is None:
         raise ConfigError(f"--partition {partition} needs --write; or set launcher.partition={partition}")
     site = Site()
     # The configuration that --write makes does not exist yet, so it cannot be named in an override.
-    given, why_local = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])
-    given += [f"launcher.partition={partition}"] if partition else []
+    chosen_overrides, why_local = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])
+    chosen_overrides += [f"launcher.partition={partition}"] if partition else []
     if deep:
-        small = load_config([*given, "sweep=acceptance"]).hardware.device == "cpu"
-        given.append("sweep=acceptance-small" if small else "sweep=acceptance")
-    config = load_config(given)
+        small = load_config([*chosen_overrides, "sweep=acceptance"]).hardware.device == "cpu"
+        chosen_overrides.append("sweep=acceptance-small" if small else "sweep=acceptance")
+    config = load_config(chosen_overrides)
     if write is not None:
         _write(config, site, write, force, why_local)
-        if not _names("cluster", given):
-            config = load_config([*given, f"cluster={write}"])
+        if not _names("cluster", chosen_overrides):
+            config = load_config([*chosen_overrides, f"cluster={write}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
     if deep:
         why = f"not begun, because {' and '.join(failures(checks))} failed"

@@ -14,6 +14,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ultrabench.result import Status, tier
+
 WIDE = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 LEFT_OUT_FIRST = (
@@ -103,23 +105,25 @@ class FittedTable(Table):
     def _widths(self, room: int) -> dict[int, int]:
         """Index of each column that fits -> its width; `room` includes two blanks between columns."""
         whole, least = {}, {}
-        for at, column in enumerate(self.columns):
+        for index, column in enumerate(self.columns):
             texts = [str(column.header), *map(str, column.cells)]
-            whole[at] = least[at] = max(map(cell_len, texts))
+            whole[index] = least[index] = max(map(cell_len, texts))
             if column.justify != "right":
                 longest = max(map(cell_len, " ".join(texts).split()), default=0)
-                least[at] = min(whole[at], max(WRAPPED, min(longest, LONGEST_WORD)))
+                least[index] = min(whole[index], max(WRAPPED, min(longest, LONGEST_WORD)))
         order = {name: place for place, name in enumerate(LEFT_OUT_FIRST)}
-        places = {at: order.get(str(self.columns[at].header), len(order)) for at in whole}
-        held = {at: any(map(str, self.columns[at].cells)) for at in whole}
-        needed = {at: at == 0 or str(self.columns[at].header) == self.always_shown for at in whole}
-        leaving = sorted(whole, key=lambda at: (needed[at], held[at], places[at], -at))
-        for at in leaving[:-1]:
+
+        def importance(index: int) -> tuple[bool, bool, int, int]:
+            header = str(self.columns[index].header)
+            needed = index == 0 or header == self.always_shown
+            return needed, any(map(str, self.columns[index].cells)), order.get(header, len(order)), -index
+
+        for index in sorted(whole, key=importance)[:-1]:
             if sum(least.values()) + 2 * (len(least) - 1) > room:
-                del least[at]
+                del least[index]
         spare = room - sum(least.values()) - 2 * (len(least) - 1)
-        while spare > 0 and (short := [at for at in least if least[at] < whole[at]][:spare]):
-            least |= {at: least[at] + 1 for at in short}
+        while spare > 0 and (short := [i for i in least if least[i] < whole[i]][:spare]):
+            least |= {i: least[i] + 1 for i in short}
             spare -= len(short)
         return least
 
@@ -130,30 +134,25 @@ def table(title: str, *columns: str, rows: Iterable[Iterable[object]] = ()) -> F
     Args:
         columns: their names; one such as `>step` is aligned to the right and never broken.
     """
-    made = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    styled = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in columns:
         side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
-        made.add_column(name.removeprefix(">"), justify=side, header_style="dim")
+        styled.add_column(name.removeprefix(">"), justify=side, header_style="dim")
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text | None) else str(cell) for cell in row))
-    return made
+        styled.add_row(*(cell if isinstance(cell, Text | None) else str(cell) for cell in row))
+    return styled
 
 
-def style_of(status: str | None, doubtful: bool = False) -> str:
-    """The style of a status: green for ok, yellow for ok but doubtful, red for failed, dim for not run."""
-    if status == "ok":
-        return "yellow" if doubtful else "green"
-    return "dim" if status in (None, "pending", "running", "skipped", "rejected") else "red"
+def style_of(status: str | None, has_caveat: bool = False) -> str:
+    """The style of a status: green for ok, yellow for ok with a caveat, red for failed, dim for not run."""
+    if status == Status.OK:
+        return "yellow" if has_caveat else "green"
+    return "red" if tier(status) == tier(Status.CRASH) else "dim"
 
 
 def three_digits(value: float) -> str:
     """A number as people write it: with three digits, or as a whole number from 100 on, never with an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def hours(value: float) -> str:
-    """GPU hours as a text with three digits, or as a whole number from 100 on."""
-    return three_digits(value)
 
 
 def duration(seconds: float) -> str:

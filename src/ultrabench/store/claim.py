@@ -29,20 +29,20 @@ def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
     Raises:
         OSError: the disk failed; the same call may be made again and goes on with the claim.
     """
-    unique = claims / f".{key}.{_PROCESS}.{content_id(owner)}"
-    refused: OSError | None = None
-    if not unique.exists():  # an earlier call that failed may already have linked it
-        write_whole(unique, json.dumps(owner))
+    unique_file = claims / f".{key}.{_PROCESS}.{content_id(owner)}"
+    link_error: OSError | None = None
+    if not unique_file.exists():  # an earlier call that failed may already have linked it
+        write_whole(unique_file, json.dumps(owner))
     try:
-        os.link(unique, claims / key)
+        os.link(unique_file, claims / key)
     except OSError as error:
-        refused = error
+        link_error = error
     # If this fails, the unique file stays, so that the next call can find out who won.
-    won = unique.stat().st_nlink == 2
+    won = unique_file.stat().st_nlink == 2
     with contextlib.suppress(OSError):
-        unique.unlink()
-    if refused is not None and not won and refused.errno != errno.EEXIST:
-        raise refused
+        unique_file.unlink()
+    if link_error is not None and not won and link_error.errno != errno.EEXIST:
+        raise link_error
     return won
 
 
@@ -53,14 +53,14 @@ def owner(claims: Path, key: str) -> dict[str, Any] | None:
         OSError: the file cannot be read now, but may be readable later.
     """
     try:
-        held = json.loads((claims / key).read_bytes())
+        content = json.loads((claims / key).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         if may_pass(error):
             raise
         return {}
-    return held if isinstance(held, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def owner_of(claims: Path, key: str) -> str | None:
@@ -69,10 +69,10 @@ def owner_of(claims: Path, key: str) -> str | None:
     Raises:
         OSError: the file cannot be read now, but may be readable later.
     """
-    held = owner(claims, key)
-    if held is None:
+    claimed_by = owner(claims, key)
+    if claimed_by is None:
         return None
-    name = held.get("allocation")
+    name = claimed_by.get("allocation")
     with contextlib.suppress(ConfigError):
         if isinstance(name, str):
             require_safe_names([] if name == GIVEN_UP else [name])
@@ -89,9 +89,11 @@ def unrecorded(claims: Path, state: SweepState) -> list[str]:
 
     Lines or files of the journal are damaged or missing.
     """
-    known = {str(key) for key in state.attempts}
+    recorded_keys = {str(key) for key in state.attempts}
     with contextlib.suppress(OSError):
-        names = sorted(name for name in os.listdir(claims) if _ATTEMPT.fullmatch(name) and name not in known)
+        names = sorted(
+            name for name in os.listdir(claims) if _ATTEMPT.fullmatch(name) and name not in recorded_keys
+        )
         owners = ((name, state.allocations.get(owner_of(claims, name) or "")) for name in names)
         return [name for name, allocation in owners if allocation is None or allocation.ended is not None]
     return []

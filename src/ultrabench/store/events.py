@@ -267,9 +267,8 @@ def encode(line: Line) -> bytes:
     """
     head = {"v": SCHEMA_VERSION, "writer": line.writer, "seq": line.seq, "time": line.time}
     values = {**head, "event": NAMES[type(line.event)], **non_default_values(line.event)}
-    text = _encoder.encode(values).encode(
-        errors="replace"
-    )  # halves of surrogate pairs, which are no UTF-8, become ?
+    # Halves of surrogate pairs, which are no UTF-8, become question marks.
+    text = _encoder.encode(values).encode(errors="replace")
     return b"%s%s%08x%s\n" % (text[:-1], _CHECKSUM, zlib.crc32(text[:-1]), _END)
 
 

@@ -73,9 +73,9 @@ class SweepFolder:
         Raises:
             SweepFolderError: the folder cannot be written.
         """
-        there = next(path for path in (self.path, *self.path.parents) if path.exists())
+        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         try:
-            os.rmdir(tempfile.mkdtemp(dir=there, prefix=".probe-"))
+            os.rmdir(tempfile.mkdtemp(dir=existing, prefix=".probe-"))
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -152,25 +152,25 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
         raise
 
 
-def find_sweep(given: str | None, results_dir: Path = Path("results")) -> SweepFolder:
+def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepFolder:
     """The sweep that a SWEEP argument means: a path, or a name under `results_dir`; None means the newest.
 
     Raises:
         SweepFolderError: there is no such sweep.
     """
-    if given is not None and given.endswith(".parquet") and not Path(given).is_dir():
-        todo = f"name a sweep, or read the file: ultrabench sweep top {given}, or ultrabench report {given}"
-        raise SweepFolderError(f"{given} is a table of results, without plan, journal and logs; {todo}")
-    if given is not None:
-        for path in (Path(given), results_dir / given):
+    if sweep is not None and sweep.endswith(".parquet") and not Path(sweep).is_dir():
+        todo = f"name a sweep, or read the file: ultrabench sweep top {sweep}, or ultrabench report {sweep}"
+        raise SweepFolderError(f"{sweep} is a table of results, without plan, journal and logs; {todo}")
+    if sweep is not None:
+        for path in (Path(sweep), results_dir / sweep):
             if (path / "sweep.json").is_file():
                 return SweepFolder(path.absolute())
     folders = [head.parent for head in results_dir.glob("*/sweep.json")]
-    if given is not None and folders:
-        raise SweepFolderError(unknown_name("sweep", given, (folder.name for folder in folders)))
+    if sweep is not None and folders:
+        raise SweepFolderError(unknown_name("sweep", sweep, (folder.name for folder in folders)))
     if not folders:
-        what = f"no sweep {given!r}, as there is no sweep" if given else "no sweep"
-        raise SweepFolderError(f"{what} in {results_dir}/; start one with: ultrabench sweep launch")
+        lacking = f"no sweep {sweep!r}, as there is no sweep" if sweep else "no sweep"
+        raise SweepFolderError(f"{lacking} in {results_dir}/; start one with: ultrabench sweep launch")
     return SweepFolder(max(sorted(folders), key=_age).absolute())
 
 
@@ -180,22 +180,22 @@ def _age(folder: Path) -> float:
     return max(times, default=(folder / "sweep.json").stat().st_mtime)
 
 
-def living_launchers(folder: SweepFolder, own: Path | None = None) -> list[str]:
+def living_launchers(folder: SweepFolder, own_journal: Path | None = None) -> list[str]:
     """Launchers that seem to follow a sweep now, each as `process P on HOST`.
 
     Args:
-        own: the journal file of the caller. Its time stamp is used as the current time, because the clock
+        own_journal: the journal file of the caller. Its time stamp is used as the current time, because the clock
             of a file server may differ from that of this host.
     """
-    now = own.stat().st_mtime if own else time.time()
-    here = socket.gethostname().split(".")[0]
-    found = []
+    now = own_journal.stat().st_mtime if own_journal else time.time()
+    this_host = socket.gethostname().split(".")[0]
+    launchers = []
     for path in sorted(folder.journal.glob("launcher-*-*-*.jsonl")):
         host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
-        lives = os.path.exists(f"/proc/{pid}") if host == here else True
-        if path != own and lives and now - touched(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
-            found.append(f"process {pid} on {host}")
-    return found
+        lives = os.path.exists(f"/proc/{pid}") if host == this_host else True
+        if path != own_journal and lives and now - touched(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
+            launchers.append(f"process {pid} on {host}")
+    return launchers
 
 
 def touched(path: Path) -> float:

@@ -15,15 +15,15 @@ Origin = dict[str, str]
 """Who submits allocations and where from: {user, cluster, host}; cluster is empty for local processes."""
 
 
-def same_place(own: Origin, by: Mapping[str, str]) -> bool:
-    """Whether allocations of `by` run on the same cluster or host as those of `own`, or `by` is empty."""
-    name = "cluster" if own["cluster"] else "host"
-    return not by or (by.get(name) == own[name] and by.get("cluster") == own["cluster"])
+def same_place(viewer: Origin, by: Mapping[str, str]) -> bool:
+    """Whether allocations of `by` run on the same cluster or host as those of `viewer`, or `by` is empty."""
+    name = "cluster" if viewer["cluster"] else "host"
+    return not by or (by.get(name) == viewer[name] and by.get("cluster") == viewer["cluster"])
 
 
-def sees(own: Origin, by: Mapping[str, str]) -> bool:
-    """Whether a launcher of `own` can see the allocations of `by`: same user, and same cluster or host."""
-    return not by or (same_place(own, by) and by.get("user") == own["user"])
+def sees(viewer: Origin, by: Mapping[str, str]) -> bool:
+    """Whether a launcher of `viewer` can see the allocations of `by`: same user, and same cluster or host."""
+    return not by or (same_place(viewer, by) and by.get("user") == viewer["user"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,8 +109,8 @@ class JournalReader:
     def _new_lines(self, path: Path) -> Iterator[Line]:
         """The events that were added to a file since the last call, with a warning for each damaged line."""
         file = self._files.setdefault(path, NewLines(path, MAX_LINE_BYTES))
-        more = True
-        while more:
+        has_more = True
+        while has_more:
             skipped = file.skipped
             texts = file.read_bytes().split(b"\n")
             for number, text in enumerate(texts, start=file.lines - len(texts) + 1):
@@ -120,14 +120,14 @@ class JournalReader:
                     line = decode(text, path)
                 except DAMAGED:
                     run = re.search(rb'"run_id":"(\w+)"', text)
-                    told = f" about run {run[1].decode()}" if run else ""
-                    self.warn(f"{path}:{number}: skipped a corrupt line{told} ({text[:40]!r}...)")
+                    about = f" about run {run[1].decode()}" if run else ""
+                    self.warn(f"{path}:{number}: skipped a corrupt line{about} ({text[:40]!r}...)")
                     continue
                 if line:
                     yield line
             if file.skipped > skipped:
                 self.warn(f"{path}: skipped a line of more than {MAX_LINE_BYTES >> 20} MiB")
-            more = file.behind
+            has_more = file.behind
 
 
 def read_journal(folder: Path, warn: Callable[[str], None] = lambda message: None) -> Iterator[Line]:

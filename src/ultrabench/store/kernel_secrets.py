@@ -17,51 +17,58 @@ _SECRET = re.compile("(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(?![A-Z])",
 """Whole words in the name of a variable that mark it as a secret; TOKENIZERS_PARALLELISM is no secret."""
 
 
+def is_secret(name: str) -> bool:
+    """Whether the name of a variable says that its value is a secret."""
+    return _SECRET.search(name) is not None
+
+
 def redacted(env: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The variables with the values of secrets redacted, and those secrets whose values are given."""
-    secret = {name: value for name, value in env.items() if _SECRET.search(str(name))}
-    given = {name: str(value) for name, value in secret.items() if value != REDACTED}
-    return {**env, **dict.fromkeys(secret, REDACTED)}, given
+    secret = {name: value for name, value in env.items() if is_secret(str(name))}
+    secret_by_name = {name: str(value) for name, value in secret.items() if value != REDACTED}
+    return {**env, **dict.fromkeys(secret, REDACTED)}, secret_by_name
 
 
-def hide(words: Iterable[str], given: Mapping[str, str]) -> list[str]:
+def hide(words: Iterable[str], secret_by_name: Mapping[str, str]) -> list[str]:
     """The words of a command line with the values of secrets redacted; they can still be parsed."""
-    return [_hidden(word, given) for word in words]
+    return [_hidden(argument, secret_by_name) for argument in words]
 
 
-def _hidden(word: str, given: Mapping[str, str]) -> str:
+def _hidden(argument: str, secret_by_name: Mapping[str, str]) -> str:
     """The word with the values of secrets redacted; they are found by name, as quoting may change a value."""
-    for name, value in given.items():
-        word = re.sub(rf"(env\.{re.escape(name)}=).*", rf"\1'{REDACTED}'", word, flags=re.DOTALL)
+    for name, value in secret_by_name.items():
+        argument = re.sub(rf"(env\.{re.escape(name)}=).*", rf"\1'{REDACTED}'", argument, flags=re.DOTALL)
         entry = rf"(\b{re.escape(name)}['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,}}]*)"
-        word = re.sub(entry, rf"\1'{REDACTED}'", word)
-        if len(value) > TOO_SHORT_TO_SEARCH and value in word:
-            word = f"{word.partition('=')[0]}='{REDACTED}'"
-    return word
+        argument = re.sub(entry, rf"\1'{REDACTED}'", argument)
+        if len(value) > TOO_SHORT_TO_SEARCH and value in argument:
+            argument = f"{argument.partition('=')[0]}='{REDACTED}'"
+    return argument
 
 
-def revealed(env: Mapping[str, str], file: Path, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables with the values of secrets, which are taken from `given` or from `file`.
+def revealed(
+    env: Mapping[str, str], file: Path, secret_by_name: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The variables with the values of secrets, which are taken from `secret_by_name` or from `file`.
 
     Raises:
         ConfigError: a value is neither given nor in the file.
     """
-    known = dict(given or {})
+    known_secrets = dict(secret_by_name or {})
     hidden = [name for name, value in env.items() if value == REDACTED]
-    if not known.keys() >= {*hidden} and file.exists():
-        known = json.loads(file.read_text()) | known
-    if lost := [name for name in hidden if name not in known]:
+    if not known_secrets.keys() >= {*hidden} and file.exists():
+        known_secrets = json.loads(file.read_text()) | known_secrets
+    if lost := [name for name in hidden if name not in known_secrets]:
         raise ConfigError(f"kernel.env.{lost[0]} is kept in {file}, which has no value for it; give it again")
-    return {name: known[name] if value == REDACTED else value for name, value in env.items()}
+    return {name: known_secrets[name] if value == REDACTED else value for name, value in env.items()}
 
 
-def keep(env: Mapping[str, str], file: Path, given: Mapping[str, str]) -> None:
+def keep(env: Mapping[str, str], file: Path, secret_by_name: Mapping[str, str]) -> None:
     """Writes the secrets of `env` to `file`, which only its owner can read; values in the file are kept.
 
     Raises:
         ConfigError: a value is neither given nor in the file.
     """
-    whole = revealed(env, file, given)
-    if given:
+    whole = revealed(env, file, secret_by_name)
+    if secret_by_name:
         secrets = {name: value for name, value in whole.items() if env[name] == REDACTED}
         write_whole(file, json.dumps(secrets), mode=0o600)

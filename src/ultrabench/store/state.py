@@ -11,8 +11,6 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store import events
 
-_OK = Status.OK  # a name of its own, because Python 3.11 looks up members of an enumeration slowly
-
 
 @dataclass(slots=True, kw_only=True)
 class AttemptState:
@@ -41,8 +39,7 @@ class AttemptState:
     @property
     def ok(self) -> RunResult | None:
         """Its result if it ended with the status ok, else None."""
-        result = self.result
-        return result if result is not None and result.status is _OK else None
+        return self.result if self.result and self.result.status == Status.OK else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,9 +103,9 @@ class AllocationState:
         unknown_s = self.limit_s if self.agents else 0.0
         reported: dict[int, list[float]] = {}
         for start, end in self.ends.items():
-            seconds = end.elapsed_s if end.held_s is None else end.held_s
-            reported.setdefault(start.restart, []).extend([] if seconds is None else [seconds])
-        return sum(max(known, default=unknown_s) for known in reported.values())
+            lasted_s = end.elapsed_s if end.held_s is None else end.held_s
+            reported.setdefault(start.restart, []).extend([] if lasted_s is None else [lasted_s])
+        return sum(max(seconds, default=unknown_s) for seconds in reported.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +124,7 @@ class SweepState:
     """Whether the sweep was cancelled and has not been launched again since."""
     retried: frozenset[AttemptKey] = frozenset()
     """Failed attempts that the user wants to have tried again."""
-    disputed: dict[AttemptKey, str] = field(default_factory=dict)
+    suspect_losses: dict[AttemptKey, str] = field(default_factory=dict)
     """Ok attempts whose loss may be wrong -> the reason; `with_loss_outliers` finds them."""
 
     @property
@@ -137,10 +134,10 @@ class SweepState:
 
     def by_run(self) -> dict[str, list[AttemptState]]:
         """run_id -> the attempts of the run, sorted by repeat and attempt."""
-        found: dict[str, list[AttemptState]] = {}
+        attempts: dict[str, list[AttemptState]] = {}
         for key, attempt in self.attempts.items():
-            found.setdefault(key.run_id, []).append(attempt)
-        return found
+            attempts.setdefault(key.run_id, []).append(attempt)
+        return attempts
 
 
 _Rank = tuple[Any, ...]
@@ -173,7 +170,7 @@ class Fold:
 
     def add(self, lines: Iterable[events.Line]) -> SweepState:
         """Adds `lines`, in any order and any number of times, and returns the state."""
-        known = len(self.state.attempts)
+        before = len(self.state.attempts)
         for line in lines:
             self.num_lines += 1
             match line.event:
@@ -184,7 +181,7 @@ class Fold:
                     self._controls[event.generation, canonical_json(to_dict(event))] = event
                 case event:
                     self._add_to_allocation(event, line)
-        if len(attempts := self.state.attempts) > known:  # sorted here, so that others sort fast
+        if len(attempts := self.state.attempts) > before:  # sorted here, so that others sort fast
             self.state.attempts = {key: attempts[key] for key in sorted(attempts, key=tuple)}
         self._apply_controls()
         return self.state
@@ -209,21 +206,23 @@ class Fold:
 
     def _add_to_allocation(self, event: events.AllocationEvent, line: events.Line) -> None:
         rank, ranks = (line.writer, line.seq, line.checksum), self._ranks[event.allocation]
-        held = self.state.allocations.setdefault(event.allocation, AllocationState(name=event.allocation))
+        allocation = self.state.allocations.setdefault(
+            event.allocation, AllocationState(name=event.allocation)
+        )
         match event:
             case events.AllocationPlanned() | events.Submitted():
                 for name in _names_shared(type(event), AllocationState):
-                    _set(held, ranks, rank, name, getattr(event, name))
+                    _set(allocation, ranks, rank, name, getattr(event, name))
             case events.Submitting():
-                _set(held, ranks, rank, "submission", (line.writer, line.seq))
-                _set(held, ranks, rank, "submitting_at", line.time)
+                _set(allocation, ranks, rank, "submission", (line.writer, line.seq))
+                _set(allocation, ranks, rank, "submitting_at", line.time)
             case events.Preflight():
-                _set(held, ranks, (event.restart, line.checksum), "preflight", event.found)
+                _set(allocation, ranks, (event.restart, line.checksum), "preflight", event.found)
             case events.AllocationStarted():
-                agents = {repr(agent): agent for agent in (*held.agents, event.agent)}
-                held.agents = tuple(sorted(agents.values(), key=lambda a: (a.job, repr(a))))
+                agents = {repr(agent): agent for agent in (*allocation.agents, event.agent)}
+                allocation.agents = tuple(sorted(agents.values(), key=lambda a: (a.job, repr(a))))
             case events.AllocationEnded():
-                _add_end(held.ends, event)
+                _add_end(allocation.ends, event)
 
     def _apply_controls(self) -> None:
         """Applies launches, pauses and cancels in order; a later launch lifts a cancel, but not a pause."""
@@ -247,18 +246,18 @@ _names_shared: Callable[[Any, Any], list[str]] = functools.cache(
 """Names of the fields that a class of events and a class of states have both, without the result."""
 
 
-def _set(held: object, ranks: dict[str, _Rank], rank: _Rank, name: str, value: Any) -> None:
+def _set(state: object, ranks: dict[str, _Rank], rank: _Rank, name: str, value: Any) -> None:
     """Sets a field, unless a line of higher precedence has set it or the value is empty."""
     if (value or value not in (None, {})) and ranks.get(name, rank) <= rank:
         ranks[name] = rank
-        setattr(held, name, value)
+        setattr(state, name, value)
 
 
 def _add_end(ends: dict[events.Start, events.AllocationEnded], end: events.AllocationEnded) -> None:
     """Adds an end; of several ends of one start the most trusted counts, with the longest time of all."""
-    both = (ends.get(end.job, end), end)
-    held_s = max((e.held_s for e in both if e.held_s is not None), default=None)
-    ends[end.job] = replace(min(both, key=_most_trusted), held_s=held_s)
+    reports = (ends.get(end.job, end), end)
+    held_s = max((e.held_s for e in reports if e.held_s is not None), default=None)
+    ends[end.job] = replace(min(reports, key=_most_trusted), held_s=held_s)
 
 
 def _most_trusted(end: events.AllocationEnded) -> tuple[int, str]:
@@ -270,8 +269,8 @@ def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:
     """(run_id, repeat) -> the attempt that counts for it: the ok one, else the latest."""
     final: dict[tuple[str, int], AttemptState] = {}
     for key, attempt in state.attempts.items():
-        held = final.get((key.run_id, key.repeat))
-        if held is None or not held.ok:
+        earlier = final.get((key.run_id, key.repeat))
+        if earlier is None or not earlier.ok:
             final[key.run_id, key.repeat] = attempt
     return final
 
@@ -281,14 +280,10 @@ def with_lost(state: SweepState) -> SweepState:
 
     The next launch records them as lost. Their results were not written, or the lines of these are damaged.
     """
-    ended = {name for name, held in state.allocations.items() if held.ended is not None}
-
-    def lost_in(allocation: str | None) -> RunResult:
-        return RunResult(status=Status.LOST, reason=f"no result in the journal; {allocation} has ended")
-
-    lost = {
-        key: replace(attempt, result=lost_in(attempt.allocation))
-        for key, attempt in state.attempts.items()
-        if attempt.result is None and attempt.allocation in ended
-    }
-    return replace(state, attempts=state.attempts | lost)
+    ended = {name for name, allocation in state.allocations.items() if allocation.ended is not None}
+    attempts = dict(state.attempts)
+    for key, attempt in attempts.items():
+        if attempt.result is None and attempt.allocation in ended:
+            reason = f"no result in the journal; {attempt.allocation} has ended"
+            attempts[key] = replace(attempt, result=RunResult(status=Status.LOST, reason=reason))
+    return replace(state, attempts=attempts)

@@ -58,8 +58,8 @@ def read_sweep_json(folder: SweepFolder) -> SweepJson:
     Raises:
         SweepFolderError: there is no such file, it cannot be read, or it has another schema version.
     """
-    if found := find_sweep_json(folder):
-        return found
+    if content := find_sweep_json(folder):
+        return content
     raise SweepFolderError(f"no sweep.json in {folder.path}; is it a sweep folder?")
 
 
@@ -95,10 +95,10 @@ def _require_schema(path: Path, values: Any) -> None:
     if version != SCHEMA_VERSION:
         origin = values.get("provenance")
         writer = origin.get("version") if isinstance(origin, dict) else None
-        found = f"{path} has schema {version}, written by ultrabench {writer or 'of an unknown version'}"
+        fact = f"{path} has schema {version}, written by ultrabench {writer or 'of an unknown version'}"
         rule = f"ultrabench {ultrabench.__version__} reads schema {SCHEMA_VERSION} only"
         advice = "read it with the version that wrote it, or launch again into another folder with name=NAME"
-        raise SweepFolderError(f"{found}; {rule}: {advice}")
+        raise SweepFolderError(f"{fact}; {rule}: {advice}")
 
 
 def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:

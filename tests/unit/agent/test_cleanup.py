@@ -82,7 +82,7 @@ def test_every_process_of_a_run_ends_and_the_fork_server_stays(one_node, code, c
     family = node.wait_for(count)
     server = node.ask("node._server.pid")
     assert not node.ask("'pynvml' in __import__('sys').modules"), "it is needed on GPUs only"
-    assert node.ask("node.kill()")["left"] is None
+    assert node.ask("node.kill()")["unusable"] is None
     assert [pid for pid, started in family.items() if processes.alive(pid, started)] == []
     assert processes.start_time(server) is not None
 
@@ -106,7 +106,7 @@ def test_children_that_fork_and_leave_all_the_time_end_for_good(one_node):
     node.wait_for(1)
     folder = node.pids.parent
     wait_until(lambda: len(list(folder.glob("alive*"))) == 6, 20)
-    assert node.ask("node.kill()")["left"] is None
+    assert node.ask("node.kill()")["unusable"] is None
     ended = time.time()
     time.sleep(0.5)
     # Whoever lived would have written since.

@@ -106,8 +106,8 @@ def test_what_the_start_and_the_first_step_took_is_forgotten():
     assert not run.hangs(120.9)
     assert run.hangs(121.1), "from the second step on the first does not count"
     # What is found at a rank that hangs is no progress.
-    run.progress.add([{"rank": 0, "found": {"state": "T"}}], now=112.0)
-    assert (run.progress.ranks[0].moved, run.progress.ranks[0].found) == (111.0, {"state": "T"})
+    run.progress.add([{"rank": 0, "evidence": {"state": "T"}}], now=112.0)
+    assert (run.progress.ranks[0].moved, run.progress.ranks[0].evidence) == (111.0, {"state": "T"})
 
 
 def test_the_optimizer_has_a_deadline_of_its_own():

@@ -1,18 +1,17 @@
 """Disks that are full, read-only or silent for a while, or for good: real file systems of 256 KiB."""
 
 import os
-import threading
-import time
 
 import pytest
 
 from tests.disks import on_a_small_disk
+from tests.patience import slowness, wait_until
 from ultrabench.agent.disk_retry import DiskRetry, log_line
 from ultrabench.errors import ClusterError
 
 
 def test_nothing_but_whole_files_is_found_on_a_full_disk(tmp_path):
-    told = on_a_small_disk(
+    output = on_a_small_disk(
         tmp_path,
         """
         from ultrabench.store.claim import claim, owner_of
@@ -35,11 +34,11 @@ def test_nothing_but_whole_files_is_found_on_a_full_disk(tmp_path):
     )
     no_space = "No space left on device"
     expected = [no_space, no_space, "first ['ballast', 'whole']", "True mine", "Read-only file system"]
-    assert told.splitlines() == expected
+    assert output.splitlines() == expected
 
 
 def test_an_agent_waits_for_a_disk_and_goes_on_beating_and_its_journal_stays_readable(tmp_path):
-    told = on_a_small_disk(
+    output = on_a_small_disk(
         tmp_path,
         """
         from tests.patience import slowness
@@ -61,7 +60,7 @@ def test_an_agent_waits_for_a_disk_and_goes_on_beating_and_its_journal_stays_rea
         print(max(b - a for a, b in zip(beats, beats[1:])) < slowness())
         """,
     )
-    assert told.splitlines() == ["[(0, '0'), (1, '1'), (2, '2')]", "True"]
+    assert output.splitlines() == ["[(0, '0'), (1, '1'), (2, '2')]", "True"]
 
 
 def full(*_):
@@ -85,8 +84,8 @@ def test_a_silent_file_server_is_not_waited_for_in_the_kernel(tmp_path):
     os.mkfifo(tmp_path / "server")  # opening it blocks, as a server that is away does
     disk_retry, beats = DiskRetry(1.0), []
     disk_retry.beat = lambda: beats.append(1)
-    with pytest.raises(ClusterError, match=r"did not answer for 0.3 s"):
-        disk_retry.retry((tmp_path / "server").read_bytes, 0.3)
+    with pytest.raises(ClusterError, match="did not answer for "):
+        disk_retry.retry((tmp_path / "server").read_bytes, 0.3 * slowness())
     assert len(beats) > 1
     (tmp_path / "server").write_bytes(b"")
 
@@ -100,18 +99,10 @@ def test_what_cannot_pass_is_told_at_once(act, error):
         DiskRetry(1.0).retry(act)
 
 
-def test_presence_is_shown_at_most_so_often_and_leaves_no_thread(tmp_path):
-    journal = tmp_path / "journal"
-    journal.write_text("")
+def test_an_agent_shows_that_it_is_there_by_its_journal(tmp_path):
+    journal, disk_retry = tmp_path / "journal", DiskRetry(0.0)
+    journal.touch()
     os.utime(journal, (0, 0))
-    disk_retry, threads = DiskRetry(3600.0), threading.active_count()
-    disk_retry._touched, disk_retry.journal = time.monotonic() - 4000.0, journal
+    disk_retry.journal = journal
     disk_retry.beat()
-    first = journal.stat().st_mtime_ns
-    assert first > 0
-    disk_retry.beat()
-    assert journal.stat().st_mtime_ns == first
-    assert threading.active_count() == threads
-    disk_retry._touched -= 4000.0
-    disk_retry.journal = tmp_path / "gone"
-    disk_retry.beat()
+    wait_until(lambda: journal.stat().st_mtime > 0, 5)

@@ -86,7 +86,7 @@ def test_without_a_driver_the_gauge_knows_nothing():
     assert (gauge.still_held(lambda: None), gauge.clocks_hz) == (None, [])
 
 
-CLEAN = {"left": None, "sm_clocks_hz": [], "slowdowns": [], "load": None, "foreign": []}
+CLEAN = {"unusable": None, "sm_clocks_hz": [], "slowdowns": [], "load": None, "foreign_processes": []}
 STEPS = """
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
 for step in range(3):
@@ -107,7 +107,9 @@ def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_
         node.ask("setattr(gpus, 'FREE_S', 0.0)")
         for pid, holder in ((0, "no known process"), (77, "process 77")):
             driver(gpu("a", A, 41 * GIB, pid=pid))
-            assert node.ask("node.kill()")["left"] == f"GPU 0 still holds 40.0 GiB after the run: {holder}"
+            assert (
+                node.ask("node.kill()")["unusable"] == f"GPU 0 still holds 40.0 GiB after the run: {holder}"
+            )
 
 
 def test_a_gauge_tells_clocks_and_the_faults_that_slow_them(tmp_path, driver):

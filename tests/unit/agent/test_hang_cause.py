@@ -36,7 +36,7 @@ def group(name, ranks, entered, finished, op="all_reduce", started=None):
 def facts(rank, host, done=False, state="?", stack=(), groups=(), wchan="", **progress):
     found = {"state": state, "stack": stack, "groups": groups, "wchan": wchan}
     return RankProgress(
-        number=rank, host=host, found=found, done={"event": "done"} if done else {}, **progress
+        number=rank, host=host, evidence=found, done={"event": "done"} if done else {}, **progress
     )
 
 
@@ -183,7 +183,7 @@ def found_at(folder: Path, pid: int):
     for events in hang_evidence(folder, {0: pid}, TAG):
         found += events
         time.sleep(0.02)
-    return found[0]["found"]
+    return found[0]["evidence"]
 
 
 def state_of(pid: int) -> str:
@@ -217,7 +217,7 @@ def test_a_program_that_promised_nothing_is_left_alone_and_its_answer_may_be_any
     found = found_at(tmp_path, deaf.pid)
     assert (found["state"], found["stack"]) == ("S", [])
     assert found["groups"] in ([], [GROUP])
-    assert find_hang_cause([RankProgress(number=n, found=found, phase="measure") for n in (0, 1)]).headline
+    assert find_hang_cause([RankProgress(number=n, evidence=found, phase="measure") for n in (0, 1)]).headline
     assert deaf.poll() is None
 
 

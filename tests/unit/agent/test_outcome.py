@@ -307,3 +307,45 @@ def test_cause_phase_and_own_frames_count_in_a_fingerprint():
     assert print_of(root="/scratch/b", number=9) == print_of()
     others = print_of(cause="assertion"), print_of(phase="build"), print_of(name="eval.py")
     assert len({print_of(), *others}) == 4
+
+
+GPU_TASK = replace(
+    TASK, device="cuda",
+    spec=replace(TASK.spec, kernel=replace(TASK.spec.kernel, memory_line="(?P<reserved_gib>.)", mfu_line="(?P<percent>.)")),
+)  # fmt: skip
+
+
+def observed(*, mfus=(), reserved=0, task=GPU_TASK):
+    rank = ok()
+    for mfu in mfus:
+        rank.observe({"event": "observed", "mfu": mfu})
+    for part in (reserved, reserved // 2):  # some programs reset their peaks
+        rank.observe({"event": "observed", "reserved_bytes": part})
+    return classify(progress_of([rank]), task, None)
+
+
+def test_memory_and_mfu_of_a_log_are_the_largest_peak_and_the_median_of_the_measured_steps():
+    result = observed(mfus=[0.01, 0.02, *[0.4] * 4, 0.5, 0.6], reserved=2**30)
+    assert (result.status, result.peak_mem_reserved_bytes, result.source_mfu) == ("ok", 2**30, 0.4)
+    assert result.peak_mem_reserved_rank0_bytes == 2**30
+    assert observed(mfus=[0.4, 0.3, 0.2]).source_mfu == 0.3, "a program may print fewer of them than steps"
+    assert observed().source_mfu is None
+
+
+def test_impossible_memory_or_mfu_of_a_log_makes_the_run_invalid_as_one_that_is_not_measured():
+    result = observed(mfus=[40.0] * 8)
+    assert (result.status, result.cause) == ("invalid", "unmeasured")
+    assert result.reason.startswith("kernel.mfu_line misreads the log of rank 0: an MFU of 40 is above 1; ")
+    result = observed(reserved=2**31)
+    assert (result.status, result.cause) == ("invalid", "unmeasured")
+    assert "kernel.memory_line misreads the log of rank 0: 2 GiB are more than the 1.02 GiB" in result.reason
+    assert observed(mfus=[1.4, *[0.4] * 7], reserved=2**30).status == "ok"
+    assert observed(reserved=2**31, task=replace(GPU_TASK, device="cpu")).status == "ok"
+
+
+def test_memory_and_mfu_of_a_log_are_no_progress_of_a_rank():
+    """A program that prints its memory early may still need long for its first step."""
+    progress = AttemptProgress(2, ("n0",))
+    progress.add([{"rank": 1, "line": {"event": "observed", "reserved_bytes": 5}}], now=7.0)
+    rank = progress.ranks[1]
+    assert (rank.memory, rank.moved, progress.spoke) == ({"reserved_bytes": 5}, 0.0, False)

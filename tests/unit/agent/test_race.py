@@ -1,11 +1,11 @@
-"""What the agent that leads takes for the best run of a cell when it ends slow runs."""
+"""What the agent that leads takes for the best run of a cell, and what it leaves out after an OOM."""
 
 from dataclasses import replace
 
 import pytest
 
 from tests.unit.agent.one_node import task
-from ultrabench.agent.lead import best_here_s
+from ultrabench.agent.lead import best_here_s, may_fit
 from ultrabench.result import SLOWER, RunResult, Status
 
 TASK = replace(task("x.py", "cpu"), run_id="new")
@@ -29,7 +29,7 @@ OTHER_BATCH = replace(TASK, spec=replace(TASK.spec, workload=replace(TASK.spec.w
         # Runs of another cell, runs that were stopped and runs in doubt are no measure.
         ([SLOW, ended("tiny", 0.1, of=OTHER_MODEL)], {}, 0.8), ([SLOW, ended("short", 0.1, of=OTHER_BATCH)], {}, 0.8),
         ([SLOW, ended("stopped", 0.1, stopped=SLOWER)], {}, 0.8), ([SLOW, ended("hot", 0.1, throttled="power")], {}, 0.8),
-        ([ended("crashed", 0.1, status=Status.CRASH)], {}, None),
+        ([ended("crashed", 0.1, status=Status.CRASH)], {}, None), ([ended("hot", 0.1, throttled="power")], {}, None),
         # The best of another allocation took 0.2 s beside a control of 0.3 s; here the control takes 0.4 s.
         ([CONTROL], {"best_step_time_s": 0.2, "best_control_ratio": 1.5}, 0.4 / 1.5),
         ([SLOW], {"best_step_time_s": 0.2, "best_control_ratio": 1.5}, 0.2),
@@ -38,3 +38,13 @@ OTHER_BATCH = replace(TASK, spec=replace(TASK.spec, workload=replace(TASK.spec.w
 def test_the_best_of_the_cell_as_it_would_run_here(results, elsewhere, best_s):
     best = best_here_s(replace(TASK, **elsewhere), results, "control")
     assert best == (best_s and pytest.approx(best_s))
+
+
+@pytest.mark.parametrize(
+    ("oom_of", "confirmed", "fits"),
+    [(TASK, True, False), (TASK, False, True), (OTHER_MODEL, True, True), (OTHER_BATCH, True, True)],
+)
+def test_after_an_oom_layouts_of_its_cell_that_recompute_less_are_left_out(oom_of, confirmed, fits):
+    recomputed = replace(oom_of.spec, layout=replace(oom_of.spec.layout, recompute="full"))
+    oom = ended("oom", 0.1, of=replace(oom_of, spec=recomputed), status=Status.OOM, confirmed=confirmed)
+    assert may_fit(TASK, [oom]) is fits

@@ -14,11 +14,11 @@ from tests.configs import measure
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.rank_progress import MAX_STEPS, AttemptProgress
+from ultrabench.log_patterns import nearest_lines, parse_log_line
 from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import Status
 from ultrabench.run import env_id
-from ultrabench.step_line import nearest_lines, parse_log_line
 from ultrabench.step_time import ci95_rel
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5)

@@ -4,20 +4,17 @@ from itertools import zip_longest
 
 import pytest
 
+from tests import sweep_folder
+from tests.sweep_folder import make_folder, write
 from ultrabench.analysis.collect import collect
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
-from ultrabench.store.events import Claimed, Result
-from ultrabench.store.folder import SweepFolder
-from ultrabench.store.journal import JournalWriter
-from ultrabench.store.sweep_json import SweepJson, write_sweep_json
+from ultrabench.store.sweep_json import SweepJson
 from ultrabench.sweep.config.load import read_hardware
 from ultrabench.sweep.plan import Candidate
-from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.predict.predict import Prediction
 
 TINY = ModelShape(
@@ -48,31 +45,25 @@ PREDICTED = Prediction(
 
 def make_sweep(path, specs, why=(), hardware=GPUS, peak=None, precision="bf16", kernel=None):
     """A sweep that was planned and not begun; `why` has the rule and the reason for which the first specs do not run."""
-    made = [
+    candidates = [
         Candidate(
             run_id=spec.run_id, spec=spec, rule=rule, reason=reason, predicted=PREDICTED, flops_formula="palm"
         )
         for spec, (rule, reason) in zip_longest(specs, why, fillvalue=(None, None))
     ]
-    folder = SweepFolder(path)
-    folder.create()
     content = SweepJson(
         sweep=path.name, cluster="local", hardware=hardware,
         kernel=kernel or KernelConfig(name="embedded", precision=precision), kernel_digest="digest",
         models=(TINY,), workload=Workload(seq_len=128, gbs=128), provenance={"git_commit": "abc"}, config={},
         **(peak or {}),
     )  # fmt: skip
-    write_sweep_json(folder, content)
-    write_plan(made, folder.plan)
-    return folder
+    return make_folder(path, content, candidates)
 
 
 def attempted(spec, result=None, repeat=0, attempt=0, allocation="a0"):
-    """What the journal says of an attempt: that it was claimed and, if there is a result, how it ended."""
-    key = {"run_id": spec.run_id, "repeat": repeat, "attempt": attempt}
+    """What the journal says of an attempt that was predicted."""
     predicted = {"step_time_s": 0.4, "peak_mem_bytes": 2000, "p_oom": 0.1}
-    claimed = Claimed(allocation=allocation, spec=to_dict(spec), predicted=predicted, **key)
-    return [claimed] if result is None else [claimed, Result(source="agent", result=result, **key)]
+    return sweep_folder.attempted(spec, result, repeat, attempt, allocation, predicted=predicted)
 
 
 def claim(writer, spec, repeat=0, attempt=0, result=None):
@@ -95,7 +86,5 @@ SPECS = tuple(spec_of(layout) for layout in LAYOUTS)
 def swept(path, *results, specs=SPECS):
     """A sweep of specs whose first runs were claimed and ended like this; None: not ended. With its journal's writer."""
     folder = make_sweep(path / "s", specs)
-    writer = JournalWriter(folder.journal, "agent")
-    for spec, result in zip(specs, results, strict=False):
-        claim(writer, spec, result=result)
-    return folder, writer
+    events = (event for words in zip(specs, results, strict=False) for event in attempted(*words))
+    return folder, write(folder, *events)

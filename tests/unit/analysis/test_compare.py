@@ -126,6 +126,27 @@ def test_ends_suspects_and_winners():
     assert won["cost"] == pytest.approx(1.5 / (1 + 3 / 9), rel=0.05)
 
 
+def beside_controls(**times_s):
+    """Rows of runs x and y, each in an allocation with the control layout; values are the times of run and control."""
+    for repeat, (run_id, (time_s, control_s)) in enumerate(times_s.items()):
+        common = {"control": "c", "allocation": run_id}
+        yield row(
+            "c", 1 / control_s, repeat=repeat, step_times_s=[control_s] * 9, control_ratio=1.0, **common
+        )
+        mbs = {"mbs": 2 + 2 * repeat, "gas": 16 // (1 + repeat)}
+        yield row(
+            run_id, 1 / time_s, step_times_s=[time_s] * 9, control_ratio=control_s / time_s, **mbs, **common
+        )
+
+
+def test_another_winner_costs_what_ranks_its_cell():
+    """In B y takes longer than x, but its allocation was slower: it gains more on the control layout."""
+    a, b = beside_controls(x=(0.8, 1.0), y=(0.9, 1.0)), beside_controls(x=(0.8, 1.0), y=(1.5, 2.0))
+    (won,) = compared(a, b).winners.to_dict("records")
+    assert ("mbs2" in won["best_a"], "mbs4" in won["best_b"]) == (True, True)
+    assert won["cost"] == pytest.approx((2.0 / 1.5) / (1.0 / 0.8))
+
+
 def test_several_kernels_in_a_table_are_compared_with_the_same():
     both = rows_of(1, kernel="x") + rows_of(2, kernel="y", slow=range(20))
     found = compared(both, both)

@@ -11,7 +11,7 @@ from ultrabench.analysis.figures.plots.memory import points
 from ultrabench.cli.predict.layout import document
 from ultrabench.hardware import GIB
 from ultrabench.sweep.arguments import PREDICTED, read_run
-from ultrabench.sweep.predict.stage_memory import PARTS
+from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS
 
 LAYOUT = {"model": "8B", "tp": 2, "pp": 2, "gas": 8}
 OVER_TP = {"model": "8B", "pp": 2, "gas": 8}
@@ -41,7 +41,7 @@ def test_a_bar_is_the_rank_that_needs_most_and_its_parts_are_those_of_predict():
     shown = points(OVER_TP, axis="tp")[0].set_index("value")
     told = predicted(**LAYOUT)
     assert shown.loc["2", "bytes"] == pytest.approx(told["peak_mem_bytes"], rel=1e-9)
-    assert shown.loc["2", [*PARTS]].to_dict() == pytest.approx(told["memory"], abs=1)
+    assert shown.loc["2", [*MEMORY_PARTS]].to_dict() == pytest.approx(told["memory"], abs=1)
     assert shown.loc["2", "p_oom"] == pytest.approx(told["p_oom"], abs=1e-6)
     assert [*shown.index] == ["1", "2", "4"]
 
@@ -134,7 +134,7 @@ def test_a_measured_peak_far_above_the_prediction_is_inside_the_scale():
 
 def test_the_note_tells_defaults_moments_of_peaks_and_words_without_a_row():
     told = points({"model": "llama3-8b", "tp": 8}, axis="seq_len")[1]
-    assert told.startswith("Defaults: hardware=h100x8 nodes=1 mbs=1 gas=pp zero_stage=0 recompute=none.")
+    assert told.startswith("Defaults: hardware=h100x8 nodes=1 zero_stage=0 mbs=1 gas=pp recompute=none.")
     assert "1,024, 2,048: in the update, when activations and gathered weights are freed" in told
     told = points(LAYOUT | {"gas": 64, "seq_len": 8192}, table_of(*RUNS), axis="tp")[1]
     assert "No row has gas=64, seq_len=8192." in told
@@ -148,7 +148,7 @@ def legend(figure):
 def test_the_legend_tells_parts_that_are_too_thin_to_be_seen():
     names = legend(drawn("memory", axis="tp", model="llama3-8b")[1])
     assert "weights" in names
-    assert [name for name in names if "buffers" in name] == ["buffers (at most 0.36 GiB)"]
+    assert [name for name in names if "buffers" in name] == ["buffers (at most 0.39 GiB)"]
     megatron = drawn("memory", axis="tp", model="llama3-8b", profile="megatron", seq_len=8192)[1]
     assert "buffers" not in str(legend(megatron))
 

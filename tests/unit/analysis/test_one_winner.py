@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.analysis.sweeps import OK, attempted, make_sweep, spec_of
@@ -87,7 +87,6 @@ def decoded(held):
     return held.get("values") or [None if code < 0 else held["known"][code] for code in held["codes"]]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(REPEATS, min_size=1, max_size=14), st.tuples(st.booleans(), st.booleans(), st.booleans()))
 def test_all_answers_name_one_winner_for_each_cell(repeats, with_controls):
     answers = best_by_answer(sweep_of(repeats, with_controls))

@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.analysis.page_tables import large, page, repeated, run, small
 from tests.unit.analysis.tables import table_of
+from ultrabench.analysis.figures.plots import scaling
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.ranking import leaderboard
 
@@ -119,22 +120,27 @@ def test_a_filter_is_kept_in_the_fragment_and_closes_what_it_excludes(opened):
 OOM = [run(n, status="oom", reason="CUDA out of memory") for n in range(3)]
 
 
+IN_REPEATS = "1 of 2 repeats failed, 6 tried, 1 oom, 2 failed, 1 in doubt, 1 to come"
+
+
 @pytest.mark.parametrize(
-    ("results", "fragment", "place", "told"),
+    ("results", "fragment", "told_by_place"),
     [
-        (table_of(), "", "#how", "so that there is nothing to rank."),
-        (table_of(*OOM), "", ".heatmap button", "^all 3 oom$"),
-        (repeated(), "", ".heatmap button", "1 of 2 repeats failed, 6 tried, 1 oom, 2 failed, 1 in doubt, 1 to come"),
-        (repeated(), "", "#hours", "GPU hours of runs"),
-        (small(), "", "#hours", r"oom\s+1\s+unknown\s[^%]*those of 1 attempt are unknown"),
-        (small(), "#cell=8B,2", "#runs-table", "throttled: <b>power</b>"),
-        (small(), "#tp=16&nobody=1&status=oom", "#count", "^1 of 40 rows shown. The link asks for tp=16, nobody=1, which"),
-        (small(), "#cell=1B%2C1&model=8B", "#count", "The link asks for cell=1B,1, which this page does not show"),
+        (table_of(), "", {"#how": "so that there is nothing to rank."}),
+        (table_of(*OOM), "", {".heatmap button": "^all 3 oom$"}),
+        (repeated(), "", {".heatmap button": IN_REPEATS, "#hours": "GPU hours of runs"}),
+        (small(), "#cell=8B,2", {"#hours": r"oom\s+1\s+unknown\s[^%]*those of 1 attempt are unknown",
+                                 "#runs-table": "throttled: <b>power</b>"}),
+        (small(), "#tp=16&nobody=1&status=oom",
+         {"#count": "^1 of 40 rows shown. The link asks for tp=16, nobody=1, which"}),
+        (small(), "#cell=1B%2C1&model=8B", {"#count": "The link asks for cell=1B,1, which this page does not show"}),
     ],
-    ids=["empty", "all failed", "repeats", "hours", "unknown hours", "in doubt", "unknown link", "excluded link"],
+    ids=["empty", "all failed", "repeats", "in doubt", "unknown link", "excluded link"],
 )  # fmt: skip
-def test_the_page_tells_what_was_tried_and_what_it_does_not_show(opened, results, fragment, place, told):
-    assert re.search(told, text_of(opened(results, fragment), place))
+def test_the_page_tells_what_was_tried_and_what_it_does_not_show(opened, results, fragment, told_by_place):
+    tab = opened(results, fragment)
+    for place, told in told_by_place.items():
+        assert re.search(told, text_of(tab, place))
 
 
 def test_a_link_to_a_run_opens_it_and_the_skip_link_keeps_the_filters(opened):
@@ -181,9 +187,9 @@ def numbers(figure):
 def test_figures_are_drawn_when_seen_and_have_their_numbers_as_a_table(opened):
     tab = opened(small(), "#y=step_time_s&x=tp")
     best = drawn(tab, "best-of")
-    assert "lowest value" in best.locator("p").inner_text()
-    times = [["1B", "1", "2.5"], ["1B", "2", "2.575"], ["1B", "4", "2.65"], ["8B", "1", "3"]]
-    assert numbers(best)[:4] == times
+    assert "by its place among the shown layouts" in best.locator("p").inner_text()
+    times = ["1B on 1|1|2.5", "1B on 1|2|2.575", "1B on 1|4|2.65", "1B on 2|1|2.75"]
+    assert ["|".join(cells) for cells in numbers(best)[:4]] == times
     assert "1 of them, in doubt or stopped early" in drawn(tab, "every").locator("p").inner_text()
     tab.evaluate("views.every.model.renderers[0].data_source.selected.indices = [2]")
     assert "Layouts of 1B" in text_of(tab, "#runs-title")
@@ -264,11 +270,21 @@ def drawn_cell(seed):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("mbs", [None, 1, 2, 4])
-def test_the_page_ranks_what_is_shown_as_python_does(opened, mbs):
-    results = table_of(*(row for seed in range(120) for row in drawn_cell(seed)))
-    boards = leaderboard(results if mbs is None else results.filter(pc.field("mbs") == mbs))
-    shown = "true" if mbs is None else f'value("mbs", row) === {mbs}'
-    script = f"held.cells.map((_, n) => standings(n, (row) => {shown}).map((s) => [s.run, s.best, s.asGood]))"
-    ranked = [cell for cell in opened(results).evaluate(script) if cell]
-    assert ranked == [[[r["run_id"], r["best"], r["as_good_as_best"]] for r in board] for board in boards]
+def test_the_page_ranks_what_is_shown_as_python_does_and_finds_the_points_of_the_scaling_figure(opened):
+    """Ratios to a control decide in most cells, against which the larger rate of another run would win."""
+    results = table_of(*(row for seed in range(40) for row in drawn_cell(seed)))
+    tab = opened(results)
+    for mbs in (None, 1, 2, 4):
+        boards = leaderboard(results if mbs is None else results.filter(pc.field("mbs") == mbs))
+        shown = "true" if mbs is None else f'value("mbs", row) === {mbs}'
+        script = (
+            f"held.cells.map((_, n) => standings(n, (row) => {shown}).map((s) => [s.run, s.best, s.asGood]))"
+        )
+        ranked = [cell for cell in tab.evaluate(script) if cell]
+        assert ranked == [[[r["run_id"], r["best"], r["as_good_as_best"]] for r in board] for board in boards]
+    for axis in ("mbs", "tp", "nodes"):
+        runs, _ = scaling.points(results, axis)
+        expected = sorted(zip(runs["run_id"][runs["best"]], runs[axis][runs["best"]], strict=True))
+        script = f"state.x = '{axis}', state.y = 'tokens_per_s_per_gpu', bestPoints(shownRows()).found"
+        points = tab.evaluate(f"({script}).map(({{ row, x }}) => [value('run_id', row), x])")
+        assert sorted(map(tuple, points)) == expected

@@ -54,6 +54,26 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(tmp_path, held, word)
         read_parquet(path)
 
 
+def test_a_file_of_sentences_alone_has_their_codes(tmp_path):
+    sentences = (
+        "other architecture: num_layers=12, 1B has 16; other programs used 40% of the cores of a node",
+        None,
+        "rank 3 took 1.40 x the step time of rank 0; gemm_flops_per_s of its allocation is 0.70 of the median of 9 allocations",
+        "loss 4.1 differs from 3.2 of 5 others",
+        "hot",
+    )
+    older = table_of(*(row(str(n), suspect=suspect) for n, suspect in enumerate(sentences)))
+    pq.write_table(older.drop_columns(["suspect_codes"]), tmp_path / "older.parquet")
+    codes = read_parquet(tmp_path / "older.parquet")["suspect_codes"].to_pylist()
+    assert codes == [
+        ["other_architecture", "foreign_load"],
+        None,
+        ["slow_rank", "preflight"],
+        ["loss"],
+        ["other"],
+    ]
+
+
 def test_page_is_what_the_table_prints():
     assert PAGE.read_text() == markdown()
 
@@ -82,7 +102,7 @@ def test_an_attempt_becomes_the_run_that_it_measured(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [({"intermediate_size": None}, "row.shape lacks intermediate_size"),
-     ({"zero_stage": 4}, "zero_stage=4; must be 0, 1, 2 or 3"),
+     ({"zero_stage": 4}, "zero_stage=4; must be 0 to 3"),
      ({"dp": 16}, "has 16 ranks; 1 node of 8 have 8")],
 )  # fmt: skip
 def test_rows_that_name_no_run_are_counted_by_reason(change, reason):

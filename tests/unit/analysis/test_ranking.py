@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.cells import compared_with, doubts, layout_words, notes
+from ultrabench.analysis.cells import caveats, compared_with, layout_words, notes
 from ultrabench.analysis.ranking import leaderboard, rank
 from ultrabench.errors import ConfigError
 
@@ -202,7 +202,7 @@ def test_notes_and_doubts_count_what_ended_and_what_is_in_doubt():
         row("a", 1410.0, torch_version="2.13.0"), row("a", status="crash", repeat=1), *many(3, "oom"), *many(2, None),
         row("b", 1900.0, suspect="hot"), row("c", status="invalid", reason="loss is NaN"),
     ]  # fmt: skip
-    suspect, invalid, peak = doubts(table_of(*rows))
+    suspect, invalid, peak = caveats(table_of(*rows))
     assert suspect == "1 of 9 rows: suspect, wins only a cell without others, such as b: hot"
     assert invalid == "1 of 9 rows: invalid, such as c: loss is NaN"
     assert peak.startswith("MFU up to 1.41 is above 1: the peak is too low")

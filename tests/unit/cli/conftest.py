@@ -1,20 +1,19 @@
 import json
 import re
 import sys
+from itertools import chain
 
 import pytest
 
+from tests.sweep_folder import attempted, ended, finished, make_folder, write
 from ultrabench.cli import main as cli
 from ultrabench.launchers.open_sweep import sweep_json_of
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
-from ultrabench.store.events import Claimed, Failed, Launched, Result
-from ultrabench.store.folder import SweepFolder
+from ultrabench.result import Status
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import Launched
 from ultrabench.store.journal import JournalWriter
-from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.plan_table import write_plan
 
 QUICK = make_plan(load_config(["model=tiny"]))
 
@@ -48,28 +47,19 @@ def ultrabench(monkeypatch, capsys):
 @pytest.fixture
 def sweep(tmp_path):
     """A sweep of which one run is ok, one crashed and the rest was never tried."""
-    folder = SweepFolder(tmp_path / "results" / "quick-cpu")
-    folder.create()
-    write_sweep_json(folder, HEAD)
-    write_plan(QUICK.candidates, folder.plan)
-    writer = JournalWriter(folder.journal, "agent")
-    writer.write(Launched(generation=1, config=QUICK.config.resolved))
-    crash = {"status": Status.CRASH, "reason": "rank 1: ValueError: [bold]no[/bold]", "duration_s": 4.0}
-    for run, end in zip(QUICK.runs, ({"duration_s": 9.0}, crash), strict=False):
-        name = {"run_id": run.run_id, "repeat": 0, "attempt": 0, "spec": to_dict(run.spec)}
-        writer.write(Claimed(**name, allocation="n1"))
-        record(folder, run, writer=writer, **end)
+    folder = make_folder(tmp_path / "results" / "quick-cpu", HEAD, QUICK.candidates)
+    failure = {"status": Status.CRASH, "reason": "rank 1: ValueError: [bold]no[/bold]", "duration_s": 4.0}
+    ends = ended(loss_final=3.0, duration_s=9.0), ended(**failure)
+    attempts = [attempted(run.spec, end, allocation="n1") for run, end in zip(QUICK.runs, ends, strict=False)]
+    write(folder, Launched(generation=1, config=QUICK.config.resolved), *chain(*attempts))
     return folder
 
 
-def record(sweep, run, attempt=0, writer=None, **values):
+def record(sweep, run, attempt=0, writer=None, repeat=0, allocation=None, **values):
     """Journals the result of a run's attempt: ok in 0.1 s a step unless `values` say otherwise."""
-    status, usual = values.get("status", Status.OK), {"step_times_s": (0.1,) * 6, "loss_final": 3.0}
-    result = RunResult(**{"status": status} | (usual if status == Status.OK else {}) | values)
-    kind = Result if status == Status.OK else Failed
-    name = {"run_id": run.run_id, "repeat": 0, "attempt": attempt, "spec": to_dict(run.spec)}
-    writer = writer or JournalWriter(sweep.journal, "agent")
-    writer.write(kind(**name, source="agent", result=result))
+    result = ended(**{"loss_final": 3.0} | values) if "status" not in values else ended(**values)
+    event = finished(run.spec, AttemptKey(run.run_id, repeat, attempt), result, allocation=allocation)
+    (writer or JournalWriter(sweep.journal, "agent")).write(event)
 
 
 def content(sweep):

@@ -244,9 +244,9 @@ def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it()
     flops_per_step = QUICK.runs[0].shape.flops_per_token(64) * QUICK.runs[0].spec.tokens_per_step
     run = replace(QUICK.runs[0], peak_flops_per_s=4 * flops_per_step / 0.1 / 2)
 
-    def line(doubt=None, status=Status.OK, **result):
+    def line(caveat=None, status=Status.OK, **result):
         (attempt,) = told(SweepState(), run, status, **result).attempts.values()
-        made = attempt_line(run, attempt, doubt)
+        made = attempt_line(run, attempt, caveat)
         return made.plain.partition(": ")[2], made.style
 
     text, style = line(peak_mem_reserved_bytes=3 << 29)

@@ -37,6 +37,8 @@ def test_a_yaml_file_of_billions_of_aliases_is_refused_at_once(ultrabench):
     path.parent.mkdir(parents=True)
     path.write_text("\n".join(lines))
     assert "its aliases stand for 4,412,961,516 values" in one_line(ultrabench, "sweep", "plan", "model=bomb")
+    path.with_name("bytes.yaml").write_bytes(b"\xff\xfe")
+    assert ultrabench("sweep", "plan")[0] == 0, "files that nobody names are not read"
 
 
 def test_output_that_nobody_reads_is_no_failure():

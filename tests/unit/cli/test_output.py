@@ -14,6 +14,7 @@ from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded
 from ultrabench.store.journal import JournalWriter
+from ultrabench.sweep.plan import CellKey
 
 OK, CRASHED = (run.run_id for run in QUICK.runs[:2])
 HEAVY = {"torch", "pandas", "scipy", "matplotlib", "seaborn", "hydra", "submitit", "numpy"}
@@ -27,7 +28,7 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     assert plan["candidates"] == plan["valid"] + sum(plan["rejected"].values())
     assert [c["nodes"] for c in plan["cells"]] == [1, 2]
     numbers = {"candidates", "valid", "runs", "runs_at_most", "pruned", "predicted_to_fit"}
-    promised = {"model", "nodes", "predicted_gpu_hours", "predicted_gpu_hours_interval"} | numbers
+    promised = {*CellKey._fields, "predicted_gpu_hours", "predicted_gpu_hours_interval"} | numbers
     assert all(set(c) == promised for c in plan["cells"])
     assert 0 < plan["runs"] == sum(c["runs"] for c in plan["cells"]) < plan["runs_at_most"] / 5
     every = as_json(ultrabench, *words, "sweep.strategy=exhaustive")
@@ -42,8 +43,8 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     note = r"[\d.,]+ GPU hours, [\d.,]+ to [\d.,]+ if all step times are at an end"
     assert re.match(note, plan["notes"][-2])
     jobs = beside["starts of jobs"]["count"]
-    told = rf"{jobs} jobs of [\d.]+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=10"
-    assert re.match(f"priced for launcher=local: {told}", plan["notes"][-1])
+    jobs_note = rf"{jobs} jobs of [\d.]+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=10"
+    assert re.match(f"priced for launcher=local: {jobs_note}", plan["notes"][-1])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -84,7 +85,7 @@ def test_plan_top_names_what_fits_how_sure_a_prediction_is_and_what_limits_a_lay
 
 
 def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_nothing_else_is_left(ultrabench):
-    words = (
+    words = [
         "sweep",
         "plan",
         "model=llama3-70b",
@@ -93,10 +94,10 @@ def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_noth
         "sweep.gbs=128",
         "--top",
         "9",
-    )
+    ]
     odds = [row["p_oom"] for row in as_json(ultrabench, *words, "sweep.nodes=[4]")["top"]]
     assert (max(odds) <= 0.1, len(odds)) == (True, 3)
-    eight = (
+    eight = [
         "sweep",
         "plan",
         "model=llama3-8b",
@@ -105,7 +106,7 @@ def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_noth
         "sweep.seq_len=8192",
         "--top",
         "9",
-    )
+    ]
     few, more = (as_json(ultrabench, *eight, "--advise-p-oom", most)["top"] for most in ("0.01", "0.1"))
     assert max(row["p_oom"] for row in few) < 0.01 < max(row["p_oom"] for row in more) <= 0.1
     (only,) = as_json(ultrabench, *words, "sweep.nodes=[2]", "max_p_oom=1")["top"]
@@ -117,15 +118,15 @@ def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_noth
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "text"),
     [("launcher=slurm launcher.pack=4", "launcher.pack=4 besides the control run), time limit"),
      ("launcher=slurm launcher.pack=1", "launcher.pack=1), time limit"),
      ("launcher=slurm launcher.time_minutes=30", "time limit 30 minutes (launcher.time_minutes)"),
      ("launcher=slurm sweep=playbook sweep.models=[8B] sweep.nodes=[1]", "takes at most 20%), time limits "),
      ("sweep.tp=[1,3]", "\nsweep.tp=3 has no candidate: 2 or 4 GPUs are not divisible by tp=3\n")],
 )  # fmt: skip
-def test_plan_tells_what_its_price_holds_for_and_which_values_fit_nothing(ultrabench, overrides, told):
-    assert told in ultrabench("sweep", "plan", *overrides.split())[1]
+def test_plan_tells_what_its_price_holds_for_and_which_values_fit_nothing(ultrabench, overrides, text):
+    assert text in ultrabench("sweep", "plan", *overrides.split())[1]
 
 
 def test_plan_warns_of_a_program_that_is_not_here(ultrabench):
@@ -144,8 +145,8 @@ def test_plan_prints_the_script_of_a_job_and_does_nothing_else(ultrabench, tmp_p
     code, out, err = ultrabench("sweep", "plan", "--show-script", *words)
     assert (code, err, out.splitlines()[0]) == (0, "", "#!/bin/bash")
     assert {"#SBATCH --partition=hopper", "#SBATCH --account=1234"} <= set(out.splitlines())
-    told = f" env 'A=b c' python -P -m ultrabench.agent '{tmp_path}/results/my sweep/allocations/n"
-    assert re.search(f"\nsrun .*{re.escape(told)}", out)
+    command = f" env 'A=b c' python -P -m ultrabench.agent '{tmp_path}/results/my sweep/allocations/n"
+    assert re.search(f"\nsrun .*{re.escape(command)}", out)
     assert [p.name for p in tmp_path.iterdir()] == ["ultrabench"]
 
 
@@ -191,7 +192,7 @@ def test_what_may_not_win_is_told_and_named_as_best_by_no_command(ultrabench, sw
     reason = status["suspects"][f"{odd.run_id}.0.0"]
     assert reason == "rank 1 took 5.00 x the step time of rank 0"
     out = " ".join(ultrabench("sweep", "status")[1].split())
-    assert "2 suspect and winning no cell, such as " in out
+    assert "2 suspect, such as " in out
     assert f"{best.spec.tokens_per_step / 0.1 / best.layout.world_size:,.0f}" in out.split("best so far")[1]
     top = as_json(ultrabench, "sweep", "plan", "model=tiny", "--top", "99")["top"]
     assert [row["run_id"] for row in top if row["why"] == "measured"] == [best.run_id]
@@ -225,12 +226,12 @@ def test_show_holds_everything(ultrabench, sweep):
     assert (shown["run_id"], shown["spec"]) == (CRASHED, to_dict(QUICK.runs[1].spec))
     assert [a["result"]["status"] for a in shown["attempts"]] == ["crash"]
     plan, out = shown["plan"], ultrabench("sweep", "show", CRASHED)[1]
-    told = dict(line.split(maxsplit=1) for line in out.partition("\nplan\n")[2].splitlines()[:25])
-    assert told["predicted_step_time_s"] == f"{plan['predicted_step_time_s']:.4g} s"
-    assert told["predicted_memory_share"].endswith(" %")
-    assert told["predicted_peak_mem_bytes"].endswith("iB")
-    assert told["mbs"] == str(plan["mbs"]) == str(QUICK.runs[1].layout.mbs)
-    assert "order" not in told
+    shown_plan = dict(line.split(maxsplit=1) for line in out.partition("\nplan\n")[2].splitlines()[:26])
+    assert shown_plan["predicted_step_time_s"] == f"{plan['predicted_step_time_s']:.4g} s"
+    assert shown_plan["predicted_memory_share"].endswith(" %")
+    assert shown_plan["predicted_peak_mem_bytes"].endswith("iB")
+    assert shown_plan["mbs"] == str(plan["mbs"]) == str(QUICK.runs[1].layout.mbs)
+    assert "order" not in shown_plan
 
 
 @pytest.mark.parametrize(
@@ -292,8 +293,8 @@ def test_commands_import_nothing_heavy_that_they_do_not_need(tmp_path, sweep):
     )
     command = [sys.executable, "-c", code, json.dumps([*LIGHT])]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    for words, (told, *names) in zip(LIGHT, map(json.loads, done.stdout.splitlines()), strict=True):
-        assert told or words == "collect"
+    for words, (printed, *names) in zip(LIGHT, map(json.loads, done.stdout.splitlines()), strict=True):
+        assert printed or words == "collect"
         assert not LIGHT[words] & set(names), words
     assert (sweep.path / "runs.parquet").is_file()
 
@@ -309,22 +310,22 @@ def test_a_peak_of_cpus_that_was_measured_too_low_is_told_and_costs_no_run_its_c
     step_time_s = fast.spec.tokens_per_step / usual["tokens_per_s_per_gpu"] / fast.layout.world_size
     record(sweep, fast, step_times_s=(step_time_s * usual["mfu"] / 1.41,) * 6)
     best = as_json(ultrabench, "sweep", "top")[0]
-    found = [best[name] for name in ("run_id", "mfu", "suspect", "best")]
-    assert found == [fast.run_id, pytest.approx(1.41), None, True]
+    values = [best[name] for name in ("run_id", "mfu", "suspect", "best")]
+    assert values == [fast.run_id, pytest.approx(1.41), None, True]
     out = ultrabench("sweep", "status")[1]
     assert fast.layout.label() in out.split("best so far")[1]
     assert "suspect" not in out
-    for told in (out, ultrabench("sweep", "top")[2], ultrabench("collect")[2]):
-        assert "MFU up to 1.41 is above 1: the peak is too low" in " ".join(told.split())
+    for text in (out, ultrabench("sweep", "top")[2], ultrabench("collect")[2]):
+        assert "MFU up to 1.41 is above 1: the peak is too low" in " ".join(text.split())
 
 
 def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, tmp_path):
     run = QUICK.runs[0]
-    told = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")
+    shown = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")
     torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "pretrain_gpt.py"]
-    assert told["command"][:4] == torchrun
-    assert f"--tensor-model-parallel-size={run.layout.tp}" in told["command"]
-    assert "precision=fp32; its command has precision=bf16" in " ".join(told["not_expressed"])
+    assert shown["command"][:4] == torchrun
+    assert f"--tensor-model-parallel-size={run.layout.tp}" in shown["command"]
+    assert "precision=fp32; its command has precision=bf16" in " ".join(shown["not_expressed"])
     out = ultrabench("sweep", "show", OK, "--as", "torchtitan")[1]
     assert out.startswith(f"# run {OK}, tiny {run.layout.label()}, as kernel=torchtitan\n# not expressed: ")
     assert "the model, since --config=llama3_8b is another; register one with hidden_size=64" in out
@@ -335,5 +336,34 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
     (tmp_path / "ultrabench/kernel/mine.yaml").write_text(mine)
     run = next(run for run in QUICK.runs if run.layout.zero_stage == 3)
     out = ultrabench("sweep", "show", run.run_id, "--as", "mine")[1]
-    assert out.endswith(f"\nLEVEL='a b' \\\n  ./train \\\n  '--tp={run.layout.tp} {run.layout.pp}'\n")
+    torchrun = f"torchrun \\\n  --nnodes={run.nodes} \\\n  --nproc-per-node=2 \\\n  --no-python"
+    command = f"{torchrun} \\\n  ./train \\\n  '--tp={run.layout.tp} {run.layout.pp}'\n"
+    assert out.endswith(f"\nLEVEL='a b' \\\n  {command}")
     assert "\n# not expressed: zero_stage=3 is no word of its command\n" in out
+
+
+def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(
+        "starts\nstep 1 took 0.5 s, memory 1.5GiB, mfu 40%\nstep 2 took 0.25 s, memory 2GiB, mfu 41%\n"
+    )
+    (tmp_path / "ultrabench/kernel").mkdir(parents=True)
+    patterns = {
+        "step": r"took (?P<seconds>\S+) s",
+        "memory": r"memory (?P<allocated_gib>[\d.]+)GiB",
+        "mfu": r"mfu (?P<percent>\d+)%",
+    }
+    lines = (f"{name}_line: '{pattern}'" for name, pattern in patterns.items())
+    (tmp_path / "ultrabench/kernel/mine.yaml").write_text("\n".join(["kind: command", *lines]))
+    found = as_json(ultrabench, "kernel", "try-log", "mine", "train.log")
+    assert [[row["line"] for row in found[name]["lines"]] for name in found] == [[2, 3]] * 3
+    assert found["memory_line"]["lines"][0]["allocated_bytes"] == 1.5 * 2**30
+    assert found["mfu_line"]["lines"][0]["mfu"] == pytest.approx(0.4)
+    code, out, _ = ultrabench("kernel", "try-log", patterns["step"], "train.log")
+    assert (code, "kernel.step_line: 2 steps in train.log" in out, "0.25" in out) == (0, True, True)
+    code, out, err = ultrabench("kernel", "try-log", r"mfu (?P<fraction>\d+)%", "train.log")
+    assert (code, out) == (1, "")
+    assert "kernel.mfu_line: no line of train.log gives an MFU; nearest:" in err
+    assert "line 2 matches, but an MFU of 40 is above 1; a percentage needs the group (?P<percent>...)" in err
+    code, _, err = ultrabench("kernel", "try-log", "took (?P<secs>.)", "train.log")
+    assert (code, "is neither a kernel nor has a group" in err, err.count("\n")) == (2, True, 1)

@@ -2,17 +2,15 @@
 
 import re
 import time
-from unittest.mock import Mock
 
 import pytest
 
+from tests.sweep_folder import events_of
 from tests.unit.cli.conftest import QUICK, as_json, content, one_line, record
-from ultrabench.cli.sweep import control
 from ultrabench.errors import ClusterError
 from ultrabench.launchers import open_sweep as opening
 from ultrabench.processes import own_name
 from ultrabench.store.events import (
-    EVENTS,
     AllocationEnded,
     AllocationPlanned,
     AllocationStarted,
@@ -32,8 +30,7 @@ def state_of(sweep):
 
 
 def said(sweep, kind):
-    found = [line.event for line in read_journal(sweep.journal) if type(line.event) is EVENTS[kind]]
-    return sorted(found, key=lambda event: event.generation)
+    return sorted(events_of(sweep, kind), key=lambda event: event.generation)
 
 
 def settle(sweep, *left, config=QUICK.config.resolved, repeats=1):
@@ -47,8 +44,8 @@ def settle(sweep, *left, config=QUICK.config.resolved, repeats=1):
 
 
 def test_a_pause_is_told_to_agents_and_launchers_and_twice_is_once(ultrabench, sweep):
-    told = "paused: runs under way end, nothing begins; go on with: ultrabench sweep resume quick-cpu\n"
-    assert ultrabench("sweep", "pause") == (0, "", told)
+    message = "paused: runs under way end, nothing begins; go on with: ultrabench sweep resume quick-cpu\n"
+    assert ultrabench("sweep", "pause") == (0, "", message)
     assert state_of(sweep).paused
     sweep.pause.unlink()  # an agent must not depend on who was first
     assert ultrabench("sweep", "pause", "quick-cpu")[0] == 0
@@ -71,8 +68,8 @@ def test_a_settled_sweep_is_left_alone_unless_it_has_repeats_to_make(ultrabench,
 def test_a_cancel_stays_until_the_next_launch(ultrabench, sweep):
     code, out, err = ultrabench("sweep", "cancel")
     assert (code, out) == (0, "")
-    told = "quick-cpu: 2 of .*\ncancelled; results stay, and the same launch command goes on from here\n"
-    assert re.fullmatch(told, err)
+    message = "quick-cpu: 2 of .*\ncancelled; results stay, and the same launch command goes on from here\n"
+    assert re.fullmatch(message, err)
     state = state_of(sweep)
     assert (state.cancelled, len(state.attempts)) == (True, 2)
     assert "nothing to pause: quick-cpu is cancelled" in ultrabench("sweep", "pause")[2]
@@ -107,43 +104,24 @@ def over(sweep):
     JournalWriter(sweep.journal, "agent").write(ended)
 
 
-@pytest.fixture
-def ending(unreachable, monkeypatch):
-    """What ends jobs on that cluster; it fails until the test says otherwise."""
-    made = Mock(side_effect=ClusterError("Slurm does not answer"))
-
-    def choose(config, folder, submits):
-        assert (submits, state_of(unreachable).cancelled) == (False, True), (
-            "it is written down before Slurm is asked"
-        )
-        return Mock(cancel=made)
-
-    monkeypatch.setattr(control, "choose_launcher", choose)
-    return made
-
-
-def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follows(
-    ultrabench, unreachable, ending
-):
-    follows = "Slurm does not answer. process .* follows this sweep and tries again until it is done\n"
+def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follows(ultrabench, unreachable):
     code, out, err = ultrabench("sweep", "cancel")
-    assert (code, out, bool(re.fullmatch(follows, err))) == (0, "", True)
+    assert (code, out) == (0, "")
+    assert re.fullmatch("scancel: No such file .* follows this sweep and tries again until it is done\n", err)
     nobody_follows(unreachable)
-    left = "The cancel is written down, but nobody follows it: run it again"
-    assert one_line(ultrabench, "sweep", "cancel", code=3) == f"Slurm does not answer. {left}"
+    refusal = one_line(ultrabench, "sweep", "cancel", code=3)
+    assert refusal.startswith("scancel: No such file or directory; ")
+    assert refusal.endswith("The cancel is written down, but nobody follows it: run it again")
     assert (state_of(unreachable).cancelled, len(said(unreachable, "cancel"))) == (True, 2)
 
 
-def test_whose_jobs_only_they_can_end_is_told(ultrabench, unreachable, ending):
-    ending.side_effect = None
+def test_whose_jobs_only_they_can_end_is_told(ultrabench, unreachable):
     for n, user in enumerate(("ann", own_name())):
         by = {"user": user, "cluster": "big", "host": "login1"}
         planned = AllocationPlanned(allocation=f"n1-c.{n}", nodes=1, limit_s=60.0, tasks=(), by=by)
         JournalWriter(unreachable.journal, "agent").write(planned)
     err = ultrabench("sweep", "cancel")[2]
     assert err.splitlines()[0] == "jobs of ann are under way: only whoever submitted them can end them"
-    (held,), options = ending.call_args
-    assert (sorted(held), options) == (["n1-b.0", "n1-c.0", "n1-c.1"], {"queued_only": False})
 
 
 def test_a_pause_is_written_down_before_slurm_is_asked_and_a_resume_takes_it_away(ultrabench, unreachable):
@@ -186,9 +164,9 @@ def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatc
 
 def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench, unreachable):
     nobody_follows(unreachable)
-    again = "ultrabench sweep resume quick-cpu"
+    command = "ultrabench sweep resume quick-cpu"
     jobs_run = (
-        f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {again}"
+        f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {command}"
     )
 
     def standing():
@@ -201,7 +179,7 @@ def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench,
     writer.write(AllocationStarted(allocation=name, agent=agent))
     assert standing() == jobs_run, "a job runs its preflight"
     over(unreachable)
-    assert standing() == f"Nothing is running. To continue: {again}"
+    assert standing() == f"Nothing is running. To continue: {command}"
 
 
 def test_status_sees_a_launcher_that_still_looks_at_the_machine(sweep, monkeypatch):

@@ -8,6 +8,8 @@ from tests.unit.cli.conftest import as_json, one_line
 from ultrabench.analysis.figures.kinds import KINDS
 
 OF_RESULTS = [kind for kind in KINDS if kind != "schedule"]
+OVER_ANY_AXIS = ["--axis", "pp"]
+"""Words for a figure that is drawn over any axis."""
 
 
 def test_list_shows_every_kind_in_a_line(ultrabench):
@@ -44,7 +46,7 @@ def test_figures_of_two_tables_and_of_two_axes_have_names_of_their_own(ultrabenc
 )  # fmt: skip
 def test_a_table_without_anything_to_draw_is_one_line(ultrabench, tmp_path, kind, table, told):
     pq.write_table(table, tmp_path / "t.parquet")
-    words = ["tp=8"] if kind == "memory" else []
+    words = ["tp=8"] if kind == "memory" else OVER_ANY_AXIS if KINDS[kind].over_any_axis else []
     said = one_line(ultrabench, "plot", kind, str(tmp_path / "t.parquet"), *words)
     assert (told if kind != "comm" else "no bandwidths by size here") in said
 
@@ -54,7 +56,10 @@ def test_a_figure_is_drawn_without_the_columns_that_it_can_do_without(ultrabench
     """The missing columns are null, as those of rows of other programs are."""
     lacking = ["gas", "virtual_stages", "gbs", "num_params", "hardware", "precision", "mfu", "torch_version"]
     pq.write_table(table_of(*PIPELINES).drop_columns(lacking), tmp_path / "t.parquet")
-    code, _, err = ultrabench("plot", kind, str(tmp_path / "t.parquet"), "-o", str(tmp_path / "f.svg"))
+    words = OVER_ANY_AXIS if KINDS[kind].over_any_axis else []
+    code, _, err = ultrabench(
+        "plot", kind, str(tmp_path / "t.parquet"), *words, "-o", str(tmp_path / "f.svg")
+    )
     assert (code, (tmp_path / "f.svg").exists()) == (0, True), err
 
 
@@ -63,3 +68,49 @@ def test_report_writes_the_page_beside_the_sweep_and_tells_a_script_what_it_wrot
     assert (told.pop("rows") > 0, told.pop("cells") > 0) == (True, True)
     assert told == {"path": str(path), "bytes": path.stat().st_size}
     assert path.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("zero_stag t.parquet", "did you mean zero_stage? (known: pp, mbs, "),
+     ("tp t.parquet", "tp did not vary in these runs; axes that varied: pp, mbs, pp_schedule"),
+     ("gas t.parquet", "gas follows from the other axes and the batch; name another axis; axes that varied: pp"),
+     ("t.parquet", "no axis is named; name one as in ultrabench plot effect AXIS; axes that varied: pp"),
+     ("pp_schedule t.parquet", "no pairs for pp_schedule: no two runs differ only in it; ultrabench sweep effects shows")],
+)  # fmt: skip
+def test_an_effect_that_cannot_be_drawn_is_one_line_with_the_axes_that_varied(
+    ultrabench, tmp_path, words, told
+):
+    pq.write_table(table_of(*PIPELINES), tmp_path / "t.parquet")
+    said = one_line(ultrabench, "plot", "effect", *words.split())
+    assert told.replace("mbs, pp_schedule", "") in said
+
+
+def test_effects_are_a_table_a_document_and_a_figure(ultrabench, tmp_path):
+    stopped = row("s", mbs=4, gas=8, stopped="slower_than_best")
+    pq.write_table(table_of(*PIPELINES, stopped), tmp_path / "t.parquet")
+    code, out, err = ultrabench("sweep", "effects", "t.parquet")
+    assert (code, out.splitlines()[1].split()) == (
+        0,
+        ["axis", "value", "against", "x", "speed", "98", "%", "interval", "pairs"],
+    )
+    assert ["pp", "2", "1", "0.800", "1"] in [line.split() for line in out.splitlines()]
+    assert "no pairs for pp_schedule: no two runs differ only in it" in out
+    assert (
+        "Runs left out: 1 out of memory or failed, 1 suspect, 1 stopped early as slower than the best." in err
+    )
+    document = as_json(ultrabench, "sweep", "effects", "t.parquet")
+    first = {"axis": "pp", "value": 2, "against": 1, "ratio": pytest.approx(0.8), "low": None, "high": None}
+    assert next(e for e in document["effects"] if e["axis"] == "pp") == {**first, "pairs": 1, "proven": False}
+    assert document["left_out"] == {"failed": 1, "suspect": 1, "stopped": 1}
+    assert set(document["without_pairs"]) >= {"dp", "gas", "pp_schedule"}
+    assert ultrabench("plot", "effect", "pp", "t.parquet")[2] == "drew t-effect-pp.png\n"
+    ultrabench("plot", "effect", "pp", "t.parquet", "-o", "f.svg")
+    drawn = (tmp_path / "f.svg").read_text()
+    for text in (
+        "What each value of pp is worth, all else equal: t, 8B",
+        "speed against pp=1",
+        "1 pair",
+        "baseline",
+    ):
+        assert text in drawn

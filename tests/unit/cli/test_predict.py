@@ -11,7 +11,7 @@ from tests.configs import write_config
 from tests.unit.cli.conftest import QUICK, as_json
 from ultrabench.cli.kernel.dryrun import dryrun_spec
 from ultrabench.cli.predict.layout import distance
-from ultrabench.sweep.config.compose import files
+from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_profile
 
 H100 = Path(__file__).parents[3] / "benchmarks" / "h100"
@@ -20,32 +20,32 @@ WORDS = ("model=llama3-70b", "nodes=8", "tp=8", "pp=4", "zero_stage=1", "gas=16"
 
 
 def test_predict_json_keeps_its_promise(ultrabench):
-    found = as_json(ultrabench, "predict", *WORDS)
-    assert found["label"].startswith("dp2 tp8 pp4 z1 mbs1 gas16")
-    assert sum(found["memory"].values()) == found["peak_mem_bytes"]
-    peaks = [stage["peak_bytes"] for stage in found["stages"]]
-    assert (len(peaks), max(peaks)) == (4, found["peak_mem_bytes"])
-    assert {type(size) for size in (*found["memory"].values(), *peaks)} == {int}
-    assert found["p_oom"] == round(found["p_oom"], 6)
-    assert sum(found["time"].values()) == pytest.approx(found["step_time_s"])
-    assert found["step_time_low_s"] < found["step_time_s"] < found["step_time_high_s"]
-    tokens = found["spec"]["workload"]["gbs"] * 4096 / found["step_time_s"] / 64
-    assert found["tokens_per_s_per_gpu"] == pytest.approx(tokens)
-    assert 0 < found["mfu"] < 1
+    document = as_json(ultrabench, "predict", *WORDS)
+    assert document["label"].startswith("dp2 tp8 pp4 z1 mbs1 gas16")
+    assert sum(document["memory"].values()) == document["peak_mem_bytes"]
+    peaks = [stage["peak_bytes"] for stage in document["stages"]]
+    assert (len(peaks), max(peaks)) == (4, document["peak_mem_bytes"])
+    assert {type(size) for size in (*document["memory"].values(), *peaks)} == {int}
+    assert document["p_oom"] == round(document["p_oom"], 6)
+    assert sum(document["time"].values()) == pytest.approx(document["step_time_s"])
+    assert document["step_time_low_s"] < document["step_time_s"] < document["step_time_high_s"]
+    tokens = document["spec"]["workload"]["gbs"] * 4096 / document["step_time_s"] / 64
+    assert document["tokens_per_s_per_gpu"] == pytest.approx(tokens)
+    assert 0 < document["mfu"] < 1
 
 
 def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
     words = ("predict", "model=8B", "profile=nanotron")
     assert as_json(ultrabench, *words, "tp=4", "zero_stage=1")["unmeasured"] == []
     words = (*words, "zero_stage=3", "hardware=b200x8")
-    told = as_json(ultrabench, *words)["unmeasured"]
-    assert told == ["gpu=B200 (H100-SXM)", "zero_stage=3 (0 to 1)"]
-    assert f"no run of that fit had {', '.join(told)}" in ultrabench(*words)[1]
+    unmeasured = as_json(ultrabench, *words)["unmeasured"]
+    assert unmeasured == ["gpu=B200 (H100-SXM)", "zero_stage=3 (0 to 1)"]
+    assert f"no run of that fit had {', '.join(unmeasured)}" in ultrabench(*words)[1]
     assert "no run of that fit" not in ultrabench("predict", "profile=megatron", "zero_stage=1")[1]
 
 
 def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_published(ultrabench):
-    words = (
+    words = [
         "sweep",
         "plan",
         "model=llama3-8b",
@@ -54,11 +54,11 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
         "sweep.gbs=64",
         "--top",
         "2",
-    )
-    known = as_json(ultrabench, *words, "hardware=h100x8")
-    assert known["unmeasured"][0] == "zero_stage=1, 2, 3 (0)"
-    assert known["top"][0]["unmeasured"] == ["zero_stage=3 (0)"]
-    assert not any(row["above_published"] for row in known["top"])
+    ]
+    plan = as_json(ultrabench, *words, "hardware=h100x8")
+    assert plan["unmeasured"][0] == "zero_stage=1, 2, 3 (0)"
+    assert plan["top"][0]["unmeasured"] == ["zero_stage=3 (0)"]
+    assert not any(row["above_published"] for row in plan["top"])
     none = ultrabench(*words, "hardware=b200x8")[1]
     assert "no rate of B200 in bf16 is known that others published" in none
     assert "gpu=B200 (H100-SXM)" in none
@@ -86,9 +86,9 @@ def test_predict_shows_measured_runs_that_are_like_the_layout(ultrabench, sweep)
     (run,) = as_json(ultrabench, *some)["nearest"]
     assert (run["run_id"], run["step_time_s"]) == (measured.run_id, pytest.approx(0.1))
     assert (run["seq_len"], run["predicted_step_time_s"]) == (64, measured.prediction.step_time_s)
-    told = ultrabench(*some)[1]
-    assert "measured runs that are most alike" in told
-    assert "a core is taken to reach 50 GFLOP/s; a sweep measures it first" in told
+    text = ultrabench(*some)[1]
+    assert "measured runs that are most alike" in text
+    assert "a core is taken to reach 50 GFLOP/s; a sweep measures it first" in text
     assert distance(measured.spec, measured.spec) == 0 < distance(measured.spec, QUICK.runs[1].spec)
 
 
@@ -111,26 +111,26 @@ def runs(tmp_path):
 
     def write(*factors):
         table = pq.read_table(H100 / "unseen.parquet").slice(0, len(factors))
-        at = table.schema.get_field_index("step_time_s")
+        column = table.schema.get_field_index("step_time_s")
         times = pa.array([t * by for t, by in zip(table["step_time_s"].to_pylist(), factors, strict=True)])
-        pq.write_table(table.set_column(at, table.schema.field(at), times), tmp_path / "runs.parquet")
+        pq.write_table(table.set_column(column, table.schema.field(column), times), tmp_path / "runs.parquet")
 
     return write
 
 
 @pytest.mark.parametrize("name", ["runs", "unseen"])
 def test_our_kernel_is_predicted_as_it_ran_on_a_gpu(ultrabench, name):
-    found = as_json(ultrabench, "predict", "validate", str(H100 / f"{name}.parquet"))["all"]
-    assert found["step_time"]["median_error"] < 0.05
-    assert found["memory"]["median_error"] < 0.01
-    assert found["memory"]["p90_error"] < 0.03
-    assert found["oom"]["accuracy"] == 1
+    document = as_json(ultrabench, "predict", "validate", str(H100 / f"{name}.parquet"))["all"]
+    assert document["step_time"]["median_error"] < 0.05
+    assert document["memory"]["median_error"] < 0.01
+    assert document["memory"]["p90_error"] < 0.03
+    assert document["oom"]["accuracy"] == 1
 
 
 def test_validate_prints_metrics_rows_and_a_figure(ultrabench):
     words = ("predict", "validate", str(H100 / "unseen.parquet"))
-    found = as_json(ultrabench, *words, "--rows", "r.parquet", "-o", "f.svg")
-    assert found["healthy"]["rows"] == found["all"]["rows"] == 9
+    document = as_json(ultrabench, *words, "--rows", "r.parquet", "-o", "f.svg")
+    assert document["healthy"]["rows"] == document["all"]["rows"] == 9
     columns = {"predicted_step_time_s", "predicted_low_s", "predicted_high_s", "p_oom", "regime"}
     assert columns <= set(pq.read_table("r.parquet").column_names)
     assert Path("f.svg").read_text().startswith("<?xml")
@@ -144,19 +144,19 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench):
 
 @pytest.mark.parametrize("profile", sorted(files("profiles")))
 def test_every_profile_predicts_a_layout(ultrabench, profile):
-    found = as_json(ultrabench, "predict", "model=1B", "hardware=h100x8", "tp=2", f"profile={profile}")
-    assert 0 < found["peak_mem_bytes"] < 80 * 2**30
+    document = as_json(ultrabench, "predict", "model=1B", "hardware=h100x8", "tp=2", f"profile={profile}")
+    assert 0 < document["peak_mem_bytes"] < 80 * 2**30
 
 
 def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     runs(*[2.0] * 9)
-    found = as_json(ultrabench, "predict", "calibrate", "runs.parquet")
-    assert (found["runs"], found["prior"], found["fitted"]["step_time"]) == (9, "ultrabench", 9)
-    assert found["after"]["median_error"] < found["before"]["median_error"]
+    document = as_json(ultrabench, "predict", "calibrate", "runs.parquet")
+    assert (document["runs"], document["prior"], document["fitted"]["step_time"]) == (9, "ultrabench", 9)
+    assert document["after"]["median_error"] < document["before"]["median_error"]
     assert load_profile("mine").prior == "ultrabench"
     words = ("predict", "validate", "runs.parquet", "profile=mine")
     used = as_json(ultrabench, *words)
-    assert used["all"]["step_time"]["median_error"] < found["before"]["median_error"] / 2
+    assert used["all"]["step_time"]["median_error"] < document["before"]["median_error"] / 2
     err = ultrabench(*words)[2]
     assert used["profile"]["source"] in err
     assert "are those of the fit" in err

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.parity.planted import FAULTS
 from ultrabench.kernel.model import Decoder, cross_entropy
 from ultrabench.stages import split_stages
-from ultrabench.sweep.config.load import shape_of
+from ultrabench.sweep.config.checkpoint import shape_of
 
 SEQ_LEN, VOCAB = 24, 64
 SMALL = {

@@ -4,22 +4,22 @@ from dataclasses import replace
 
 import pytest
 
+from tests import sweep_folder
 from tests.unit.allocations import PLAN, open_sweep
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
 from ultrabench.store import events
 from ultrabench.store.claim import claim
-from ultrabench.store.events import EVENTS, Start
+from ultrabench.store.events import Start
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen
-from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.journal import JournalWriter
 from ultrabench.sweep.running.price import controls
 
 CONTROL = next(run for run in controls(PLAN).values() if run.nodes == 1)
 OTHERS = [run for run in PLAN.runs if run.nodes == 1 and run.run_id != CONTROL.run_id][:2]
-SPECS = {run.run_id: to_dict(run.spec) for run in PLAN.runs}
+SPECS = {run.run_id: run.spec for run in PLAN.runs}
 NAME = "n1-0000aaaa.0"
 JOB = Start(job_id="57_0")
 
@@ -37,23 +37,23 @@ class Played:
         self.ended_jobs, self.running, self.timed = {}, frozenset(), {}
         self.refusals = 0
 
-    def submit(self, made, avoid, say):
-        self.taken += made
-        for allocation in made:
+    def submit(self, allocations, avoid, say):
+        self.taken += allocations
+        for allocation in allocations:
             self.play(allocation)
-        return {a.name: {"job_id": a.name} for a in made}
+        return {a.name: {"job_id": a.name} for a in allocations}
 
-    def observe(self, known):
-        self.looked.append(sorted(known))
-        unended = {name for name, held in known.items() if held.ended is None}
+    def observe(self, allocations):
+        self.looked.append(sorted(allocations))
+        unended = {name for name, allocation in allocations.items() if allocation.ended is None}
         gone = {name: end for name, end in self.ended_jobs.items() if name in unended}
         alive = frozenset(unended - gone.keys())
         jobs = {name: {"job_id": name} for name in alive}
         running = self.running & alive
         return JobsSeen(alive=alive, running=running, ended_jobs=gone, timed=self.timed, jobs=jobs)
 
-    def cancel(self, known, *, queued_only=False):
-        self.cancelled.append(sorted(known))
+    def cancel(self, allocations, *, queued_only=False):
+        self.cancelled.append(sorted(allocations))
         if len(self.cancelled) <= self.refusals:
             raise ClusterError("scancel: no answer")
         return {}
@@ -64,11 +64,11 @@ class Played:
 
 def open_played(path):
     """A sweep of the control of one node and two other runs, which was launched."""
-    made = open_sweep(path, replace(PLAN, candidates=(CONTROL, *OTHERS)))
-    made.folder.create()
-    made.folder.sweep_json.write_text("{}")
-    made.journal.write(events.Launched(generation=1, config={}))
-    return replace(made, kernel_digest=made.config.kernel.digest())
+    sweep = open_sweep(path, replace(PLAN, candidates=(CONTROL, *OTHERS)))
+    sweep.folder.create()
+    sweep.folder.sweep_json.write_text("{}")
+    sweep.journal.write(events.Launched(generation=1, config={}))
+    return replace(sweep, kernel_digest=sweep.config.kernel.digest())
 
 
 @pytest.fixture
@@ -93,26 +93,19 @@ class Agents:
     def claim(self, key, told=True):
         assert claim(self.claims, str(key), self.me)
         if told:
-            spec = SPECS[key.run_id]
-            self.journal.write(events.Claimed(**key._asdict(), allocation=self.name, job=self.job, spec=spec))
+            self.journal.write(sweep_folder.claimed(SPECS[key.run_id], key, self.name, job=self.job))
 
     def ok(self, key):
         self.claim(key)
-        result = RunResult(status=Status.OK, step_times_s=(0.1,) * 6, duration_s=9.0)
-        self.journal.write(events.Result(**key._asdict(), allocation=self.name, result=result))
+        result = sweep_folder.ended(duration_s=9.0)
+        self.journal.write(sweep_folder.finished(SPECS[key.run_id], key, result, allocation=self.name))
 
     def end(self, code=events.EndCode.OTHER, ran=()):
         """Ends after runs that went well."""
         for key in ran:
             self.ok(key)
-        told = {
-            "reason": "all tasks done",
-            "code": code,
-            "source": "agent",
-            "job": self.job,
-            "elapsed_s": 10.0,
-        }
-        self.journal.write(events.AllocationEnded(allocation=self.name, **told))
+        end = {"reason": "all tasks done", "code": code, "source": "agent", "elapsed_s": 10.0}
+        self.journal.write(events.AllocationEnded(allocation=self.name, job=self.job, **end))
 
 
 def keys(allocation):
@@ -125,13 +118,9 @@ def reconciler_of(sweep, launcher, max_gpu_hours=None, say=lambda note: None):
     return Reconciler(sweep, launcher, lambda state, alive: None, say)
 
 
-def written(sweep, kind):
-    return [line.event for line in read_journal(sweep.folder.journal) if type(line.event) is EVENTS[kind]]
-
-
 def plan(sweep, name=NAME, tasks=(), **more):
-    told = {"nodes": 1, "limit_s": 600.0, "tasks": tuple(tasks), **more}
-    sweep.journal.write(events.AllocationPlanned(allocation=name, **told))
+    planned = {"nodes": 1, "limit_s": 600.0, "tasks": tuple(tasks), **more}
+    sweep.journal.write(events.AllocationPlanned(allocation=name, **planned))
 
 
 def statuses(sweep):

@@ -48,8 +48,8 @@ class SmallSlurm:
         def take() -> dict[str, Job]:
             if len(self.jobs) + len(allocations) > self.most:
                 raise ClusterError("no more jobs are taken")
-            for again in ("", "+")[: 1 + self.double]:
-                self.jobs |= {f"{a.name}{again}": SmallJob(a, f"{a.name}{again}") for a in allocations}
+            for suffix in ("", "+")[: 1 + self.double]:
+                self.jobs |= {f"{a.name}{suffix}": SmallJob(a, f"{a.name}{suffix}") for a in allocations}
             return {a.name: {"job_id": a.name} for a in allocations}
 
         return self.tape.step(take, word="submits", wait=True)
@@ -60,7 +60,7 @@ class SmallSlurm:
         What is not submitted yet is called unknown at once: a launcher may sleep as long as it likes between
         the line in its journal and its submission.
         """
-        asked = {name: bool(held.agents) for name, held in allocations.items()}
+        asked = {name: bool(allocation.agents) for name, allocation in allocations.items()}
 
         def take() -> JobsSeen:
             # Of what was read before, a reconciler uses no more than this once it has looked.
@@ -70,16 +70,18 @@ class SmallSlurm:
         return self.tape.step(take, word="looks", kind="look")
 
     def _seen(self, allocations: Mapping[str, AllocationState]) -> JobsSeen:
-        unended = {name for name, held in allocations.items() if held.ended is None}
+        unended = {name for name, allocation in allocations.items() if allocation.ended is None}
         visible = [job for job in self.jobs.values() if job.allocation.by == self.by]
         active: dict[str, SmallJob] = {}
         for job in visible:
-            held = allocations.get(job.allocation.name)
-            if held is not None and job.phase != "over" and held.start.job_id in ("", job.job_id):
-                active.setdefault(held.name, job)
+            allocation = allocations.get(job.allocation.name)
+            if allocation is not None and job.phase != "over" and allocation.start.job_id in ("", job.job_id):
+                active.setdefault(allocation.name, job)
         queued = frozenset(n for n, job in active.items() if job.phase == "pending")
-        known = {job.allocation.name for job in visible}
-        ends = {n: Status.NODE_FAIL if n in known else Status.LOST for n in sorted(unended - active.keys())}
+        submitted = {job.allocation.name for job in visible}
+        ends = {
+            n: Status.NODE_FAIL if n in submitted else Status.LOST for n in sorted(unended - active.keys())
+        }
         return JobsSeen(
             alive=frozenset(unended & active.keys()) | queued,
             queued=queued,

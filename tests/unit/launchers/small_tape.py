@@ -5,18 +5,18 @@ beginning (a launcher: of its current look).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
 from tests.strategies import written
+from ultrabench.launchers.allocation_ends import LaunchMemory
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.store.events import NAMES, Event, Line, Submitting
 from ultrabench.store.state import SweepState, fold
 
 WHOLE = 99
 """More steps than a block has."""
-PLAIN = (int, str, set, frozenset, dict, float, type(None))
 
 
 class Halt(BaseException):
@@ -34,8 +34,8 @@ class Process:
     """What of the answers its future depends on: the latest of each kind."""
     seq: int = 0
     """Lines it had written before them."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """Of a launcher: what its reconciler remembers from one look to the next."""
+    memory: LaunchMemory | None = None
+    """Of a launcher: what it remembers from one look to the next; None before its first look."""
     over: bool = False
 
     @cached_property
@@ -46,8 +46,10 @@ class Process:
 
 
 def _frozen(value: Any) -> Any:
+    if is_dataclass(value):
+        return tuple(_frozen(getattr(value, each.name)) for each in fields(value))
     if isinstance(value, dict):
-        return frozenset((key, _frozen(held)) for key, held in value.items())
+        return frozenset((key, _frozen(content)) for key, content in value.items())
     return frozenset(value) if isinstance(value, set) else value
 
 
@@ -94,18 +96,22 @@ Journal = dict[tuple[str, int, int], Line]
 
 
 class TapedJournal:
-    """A journal writer that outlives the runs of its process."""
+    """A journal writer that outlives the runs of its process; others may come before it writes an event of `waits`."""
 
-    def __init__(self, journal: Journal, process: Process, tape: Tape) -> None:
+    def __init__(
+        self, journal: Journal, process: Process, tape: Tape, waits: tuple[type[Event], ...] = ()
+    ) -> None:
         self.name, self.seq, self._journal, self._tape = process.name, process.seq, journal, tape
+        self._waits = waits
 
-    def write(self, event: Event, *, wait: bool = False) -> None:
+    def write(self, event: Event) -> None:
         def take() -> None:
             line = written(event, writer=self.name, seq=self.seq)
             self._journal[self.name, self.seq, line.checksum] = line
             if isinstance(event, Submitting):  # what follows is in its lines
                 self._tape.known.clear()
 
+        wait = isinstance(event, self._waits)
         self._tape.step(take, word=f"writes {NAMES[type(event)]}", wait=wait)
         self.seq += 1
 
@@ -118,15 +124,15 @@ class TapedSweep(OpenSweep):
     lines: Journal
     folds: dict[frozenset[tuple[str, int, int]], SweepState]
     """All lines -> their fold."""
-    _held: SweepState = field(default_factory=SweepState)
+    _state: SweepState = field(default_factory=SweepState)
 
     def state(self) -> SweepState:
         # Read again with nothing in between, it is the later reading that counts.
         wait = self.tape.last != "reads"
-        found = self.tape.step(self._read, word="reads", wait=wait, kind="state")
+        latest = self.tape.step(self._read, word="reads", wait=wait, kind="state")
         for each in fields(SweepState):  # always the same object, as the real one: what was known is gone
-            setattr(self._held, each.name, getattr(found, each.name))
-        return self._held
+            setattr(self._state, each.name, getattr(latest, each.name))
+        return self._state
 
     def owner_of(self, name: str) -> str | None:
         read = super(TapedSweep, self).owner_of

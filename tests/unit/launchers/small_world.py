@@ -3,31 +3,21 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tests.unit.launchers.small_slurm import OTHERS, OURS, SmallJob, SmallSlurm
-from tests.unit.launchers.small_tape import (
-    PLAIN,
-    WHOLE,
-    Halt,
-    Journal,
-    Process,
-    Tape,
-    TapedJournal,
-    TapedSweep,
-)
-from ultrabench.agent.lead import owns
+from tests.unit.launchers.small_tape import WHOLE, Halt, Journal, Process, Tape, TapedJournal, TapedSweep
+from ultrabench.agent import lead
+from ultrabench.agent.node_identity import NodeIdentity
+from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.open_sweep import OpenSweep
 from ultrabench.launchers.reconcile import Reconciler
-from ultrabench.launchers.settle import Settler
-from ultrabench.record import to_dict
-from ultrabench.result import RunResult, Status
 from ultrabench.run import Task
-from ultrabench.store import events
-from ultrabench.store.events import Start
+from ultrabench.store.events import AllocationEnded, AllocationStarted, LeadingAgent, Result, Start
 from ultrabench.store.state import SweepState
 
 UNSEEN = (lambda state, alive: None), (lambda note: None)
@@ -85,6 +75,49 @@ def owner(claims: Claims, key: str) -> dict[str, Any] | None:
     return claims.get(key)
 
 
+class TapedDisk:
+    """The results folder as the agents of an allocation access it: every access to a claim is a step."""
+
+    def __init__(self, claims: Claims, tape: Tape) -> None:
+        self._claims, self._tape = claims, tape
+
+    def retry(self, act: Callable[[], Any]) -> Any:
+        arguments = getattr(act, "args", ())
+        if not arguments or arguments[0] is not self._claims:
+            return act()
+        key, owner = arguments[1], arguments[2:]
+        word, kind = (f"claims {key}", key) if owner else ("reads a claim", "")
+        return self._tape.step(act, word=word, kind=kind)
+
+
+class TapedRanks:
+    """All agents of an allocation as its leader sees them: nothing is foreign or full, and every run goes well."""
+
+    hosts, interrupted, lost, lost_cause = ("gpu01",), None, None, ""
+    facts = ({"host": "gpu01", "foreign": (), "short_of_space": None, "kernel_digest": "digest"},)
+
+    def __init__(self, tape: Tape, witness: list[str]) -> None:
+        self._tape, self._witness = tape, witness
+        step = {"event": "step", "seconds": 1.0, "loss": 1.0, "measured": True}
+        self.progress = AttemptProgress(1, self.hosts)
+        self.progress.ranks = [RankProgress(host="gpu01", steps=[step] * 9, done={"event": "done"}, code=0)]
+
+    def start(self, task: Task, index: int) -> None:
+        self._tape.step(lambda: self._witness.append(str(task.key)), word="runs")
+
+    def listen(self, seconds: float) -> float:
+        return 0.0
+
+    def end_ranks(self) -> None: ...
+
+    def finish(self, keep_all: bool) -> None: ...
+
+    def clocks(self) -> tuple[None, None]:
+        return None, None
+
+    foreign_load = clocks
+
+
 class Block(NamedTuple):
     """What a block of steps of one process has changed."""
 
@@ -113,8 +146,6 @@ class Stage:
         """The second launcher is another user's, who sees no jobs but his own."""
         self.late = False
         """Slurm may call a job over before the last line of its agent is there."""
-        self.claim: Callable[..., bool] = claim
-        self.owns: Callable[..., bool] = owns
         self.current = ""
         """Names the next allocation: whose it is and how many there were."""
         self._folds: dict[frozenset[tuple[str, int, int]], SweepState] = {}
@@ -122,8 +153,6 @@ class Stage:
         """All that a process can see, and how far it goes -> what it does then: worlds differ in little."""
         kept = ("plan", "reader", "environment", "accepts", "kernel_digest", "git_commit")
         self._open = {name: getattr(sweep, name) for name in kept}
-        self._template = vars(Reconciler(sweep, SmallSlurm({}, Tape(Process(""), 0)), *UNSEEN))
-        self.settler = vars(self._template["settler"])
 
     def first(self) -> World:
         return World({}, {}, {}, {n: Process(n) for n in ("launcher-a", "launcher-b")}, {})
@@ -153,8 +182,8 @@ class Stage:
                     yield from [self._end(world, name, job)] * mortal
                     continue
                 if self.late and "done" in world.agents[name].known:
-                    told = (*world.story, f"Slurm calls {name} over")
-                    yield replace(world, jobs=world.jobs | {name: replace(job, phase="over")}, story=told)
+                    story = (*world.story, f"Slurm calls {name} over")
+                    yield replace(world, jobs=world.jobs | {name: replace(job, phase="over")}, story=story)
                 for most in range(steps if mortal else 0):
                     cut, _ = self.agent(world, name, most)
                     yield self._end(cut, name, replace(job, phase="over"))
@@ -168,21 +197,23 @@ class Stage:
         """Slurm starts a job, with an agent in it."""
         job = replace(world.jobs[name], phase="running")
         agent = Process(f"agent-{name}-{job.restart}".replace("+", "_"))
-        told = (*world.story, f"Slurm starts {name}")
-        return replace(world, jobs=world.jobs | {name: job}, agents=world.agents | {name: agent}, story=told)
+        story = (*world.story, f"Slurm starts {name}")
+        return replace(world, jobs=world.jobs | {name: job}, agents=world.agents | {name: agent}, story=story)
 
     def _end(self, world: World, name: str, job: SmallJob) -> World:
         """A job loses its nodes: its agent died where it stood."""
         agents = {n: a for n, a in world.agents.items() if n != name}
-        told = (*world.story, f"Slurm ends {name}: {job.phase}")
-        return replace(world, jobs=world.jobs | {name: job}, agents=agents, kills=world.kills + 1, story=told)
+        story = (*world.story, f"Slurm ends {name}: {job.phase}")
+        return replace(
+            world, jobs=world.jobs | {name: job}, agents=agents, kills=world.kills + 1, story=story
+        )
 
     def launcher(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
         """A launcher's next block of steps, at most `most` of them before it dies; and how many they were."""
         process = world.launchers[name]
         seen = (process.key, most, self.most_jobs, self.coarse, world.seen)
-        made = self._block(seen, lambda: self._launch(world, process, most))
-        return _changed(world, made, launchers=world.launchers | {name: made.process}), made.steps
+        block = self._block(seen, lambda: self._launch(world, process, most))
+        return _changed(world, block, launchers=world.launchers | {name: block.process}), block.steps
 
     def _block(self, seen: Any, take: Callable[[], Block]) -> Block:
         """The block of a process that sees this; it is taken once."""
@@ -196,19 +227,18 @@ class Stage:
         """Runs a launcher in a world, until it has to wait for others or dies."""
         name, lines, claims, jobs = process.name, dict(world.journal), dict(world.claims), dict(world.jobs)
         tape = Tape(process, most)
-        tape.coarse = self.coarse and bool(process.memory)
+        tape.coarse = self.coarse and process.memory is not None
         journal = TapedJournal(lines, process, tape)
         folder = SimpleNamespace(path=Path("t"), allocations=Path("t/allocations"), claims=claims)
         taped = {"folder": folder, "journal": journal, "tape": tape, "lines": lines, "folds": self._folds}
         sweep = TapedSweep(**self._open, **taped)
         try:
             by = OTHERS if self.stranger and name in ("launcher-b", "launcher-d") else OURS
-            reconciler = self._born(sweep, process, SmallSlurm(jobs, tape, self.most_jobs, by, self.double))
-            self.current = f"{name[-1]}{reconciler.submitted}"
+            slurm = SmallSlurm(jobs, tape, self.most_jobs, by, self.double)
+            reconciler = Reconciler(sweep, slurm, *UNSEEN, copy.deepcopy(process.memory))
+            memory = reconciler.memory
+            self.current = f"{name[-1]}{memory.submitted}"
             _, busy = reconciler.once()
-            memory = {k: v for k, v in vars(reconciler).items() if isinstance(v, PLAIN)}
-            settler = vars(reconciler.settler).items()
-            memory["settler"] = {k: v for k, v in settler if isinstance(v, PLAIN) and k != "_runs"}
             process = Process(name, seq=journal.seq, memory=memory) if busy else Process(name, over=True)
         except Halt:
             process = replace(process, answers=tuple(tape.answers), known=tape.known)
@@ -218,69 +248,57 @@ class Stage:
             process = Process(name, over=True)
         return Block(lines, claims, process, tape.told(name), tape.new, jobs)
 
-    def _born(self, sweep: TapedSweep, process: Process, slurm: SmallSlurm) -> Reconciler:
-        """The reconciler of a launcher that has just started, or of one that begins to look again."""
-        if not process.memory:
-            return Reconciler(sweep, slurm, *UNSEEN)
-        made, settler = object.__new__(Reconciler), object.__new__(Settler)
-        memory = copy.deepcopy(process.memory)
-        vars(settler).update(self.settler, _sweep=sweep, _launcher=slurm, **memory.pop("settler"))
-        vars(made).update(self._template, sweep=sweep, launcher=slurm, settler=settler, **memory)
-        return made
-
     def agent(self, world: World, name: str, most: int = WHOLE) -> tuple[World, int]:
         """The same for the leading agent of a job, which sees the claims only."""
         process, job = world.agents[name], world.jobs[name]
         seen = (process.key, most, name, job.restart, world.owners)
-        made = self._block(seen, lambda: self._run(world, process, job, most))
-        agents = world.agents | {name: made.process}
-        return _changed(world, made, agents={n: a for n, a in agents.items() if not a.over}), made.steps
+        block = self._block(seen, lambda: self._run(world, process, job, most))
+        agents = world.agents | {name: block.process}
+        return _changed(world, block, agents={n: a for n, a in agents.items() if not a.over}), block.steps
 
     def _run(self, world: World, process: Process, job: SmallJob, most: int) -> Block:
         """Runs an agent in a world, until it has to wait for others or dies."""
         lines, claims = Journal(), dict(world.claims)
         tape, witness, jobs = Tape(process, most), list[str](), dict[str, SmallJob]()
         try:
-            self._lead(job, TapedJournal(lines, process, tape), claims, tape, witness)
+            waits = (Result, AllocationEnded) if self.late else (Result,)
+            self._lead(job, TapedJournal(lines, process, tape, waits), claims, tape, witness)
             jobs, process = {job.job_id: replace(job, phase="over")}, replace(process, over=True)
         except Halt:
             process = replace(process, answers=tuple(tape.answers), known=tape.known)
-        told = tape.told(f"agent of {job.job_id}")
-        return Block(lines, claims, process, told, tape.new, jobs, tuple(witness))
+        story = tape.told(f"agent of {job.job_id}")
+        return Block(lines, claims, process, story, tape.new, jobs, tuple(witness))
 
     def _lead(
         self, job: SmallJob, journal: TapedJournal, claims: Claims, tape: Tape, witness: list[str]
     ) -> None:
-        """What ultrabench.agent.lead does, as far as others can see it."""
-        allocation = job.allocation
-        start = Start(job_id=job.job_id, restart=job.restart)
-        me, name = {"allocation": allocation.name, "job": to_dict(start)}, {"allocation": allocation.name}
-        if not tape.step(lambda: self.owns(claims, allocation.name, me), word="claims itself"):
+        """The agent that leads an allocation: what ultrabench.agent does around the Leader, and the Leader."""
+        start, name, disk = (
+            Start(job_id=job.job_id, restart=job.restart),
+            job.allocation.name,
+            TapedDisk(claims, tape),
+        )
+        identity = NodeIdentity(node=0, host="gpu01", job=start)
+        if not disk.retry(partial(lead.owns, claims, name, identity.owner(name))):
             return
-        journal.write(events.AllocationStarted(**name, agent=events.LeadingAgent(job=start)))
-        for task in allocation.tasks if job.restart else ():
-            held = tape.step(lambda task=task: owner(claims, str(task.key)), word="reads a claim") or {}
-            if held.get("allocation") == allocation.name and held.get("job") != me["job"]:
-                journal.write(events.Failed(**_end_of(task, Status.LOST), **name, source="slurm"))
-        for task in allocation.tasks:
-            key = str(task.key)
-            if tape.step(lambda key=key: self.claim(claims, key, me), word=f"claims {key}", kind=key):
-                journal.write(events.Claimed(**task.key._asdict(), **name, spec={"nodes": 1}))
-                journal.write(events.Started(**task.key._asdict(), **name))
-                tape.step(lambda key=key: witness.append(key), word="runs")
-                journal.write(events.Result(**_end_of(task, Status.OK), **name), wait=True)
+        journal.write(AllocationStarted(allocation=name, agent=LeadingAgent(job=start)))
+        folder = SimpleNamespace(claims=claims, pause=SimpleNamespace(exists=lambda: False))
+        node = SimpleNamespace(
+            allocation=job.allocation,
+            identity=identity,
+            disk=disk,
+            folder=folder,
+            scratch="",
+            digest=lambda: "digest",
+        )
+        ending = lead.Leader(node, TapedRanks(tape, witness), journal).run()
         tape.step(lambda: None, word="is done", kind="done")
-        end = events.AllocationEnded(**name, job=start, reason="all tasks done", source="agent")
-        journal.write(end, wait=self.late)
+        journal.write(AllocationEnded(allocation=name, job=start, **ending._asdict(), source="agent"))
 
 
-def _end_of(task: Task, status: Status) -> dict[str, Any]:
-    return {**task.key._asdict(), "result": RunResult(status=status, step_times_s=(1.0,))}
-
-
-def _changed(world: World, made: Block, **processes: dict[str, Process]) -> World:
+def _changed(world: World, block: Block, **processes: dict[str, Process]) -> World:
     """The world after a block of steps."""
     return replace(
-        world, journal=world.journal | made.journal, claims=world.claims | made.claims, jobs=world.jobs | made.jobs,
-        witness=(*world.witness, *made.witness), story=(*world.story, made.told), **processes,
+        world, journal=world.journal | block.journal, claims=world.claims | block.claims, jobs=world.jobs | block.jobs,
+        witness=(*world.witness, *block.witness), story=(*world.story, block.told), **processes,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 
 from tests.disks import on_a_small_disk
 from tests.unit.allocations import CONFIG, with_launcher
-from ultrabench.launchers.settle import AgentWatchdog
+from ultrabench.launchers.allocation_ends import AgentWatchdog
 from ultrabench.store.events import LeadingAgent
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import AllocationState

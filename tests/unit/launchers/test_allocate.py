@@ -121,6 +121,17 @@ def test_what_the_agents_of_an_array_read(sweep):
     assert allocations_of(sweep, jobs_of(sweep)[:1])[0].name.rpartition(".")[0] != token
 
 
+@pytest.mark.parametrize(("control", "converted"), [(ONE, True), (others(1, 1)[0], False)])
+def test_the_best_of_another_allocation_is_converted_by_the_same_control_layout(sweep, control, converted):
+    state = SweepState(allocations={"a": AllocationState(name="a", nodes=1, control=control.run_id)})
+    for run in {ONE.run_id: ONE, control.run_id: control}.values():
+        told(state, run, Status.OK, allocation="a")
+    (made,) = allocations_of(sweep, made_of(sweep, others(1, 2)[1:], state))
+    assert made.control == ONE.run_id
+    assert [task.best_step_time_s is not None for task in made.tasks] == [True, True]
+    assert [task.best_control_ratio is not None for task in made.tasks] == [converted] * 2
+
+
 # what is committed
 
 

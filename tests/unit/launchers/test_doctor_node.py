@@ -104,7 +104,7 @@ def test_the_job_is_asked_for_as_jobs_of_a_sweep_are(tmp_path):
              "launcher.python=[apptainer,exec,my image.sif,python]", "+launcher.sbatch.hold=''")  # fmt: skip
     config = replace(load_config(["launcher=slurm", *words]), results_dir=str(tmp_path))
     job = CheckupJob(CheckupFolder(config), print)
-    text = array_script([job.allocation], job.launcher._config, program=job.launcher.program)
+    text = array_script([job.allocation], job.launcher._config, module=job.launcher.module)
     options = "--partition=hopper", "--nodes=1", "--gpus-per-node=8", "--exclusive", "--hold", "--time=10"
     assert {f"#SBATCH {option}" for option in options} <= set(text.splitlines())
     assert "\nmodule load cuda\n" in text

@@ -6,11 +6,12 @@ import time
 
 import pytest
 
-from tests.unit.launchers.played import Agents, Played, keys, plan, statuses, sweep, written
+from tests.sweep_folder import events_of
+from tests.unit.launchers.played import Agents, Played, keys, plan, statuses, sweep
 from ultrabench.launchers import launcher as launcher_module
+from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import Reconciler
-from ultrabench.launchers.settle import interrupt
 from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.store.claim import GIVEN_UP, owner_of
@@ -60,7 +61,7 @@ class Watched:
         self.sweep, self.launcher, self.clock = sweep, Played(), clock
         self.told, self.alive = [], frozenset()
         self.reconciler = Reconciler(sweep, self.launcher, self._show, self.told.append)
-        self.patience_s = self.reconciler.settler.watchdog.patience_s
+        self.patience_s = self.reconciler.recorder.watchdog.patience_s
         self.once()
         (mine,) = self.launcher.taken
         self.mine, self.keys = mine.name, keys(mine)
@@ -113,11 +114,11 @@ def test_an_allocation_of_others_lives_and_is_left_alone(watched, by, started):
             touch(agents, 2e9 + n)
         assert watched.once(after=60.0)
         assert watched.alive == {watched.mine, THEIRS}
-    assert all(THEIRS not in known for known in watched.launcher.looked)
+    assert all(THEIRS not in looked for looked in watched.launcher.looked)
     whose = f"{by['user']} on {by['cluster'] or by['host']}"
     note = f"{THEIRS} is a job of {whose}: it is watched, and neither ended nor replaced. "
-    assert sum(told.startswith(note) for told in watched.told) == 1
-    assert THEIRS not in [e.allocation for e in written(watched.sweep, "adopted")]
+    assert sum(message.startswith(note) for message in watched.told) == 1
+    assert THEIRS not in [e.allocation for e in events_of(watched.sweep.folder, "adopted")]
     # What it has claimed no one else may run; what only it was to run is waited for.
     assert len(watched.launcher.taken) == 1
     watched.sweep.journal.write(Cancel(generation=2))
@@ -144,8 +145,8 @@ def test_others_whose_agents_are_silent_for_longer_than_their_limit_are_over(wat
     for _ in range(2):  # its claim is looked at first
         watched.once(after=10.0)
     assert (watched.alive, statuses(watched.sweep)) == ({watched.mine}, {key: Status.LOST})
-    told = f"the agents of {THEIRS}, of bob on big, were silent for longer than its time limit"
-    assert watched.ended() == told
+    reason = f"the agents of {THEIRS}, of bob on big, were silent for longer than its time limit"
+    assert watched.ended() == reason
 
 
 def test_processes_of_another_host_that_never_started_are_given_up_after_their_limit(watched):
@@ -165,15 +166,15 @@ def test_what_others_have_queued_is_taken_over_only_where_a_person_asks(watched)
     watched.starts(watched.mine).end()
     watched.once()
     assert watched.alive >= {THEIRS, running}
-    watched.reconciler.settler.withdraw([THEIRS, running], "taken over")
+    watched.reconciler.recorder.withdraw([THEIRS, running], "taken over")
     assert owner_of(watched.sweep.folder.claims, THEIRS) == GIVEN_UP
     assert (watched.ended(), watched.ended(running)) == ("taken over", None), "what runs is waited for"
     watched.once()
     assert watched.alive == {running}
     runs.end()  # until now it was the first of its size
     watched.once()
-    again = [key for made in watched.launcher.taken[1:] for key in keys(made)]
-    assert last in again, "the same attempt: nobody has claimed it, and now nobody else will"
+    planned = [key for allocation in watched.launcher.taken[1:] for key in keys(allocation)]
+    assert last in planned, "the same attempt: nobody has claimed it, and now nobody else will"
 
 
 def test_what_has_started_meanwhile_is_not_taken_over(watched):
@@ -181,7 +182,7 @@ def test_what_has_started_meanwhile_is_not_taken_over(watched):
     watched.plan()
     path = watched.starts().journal.path
     path.rename(path.with_suffix(".late"))
-    watched.reconciler.settler.withdraw([THEIRS], "taken over")
+    watched.reconciler.recorder.withdraw([THEIRS], "taken over")
     assert watched.ended() is None
     assert owner_of(watched.sweep.folder.claims, THEIRS) == THEIRS
 
@@ -206,7 +207,7 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
     assert (watched.ended(watched.mine), statuses(watched.sweep)) == (None, {key: None})
     assert len(watched.launcher.taken) == 1
     note = f"{gone.reason}, but the agents of {watched.mine} touched their journal lately"
-    assert sum(told.startswith(note) for told in watched.told) == 1
+    assert sum(message.startswith(note) for message in watched.told) == 1
     for _ in range(3):
         watched.once(after=0.3 * watched.patience_s)
         assert watched.alive == {watched.mine}

@@ -22,7 +22,7 @@ from tests.unit.launchers import small_world
 from tests.unit.launchers.small_tape import Process
 from tests.unit.launchers.small_world import Stage, World
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.launchers.settle import AgentWatchdog
+from ultrabench.launchers.allocation_ends import AgentWatchdog
 from ultrabench.result import Status
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.jobs_seen import JobsSeen
@@ -38,7 +38,7 @@ HUNT = int(settings.get_current_profile_name() == "hunt")
 def stage(monkeypatch, request, tmp_path):
     """A stage of two runs that share an allocation, or of one, without clocks and chance."""
     config = replace(CONFIG, measure=replace(CONFIG.measure, confirm=1))
-    sweep = open_sweep(tmp_path, make_plan(config), control=False)
+    sweep = open_sweep(tmp_path, make_plan(config), control=False, preflight=False)
     sweep.folder.create()
     runs = [run for run in sweep.plan.runs if run.nodes == 1]
     sweep.plan = replace(sweep.plan, candidates=tuple(runs[: request.param]))
@@ -48,12 +48,13 @@ def stage(monkeypatch, request, tmp_path):
     monkeypatch.setattr(AgentWatchdog, "observe", lambda *_: None)
     monkeypatch.setattr(Allocation, "write", lambda self: None)
     monkeypatch.setattr(KernelConfig, "digest", lambda self: "digest")
-    made = Stage(sweep)
+    small_stage = Stage(sweep)
     clock = SimpleNamespace(time=lambda: 2e9, monotonic=lambda: 0.0)
-    names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=made.current))
-    monkeypatch.setattr("ultrabench.launchers.reconcile.time", clock)
+    names = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=small_stage.current))
+    for module in ("launchers.reconcile", "agent.lead", "agent.ranks.rank_progress"):
+        monkeypatch.setattr(f"ultrabench.{module}.time", clock)
     monkeypatch.setattr("ultrabench.launchers.reconcile.uuid", names)
-    return made
+    return small_stage
 
 
 def explore(stage: Stage) -> int:
@@ -89,8 +90,8 @@ def comes_to_nothing(stage: Stage, world: World) -> bool:
 
 def require_once(world: World, in_turn: bool) -> None:
     """Nothing ran twice; with one launcher after another nothing even waits twice."""
-    told = "\n".join(world.story)
-    assert len(set(world.witness)) == len(world.witness), f"ran twice: {world.witness}\n{told}"
+    story = "\n".join(world.story)
+    assert len(set(world.witness)) == len(world.witness), f"ran twice: {world.witness}\n{story}"
     waiting = {job.allocation.name: job for job in world.jobs.values() if job.phase != "over"}
     # The second job of an allocation, and one that was given up, will run nothing.
     owners = {name: world.claims.get(name, {"job": {"job_id": job.job_id}}) for name, job in waiting.items()}
@@ -98,7 +99,7 @@ def require_once(world: World, in_turn: bool) -> None:
         str(task.key) for name, job in waiting.items() for task in job.allocation.tasks
         if owners[name].get("job", {}).get("job_id") == job.job_id
     ]  # fmt: skip
-    assert not in_turn or len(set(tasks)) == len(tasks), f"is in two jobs at once: {tasks}\n{told}"
+    assert not in_turn or len(set(tasks)) == len(tasks), f"is in two jobs at once: {tasks}\n{story}"
 
 
 def require_end(stage: Stage, world: World) -> None:
@@ -127,8 +128,8 @@ def require_end(stage: Stage, world: World) -> None:
     for run in stage.sweep.plan.runs:
         attempts = [a for k, a in sorted(state.attempts.items()) if k.run_id == run.run_id]
         statuses = [a.result and a.result.status for a in attempts]
-        told = "\n".join([f"{run.run_id} has ended {statuses}", *world.story])
-        assert (statuses.count(Status.OK), statuses[-1:]) == (1, [Status.OK]), told
+        story = "\n".join([f"{run.run_id} has ended {statuses}", *world.story])
+        assert (statuses.count(Status.OK), statuses[-1:]) == (1, [Status.OK]), story
     assert set(world.witness) <= {str(key) for key in state.attempts}, "ran and is not recorded"
     # Agents died here, and no node and no Slurm says that a node is broken.
     assert excluded_nodes(replace(state, launched=None), stage.sweep.config.retry) == {}
@@ -173,24 +174,25 @@ def submitted_only(state):
 
 
 FAULTS = {
-    "a claim that everybody wins": (2, AT_ONCE | {"claim": always, "owns": always}, {}, r"ran twice|has ended"),
+    "a claim that everybody wins": (
+        2, AT_ONCE, {"agent.lead.claim": always, "agent.lead.owns": always}, r"ran twice|has ended"),
     "lost answers are not looked for": (
-        2, IN_TURN, {"settle.open_allocations": submitted_only}, r"in two jobs at once|has ended"),
-    "a second job that does not leave": (1, IN_TURN | DOUBLE | {"owns": always}, {}, "has ended"),
-    "what is not seen is taken for dead": (2, AT_ONCE | STRANGER, {"settle.sees": always}, "has ended"),
-    "the dead are not buried": (2, IN_TURN, {"settle.Settler.settle": lambda *_: None}, "has ended"),
-    "jobs are given up without being told": (2, {"most_kills": 0}, {"settle.Settler.give_up": always}, "has ended"),
+        2, IN_TURN, {"launchers.allocation_ends.open_allocations": submitted_only}, r"in two jobs at once|has ended"),
+    "a second job that does not leave": (1, IN_TURN | DOUBLE, {"agent.lead.owns": always}, "has ended"),
+    "what is not seen is taken for dead": (2, AT_ONCE | STRANGER, {"launchers.allocation_ends.sees": always}, "has ended"),
+    "the dead are not buried": (2, IN_TURN, {"launchers.allocation_ends.EndRecorder.record_end": lambda *_: None}, "has ended"),
+    "jobs are given up without being told": (2, {"most_kills": 0}, {"launchers.allocation_ends.EndRecorder.give_up": always}, "has ended"),
     "what is under way is forgotten": (
-        1, IN_TURN | {"most_kills": 0}, {"reconcile.decide": without_jobs}, "in two jobs at once"),
+        1, IN_TURN | {"most_kills": 0}, {"launchers.reconcile.decide": without_jobs}, "in two jobs at once"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("stage", "words", "planted", "told"), FAULTS.values(), ids=FAULTS, indirect=["stage"]
+    ("stage", "words", "planted", "message"), FAULTS.values(), ids=FAULTS, indirect=["stage"]
 )
-def test_a_planted_fault_is_found_out(stage, words, planted, told, monkeypatch):
+def test_a_planted_fault_is_found_out(stage, words, planted, message, monkeypatch):
     vars(stage).update(words)
     for name, value in planted.items():
-        monkeypatch.setattr(f"ultrabench.launchers.{name}", value)
-    with pytest.raises(AssertionError, match=told):
+        monkeypatch.setattr(f"ultrabench.{name}", value)
+    with pytest.raises(AssertionError, match=message):
         explore(stage)

@@ -139,7 +139,10 @@ def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved():
 
 def test_too_few_runs_are_one_line_with_the_remedy():
     runs = [case.run for case in measured(TRUTH, 7)]
-    runs[0], runs[1] = replace(runs[0], suspect="throttled"), replace(runs[1], status="oom", step_time_s=None)
+    runs[0], runs[1] = (
+        replace(runs[0], suspect_codes=["throttled"]),
+        replace(runs[1], status="oom", step_time_s=None),
+    )
     runs[2] = replace(runs[2], allreduce_intra_node_busbw_bytes_per_s=1e11)
     left_out = "1 in doubt: throttled, 1 with status oom and no step time, 1 with slow links in the node"
     told = f"4 healthy runs with a step time; a fit needs at least 5: .*; left out: {left_out}"
@@ -179,7 +182,7 @@ def test_the_profile_is_that_of_the_program_that_ran():
 
 def test_health_follows_from_the_probe_of_the_job_alone():
     """Sizes that differ from those of other rows are no doubt: a run is predicted with its own."""
-    spec, other = spec_of(Layout(dp=32), "1B", nodes=4), "other architecture: num_key_value_heads=8"
+    spec, other = spec_of(Layout(dp=32), "1B", nodes=4), "other_architecture"
     links = {"allreduce_intra_node_busbw_bytes_per_s": 430e9, "allgather_busbw_bytes_per_s": 220e9}
     slower, in_node = "with slower links than other jobs", "with slow links in the node"
     runs = (
@@ -188,9 +191,13 @@ def test_health_follows_from_the_probe_of_the_job_alone():
         ({"allreduce_busbw_bytes_per_s": 120e9, **links}, slower),
         ({"allreduce_intra_node_busbw_bytes_per_s": 200e9}, in_node),
         ({"step_time_s": 99.0}, ""),  # a slow run without a probe is no sign of ill links
-        ({"suspect": other}, ""),
-        ({"suspect": "before the fix"}, "in doubt: before the fix"),
-        ({"suspect": f"{other}; before the fix"}, "in doubt: before the fix"),
+        ({"suspect_codes": [other]}, ""),
+        ({"suspect_codes": ["before the fix"]}, "in doubt: before the fix"),
+        ({"suspect_codes": [other, "before the fix"]}, "in doubt: before the fix"),
+        (
+            {"suspect": "other programs used 40% of the cores", "suspect_codes": ["foreign_load"]},
+            "in doubt: foreign_load",
+        ),
         # Processes of one host have no links that could be broken.
         ({"hardware": "cpu", "allreduce_intra_node_busbw_bytes_per_s": 4e8}, ""),
     )
@@ -286,7 +293,7 @@ def test_a_row_tells_the_version_that_made_it(spec, job_id, kernel_version, vers
 def test_memory_is_compared_with_the_version_that_made_the_row():
     held = {"peak_mem_reserved_rank0_bytes": 2**34, "source": "runs.csv", "kernel_version": "after_pp_fix"}
     runs = [
-        run_of(PIPELINE, 1.0, job_id="14099000", suspect="broken NVLink", **held),
+        run_of(PIPELINE, 1.0, job_id="14099000", suspect_codes=["broken_nvlink"], **held),
         run_of(PIPELINE, 1.0, job_id="14113488", **held),
         run_of(spec_of(Layout(dp=8, mbs=64), "8B"), None, status="oom"),
     ]

@@ -9,7 +9,7 @@ import torch
 from ultrabench.kernel.pp import SCHEDULES
 from ultrabench.layout import Layout
 from ultrabench.sweep.grid import schedule_refusals
-from ultrabench.sweep.predict.pipeline import COST, bubble_share, order, timeline, turns, with_messages
+from ultrabench.sweep.predict.pipeline import COST, bubble_share, order, timeline, turns
 from ultrabench.sweep.predict.stage_memory import in_flight
 
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "input", "BACKWARD_WEIGHT": "weight"}  # fmt: skip
@@ -56,18 +56,12 @@ def torch_order(layout):
         for stage in stages:
             make(stage, n_microbatches=gas)._step_microbatches([()] * gas, [{}] * gas)
         return [stage.passes for stage in stages]
-    return [[one for one in passes if one is not None] for passes in torch_order_with_messages(layout)]
-
-
-def torch_order_with_messages(layout):
-    """The same with None for each message that a rank receives, under schedules of several stages."""
     here = {"group_size": layout.pp, "group_rank": 0, "num_stages": layout.num_stages}
     first = [SimpleNamespace(**here, stage_index=n, submod=torch.nn.Identity()) for n in layout.stages_of(0)]
-    schedule = SCHEDULES[layout.pp_schedule](first, n_microbatches=layout.gas)
+    schedule = SCHEDULES[layout.pp_schedule](first, n_microbatches=gas)
     return [
         [(KINDS[a.computation_type.name], a.microbatch_index, layout.stages_of(rank).index(a.stage_index))
-         if a.computation_type.name in KINDS else None
-         for a in actions if a.computation_type.name in (*KINDS, "RECV_F", "RECV_B")]
+         for a in actions if a.computation_type.name in KINDS]
         for rank, actions in schedule.pipeline_order_with_comms.items()
     ]  # fmt: skip
 
@@ -76,12 +70,6 @@ def torch_order_with_messages(layout):
 def test_the_order_is_that_of_torch(schedule, v):
     for layout in layouts(schedule, v):
         assert order(layout) == torch_order(layout), layout
-
-
-@pytest.mark.parametrize(("schedule", "v"), [("interleaved", 2), ("interleaved", 3), ("zbv", 2)])
-def test_buffers_of_messages_are_made_where_torch_makes_them(schedule, v):
-    for layout in layouts(schedule, v):
-        assert with_messages(layout) == torch_order_with_messages(layout), layout
 
 
 @EVERY_SCHEDULE
@@ -104,8 +92,12 @@ def test_predicted_memory_counts_the_micro_batches_in_flight(schedule, v):
     for layout in layouts(schedule, v):
         for rank, passes in enumerate(order(layout)):
             most = max(accumulate({"forward": 1, "input": 0}.get(kind, -1) for kind, *_ in passes))
+            rank_turns = turns(layout.pp, gas := layout.gas, v, schedule, rank)
+            assert max(sum(turn.in_flight) for turn in rank_turns) == most, (layout, rank)
+            assert {turn.chunk for turn in rank_turns} == set(range(v))
             if v == 1:
                 assert in_flight(layout, rank) == most, (layout, rank)
-                continue
-            held = [held for t in turns(layout.pp, layout.gas, v, schedule, False)[rank] for held in t.held]
-            assert max(sum(kept) for *kept, _ in held) == most, (layout, rank)
+                assert [turn.backward_phase[0] for turn in rank_turns if turn.is_last] == [int(gas > 1)], (
+                    layout,
+                    rank,
+                )

@@ -15,7 +15,7 @@ from ultrabench.hardware import Peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.run import RunSpec, Workload
-from ultrabench.sweep.config.compose import files
+from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_config, load_model, load_profile
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.profile import REGIMES, regime

@@ -191,7 +191,7 @@ def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch):
     reconciler = reconciler_of(sweep, Played())
 
     def step():
-        actions = reconciler._decide(*reversed(reconciler.settler.look()))
+        actions = reconciler._decide(*reversed(reconciler.recorder.look()))
         return [t.key for job in actions.submit for t in job.attempts]
 
     assert step() == [key_of(run, attempt=1)], "it ended before this launch"

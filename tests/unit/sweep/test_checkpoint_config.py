@@ -1,6 +1,7 @@
 """A Hugging Face config.json is a model as it is; what would be another model is refused by its key."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,32 @@ def write(path, change=(), without=(), base=LLAMA):
 @pytest.mark.parametrize(("values", "name"), [(LLAMA, "llama3.1-8b"), (QWEN, "qwen3-0.6b")])
 def test_a_config_json_is_a_model_as_it_is(values, name):
     assert load_model(write(f"{name}/config.json", base=values)) == load_model(name)
+
+
+@pytest.mark.parametrize(
+    ("variable", "folder"),
+    [("HF_HUB_CACHE", "."), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub"), ("HOME", ".cache/huggingface/hub")],
+)  # fmt: skip
+def test_the_config_json_of_a_model_on_the_hub_is_read_from_the_cache(
+    variable, folder, monkeypatch, tmp_path
+):
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "cache"))
+    where = tmp_path / "cache" / folder / "models--meta-llama--Llama-3.1-8B"
+    name = "meta-llama/Llama-3.1-8B"
+    with refused(f"({where}); run: hf download {name} config.json, or give the path"):
+        load_model(name)
+    write(where / "snapshots/d04e592b/config.json")
+    with refused(f"run: hf download {name} config.json"):  # the revision that is wanted is not known
+        load_model(name)
+    (where / "refs").mkdir()
+    (where / "refs/main").write_text("d04e592b\n")
+    shape = load_model(name)
+    assert shape.name == "Llama-3.1-8B"
+    assert shape == replace(load_model("llama3.1-8b"), name="Llama-3.1-8B")
+    write(f"{name}/config.json", {"num_hidden_layers": 2})
+    assert load_model(name).num_hidden_layers == 2, "an existing folder of that path wins"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +150,7 @@ def test_what_changes_nothing_is_taken(change):
         ({"model_type": "mixtral", "num_local_experts": 8}, "model_type 'mixtral' (num_local_experts is 8)"),
         ({"quantization_config": {"quant_method": "awq"}}, """quantization_config is {"quant_method": "awq"}; ultrabench"""),
         *(({"model_type": kind}, f"model_type {kind!r}") for kind in ("qwen2", None, ["llama"])),
-        ({"hidden_size": "4096"}, "hidden_size='4096' is no whole number"), ({"num_attention_heads": None}, "num_attention_heads"),
+        ({"hidden_size": "4096"}, "hidden_size='4096' is not an integer"), ({"num_attention_heads": None}, "num_attention_heads"),
         ({"num_attention_heads": 0}, "num_attention_heads=0; must be >= 1"),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from tests.configs import refused, write_config
 from ultrabench.launchers.open_sweep import folder_of, in_force, sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.store.sweep_json import write_sweep_json
-from ultrabench.sweep.config.compose import GROUPS, describe, files, search_path
+from ultrabench.sweep.config.files import GROUPS, describe, files, search_path
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -140,7 +140,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["hardware=h100"], "unknown hardware 'h100'; did you mean h100x8? (known: h100x8, h200x8, "),
         (["sweep.strategy=greedy"], "strategy='greedy'; must be exhaustive or adaptive"),
         (["sweep=comm", "sweep.strategy=adaptive"], "a probe trains nothing: leave it out"),
-        (["sweep.dp_shard=[nod]"], "sweep.dp_shard=['nod']; each must be all, node or a number"),
+        (["sweep.dp_shard=[nod]"], "sweep.dp_shard='nod'; must be all, node or a number"),
         (["profile=true"], "profile=true; a profile is a file of constants that predict: to trace runs, write trace=true"),
         *(([given], f"unknown override {given.lstrip('+').partition('=')[0]!r}; did you mean {meant}?") for given, meant in [
             ("nodes=[1]", "sweep.nodes=[1]"), ("node=2", "sweep.nodes=[2]"), ("tp=1,2", "sweep.tp=[1,2]"),
@@ -161,7 +161,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         *(([f"sweep.tp={given}"], "a list has brackets and commas; write sweep.tp=[1,2]") for given in (
             "(1,2)", "{1,2}", "[1;2]", "1,2]")),
         (["sweep.tp=range(1,4)"], "sweep.tp=range(1,4) is no list of values; write sweep.tp=[A,B]"),
-        (["sweep.recompute=true"], "sweep.recompute=['True']; each must be none, attention, selective, full"),
+        (["sweep.recompute=true"], "sweep.recompute='True'; must be none, attention, selective, full"),
         (["model=tiny", "sweep.models=[mini]"], "model=tiny sweep.models=[mini]: model=NAME means sweep.models=[NAME]"),
         (["launcher=slurm", "launcher.partition=a,b"], """a value with a comma needs quotes: 'launcher.partition="a,b"'"""),
         (["launcher=slurm", "+launcher.sbatch.constraint=a,b"], """needs quotes: '+launcher.sbatch.constraint="a,b"'"""),
@@ -173,20 +173,26 @@ def test_every_option_of_every_group_says_what_it_is(group):
             "dp", "sweep.dp", "data_parallel_size")),
         (["sweep.nodes=[1 2]"], "sweep.nodes=[1 2]: a list has commas; write sweep.nodes=[1,2]"),
         (["sweep.nodes=[1", "2]"], "write a list without them: sweep.nodes=[1,2]"),
-        (["model="], "model= has no value; name a model, such as model=8B"),
+        (["model="], "model= has no value; give a name (see ultrabench configs model)"),
         (["hardware="], "hardware= has no value; give a name (see ultrabench configs hardware)"),
         *(([f"hardware={given}"], "one sweep has one hardware; run the command once with each: hardware=cpu, hardware=h100x8")
           for given in ("cpu,h100x8", "[cpu,h100x8]")),
-        (["sweep.gbs=8,16"], "one sweep has one sweep.gbs; run the command once with each: sweep.gbs=8, sweep.gbs=16"),
-        (["sweep.gbs=[8,16]"], "sweep.gbs=[8, 16] is no whole number; give one value instead of a list"),
+        (["repeats=1,2"], "one sweep has one repeats; run the command once with each: repeats=1, repeats=2"),
+        (["sweep.gbs=8,16"], "sweep.gbs=8,16: a list has brackets and commas; write sweep.gbs=[8,16]"),
         *(([f"{sign}hardware"], "a sweep always has a hardware; choose another with hardware=NAME") for sign in "+~"),
         (["sweep.gas=auto"], "for whatever makes the batch write sweep.gas=null"),
-        (["kernel.command=x"], "add kernel=command or kernel=megatron or kernel=torchtitan"),
+        (["kernel.command=x"], "add kernel=command or kernel=megatron or kernel=nanotron or kernel=torchtitan"),
         (["launcher.partition=x"], "launcher.partition is no setting of the launcher that is chosen; add launcher=slurm"),
         (["sweep=comm", "sweep.recompute=full"], "add it: +sweep.recompute=[full]"),
         (["+kernel.env.OMP_NUM_THREADS='\"3\"'"], "kernel.env.OMP_NUM_THREADS: ultrabench sets it for each rank"),
         (["kernel=command", "kernel.env.A=1"], "kernel.env.A: variables are added; write +kernel.env.NAME=VALUE"),
         (["kernel=command", "kernel.command=[x]", "+kernel.env.A=1"], """write it in two kinds of quotes: '"1"'"""),
+        (["sweep.tp={1:2}"], "sweep.tp={1:2}: settings and a value cannot stand for one another; write KEY=VALUE"),
+        (["+sweep.tp.x=1"], "+sweep.tp.x=1: settings and a value cannot stand for one another"),
+        (["hardware=null"], "hardware=null: a sweep always has a hardware; choose one (see ultrabench configs hardware)"),
+        (["launcher=slurm", "+launcher.sbatch.qos=[a]"], "launcher.sbatch.qos=['a'] is not a text; give one value"),
+        (["sweep.env.ALGO=[a,b]"], "sweep.env.ALGO: the sweep that is chosen does not have it; write +sweep.env.ALGO=[VALUE,VALUE]"),
+        (["+sweep.rules=[ep divides dp]"], """a rule has spaces and needs quotes; write '+sweep.rules=["ep divides dp"]'"""),
         (["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
         (["+sweep.node=[1]"], "unknown field of sweep 'node'; did you mean nodes?"),
         (["hardware.gpu=RTX"], "a GPU comes with its rates"),
@@ -207,14 +213,14 @@ def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("sweep.nodes=[]", "sweep.nodes=[]; each must be >= 1, and at least one is needed"),
-        ("sweep.tp=[1,-2]", "sweep.tp=[1, -2]; each must be >= 1"),
-        ("sweep.zero_stage=[4]", "sweep.zero_stage=[4]; each must be 0, 1, 2 or 3"),
-        ("sweep.nodes=1.5", "sweep.nodes=1.5 is no whole number"), ("sweep.nodes=null", "sweep lacks nodes"),
+        ("sweep.nodes=[]", "sweep.nodes=[]; must be a list of at least one value"),
+        ("sweep.tp=[1,-2]", "sweep.tp=-2; must be >= 1"),
+        ("sweep.zero_stage=[4]", "sweep.zero_stage=4; must be 0 to 3"),
+        ("sweep.nodes=1.5", "sweep.nodes=1.5 is not an integer"), ("sweep.nodes=null", "sweep lacks nodes"),
         ("sweep.gbs=0", "gbs=0; must be 1 to 1,073,741,824"),
-        ("sweep.recompute=[some]", "sweep.recompute=['some']; each must be none, attention, selective, full, or every2"),
-        ("sweep.recompute=[every1]", "sweep.recompute=['every1']; each must be none"),
-        ("repeats=0", "repeats=0; must be >= 1"), ("repeats=2.5", "repeats=2.5 is no whole number"),
+        ("sweep.recompute=[some]", "sweep.recompute='some'; must be none, attention, selective, full, or every2"),
+        ("sweep.recompute=[every1]", "sweep.recompute='every1'; must be none"),
+        ("repeats=0", "repeats=0; must be >= 1"), ("repeats=2.5", "repeats=2.5 is not an integer"),
         ("name=a/b", "begins with a letter, a digit or"),
         *((f"name={name}", "must be a text of at most 100 ASCII characters") for name in (".hidden", "-x", "50%", "x" * 101, '"a\\tb"')),
         ("hardware.gpus_per_node=0", "hardware.gpus_per_node=0; must be >= 1"),
@@ -223,11 +229,11 @@ def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
         ("kernel.precision=fp8", "kernel.precision='fp8'; must be fp32, bf16 or fp64"),
         ("kernel.recompute=full", "kernel.recompute is an axis of layouts; write sweep.recompute=[full]"),
         ("measure.min_steps=2", "needs 6 <= min_steps <= max_steps"),
-        ("measure.min_s=-1", "measure.min_s=-1.0; must be >= 0 and finite"),
+        ("measure.min_s=-1", "measure.min_s=-1; must be >= 0 and finite"),
         ("measure.warmup_steps=0", "measure.warmup_steps=0; must be >= 1"),
         ("measure.deadline_floor_s=.nan", "must be > 0 and finite"), ("measure.run_limit_s=.inf", "must be > 0 and finite"),
         ("measure.race=.inf", "must be > 1"), ("measure.confirm=1000", "must be 1 to 100"),
-        ("retry.attempts.hang=x", "retry.attempts.hang='x' is no whole number"),
+        ("retry.attempts.hang=x", "retry.attempts.hang='x' is not an integer"),
         ("retry.attempts.hang=999999", "must be 0 to 100"), ("retry.breaker=0", "retry.breaker=0"),
         ("retry.backoff_s=.inf", "must be >= 0 and finite"), ("retry.backoff_s=-1", "must be >= 0 and finite"),
     ],

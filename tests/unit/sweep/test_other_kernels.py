@@ -1,23 +1,27 @@
-"""configs/kernel/torchtitan.yaml and megatron.yaml: words to flags, refusals, and lines as the programs log them.
+"""configs/kernel/torchtitan.yaml, megatron.yaml and nanotron.yaml: words to flags, refusals, and lines of their logs.
 
-The lines are quoted: torchtitan's from pytorch/torchtitan#3393 (May 2026) and, the second, from version 0.3.0 as
-it ran under ultrabench; Megatron-LM's from NVIDIA/Megatron-LM#756 (April 2024).
+The lines are quoted from published logs, whose addresses are in tests/fixtures/logs; ON_CPUS is from torchtitan 0.3.0
+as it ran under ultrabench.
 """
 
 import re
+import subprocess
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.strategies import LONG
+from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.cli.sweep.show_as import not_expressed, without_other_models
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, Layout
+from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED, compiled, parse_log_line
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import values_of
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
-from ultrabench.step_line import parse_log_line
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
@@ -25,19 +29,9 @@ SWEEP = [
     "sweep.models=[llama3-8b,llama3-70b]", "max_p_oom=1", "hardware=h100x8", "sweep.nodes=1", "sweep.tp=2", "sweep.pp=[1,2]",
     "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=1", "sweep.gas=[1,2,4]", "sweep.gbs=8", "sweep.seq_len=4096",
 ]  # fmt: skip
-TORCHTITAN = (
-    "[rank0]:[titan] 2026-05-18 16:04:46,338 - root - INFO - step: 14  loss:  3.24405  grad_norm:  0.8319  "
-    "memory:  9.46GiB(64.99%)  tps: 7,282  tflops: 0.52  mfu: 0.17%"
-)
 ON_CPUS = (
     "[titan] 2026-11-21 16:03:54,469 - root - INFO - step:  3  loss:  6.29930  grad_norm:  3.2757  "
     "memory: -0.00GiB(-0.00%)  tps: 39  tflops: 0.00  mfu: 0.00%"
-)
-MEGATRON = (
-    " [2024-04-06 02:59:36] iteration       43/     100 | consumed samples:         5504 | elapsed time per "
-    "iteration (ms): 5444.9 | throughput per GPU (TFLOP/s/GPU): 239.8 | learning rate: 8.600000E-06 | global batch "
-    "size:   128 | lm loss: 1.825991E+00 | load_balancing_loss: 1.019746E+00 | loss scale: 1.0 | grad norm: 1.426 | "
-    "num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 |"
 )
 OTHERS = (
     "[titan] 2026-11-21 15:53:23,735 - root - INFO - Training starts at step 1",
@@ -114,11 +108,11 @@ OTHER_VALUES = {word: {word: value} for word, value in OTHER.items()} | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("framework", "zero_stage"), [("megatron", 1), ("torchtitan", 3)])
+@pytest.mark.parametrize(("framework", "zero_stage"), [("megatron", 1), ("torchtitan", 3), ("nanotron", 1)])
 def test_every_word_of_a_run_changes_the_command_or_is_named_beside_it(framework, zero_stage):
     config = load_config([f"kernel={framework}", "model=llama3.1-8b", "sweep.nodes=[1]"])
     (shape,), kernel = config.models, config.kernel
-    if framework == "megatron":
+    if framework != "torchtitan":
         shape = replace(shape, rope_scaling=None)
 
     def shown(**more):
@@ -150,6 +144,7 @@ RECOMPUTE_FLAGS = {
         "none": set(), "attention": {"--recompute-granularity=selective"},
         "full": {"--recompute-granularity=full", "--recompute-method=uniform", "--recompute-num-layers=1"},
     },
+    "nanotron": {"none": {"  recompute_layer: false"}, "full": {"  recompute_layer: true"}},
     "torchtitan": {word: {f"activation-checkpoint:{word}"} for word in ("none", "selective", "full")},
 }  # fmt: skip
 
@@ -174,22 +169,119 @@ def test_a_pipeline_with_too_few_micro_batches_is_refused(kernel, zero_stage):
     assert "supports pp_schedule in" in candidate.reason
 
 
+LOGS = Path(__file__).parents[2] / "fixtures/logs"
+MIB, GIB = 2.0**20, 2.0**30
+STEPS = {
+    "torchtitan": [(4096 / 5856, 6.1384), (4096 / 10050, 7.62585), (4096 / 7282, 3.24405)],
+    "megatron": [(5.6301, 2.02153), (0.744, 1.020935)],
+    "nanotron": [(4.71, 5.32), (0.00915, 5.27), (11.5, 2.38)],
+}
+PEAKS = {
+    "torchtitan": (round(66.91 * GIB), None), "megatron": (61480 * MIB, round(54250.98583984375 * MIB)),
+    "nanotron": (496 * MIB, round(309.29 * MIB)),
+}  # fmt: skip
+"""Peaks of reserved and allocated bytes."""
+
+
+def read_log(kernel, lines):
+    """What the agent reads in the log of a rank: its steps, and the progress with the rest."""
+    progress, steps = RankProgress(), []
+    for option in LOG_PATTERNS:
+        if text := getattr(kernel, option):
+            pattern = compiled(option, text)
+            for line in filter(None, (parse_log_line(line, pattern, 4096, option) for line in lines)):
+                if line["event"] == OBSERVED:
+                    progress.observe(line)
+                else:
+                    steps.append(line)
+    return steps, progress
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_published_logs_tell_time_loss_memory_and_mfu(name):
+    kernel = load_config([f"kernel={name}", "model=8B"]).kernel
+    lines = [line for line in (LOGS / f"{name}.txt").read_text().splitlines() if line[0] != "#"]
+    steps, progress = read_log(kernel, lines)
+    read = [
+        {"event": "step", "measured_by": "log", "seconds": pytest.approx(s), "loss": n}
+        for s, n in STEPS[name]
+    ]
+    assert steps == read
+    assert (progress.memory["reserved_bytes"], progress.memory.get("allocated_bytes")) == PEAKS[name]
+    mfus = [0.3429, 0.1399, 0.0017] if name == "torchtitan" else []
+    assert progress.mfus == pytest.approx(mfus)
+    nothing, progress = read_log(kernel, OTHERS)
+    assert (nothing, progress.memory, progress.mfus) == ([], {}, [])
+
+
+def test_a_line_of_torchtitan_without_memory_and_mfu_is_a_step():
+    kernel = load_config(["kernel=torchtitan", "model=8B"]).kernel
+    (step,), progress = read_log(kernel, [ON_CPUS.replace("mfu: 0.00%", "mfu: N/A")])
+    assert (step["seconds"], step["loss"]) == (pytest.approx(4096 / 39), 6.2993)
+    assert (progress.memory, progress.mfus) == ({}, [])
+
+
 @pytest.mark.parametrize(
-    ("kernel", "line", "seconds", "loss"),
-    [("torchtitan", TORCHTITAN, 4096 / 7282, 3.24405), ("torchtitan", ON_CPUS, 4096 / 39, 6.2993),
-     ("megatron", MEGATRON, 5.4449, 1.825991)],
+    ("step_rank", "rank"), [(0, 0), (-1, 11), ("last_stage", 8)],
 )  # fmt: skip
-def test_a_real_line_tells_time_and_loss_and_other_lines_are_no_steps(kernel, line, seconds, loss):
-    choice = load_config([f"kernel={kernel}", "model=llama3-8b"]).kernel
-    assert choice.step_rank == -1
-    pattern = re.compile(choice.step_line or "")
-    step = parse_log_line(line, pattern, tokens_per_gpu=4096)
-    assert step == {"event": "step", "measured_by": "log", "loss": loss, "seconds": pytest.approx(seconds)}
-    assert [parse_log_line(other, pattern, 4096) for other in OTHERS] == [None] * len(OTHERS)
+def test_the_rank_whose_log_has_the_steps_follows_from_the_layout(step_rank, rank):
+    kernel = KernelConfig(name="x", kind="command", command=("x",), step_rank=step_rank)
+    assert kernel.logging_rank(12, pp=3) == rank
 
 
-def test_a_time_that_no_group_tells_or_that_is_no_time_is_not_a_step():
-    with pytest.raises(ConfigError, match=r"lacks a group, one of .*milliseconds"):
-        KernelConfig(name="x", kind="command", command=("x",), step_line="(?P<loss>.)")
+@pytest.mark.parametrize(
+    ("text", "option", "quantities"),
+    [
+        ("peak 1,024 bytes", r"peak (?P<allocated_bytes>\S+) bytes", {"allocated_bytes": 1024}),
+        ("peak 1.5 GB", r"peak (?P<reserved_gb>\S+) GB", {"reserved_bytes": 1_500_000_000}),
+        ("peak 1.5 MB", r"peak (?P<reserved_mb>\S+) MB", {"reserved_bytes": 1_500_000}),
+        ("peak 547M", r"peak (?P<reserved_bytes>\S+)", {"reserved_bytes": 547_000_000}),
+        ("peak 1.5 GiB", r"peak (?P<reserved_gib>\S+) GiB", {"reserved_bytes": round(1.5 * GIB)}),
+        ("peak -0.0 GiB", r"peak (?P<reserved_gib>\S+) GiB", None),
+        ("peak nan GiB", r"peak (?P<reserved_gib>\S+) GiB", None),
+        ("peak N/A GiB", r"peak (?P<reserved_gib>\S+) GiB", None),
+    ],
+)  # fmt: skip
+def test_the_group_names_the_unit_of_memory(text, option, quantities):
+    line = parse_log_line(text, compiled("memory_line", option), 1.0, "memory_line")
+    assert line == (quantities and {"event": OBSERVED, **quantities})
+
+
+@pytest.mark.parametrize(
+    ("option", "pattern", "line"),
+    [
+        ("step_line", "(?P<loss>.)", "lacks a group, one of .*milliseconds"),
+        ("memory_line", "(?P<gib>.)", r"kernel\.memory_line=.* lacks a group, one of .*reserved_gib"),
+        ("mfu_line", "(?P<mfu>.)", r"kernel\.mfu_line=.* lacks a group, one of .*fraction.*percent"),
+        ("mfu_line", "(", r"kernel\.mfu_line='\(' is no regular expression"),
+    ],
+)  # fmt: skip
+def test_a_pattern_needs_a_group_that_says_what_it_reads(option, pattern, line):
+    with pytest.raises(ConfigError, match=line):
+        KernelConfig(name="x", kind="command", command=("x",), **{option: pattern})
+
+
+def test_a_time_that_is_no_time_is_not_a_step():
     for text in ("tps: 0", "tps: ,"):
         assert parse_log_line(text, re.compile(r"tps: (?P<tokens_per_s_per_gpu>[\d,]+)"), 10.0) is None
+
+
+def test_nanotron_is_told_layout_and_model_by_the_lines_of_its_file():
+    config = load_config(["kernel=nanotron", "model=llama3-8b", "sweep.nodes=[1]"])
+    layout = Layout(dp=2, tp=2, pp=2, gas=4, mbs=2, zero_stage=1, recompute="full", pp_schedule="1f1b")
+    spec = RunSpec(layout=layout, shape=config.models[0], workload=Workload(seq_len=4096, gbs=16), kernel=config.kernel,
+                   nodes=1, gpus_per_node=8)  # fmt: skip
+    assert list(not_expressed(spec, config.kernel)) == []
+    bash, option, script, *words = command_of(spec, config)
+    shown = script.replace("exec python run_train.py --config-file", "cat")
+    settings = yaml.safe_load(subprocess.check_output([bash, option, shown, *words], text=True))
+    assert settings["parallelism"] == {
+        "dp": 2, "tp": 2, "pp": 2, "tp_mode": "REDUCE_SCATTER", "tp_linear_async_communication": True,
+        "recompute_layer": True, "pp_engine": "1f1b",
+    }  # fmt: skip
+    batch = {"sequence_length": 4096, "micro_batch_size": 2, "batch_accumulation_per_replica": 4}
+    assert settings["tokens"].items() >= batch.items()
+    assert settings["optimizer"]["zero_stage"] == 1
+    shape = settings["model"]["model_config"]
+    assert (shape["hidden_size"], shape["rms_norm_eps"], shape["rope_theta"]) == (4096, 1e-5, 5e5)
+    assert (shape["tie_word_embeddings"], type(shape["rope_theta"])) == (False, float)

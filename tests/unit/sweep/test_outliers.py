@@ -10,7 +10,7 @@ from tests.strategies import LONG
 from tests.unit.analysis.sweeps import LAYOUTS, OK, TINY, spec_of
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import to_dict
-from ultrabench.result import Status
+from ultrabench.result import Status, sentences
 from ultrabench.run import AttemptKey
 from ultrabench.step_time import extremes
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts
@@ -51,7 +51,7 @@ def bad(state):
 
 def doubts(state, device="cuda"):
     found = suspect_attempts(with_loss_outliers(state), device=device)
-    return {key.run_id: reason for key, reason in found.items()}
+    return {key.run_id: sentences(doubts) for key, doubts in found.items()}
 
 
 def test_an_outlying_loss_is_invalid_and_says_what_the_others_have():
@@ -196,8 +196,8 @@ def test_clocks_that_were_throttled_or_lower_than_in_other_measurements_of_the_r
     clocks = [attempt("x", repeat=n, sm_clock_hz=hz) for n, hz in enumerate((1.9e9, 1.9e9, 1.9e9, 1.5e9))]
     state = state_of([*clocks, attempt("y", sm_clock_hz=1.4e9), attempt("z", throttled="thermal on n0")])
     assert suspect_attempts(state, device="cuda") == {
-        ("x", 3, 0): "its SM clock was 0.79 of the median of 4 measurements of this run",
-        ("z", 0, 0): "throttled: thermal on n0",
+        ("x", 3, 0): [("sm_clock", "its SM clock was 0.79 of the median of 4 measurements of this run")],
+        ("z", 0, 0): [("throttled", "throttled: thermal on n0")],
     }
 
 

@@ -107,9 +107,9 @@ def test_an_allocation_is_filled_with_runs_of_one_model_where_it_has_a_control(l
 
 
 def test_a_control_run_takes_a_small_share_of_its_allocation():
-    for cell, control in price.controls(BIG).items():
-        todo = [todo_of(r) for r in BIG.runs if r.cell == cell and r.fits]
-        whole = price.pack(todo, BIG.config, {cell: control})
+    for key, control in price.controls(BIG).items():
+        todo = [todo_of(r) for r in BIG.runs if price.control_key(r) == key and r.fits]
+        whole = price.pack(todo, BIG.config, {key: control})
         control_s, short_s = control.prediction.duration_s, 60 * BIG.config.launcher.allocation_minutes
         totals = [control_s + sum(lasts(t) for t in g if t.key.run_id != control.run_id) for g in whole]
         assert all(control_s <= price.CONTROL_SHARE * total for total in totals[:-1])
@@ -148,11 +148,11 @@ def test_any_one_run_of_an_allocation_may_be_slow():
 @pytest.mark.parametrize("given", [{"time_minutes": 60}, {}])
 def test_all_runs_of_a_job_begin_within_its_time_limit(given):
     plan = replace(BIG, config=with_launcher(BIG.config, allocation_minutes=600.0, **given))
-    cell, control = next(iter(price.controls(plan).items()))
-    todo = [todo_of(run) for run in plan.cells[cell]]
-    groups = price.pack(todo, plan.config, {cell: control}, math.inf if given else 3600.0)
+    key, control = next(iter(price.controls(plan).items()))
+    todo = [todo_of(run) for run in plan.cells[control.cell]]
+    groups = price.pack(todo, plan.config, {key: control}, math.inf if given else 3600.0)
     free = replace(plan.config, launcher=replace(plan.config.launcher, time_minutes=None))
-    assert len(groups) > len(price.pack(todo, free, {cell: control})), "ten hours would be too long"
+    assert len(groups) > len(price.pack(todo, free, {key: control})), "ten hours would be too long"
     allocation = allocations.first_allocations(allocations.open_sweep("unused"))[0]
     for group in groups:
         runs_s = sum(lasts(t) for t in {t.candidate.run_id: t for t in (todo_of(control), *group)}.values())
@@ -178,7 +178,7 @@ def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
     assert jobs
     assert all(price.least_limit_s(job.predicted_s, plan.config) <= 1200 for job in jobs), "all runs begin"
     for run in out:
-        alone = [todo_of(replace(run, rule=None)), todo_of(price.controls(BIG)[run.cell])]
+        alone = [todo_of(replace(run, rule=None)), todo_of(price.controls(BIG)[price.control_key(run)])]
         assert price.least_limit_s(sum(map(lasts, alone)), plan.config) > 1200
     assert price.within_limit(BIG) is BIG
 
@@ -215,7 +215,7 @@ def plan_of(predictions):
 )  # fmt: skip
 def test_the_fastest_that_surely_fits_else_the_smallest(predictions, chosen):
     plan, runs = plan_of(predictions)
-    assert price.controls(plan) == {runs[0].cell: runs[chosen]}
+    assert price.controls(plan) == {price.control_key(runs[0]): runs[chosen]}
 
 
 def test_every_launch_chooses_the_same_control():
@@ -225,8 +225,8 @@ def test_every_launch_chooses_the_same_control():
 
 def test_every_cell_that_runs_has_a_control_of_its_own_that_runs():
     chosen = price.controls(PLAN)
-    assert chosen.keys() == {run.cell for run in PLAN.runs}
-    assert all(run.cell == cell for cell, run in chosen.items())
+    assert chosen.keys() == {*map(price.control_key, PLAN.runs)}
+    assert all(price.control_key(run) == key for key, run in chosen.items())
     plan, runs = plan_of([(0.5, 1.0), (0.5, 2.0)])
     refused = replace(runs[0], rule="kernel", reason="no")
     assert list(price.controls(replace(plan, candidates=(refused, runs[1]))).values()) == [runs[1]]

@@ -10,7 +10,7 @@ from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, Launched, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.running.progress import gpu_hours, progress
-from ultrabench.sweep.running.standings import measured_rates
+from ultrabench.sweep.running.standings import measured_rates, standings_of
 
 RUNS = PLANNED = PLAN.runs
 ONE = next(r for r in RUNS if r.nodes == 1)
@@ -128,6 +128,18 @@ def test_gpu_hours_by_hand():
 
 
 AGENTS = (LeadingAgent(host="gpu01"),)
+
+
+@pytest.mark.parametrize(
+    "ends", [("oom", "crash"), ("hang", "crash"), ("crash", "hang"), ("crash", "ok"), ("lost", "oom")]
+)
+def test_status_and_standings_name_one_status_of_a_run(ends):
+    state = SweepState(launched=LAUNCHED, allocations={"over": held()})
+    for repeat, status in enumerate(ends):
+        told(state, ONE, Status(status), repeat, 0, **({"step_times_s": (1.0,)} if status == "ok" else {}))
+    (shown,) = progress("s", PLANNED, state, "cuda").by_status.keys() - {"pending"}
+    ((standing_of_run,),) = standings_of(PLANNED, state, "cuda").values()
+    assert shown == standing_of_run.outcome
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ HERE, THERE = result(fingerprint="f"), result(fingerprint="f", hosts=("b",))
     ],
 )  # fmt: skip
 def test_what_is_tried_again(results, share, again):
-    assert decide_retry(failed(*results), POLICY, memory_share=share).again is again
+    assert decide_retry(failed(*results), POLICY, memory_share=share).retry is again
 
 
 def test_a_run_without_steps_is_read_again_by_another_pattern_only():
@@ -77,8 +77,8 @@ def test_a_pause_follows_what_waiting_may_help_and_doubles_up_to_its_limit(backo
 
 def test_what_happened_before_this_launch_and_was_not_its_fault_is_forgotten():
     lost = failed(*[result("lost")] * 6)
-    assert not decide_retry(lost, POLICY).again
-    assert decide_retry(lost, POLICY, old=frozenset(a.key for a in lost[:1])).again
+    assert not decide_retry(lost, POLICY).retry
+    assert decide_retry(lost, POLICY, old_attempts=frozenset(a.key for a in lost[:1])).retry
 
 
 def state_of(*attempts):
@@ -157,7 +157,7 @@ TOLD = {"c": result("crash", fingerprint="f", reason="no module x"), "o": result
         ("c" * 5 + "m" + "c" * 4, None),  # nine are not ten
         ("o" + "c" * 10, SAME), ("c" * 10 + "o", None),
         # A program of which no step is known would give none in the other runs either.
-        ("u", "reported no step that counts"), ("ou", None), ("uo", None),
+        ("u", "could not be measured"), ("ou", None), ("uo", None),
     ],
 )  # fmt: skip
 def test_the_breaker_wants_the_same_failure_in_a_row_as_the_launcher_saw_the_ends(ends, stops):

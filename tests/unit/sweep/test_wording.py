@@ -1,29 +1,24 @@
 """No decision reads our own sentences: when all of them are reworded, everything is decided as before."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.configs import retry
 from tests.strategies import FAILURES
-from tests.unit.allocations import CONFIG, PLAN, told
+from tests.unit.allocations import told
+from tests.unit.sweep.rewording import RUNS, decided, decisions
 from ultrabench.agent.diagnose.signatures import BY_NAME
 from ultrabench.result import UNMEASURED, Status
 from ultrabench.store.events import AllocationEnded, EndCode, Ending, Start
-from ultrabench.store.jobs_seen import JobLimits, JobsSeen
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, SweepState, fold
-from ultrabench.sweep.running.attempts import Launch
-from ultrabench.sweep.running.decide import decide
-from ultrabench.sweep.running.progress import progress
-from ultrabench.sweep.running.retry import excluded_nodes, suspect_runs
 
-RUNS = PLAN.runs[:6]
 FIXTURE = Path(__file__).parents[2] / "fixtures/schema2/journal"
-POLICY = retry(breaker=3)
-LIMITS = JobLimits(max_jobs=2, max_nodes=8, max_gpu_hours=None)
 RESULTS = st.tuples(
     st.sampled_from(RUNS), st.integers(0, 1), st.integers(0, 2), st.sampled_from((Status.OK, *FAILURES)),
     st.sampled_from((None, UNMEASURED, *BY_NAME)), st.sampled_from(((), ("gpu01",), ("gpu02",))), st.sampled_from("xyz"),
@@ -59,25 +54,26 @@ def reworded(state):
     return replace(state, attempts=attempts, allocations=allocations)
 
 
-def decided(state):
-    """All that is decided about a state, without its words."""
-    plan = replace(PLAN, config=replace(CONFIG, retry=POLICY), candidates=RUNS)
-    launch = Launch(name="launch", ended_s={key: float(n) for n, key in enumerate(state.attempts)})
-    actions = decide(plan, state, JobsSeen(), LIMITS, launch, 0.0)
-    now = progress("s", RUNS, state, "cuda").as_json()
-    dead = actions.dead_end
-    return (
-        actions.submit, [*actions.avoid], actions.end_jobs, actions.wait, bool(actions.stopped), dead and dead.number,
-        [*excluded_nodes(state, POLICY)], suspect_runs(state), now["by_status"], now["settled"], now["best"],
-        sorted(now["suspects"]),
-    )  # fmt: skip
-
-
 @settings(deadline=None)
 @given(st.lists(RESULTS, max_size=12), ENDS)
 def test_other_words_change_no_decision(results, codes):
     state = state_of(results, codes)
     assert decided(reworded(state)) == decided(state)
+
+
+def decided_by_code(*changes):
+    """What a process decides whose code is changed as `rewording` tells."""
+    command = [sys.executable, "-m", "tests.unit.sweep.rewording", *changes]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def test_other_sentences_in_the_code_change_no_decision():
+    assert decided_by_code("--reword") == decisions()
+
+
+def test_a_decision_that_reads_a_sentence_of_the_agent_is_found():
+    assert decided_by_code("--plant") == decisions()
+    assert decided_by_code("--plant", "--reword") != decisions()
 
 
 def test_ends_of_earlier_versions_get_their_codes_from_one_table():

@@ -3,14 +3,17 @@ from hypothesis import given
 
 from tests.configs import refused
 from tests.strategies import layouts
-from ultrabench.layout import Layout
+from ultrabench.layout import Layout, details_of
 
 
 @given(layouts(most=5))
 def test_ranks_and_coordinates_are_a_bijection(layout):
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert len(set(places)) == layout.world_size
-    assert [layout.rank(at) for at in places] == list(range(layout.world_size))
+    assert sorted(places) == places
+    assert [layout.first_rank(pp) for pp in range(layout.pp)] == [
+        places.index((pp, 0, 0, 0)) for pp in range(layout.pp)
+    ]
     degrees = (layout.pp, layout.dp, layout.cp, layout.tp)
     assert all(0 <= n < degree for at in places for n, degree in zip(at, degrees, strict=True))
 
@@ -31,8 +34,8 @@ def test_a_rank_outside_has_no_coordinates(rank):
     ("words", "line"),
     [
         *(({name: 0}, f"{name}=0; must be >= 1") for name in ("dp", "tp", "pp", "cp", "mbs", "gas", "virtual_stages")),
-        ({"zero_stage": 4}, "zero_stage=4; must be 0, 1, 2 or 3"),
-        ({"zero_stage": -1}, "zero_stage=-1; must be 0, 1, 2 or 3"),
+        ({"zero_stage": 4}, "zero_stage=4; must be 0 to 3"),
+        ({"zero_stage": -1}, "zero_stage=-1; must be 0 to 3"),
         ({"pp_schedule": "gpipe"}, "pp_schedule='gpipe'; must be none, 1f1b, afab, interleaved or zbv"),
         ({"pp": 2}, "pp_schedule='none' with pp=2; none goes with pp=1 only"),
         ({"pp_schedule": "1f1b"}, "pp_schedule='1f1b' with pp=1; none goes with pp=1 only"),
@@ -56,3 +59,9 @@ def test_what_cannot_be_is_refused_in_one_line(words, line):
 )  # fmt: skip
 def test_label(layout, label):
     assert layout.label() == label
+
+
+def test_a_detail_has_no_effect_at_the_neutral_value_of_its_axis():
+    assert details_of("pp") == ("pp_schedule", "virtual_stages")
+    assert details_of("zero_stage") == ("dp_shard",)
+    assert details_of("mbs") == ()

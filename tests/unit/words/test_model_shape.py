@@ -8,7 +8,7 @@ from tests.configs import refused
 from tests.strategies import shapes
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
-from ultrabench.sweep.config.compose import files
+from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_model
 
 SMALL = {

@@ -36,12 +36,15 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     if as_json:
         print_json(to_dict(result))
         return int(not result.passed)
-    found = {
+    difference_by_kind = {
         "loss": (result.loss_diff, result.loss_allowed),
         "gradients": (result.grad_diff, result.grad_allowed),
         "parameters": (result.param_diff, result.param_allowed),
     }
-    rows = [(what, "-" if d is None else f"{d:.3g}", f"{most:.3g}") for what, (d, most) in found.items()]
+    rows = [
+        (kind, "-" if d is None else f"{d:.3g}", f"{allowed:.3g}")
+        for kind, (d, allowed) in difference_by_kind.items()
+    ]
     title = f"{spec.layout.label()}, {spec.shape.name}, {spec.precision} on {spec.device}"
     show(table(title, "difference of", "is", "allowed", rows=rows))
     say(*(f"  {line}" for line in (*result.missing_gradients, result.error) if line))
@@ -74,8 +77,8 @@ def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
     needed_gib = 2 * STATE_BYTES * shape.num_params / GIB
     held_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     if needed_gib > held_gib:
-        each = f"{STATE_BYTES} bytes for each of its {shape.num_params:,} parameters"
-        needs = f"model={shape.name} needs at least {needed_gib:,.0f} GiB: {each}, once in the layout and once in one process"
+        state_cost = f"{STATE_BYTES} bytes for each of its {shape.num_params:,} parameters"
+        needs = f"model={shape.name} needs at least {needed_gib:,.0f} GiB: {state_cost}, once in the layout and once in one process"
         raise ConfigError(f"{needs}; this machine has {held_gib:,.0f} GiB: use a smaller one: model=tiny")
     return spec
 

@@ -26,8 +26,8 @@ def check(
     Loss, gradients and parameters are compared; exit 1 if they differ."""
     from ultrabench.cli.kernel.check import run_check
 
-    given = {"device": device, "precision": precision, "compile": compile_, "dump": dump}
-    return run_check(arguments, given, json_)
+    options = {"device": device, "precision": precision, "compile": compile_, "dump": dump}
+    return run_check(arguments, options, json_)
 
 
 @kernel_app.command()
@@ -42,13 +42,15 @@ def dryrun(arguments: Arguments, json_: Json = False) -> None:
 
 @kernel_app.command(name="try-log")
 def try_log(
-    pattern: Annotated[str, typer.Argument(help="A regular expression, as kernel.step_line has it.")],
+    pattern: Annotated[
+        str, typer.Argument(help="A regular expression, as kernel.step_line has it, or the name of a kernel.")
+    ],
     file: Annotated[Path, typer.Argument(help="The log of a program.")],
     json_: Json = False,
 ) -> int:
-    """Show the steps that kernel.step_line would find in a log.
+    """Show what the patterns of a kernel find in a log.
 
-    Exit 1 if it finds none; the nearest lines are shown then."""
+    Exit 1 if one of them finds nothing; the nearest lines are shown then."""
     from ultrabench.cli.kernel.try_log import run_try_log
 
     return run_try_log(pattern, file, json_)

@@ -16,7 +16,7 @@ from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.arguments import PREDICTED, read_run
 
 DEFAULTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "seq_len")}
-PARTS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
+MEMORY_KINDS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 
 def run_dryrun(arguments: list[str], as_json: bool) -> None:
@@ -50,8 +50,8 @@ def _model_flops(spec: RunSpec, cost: RankCost) -> float:
     """FLOPs of one step on the rank of this cost, counted as in ModelShape.flops_per_token."""
     shape, layout = spec.shape, spec.layout
     attention = shape.attention_flops(spec.workload.seq_len)
-    held = stages_by_rank(shape, layout)[cost.pp_rank]
-    per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in held)
+    stages = stages_by_rank(shape, layout)[cost.pp_rank]
+    per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in stages)
     return per_token * spec.tokens_per_step / (layout.dp * layout.cp * layout.tp)
 
 
@@ -75,14 +75,16 @@ def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
     title = f"{spec.shape.name}, {spec.layout.label()}: a step of one rank of each pipeline stage, {name}"
     rows = []
     for cost in costs:
-        parts = (f"{getattr(cost, f'{part}_bytes') / unit:.2f}" for part in PARTS)
+        parts = (f"{getattr(cost, f'{part}_bytes') / unit:.2f}" for part in MEMORY_KINDS)
         tera = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
         rows.append((cost.pp_rank, *parts, *tera))
-    numbers = (f">{part}" for part in (*PARTS, "model TFLOP", "hardware TFLOP"))
+    numbers = (f">{part}" for part in (*MEMORY_KINDS, "model TFLOP", "hardware TFLOP"))
     fits = "fits" if worst.peak_bytes <= hardware.mem_bytes else "does NOT fit"
     peak = f"largest peak {worst.peak_bytes / GIB:.2f} GiB (stage {worst.pp_rank}) {fits} into"
-    held = f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take"
-    show(table(title, "pp", *numbers, rows=rows), _collectives(costs), f"{peak} {held}")
+    capacity = (
+        f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take"
+    )
+    show(table(title, "pp", *numbers, rows=rows), _collectives(costs), f"{peak} {capacity}")
 
 
 def _collectives(costs: list[RankCost]) -> Table:

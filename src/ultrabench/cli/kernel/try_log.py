@@ -1,45 +1,111 @@
-"""`ultrabench kernel try-log` shows the steps that a pattern finds in a log."""
+"""`ultrabench kernel try-log` shows what the patterns of a kernel find in a log."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ConfigError, counted
-from ultrabench.step_line import STEP_TIMES, nearest_lines, parse_log_line, step_pattern
+from ultrabench.log_patterns import (
+    LOG_PATTERNS,
+    compiled_any,
+    misread,
+    nearest_lines,
+    options_of,
+    parse_log_line,
+)
+from ultrabench.sweep.config.files import files, read_yaml
 
 SHOWN = 5
-"""Number of steps that the table has from the begin of a log."""
+"""Number of lines that the table has from the begin of a log."""
+FACTS = {
+    "step_line": ("a step", "step"),
+    "memory_line": ("a memory peak", "memory peak"),
+    "mfu_line": ("an MFU", "MFU value"),
+}
+"""Option of a kernel -> what a line that its pattern matches tells: with an article, and to be counted."""
 
 
 def run_try_log(text: str, file: Path, as_json: bool) -> int:
-    """Prints the steps that the pattern `text` finds; returns 1 if it finds none.
+    """Prints what the pattern `text`, or each pattern of the kernel of that name, finds; returns 1 if one finds nothing.
 
     Raises:
-        ConfigError: the pattern is wrong, or the file cannot be read.
+        ConfigError: a pattern is wrong, or the file cannot be read.
     """
-    pattern = step_pattern(text)
+    patterns = _patterns(text)
     try:
         log = file.read_text(errors="replace")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; give the log of a program") from None
-    rows, refused = [], []
-    for number, line in enumerate(log.splitlines(), start=1):
-        step = parse_log_line(line, pattern, tokens_per_gpu=1.0)
-        match = pattern.search(line)
-        if step and match and "fault" not in step:
-            read = {
-                k: v for k, v in match.groupdict().items() if v is not None and k in (*STEP_TIMES, "loss")
-            }
-            rows.append({"line": number, **read})
-        elif match:
-            refused.append(f"line {number} matches, but holds no time of a step: {line.strip()}")
-    nearest = [] if rows else refused[:1] or nearest_lines(log, text)
+    reading_by_option = {option: _reading(option, pattern, log) for option, pattern in patterns.items()}
     if as_json:
-        print_json({"steps": rows, "refused": refused, "nearest": nearest})
-    elif rows:
-        columns = [name for name in rows[0] if name != "line"]
-        first = [(row["line"], *(row.get(name) for name in columns)) for row in rows[:SHOWN]]
-        headers = [f">{name}" for name in ("line", *columns)]
-        show(table(f"{counted(len(rows), 'step')} in {file}", *headers, rows=first))
+        print_json(reading_by_option)
     else:
-        say(f"no line of {file} gives a step; nearest:", *nearest)
-    return 0 if rows else 1
+        for option, reading in reading_by_option.items():
+            _show(option, reading, file)
+    return 0 if all(reading["lines"] for reading in reading_by_option.values()) else 1
+
+
+def _patterns(text: str) -> dict[str, re.Pattern[str]]:
+    """Option -> pattern, for the kernel of the name `text`, or for a pattern by the names of its groups."""
+    if path := files("kernel").get(text):
+        settings = read_yaml(path)
+        texts = {option: settings[option] for option in LOG_PATTERNS if settings.get(option)}
+        if not texts:
+            raise ConfigError(f"kernel={text} ({path}) has none of {', '.join(LOG_PATTERNS)}")
+        return {option: compiled_any(str(pattern)) for option, pattern in texts.items()}
+    pattern = compiled_any(text)
+    if not (options := options_of(pattern)):
+        forms = "; ".join(f"{option}: {', '.join(LOG_PATTERNS[option].groups)}" for option in LOG_PATTERNS)
+        raise ConfigError(
+            f"{text!r} is neither a kernel nor has a group (?P<NAME>...) of one of these names: {forms}"
+        )
+    return dict.fromkeys(options, pattern)
+
+
+def _reading(option: str, pattern: re.Pattern[str], log: str) -> dict[str, Any]:
+    """What a pattern finds in a log: `lines` that count, `refused` ones, and the `nearest` where none counts."""
+    lines, refused = [], []
+    for number, line in enumerate(log.splitlines(), start=1):
+        match = pattern.search(line)
+        if match is None:
+            continue
+        values = parse_log_line(line, pattern, tokens_per_gpu=1.0, option=option) or {}
+        why = misread(option, values) or values.get("fault")
+        if values and not why:
+            lines.append({"line": number, **dict(_read(option, match, values))})
+        else:
+            refused.append(f"line {number} matches, but {why or 'holds no such number'}: {line.strip()}")
+    nearest = [] if lines else refused[:1] or nearest_lines(log, pattern.pattern)
+    return {"lines": lines, "refused": refused, "nearest": nearest}
+
+
+def _read(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The groups of an option with their texts, then what follows from them if that does not depend on a layout."""
+    log_pattern = LOG_PATTERNS[option]
+    known = {**log_pattern.groups, **log_pattern.optional}
+    texts = {name: text for name, text in match.groupdict().items() if text is not None and name in known}
+    yield from texts.items()
+    for name, text in texts.items():
+        quantity = known[name][0]
+        if quantity in values and quantity != name and text:
+            yield quantity, values[quantity]
+
+
+def _show(option: str, reading: dict[str, Any], file: Path) -> None:
+    fact, noun = FACTS[option]
+    lines, refused = reading["lines"], reading["refused"]
+    if not lines:
+        say(f"kernel.{option}: no line of {file} gives {fact}; nearest:", *reading["nearest"])
+        return
+    columns = [*dict.fromkeys(name for row in lines[:SHOWN] for name in row)]
+    first = [[_short(row.get(name)) for name in columns] for row in lines[:SHOWN]]
+    show(f"kernel.{option}: {counted(len(lines), noun)} in {file}")
+    show(table("", *(f">{name}" for name in columns), rows=first))
+    if refused:
+        say(f"kernel.{option}: {counted(len(refused), 'line')} refused, such as:", refused[0])
+
+
+def _short(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value

@@ -25,18 +25,17 @@ def open_cases(
     """
     runs, unknown = [], Counter[str]()
     for source in sources:
-        found, unusable = measured_runs(open_results(source, results_dir, warn)[2])
-        runs += found
-        for reason, number in unusable.items():
-            unknown[reason.partition(": ")[0]] += number
+        runs_with_results, unusable = measured_runs(open_results(source, results_dir, warn)[2])
+        runs += runs_with_results
+        unknown += unusable
     if unknown:
         reasons = "; ".join(f"{n:,}: {reason}" for reason, n in unknown.most_common(5))
         say(f"{counted(unknown.total(), 'row')} cannot be predicted ({reasons})")
-    given, others = cases(runs)
-    told = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
-    say(f"{counted(len(given), 'run')}; left out: {told or 'none'}")
-    if not given:
+    usable_cases, others = cases(runs)
+    exclusions = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
+    say(f"{counted(len(usable_cases), 'run')}; left out: {exclusions or 'none'}")
+    if not usable_cases:
         rows = counted(len(runs) + unknown.total(), "row")
         raise ConfigError(f"none of {rows} is of a run that can be predicted and ended ok or out of memory")
-    constants = load_profile(profile or default_profile(given))
-    return with_memory(given, constants), constants
+    constants = load_profile(profile or default_profile(usable_cases))
+    return with_memory(usable_cases, constants), constants

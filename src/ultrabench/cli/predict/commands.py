@@ -35,10 +35,10 @@ class _LayoutFirst(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments, with `layout` in front where they begin with no command."""
         if args[:1] and args[0] in self.commands.keys() - {"layout"}:
-            args = [f"--{word}" if word.startswith("profile=") else word for word in args]
-        given = args[:1] and args[0] not in (*self.commands, "--help")
-        named = given and any("=" in word for word in args)
-        return super().parse_args(ctx, ["layout", *args] if named else args)
+            args = [f"--{argument}" if argument.startswith("profile=") else argument for argument in args]
+        is_argument = args[:1] and args[0] not in (*self.commands, "--help")
+        names_layout = is_argument and any("=" in argument for argument in args)
+        return super().parse_args(ctx, ["layout", *args] if names_layout else args)
 
 
 predict_app = typer.Typer(
@@ -81,9 +81,9 @@ def validate(
 
     if leave_out is not None:
         require_known("group for --leave-out", GROUPS, leave_out)
-    given, used = open_cases([source], profile, results_dir)
+    cases_of_file, used = open_cases([source], profile, results_dir)
     if leave_out is None:
-        found = predicted(given, lambda case: used)
+        predictions = predicted(cases_of_file, lambda case: used)
         if used.prior:
             fit = f"profile {used.name}: {used.source}; the errors of runs that it was fitted to are those of the fit"
             say(f"{fit}: --leave-out model or nodes fits without them")
@@ -92,19 +92,19 @@ def validate(
         limits = {name: value for name, value in used.memory.items() if name.endswith("limit")}
         memory = " and memory (not its limits)" if used.framework == "nanotron" else ""
         say(f"--leave-out {leave_out}: step time{memory} fitted anew without each, from profile {prior.name}")
-        fitted = without_own_group(given, replace(prior, memory=prior.memory | limits), leave_out)
-        found = predicted(given, lambda case: fitted[GROUPS[leave_out](case)])
-    measured = metrics(found)
+        fitted = without_own_group(cases_of_file, replace(prior, memory=prior.memory | limits), leave_out)
+        predictions = predicted(cases_of_file, lambda case: fitted[GROUPS[leave_out](case)])
+    measured = metrics(predictions)
     if rows is not None:
         import pyarrow as pa
 
         from ultrabench.analysis.collect import parquet
 
-        write_result(rows, parquet(pa.Table.from_pandas(found, preserve_index=False)))
+        write_result(rows, parquet(pa.Table.from_pandas(predictions, preserve_index=False)))
     if output is not None:
         from ultrabench.analysis.figures.plots.predicted import validated
 
-        draw(output, lambda: validated(found, used.name))
+        draw(output, lambda: validated(predictions, used.name))
     if json_:
         scored = {"name": used.name, "source": used.source, "prior": used.prior, "leave_out": leave_out}
         print_json(measured | {"profile": scored})
@@ -117,8 +117,8 @@ def validate(
         runs = f"{all_['step_time']['rows']:,} runs ({all_['excluded']:,} excluded)"
         title = f"step time of {scope} rows, profile {used.name}: {runs}"
         _show(f"{title}: {reasons}" if reasons else title, TIME, all_, _time)
-        told = ", ".join(f"{k} {_percent(v)}" for k, v in all_["interval"]["regimes"].items())
-        show(f"{scope} rows in their 80 % interval by regime: {told or 'none'}", "")
+        shares = ", ".join(f"{k} {_percent(v)}" for k, v in all_["interval"]["regimes"].items())
+        show(f"{scope} rows in their 80 % interval by regime: {shares or 'none'}", "")
     _show(f"memory and OOM of all rows, profile {used.name}", MEMORY, measured["all"], _memory)
 
 
@@ -174,25 +174,35 @@ def calibrate(
     from ultrabench.cli.predict.cases import open_cases
     from ultrabench.cli.tables import print_json, say, show, table
 
-    given, base = open_cases(sources or [None], profile, results_dir)
-    found = calibrated(given, base, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
+    fitted_cases, base = open_cases(sources or [None], profile, results_dir)
+    calibration = calibrated(fitted_cases, base, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_result(output, to_yaml(found.profile, base).encode())
+    write_result(output, to_yaml(calibration.profile, base).encode())
     if json_:
-        made = {"profile": str(output), "prior": base.name, "runs": found.runs, "fitted": found.fitted}
-        print_json(made | {"before": found.before, "after": found.after, "memory": found.memory})
+        summary = {
+            "profile": str(output),
+            "prior": base.name,
+            "runs": calibration.runs,
+            "fitted": calibration.fitted,
+        }
+        print_json(
+            summary | {"before": calibration.before, "after": calibration.after, "memory": calibration.memory}
+        )
         return
-    told = {"step_time": {"before": found.before, "after": found.after}, "memory": found.memory}
+    quality = {
+        "step_time": {"before": calibration.before, "after": calibration.after},
+        "memory": calibration.memory,
+    }
     rows = []
-    for part, errors in told.items():
-        fitted = "fitted" if found.fitted[part] else "fitted, not used"
+    for part, errors in quality.items():
+        fitted = "fitted" if calibration.fitted[part] else "fitted, not used"
         names = {"before": f"profile {base.name}", "after": fitted}
         for when in errors:
             shares = (f"{100 * errors[when][key]:.1f} %" for key in ("median_error", "p90_error"))
             rows.append((part.replace("_", " "), names[when], *shares))
-    title = f"error on runs left out of the fit ({counted(found.runs, 'healthy run')})"
+    title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
-    say(f"wrote {output}: {found.profile.source}; sweeps use it with profile={output.stem}")
+    say(f"wrote {output}: {calibration.profile.source}; sweeps use it with profile={output.stem}")
 
 
 @predict_app.command()
@@ -217,27 +227,27 @@ def replay(
     from ultrabench.sweep.config.load import load_config
 
     require_known("strategy", STRATEGIES, strategy)
-    given, used = open_cases([source], profile, results_dir)
-    cells = cells_of(given, used)
+    replayed_cases, used = open_cases([source], profile, results_dir)
+    cells = cells_of(replayed_cases, used)
     if not cells:
         raise ConfigError(f"no layout of {source or 'the sweep'} worked; replay a finished sweep")
-    found = replayed(cells, strategy, batch, load_config().max_p_oom)
+    replays = replayed(cells, strategy, batch, load_config().max_p_oom)
     if output is not None:
         from ultrabench.analysis.figures.replayed import figure
 
-        draw(output, lambda: figure(found, str(source or "sweep")))
+        draw(output, lambda: figure(replays, str(source or "sweep")))
     if json_:
-        print_json(found)
+        print_json(replays)
         return
     rows = [
         (c["model"], c["nodes"], c["layouts"], c["runs"], f"{c['gpu_hours_share']:.1%}",
          "none found" if c["regret"] is None else f"{c['regret']:.1%}")
-        for c in found["cells"]
+        for c in replays["cells"]
     ]  # fmt: skip
     title = f"strategy {strategy}, batch {batch}, profile {used.name}"
     show(table(title, "model", ">nodes", ">layouts", ">runs", ">GPU hours", ">regret", rows=rows), "")
-    near = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in found["cells"])
+    near = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in replays["cells"])
     say(
-        f"{found['runs']:,} runs, {found['gpu_hours_share']:.1%} of the GPU hours of all layouts; "
+        f"{replays['runs']:,} runs, {replays['gpu_hours_share']:.1%} of the GPU hours of all layouts; "
         f"within 2 % of the best in {near} of {len(rows)} cells"
     )

@@ -16,7 +16,7 @@ from ultrabench.analysis.numbers import count
 from ultrabench.cli.tables import BLOCK, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak
-from ultrabench.layout import AXES
+from ultrabench.layout import AXES, BATCH, DEGREES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import RunSpec
@@ -26,7 +26,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.predict.predict import LIKELY_OOM
-from ultrabench.sweep.predict.stage_memory import PARTS
+from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS
 
 BAR = 40
 """Number of characters of the longest bar."""
@@ -37,12 +37,12 @@ NEAREST = 3
 def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
     """Prints the predicted memory and step time of one layout, and measured runs like it."""
     spec, config = read_run(arguments, PREDICTED)
-    found = document(spec, config)
-    found["nearest"] = [*_nearest(spec, config, results_dir)]
+    prediction = document(spec, config)
+    prediction["nearest"] = [*_nearest(spec, config, results_dir)]
     if as_json:
-        print_json(found)
+        print_json(prediction)
     else:
-        show(*_page(found, spec, config))
+        show(*_page(prediction, spec, config))
 
 
 def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
@@ -51,33 +51,33 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     predicts = predictor(config, spec.nodes, peak)
     stages = predicts.stages(spec)
     times = predicts.step_time(spec, stages)
-    told = predicts.of_parts(spec, stages, times)
+    part_rows = predicts.of_parts(spec, stages, times)
     largest = max(stages, key=lambda stage: stage.peak_bytes)
-    rate = spec.tokens_per_step / told.step_time_s / spec.layout.world_size
+    rate = spec.tokens_per_step / part_rows.step_time_s / spec.layout.world_size
     flops = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
     return {
         "label": spec.layout.label(),
         "world_size": spec.layout.world_size,
         "spec": to_dict(spec),
         "profile": config.profile.name,
-        "peak_mem_bytes": told.peak_mem_bytes,
+        "peak_mem_bytes": part_rows.peak_mem_bytes,
         "rank_mem_bytes": config.hardware.mem_bytes,
-        "p_oom": round(told.p_oom, 6),
-        "memory": {part: round(getattr(largest, part)) for part in PARTS},
+        "p_oom": round(part_rows.p_oom, 6),
+        "memory": {part: round(getattr(largest, part)) for part in MEMORY_PARTS},
         "stages": [
             {"pp_rank": stage.pp_rank, "phase": stage.phase}
-            | {part: round(getattr(stage, part)) for part in (*PARTS, "peak_bytes")}
+            | {part: round(getattr(stage, part)) for part in (*MEMORY_PARTS, "peak_bytes")}
             for stage in stages
         ],
-        "step_time_s": told.step_time_s,
-        "step_time_low_s": told.step_time_low_s,
-        "step_time_high_s": told.step_time_high_s,
+        "step_time_s": part_rows.step_time_s,
+        "step_time_low_s": part_rows.step_time_low_s,
+        "step_time_high_s": part_rows.step_time_high_s,
         "time": times._asdict(),
-        "limited_by": told.limited_by,
+        "limited_by": part_rows.limited_by,
         "tokens_per_s_per_gpu": rate,
         "mfu": None if peak.source == GUESSED else rate * flops / peak.flops_per_s,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu),
-        "against_published": _against_published(spec, config, told.step_time_s, peak),
+        "against_published": _against_published(spec, config, part_rows.step_time_s, peak),
     }
 
 
@@ -88,43 +88,47 @@ def _against_published(spec: RunSpec, config: SweepConfig, step_time_s: float, p
     return against_published(config, published_mfu(spec, step_time_s, peak.flops_per_s, best), best)
 
 
-def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator[RenderableType]:
+def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator[RenderableType]:
     """The tables of a prediction."""
-    unit, name = (GIB, "GiB") if found["peak_mem_bytes"] >= GIB else (2**20, "MiB")
-    stages, limit = found["stages"], f"{found['rank_mem_bytes'] / GIB:.4g} GiB"
+    unit, name = (GIB, "GiB") if prediction["peak_mem_bytes"] >= GIB else (2**20, "MiB")
+    stages, limit = prediction["stages"], f"{prediction['rank_mem_bytes'] / GIB:.4g} GiB"
     largest = max(stages, key=lambda stage: stage["peak_bytes"])
-    at = f"pipeline rank {largest['pp_rank']}, {largest['phase']}" if len(stages) > 1 else largest["phase"]
-    where = f"{counted(found['world_size'], 'GPU')} of {config.hardware.name}"
-    yield f"{spec.shape.name}, {found['label']}, {where}, sequences of {spec.workload.seq_len:,} tokens"
-    yield _bars(f"\nmemory at its peak ({at}), {name}", found["memory"], 1 / unit)
+    peak_place = (
+        f"pipeline rank {largest['pp_rank']}, {largest['phase']}" if len(stages) > 1 else largest["phase"]
+    )
+    where = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
+    yield f"{spec.shape.name}, {prediction['label']}, {where}, sequences of {spec.workload.seq_len:,} tokens"
+    yield _bars(f"\nmemory at its peak ({peak_place}), {name}", prediction["memory"], 1 / unit)
     if len(stages) > 1:
-        rows, columns = [], ("phase", *PARTS, "peak_bytes")
+        rows, columns = [], ("phase", *MEMORY_PARTS, "peak_bytes")
         for parts, alike in groupby(stages, lambda stage: [stage[name] for name in columns]):
             ranks = [stage["pp_rank"] for stage in alike]
             names = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
             rows.append((names, parts[0], *(f"{part / unit:.2f}" for part in parts[1:])))
-        heads = ("rank", "at", *(f">{part}" for part in (*PARTS, "peak")))
+        heads = ("rank", "at", *(f">{part}" for part in (*MEMORY_PARTS, "peak")))
         yield table(f"\nmemory of each pipeline rank, {name}", *heads, rows=rows)
-    likely = "unlikely to fit" if found["p_oom"] > LIKELY_OOM else "likely to fit"
-    if found["limited_by"] == "memory" and found["p_oom"] <= LIKELY_OOM:
+    likely = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
+    if prediction["limited_by"] == "memory" and prediction["p_oom"] <= LIKELY_OOM:
         likely += ", but its allocator has to give its reserve back and wait"
-    yield f"peak {found['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * found['p_oom']:.1f} %"
-    yield _bars("\nstep time, ms", found["time"], 1e3)
-    mfu = "" if found["mfu"] is None else f", MFU {100 * found['mfu']:.1f} %"
-    low, high = (three_digits(found[f"step_time_{end}_s"]) for end in ("low", "high"))
-    step = f"step {three_digits(found['step_time_s'])} s, 80 % of measured ones between {low} and {high} s"
-    rate = f"{found['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}"
-    yield f"{step}; {rate}; limited by {found['limited_by']}"
-    if found["mfu"] is None:
+    yield f"peak {prediction['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * prediction['p_oom']:.1f} %"
+    yield _bars("\nstep time, ms", prediction["time"], 1e3)
+    mfu = "" if prediction["mfu"] is None else f", MFU {100 * prediction['mfu']:.1f} %"
+    low, high = (three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
+    step = (
+        f"step {three_digits(prediction['step_time_s'])} s, 80 % of measured ones between {low} and {high} s"
+    )
+    rate = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}"
+    yield f"{step}; {rate}; limited by {prediction['limited_by']}"
+    if prediction["mfu"] is None:
         guessed = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
         yield f"a core is taken to reach {guessed}; a sweep measures it first, so it predicts other times"
     profile = config.profile
     yield f"profile {profile.name} ({profile.framework}, {profile.date}): {profile.source}"
-    if found["unmeasured"]:
-        yield f"no run of that fit had {', '.join(found['unmeasured'])}: the prediction is an extrapolation"
-    if found["against_published"]:
-        yield found["against_published"]
-    if nearest := found["nearest"]:
+    if prediction["unmeasured"]:
+        yield f"no run of that fit had {', '.join(prediction['unmeasured'])}: the prediction is an extrapolation"
+    if prediction["against_published"]:
+        yield prediction["against_published"]
+    if nearest := prediction["nearest"]:
         rows = []
         for run in nearest:
             ratio = f"{run['predicted_step_time_s'] / run['step_time_s']:.2f}"
@@ -137,9 +141,9 @@ def _page(found: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator
 def _bars(title: str, parts: dict[str, float], scale: float) -> RenderableType:
     """A table with a bar for each part that is seen, whose lengths are relative to the largest."""
     whole, longest = sum(parts.values()), max(parts.values())
-    seen = {name: value for name, value in parts.items() if value > 1e-4 * whole}
-    bars = {name: BLOCK * round(BAR * value / longest) for name, value in seen.items()}
-    rows = [(n, f"{v * scale:,.2f}", f"{100 * v / whole:.0f} %", bars[n]) for n, v in seen.items()]
+    visible_parts = {name: value for name, value in parts.items() if value > 1e-4 * whole}
+    bars = {name: BLOCK * round(BAR * value / longest) for name, value in visible_parts.items()}
+    rows = [(n, f"{v * scale:,.2f}", f"{100 * v / whole:.0f} %", bars[n]) for n, v in visible_parts.items()]
     return table(title, "part", ">amount", ">share", "", rows=rows)
 
 
@@ -151,8 +155,8 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
             runs += measured_runs(collect([SweepFolder(path.parent)], warn))[0]
     where = spec.shape.name, config.hardware.name
     sound = (r for r in runs if r.status == Status.OK and r.is_final and not r.suspect and r.step_time_s)
-    same = [run for run in sound if (run.spec.shape.name, run.hardware) == where]
-    for run in sorted(same, key=lambda run: distance(run.spec, spec))[:NEAREST]:
+    similar = [run for run in sound if (run.spec.shape.name, run.hardware) == where]
+    for run in sorted(similar, key=lambda run: distance(run.spec, spec))[:NEAREST]:
         assert run.step_time_s is not None
         yield {
             "sweep": run.sweep,
@@ -168,9 +172,9 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
 
 def distance(a: RunSpec, b: RunSpec) -> float:
     """How much two runs differ: 1 for each factor of two in a number, and 1 for each other setting that differs."""
-    numbers = ("dp", "tp", "pp", "cp", "mbs", "gas")
+    numbers = (*DEGREES, *BATCH)
     sizes = ((getattr(a.layout, name), getattr(b.layout, name)) for name in numbers)
-    more = ((a.nodes, b.nodes), (a.workload.seq_len, b.workload.seq_len))
+    workload_sizes = ((a.nodes, b.nodes), (a.workload.seq_len, b.workload.seq_len))
     others = (name for name in AXES if name not in numbers)
     other: float = sum(getattr(a.layout, name) != getattr(b.layout, name) for name in others)
-    return other + sum(math.fabs(math.log2(one / two)) for one, two in (*sizes, *more))
+    return other + sum(math.fabs(math.log2(size_a / size_b)) for size_a, size_b in (*sizes, *workload_sizes))

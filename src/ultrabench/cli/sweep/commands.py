@@ -41,7 +41,7 @@ InResults = Annotated[
 PlanFile = Annotated[Path | None, table_file("Write all candidates as parquet.")]
 Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
 InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="The same as --sweep.")]
-_AS = "Print how to train the run's layout with another framework: megatron or torchtitan."
+_AS = "Print how to train the run's layout with another framework: megatron, nanotron or torchtitan."
 InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder of its sweep; by default any.")]
 
 
@@ -94,7 +94,7 @@ def launch(
     ),
     results_dir: InResults = None,
 ) -> int:
-    """Run a sweep until it is done; the same command continues it later."""
+    """Run a sweep to its end; the same command continues it later."""
     _say_at_once("reading the configuration and planning")
     from ultrabench.cli.sweep.launch import run_launch
 
@@ -129,6 +129,17 @@ def top(
     from ultrabench.cli.sweep.top import show_top
 
     show_top(source, first, by, json_, results_dir)
+
+
+@sweep_app.command()
+def effects(source: Source = None, json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
+    """Show what each value of each axis is worth, all else equal.
+
+    Runs that differ only in one axis are compared; axes with the largest proven effect come first."""
+    start_no_threads()
+    from ultrabench.cli.sweep.effects import show_effects
+
+    show_effects(source, json_, results_dir)
 
 
 @sweep_app.command()

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import typer
 
 from ultrabench.analysis.numbers import count
-from ultrabench.cli.tables import FittedTable, duration, hours, say, table, warn
+from ultrabench.cli.tables import FittedTable, duration, say, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
-from ultrabench.launchers.settle import open_allocations
+from ultrabench.launchers.allocation_ends import open_allocations
 from ultrabench.processes import busy_share
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import CellKey, Plan
+from ultrabench.sweep.plan import CellKey, Plan, cell_columns
 from ultrabench.sweep.running.price import (
     BUDGET_FACTOR,
     CONTROL_SHARE,
@@ -23,6 +23,7 @@ from ultrabench.sweep.running.price import (
     Price,
     committed_gpu_hours,
 )
+from ultrabench.variant import shown
 
 LONG_HOURS = 1.0
 """Predicted hours on this machine from which a launch asks first."""
@@ -34,12 +35,17 @@ def headline(config: SweepConfig) -> str:
     """One line with all that the runs of a sweep share, such as its models, hardware, batch and precision."""
     sizes = (f"{shape.name} ({count(shape.num_params)} parameters)" for shape in config.models)
     models, hardware = ", ".join(sizes), config.hardware.name
-    workload, with_what = config.workload, f"{config.kernel.precision}, kernel {config.kernel.name}"
+    listed = {name: " or ".join(map(shown, values)) for name, values in config.options.values.items()}
+    with_what = f"{listed['precision']}, kernel {config.kernel.name}"
     if config.kernel.kind == "probe":
         return f"sweep {config.name}: links of {hardware}, {with_what}"
-    tokens = count(workload.gbs * workload.seq_len)
-    batch = f"sequences of {workload.seq_len} tokens, global batch {workload.gbs} ({tokens} tokens)"
-    return f"sweep {config.name}: {models} on {hardware}, {batch}, {with_what}"
+    seq_lens, batches = config.options.values["seq_len"], config.options.values["gbs"]
+    ends = [count(end(batches) * end(seq_lens)) for end in (min, max)]
+    tokens_text = " to ".join(dict.fromkeys(ends))
+    batch = f"sequences of {listed['seq_len']} tokens, global batch {listed['gbs']} ({tokens_text} tokens)"
+    variants = [f"{name} {listed[name]}" for name, of in config.options.of_variants.items() if len(of) > 1]
+    varied = f"; varied: {', '.join(variants)}" if variants else ""
+    return f"sweep {config.name}: {models} on {hardware}, {batch}, {with_what}{varied}"
 
 
 def price_table(
@@ -51,32 +57,40 @@ def price_table(
         names: names of the columns of `counts`.
     """
     rows = []
-    for (model, nodes), of_cell in counts.items():
-        gpus, (_, cost) = nodes * plan.config.hardware.gpus_per_node, price.runs.get((model, nodes), (0, 0.0))
-        low, high = price.intervals.get((model, nodes), (0.0, 0.0))
-        ends = f"{hours(low)} to {hours(high)}" if low < high else ""
-        rows.append((model, nodes, gpus, *(f"{n:,}" for n in of_cell), hours(cost), ends))
-    numbers = (f">{name}" for name in ("nodes", "GPUs", *names, "GPU hours", "interval"))
-    made = table("", "model", *numbers, rows=rows)
-    made.add_section()
-    for what, (number, cost) in price.extra.items():
-        made.add_row(f"{what}: {number:,}", "", "", *("" for _ in names), hours(cost))
-    made.add_section()
+    columns = cell_columns(counts)
+    for cell, of_cell in counts.items():
+        gpus, (_, cost) = cell.nodes * plan.config.hardware.gpus_per_node, price.runs.get(cell, (0, 0.0))
+        low, high = price.intervals.get(cell, (0.0, 0.0))
+        ends = f"{three_digits(low)} to {three_digits(high)}" if low < high else ""
+        place = (*(getattr(cell, name) for name in columns), gpus)
+        rows.append((*place, *(f"{n:,}" for n in of_cell), three_digits(cost), ends))
+    numbers = (f">{name}" for name in (*columns[1:], "GPUs", *names, "GPU hours", "interval"))
+    shown_table = table("", "model", *numbers, rows=rows)
+    shown_table.add_section()
+    for purpose, (number, cost) in price.extra.items():
+        shown_table.add_row(f"{purpose}: {number:,}", *("" for _ in (*columns, *names)), three_digits(cost))
+    shown_table.add_section()
     sums = (f"{sum(column):,}" for column in zip(*counts.values(), strict=True))
-    made.add_row("all", "", "", *sums, hours(price.gpu_hours), " to ".join(map(hours, price.interval)))
-    return made
+    shown_table.add_row(
+        "all",
+        *("" for _ in columns),
+        *sums,
+        three_digits(price.gpu_hours),
+        " to ".join(map(three_digits, price.interval)),
+    )
+    return shown_table
 
 
 def interval_line(price: Price) -> str:
     """One line that tells how far the price may be off, as step times are predicted with intervals."""
-    low, high = map(hours, price.interval)
-    return f"{hours(price.gpu_hours)} GPU hours, {low} to {high} if all step times are at an end of their intervals"
+    low, high = map(three_digits, price.interval)
+    return f"{three_digits(price.gpu_hours)} GPU hours, {low} to {high} if all step times are at an end of their intervals"
 
 
 def jobs_line(price: Price, config: SweepConfig) -> str:
     """One line that tells how many jobs a price holds, how long they are, and why some are longer than asked."""
     launcher, predicted = config.launcher, [job.predicted_s / 60 for job in price.jobs]
-    told = f"{counted(len(price.jobs), 'job')} of {_minutes(predicted, 'predicted ')}"
+    job_lengths = f"{counted(len(price.jobs), 'job')} of {_minutes(predicted, 'predicted ')}"
     why = f"launcher.allocation_minutes={launcher.allocation_minutes:g}"
     if launcher.pack:
         extra = " besides the control run" if launcher.control and launcher.pack > 1 else ""
@@ -86,7 +100,7 @@ def jobs_line(price: Price, config: SweepConfig) -> str:
         why += f"; longer where one run needs it{share}"
     limits = _minutes([job.limit_s / 60 for job in price.jobs])
     source = " (launcher.time_minutes)" if launcher.time_minutes else ""
-    return f"{told} ({why}), {'time limits' if ' to ' in limits else 'time limit'} {limits}{source}"
+    return f"{job_lengths} ({why}), {'time limits' if ' to ' in limits else 'time limit'} {limits}{source}"
 
 
 def too_long(plan: Plan) -> Iterator[str]:
@@ -104,7 +118,7 @@ def _minutes(values: Sequence[float], kind: str = "") -> str:
 
 
 def ask_for_budget(
-    plan: Plan, price: Price, state: SweepState, limits: JobLimits, given: float | None, yes: bool
+    plan: Plan, price: Price, state: SweepState, limits: JobLimits, max_gpu_hours: float | None, yes: bool
 ) -> float:
     """Shows the price of what is left to do and asks; returns the GPU hours that the sweep may use in all.
 
@@ -116,22 +130,24 @@ def ask_for_budget(
     """
     used = committed_gpu_hours(plan, state, ())
     if not price.jobs:
-        return given if given is not None else max(used, 1e-9)
+        return max(used, 1e-9) if max_gpu_hours is None else max_gpu_hours
     _print_price(plan, price, limits, used)
     first = price.jobs[0].gpu_hours
-    if given is not None:
-        if not open_allocations(state) and used + first > given:
-            why = f"{hours(used)} are used and the first job needs {hours(first)}"
+    if max_gpu_hours is not None:
+        if not open_allocations(state) and used + first > max_gpu_hours:
+            why = f"{three_digits(used)} are used and the first job needs {three_digits(first)}"
             advice = f"give at least {used + first:.3g}, or a smaller launcher.allocation_minutes"
-            raise ConfigError(f"--max-gpu-hours {given:g}; {why}: {advice}")
-        return given
+            raise ConfigError(f"--max-gpu-hours {max_gpu_hours:g}; {why}: {advice}")
+        return max_gpu_hours
     budget = used + BUDGET_FACTOR * price.gpu_hours
     if sys.stdin is None or not sys.stdin.isatty():
         number = f"{budget:.3g}" if budget < 100 else f"{math.ceil(budget)}"
-        failure = f"no terminal to ask whether {hours(price.gpu_hours)} predicted GPU hours may be used"
+        failure = (
+            f"no terminal to ask whether {three_digits(price.gpu_hours)} predicted GPU hours may be used"
+        )
         raise ConfigError(f"{failure}; give the most that may: --max-gpu-hours {number}")
     if not yes:
-        text = f"Launch, and stop at {hours(budget)} GPU hours ({BUDGET_FACTOR} x predicted)?"
+        text = f"Launch, and stop at {three_digits(budget)} GPU hours ({BUDGET_FACTOR} x predicted)?"
         typer.confirm(text, abort=True, err=True)
     return budget
 
@@ -143,10 +159,10 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
         typer.Abort: the answer is no.
     """
     if plan.config.hardware.device == "cpu" and price.jobs and (busy := busy_share(0.2)) >= BUSY:
-        told = f"other programs use {busy:.0%} of this machine's cores"
-        warn(f"{told}: step times will be longer and vary more")
+        fact = f"other programs use {busy:.0%} of this machine's cores"
+        warn(f"{fact}: step times will be longer and vary more")
     took = sum(job.gpu_hours / job.nodes for job in price.jobs) / plan.config.hardware.gpus_per_node
-    lines = [f"about {hours(took)} hours on this machine"] if took >= LONG_HOURS else []
+    lines = [f"about {three_digits(took)} hours on this machine"] if took >= LONG_HOURS else []
     if not any(run.fits for run in plan.runs):
         needed = min(run.prediction.peak_mem_bytes for run in plan.runs) / GIB
         smallest = f"the smallest needs {needed:,.0f} GiB a rank"
@@ -167,6 +183,8 @@ def _print_price(plan: Plan, price: Price, limits: JobLimits, used: float) -> No
     earliest_s = max(3600 * price.gpu_hours / (per_node * together), longest_s)
     largest = counted(max(job.nodes for job in jobs), "node")
     say(interval_line(price), *too_long(plan), jobs_line(price, plan.config))
-    most = f"{counted(limits.max_jobs, 'job')} and {counted(limits.max_nodes, 'node')} at a time"
-    done = f"done in {duration(earliest_s)} at the earliest; used so far: {hours(used)} GPU hours"
-    say(f"at most {most}, and {largest} in a job; {done}")
+    at_a_time = f"{counted(limits.max_jobs, 'job')} and {counted(limits.max_nodes, 'node')} at a time"
+    end_and_use = (
+        f"done in {duration(earliest_s)} at the earliest; used so far: {three_digits(used)} GPU hours"
+    )
+    say(f"at most {at_a_time}, and {largest} in a job; {end_and_use}")

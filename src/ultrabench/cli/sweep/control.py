@@ -8,10 +8,10 @@ from ultrabench.cli.sweep.launch import follow, settled
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ClusterError, ConfigError, require_known
+from ultrabench.launchers.allocation_ends import open_allocations
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, open_sweep
-from ultrabench.launchers.settle import open_allocations
 from ultrabench.processes import own_name
 from ultrabench.result import FAILURES, Status
 from ultrabench.run import AttemptKey
@@ -53,8 +53,8 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
 
 def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
     """The failed final attempts that were asked for; lack of memory is an answer, tried again only if it is named."""
-    wanted = {name.strip() for name in only.split(",")} if only else FAILURES
-    require_known("status to retry", FAILURES, *sorted(wanted))
+    statuses = {name.strip() for name in only.split(",")} if only else FAILURES
+    require_known("status to retry", FAILURES, *sorted(statuses))
     planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
     if run is not None and not any(run_id.startswith(run) for run_id in planned):
         raise ConfigError(f"no run of {folder.name} has an id that begins with {run!r}; see sweep status")
@@ -62,7 +62,7 @@ def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str |
         a
         for (run_id, _), a in sorted(final_attempts(state).items())
         if a.result
-        and a.result.status in wanted
+        and a.result.status in statuses
         and run_id in planned
         and run_id.startswith(run or "")
         and (only or run or a.result.status != Status.OOM)
@@ -76,14 +76,13 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
     share = next((r.prediction.memory_share for r in plan.runs if r.run_id == key.run_id), 1.0)
     tries = [a for a in state.by_run()[key.run_id] if a.key.repeat == key.repeat]
     verdict = decide_retry(tries, plan.config.retry, memory_share=share)
-    before = {"was": result.status.value, "reason": result.reason}
-    policy = f"{'retry' if verdict.again else 'no retry'}; {verdict.why}"
     return {
         "run_id": key.run_id,
         "repeat": key.repeat,
         "attempt": key.attempt + 1,
-        **before,
-        "policy": policy,
+        "was": result.status.value,
+        "reason": result.reason,
+        "policy": f"{'retry' if verdict.retry else 'no retry'}; {verdict.why}",
     }
 
 
@@ -101,8 +100,8 @@ def run_pause(folder: SweepFolder) -> None:
     # The file is written after the journal, because the resume that removes it needs the event.
     write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
     _end(folder, state, plan, queued_only=True)
-    again = f"ultrabench sweep resume {folder.display_name}"
-    say(f"paused: runs under way end, nothing begins; go on with: {again}")
+    resume = f"ultrabench sweep resume {folder.display_name}"
+    say(f"paused: runs under way end, nothing begins; go on with: {resume}")
 
 
 def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -> int:

@@ -13,8 +13,9 @@ import typer
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.sweep.planning import plan_with_bar
-from ultrabench.cli.tables import hours, say, show, warn
+from ultrabench.cli.tables import say, show, three_digits, warn
 from ultrabench.errors import counted
+from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import not_accepted
 from ultrabench.launchers.launcher import Launcher
@@ -27,7 +28,6 @@ from ultrabench.launchers.open_sweep import (
     require_program,
 )
 from ultrabench.launchers.reconcile import Reconciler
-from ultrabench.launchers.settle import interrupt
 from ultrabench.processes import own_name
 from ultrabench.result import ANSWERS, UNSETTLED, RunResult, Status
 from ultrabench.store.folder import SweepFolder, living_launchers
@@ -38,6 +38,7 @@ from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.remedy import same_commands
 from ultrabench.sweep.running.attempts import Launch, next_attempts
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, price_of, within_limit
 from ultrabench.sweep.running.progress import progress, settled_runs
@@ -64,23 +65,24 @@ def run_launch(
     plan = within_limit(plan_with_bar(config), limit_s)
     state = fold(read_journal(folder.journal)) if find_sweep_json(folder) else SweepState()
     price = price_of(plan, state, limit_s)
+    for line in same_commands(plan):
+        warn(line)
     if config.launcher.name == "local":
         ask_for_this_machine(plan, price, yes)
     else:
         if untried := not_accepted(config):
             warn(untried)
         max_gpu_hours = ask_for_budget(plan, price, state, launcher.limits, max_gpu_hours, yes)
-    sweep = open_sweep(
-        plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours, max_limit_s=limit_s
-    )
-    known = price if sweep.plan is plan else None
-    return follow(sweep, launcher, folder.display_name, known, detach=detach, ask=not yes, stderr=False)
+    budget = max_gpu_hours
+    sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=budget, max_limit_s=limit_s)
+    same_price = price if sweep.plan is plan else None
+    return follow(sweep, launcher, folder.display_name, same_price, detach=detach, ask=not yes, stderr=False)
 
 
 def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
     """Whether a sweep has no attempts left to submit or to wait for."""
-    known = frozenset(state.attempts)
-    return next_attempts(plan, state, launch=Launch(accepts=accepts, old=known, begun=known)).over
+    old = frozenset(state.attempts)
+    return next_attempts(plan, state, launch=Launch(accepts=accepts, old=old, begun=old)).over
 
 
 def follow(
@@ -104,22 +106,22 @@ def follow(
     config, runs = sweep.config, sweep.plan.runs
     before = settled_runs(sweep.state()).keys()
     say(*first_lines(sweep, price or price_of(sweep.plan, sweep.state())))
-    taken = _asked_to_take_over(sweep, launcher) if ask else []
+    taken_over = _asked_to_take_over(sweep, launcher) if ask else []
     caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
         _handle(_stop, caught)
         with Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, display.say)
-            reconciler.settler.withdraw(taken, f"taken over by {own_name()}")
+            reconciler.recorder.withdraw(taken_over, f"taken over by {own_name()}")
             state = reconciler.once()[0] if detach else reconciler.run()
     except KeyboardInterrupt as stop:
         number, *_ = *stop.args, signal.SIGINT
         return _interrupted(sweep, launcher, number, display_name)
     _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
-    if detach and reconciler.submitted:
-        again = f"ultrabench sweep resume {display_name}, by the same user on any login node of the cluster"
-        left = f"submitted {counted(reconciler.submitted, 'job')} and left"
-        say(f"{left}; whoever follows submits what comes after: {again}")
+    if detach and reconciler.memory.submitted:
+        resume = f"ultrabench sweep resume {display_name}, by the same user on any login node of the cluster"
+        fact = f"submitted {counted(reconciler.memory.submitted, 'job')} and left"
+        say(f"{fact}; whoever follows submits what comes after: {resume}")
         return 0
     now = progress(config.name, runs, state, config.hardware.device)
     show(panel(now, busy=False), stderr=stderr)
@@ -130,10 +132,8 @@ def follow(
         _say_stopped(reconciler, state, display_name)
         return 1
     if failed := [run.run_id for run, a in now.failures if a.result and a.result.status not in ANSWERS]:
-        told, again = (
-            f"ultrabench sweep {words} {display_name}" for words in (f"show {failed[-1]}", "retry")
-        )
-        say(f"next: {told} shows why that run failed; {again} tries failed runs again")
+        show_hint = f"ultrabench sweep show {failed[-1]} {display_name} shows why that run failed"
+        say(f"next: {show_hint}; ultrabench sweep retry {display_name} tries failed runs again")
     if Status.OK in now.by_status:
         say(f"next: ultrabench {'plot comm' if config.kernel.kind == 'probe' else 'heatmap'} {display_name}")
     return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in UNSETTLED))
@@ -150,11 +150,11 @@ def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -
 
 def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     """The lines that a launch prints before it submits anything."""
-    config, runs, cost = sweep.config, sweep.plan.runs, hours(price.gpu_hours)
+    config, runs, cost = sweep.config, sweep.plan.runs, three_digits(price.gpu_hours)
     yield headline(config)
     number = counted(len(runs), "run")
-    left = f"{price.left} of {number} left" if price.left < len(runs) else number
-    yield f"{config.name}: {left}, {cost} GPU hours predicted, in {sweep.folder.path}"
+    runs_left = f"{price.left} of {number} left" if price.left < len(runs) else number
+    yield f"{config.name}: {runs_left}, {cost} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "none of them is predicted to fit into the memory of a rank"
     if config.trace and settled(sweep.plan, sweep.state(), sweep.accepts):
@@ -184,7 +184,7 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     Jobs of others are never replaced without asking. Those that already run are waited for.
     """
     waiting = (a for a in sweep.state().allocations.values() if a.ended is None and not a.agents)
-    others = [held for held in waiting if not sees(launcher.by, held.by)]
+    others = [allocation for allocation in waiting if not sees(launcher.by, allocation.by)]
     if not others or sys.stdin is None or not sys.stdin.isatty():
         return []
     whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others}
@@ -209,12 +209,12 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
     Jobs of Slurm go on. On this machine Ctrl-C ends all runs. A launcher that is ended by a signal, or
     whose terminal is gone, leaves its agents running for the next launch.
     """
-    again = shlex.join(["ultrabench", *hide(sys.argv[1:], sweep.config.secrets)])
+    same_command = shlex.join(["ultrabench", *hide(sys.argv[1:], sweep.config.secrets)])
     jobs_go_on = sweep.config.launcher.name != "local"
     if jobs_go_on or number != signal.SIGINT:
         why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
         rest = "its jobs go on" if jobs_go_on else "what runs here goes on"
-        after = f"Follow again: {again}; end it: ultrabench sweep cancel {display_name}"
+        after = f"Follow again: {same_command}; end it: ultrabench sweep cancel {display_name}"
         line = f"{why}no longer followed; {rest}. {after}"
     else:
         when = "interrupted"
@@ -224,7 +224,7 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
             interrupt(sweep, launcher)
         except KeyboardInterrupt:
             when = "interrupted again before all had ended"
-        line = f"{when}; nothing that finished is lost, go on with: {again}"
+        line = f"{when}; nothing that finished is lost, go on with: {same_command}"
     _handle(signal.SIG_IGN, ENDING)
     say(line)
     return 128 + number
@@ -234,7 +234,7 @@ def _leave_in_background(folder: SweepFolder) -> int:
     """Starts this command without --detach in the background, with its output in the sweep's launcher.log."""
     find_sweep_json(folder)
     folder.create()
-    words = [word for word in sys.argv[1:] if word != "--detach"]
+    words = [argument for argument in sys.argv[1:] if argument != "--detach"]
     command = [sys.executable, "-P", "-m", "ultrabench.cli.main", *words]
     path = folder.path / "launcher.log"
     with path.open("ab") as log:

@@ -11,13 +11,13 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from ultrabench.analysis.numbers import memory, percent, too_wide
-from ultrabench.cli.tables import duration, hours, out, style_of, table, three_digits
+from ultrabench.cli.tables import duration, out, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
 from ultrabench.result import INTERRUPTED, SLOWER, UNSETTLED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.plan import Candidate
+from ultrabench.sweep.plan import Candidate, cell_columns
 from ultrabench.sweep.running.outliers import low_peak
 from ultrabench.sweep.running.progress import SweepProgress, progress
 
@@ -63,9 +63,11 @@ class Display(Live):
                 self._console.print_line(Text(f"[{len(settled)}/{now.runs}] ").append(line))
         if skipped := [run for run in self._planned if run.run_id in now.skipped.keys() - settled]:
             settled |= {run.run_id for run in skipped}
-            such = f"{counted(len(skipped), 'run')} skipped, such as" if len(skipped) > 1 else "skipped"
-            told = f"[{len(settled)}/{now.runs}] {such} {_name(skipped[0])}: {now.skipped[skipped[0].run_id]}"
-            self._console.print_line(Text(told, style_of("skipped")))
+            introduction = (
+                f"{counted(len(skipped), 'run')} skipped, such as" if len(skipped) > 1 else "skipped"
+            )
+            skip = f"[{len(settled)}/{now.runs}] {introduction} {_name(skipped[0])}: {now.skipped[skipped[0].run_id]}"
+            self._console.print_line(Text(skip, style_of("skipped")))
         self._settled = now.settled
         self.update(panel(now, bool(alive), bar=True))
 
@@ -75,13 +77,13 @@ class Display(Live):
 
 
 def _name(run: Candidate) -> str:
-    return f"{run.run_id} {run.shape.name} {counted(run.nodes, 'node')} {run.layout.label()}"
+    return f"{run.run_id} {run.shape.name} {counted(run.nodes, 'node')} {run.spec.label()}"
 
 
 def attempt_line(
-    run: Candidate, attempt: AttemptState, doubt: str | None = None, again_s: float | None = None
+    run: Candidate, attempt: AttemptState, caveat: str | None = None, again_s: float | None = None
 ) -> Text:
-    """One line about an attempt that has ended, in the colour of its status; a doubtful number is marked.
+    """One line about an attempt that has ended, in the colour of its status; a suspect number is marked.
 
     Args:
         again_s: seconds until the run may be tried again; None where it is not.
@@ -89,43 +91,48 @@ def attempt_line(
     result, key = attempt.result, attempt.key
     assert result is not None
     if result.stopped == SLOWER:
-        doubt = "slower than the best of its cell, stopped early"
+        caveat = "slower than the best of its cell, stopped early"
     text = _name(run)
     text += f" (repeat {key.repeat})" if key.repeat else ""
     text += f" (attempt {key.attempt})" if key.attempt else ""
-    found = _numbers(run, result) if result.status == Status.OK else f"{result.status}, {result.reason}"
-    text += f": {found}" + (f" ({doubt})" if doubt else "")
+    end = _numbers(run, result) if result.status == Status.OK else f"{result.status}, {result.reason}"
+    text += f": {end}" + (f" ({caveat})" if caveat else "")
     if again_s is not None:
         text += f"; trying again{f' in {again_s:.0f} s at the earliest' if again_s else ''}"
-    return Text(text, style_of(result.status, bool(doubt)))
+    return Text(text, style_of(result.status, bool(caveat)))
 
 
 def _numbers(run: Candidate, result: RunResult) -> str:
     """The measured numbers of an ok result."""
     if result.probe:
         rates = summary(result.probe)
-        found = ((name, rates[f"{name}_busbw_bytes_per_s"]) for name in OPERATIONS)
-        return ", ".join(("ok", *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in found if rate)))
+        links = ((name, rates[f"{name}_busbw_bytes_per_s"]) for name in OPERATIONS)
+        return ", ".join(("ok", *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in links if rate)))
     rate = run.tokens_per_s_per_gpu(result)
-    mfu, held = run.mfu(rate), memory(result.peak_mem_reserved_bytes)
-    used = [None if mfu is None else f"{percent(mfu)} MFU", held]
+    mfu = run.mfu(rate)
+    used = [None if mfu is None else f"{percent(mfu)} MFU", memory(result.peak_mem_reserved_bytes)]
     speed = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
     return ", ".join(("ok", *filter(None, used), speed))
 
 
 def panel(now: SweepProgress, busy: bool, bar: bool = False) -> RenderableType:
-    """The view of a sweep: counts, a bar if asked for, what runs, the best so far, failures and doubts."""
+    """The view of a sweep: counts, a bar if asked for, what runs, the best so far, failures and suspects."""
     return Group(counts_line(now, busy), *_below_counts(now, busy, bar))
 
 
 def counts_line(now: SweepProgress, busy: bool) -> Text:
     """A line such as `quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours`."""
     over = Counter({s: n for s, n in now.by_status.items() if s not in UNSETTLED}) - now.again_by_status
-    shown, again = (", ".join(f"{n} {s}" for s, n in some.items()) for some in (over, now.again_by_status))
+    ended, retried = (
+        ", ".join(f"{n} {s}" for s, n in count_by_status.items())
+        for count_by_status in (over, now.again_by_status)
+    )
     total = now.useful_gpu_hours + now.wasted_gpu_hours
     spent, between = now.wasted_by_status, now.wasted_by_status.get("between_runs", 0.0)
-    named = {"in OOMs": "oom"} | {f"in {status} runs": str(status) for status in sorted(INTERRUPTED)}
-    parts = {how: spent.get(status, 0.0) for how, status in named.items()}
+    status_by_label = {"in OOMs": "oom"} | {
+        f"in {status} runs": str(status) for status in sorted(INTERRUPTED)
+    }
+    parts = {how: spent.get(status, 0.0) for how, status in status_by_label.items()}
     failed = now.wasted_gpu_hours - between - sum(parts.values())
     parts |= {"in failed runs": failed, "between runs": between}
     lost = (f", {part / total:.0%} of them {how}" for how, part in parts.items() if part >= 0.005 * total > 0)
@@ -133,10 +140,10 @@ def counts_line(now: SweepProgress, busy: bool) -> Text:
     if eta and now.runs_per_hour is not None:
         eta += f" at {three_digits(now.runs_per_hour)} runs an hour"
     text = f"{now.sweep}: {now.runs - now.left} of {counted(now.runs, 'run')} settled"
-    text += f" ({shown})" if shown else ""
-    text += f", {again} to be tried again" if again else ""
+    text += f" ({ended})" if ended else ""
+    text += f", {retried} to be tried again" if retried else ""
     text += f", about {now.to_go} to go" if now.to_go < now.left else ""
-    return Text(f"{text}{eta}, {hours(total)} GPU hours{''.join(lost)}")
+    return Text(f"{text}{eta}, {three_digits(total)} GPU hours{''.join(lost)}")
 
 
 def _doing(run: Candidate, attempt: AttemptState) -> str:
@@ -152,29 +159,29 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
         yield ProgressBar(total=now.runs, completed=now.runs - now.left, width=40)
         yield Text("")
     for run, attempt in now.running:
-        yield Text(f"  running  {run.shape.name} {run.nodes}n {run.layout.label()}: {_doing(run, attempt)}")
+        yield Text(f"  running  {run.shape.name} {run.nodes}n {run.spec.label()}: {_doing(run, attempt)}")
     if now.waiting:
         yield Text(f"  waiting  {counted(now.waiting, 'allocation')} to start")
     elif busy and now.left and not now.running:
         yield Text("  running  starting the next allocation")
     if now.best:
-        rows = []
+        rows, columns = [], cell_columns(run.cell for run, _ in now.best)
         for run, standing in now.best:
             width, rate = now.wide.get(run.run_id), standing.rate or 0.0
-            doubtful = "suspect" if standing.doubts else ""
-            speed = f"{rate:,.0f} {too_wide(width is None, width)} {doubtful}".rstrip()
+            mark = "suspect" if standing.suspect else ""
+            of_repeats = f"(median of {standing.num_competing})" if standing.num_competing > 1 else ""
+            speed = " ".join(filter(None, (f"{rate:,.0f}", of_repeats, too_wide(width is None, width), mark)))
             promised = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
             numbers = speed, percent(run.mfu(rate)), f"{rate / promised:.2f}"
-            rows.append((*run.cell, run.layout.label(), *numbers))
-        heads = ("model", ">nodes", "layout", ">tokens/s/GPU", ">MFU", ">x predicted")
+            rows.append((*(getattr(run.cell, name) for name in columns), run.spec.label(), *numbers))
+        of_cell = ("model", *(f">{name}" for name in columns[1:]))
+        heads = (*of_cell, "layout", ">tokens/s/GPU", ">MFU", ">x predicted")
         yield table("best so far", *heads, rows=rows)
     if now.failures:
         yield Text("last failures and OOMs")
     for run, attempt in now.failures:
         yield Text("  ").append(attempt_line(run, attempt))
     for key, why in [*now.suspects.items()][:1]:
-        yield Text(f"{len(now.suspects)} suspect and winning no cell, such as {key}: {why}", "yellow")
-    for why in low_peak(
-        max((run.mfu(s.rate or 0.0) or 0.0 for run, s in now.best if not s.doubts), default=None)
-    ):
-        yield Text(why, "yellow")
+        yield Text(f"{len(now.suspects)} suspect, such as {key}: {why}", "yellow")
+    mfus = (run.mfu(standing.rate or 0.0) or 0.0 for run, standing in now.best if not standing.suspect)
+    yield from (Text(why, "yellow") for why in low_peak(max(mfus, default=None)))

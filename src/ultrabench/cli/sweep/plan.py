@@ -30,10 +30,10 @@ from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import PRUNED, Candidate, Plan
+from ultrabench.sweep.plan import PRUNED, Candidate, CellKey, Plan, cell_columns
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
-from ultrabench.sweep.remedy import nothing_fits
+from ultrabench.sweep.remedy import nothing_fits, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
@@ -48,7 +48,7 @@ COUNTS = {
 }
 """Column of the table -> key of a cell in the JSON document."""
 SEARCHED = {"expected runs": "runs"}
-"""The same for the adaptive search, which makes only some of its runs."""
+"""Column of the table -> key of a cell in the JSON document, for the adaptive search, which makes only some runs."""
 
 
 def show_plan(
@@ -57,13 +57,14 @@ def show_plan(
     """Prints the counts of a plan by cell and rule, the price of what is left, and the layouts to try first."""
     config = in_force(load_config(overrides), warn)
     advised_p_oom = ADVISED_P_OOM if advise_p_oom is None else advise_p_oom
-    known, state, rate = find_sweep_json(folder_of(config)), SweepState(), dict[str, Any]()
+    folder, state, rate = folder_of(config), SweepState(), dict[str, Any]()
+    described = find_sweep_json(folder)
     try:
-        if known is not None:
-            require_same(known, config, folder_of(config).path)
-            state = for_answers(fold(read_journal(folder_of(config).journal, warn)))
+        if described is not None:
+            require_same(described, config, folder.path)
+            state = for_answers(fold(read_journal(folder.journal, warn)))
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
-                rate = {"core_flops_per_s": known.core_flops_per_s, "cores": known.cores or 1}
+                rate = {"core_flops_per_s": described.core_flops_per_s, "cores": described.cores or 1}
             require_same_log(state, config)
         require_local(config)
         require_max_nodes(config)
@@ -79,15 +80,14 @@ def show_plan(
     best = recommend(plan, top, rates, advised_p_oom) if top else []
     price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
     _tell_expected(summary, plan, price, now.settled - now.skipped.keys())
-    notes = [
-        *nothing_fits(plan, {(row["model"], row["nodes"]) for row in best if row["advised"]}, advised_p_oom)
-    ]
+    advised_cells = {key_of(row) for row in best if row["advised"]}
+    notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *same_commands(plan)]
     fresh = [run for run in plan.runs if run.run_id not in rates]
     summary["unmeasured"] = beyond_fit((run.spec for run in fresh), config.profile, config.hardware.gpu)
     notes += _extrapolation(plan, fresh, summary["unmeasured"], best)
     if now.settled:
-        left = "the price is that of what is left" if price.jobs else "nothing is left to run"
-        notes.append(f"{len(now.settled):,} of {counted(len(plan.runs), 'run')} settled: {left}")
+        price_note = "the price is that of what is left" if price.jobs else "nothing is left to run"
+        notes.append(f"{len(now.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
     if price.jobs:
         priced = f"priced for launcher={config.launcher.name}: {jobs_line(price, config)}"
         notes += [interval_line(price), *too_long(plan), priced]
@@ -97,29 +97,29 @@ def show_plan(
     show(*_page(plan, price, summary, best), *notes)
 
 
-def _tell_expected(summary: dict[str, Any], plan: Plan, price: Price, made: Set[str]) -> None:
+def _tell_expected(summary: dict[str, Any], plan: Plan, price: Price, settled: Set[str]) -> None:
     """Makes `runs` the number of runs that are expected, and `runs_at_most` that of those that may be made.
 
     Args:
-        made: run_ids of the runs that are settled and were not skipped.
+        settled: run_ids of the runs that are settled and were not skipped.
     """
     for cell in (*summary["cells"], summary):
         cell["runs_at_most"] = cell["runs"]
     if plan.config.strategy == "adaptive":
-        made_in = Counter(run.cell for run in plan.runs if run.run_id in made)
+        settled_in = Counter(run.cell for run in plan.runs if run.run_id in settled)
         for cell in summary["cells"]:
-            key = cell["model"], cell["nodes"]
-            cell["runs"] = price.runs.get(key, (0, 0.0))[0] + made_in[key]
+            key = key_of(cell)
+            cell["runs"] = price.runs.get(key, (0, 0.0))[0] + settled_in[key]
         summary["runs"] = sum(cell["runs"] for cell in summary["cells"])
 
 
 def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[str, Any]:
     for cell in summary["cells"]:
-        key = cell["model"], cell["nodes"]
+        key = key_of(cell)
         cell["predicted_gpu_hours"] = round(price.runs.get(key, (0, 0.0))[1], 4)
         cell["predicted_gpu_hours_interval"] = [round(end, 4) for end in price.intervals.get(key, (0.0, 0.0))]
-    extra = ((what, number, round(cost, 4)) for what, (number, cost) in price.extra.items())
-    beside = {what: {"count": number, "predicted_gpu_hours": cost} for what, number, cost in extra}
+    extra = ((purpose, number, round(cost, 4)) for purpose, (number, cost) in price.extra.items())
+    beside = {purpose: {"count": number, "predicted_gpu_hours": cost} for purpose, number, cost in extra}
     summary |= {"predicted_gpu_hours": round(price.gpu_hours, 4)}
     ends = [round(end, 4) for end in price.interval]
     return summary | {"predicted_gpu_hours_interval": ends, "beside_runs": beside, "notes": notes}
@@ -137,13 +137,10 @@ def _extrapolation(
     config, profile, gpu = plan.config, plan.config.profile, plan.config.hardware.gpu
     if unmeasured:
         number = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
-        told = f"extrapolated: {number:,} of {counted(len(runs), 'run')} are unlike those that profile {profile.name} was"
-        yield f"{told} fitted to (whose values are in brackets), so their intervals are wider: {'; '.join(unmeasured)}"
-    published, specs, mfus = (
-        best_published(config),
-        {run.run_id: run.spec for run in runs},
-        dict[str, float](),
-    )
+        unlike = f"extrapolated: {number:,} of {counted(len(runs), 'run')} are unlike those that profile {profile.name} was"
+        yield f"{unlike} fitted to (whose values are in brackets), so their intervals are wider: {'; '.join(unmeasured)}"
+    published, mfus = best_published(config), dict[str, float]()
+    specs = {run.run_id: run.spec for run in runs}
     for run in runs:
         if run.fits and run.peak_flops_per_s and config.hardware.device == "cuda":
             time_s, peak = run.prediction.step_time_s, run.peak_flops_per_s
@@ -159,14 +156,14 @@ def _extrapolation(
 def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) -> Iterator[RenderableType]:
     """The tables of a plan: its price by cell, rejected and refused candidates, and layouts to try first."""
     columns = COUNTS | (SEARCHED if plan.config.strategy == "adaptive" else {})
-    cells = {(c["model"], c["nodes"]): [c[key] for key in columns.values()] for c in summary["cells"]}
+    cells = {key_of(cell): [cell[key] for key in columns.values()] for cell in summary["cells"]}
     yield headline(plan.config)
     yield price_table(plan, price, tuple(columns), cells)
     if pruned := summary["pruned"]:
-        most = plan.config.max_p_oom
+        max_p_oom = plan.config.max_p_oom
         example = next(c for c in plan.candidates if c.rule == PRUNED)
-        left = f"{pruned:,} valid layouts are left out, as P(OOM) is above max_p_oom={most:g}"
-        yield f"{left}, such as {example.layout.label()}: {example.reason}"
+        pruning = f"{pruned:,} valid layouts are left out, as P(OOM) is above max_p_oom={max_p_oom:g}"
+        yield f"{pruning}, such as {example.layout.label()}: {example.reason}"
     if large := summary["runs_at_most"] - summary["predicted_to_fit"]:
         order = "they run last and are priced at start-up only"
         yield f"{large:,} of the {summary['runs_at_most']:,} runs are unlikely to fit into memory: {order}"
@@ -181,17 +178,26 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
     for lost in summary["without_candidates"]:
         yield f"sweep.{lost['axis']}={lost['value']} has no candidate: {lost['reason']}"
     if best:
-        top = []
+        top, of_cell = [], cell_columns(cells)
         for row in best:
             low, high = (three_digits(row[f"step_time_{end}_s"]) for end in ("low", "high"))
             rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", three_digits(row["step_time_s"])
             step, chance = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
-            peak, place = f"{row['peak_mem_bytes'] / GIB:.1f}", (row["model"], row["nodes"], row["layout"])
+            peak, place = (
+                f"{row['peak_mem_bytes'] / GIB:.1f}",
+                (*(row[name] for name in of_cell), row["layout"]),
+            )
             why = row["why"] if row["advised"] else "most likely to fit, not advised"
             why += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
             top.append((*place, rate, step, peak, chance, row["limited_by"], why, row["run_id"]))
         numbers = (">tokens/s/GPU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
-        yield table("\nlayouts to try first", "model", ">nodes", "layout", *numbers, "why", "run", rows=top)
+        heads = ("model", *(f">{name}" for name in of_cell[1:]), "layout")
+        yield table("\nlayouts to try first", *heads, *numbers, "why", "run", rows=top)
+
+
+def key_of(cell: Mapping[str, Any]) -> CellKey:
+    """The cell that an entry of the summary of a plan describes."""
+    return CellKey(*(cell[name] for name in CellKey._fields))
 
 
 def _percent(share: float) -> str:
@@ -212,33 +218,32 @@ def recommend(
         advised_p_oom: P(OOM) above which a run that is not measured is not advised.
     """
     best = list[Row]()
-    for (model, nodes), runs in plan.cells.items():
+    for cell, runs in plan.cells.items():
         rows = list[Row]()
         for run in runs:
-            told, tokens = run.prediction, run.spec.tokens_per_step / run.layout.world_size
-            known = run.run_id in rates
-            if rate := rates.get(run.run_id, tokens / told.step_time_s):
+            prediction, tokens = run.prediction, run.spec.tokens_per_step / run.layout.world_size
+            measured = run.run_id in rates
+            if rate := rates.get(run.run_id, tokens / prediction.step_time_s):
                 time_s = tokens / rate
-                low_s, high_s = (time_s, time_s) if known else (told.step_time_low_s, told.step_time_high_s)
-                name = {"model": model, "nodes": nodes, "run_id": run.run_id, "layout": run.layout.label()}
-                expected = rate * (1 if known else 1 - told.p_oom)
-                speed = {
-                    "tokens_per_s_per_gpu": rate,
-                    "expected_tokens_per_s_per_gpu": expected,
-                    "step_time_s": time_s,
-                }
-                speed |= {"step_time_low_s": low_s, "step_time_high_s": high_s}
-                memory = {"peak_mem_bytes": told.peak_mem_bytes, "p_oom": told.p_oom}
-                advised = known or advisable(told, advised_p_oom)
-                why = {
-                    "limited_by": told.limited_by,
-                    "why": "measured" if known else "predicted",
-                    "advised": advised,
-                }
-                rows.append({**name, **speed, **memory, **why})
-        likely = [row for row in rows if row["advised"]] or sorted(rows, key=lambda row: float(row["p_oom"]))[
-            :1
-        ]
+                rows.append(
+                    {
+                        **cell._asdict(),
+                        "run_id": run.run_id,
+                        "layout": run.spec.label(),
+                        "tokens_per_s_per_gpu": rate,
+                        "expected_tokens_per_s_per_gpu": rate * (1 if measured else 1 - prediction.p_oom),
+                        "step_time_s": time_s,
+                        "step_time_low_s": time_s if measured else prediction.step_time_low_s,
+                        "step_time_high_s": time_s if measured else prediction.step_time_high_s,
+                        "peak_mem_bytes": prediction.peak_mem_bytes,
+                        "p_oom": prediction.p_oom,
+                        "limited_by": prediction.limited_by,
+                        "why": "measured" if measured else "predicted",
+                        "advised": measured or advisable(prediction, advised_p_oom),
+                    }
+                )
+        likely = [row for row in rows if row["advised"]]
+        likely = likely or sorted(rows, key=lambda row: float(row["p_oom"]))[:1]
         best += sorted(likely, key=lambda row: (row["why"], -row["expected_tokens_per_s_per_gpu"]))[:top]
     return best
 
@@ -256,5 +261,5 @@ def print_script(overrides: list[str]) -> None:
     jobs = [*planned_jobs(plan, next_attempts(plan, SweepState()), SweepState())]
     first = shapes(jobs[: config.launcher.max_jobs], sys.maxsize)[0]
     token, digest = uuid.uuid4().hex, config.kernel.digest()
-    made = allocations(plan, folder_of(config), first, token=token, by={}, kernel_digest=digest)
-    sys.stdout.write(array_script(made, config))
+    array = allocations(plan, folder_of(config), first, token=token, by={}, kernel_digest=digest)
+    sys.stdout.write(array_script(array, config))

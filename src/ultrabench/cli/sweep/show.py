@@ -21,7 +21,7 @@ from ultrabench.cli.sweep.top import numbers
 from ultrabench.cli.tables import plain, print_json, say, show, style_of, table, warn
 from ultrabench.errors import SweepFolderError, counted
 from ultrabench.hardware import GIB
-from ultrabench.rank_report import PROFILE
+from ultrabench.rank_report import TRACE_PHASE
 from ultrabench.record import to_dict
 from ultrabench.result import SLOWER
 from ultrabench.store.folder import SweepFolder, find_sweep
@@ -38,12 +38,12 @@ HEADING = re.compile(r"^--- rank \d+$", re.MULTILINE)
 MOST_RANK_DIGITS = 5
 """Largest number of digits of a place in `sweep top`; a longer number is the beginning of a run id."""
 HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
-STEP_PARTS = ("compute", "communication", "exposed_communication", "idle")
+TIME_PARTS = ("compute", "communication", "exposed_communication", "idle")
 
 
-def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> None:
+def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None:
     """Prints the numbers, plan row, attempts and evidence of one run."""
-    folder, run_id, look = find_run(given, sweep, results)
+    folder, run_id, look = find_run(name, sweep, results)
     attempts = look().by_run().get(run_id, [])
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
     if as_json:
@@ -65,8 +65,8 @@ def show_run(given: str, sweep: str | None, as_json: bool, results: Path) -> Non
         if attempt.result and attempt.result.evidence:
             show(Text(f"\nevidence of {attempt.key.repeat}.{attempt.key.attempt}", "bold"))
             show(*_evidence(attempt.result.evidence, logs))
-        for seen in _profiles(logs):
-            show(*_profile(seen))
+        for summary in _traces(logs):
+            show(*_trace_lines(summary))
 
 
 def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
@@ -93,8 +93,8 @@ def _evidence(evidence: dict[str, Any], logs: Path) -> Iterator[RenderableType]:
         yield _rank_line(rank)
     if "hang_cause" in evidence:
         yield f"\n{evidence['hang_cause']}\n"
-    if found := evidence.get("hang_evidence"):
-        rows = [[row.get(name) for name in HANG_COLUMNS] for row in found]
+    if hanging := evidence.get("hang_evidence"):
+        rows = [[row.get(name) for name in HANG_COLUMNS] for row in hanging]
         yield table("before the ranks were killed", *HANG_COLUMNS, rows=rows)
     yield from map(str, sorted((logs / "hang_evidence").glob("*")))
     yield f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}"
@@ -103,7 +103,7 @@ def _evidence(evidence: dict[str, Any], logs: Path) -> Iterator[RenderableType]:
 def _document(attempt: AttemptState, logs: Path) -> dict[str, Any]:
     name = {"repeat": attempt.key.repeat, "attempt": attempt.key.attempt, "allocation": attempt.allocation}
     result = to_dict(attempt.result) if attempt.result else None
-    return {**name, "phase": attempt.phase, "result": result, "logs": str(logs), "profile": _profiles(logs)}
+    return {**name, "phase": attempt.phase, "result": result, "logs": str(logs), "profile": _traces(logs)}
 
 
 def _columns(attempt: AttemptState) -> Iterator[object]:
@@ -128,44 +128,44 @@ def _rank_line(rank: dict[str, Any]) -> str:
         end = "killed by ultrabench"
     elif isinstance(code, int):
         end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    said = rank.get("error") or rank.get("last_line") or ""
-    return f"  rank {rank['rank']}: {end} in phase {rank['phase']} {said}".rstrip()
+    last_words = rank.get("error") or rank.get("last_line") or ""
+    return f"  rank {rank['rank']}: {end} in phase {rank['phase']} {last_words}".rstrip()
 
 
-def _profiles(logs: Path) -> list[dict[str, Any]]:
-    """The summaries of the profiles of an attempt, sorted by rank; trace=true makes them."""
-    found = []
-    for path in logs.glob(f"{PROFILE}/rank*/summary.json"):
+def _traces(logs: Path) -> list[dict[str, Any]]:
+    """The summaries of the traces of an attempt, sorted by rank; trace=true makes them."""
+    summaries = []
+    for path in logs.glob(f"{TRACE_PHASE}/rank*/summary.json"):
         with contextlib.suppress(OSError, ValueError):
-            found.append({**json.loads(path.read_text()), "folder": str(path.parent)})
-    return sorted(found, key=lambda summary: int(summary["rank"]))
+            summaries.append({**json.loads(path.read_text()), "folder": str(path.parent)})
+    return sorted(summaries, key=lambda summary: int(summary["rank"]))
 
 
-def _profile(seen: dict[str, Any]) -> Iterator[RenderableType]:
+def _trace_lines(summary: dict[str, Any]) -> Iterator[RenderableType]:
     """Lines about the mean step of one rank and its memory at the peak, and its longest kernels."""
-    step_s = seen["step_time_s"]
-    yield Text(f"\ninside rank {seen['rank']}, {seen['steps']} steps of {step_s:.4g} s", "bold")
-    for part in STEP_PARTS:
-        seconds = seen[f"{part}_s"]
+    step_s = summary["step_time_s"]
+    yield Text(f"\ninside rank {summary['rank']}, {summary['steps']} steps of {step_s:.4g} s", "bold")
+    for part in TIME_PARTS:
+        seconds = summary[f"{part}_s"]
         yield f"  {part.replace('_', ' ')}: {seconds:.4g} s ({_share(seconds, step_s)})"
-    kinds = ", ".join(f"{kind} {size / GIB:.4g}" for kind, size in seen["memory_bytes"].items())
+    kinds = ", ".join(f"{kind} {size / GIB:.4g}" for kind, size in summary["memory_bytes"].items())
     yield f"  memory in GiB: {kinds}"
     rows = [
         (k["name"][:60], f"{k['calls']:g}", f"{k['seconds']:.4g}", _share(k["seconds"], step_s))
-        for k in seen["top"]
+        for k in summary["top"]
     ]
-    kind = "kernel" if seen["device"] == "cuda" else "operator"
+    kind = "kernel" if summary["device"] == "cuda" else "operator"
     yield table("", kind, ">calls a step", ">s a step", ">of the step", rows=rows)
-    yield f"files: {seen['folder']}"
+    yield f"files: {summary['folder']}"
 
 
 def _share(seconds: float, of: float) -> str:
     return f"{seconds / of:.1%}" if of else ""
 
 
-def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> None:
+def show_logs(name: str, follow: bool, sweep: str | None, results: Path) -> None:
     """Prints the log of the latest attempt; with `follow`, goes on until the attempt has ended."""
-    folder, run_id, look = find_run(given, sweep, results)
+    folder, run_id, look = find_run(name, sweep, results)
     offsets: dict[Path, int] = {}
     silent = True
     while True:
@@ -189,8 +189,8 @@ def show_logs(given: str, follow: bool, sweep: str | None, results: Path) -> Non
     if not offsets:
         say(f"run {run_id} left no log{' yet' if not over else ''}")
     elif silent:
-        more = f"ultrabench sweep show {run_id} --sweep {folder.display_name}"
-        say(f"run {run_id} has printed nothing; everything else about it: {more}")
+        command = f"ultrabench sweep show {run_id} --sweep {folder.display_name}"
+        say(f"run {run_id} has printed nothing; everything else about it: {command}")
 
 
 def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
@@ -203,38 +203,38 @@ def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
 
 def _state_reader(folder: SweepFolder) -> Callable[[], SweepState]:
     """A function that returns the current state; each call reads only what is new in the journal."""
-    reader, known = JournalReader(folder.journal, warn), Fold()
-    return lambda: for_answers(known.add(reader.poll()))
+    reader, journal = JournalReader(folder.journal, warn), Fold()
+    return lambda: for_answers(journal.add(reader.poll()))
 
 
 def find_run(
-    given: str, sweep: str | None, results: Path
+    name: str, sweep: str | None, results: Path
 ) -> tuple[SweepFolder, str, Callable[[], SweepState]]:
-    """The sweep folder and run_id that `given` means, and a function that returns the sweep's current state.
+    """The sweep folder and run_id that `name` means, and a function that returns the sweep's current state.
 
-    `given` is the beginning of a run_id, or a rank in `sweep top`.
+    `name` is the beginning of a run_id, or a rank in `sweep top`.
 
     Raises:
-        SweepFolderError: `given` means no run, or several runs.
+        SweepFolderError: `name` means no run, or several runs.
     """
-    if given.isdecimal() and len(given) <= MOST_RANK_DIGITS:
+    if name.isdecimal() and len(name) <= MOST_RANK_DIGITS:
         runs = _runs(folder := find_sweep(sweep, results))
-        if 0 < int(given) <= len(runs):
-            given, sweep = runs[int(given) - 1]["run_id"], str(folder.path)
+        if 0 < int(name) <= len(runs):
+            name, sweep = runs[int(name) - 1]["run_id"], str(folder.path)
         elif runs:
             advice = f"give more than {MOST_RANK_DIGITS} digits of an id, or a rank of: ultrabench sweep top"
-            raise SweepFolderError(f"no rank {given} in {folder.name}, which has {len(runs)}; {advice}")
-    every = [] if sweep else [SweepFolder(head.parent) for head in sorted(results.glob("*/sweep.json"))]
+            raise SweepFolderError(f"no rank {name} in {folder.name}, which has {len(runs)}; {advice}")
+    folders = [] if sweep else [SweepFolder(head.parent) for head in sorted(results.glob("*/sweep.json"))]
     matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
-    for folder in every or [find_sweep(sweep, results)]:
+    for folder in folders or [find_sweep(sweep, results)]:
         read_sweep_json(folder)
         look = _state_reader(folder)
         ids = {k.run_id for k in look().attempts} | {row["run_id"] for row in read_rows(folder.plan)}
-        matches += [(folder, i, look) for i in sorted(ids) if i.startswith(given)]
+        matches += [(folder, i, look) for i in sorted(ids) if i.startswith(name)]
     if len(matches) == 1:
         return matches[0]
     if not matches:
-        none = f"no run in {sweep or f'{results}/'} has an id that begins with {given!r}, or that rank"
+        none = f"no run in {sweep or f'{results}/'} has an id that begins with {name!r}, or that rank"
         raise SweepFolderError(f"{none}; see them with: ultrabench sweep top -n 100")
     several = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
-    raise SweepFolderError(f"{given!r} means {len(matches)} runs: {several}; give more digits or --sweep")
+    raise SweepFolderError(f"{name!r} means {len(matches)} runs: {several}; give more digits or --sweep")

@@ -13,21 +13,23 @@ from ultrabench.cli.sweep.show import find_run
 from ultrabench.cli.tables import print_json, show
 from ultrabench.errors import SweepFolderError, require_known
 from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import FOLLOWING
 from ultrabench.record import from_dict, to_dict, values_of
 from ultrabench.run import AttemptKey, RunSpec, fill_in
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
-from ultrabench.sweep.config.compose import files, read_yaml
+from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.grid import unsupported
 from ultrabench.sweep.plan_table import read_rows, runs_of
+from ultrabench.variant import texts, variables_of
 
-IMPLIED = ("name", "dp", "gas", "gbs")
+IMPLIED = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
 
 
-def show_as(framework: str, given: str, sweep: str | None, as_json: bool, results: Path) -> None:
+def show_as(framework: str, run: str, sweep: str | None, as_json: bool, results: Path) -> None:
     """Prints the command of another framework that trains the layout of one run, and what it cannot express.
 
     Raises:
@@ -35,21 +37,31 @@ def show_as(framework: str, given: str, sweep: str | None, as_json: bool, result
         SweepFolderError: the run is unknown, or the plan rejects it.
     """
     commands = {name: read_yaml(path).get("command") for name, path in files("kernel").items()}
-    known = [name for name, words in commands.items() if isinstance(words, list)]
-    require_known("framework", known, framework)
-    folder, run_id, look = find_run(given, sweep, results)
+    frameworks = [name for name, words in commands.items() if isinstance(words, list)]
+    require_known("framework", frameworks, framework)
+    folder, run_id, look = find_run(run, sweep, results)
     spec, config = _spec(folder, run_id, look()), load_config([f"kernel={framework}"])
-    lacking = list(not_expressed(spec, config.kernel))
-    there = replace(spec, kernel=without_other_models(spec, config.kernel))
-    words = fill_in(there, AttemptKey(run_id, 0, 0), config.measure)
-    if config.kernel.command[0] == "python":
-        words[:1] = ["torchrun", f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.gpus_per_node}"]
+    varied = variables_of(spec.variant)
+    others = {name: value for name, value in spec.variant.items() if name.removeprefix("env.") not in varied}
+    lacking = [*not_expressed(spec, config.kernel), *texts(others)]
+    spec_there = replace(spec, arguments=(), kernel=without_other_models(spec, config.kernel))
+    words = fill_in(spec_there, AttemptKey(run_id, 0, 0), config.measure)
+    is_python = config.kernel.command[0] == "python"
+    torchrun = ["torchrun", f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.gpus_per_node}"]
+    words = [*torchrun, *words[1:]] if is_python else [*torchrun, "--no-python", *words]
     if as_json:
-        env, name = config.kernel.env, {"sweep": folder.name, "run_id": run_id, "framework": framework}
+        env, name = (
+            config.kernel.env | varied,
+            {"sweep": folder.name, "run_id": run_id, "framework": framework},
+        )
         print_json({**name, "command": words, "env": env, "not_expressed": lacking})
         return
-    variables = [f"{name}={shlex.quote(value)}" for name, value in config.kernel.env.items()]
-    show(f"# run {run_id}, {spec.shape.name} {spec.layout.label()}, as kernel={framework}")
+    variables = [
+        f"{name}={shlex.quote(value)}"
+        for name, value in (config.kernel.env | varied).items()
+        if value is not None
+    ]
+    show(f"# run {run_id}, {spec.shape.name} {spec.label()}, as kernel={framework}")
     show(*(f"# not expressed: {reason}" for reason in lacking))
     show(" \\\n  ".join([*variables, *map(shlex.quote, words)]))
 
@@ -69,8 +81,8 @@ def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
 def without_other_models(spec: RunSpec, kernel: KernelConfig) -> KernelConfig:
     """The kernel without its flags of a model, which name one of its own list, where the run has another shape."""
     ours = values_of(spec.shape)
-    supports = {word: values for word, values in kernel.supports.items() if word in ours}
-    flags = {word: table for word, table in kernel.flags.items() if word in ours}
+    supports = {name: values for name, values in kernel.supports.items() if name in ours}
+    flags = {name: table for name, table in kernel.flags.items() if name in ours}
     if not any(unsupported(replace(kernel, supports=supports, flags=flags), spec.layout, spec.shape)):
         return kernel
     return replace(kernel, flags={w: table for w, table in kernel.flags.items() if w not in ours})
@@ -81,21 +93,28 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
 
     These are values that it does not support, and values other than the usual one of words that it does not use.
     """
-    there, model = without_other_models(spec, kernel), values_of(spec.shape)
-    others = kernel.flags.keys() - there.flags.keys()
-    supports = {word: values for word, values in kernel.supports.items() if not (others and word in model)}
-    yield from unsupported(replace(there, supports=supports), spec.layout, spec.shape)
-    told = {*re.findall(r"\{(\w+)\}", " ".join(kernel.command)), *kernel.supports, *kernel.flags, *IMPLIED}
+    own_kernel, model = without_other_models(spec, kernel), values_of(spec.shape)
+    others = kernel.flags.keys() - own_kernel.flags.keys()
+    supports = {name: values for name, values in kernel.supports.items() if not (others and name in model)}
+    yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape)
+    expressed = {
+        *re.findall(r"\{(\w+)\}", " ".join(kernel.command)),
+        *kernel.supports,
+        *kernel.flags,
+        *IMPLIED,
+    }
     if others:
-        named = " ".join(flag for word in others for flags in kernel.flags[word].values() for flag in flags)
-        known = {word: value for word, value in to_dict(spec.shape).items() if value is not None}
-        sizes = ", ".join(f"{word}={value}" for word, value in known.items() if word != "name")
-        yield f"the model, since {named} is another; register one with {sizes} and add the flag that names it"
+        other_flags = " ".join(
+            flag for name in others for flags in kernel.flags[name].values() for flag in flags
+        )
+        size_by_name = {name: value for name, value in to_dict(spec.shape).items() if value is not None}
+        sizes = ", ".join(f"{name}={value}" for name, value in size_by_name.items() if name != "name")
+        yield f"the model, since {other_flags} is another; register one with {sizes} and add the flag that names it"
     for record in (spec.layout, spec.shape, spec.workload):
         usual, shown = {field.name: field.default for field in fields(record)}, to_dict(record)
-        for word, value in values_of(record).items():
-            if word not in told and value != usual[word]:
-                yield f"{word}={shown[word]} is no word of its command"
-    for word in ("precision", "compile", "attention"):
-        if word not in told and (ours := getattr(spec.kernel, word)) != getattr(kernel, word):
-            yield f"{word}={ours}; its command has {word}={getattr(kernel, word)}"
+        for name, value in values_of(record).items():
+            if name not in expressed and value != usual[name]:
+                yield f"{name}={shown[name]} is no word of its command"
+    for name in ("precision", "compile", "attention"):
+        if name not in expressed and (ours := getattr(spec.kernel, name)) != getattr(kernel, name):
+            yield f"{name}={ours}; its command has {name}={getattr(kernel, name)}"

@@ -29,11 +29,11 @@ def show_status(folder: SweepFolder, watch: bool, as_json: bool) -> None:
             document = now.as_json() | {"standing": standing}
         print_json(document)
     elif watch and not out().is_terminal:
-        told = None
+        shown = None
         for now, standing in looks:
-            if now.by_nodes != told:
+            if now.by_nodes != shown:
                 show(_page(now, standing), "")
-            told = now.by_nodes
+            shown = now.by_nodes
     elif watch:
         with Live(console=out(), auto_refresh=False) as live:
             for now, standing in looks:
@@ -47,10 +47,10 @@ def _looks(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress, st
 
     Each look reads only new lines of the journal, and the plan if it changed.
     """
-    sweep, reader, known = read_sweep_json(folder), JournalReader(folder.journal, warn), Fold()
+    sweep, reader, journal = read_sweep_json(folder), JournalReader(folder.journal, warn), Fold()
     written_ns = -1
     while True:
-        state = known.add(reader.poll())
+        state = journal.add(reader.poll())
         plan_ns = folder.plan.stat().st_mtime_ns if folder.plan.exists() else 0
         if plan_ns != written_ns:
             runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
@@ -72,9 +72,8 @@ def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str
     if living_launchers(folder):
         return None
     if now.at_work or now.waiting:
-        return (
-            f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {resume}"
-        )
+        unfollowed = "No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher"
+        return f"{unfollowed}: {resume}"
     return f"Nothing is running. To continue: {resume}"
 
 

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.analysis.cells import doubts, layout_words
+from ultrabench.analysis.cells import caveats, layout_words
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.numbers import memory, percent, too_wide, with_unit
 from ultrabench.analysis.ranking import DEFAULT_RANK_BY, leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.errors import counted
-from ultrabench.result import SLOWER
+from ultrabench.result import SLOWER, state
 from ultrabench.store.folder import find_sweep
 
 SHOWN_AS = {
@@ -27,54 +27,60 @@ FIRST = 10
 """Number of runs of each cell that a table shows by default."""
 
 
-def show_top(source: str | None, first: int | None, by: str, as_json: bool, results: Path) -> None:
+def show_top(source: str | None, first: int | None, rank_by: str, as_json: bool, results: Path) -> None:
     """Prints the first runs of each cell; by default 10 in a table, and all as JSON."""
     name, _, rows = open_results(source, results, warn)
-    cells = [runs for runs in leaderboard(rows, rank_by=by) if runs]
+    cells = [runs for runs in leaderboard(rows, rank_by=rank_by) if runs]
     if as_json:
         print_json([row for runs in cells for row in runs[: first or len(runs)]])
         return
     for runs in cells:
         _print_cell(name, runs, first or FIRST)
     formulas = {row["flops_formula"] for runs in cells for row in runs} - {None}
-    told = [f"FLOPs of MFU by the formula {name}" for name in formulas]
+    notes = [f"FLOPs of MFU by the formula {formula}" for formula in formulas]
     if not (source or "").endswith(".parquet"):
-        told.append(_more(find_sweep(source, results).display_name, by, len(cells)))
-    say(*doubts(rows), *told)
+        notes.append(_more(find_sweep(source, results).display_name, rank_by, len(cells)))
+    say(*caveats(rows), *notes)
 
 
-def _more(sweep: str, by: str, cells: int) -> str:
+def _more(sweep: str, rank_by: str, cells: int) -> str:
     """The command that shows a run; it takes ranks only of the default order, from cell to cell."""
-    default = by == DEFAULT_RANK_BY
-    across = "; ranks go on from cell to cell, so that each names one run" * (cells > 1 and default)
-    command = f"ultrabench sweep show {'RANK' if default else 'RUN_ID'} --sweep {sweep}"
-    return f"more about a run: {command}{across}"
+    is_default = rank_by == DEFAULT_RANK_BY
+    hint = "; ranks go on from cell to cell, so that each names one run" * (cells > 1 and is_default)
+    command = f"ultrabench sweep show {'RANK' if is_default else 'RUN_ID'} --sweep {sweep}"
+    return f"more about a run: {command}{hint}"
 
 
 def _print_cell(name: str, runs: list[Row], first: int) -> None:
-    at, more = runs[0], len(runs) - first
-    by, nodes = str(at["ranked_by"]), counted(at["nodes"], "node")
-    added = {by} - SHOWN_AS.keys()
-    several = any(row["environment"] for row in runs)
-    shown = []
+    top_row, num_hidden = runs[0], len(runs) - first
+    rank_by, node_count = str(top_row["ranked_by"]), counted(top_row["nodes"], "node")
+    added_columns = {rank_by: rank_by} if rank_by not in SHOWN_AS else {}
+    compared = rank_by
+    if any(row["num_repeats"] > 1 for row in runs):  # the other columns show one repeat of each run
+        compared = f"the median {rank_by} of repeats"
+        added_columns = {f"median {SHOWN_AS.get(rank_by, rank_by)}": "ranked_value"}
+    has_environments = any(row["environment"] for row in runs)
+    shown_rows = []
     for row in runs[:first]:
-        ranked = {"rank": row["rank"], **{name: with_unit(by, row[by]) for name in added}}
-        ranked |= {"environment": row["environment"]} if several else {}
-        shown.append({**ranked, **numbers(row), "run id": row["run_id"]})
-    columns = [name if name in _TEXTS else f">{name}" for name in shown[0]]
-    made = table(f"{name}: {at['model']} on {nodes}, by {by}", *columns, rows=[row.values() for row in shown])
-    made.always_shown = SHOWN_AS.get(by, by)
-    show(made, f"{more} more; -n {len(runs)} shows all\n" if more > 0 else "")
+        texts = {"rank": row["rank"]}
+        texts |= {title: with_unit(rank_by, row[column]) for title, column in added_columns.items()}
+        texts |= {"environment": row["environment"]} if has_environments else {}
+        shown_rows.append({**texts, **numbers(row), "run id": row["run_id"]})
+    columns = [name if name in _TEXTS else f">{name}" for name in shown_rows[0]]
+    title = f"{name}: {top_row['model']} on {node_count}, by {compared}"
+    shown_table = table(title, *columns, rows=[row.values() for row in shown_rows])
+    shown_table.always_shown = next(iter(added_columns), SHOWN_AS.get(rank_by, rank_by))
+    show(shown_table, f"{num_hidden} more; -n {len(runs)} shows all\n" if num_hidden > 0 else "")
 
 
 def numbers(row: Row) -> dict[str, str | Text | None]:
     """Column of the table -> text of the most important numbers of a run; None where one is unknown."""
-    shown: dict[str, str | Text | None] = {"layout": " ".join(layout_words(row))}
-    shown |= {name: with_unit(column, row[column]) for column, name in SHOWN_AS.items()}
-    shown["memory"] = memory(row["peak_mem_reserved_bytes"], row["peak_mem_reserved_rank0_bytes"])
-    if shown["step"] and row["step_time_ci95_rel"] is not None:
-        shown["step"] = f"{shown['step']} +- {percent(row['step_time_ci95_rel'])}"
-    return shown | {"status": _status(row)}
+    text_by_column: dict[str, str | Text | None] = {"layout": " ".join(layout_words(row))}
+    text_by_column |= {name: with_unit(column, row[column]) for column, name in SHOWN_AS.items()}
+    text_by_column["memory"] = memory(row["peak_mem_reserved_bytes"], row["peak_mem_reserved_rank0_bytes"])
+    if text_by_column["step"] and row["step_time_ci95_rel"] is not None:
+        text_by_column["step"] = f"{text_by_column['step']} +- {percent(row['step_time_ci95_rel'])}"
+    return text_by_column | {"status": _status(row)}
 
 
 def _status(row: Row) -> Text:
@@ -83,12 +89,12 @@ def _status(row: Row) -> Text:
     A best run whose interval missed its target also has the width, such as `best +- 53.0 %`.
     """
     status = row["status"]
-    shown = status or ("pending" if row["attempt"] is None else "running")
+    label = state(status, row["attempt"])
     if status == "ok":
-        plain = "slower" if row["stopped"] == SLOWER else "ok"
-        shown = next((mark for mark, column in MARKS.items() if row[column]), plain)
-    wide = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if shown == "best" else ""
-    if status == "ok" and row["suspect"] and shown in ("best", "as good"):
-        shown = f"{shown}, suspect"
-    style = style_of(status, doubtful=bool(wide) or "suspect" in shown or shown == "slower")
-    return Text(f"{shown} {wide}".rstrip(), style)
+        plain_label = "slower" if row["stopped"] == SLOWER else "ok"
+        label = next((mark for mark, column in MARKS.items() if row[column]), plain_label)
+    width = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if label == "best" else ""
+    if status == "ok" and row["suspect"] and label in ("best", "as good"):
+        label = f"{label}, suspect"
+    style = style_of(status, has_caveat=bool(width) or "suspect" in label or label == "slower")
+    return Text(f"{label} {width}".rstrip(), style)

@@ -6,25 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweep_folder import events_of
 from tests.unit.allocations import jobs_of, key_of
 from tests.unit.allocations import made_of as allocations_of
 from tests.unit.launchers import played
-from tests.unit.launchers.played import (
-    CONTROL,
-    JOB,
-    NAME,
-    OTHERS,
-    Agents,
-    Played,
-    keys,
-    plan,
-    statuses,
-    written,
-)
+from tests.unit.launchers.played import CONTROL, JOB, NAME, OTHERS, Agents, Played, keys, plan, statuses
 from ultrabench.errors import ClusterError
+from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory
 from ultrabench.launchers.launcher import origin
 from ultrabench.launchers.reconcile import CANCEL_S
-from ultrabench.launchers.settle import Settler
 from ultrabench.result import Status
 from ultrabench.store.claim import claim
 from ultrabench.store.events import Cancel, EndCode, Pause, Submitting
@@ -35,6 +25,11 @@ from ultrabench.sweep.running.decide import MOST_WITHOUT_RUN, decide
 sweep = played.sweep
 
 GONE = JobEnd(status=Status.NODE_FAIL, reason="Slurm ended job 57_0: NODE_FAIL", held_s=77.0)
+
+
+def recorder_of(sweep, memory=None):
+    return EndRecorder(sweep, Played(), memory or LaunchMemory(), lambda note: None)
+
 
 # one allocation
 
@@ -47,18 +42,19 @@ def test_what_it_claimed_and_did_not_finish_is_lost(sweep, told):
     agents = Agents(sweep).start()
     agents.claim(mine, told)
     claim(sweep.folder.claims, str(theirs), {"allocation": "n1-another.0"})
-    Settler(sweep, Played()).settle(sweep.state().allocations[NAME], GONE, sweep.state())
+    recorder_of(sweep).record_end(sweep.state().allocations[NAME], GONE, sweep.state())
     assert statuses(sweep) == {mine: Status.NODE_FAIL}
-    held = sweep.state().allocations[NAME]
-    assert (held.ended, held.held_s, held.timed) == (GONE.reason, 77.0, True)
-    assert set(held.ends) == {JOB}
+    allocation = sweep.state().allocations[NAME]
+    assert (allocation.ended, allocation.held_s, allocation.timed) == (GONE.reason, 77.0, True)
+    assert set(allocation.ends) == {JOB}
 
 
 def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
     key = key_of(CONTROL)
     plan(sweep, tasks=[key])
     Agents(sweep).start().claim(key, told=False)
-    settler, state = Settler(sweep, Played()), sweep.state()
+    memory, state = LaunchMemory(), sweep.state()
+    recorder = recorder_of(sweep, memory)
 
     def stale(path):
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -66,21 +62,13 @@ def test_a_claim_that_cannot_be_read_now_concludes_nothing(sweep, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_bytes", stale)
         with pytest.raises(OSError, match="Stale"):
-            settler.settle(state.allocations[NAME], GONE, state)
+            recorder.record_end(state.allocations[NAME], GONE, state)
         with pytest.raises(OSError, match="Stale"):
-            settler.settle_claimed([key], state)
-    assert (statuses(sweep), sweep.state().allocations[NAME].ended, settler.settled) == ({}, None, set())
-    settler.settle(state.allocations[NAME], GONE, state)
+            recorder.record_claimed([key], state)
+    assert (statuses(sweep), sweep.state().allocations[NAME].ended, memory.ended) == ({}, None, set())
+    recorder.record_end(state.allocations[NAME], GONE, state)
     assert statuses(sweep) == {key: Status.NODE_FAIL}
-    assert settler.settled == {(NAME, JOB)}
-
-
-def test_what_agents_own_is_not_given_up(sweep):
-    settler = Settler(sweep, Played())
-    Agents(sweep).start()
-    assert not settler.give_up(NAME)
-    assert settler.give_up("n1-0000bbbb.0")
-    assert settler.claimed == {NAME}
+    assert memory.ended == {(NAME, JOB)}
 
 
 # claims of nobody who lives
@@ -99,14 +87,14 @@ ODD_NAMES = [b"7", b'"gone"', b'"../../../etc"', b'"a\\u0000b"', b'"' + b"x" * 5
 def test_an_attempt_whose_owner_nobody_knows_is_lost(sweep, claimed, described):
     """Neither its claim nor the description of its allocation tells whose it is."""
     key, free = key_of(CONTROL), key_of(OTHERS[0])
-    settler = Settler(sweep, Played())
-    assert not settler.settle_claimed([key, free], sweep.state())
+    recorder = recorder_of(sweep)
+    assert not recorder.record_claimed([key, free], sweep.state())
     (sweep.folder.claims / str(key)).write_bytes(claimed)
     if described:
         (sweep.folder.allocations / NAME).mkdir()
         (sweep.folder.allocations / NAME / "allocation.json").write_text(described)
-    assert settler.settle_claimed([free, key], sweep.state())
-    assert (statuses(sweep), written(sweep, "allocation_planned")) == ({key: Status.LOST}, [])
+    assert recorder.record_claimed([free, key], sweep.state())
+    assert (statuses(sweep), events_of(sweep.folder, "allocation_planned")) == ({key: Status.LOST}, [])
 
 
 def test_an_owner_that_has_not_ended_is_not_called_dead(sweep):
@@ -115,30 +103,30 @@ def test_an_owner_that_has_not_ended_is_not_called_dead(sweep):
     plan(sweep, tasks=[key])
     agents = Agents(sweep)
     claim(agents.claims, str(key), agents.me)
-    settler = Settler(sweep, Played())
-    assert settler.settle_claimed([key], sweep.state())
+    recorder = recorder_of(sweep)
+    assert recorder.record_claimed([key], sweep.state())
     assert statuses(sweep) == {}
     agents.start().end()
-    assert settler.settle_claimed([key], sweep.state())
+    assert recorder.record_claimed([key], sweep.state())
     assert statuses(sweep) == {key: Status.LOST}
 
 
 def test_an_owner_that_only_its_files_know_is_taken_up_and_looked_for(sweep):
     """The journal of the launcher that submitted it was lost: its job may run."""
     by = {"user": origin()["user"], "cluster": "big", "host": "login7"}
-    (made,) = allocations_of(sweep, jobs_of(sweep)[:1], by)
-    made.write()
-    agents = Agents(sweep, made.name).start()
-    agents.claim(keys(made)[0], told=False)
+    (allocation,) = allocations_of(sweep, jobs_of(sweep)[:1], by)
+    allocation.write()
+    agents = Agents(sweep, allocation.name).start()
+    agents.claim(keys(allocation)[0], told=False)
     agents.journal.path.unlink()
     launcher = Played()
     reconciler = played.reconciler_of(sweep, launcher)
     for _ in range(4):
         assert reconciler.once()[1]
-    (told,) = written(sweep, "allocation_planned")
-    assert (told.allocation, told.by, told.limit_s) == (made.name, by, made.limit_s)
-    assert [*told.tasks] == keys(made)
-    assert (launcher.looked[-1], launcher.taken, statuses(sweep)) == ([made.name], [], {})
+    (planned,) = events_of(sweep.folder, "allocation_planned")
+    assert (planned.allocation, planned.by, planned.limit_s) == (allocation.name, by, allocation.limit_s)
+    assert [*planned.tasks] == keys(allocation)
+    assert (launcher.looked[-1], launcher.taken, statuses(sweep)) == ([allocation.name], [], {})
 
 
 # brakes
@@ -152,7 +140,7 @@ def test_what_was_refused_is_over_for_launchers_of_other_clusters_too(sweep):
 
     with pytest.raises(ClusterError, match="sbatch does not take it"):
         played.reconciler_of(sweep, Played(refuse)).run()
-    refused = {name: held.ended for name, held in sweep.state().allocations.items()}
+    refused = {name: state.ended for name, state in sweep.state().allocations.items()}
     assert set(refused.values()) == {"not submitted: sbatch does not take it"}
     elsewhere = Played(lambda allocation: Agents(sweep, allocation.name).start().end(ran=keys(allocation)))
     elsewhere.by = origin("small")
@@ -198,15 +186,15 @@ def dead_end_of(sweep, ends, max_jobs):
         Agents(sweep, name).start().end(codes.get(kind, EndCode.OTHER), ran=ran)
     launch = Launch(name=sweep.journal.name, by=origin("big"), excused=excused)
     limits = JobLimits(max_jobs=max_jobs)
-    found = decide(sweep.plan, sweep.state(), JobsSeen(), limits, launch, time.time()).dead_end
-    return found and (found.number, found.what)
+    dead_end = decide(sweep.plan, sweep.state(), JobsSeen(), limits, launch, time.time()).dead_end
+    return dead_end and (dead_end.number, dead_end.what)
 
 
 ANYTHING, ASKED = (3, "anything"), (3, "any run that was asked for but control layouts")
 
 
 @pytest.mark.parametrize(
-    ("max_jobs", "ends", "found"),
+    ("max_jobs", "ends", "dead_end"),
     [
         (1, "nna" * 3 + "nn", None), (1, "nna" * 3 + "nnn", ANYTHING),
         (1, "cca" * 3 + "cc", None), (1, "cca" * 3 + "ccc", ASKED),
@@ -216,9 +204,9 @@ ANYTHING, ASKED = (3, "anything"), (3, "any run that was asked for but control l
         (2, "ccccc", None), (2, "cccccc", (6, ASKED[1])),
     ],
 )  # fmt: skip
-def test_only_useless_ends_that_follow_each_other_stop_a_launch(sweep, max_jobs, ends, found):
+def test_only_useless_ends_that_follow_each_other_stop_a_launch(sweep, max_jobs, ends, dead_end):
     """Not those on request, of others, or of what was there when the sweep was paused."""
-    assert dead_end_of(sweep, ends, max_jobs) == found
+    assert dead_end_of(sweep, ends, max_jobs) == dead_end
 
 
 def test_a_launcher_excuses_what_was_there_while_the_sweep_was_paused(sweep):
@@ -237,21 +225,21 @@ def test_a_launcher_excuses_what_was_there_while_the_sweep_was_paused(sweep):
 
 
 def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
-    clock, told = [1000.0], []
+    clock, notes = [1000.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     launcher = Played()
-    reconciler = played.reconciler_of(sweep, launcher, say=told.append)
+    reconciler = played.reconciler_of(sweep, launcher, say=notes.append)
     reconciler.once()
-    (made,) = launcher.taken
+    (allocation,) = launcher.taken
     sweep.journal.write(Cancel(generation=2))
     launcher.refusals = 2
     for tries in range(1, 5):
         assert reconciler.once()[1], "something is left"
         assert reconciler.once()[1]
-        assert launcher.cancelled == [[made.name]] * tries
+        assert launcher.cancelled == [[allocation.name]] * tries
         clock[0] += CANCEL_S
-    assert told == ["cannot cancel: scancel: no answer; trying again until it is done"]
-    Agents(sweep, made.name).start().end()
+    assert notes == ["cannot cancel: scancel: no answer; trying again until it is done"]
+    Agents(sweep, allocation.name).start().end()
     assert not reconciler.once()[1]
     assert (len(launcher.cancelled), len(launcher.taken)) == (4, 1)
 
@@ -259,20 +247,41 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
 # for how long nodes were held
 
 
+def test_a_job_that_ends_while_slurm_is_asked_still_holds_its_nodes(sweep):
+    """The answer is from before its end, so that nobody knows whether its nodes are free."""
+    launcher = Played(max_jobs=1)
+    reconciler = played.reconciler_of(sweep, launcher)
+    reconciler.once()
+    (allocation,) = launcher.taken
+    agents, observe = Agents(sweep, allocation.name).start(), launcher.observe
+
+    def ends_meanwhile(allocations):
+        jobs = observe(allocations)
+        agents.end(ran=keys(allocation)[:1])
+        return jobs
+
+    launcher.observe = ends_meanwhile
+    assert reconciler.once()[1]
+    assert launcher.taken == [allocation], "its nodes may be in use"
+    launcher.observe = observe
+    reconciler.once()
+    assert len(launcher.taken) == 2
+
+
 def test_what_slurm_says_of_an_ended_job_is_written_down_once(sweep):
     launcher = Played()
     reconciler = played.reconciler_of(sweep, launcher)
     reconciler.once()
-    (made,) = launcher.taken
-    launcher.timed = {made.name: 130.0}
+    (allocation,) = launcher.taken
+    launcher.timed = {allocation.name: 130.0}
     reconciler.once()
-    assert written(sweep, "allocation_ended") == [], "it has not ended"
-    Agents(sweep, made.name).start().end(ran=keys(made)[:1])
+    assert events_of(sweep.folder, "allocation_ended") == [], "it has not ended"
+    Agents(sweep, allocation.name).start().end(ran=keys(allocation)[:1])
     reconciler.once()
     launcher.timed = {}
     reconciler.once()
-    held = sweep.state().allocations[made.name]
-    assert (held.ended, held.held_s, held.timed) == ("all tasks done", 130.0, True)
-    (told,) = (e for e in written(sweep, "allocation_ended") if e.source == "slurm")
-    assert (told.job, told.held_s) == (JOB, 130.0)
-    assert set(held.ends) == {JOB}
+    state = sweep.state().allocations[allocation.name]
+    assert (state.ended, state.held_s, state.timed) == ("all tasks done", 130.0, True)
+    (end,) = (e for e in events_of(sweep.folder, "allocation_ended") if e.source == "slurm")
+    assert (end.job, end.held_s) == (JOB, 130.0)
+    assert set(state.ends) == {JOB}

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Collection, Container, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, UltrabenchError, may_pass
@@ -18,9 +18,36 @@ from ultrabench.store.folder import MISSED_TOUCHES, SweepFolder, touched
 from ultrabench.store.jobs_seen import JobEnd, JobsSeen, sees
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.config.sweep_config import LauncherConfig
+from ultrabench.sweep.running.attempts import NO_LAUNCH, Launch
 
 SEEN_AFTER_GRACES = 1.5
 """Number of grace periods after which other hosts see that a journal was touched, despite NFS caches."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchMemory:
+    """What a launch remembers from one look at its allocations to the next."""
+
+    launch: Launch = NO_LAUNCH
+    """What does not change with every look; `ended_s` follows from `ended_at` at each decision."""
+    submitted: int = 0
+    """Number of allocations submitted by this launch."""
+    ended_at: dict[AttemptKey, float] = field(default_factory=dict)
+    """When this launcher saw attempts end, by its monotonic clock, since clocks of nodes may be wrong."""
+    avoided: set[str] = field(default_factory=set)
+    """Nodes that the latest submission did not use."""
+    cancelled_at: float = -math.inf
+    """When this launch last tried to cancel its allocations, by its monotonic clock."""
+    touched_at: float = 0.0
+    """When this launch last showed other launches that it is alive, by its monotonic clock."""
+    claimed: set[str] = field(default_factory=set)
+    """Allocations that agents own, even if they have not written anything yet."""
+    ended: set[tuple[str, Start]] = field(default_factory=set)
+    """Allocations whose end was recorded, each with its start, since a requeue starts it again."""
+    adopted: set[str] = field(default_factory=set)
+    """Allocations that this launch has seen alive; it recorded those of other launches as adopted."""
+    held_s: dict[str, float] = field(default_factory=dict)
+    """Allocation -> seconds for which it had held its nodes when the launcher last saw it."""
 
 
 class AgentWatchdog:
@@ -47,20 +74,20 @@ class AgentWatchdog:
         Args:
             running: allocations whose processes run; others may be suspended, so silence proves nothing.
         """
-        paths = {held.name: self._paths(held) for held in unended}
-        self._seen = {name: self._look(name, found) for name, found in paths.items() if found}
+        paths = {job.name: self._paths(job) for job in unended}
+        self._seen = {name: self._look(name, journals) for name, journals in paths.items() if journals}
         self._told_s |= {name: self.silent_s(name) for name in self._seen if name not in running}
 
-    def _paths(self, held: AllocationState) -> list[Path]:
-        if not held.agents:
-            return [self._folder.claims / held.name]
-        return [self._folder.journal / a.journal for a in held.agents if a.journal]
+    def _paths(self, job: AllocationState) -> list[Path]:
+        if not job.agents:
+            return [self._folder.claims / job.name]
+        return [self._folder.journal / a.journal for a in job.agents if a.journal]
 
     def _look(self, name: str, paths: Iterable[Path]) -> tuple[float, float, float]:
         stamp, now = max(map(touched, paths)), time.monotonic()
-        before, looked, silent_s = self._seen.get(name, (stamp, now, 0.0))
-        silent_s += min(now - looked, self.patience_s / MISSED_TOUCHES)
-        return stamp, now, silent_s if stamp == before else 0.0
+        previous_stamp, looked_at, silent_s = self._seen.get(name, (stamp, now, 0.0))
+        silent_s += min(now - looked_at, self.patience_s / MISSED_TOUCHES)
+        return stamp, now, silent_s if stamp == previous_stamp else 0.0
 
     def silent_s(self, name: str) -> float:
         """Seconds without a sign of life; infinite for an allocation that has no journal to show one."""
@@ -70,119 +97,113 @@ class AgentWatchdog:
         """Whether an allocation has been silent for longer than `patience_s` and `more_s` together."""
         return self.silent_s(name) > self.patience_s + more_s
 
-    def frozen_now(self, held: AllocationState) -> str | None:
+    def frozen_now(self, job: AllocationState) -> str | None:
         """Why this running allocation must be ended, once in each `patience_s`; None otherwise."""
-        silent_s = self.silent_s(held.name) if held.agents and held.name in self._seen else 0.0
-        if silent_s < self._told_s.get(held.name, 0.0):
-            del self._told_s[held.name]
-        if silent_s - self._told_s.get(held.name, 0.0) <= self.patience_s:
+        silent_s = self.silent_s(job.name) if job.agents and job.name in self._seen else 0.0
+        if silent_s < self._told_s.get(job.name, 0.0):
+            del self._told_s[job.name]
+        if silent_s - self._told_s.get(job.name, 0.0) <= self.patience_s:
             return None
-        self._told_s[held.name] = silent_s
-        self.frozen[held.name] = f"the agent on {held.agents[-1].host} did not move for {silent_s:.0f} s"
-        return self.frozen[held.name]
+        self._told_s[job.name] = silent_s
+        self.frozen[job.name] = f"the agent on {job.agents[-1].host} did not move for {silent_s:.0f} s"
+        return self.frozen[job.name]
 
 
-class Settler:
+class EndRecorder:
     """Follows the allocations of a sweep for one launch, and records in the journal how they ended."""
 
-    def __init__(self, sweep: OpenSweep, launcher: Launcher, say: Say = lambda note: None) -> None:
+    def __init__(self, sweep: OpenSweep, launcher: Launcher, memory: LaunchMemory, say: Say) -> None:
         """`say` is called with each message for the user."""
-        self._sweep, self._launcher, self._say = sweep, launcher, say
+        self._sweep, self._launcher, self._memory, self._say = sweep, launcher, memory, say
         self._runs = {run.run_id: run for run in sweep.plan.runs}
         self.watchdog = AgentWatchdog(sweep.folder, sweep.config.launcher)
-        self.claimed: set[str] = set()
-        """Allocations that agents own, even if they have not written anything yet."""
-        self.settled: set[tuple[str, Start]] = set()
-        """Allocations whose end was recorded, each with its start, since a requeue starts it again."""
-        self._adopted: set[str] = set()
-        """Allocations that this launch has seen alive; it recorded those of other launches as adopted."""
-        self._held_s: dict[str, float] = {}
-        """Allocation -> seconds for which it had held its nodes when the launcher last saw it."""
 
     def look(self) -> tuple[JobsSeen, SweepState]:
         """The living allocations, and the state after the ends of all others were recorded."""
         # The journal is read after the launcher is asked: what ended in between has recorded its end there.
         state = self._sweep.state()
-        asked = visible(self._launcher, state.allocations)
-        started = {n for n, held in state.allocations.items() if held.agents} | self.claimed
-        seen = self._launcher.observe(asked)
+        visible_allocations = visible(self._launcher, state.allocations)
+        started_names = {n for n, job in state.allocations.items() if job.agents} | self._memory.claimed
+        jobs = self._launcher.observe(visible_allocations)
         state = self._sweep.state()
         unended = open_allocations(state)
-        self._held_s |= seen.held_s
-        alive = seen.alive & (unended.keys() | seen.queued)
-        # Agents of this machine record their end before they have removed their files.
-        leaving = frozenset() if self._launcher.by["cluster"] else seen.running - unended.keys()
-        seen = replace(seen, alive=alive, held_s=self._held_s, leaving=seen.leaving | leaving)
-        self.watchdog.observe(unended.values(), seen.running)
-        self._end_frozen(seen, state)
-        for name, seconds in sorted(seen.timed.items()):
+        self._memory.held_s |= jobs.held_s
+        alive = jobs.alive & (unended.keys() | jobs.queued)
+        # Agents of this machine record their end before they have removed their files. Of a job that ended while Slurm was
+        # asked, the answer does not say whether it has given its nodes back.
+        holding = jobs.alive - jobs.queued if self._launcher.by["cluster"] else jobs.running
+        leaving = holding - unended.keys()
+        jobs = replace(jobs, alive=alive, held_s=self._memory.held_s, leaving=jobs.leaving | leaving)
+        self.watchdog.observe(unended.values(), jobs.running)
+        self._end_frozen(jobs, state)
+        for name, seconds in sorted(jobs.timed.items()):
             if state.allocations[name].ended is not None:
                 self._tell_end(state.allocations[name], f"held for {seconds:.0f} s", seconds, "slurm")
-        for name in sorted(seen.alive - self._adopted):
-            self._adopted.add(name)
+        for name in sorted(jobs.alive - self._memory.adopted):
+            self._memory.adopted.add(name)
             if state.allocations[name].submission[0] != self._sweep.journal.name:
-                self._sweep.journal.write(Adopted(allocation=name, job=seen.jobs.get(name, {})))
-        alive = seen.alive | self._settle_the_rest(seen, state, asked, started)
-        return replace(seen, alive=alive), self._sweep.state()
+                self._sweep.journal.write(Adopted(allocation=name, job=jobs.jobs.get(name, {})))
+        alive = jobs.alive | self._record_ends(jobs, state, visible_allocations, started_names)
+        return replace(jobs, alive=alive), self._sweep.state()
 
-    def _end_frozen(self, seen: JobsSeen, state: SweepState) -> None:
+    def _end_frozen(self, jobs: JobsSeen, state: SweepState) -> None:
         """Ends allocations whose leading agent is frozen, since they would last until their time limit."""
-        for name in sorted(seen.alive & seen.running):
+        for name in sorted(jobs.alive & jobs.running):
             if reason := self.watchdog.frozen_now(state.allocations[name]):
                 self._say(f"{reason}: ending {name}")
                 try:
-                    self._launcher.end_frozen(name, seen.jobs[name])
+                    self._launcher.end_frozen(name, jobs.jobs[name])
                 except ClusterError as error:  # a later look finds it frozen again
                     self._say(f"cannot end {name}: {error}; trying again")
 
-    def _settle_the_rest(
-        self, seen: JobsSeen, state: SweepState, asked: Container[str], started: Container[str]
+    def _record_ends(
+        self, jobs: JobsSeen, state: SweepState, visible_names: Container[str], started: Container[str]
     ) -> frozenset[str]:
         """Records the ends of allocations that are not alive; returns those that may or may not be alive.
 
         Args:
-            asked: allocations that the launcher was asked about.
+            visible_names: allocations that the launcher was asked about.
             started: allocations whose agents had started before the launcher was asked.
         """
         unclear = set[str]()
-        for name, held in sorted(state.allocations.items()):
-            if name in seen.alive or (name, held.start) in self.settled:
+        for name, job in sorted(state.allocations.items()):
+            if name in jobs.alive or (name, job.start) in self._memory.ended:
                 continue
-            end = seen.ended_jobs.get(name) if name in asked else self._abandoned(held)
+            end = jobs.ended_jobs.get(name) if name in visible_names else self._abandoned(job)
             if end and name in self.watchdog.frozen:
                 end = replace(end, status=Status.LOST, reason=self.watchdog.frozen[name], agent_gone=False)
-            if held.ended is not None:
-                self.settle(held, None, state)
-            elif end and (self._is_dead(held, end) if name in started else self.give_up(name)):
-                self.settle(held, end, state)
-            elif end or name not in asked:  # another user's job, or one submitted later
+            if job.ended is not None:
+                self.record_end(job, None, state)
+            elif end and (self._is_dead(job, end) if name in started else self.give_up(name)):
+                self.record_end(job, end, state)
+            elif end or name not in visible_names:  # another user's job, or one submitted later
                 unclear.add(name)
         return frozenset(unclear)
 
-    def _is_dead(self, held: AllocationState, end: JobEnd) -> bool:
+    def _is_dead(self, job: AllocationState, end: JobEnd) -> bool:
         """Whether an allocation whose agents had started is over; one that is not visible may still run.
 
         The launcher must be certain that it ended, or the agents must have stopped touching their journal.
         """
-        if end.certain or self.watchdog.silent(held.name):
+        if end.certain or self.watchdog.silent(job.name):
             return True
-        note = f"{end.reason}, but the agents of {held.name} touched their journal lately"
+        note = f"{end.reason}, but the agents of {job.name} touched their journal lately"
         self._say(f"{note}; it counts as over after {self.watchdog.patience_s:.0f} s of silence")
         return False
 
-    def _abandoned(self, held: AllocationState) -> JobEnd | None:
+    def _abandoned(self, job: AllocationState) -> JobEnd | None:
         """The end of an allocation that this launcher cannot see; None while it may still be alive."""
-        if held.ended is not None or sees(self._launcher.by, held.by):
+        if job.ended is not None or sees(self._launcher.by, job.by):
             return None
-        whose = f"{held.by.get('user')} on {held.by.get('cluster') or held.by.get('host')}"
+        submitter = f"{job.by.get('user')} on {job.by.get('cluster') or job.by.get('host')}"
         # Processes, unlike jobs, do not wait in a queue. If they start nevertheless, they find our claim.
-        told = any(a.journal for a in held.agents) or not (held.agents or held.by.get("cluster"))
-        if told and self.watchdog.silent(held.name, held.limit_s):
-            reason = f"the agents of {held.name}, of {whose}, were silent for longer than its time limit"
+        can_be_judged = any(a.journal for a in job.agents) or not (job.agents or job.by.get("cluster"))
+        if can_be_judged and self.watchdog.silent(job.name, job.limit_s):
+            reason = f"the agents of {job.name}, of {submitter}, were silent for longer than its time limit"
             return JobEnd(reason=reason, certain=True)
-        watched = f"{held.name} is a job of {whose}: it is watched, and neither ended nor replaced"
+        fact = f"{job.name} is a job of {submitter}: it is watched, and neither ended nor replaced"
         advice = "launch from a terminal without --yes: jobs that have not started can then be replaced"
-        self._say(f"{watched}. If it is gone for good, {advice}")
+        self._say(f"{fact}. If it is gone for good, {advice}")
         return None
 
     def withdraw(self, names: Iterable[str], reason: str) -> None:
@@ -190,7 +211,7 @@ class Settler:
         state = self._sweep.state()
         for name in names:
             if not state.allocations[name].agents and self.give_up(name):
-                self.settle(state.allocations[name], JobEnd(reason=reason), state)
+                self.record_end(state.allocations[name], JobEnd(reason=reason), state)
 
     def give_up(self, name: str) -> bool:
         """Claims an allocation that has not started, so that it never runs; False if its agents own it.
@@ -199,25 +220,25 @@ class Settler:
         """
         given_up = self._sweep.give_up(name)
         if not given_up:
-            self.claimed.add(name)
+            self._memory.claimed.add(name)
         return given_up
 
-    def settle(self, held: AllocationState, told: JobEnd | None, state: SweepState) -> None:
+    def record_end(self, job: AllocationState, observed_end: JobEnd | None, state: SweepState) -> None:
         """Records that an allocation is over, and that the attempts it claimed and did not finish are lost.
 
         Args:
-            told: how the launcher saw it end; None if its agents recorded their end themselves.
+            observed_end: how the launcher saw it end; None if its agents recorded their end themselves.
 
         Raises:
             OSError: a claim cannot be read now; nothing was recorded.
         """
-        name = held.name
-        owned = [key for key in held.tasks if self._owned(key, name, state)]
-        end = told or JobEnd(reason=f"the agents of {name} ended ({held.ended})")
-        self._lose(owned, state, name, end)
-        if told is not None:
-            self._tell_end(held, told.reason, told.held_s, "launcher")
-        self.settled.add((name, held.start))  # last, since the writes above may have failed
+        name = job.name
+        owned_keys = [key for key in job.tasks if self._owned(key, name, state)]
+        end = observed_end or JobEnd(reason=f"the agents of {name} ended ({job.ended})")
+        self._lose(owned_keys, state, name, end)
+        if observed_end is not None:
+            self._tell_end(job, observed_end.reason, observed_end.held_s, "launcher")
+        self._memory.ended.add((name, job.start))  # last, since the writes above may have failed
 
     def record_planned(self, allocation: Allocation) -> None:
         """Records the content of an allocation, before it is submitted or if only its files are known."""
@@ -227,34 +248,34 @@ class Settler:
         )  # fmt: skip
         self._sweep.journal.write(planned)
 
-    def settle_claimed(self, keys: Iterable[AttemptKey], state: SweepState) -> bool:
-        """Settles those of the attempts that are claimed although no living allocation holds them.
+    def record_claimed(self, keys: Iterable[AttemptKey], state: SweepState) -> bool:
+        """Records the ends of attempts that are claimed although no living allocation holds them.
 
         Only the allocation that claimed an attempt may run it. If the journal does not know that allocation,
         it is read from its files and followed from then on; if that fails, the attempt is recorded as lost.
         Returns whether any of the attempts was claimed.
         """
-        found = False
+        any_claimed = False
         for key in keys:
             name = self._sweep.owner_of(str(key))
             if name is None:
                 continue
-            found, held = True, state.allocations.get(name)
-            if held is not None and held.ended is None:
-                continue  # the allocation has to be settled first
-            if held is None:
+            any_claimed, job = True, state.allocations.get(name)
+            if job is not None and job.ended is None:
+                continue  # the allocation's end has to be recorded first
+            if job is None:
                 try:
-                    allocation = read_allocation(self._sweep.folder.allocations / name)
+                    recorded_allocation = read_allocation(self._sweep.folder.allocations / name)
                 except UltrabenchError as error:
                     if may_pass(error.__cause__ or error):
                         raise
                 else:
-                    if allocation.name == name:
-                        self.record_planned(allocation)
+                    if recorded_allocation.name == name:
+                        self.record_planned(recorded_allocation)
                         continue
             reason = f"allocation {name} had claimed this run and ended without a result"
             self._lose([key], state, name, JobEnd(reason=reason))
-        return found
+        return any_claimed
 
     def _owned(self, key: AttemptKey, name: str, state: SweepState) -> bool:
         """Whether an allocation claimed an attempt, by the journal or, if that does not say, by the claim."""
@@ -273,20 +294,19 @@ class Settler:
                 failed = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
                 self._sweep.journal.write(failed)
 
-    def _tell_end(self, held: AllocationState, reason: str, held_s: float | None, source: str) -> None:
-        self._sweep.journal.write(
-            AllocationEnded(allocation=held.name, job=held.start, reason=reason, source=source, held_s=held_s)
-        )
+    def _tell_end(self, job: AllocationState, reason: str, held_s: float | None, source: str) -> None:
+        end = AllocationEnded(allocation=job.name, job=job.start, reason=reason, source=source, held_s=held_s)
+        self._sweep.journal.write(end)
 
 
 def open_allocations(state: SweepState) -> dict[str, AllocationState]:
     """The allocations that may have been submitted and whose end is not recorded."""
-    return {n: held for n, held in sorted(state.allocations.items()) if held.ended is None}
+    return {n: job for n, job in sorted(state.allocations.items()) if job.ended is None}
 
 
 def visible(launcher: Launcher, allocations: Allocations) -> dict[str, AllocationState]:
     """The allocations among `allocations` that a launcher can see and end."""
-    return {n: held for n, held in allocations.items() if sees(launcher.by, held.by)}
+    return {n: job for n, job in allocations.items() if sees(launcher.by, job.by)}
 
 
 def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
@@ -294,13 +314,13 @@ def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
 
     Those that have not started are given up first, so that a job that is being submitted now runs nothing.
     """
-    settler = Settler(sweep, launcher)
-    mine = visible(launcher, open_allocations(sweep.state()))
-    for name, held in mine.items():
-        if not held.agents:
-            settler.give_up(name)
-    held_s = launcher.cancel(mine)
+    recorder = EndRecorder(sweep, launcher, LaunchMemory(), lambda note: None)
+    visible_jobs = visible(launcher, open_allocations(sweep.state()))
+    for name, job in visible_jobs.items():
+        if not job.agents:
+            recorder.give_up(name)
+    held_s = launcher.cancel(visible_jobs)
     state = sweep.state()
-    for name in sorted(mine.keys() & open_allocations(state).keys()):
+    for name in sorted(visible_jobs.keys() & open_allocations(state).keys()):
         end = JobEnd(reason=f"the agents of {name} were ended", held_s=held_s.get(name), certain=True)
-        settler.settle(state.allocations[name], end, state)
+        recorder.record_end(state.allocations[name], end, state)

@@ -1,4 +1,4 @@
-"""Profiles a run: takes a trace of a few more steps and a memory snapshot, and summarises them."""
+"""Traces a run: takes a trace of a few more steps and a memory snapshot, and summarises them."""
 
 import gzip
 import json
@@ -19,10 +19,10 @@ STEPS = 2
 TRACE, SNAPSHOT, SUMMARY = "trace.json.gz", "memory.pickle", "summary.json"
 
 
-def look_inside(trainer: TrainStep, number: int, folder: Path) -> None:
-    """Trains four more steps from `number` on; profiled ranks write files to `folder`/rank<rank>.
+def look_inside(trainer: TrainStep, first_step: int, folder: Path) -> None:
+    """Trains four more steps from `first_step` on; traced ranks write files to `folder`/rank<rank>.
 
-    The first ranks of the first and of the last pipeline stage are profiled. All ranks have to call it.
+    The first ranks of the first and of the last pipeline stage are traced. All ranks have to call it.
     trace.json.gz is for chrome://tracing or Perfetto, memory.pickle (only on GPUs) is for
     pytorch.org/memory_viz, and summary.json has the result of `summarize` and memory_bytes, the bytes of each
     kind at the peak.
@@ -31,47 +31,49 @@ def look_inside(trainer: TrainStep, number: int, folder: Path) -> None:
         OSError: the files cannot be written.
     """
     rank, device = dist.get_rank(), trainer.device
-    steps = iter(range(number, number + STEPS + 2))
+    steps = iter(range(first_step, first_step + STEPS + 2))
 
     def train() -> None:
         trainer.update(trainer.accumulate(*trainer.batch(next(steps))))
         torch.get_device_module(device).synchronize()
 
     if rank in (trainer.layout.first_rank(0), trainer.layout.first_rank(trainer.layout.pp - 1)):
-        to = folder / f"rank{rank}"
-        to.mkdir(parents=True)
-        _trace(train, device, to / TRACE)
+        rank_folder = folder / f"rank{rank}"
+        rank_folder.mkdir(parents=True)
+        _trace(train, device, rank_folder / TRACE)
         reset_peak(device)
         if device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
         train()
         if device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(to / SNAPSHOT))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._dump_snapshot(str(rank_folder / SNAPSHOT))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
         peak_bytes = peak(device)["allocated_bytes"]
-        with gzip.open(to / TRACE) as file:
+        with gzip.open(rank_folder / TRACE) as file:
             trace = json.load(file)
-        told = {"rank": rank, "device": device.type, **summarize(trace)}
-        told["memory_bytes"] = _by_kind(trainer, peak_bytes, trace)
-        (to / SUMMARY).write_text(json.dumps(told, indent=1))
+        summary = {"rank": rank, "device": device.type, **summarize(trace)}
+        summary["memory_bytes"] = _by_kind(trainer, peak_bytes, trace)
+        (rank_folder / SUMMARY).write_text(json.dumps(summary, indent=1))
     else:
         for _ in range(STEPS + 2):
             train()
     dist.barrier()  # no rank continues while others still write
 
 
-def _by_kind(trainer: TrainStep, peak: int | None, trace: dict[str, Any]) -> dict[str, int]:
+def _by_kind(trainer: TrainStep, peak_bytes: int | None, trace: dict[str, Any]) -> dict[str, int]:
     """The bytes of each kind at the peak: parameters, gradients, optimizer states; the rest is activation.
 
     A gradient has the size and type of its parameter. On a CPU only the bytes that the traced steps allocated
     are known, which include the gradients.
     """
     states = [t for s in trainer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    parameter, optimizer = (sum(t.nbytes for t in ts) for ts in (trainer.shards.values(), states))
-    above = most_allocated(trace) if peak is None else peak - parameter - optimizer
-    kinds = {"parameter": parameter, "gradient": parameter, "optimizer": optimizer}
-    kinds["activation"] = max(0, above - parameter)
-    return {**kinds, "peak": sum(kinds.values())}
+    parameter_bytes, optimizer_bytes = (sum(t.nbytes for t in ts) for ts in (trainer.shards.values(), states))
+    other_bytes = (
+        most_allocated(trace) if peak_bytes is None else peak_bytes - parameter_bytes - optimizer_bytes
+    )
+    bytes_by_kind = {"parameter": parameter_bytes, "gradient": parameter_bytes, "optimizer": optimizer_bytes}
+    bytes_by_kind["activation"] = max(0, other_bytes - parameter_bytes)
+    return {**bytes_by_kind, "peak": sum(bytes_by_kind.values())}
 
 
 def _trace(step: Callable[[], object], device: torch.device, path: Path) -> None:
@@ -81,7 +83,7 @@ def _trace(step: Callable[[], object], device: torch.device, path: Path) -> None
     with profile(
         activities=activities,
         schedule=schedule(wait=0, warmup=1, active=STEPS, repeat=1),
-        on_trace_ready=lambda made: made.export_chrome_trace(str(path)),
+        on_trace_ready=lambda finished_profiler: finished_profiler.export_chrome_trace(str(path)),
         profile_memory=not on_gpu,  # on GPUs the memory snapshot shows it
     ) as profiler:
         for _ in range(1 + STEPS):

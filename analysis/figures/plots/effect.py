@@ -1,0 +1,105 @@
+"""Draws what each value of a knob is worth, all else equal: the ratio with its interval, and the single pairs."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from matplotlib.figure import Figure
+
+from ultrabench.analysis.cells import made_with
+from ultrabench.analysis.effects import LEVEL, competing, effects, pairs, require_pairs
+from ultrabench.analysis.figures.picture import DARK, GREY
+from ultrabench.analysis.figures.runs import final
+from ultrabench.analysis.figures.style import (
+    COLOURS,
+    categories,
+    label,
+    legend,
+    legend_entry,
+    log_ticks,
+    panel_grid,
+)
+from ultrabench.analysis.knobs import in_order, value_text
+from ultrabench.errors import counted
+from ultrabench.layout import TITLES
+
+_DOT: dict[str, Any] = {
+    "color": COLOURS[0],
+    "marker": "o",
+    "markersize": 3,
+    "linestyle": "",
+    "markeredgewidth": 0,
+    "alpha": 0.3,
+}
+_MEAN: dict[str, Any] = {"color": DARK, "marker": "o", "markersize": 5, "linewidth": 1.4}
+_BASELINE: dict[str, Any] = {
+    "color": DARK,
+    "marker": "s",
+    "markersize": 5,
+    "markerfacecolor": "white",
+    "linestyle": "",
+}
+_SPREAD = 0.16
+"""Half the width over which the pairs of a value are spread, where values are 1 apart."""
+
+
+def points(table: pa.Table, axis: str | None) -> tuple[pd.DataFrame, str]:
+    """One row for each pair of runs that differ only in the axis, and the note.
+
+    The columns are `value`, `against` (the baseline), `pair_ratio`, of the value `ratio`, `low`, `high` and
+    `pairs`, and `models`, the models of all pairs.
+
+    Raises:
+        ConfigError: the axis is unknown or did not vary, or no two runs differ only in it.
+    """
+    final(table)  # it says what to do about a table without runs
+    measured = competing(table)
+    axis = measured.require_axis(axis)
+    of_runs = pairs(measured, axis)
+    require_pairs(measured, axis, of_runs)
+    columns = ["value", "ratio", "low", "high", "pairs"]
+    of_values = pd.DataFrame(
+        [[getattr(effect, name) for name in columns] for effect in effects(measured, axis)]
+    )
+    drawn = of_runs.merge(of_values.set_axis(columns, axis=1), on="value")
+    models = measured.runs.loc[of_runs["left"]].sort_values(["num_params", "model"])["model"].unique()
+    drawn = drawn.assign(pair_ratio=np.exp(drawn["log_ratio"]), models=", ".join(models))
+    return drawn.sort_values(
+        ["block", "pair_ratio"], ignore_index=True
+    ), f"{measured.note} {made_with(table)}"
+
+
+def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
+    """One panel: the values of the axis, their ratios of speeds to the baseline with intervals, and the pairs."""
+    baseline, models = drawn[["against", "models"]].iloc[0]
+    heading = f"What each value of {axis} is worth, all else equal: {title}, {models}"
+    about = f"Interval: contains the mean ratio with {100 * LEVEL:.0f} %; without one: too few pairs or allocations."
+    whole, middle, (axes,) = panel_grid(1, title=heading, notes=f"{about}\n{notes}", height=3.0)
+    axes.axhline(1, color=GREY, linewidth=0.8)
+    values = in_order(axis, {baseline, *drawn["value"]})
+    names = []
+    for place, value in enumerate(values):
+        of_value = drawn[drawn["value"] == value]
+        if value == baseline:
+            axes.plot(place, 1, **_BASELINE)
+            names.append(f"{value_text(axis, value)}\nbaseline")
+            continue
+        spread = np.linspace(-_SPREAD, _SPREAD, len(of_value)) if len(of_value) > 1 else 0.0
+        axes.plot(place + spread, of_value["pair_ratio"], **_DOT)
+        ratio, low, high, number = of_value[["ratio", "low", "high", "pairs"]].astype(float).iloc[0]
+        axes.plot([place, place], [low, high], color=_MEAN["color"], linewidth=_MEAN["linewidth"])
+        axes.plot(place, ratio, **_MEAN)
+        names.append(f"{value_text(axis, value)}\n{counted(int(number), 'pair')}")
+    categories(axes, names)
+    label(axes, "", TITLES.get(axis, axis), f"speed against {axis}={value_text(axis, baseline)}")
+    ends = drawn[["pair_ratio", "low", "high"]].astype(float)
+    axes.set_yscale("log")
+    log_ticks(axes.yaxis, min(1.0, ends.min().min()), max(1.0, ends.max().max()))
+    axes.yaxis.set_major_formatter("{x:g} x")
+    legend(middle, [
+        legend_entry(f"geometric mean and {100 * LEVEL:.0f} % interval", **_MEAN),
+        legend_entry(f"two runs that differ only in {axis}", **_DOT),
+        legend_entry("baseline", **_BASELINE),
+    ])  # fmt: skip
+    return whole

@@ -1,0 +1,83 @@
+"""The knobs of result rows: everything that a sweep can vary of its runs, with one column for each."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from ultrabench.analysis.numbers import with_unit
+from ultrabench.analysis.options import variant_in
+from ultrabench.layout import AXES, NEUTRAL, USUAL, default_schedule, default_virtual_stages, details_of
+from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, UNSET
+
+BESIDE_LAYOUT = (*CELL_OPTIONS, *KERNEL_OPTIONS)
+"""Columns of the results that are knobs, too."""
+VARIANT = "variant"
+"""Column with the other knobs of a run as a JSON object; a table may lack it."""
+
+
+def knobs(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The values of all knobs, one row for each result row, one column for each knob.
+
+    A value is None where it is unknown, or where the knob has no choice because of another one, such as
+    `pp_schedule` without a pipeline. The schedule of fewer micro-batches than stages, `afab`, counts as `1f1b`.
+
+    Args:
+        rows: result rows with the columns of the schema, and with or without `variant`.
+    """
+    variants = [variant_in(row.get(VARIANT)) for row in rows]
+    names = sorted({name for variant in variants for name in variant})
+    values = [
+        {**_layout_knobs(row), **{name: _set_value(variant.get(name)) for name in names}}
+        for row, variant in zip(rows, variants, strict=True)
+    ]
+    return pd.DataFrame(values, columns=[*AXES, *BESIDE_LAYOUT, *names], dtype=object)
+
+
+def is_of_variant(name: str) -> bool:
+    """Whether a knob is one of the column `variant`."""
+    return name not in AXES and name not in BESIDE_LAYOUT
+
+
+def in_order(name: str, values: Iterable[Any]) -> list[Any]:
+    """The distinct values of a knob: unset, usual words in their order, numbers by size, other words by name."""
+    usual = [value for value in USUAL.get(name, ()) if isinstance(value, str)]
+
+    def place(value: Any) -> tuple[int, float, str]:
+        if isinstance(value, str):
+            return (1, usual.index(value), "") if value in usual else (2 * (value != UNSET), 0, value)
+        return 1, value, ""
+
+    return sorted({*values} - {None}, key=place)
+
+
+def value_text(name: str, value: Any) -> str:
+    """The value of a knob as people read it, such as `8`, `all ranks` or `unset`."""
+    return with_unit(name, value) or UNSET
+
+
+def _layout_knobs(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The knobs of a row that are not of its variant."""
+    values = {name: row.get(name) for name in (*AXES, *BESIDE_LAYOUT)}
+    pp, gas = values["pp"], values["gas"]
+    if pp and gas and values["pp_schedule"] == default_schedule(pp, gas):
+        values["pp_schedule"] = default_schedule(
+            pp, pp
+        )  # few micro-batches make afab of it, the same order of work
+    schedule = values["pp_schedule"]
+    if schedule and default_virtual_stages(schedule) == 1:
+        values["virtual_stages"] = None
+    if schedule == "zbv":
+        values["compile"] = None  # it is never compiled, whatever was chosen
+    for name in NEUTRAL:
+        if values[name] == NEUTRAL[name]:
+            values |= dict.fromkeys(details_of(name))
+    return values
+
+
+def _set_value(value: Any) -> Any:
+    """The value of a knob of the variant; a list or an object becomes its JSON text."""
+    if value is None:
+        return UNSET
+    return value if isinstance(value, str | int | float) else json.dumps(value, sort_keys=True)

@@ -1,0 +1,47 @@
+"""The options beside layouts that vary in a result table, such as variables and flags: their values and texts."""
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ultrabench.variant import KERNEL_OPTIONS
+
+COLUMNS = ("variant", "pp_schedule", *KERNEL_OPTIONS)
+"""Columns of a result table that this module reads."""
+
+
+def variant_in(text: str | None) -> dict[str, Any]:
+    """The options in the column `variant` of a row; empty for a text that is no JSON object."""
+    with contextlib.suppress(ValueError):
+        if isinstance(variant := json.loads(text or "{}"), dict):
+            return variant
+    return {}
+
+
+def varied_options(table: pa.Table) -> dict[str, list[Any]]:
+    """Option -> its value in each row, for the options that vary in a table; None where it is unset or unknown.
+
+    An option of the kernel varies if it does among layouts of one schedule, since layers are never compiled with zbv.
+    """
+    variants = [*map(variant_in, table["variant"].to_pylist())]
+    names = sorted({name for variant in variants for name in variant})
+    schedules = pc.count_distinct(table["pp_schedule"], mode="all").as_py()
+    of_kernel = {}
+    for name in KERNEL_OPTIONS:
+        pairs = (
+            table.select(["pp_schedule", name])
+            .filter(pc.is_valid(table[name]))
+            .group_by(["pp_schedule", name])
+        )
+        if pairs.aggregate([]).num_rows > schedules:
+            of_kernel[name] = table[name].to_pylist()
+    return of_kernel | {name: [variant.get(name) for variant in variants] for name in names}
+
+
+def in_rows(options: Mapping[str, list[Any]], numbers: Iterable[int]) -> list[dict[str, Any]]:
+    """Option -> value for each of the rows with these numbers."""
+    return [{name: values[number] for name, values in options.items()} for number in numbers]

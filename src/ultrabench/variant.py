@@ -1,0 +1,70 @@
+"""What a sweep varies beside layouts: the options of a run whose values are in its `variant`.
+
+A variant is a mapping from the name of an option to its value:
+
+compile, attention    options of the kernel
+env.NAME              an environment variable of the program; None means that it is unset
+flags.NAME            the name of a group of arguments that is added to the command
+words.NAME            a word of the user, which the command uses in braces
+container, python     where the program runs
+
+It holds only options for which the sweep lists several values, so that runs of other sweeps have an empty one.
+"""
+
+from collections.abc import Mapping, Sequence
+
+Value = str | int | float | bool | None
+Variant = Mapping[str, Value]
+KERNEL_OPTIONS = ("compile", "attention")
+"""Options of the kernel that a variant may hold; run_id has them in the kernel."""
+PLACES = ("container", "python")
+"""Options that a whole allocation has, since its agents run in the container or by the interpreter."""
+ENV, FLAGS, WORDS = "env", "flags", "words"
+"""The groups of options whose names a user chooses; the name of such an option is GROUP.NAME."""
+CELL_OPTIONS = ("seq_len", "gbs", "precision")
+"""Options that change what is computed, so that runs with other values are in other cells."""
+
+
+UNSET = "unset"
+"""The text of an option that is not set."""
+
+
+def in_group(variant: Variant, group: str) -> dict[str, Value]:
+    """NAME -> value of the options GROUP.NAME of a variant."""
+    return {name.partition(".")[2]: value for name, value in variant.items() if name.startswith(f"{group}.")}
+
+
+CONTAINER_WORD = "{container}"
+"""What launcher.python and launcher.srun have in place of the container of an allocation."""
+
+
+def in_place(variant: Variant, words: Sequence[str]) -> tuple[str, ...]:
+    """The words of a command with the container of a variant."""
+    container = variant.get("container")
+    return tuple(words if container is None else (w.replace(CONTAINER_WORD, str(container)) for w in words))
+
+
+def variables_of(variant: Variant) -> dict[str, str | None]:
+    """Name -> value of the environment variables of a variant; None for one that is unset."""
+    return {name: None if value is None else str(value) for name, value in in_group(variant, ENV).items()}
+
+
+def identity(variant: Variant) -> dict[str, Value]:
+    """The options that run_id hashes: not those of the kernel, which it has anyway, and no unset variables."""
+    return {k: v for k, v in sorted(variant.items()) if k not in KERNEL_OPTIONS and v is not None}
+
+
+def program_of(variant: Variant) -> tuple[tuple[str, Value], ...]:
+    """The options that change which program runs; its losses may differ from those of another one."""
+    groups = (ENV, FLAGS, WORDS)
+    return tuple((k, v) for k, v in identity(variant).items() if k in PLACES or k.partition(".")[0] in groups)
+
+
+def texts(variant: Variant) -> list[str]:
+    """The short texts of a variant, such as `NCCL_ALGO=Ring`."""
+    return [f"{name.partition('.')[2] or name}={shown(value)}" for name, value in sorted(variant.items())]
+
+
+def shown(value: Value) -> str:
+    """The value of an option in a text."""
+    return UNSET if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"

@@ -1,0 +1,135 @@
+"""The YAML files of a configuration: the folders that hold them, their names and their content."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import ultrabench
+from ultrabench.errors import ConfigError, unknown_name
+
+GROUPS = ("sweep", "kernel", "launcher", "measure", "retry", "cluster", "hardware", "model")
+"""The groups of a configuration. Where several have a key of the same name, the first of them is probably meant."""
+FOLDERS = {group: group for group in sorted(GROUPS)} | {"profile": "profiles"}
+"""What an override such as profile=NAME names -> the folder of its files."""
+MOST_VALUES = 100_000
+"""Largest number of values that a YAML file may stand for; a few aliases of aliases stand for billions."""
+
+
+def search_path() -> list[Path]:
+    """Folders that hold configuration files; a file in an earlier folder hides its namesakes in later ones.
+
+    They are `./ultrabench`, then $ULTRABENCH_CONFIG_DIR (by default ~/.config/ultrabench), then the package.
+    """
+    groups = (*FOLDERS.values(), "published")
+    used = [folder for folder in _user_folders() if any(any((folder / g).glob("*.yaml")) for g in groups)]
+    return [*used, (Path(ultrabench.__file__).parent / "configs").resolve()]
+
+
+def _user_folders() -> list[Path]:
+    user = os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench")
+    return [Path.cwd() / "ultrabench", Path(user).expanduser().absolute()]
+
+
+def is_of_package(path: Path) -> bool:
+    """Whether the file of an option is one of the package and not of the user."""
+    return path.parent.parent == search_path()[-1]
+
+
+def files(group: str) -> dict[str, Path]:
+    """Name -> file of each option of a group such as `hardware`; the first folder of `search_path` wins."""
+    paths = [path for folder in reversed(search_path()) for path in (folder / group).glob("*.yaml")]
+    return dict(sorted({path.stem: path for path in paths if path.is_file()}.items()))
+
+
+def unknown_option(group: str, name: str) -> str:
+    """One line for a group that has no option of this name; it tells of a file with another ending."""
+    for folder in _user_folders():
+        if (path := folder / FOLDERS[group] / f"{name}.yml").is_file():
+            return f"{group}={name}: {path} is not read, since its name must end in .yaml; rename it"
+    login_advice = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
+    return unknown_name(group, name, files(FOLDERS[group])) + (login_advice if group == "cluster" else "")
+
+
+def describe(group: str) -> dict[str, str]:
+    """Name of each option of a group -> the first comment line of its file, or why that cannot be used."""
+    return {name: _about(path) for name, path in files(group).items()}
+
+
+def _about(path: Path) -> str:
+    try:
+        values = yaml.safe_load(text := read_text(path))
+    except (ConfigError, yaml.YAMLError) as error:
+        return f"unusable: {' '.join(str(error).split())}"
+    if not isinstance(values, dict | None):
+        return "unusable: it holds no settings, such as gpus_per_node: 8"
+    comment = re.search(r"^#(?! @package)\s*(.*)", text, re.MULTILINE)
+    return comment[1].strip() if comment else ""
+
+
+def usable(group: str) -> dict[Path, dict[str, Any]]:
+    """File -> its settings, without the files of a group that cannot be read or hold no settings."""
+    settings: dict[Path, dict[str, Any]] = {}
+    for path in files(group).values():
+        with contextlib.suppress(ConfigError):
+            if isinstance(values := read_yaml(path), dict):
+                settings[path] = values
+    return settings
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of one YAML file, with its interpolations resolved.
+
+    Raises:
+        ConfigError: the file cannot be read or is not YAML.
+    """
+    require_few_values(path)
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a configuration file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as error:
+        fault = f"byte {error.start + 1} of it is not UTF-8"
+        raise ConfigError(f"cannot read {path}: {fault}; save the file as UTF-8 text") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def require_few_values(path: Path) -> None:
+    """Raises ConfigError if the aliases of a YAML file stand for more than MOST_VALUES values."""
+    values_by_node: dict[int, int] = {}
+
+    def count(node: yaml.Node | None) -> int:
+        """How many values a node stands for, each alias counted as what it repeats."""
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in values_by_node:
+            values_by_node[id(node)] = MOST_VALUES  # until it is counted: a node may contain itself
+            parts = [
+                part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))
+            ]
+            values_by_node[id(node)] = 1 + sum(map(count, parts))
+        return values_by_node[id(node)]
+
+    try:
+        values = count(yaml.compose(read_text(path), yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError):
+        return  # whoever reads it says what is wrong
+    if values > MOST_VALUES:
+        rule = f"a file may have {MOST_VALUES:,} values"
+        raise ConfigError(f"{path}: its aliases stand for {values:,} values; {rule}: write fewer aliases")

@@ -1,0 +1,272 @@
+"""Reads the options that a sweep varies beside layouts: workload, kernel, variables, flags, words, container, python."""
+
+import math
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from ultrabench.allowed import Count, Line
+from ultrabench.errors import ConfigError, require_known
+from ultrabench.hardware import Hardware
+from ultrabench.kernel_config import RANK_VARIABLES, KernelConfig
+from ultrabench.layout import AXES, TEXT_AXES
+from ultrabench.model_shape import ModelShape
+from ultrabench.record import field_types, value_from
+from ultrabench.run import Size
+from ultrabench.store.kernel_secrets import is_secret
+from ultrabench.variant import (
+    CELL_OPTIONS,
+    ENV,
+    FLAGS,
+    KERNEL_OPTIONS,
+    PLACES,
+    WORDS,
+    Value,
+    Variant,
+    in_group,
+)
+
+GROUPS = (ENV, FLAGS, WORDS)
+SWEEP_KEYS = (*CELL_OPTIONS[:2], *GROUPS, "rules", *PLACES)
+"""Keys of `sweep` that list values of options; those of precision, compile and attention are keys of `kernel`."""
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_RULE = re.compile(r"(?P<left>[\w* ]+?) +(?P<relation>divides|<=|>=|==) +(?P<right>[\w* ]+)")
+_RELATIONS = {
+    "divides": lambda a, b: a != 0 and b % a == 0,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+}
+_DENIED = {"divides": "does not divide", "<=": "is more than", ">=": "is less than", "==": "is not"}
+"""Relation of a rule -> how the reason of a rejection says that it does not hold."""
+_Scalar = Annotated[
+    str | int | float | bool | None, Meta(description="a text, a number, true, false or null")
+]
+_Arguments = dict[str, dict[str, tuple[str, ...]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WordRule:
+    """A rule between words, such as `ep divides dp*cp`; layouts that break it are rejected."""
+
+    text: str
+    left: tuple[str, ...]
+    relation: str
+    right: tuple[str, ...]
+
+    def broken(self, values: Mapping[str, Any]) -> str | None:
+        """Why the values of a run break the rule; None where they do not."""
+        left, right = (math.prod(_number(name, values) for name in side) for side in (self.left, self.right))
+        if _RELATIONS[self.relation](left, right):
+            return None
+        return f"{'*'.join(self.left)}={left:g} {_DENIED[self.relation]} {'*'.join(self.right)}={right:g}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The words that the rule compares."""
+        return tuple(name for name in (*self.left, *self.right) if not name.isdecimal())
+
+
+def _number(name: str, values: Mapping[str, Any]) -> float:
+    return float(name if name.isdecimal() else values[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a sweep varies beside layouts."""
+
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Option -> its values; seq_len, gbs and precision are always there, others where the sweep lists some."""
+    arguments: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Flag -> each of its values -> the arguments that it adds to the command."""
+    rules: tuple[WordRule, ...] = ()
+
+    @property
+    def of_variants(self) -> dict[str, tuple[Any, ...]]:
+        """The options whose values are in the variant of a run."""
+        return {name: values for name, values in self.values.items() if name not in CELL_OPTIONS}
+
+    @property
+    def first_variant(self) -> Variant:
+        """The first value of each option, which control runs have."""
+        return {name: values[0] for name, values in self.of_variants.items()}
+
+    def arguments_of(self, variant: Variant) -> tuple[str, ...]:
+        """The arguments that the flags of a variant add to the command."""
+        flags = in_group(variant, FLAGS)
+        return tuple(part for name, value in flags.items() for part in self.arguments[name][str(value)])
+
+
+def listed(value: Any) -> list[Any]:
+    """The values of a setting that takes one value or a list of values, each once."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return [value for index, value in enumerate(values) if value not in values[:index]]
+
+
+def values_of_setting(value: Any, setting: str) -> list[Any]:
+    """What `listed` returns, which has at least one value.
+
+    Raises:
+        ConfigError: the list is empty.
+    """
+    if values := listed(value):
+        return values
+    raise ConfigError(f"{setting} is empty; list at least one value", setting=setting)
+
+
+def read_options(
+    sweep: Mapping[str, Any],
+    kernels: Mapping[str, tuple[Value, ...]],
+    kernel: KernelConfig,
+    hardware: Hardware,
+) -> Options:
+    """The options of a composed configuration.
+
+    Args:
+        sweep: the group `sweep`.
+        kernels: precision, compile and attention -> their values.
+        kernel: the kernel with the first of these values.
+
+    Raises:
+        ConfigError: an option has no values or one that is not allowed, or the kernel cannot have it.
+    """
+    values: dict[str, tuple[Value, ...]] = {name: _list(sweep[name], Size, name) for name in CELL_OPTIONS[:2]}
+    values |= {"precision": kernels["precision"]}
+    values |= {name: kernels[name] for name in KERNEL_OPTIONS if len(kernels[name]) > 1}
+    values |= {f"{ENV}.{name}": of for name, of in _variables(_mapping(sweep, ENV), kernel).items()}
+    arguments = read_flags(_mapping(sweep, FLAGS), kernel)
+    values |= {f"{FLAGS}.{name}": tuple(table) for name, table in arguments.items()}
+    rules = tuple(map(_rule, listed(sweep.get("rules") or [])))
+    words = {name: _list(of, _Scalar, f"{WORDS}.{name}") for name, of in _mapping(sweep, WORDS).items()}
+    _require_used(words, arguments, kernel)
+    values |= {f"{WORDS}.{name}": of for name, of in words.items()}
+    values |= {name: _list(sweep[name], Line, name) for name in PLACES if sweep.get(name) is not None}
+    numbers = [name for name, of in words.items() if all(isinstance(v, int | float) for v in of)]
+    for rule in rules:
+        kind = f"number in sweep.rules {rule.text!r}:"
+        require_known(kind, (*numbers, *_numbers_of_runs()), *rule.names, setting="sweep.rules")
+    for precision in kernels["precision"]:
+        hardware.peak(str(precision), 1, None, 1)  # refuses a precision without a rate
+    return Options(values=values, arguments=arguments, rules=rules)
+
+
+def _list(values: Any, kind: Any, name: str) -> tuple[Value, ...]:
+    return tuple(
+        value_from(kind, value, f"sweep.{name}") for value in values_of_setting(values, f"sweep.{name}")
+    )
+
+
+def _mapping(sweep: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """NAME -> values of a group of options whose names a user chooses."""
+    mapping = sweep.get(group) or {}
+    if not isinstance(mapping, dict):
+        fact = f"sweep.{group}={mapping!r} is not a mapping"
+        raise ConfigError(fact, f"write sweep.{group}: {{NAME: [VALUE, VALUE]}}", setting=f"sweep.{group}")
+    for name in mapping:
+        if not _NAME.fullmatch(str(name)):
+            rule = "a name has letters, digits and '_', and begins with no digit"
+            raise ConfigError(f"sweep.{group}.{name}; {rule}", setting=f"sweep.{group}")
+    for name in filter(is_secret, map(str, mapping)):
+        fact = f"sweep.{group}.{name} looks like a secret; results show swept values: use kernel.env"
+        raise ConfigError(fact, setting=f"sweep.{group}.{name}")
+    return {str(name): values for name, values in mapping.items()}
+
+
+def _variables(variables: Mapping[str, Any], kernel: KernelConfig) -> dict[str, tuple[Value, ...]]:
+    """Environment variable -> its values as texts; None unsets it."""
+    for name in variables:
+        setting = f"sweep.{ENV}.{name}"
+        if name in RANK_VARIABLES:
+            raise ConfigError(
+                f"{setting}; ultrabench sets {name} for each rank: leave it out", setting=setting
+            )
+        if name in kernel.env:
+            raise ConfigError(f"{setting} and kernel.env.{name}; give only one of them", setting=setting)
+    listed_values = {name: _list(values, _Scalar, f"{ENV}.{name}") for name, values in variables.items()}
+    texts_of = {
+        name: [v if v is None else _text(v) for v in values] for name, values in listed_values.items()
+    }
+    return {name: tuple(dict.fromkeys(values)) for name, values in texts_of.items()}
+
+
+def _text(value: Value) -> str:
+    """A value as a program gets it: true and false become 1 and 0, as most variables have it."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def read_flags(flags: Mapping[str, Any], kernel: KernelConfig) -> _Arguments:
+    """Flag -> each of its values -> its arguments, of `sweep.flags`.
+
+    Raises:
+        ConfigError: a flag has no values, the kernel is no command, or kernel.flags has the flag, too.
+    """
+    tables: _Arguments = {}
+    for name, table in flags.items():
+        setting = f"sweep.{FLAGS}.{name}"
+        _require_command(setting, kernel)
+        if name in kernel.flags:
+            raise ConfigError(f"{setting} and kernel.flags.{name}; give only one of them", setting=setting)
+        _require_no_word_of_runs(setting, name)
+        if not isinstance(table, dict) or not table:
+            raise ConfigError(
+                f"{setting}={table!r}; write {{NAME: [ARGUMENT, ...]}} for each value", setting=setting
+            )
+        # YAML reads the words on and off as true and false.
+        names = {value: {True: "on", False: "off"}.get(value, str(value)) for value in table}
+        kind = tuple[str, ...]
+        tables[name] = {
+            names[value]: value_from(kind, parts, f"{setting}.{names[value]}")
+            for value, parts in table.items()
+        }
+    return tables
+
+
+def _require_command(setting: str, kernel: KernelConfig) -> None:
+    if kernel.kind != "command":
+        remedy = "only a command takes arguments: use kernel=command"
+        raise ConfigError(f"{setting} with kernel={kernel.name}; {remedy}", setting=setting)
+
+
+def _require_no_word_of_runs(setting: str, name: str) -> None:
+    if name in _words_of_runs():
+        raise ConfigError(f"{setting}; {name} is a word of every run: choose another name", setting=setting)
+
+
+def _require_used(words: Mapping[str, Any], arguments: _Arguments, kernel: KernelConfig) -> None:
+    """Raises ConfigError for a word that has another meaning, or that the command uses nowhere."""
+    tables = (*kernel.flags.values(), *arguments.values())
+    parts = [*kernel.command, *(part for table in tables for added in table.values() for part in added)]
+    for name in words:
+        setting = f"sweep.{WORDS}.{name}"
+        _require_command(setting, kernel)
+        _require_no_word_of_runs(setting, name)
+        if not any(f"{{{name}}}" in part for part in parts):
+            remedy = f"use {{{name}}} in kernel.command"
+            raise ConfigError(
+                f"{setting} changes nothing, since the command does not have it; {remedy}", setting=setting
+            )
+
+
+def _words_of_runs() -> tuple[str, ...]:
+    """The words that every run has."""
+    return (*AXES, *field_types(ModelShape), *CELL_OPTIONS, "nodes", "gpus_per_node", "world_size")
+
+
+def _numbers_of_runs() -> tuple[str, ...]:
+    """Those of them that are numbers in every run."""
+    sizes = [name for name, kind in field_types(ModelShape).items() if kind is int or kind is Count]
+    layout = [name for name in AXES if name not in TEXT_AXES]
+    return (*layout, *sizes, *CELL_OPTIONS[:2], "nodes", "gpus_per_node", "world_size")
+
+
+def _rule(text: Any) -> WordRule:
+    match = _RULE.fullmatch(str(text).strip())
+    if match is None:
+        rule = "a rule is NAME divides NAME, or has <=, >= or == instead; products are NAME*NAME"
+        raise ConfigError(f"sweep.rules: {text!r}; {rule}", setting="sweep.rules")
+    sides = {side: tuple(part.strip() for part in match[side].split("*")) for side in ("left", "right")}
+    return WordRule(text=str(text), relation=match["relation"], **sides)

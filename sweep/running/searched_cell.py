@@ -1,0 +1,176 @@
+"""A cell as the adaptive search sees it: how its runs ended, and which variants are tried after its layouts."""
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from ultrabench.errors import ConfigError
+from ultrabench.hardware import Hardware, Peak
+from ultrabench.layout import Layout
+from ultrabench.record import from_dict
+from ultrabench.result import Status
+from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.sweep.plan import Candidate, by_cell
+from ultrabench.sweep.predict.network import network
+from ultrabench.sweep.predict.predict import with_links
+from ultrabench.sweep.predict.profile import Profile
+from ultrabench.sweep.predict.search import BETTER, Tried
+from ultrabench.sweep.running import outliers
+from ultrabench.variant import Value
+
+BEST_LAYOUTS = 3
+"""Number of layouts of a cell with which other variants are tried."""
+LINKS = ("allreduce_busbw_bytes_per_s", "allgather_busbw_bytes_per_s")
+"""Columns of the rates that predictions take from preflights."""
+LATEST = 3
+"""Number of latest allocations whose median rate counts: so many that a single slow one does not decide, and so few
+that a change of the cluster soon does."""
+
+
+class SearchedCell(NamedTuple):
+    """A cell as the adaptive search sees it."""
+
+    runs: list[Candidate]
+    """Its runs of the variant whose layouts are searched."""
+    tried: Tried
+    """How those of them that were tried ended."""
+    others: list[Candidate]
+    """Its runs of other variants."""
+    tried_others: Tried
+
+    def further(self) -> list[Candidate]:
+        """The runs of other variants to make next, once the search of layouts is over."""
+        return self._worth_trying({})
+
+    def expected_further(self) -> list[Candidate]:
+        """The runs of other variants that are expected, as if the fastest layouts by prediction were the best."""
+        return self._worth_trying({run.run_id: run.prediction.step_time_s for run in self.runs if run.fits})
+
+    def _worth_trying(self, predicted_s: Mapping[str, float]) -> list[Candidate]:
+        times_s = {**predicted_s, **self.tried.times_s, **self.tried_others.times_s}
+        return worth_trying(self.runs, self.others, times_s, self.tried_others.begun)
+
+
+def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> Iterator[SearchedCell]:
+    """For each cell its runs, and how those that were tried ended, for the adaptive search.
+
+    The step time of a run is the median over all its measurements, also those that were stopped as slower. What is
+    predicted is that of `on_measured_links`.
+    """
+    attempts, rates = state.by_run(), outliers.preflight_rates(state)
+    for of_cell in by_cell(runs).values():
+        searched, others = by_variant(on_measured_links(of_cell, state.config, rates))
+        tried, tried_others = (_tried(part, attempts, max_p_oom) for part in (searched, others))
+        yield SearchedCell(searched, tried, others, tried_others)
+
+
+def _tried(runs: Sequence[Candidate], attempts: Mapping[str, list[AttemptState]], max_p_oom: float) -> Tried:
+    """How the runs that were tried ended."""
+    ends = {run.run_id: attempts.get(run.run_id, []) for run in runs}
+    timed = {i: [median(a.ok.step_times_s) for a in ends[i] if a.ok and a.ok.step_times_s] for i in ends}
+    times_s = {run_id: median(times) for run_id, times in timed.items() if times}
+    waits = {i for i in ends if any(a.result is None for a in ends[i])} - times_s.keys()
+    failed = {i: ends[i][-1].result for i in ends.keys() - times_s.keys() - waits if ends[i]}
+    oom = {i for i, result in failed.items() if result and result.status == Status.OOM}
+    gave_none = failed.keys() - oom
+    return Tried(times_s=times_s, oom=oom, failed=gave_none, pending=waits, max_p_oom=max_p_oom)
+
+
+def on_measured_links(
+    runs: list[Candidate], config: Mapping[str, Any], rates: Mapping[tuple[int, str], Mapping[str, float]]
+) -> list[Candidate]:
+    """The runs of a cell with the step times that are predicted for the links that allocations have measured.
+
+    The median of the latest allocations of as many nodes counts. Where none of them has measured its links, or the
+    launch was of a version with other constants, the step times are those of the plan, with the links of the data sheet.
+
+    Args:
+        config: the configuration of the latest launch, which holds hardware and profile.
+        rates: what `preflight_rates` returns.
+    """
+    nodes, peak = runs[0].nodes, runs[0].peak_flops_per_s
+    latest = [[*rates.get((nodes, column), {}).values()][-LATEST:] for column in LINKS]
+    if any(latest) and peak is not None:
+        with contextlib.suppress(ConfigError, KeyError):
+            hardware = from_dict(Hardware, config["hardware"])
+            profile = from_dict(Profile, config["profile"], skip_unknown=True)
+            links = network(
+                hardware,
+                nodes,
+                *(median(rates_of_link) if rates_of_link else None for rates_of_link in latest),
+            )
+            constants = hardware, Peak(flops_per_s=peak, source="plan"), links, profile
+            return [replace(r, predicted=with_links(r.prediction, r.spec, *constants)) for r in runs]
+    return runs
+
+
+def by_variant(runs: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """The runs of the variant that most layouts have, of which the first in the order of the runs, and the others."""
+    numbers = Counter(_key(run) for run in runs)
+    usual = max(numbers, key=lambda key: numbers[key], default=())  # max() keeps the first of equals
+    return [run for run in runs if _key(run) == usual], [run for run in runs if _key(run) != usual]
+
+
+def _key(run: Candidate) -> tuple[tuple[str, Value], ...]:
+    return tuple(sorted(run.spec.variant.items()))
+
+
+def worth_trying(
+    usual: Sequence[Candidate],
+    others: Sequence[Candidate],
+    times_s: Mapping[str, float],
+    begun: Collection[str],
+) -> list[Candidate]:
+    """The runs of other variants to make next; none when all that are worth it have been made.
+
+    First each option is changed alone, with the best layouts of the usual variant. Then the values that made these layouts
+    faster are tried together.
+
+    Args:
+        usual: the runs of the cell with the variant that most layouts have, whose search is over.
+        others: its other runs.
+        times_s: run_id -> step time in seconds, of the runs that were measured.
+        begun: run_ids of the runs that were tried, whatever their end.
+    """
+    best = sorted((run for run in usual if run.run_id in times_s), key=lambda run: times_s[run.run_id])[
+        :BEST_LAYOUTS
+    ]
+    base_by_layout = {run.layout: run for run in best}
+    changes = {
+        run.run_id: _changes(run, base_by_layout[run.layout])
+        for run in others
+        if run.layout in base_by_layout
+    }
+    alone = [run for run in others if len(changes.get(run.run_id, ())) == 1]
+    if untried := [run for run in alone if run.run_id not in begun]:
+        return untried
+    faster = dict(_faster(alone, base_by_layout, times_s))
+    together = (run for run in others if len(faster) > 1 and changes.get(run.run_id) == faster)
+    return [run for run in together if run.run_id not in begun]
+
+
+def _changes(run: Candidate, base: Candidate) -> dict[str, Value]:
+    """Option -> value, for the options in which a run differs from another one."""
+    variant = base.spec.variant
+    return {name: value for name, value in run.spec.variant.items() if variant.get(name) != value}
+
+
+def _faster(
+    alone: Sequence[Candidate], base_by_layout: Mapping[Layout, Candidate], times_s: Mapping[str, float]
+) -> Iterator[tuple[str, Value]]:
+    """The best value of each option that makes layouts faster by the share BETTER, on average over those measured."""
+    logs: dict[str, dict[Value, list[float]]] = {}
+    for run in alone:
+        if run.run_id in times_s:
+            base = base_by_layout[run.layout]
+            ((name, value),) = _changes(run, base).items()
+            log_ratio = math.log(times_s[run.run_id] / times_s[base.run_id])
+            logs.setdefault(name, {}).setdefault(value, []).append(log_ratio)
+    for name, logs_by_value in logs.items():
+        value = min(logs_by_value, key=lambda value: fmean(logs_by_value[value]))
+        if fmean(logs_by_value[value]) < math.log(1 - BETTER):
+            yield name, value

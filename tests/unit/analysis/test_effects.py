@@ -1,0 +1,183 @@
+"""What each value of a knob is worth: which runs make a pair, and how often the interval is right."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from tests.configs import refused
+from tests.unit.analysis.tables import row, table_of
+from ultrabench.analysis.effects import competing, effect, effects, pairs
+from ultrabench.analysis.knobs import in_order, knobs
+
+LAYOUTS = [*product((1, 2, 4, 8), (1, 2, 4, 8, 16))]
+"""tp and mbs of 20 layouts, each of which runs with two values of zero_stage."""
+
+
+def factorial(**columns):
+    """The 40 rows of two ZeRO stages on 20 layouts."""
+    return [
+        row(
+            f"{tp}-{mbs}-{stage}", tp=tp, dp=8 // tp, mbs=mbs, gas=32 * tp // mbs, zero_stage=stage, **columns
+        )
+        for tp, mbs in LAYOUTS
+        for stage in (0, 1)
+    ]
+
+
+def simulated(seed, worth, noise=0.025, of_allocation=0.04, allocations=5):
+    """The effect of 40 noisy runs in random allocations, where zero_stage=1 is `worth` times as fast."""
+    rng = np.random.default_rng(seed)
+    places = rng.permutation(np.arange(len(FACTORIAL.runs)) % allocations)
+    logs = np.repeat(rng.normal(0, 0.5, len(LAYOUTS)), 2) + rng.normal(0, noise, len(places))
+    logs += rng.normal(0, of_allocation, allocations)[places]
+    is_one = FACTORIAL.runs["zero_stage"] == 1
+    order = FACTORIAL.runs.sort_values(["tp", "mbs", "zero_stage"]).index
+    rates = np.empty(len(places))
+    rates[order] = np.exp(logs)
+    runs = FACTORIAL.runs.assign(rate=rates * np.where(is_one, worth, 1))
+    repeats = FACTORIAL.repeats.assign(place=places[np.argsort(order)])
+    return effect(replace(FACTORIAL, runs=runs, repeats=repeats), PAIRS)
+
+
+FACTORIAL = competing(table_of(*factorial()))
+PAIRS = pairs(FACTORIAL, "zero_stage")
+
+
+@pytest.mark.parametrize(("worth", "least", "most"), [(1.05, 95, 100), (1.0, 0, 5)])
+@pytest.mark.parametrize("seeds", [range(100), range(100, 200)])
+def test_an_effect_of_5_per_cent_is_found_and_none_is_invented(seeds, worth, least, most):
+    assert len(PAIRS) == 20
+    num_proven = sum(simulated(seed, worth).proven > 0 for seed in seeds)
+    assert least <= num_proven <= most
+
+
+def only(axis, *rows):
+    """The single effect of an axis."""
+    (single,) = effects(competing(table_of(*rows)), axis)
+    return single
+
+
+def test_dp_gas_and_details_follow_from_an_axis():
+    tp = only(
+        "tp", row("a", 100.0), row("b", 80.0, tp=2, dp=4, gas=64), row("c", tp=4, dp=2, gas=128, status="oom")
+    )
+    assert (tp.value, tp.against, tp.ratio, tp.pairs) == (2, 1, pytest.approx(0.8), 1)
+    piped = {"pp": 2, "dp": 4, "gas": 64}
+    rows = [
+        row("a", 100.0), row("b", 80.0, pp_schedule="1f1b", **piped),
+        row("c", 90.0, pp_schedule="interleaved", virtual_stages=2, **piped),
+        row("d", 50.0, pp=4, dp=2, gas=128, pp_schedule="zbv", virtual_stages=2),
+    ]  # fmt: skip
+    measured = competing(table_of(*rows))
+    assert [(e.value, e.pairs) for e in effects(measured, "pp")] == [(1, 2), (4, 0)]
+    schedule, _ = effects(measured, "pp_schedule")
+    assert (schedule.value, schedule.ratio) == ("interleaved", pytest.approx(9 / 8))
+    (few, many) = (row(name, mbs=mbs, pp_schedule=word, **piped | {"gas": gas})
+                   for name, mbs, gas, word in (("a", 1, 2, "1f1b"), ("b", 2, 1, "afab")))  # fmt: skip
+    assert only("mbs", few, many).pairs == 1
+
+
+def test_runs_of_other_models_hardware_environments_and_axes_are_no_pair():
+    others = [{"model": "1B"}, {"hardware": "a100x8"}, {"nodes": 2}, {"seq_len": 128}, {"attention": "math"}]
+    for other in others:
+        given = other | ({"dp": 16, "gas": 16, "gpus": 16} if "nodes" in other else {})
+        rows = row("a", attention="flash"), row("b", **{"attention": "flash", "zero_stage": 1} | given)
+        assert effects(competing(table_of(*rows)), "zero_stage") == [], other
+    torch = (row("a", env_id="x", torch_version="1"), row("b", env_id="y", torch_version="2", zero_stage=1))
+    assert effects(competing(table_of(*torch)), "zero_stage") == []
+
+
+def with_variants(*pairs_of_row_and_variant):
+    rows, variants = zip(*pairs_of_row_and_variant, strict=True)
+    texts = [variant and json.dumps(variant) for variant in variants]
+    table = table_of(*rows)
+    return table.set_column(table.column_names.index("variant"), "variant", pa.array(texts, pa.string()))
+
+
+def test_knobs_of_the_variant_are_axes_too():
+    """Its variables make another environment, which is no reason against a pair."""
+    table = with_variants(
+        (row("a", 100.0, env_id="x", env="{}"), None),
+        (row("b", 90.0, env_id="y", env='{"A": "Ring"}'), {"env.A": "Ring"}),
+        (row("c", 110.0, env_id="x", env="{}"), {"words.ep": 8, "env.A": None}),
+        (row("d", 99.0, env_id="y", env='{"A": "Ring"}'), {"words.ep": 8, "env.A": "Ring"}),
+    )
+    measured = competing(table)
+    assert measured.axes == ["env.A", "words.ep"]
+    (ring,), (ep,) = effects(measured, "env.A"), effects(measured, "words.ep")
+    assert (ring.value, ring.against, ring.ratio, ring.pairs) == ("Ring", "unset", pytest.approx(0.9), 2)
+    assert (ep.value, ep.against, ep.ratio, ep.pairs) == (8, "unset", pytest.approx(1.1), 2)
+    assert competing(table_of(row("a"))).axes == []
+
+
+def test_values_have_an_order_and_a_knob_without_a_choice_has_none():
+    assert in_order("words.ep", [16, "unset", 8, None, "on"]) == ["unset", 8, 16, "on"]
+    assert in_order("recompute", ["full", "none", "every3", "attention"]) == [
+        "none",
+        "attention",
+        "full",
+        "every3",
+    ]
+    frame = knobs(
+        [row("a"), row("b", pp=2, pp_schedule="zbv", virtual_stages=2, compile=False, zero_stage=1)]
+    )
+    assert frame[["pp_schedule", "virtual_stages", "dp_shard", "compile"]].values.tolist() == [
+        [None, None, None, None], ["zbv", 2, 0, None],
+    ]  # fmt: skip
+
+
+def test_repeats_count_as_their_median_and_give_the_interval_of_a_single_pair():
+    def repeated(run_id, rates, **more):
+        return [row(run_id, rate, repeat=n, allocation=f"a{n}", **more) for n, rate in enumerate(rates)]
+
+    slow, fast = repeated("a", (100, 130, 110)), repeated("b", (120.0, 156.0, 132.5), zero_stage=1)
+    interval = only("zero_stage", *slow, *fast)
+    assert (interval.pairs, interval.ratio) == (1, pytest.approx(1.2, rel=0.01))
+    assert 1.15 < interval.low < interval.high < 1.25
+    assert only("zero_stage", *slow, *repeated("b", (120.0,), zero_stage=1)).low is None
+    rows = *slow, *fast, row("c", 100.0, mbs=2, gas=16), row("d", 120.0, mbs=2, gas=16, zero_stage=1)
+    assert only("zero_stage", *rows).ratio == pytest.approx((132.5 / 110 * 1.2) ** 0.5)
+
+
+def test_ratios_to_one_control_cancel_the_speed_of_an_allocation():
+    rows = [
+        row("a", 100.0, control="c", control_ratio=1.0, allocation="x"),
+        row("b", 60.0, control="c", control_ratio=1.2, allocation="y", zero_stage=1),
+    ]
+    assert only("zero_stage", *rows).ratio == pytest.approx(1.2)
+    rows[1]["control"] = "another"
+    assert only("zero_stage", *rows).ratio == pytest.approx(0.6)
+
+
+def test_two_allocations_that_hold_one_value_each_prove_nothing():
+    rows = factorial()
+    for each in rows:
+        each.update(allocation=f"a{each['zero_stage']}", tokens_per_s_per_gpu=100.0 + 30 * each["zero_stage"])
+    assert (only("zero_stage", *rows).pairs, only("zero_stage", *rows).low) == (20, None)
+    for each in rows:
+        each["allocation"] = "a"
+    assert only("zero_stage", *rows).low == pytest.approx(1.3, rel=0.01)
+
+
+def test_steps_that_vary_widen_an_interval_that_is_narrow_by_luck():
+    rows = [row(f"{n}{z}", 100.0, mbs=2**n, gas=32 // 2**n, zero_stage=z) for n in range(3) for z in (0, 1)]
+    assert only("zero_stage", *rows).high < 1.001
+    for each in rows:
+        each["step_time_ci95_rel"] = 0.1
+    assert only("zero_stage", *rows).high > 1.1
+
+
+def test_runs_that_cannot_win_are_left_out_counted_and_named():
+    rows = [
+        row("a"), row("b", zero_stage=1), row("c", zero_stage=2, suspect="x"), row("d", zero_stage=3, status="oom"),
+        row("e", mbs=2, gas=16, stopped="slower_than_best"), row("f", status=None), row("g", status="rejected"),
+    ]  # fmt: skip
+    measured = competing(table_of(*rows))
+    assert (len(measured.runs), measured.left_out) == (2, {"failed": 1, "suspect": 1, "stopped": 1})
+    assert "a slow value may look better than it is" in measured.note
+    with refused("1 run here, none is ok, has a speed, is not suspect"):
+        competing(table_of(row("a", suspect="x")))

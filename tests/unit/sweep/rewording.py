@@ -1,0 +1,144 @@
+"""What a sweep decides when all sentences in the code are other ones: `python -m tests.unit.sweep.rewording [--reword] [--plant]`.
+
+The sources of all rooms that run a sweep are changed as they are imported: every text of several words has other
+words. Then many states of a sweep are decided, whose sentences come from the agent itself, and what is decided is
+printed without its sentences. With --plant the brake of the launcher reads a sentence of the agent, as it once did.
+"""
+
+import ast
+import importlib.machinery
+import json
+import random
+import re
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+REWORDED = r"ultrabench\.(sweep\.running|agent|launchers|store|result|run|standing)\b"
+"""Modules that write or read sentences while a sweep runs."""
+KEPT = ("store.events", "agent.diagnose.signatures", "agent.ranks.cleanup")
+"""Modules that read texts of others: lines of earlier versions, and what programs and drivers print."""
+SENTENCE = re.compile(r"[a-z]{2,},? [a-z]{2,}")
+PLANTED = (
+    r"(\w+)\.end\.code not in ON_REQUEST",
+    r'not \1.end.reason.startswith(("the sweep is paused", "outside the window"))',
+)
+
+
+class Reworder(ast.NodeTransformer):
+    """Replaces the words of sentences, and keeps all that an f-string inserts between them."""
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, str) and SENTENCE.search(node.value):
+            return ast.copy_location(ast.Constant(re.sub(r"[A-Za-z]+", "mot", node.value)), node)
+        return node
+
+
+class Loader(importlib.machinery.SourceFileLoader):
+    def source_to_code(self, data, path, *, _optimize=-1):
+        text = data.decode()
+        if "--plant" in sys.argv and self.name.endswith("running.decide"):
+            text, planted = re.subn(*PLANTED, text)
+            assert planted == 1
+        tree = ast.parse(text)
+        # The planted reader has the words of before, as code that reads the words of another module has.
+        kept = (*KEPT, "running.decide") if "--plant" in sys.argv else KEPT
+        if "--reword" in sys.argv and not self.name.endswith(kept):
+            tree = ast.fix_missing_locations(Reworder().visit(tree))
+        return compile(tree, path, "exec")
+
+    def get_code(self, fullname):
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+class Finder(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        spec = super().find_spec(fullname, path, target) if re.match(REWORDED, fullname) else None
+        if spec and spec.origin and spec.origin.endswith(".py"):
+            spec.loader = Loader(fullname, spec.origin)
+        return spec
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, Finder)
+
+from tests.configs import retry  # noqa: E402
+from tests.strategies import FAILURES  # noqa: E402
+from tests.unit.allocations import CONFIG, PLAN, told  # noqa: E402
+from ultrabench.agent.lead import Leader  # noqa: E402
+from ultrabench.result import UNMEASURED, RunResult, Status  # noqa: E402
+from ultrabench.store.events import AllocationEnded, Start  # noqa: E402
+from ultrabench.store.jobs_seen import JobLimits, JobsSeen  # noqa: E402
+from ultrabench.store.state import AllocationState, SweepState  # noqa: E402
+from ultrabench.sweep.running.attempts import Launch  # noqa: E402
+from ultrabench.sweep.running.decide import decide  # noqa: E402
+from ultrabench.sweep.running.progress import progress  # noqa: E402
+from ultrabench.sweep.running.retry import excluded_nodes, suspect_runs  # noqa: E402
+
+RUNS = PLAN.runs[:6]
+POLICY = retry(breaker=3)
+LIMITS = JobLimits(max_jobs=2, max_nodes=8, max_gpu_hours=None)
+
+
+def ending(*, paused=False, window=None, late=False, unmeasured=False, interrupted=None):
+    """How an allocation ends, in the words of the agent."""
+    leader = object.__new__(Leader)
+    call = lambda action: action()  # noqa: E731
+    identity = SimpleNamespace(host="gpu01")
+    folder = SimpleNamespace(pause=SimpleNamespace(exists=lambda: paused))
+    leader._node = SimpleNamespace(
+        disk=SimpleNamespace(retry=call), folder=folder, identity=identity, digest=lambda: "other"
+    )
+    leader._allocation = SimpleNamespace(window=window, kernel_digest="digest")
+    leader._group = SimpleNamespace(listen=lambda seconds: None, interrupted=interrupted)
+    leader._results = [(None, RunResult(status=Status.INVALID, cause=UNMEASURED))] if unmeasured else []
+    leader._ends = 0.0 if late else float("inf")
+    return leader._not_now(SimpleNamespace(limit_s=60.0, predicted_duration_s=1.0))
+
+
+ENDINGS = [
+    {"paused": True}, {"paused": True}, {"paused": True}, {"late": True}, {"unmeasured": True}, {"interrupted": "SIGTERM"}, {},
+]  # fmt: skip
+
+
+def drawn_state(seed):
+    """A state of a sweep in which runs ended in many ways, and allocations in the words of the agent."""
+    draw, state = random.Random(seed), SweepState()
+    for _ in range(draw.randrange(12)):
+        hosts = draw.choice(((), ("gpu01",), ("gpu02",)))
+        status = draw.choice((Status.OK, *FAILURES))
+        run, repeat, attempt = draw.choice(RUNS), draw.randrange(2), draw.randrange(3)
+        throttled = draw.choice((None, None, "power"))
+        told(
+            state, run, status, repeat, attempt, cause=draw.choice((None, UNMEASURED)), suspect_hosts=hosts,
+            hostnames=hosts, allocation=draw.choice("xyz"), reason=f"{status} on {hosts}", throttled=throttled,
+        )  # fmt: skip
+    for n in range(draw.randrange(8)):
+        name, why = f"n1-{n}", ending(**draw.choice(ENDINGS))
+        end = AllocationEnded(allocation=name, reason=why.reason, code=why.code)
+        state.allocations[name] = AllocationState(name=name, submission=("launch", n), ends={Start(): end})
+    return state
+
+
+def decided(state):
+    """All that is decided about a state, without its words."""
+    plan = replace(PLAN, config=replace(CONFIG, retry=POLICY), candidates=RUNS)
+    launch = Launch(name="launch", ended_s={key: float(n) for n, key in enumerate(state.attempts)})
+    actions = decide(plan, state, JobsSeen(), LIMITS, launch, 0.0)
+    now = progress("s", RUNS, state, "cuda").as_json()
+    dead = actions.dead_end
+    return (
+        actions.submit, [*actions.avoid], actions.end_jobs, actions.wait, bool(actions.stopped), dead and dead.number,
+        [*excluded_nodes(state, POLICY)], sorted(suspect_runs(state)), now["by_status"], now["settled"], now["best"],
+        sorted(now["suspects"]),
+    )  # fmt: skip
+
+
+def decisions():
+    """What is decided about many states, as texts."""
+    return [[*map(repr, decided(drawn_state(seed)))] for seed in range(150)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(decisions()))

@@ -1,0 +1,243 @@
+"""Options beside layouts: they are read, planned, named in run ids, priced, searched and extended."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.configs import refused
+from tests.sweep_folder import ended
+from tests.unit import allocations
+from tests.unit.sweep.test_adaptive import state_of
+from ultrabench.agent.lead import may_fit
+from ultrabench.agent.ranks.node import with_values
+from ultrabench.launchers.allocate import shapes
+from ultrabench.launchers.open_sweep import require_same, require_same_flags, sweep_json_of
+from ultrabench.launchers.slurm.script import array_script
+from ultrabench.result import Status
+from ultrabench.run import AttemptKey, env_id, fill_in
+from ultrabench.store.events import Launched
+from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.sweep.config.load import config_from_tree, load_config
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.plan_table import plan_table, rows_of, runs_of
+from ultrabench.sweep.remedy import same_commands
+from ultrabench.sweep.running.attempts import left_out, next_attempts, not_promising
+from ultrabench.sweep.running.outliers import loss_groups
+from ultrabench.sweep.running.price import PlannedJob, control_key, controls, pack, planned_jobs
+from ultrabench.sweep.running.standings import best_of_cells
+
+PROGRAM = ("kernel=command", 'kernel.command=[train,"--tp={tp}","--ep={ep}"]', "launcher=slurm")
+SMALL = ("model=tiny", "sweep.nodes=[1]", "sweep.gbs=8", "sweep.tp=[1,2]", "sweep.pp=[1]", "sweep.mbs=[1]",
+         "sweep.zero_stage=[0]", "sweep.gas=null", "hardware=cpu", "name=t")  # fmt: skip
+ENV = "+sweep.env={ALGO: [null, Ring]}"
+FLAGS = '+sweep.flags={overlap: {off: [], on: ["--overlap"]}}'
+WORDS = ("+sweep.words={ep: [1, 2]}", "+sweep.rules=['ep divides dp']")
+
+
+def plan(*words, program=PROGRAM):
+    value_by_key = dict(word.split("=", 1) for word in (*SMALL, *program, *words))
+    return make_plan(load_config([f"{key}={value}" for key, value in value_by_key.items()]))
+
+
+ALL = plan(ENV, FLAGS, *WORDS, "sweep.seq_len=[32,64]")
+
+
+def test_every_combination_is_a_candidate_and_rules_reject_with_the_reason():
+    # Two GPUs: tp=1 has dp=2, which both values of ep divide; tp=2 has dp=1.
+    assert len(ALL.candidates) == 2 * 2 * 2 * 2 * 2
+    rejected = [c for c in ALL.candidates if c.rule == "word_rule"]
+    assert len(rejected) == 2 * 2 * 2
+    assert {c.reason for c in rejected} == {"ep=2 does not divide dp=1 (ep divides dp)"}
+    assert len({c.run_id for c in ALL.candidates}) == len(ALL.candidates)
+    assert {tuple(cell)[2:] for cell in ALL.cells} == {(32, 8, "fp32"), (64, 8, "fp32")}
+    summary = ALL.summary()
+    assert (summary["seq_len"], summary["options"]["env.ALGO"]) == ([32, 64], [None, "Ring"])
+
+
+def test_an_unset_variable_leaves_run_ids_as_they_were_and_another_value_does_not():
+    plain = {c.run_id for c in plan(*WORDS).runs}
+    varied = plan(ENV, *WORDS).runs
+    assert plain < {c.run_id for c in varied}
+    assert plain == {c.run_id for c in varied if c.spec.variant["env.ALGO"] is None}
+    listed = plan("kernel.compile=[false,true]", "kernel.attention=[auto,math]", program=()).runs
+    alone = plan("kernel.compile=true", "kernel.attention=math", program=()).runs
+    assert {c.run_id for c in alone} < {c.run_id for c in listed}
+
+
+def test_commands_and_variables_are_those_of_the_variant():
+    run = next(c for c in ALL.runs if {*c.spec.variant.values()} == {"Ring", "on", 2})
+    words = fill_in(run.spec, AttemptKey(run.run_id, 0, 0), ALL.config.measure)
+    assert words == ["train", f"--tp={run.layout.tp}", "--ep=2", "--overlap"]
+    assert run.spec.label().endswith(" ALGO=Ring overlap=on ep=2")
+    assert with_values({"ALGO": "Tree", "A": "1"}, {"ALGO": None}) == {"A": "1"}
+    facts = {"variables": {"ALGO": "Ring", "B": "2"}}
+    varied = env_id(facts, run.spec.kernel, "d", {"ALGO"})
+    assert varied == env_id({"variables": {"B": "2"}}, run.spec.kernel, "d")
+
+
+def test_runs_are_read_again_from_the_table_of_the_plan():
+    sweep = sweep_json_of(ALL.config, {"core_flops_per_s": 1e9, "cores": 2})
+    state = SweepState(launched=Launched(generation=1, config=ALL.config.resolved))
+    again = [*runs_of(sweep, rows_of(plan_table(ALL.candidates)), state)]
+    assert [(r.run_id, r.cell, r.spec.variant) for r in again] == [
+        (r.run_id, r.cell, r.spec.variant) for r in ALL.runs
+    ]
+    assert [r.spec.run_id for r in again] == [r.run_id for r in ALL.runs]
+    old = plan_table(plan(*WORDS).candidates).drop_columns(["precision", "variant"])
+    assert config_from_tree(ALL.config.resolved).options == ALL.config.options
+    assert "variant" not in old.column_names
+
+
+def test_control_runs_have_the_first_variant_and_share_the_allocations_of_others():
+    for key, control in controls(ALL).items():
+        assert control.spec.variant == {"env.ALGO": None, "flags.overlap": "off", "words.ep": 1}
+        assert control_key(control) == key
+    groups = pack(next_attempts(ALL, SweepState()).todo, ALL.config, controls(ALL))
+    assert sorted(sorted({t.candidate.cell for t in group}) for group in groups) == sorted(
+        [c] for c in ALL.cells
+    )
+    (job,) = planned_jobs(ALL, next_attempts(ALL, SweepState()), SweepState())
+    assert job.attempts[0].key.run_id == job.control
+
+
+def test_places_have_allocations_of_their_own_whose_agents_run_there():
+    places = plan(
+        "+sweep.container=[a.sqsh,b.sqsh]", 'launcher.srun=["--container-image={container}"]', "+sweep.python=[/a/python]",
+        *WORDS,
+    )  # fmt: skip
+    groups = pack(next_attempts(places, SweepState()).todo, places.config, controls(places))
+    assert [sorted({t.candidate.place for t in group}) for group in groups] == [
+        [("a.sqsh", "/a/python")], [("b.sqsh", "/a/python")],
+    ]  # fmt: skip
+    jobs = [PlannedJob(attempts=tuple(group), control=None, limit_s=60.0, gpu_hours=1.0) for group in groups]
+    assert len(shapes(jobs, 100)) == 2
+    assert len({control.run_id for control in controls(places).values()}) == 2
+    first = allocations.first_allocations(allocations.open_sweep("unused"))[0]
+    task = replace(first.tasks[0], spec=places.runs[0].spec)
+    script = array_script([replace(first, tasks=(task,))], places.config)
+    assert f"--container-image={places.runs[0].spec.variant['container']}" in script
+    assert "/a/python -P -m ultrabench.agent" in script
+
+
+def test_a_lack_of_memory_and_losses_speak_for_one_variant_only():
+    small = plan(ENV, *WORDS, "sweep.mbs=[1,2]")
+    runs = [allocations.predicted(run, memory_share=2.0) for run in small.runs]
+    by_label = {c.spec.label(): c for c in runs}
+    unset, ring = (
+        by_label[f"dp1 tp2 pp1 z0 mbs{mbs} gas{8 // mbs} ALGO={algo} ep=1"]
+        for mbs, algo in ((1, "unset"), (2, "Ring"))
+    )
+    same = by_label["dp1 tp2 pp1 z0 mbs2 gas4 ALGO=unset ep=1"]
+    oom = ended(Status.OOM, confirmed=True)
+    key = AttemptKey(unset.run_id, 0, 0)
+    state = SweepState(attempts={key: AttemptState(key=key, result=oom)})
+    assert left_out(runs, state) == {same.run_id: unset.run_id}
+    any_task = allocations.first_allocations(allocations.open_sweep("unused"))[0].tasks[0]
+    task, others = (replace(any_task, spec=run.spec) for run in (unset, ring))
+    assert may_fit(others, [(task, oom)])
+    assert not may_fit(replace(others, spec=same.spec), [(task, oom)])
+
+
+def test_a_sweep_gets_more_values_but_no_other_ones(tmp_path):
+    begun = plan(FLAGS, *WORDS).config
+    described = sweep_json_of(begun, {"core_flops_per_s": 1e9, "cores": 2})
+    longer = ("sweep.seq_len=[32,64,128]", "sweep.gbs=[8,16]", "kernel.precision=[fp32,bf16]")
+    require_same(described, plan(FLAGS, *WORDS, "sweep.seq_len=[64,128]", *longer[1:]).config, tmp_path)
+    with refused("another workload (workload.seq_len: 64 -> 128)"):
+        require_same(described, plan(FLAGS, *WORDS, "sweep.seq_len=[128,256]").config, tmp_path)
+    state = SweepState(launched=Launched(generation=1, config=begun.resolved))
+    require_same_flags(state, plan(FLAGS.replace("}}", ', more: ["-x"]}}'), *WORDS).config)
+    with refused("sweep.flags.overlap.on: ['--overlap'] -> ['--other'] in a sweep that has begun"):
+        require_same_flags(state, plan(FLAGS.replace("--overlap", "--other"), *WORDS).config)
+
+
+def test_the_search_tries_layouts_first_and_then_other_options_on_the_best_few():
+    words = ("sweep=playbook", "sweep.models=[8B]", "measure.confirm=1", "profile=nanotron", "sweep.nodes=[8]",
+             "+sweep.env={ALGO: [null, Ring, Tree], LL: [null, '1']}", "launcher=local")  # fmt: skip
+    program = ("kernel=command", "kernel.command=[train]")
+    searched = make_plan(load_config([*words, *program, "sweep.strategy=adaptive", "sweep.batch=3"]))
+    attempts, speeds = [], {"Ring": 0.9, "Tree": 1.1, "1": 0.95}
+
+    def state():
+        now = state_of(attempts, searched)
+        for todo in attempts:
+            result = now.attempts[todo.key].result
+            factor = 1.0
+            for value in todo.candidate.spec.variant.values():
+                factor *= speeds.get(value, 1.0)
+            times = tuple(factor * time_s for time_s in result.step_times_s)
+            now.attempts[todo.key] = AttemptState(key=todo.key, result=replace(result, step_times_s=times))
+        return now
+
+    while todo := next_attempts(searched, state()).todo:
+        attempts += todo
+        assert len(attempts) < 80, "the search does not end"
+    variants = [tuple(t.candidate.spec.variant.values()) for t in attempts]
+    first = variants.index(next(v for v in variants if any(v)))
+    assert not any(any(v) for v in variants[:first])
+    others = variants[first:]
+    assert others.count(("Ring", None)) == others.count(("Tree", None)) == others.count((None, "1")) == 3
+    assert {v for v in others if all(v)} == {("Ring", "1")}, "only what was faster alone is tried together"
+    best = best_of_cells(searched.runs, state(), "cuda")
+    (standing,) = best.values()
+    winner = next(run for run in searched.runs if run.run_id == standing.run_id)
+    assert tuple(winner.spec.variant.values()) == ("Ring", "1")
+    tried = {t.key.run_id for t in attempts}
+    assert {run.run_id for run in searched.runs} == tried | not_promising(searched.runs, state()).keys()
+
+
+def test_losses_of_different_programs_are_not_compared():
+    runs = [run for run in ALL.runs if run.spec.workload.seq_len == 32]
+    state = SweepState()
+    for run in runs:
+        key, loss = AttemptKey(run.run_id, 0, 0), 3.0 if run.spec.variant["flags.overlap"] == "on" else 2.0
+        result = ended(step_times_s=(0.1,) * 6, loss_final=loss)
+        spec = {"shape": {}, "workload": {}, "kernel": {"name": "k", "kind": "command", "precision": "fp32"}}
+        state.attempts[key] = AttemptState(key=key, result=result, spec=spec | {"variant": run.spec.variant})
+    assert all(len(groups) == 1 for groups in loss_groups(state))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["+sweep.env={HF_TOKEN: [a]}"], "sweep.env.HF_TOKEN looks like a secret"),
+        (["+sweep.env={OMP_NUM_THREADS: [1, 2]}"], "ultrabench sets OMP_NUM_THREADS for each rank"),
+        (["+sweep.env={A: []}"], "sweep.env.A is empty; list at least one value"),
+        (["+sweep.env={A: [[1]]}"], "sweep.env.A=[1]"),
+        (["+sweep.env=[A]"], "sweep.env=['A'] is not a mapping; write sweep.env: {NAME: [VALUE, VALUE]}"),
+        (["+sweep.env={A: [1]}", "+kernel.env={A: '1'}"], "sweep.env.A and kernel.env.A; give only one"),
+        (["+sweep.flags={q: [1]}"], "write {NAME: [ARGUMENT, ...]} for each value"),
+        ([FLAGS, "kernel.flags={overlap: {a: []}}"], "sweep.flags.overlap and kernel.flags.overlap; give only one"),
+        (["+sweep.words={zz: [1]}"], "sweep.words.zz changes nothing, since the command does not have it; use {zz}"),
+        (["+sweep.words={tp: [1]}"], "tp is a word of every run: choose another name"),
+        ([WORDS[0], "+sweep.rules=['ep divide dp']"], "a rule is NAME divides NAME, or has <=, >= or =="),
+        ([WORDS[0], "+sweep.rules=['ep divides dpp']"], "did you mean pp?"),
+        (["+sweep.rules=['precision == 2']"], "unknown number in sweep.rules 'precision == 2': 'precision'"),
+        (["+sweep.flags={tp: {a: []}}"], "sweep.flags.tp; tp is a word of every run: choose another name"),
+        (["+sweep.words={api_token: [1]}"], "sweep.words.api_token looks like a secret"),
+        (["+kernel.compile=[true,false]"], "kernel.compile lists several values, which only ultrabench's own kernel has"),
+        (["+sweep.container=[a,b]"], "sweep.container changes nothing, since no command has {container}"),
+        (["kernel.precision=[fp32,fp8]"], "kernel.precision='fp8'"),
+        (["sweep.seq_len=[]"], "sweep.seq_len is empty; list at least one value"),
+    ],
+)  # fmt: skip
+def test_what_cannot_vary_is_refused_in_one_line(words, line):
+    with refused(line):
+        plan('kernel.command=[train,"--ep={ep}"]' if "ep" in str(words) else "kernel.command=[train]", *words)
+
+
+def test_equal_values_of_a_variable_are_one():
+    values = plan("+sweep.env={A: [1, '1', true, null]}", "kernel.command=[train]").config.options.values
+    assert values["env.A"] == ("1", None)
+
+
+def test_our_own_kernel_takes_no_flags():
+    with refused("sweep.flags.overlap with kernel=embedded; only a command takes arguments"):
+        plan(FLAGS, program=())
+
+
+def test_a_command_that_does_not_tell_what_differs_is_named():
+    (line,) = same_commands(plan('kernel.command=[train,"{tp}"]', "sweep.mbs=[1,2]"))
+    assert line.startswith("4 of 4 runs have the command of another one, such as dp2 tp1 pp1 z0 mbs")
+    assert "which differ in mbs, gas" in line
+    assert not [*same_commands(plan('kernel.command=[train,"{tp}","{mbs}"]', "sweep.mbs=[1,2]"))]
