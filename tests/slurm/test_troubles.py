@@ -4,9 +4,11 @@ import time
 
 import pytest
 
-from tests.chaos.target import jobs, nodes_at_work
+from tests.chaos.target import hosts, jobs
 from tests.slurm.conftest import SETTINGS
 from tests.slurm.sweeps import FEW, MANY, slurm_says
+from tests.sweep_folder import events_of
+from ultrabench.store.folder import SweepFolder
 
 pytestmark = pytest.mark.slurm
 
@@ -16,10 +18,18 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
     monkeypatch.setenv("STEP_S", "0.25")
     launcher = sweeps.start(*sweeps.launch("fine", *MANY, "retry.max_excluded=2"))
 
-    def wait_for_a_job():
-        """Until a job runs and another run has begun since the last trouble."""
-        begun = len(sweeps.executions())
-        sweeps.wait_for(lambda: len(sweeps.executions()) > begun and jobs("t", states="R"))
+    def job_of_a_new_run():
+        """The job that runs the newest run, once a run begins: the trouble reaches that run before it ends."""
+        earlier = len(sweeps.executions())
+
+        def new_jobs():
+            newest = [line.split() for line in sweeps.executions()[earlier:]][-1:]
+            claims = events_of(SweepFolder(sweeps.folder / "results/t"), "claimed")
+            allocations = {c.allocation for c in claims if [[c.run_id, str(c.repeat), str(c.attempt)]] == newest}
+            return [job for job in jobs("t", states="R") if job.allocation in allocations]
+
+        sweeps.wait_for(new_jobs)
+        return new_jobs()[0]
 
     sweeps.wait_for(lambda: sweeps.executions())
     # Each job takes runs for 12 s, so that a later one may end before it is requeued.
@@ -29,23 +39,20 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
     slurm.run("scontrol", "requeue", requeued)
     sweeps.wait_for(lambda: '"restart":1' in sweeps.journal())
 
-    wait_for_a_job()
-    died = nodes_at_work("t")[0]
+    died = hosts(job_of_a_new_run().nodes)[0]
     slurm.tool("node-down", died)
     time.sleep(3)
     slurm.tool("node-up", died)
 
-    wait_for_a_job()
-    cancelled = jobs("t", states="R")[0].job_id
+    cancelled = job_of_a_new_run().job_id
     slurm.run("scancel", cancelled)
 
-    wait_for_a_job()
-    down = nodes_at_work("t")[0]
+    down = hosts(job_of_a_new_run().nodes)[0]
     slurm.run("scontrol", "update", f"nodename={down}", "state=down", "reason=test")
     time.sleep(3)
     slurm_says("scontrol", "update", f"nodename={down}", "state=resume")
 
-    wait_for_a_job()
+    job_of_a_new_run()
     slurm.run("scontrol", "shutdown", "slurmctld")
     time.sleep(4)
     slurm.tool("up", *SETTINGS)

@@ -100,10 +100,15 @@ def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_
         node.wait_for(1)
         assert len(node.ask("node.rank_events()")) == 3
         driver(gpu("a", A, 41 * GIB))
-        freed = threading.Timer(1.0, driver, [gpu("a", A, int(2.5 * GIB))])  # the driver's own use may grow
-        freed.start()
+        freeing = threading.Event()
+
+        def free():
+            freeing.set()
+            driver(gpu("a", A, int(2.5 * GIB)))  # the driver's own use may grow
+
+        threading.Timer(1.0, free).start()
         assert node.ask("node.kill()") == CLEAN | {"sm_clocks_hz": [1980e6]}
-        assert not freed.is_alive()
+        assert freeing.is_set()
         node.ask("setattr(gpus, 'FREE_S', 0.0)")
         for pid, holder in ((0, "no known process"), (77, "process 77")):
             driver(gpu("a", A, 41 * GIB, pid=pid))
