@@ -13,10 +13,13 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ultrabench.device_rates import SHORT, long_probe
 from ultrabench.kernel.compat import PATIENCE, use_timeout
@@ -44,6 +47,16 @@ MOST_COMPILING_STEPS = 10
 """Largest number of steps by which compilation may prolong the warm-up."""
 
 
+def timed(device: torch.device, work: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    """The seconds from an idle device to the end of `work` on it, and what `work` returns."""
+    synchronize = torch.get_device_module(device).synchronize
+    synchronize()
+    start = time.perf_counter()
+    out = work()
+    synchronize()
+    return time.perf_counter() - start, out
+
+
 class Timing:
     """Runs steps one by one, reports each, and decides when enough steps have been measured."""
 
@@ -60,19 +73,19 @@ class Timing:
 
     def step(self) -> None:
         """Runs and times one step; making its data before and reading its loss after are not timed."""
-        number, synchronize = self.done_steps + 1, torch.get_device_module(self.device).synchronize
+        number, graphs = self.done_steps + 1, self.trainer.compiler.graphs
         self.report.enter(DATA, number)
         batch = self.trainer.batch(number)
-        graphs = self.trainer.compiler.graphs
-        synchronize()
-        start = time.perf_counter()
+        seconds, mean_loss = timed(self.device, partial(self._train, number, batch))
+        self._record(number, seconds, float(mean_loss))
+        self.compiled = self.trainer.compiler.graphs > graphs
+
+    def _train(self, number: int, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Forward, backward and optimizer of a step, which are what is timed; returns the mean loss."""
         self.report.enter(FORWARD_BACKWARD, number)
         mean_loss = self.trainer.accumulate(*batch)
         self.report.enter(OPTIMIZER, number)
-        mean_loss = self.trainer.update(mean_loss)
-        synchronize()
-        self._record(number, time.perf_counter() - start, float(mean_loss))
-        self.compiled = self.trainer.compiler.graphs > graphs
+        return self.trainer.update(mean_loss)
 
     def _record(self, number: int, seconds: float, loss: float) -> None:
         if not math.isfinite(loss):

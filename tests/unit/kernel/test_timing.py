@@ -1,11 +1,18 @@
-"""When the warm-up of a run ends, and when enough steps have been measured."""
+"""What of a step is measured, when the warm-up of a run ends, and when enough steps have been measured."""
 
+import gc
+import time
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.configs import measure
+from tests.parity.fault import changed
+from ultrabench.kernel import worker
+from ultrabench.kernel.rank import memory
 from ultrabench.kernel.worker import MOST_COMPILING_STEPS, Timing
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=20, min_s=3.0, target_ci95_rel=0.05)
@@ -68,3 +75,107 @@ def test_compilation_without_an_end_is_told():
     told = r"step 12 still compiled layers, 12 graphs in all; take kernel.compile"
     with pytest.raises(RuntimeError, match=told):
         Compiling(2 + MOST_COMPILING_STEPS)._warm_up()
+
+
+GIB = 2**30
+BUILD_S, DATA_S, PASSES_S, UPDATE_S, LAUNCH_S = 7.0, 0.5, 1.0, 0.25, 0.001
+
+
+class FakeGpu:
+    """A GPU that works beside the host, with the clock of the host and the memory that is allocated."""
+
+    def __init__(self):
+        self.host_s = self.busy_until_s = 0.0
+        self.allocated = self.peak = 0
+        self.reports, self.collects_garbage = [], []
+        self.compiler, self.device, self.gradient_norm = SimpleNamespace(graphs=0), torch.device("cuda"), 1.0
+
+    def launch(self, seconds, temporary_bytes):
+        """The host goes on at once; the GPU works when it has done what came before."""
+        self.host_s += LAUNCH_S
+        self.busy_until_s = max(self.busy_until_s, self.host_s) + seconds
+        self.peak = max(self.peak, self.allocated + temporary_bytes)
+
+    def synchronize(self):
+        """The host waits for the GPU."""
+        self.host_s = max(self.host_s, self.busy_until_s)
+
+    def reset_peak(self):
+        """From now on the peak is that of later allocations."""
+        self.peak = self.allocated
+
+    def build(self, *_, **options):
+        """A trainer, whose initial values need more memory than its steps."""
+        self.launch(BUILD_S, 64 * GIB)
+        self.allocated = 16 * GIB
+        return self
+
+    def batch(self, number):
+        """The data of a step, copied while the host goes on."""
+        self.launch(DATA_S, GIB)
+        return torch.empty(0), torch.empty(0)
+
+    def accumulate(self, inputs, targets):
+        """Forward and backward."""
+        self.collects_garbage.append(gc.isenabled())
+        self.launch(PASSES_S, 8 * GIB)
+        return torch.ones(())
+
+    def update(self, loss):
+        """The optimizer."""
+        self.launch(UPDATE_S, GIB)
+        return loss
+
+    def cuda(self):
+        """The module torch.cuda of this GPU."""
+        return SimpleNamespace(
+            empty_cache=lambda: None, reset_peak_memory_stats=self.reset_peak, reset_accumulated_memory_stats=lambda: None,
+            memory_allocated=lambda: self.allocated, max_memory_allocated=lambda: self.peak,
+            max_memory_reserved=lambda: self.peak, memory_stats=lambda: {"num_alloc_retries": 0},
+        )  # fmt: skip
+
+
+def run_on(gpu):
+    """Builds and measures a run on a fake GPU; all steps are recorded in its `reports`."""
+    report = SimpleNamespace(
+        enter=lambda *_: None, phase=lambda _: None, microbatch=None,
+        write=lambda event, **facts: gpu.reports.append({"event": event, **facts}),
+    )  # fmt: skip
+    spec = SimpleNamespace(layout=SimpleNamespace(recompute="none"), compiles=False, tokens_per_step=1)
+    task = SimpleNamespace(spec=spec, measure=MEASURE, profile=False)
+    fakes = {
+        "torch": changed(torch, get_device_module=lambda _: gpu, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
+        "time": changed(time, perf_counter=lambda: gpu.host_s), "dist": mock.MagicMock(), "TrainStep": gpu.build,
+        "build_mesh": mock.Mock(), "device_progress": mock.Mock(), "require_equal_replicas": mock.Mock(),
+        "watched": lambda _: nullcontext(), "require_as_asked": lambda *_: {},
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch.object(worker, name, fake))
+        stack.enter_context(mock.patch.object(memory, "torch", changed(torch, cuda=gpu.cuda())))
+        worker._train(task, gpu.device, report)
+
+
+def test_a_step_is_timed_from_an_idle_device_to_an_idle_device():
+    """Without the work before it, such as making its data, and with all of its own."""
+    gpu = FakeGpu()
+    run_on(gpu)
+    steps = [report for report in gpu.reports if report["event"] == "step"]
+    assert {round(step["seconds"], 9) for step in steps} == {PASSES_S + UPDATE_S + LAUNCH_S}
+    assert [step["measured"] for step in steps] == [False] * 2 + [True] * 6
+
+
+def test_no_garbage_is_collected_while_steps_are_measured():
+    """One rank that does makes all others wait."""
+    gpu = FakeGpu()
+    run_on(gpu)
+    assert gpu.collects_garbage == [True] * 2 + [False] * 6
+    assert gc.isenabled()
+
+
+def test_the_peak_is_the_largest_of_the_steps():
+    """Not that of initial values, nor what is allocated when it is asked for."""
+    gpu = FakeGpu()
+    run_on(gpu)
+    peaks = {report["allocated_bytes"] for report in gpu.reports if report["event"] == "memory"}
+    assert peaks == {24 * GIB}
