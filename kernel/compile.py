@@ -14,19 +14,25 @@ from ultrabench.kernel.model import Decoder
 
 
 class GraphCounter:
-    """A backend of torch.compile that counts the graphs which it is given to compile.
+    """A backend of torch.compile that counts the graphs which it is given to compile, and their calls.
 
     All layers must share one, because graphs of different backends are kept apart.
     """
 
     def __init__(self, backend: str) -> None:
         """`backend` is a name that torch.compile knows: inductor, or aot_eager for checks."""
-        self.graphs, self._backend = 0, backend
+        self.graphs, self.calls, self._backend = 0, 0, backend
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         """Compiles a graph with its backward."""
         self.graphs += 1
-        return compiler_of(self._backend)(graph, inputs, **options)
+        compiled = compiler_of(self._backend)(graph, inputs, **options)
+
+        def counted(*args: Any) -> Any:
+            self.calls += 1
+            return compiled(*args)
+
+        return counted
 
 
 def apply_compile(model: Decoder, backend: GraphCounter) -> None:

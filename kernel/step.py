@@ -97,12 +97,9 @@ class TrainStep:
             self.weights["head.weight"] = 0.0
         # AdamW works element by element, so that it is enough to give it the shards of this rank.
         filled = [shard for shard in self.shards.values() if shard.numel()]
+        rate = learning_rate(spec.shape)
         self.optimizer = torch.optim.AdamW(
-            filled,
-            lr=learning_rate(spec.shape),
-            betas=BETAS,
-            weight_decay=WEIGHT_DECAY,
-            fused=device.type == "cuda",
+            filled, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
         )
         if layout.pp > 1:
             self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress, self.tp)

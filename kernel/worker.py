@@ -152,9 +152,9 @@ class Timing:
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
         self.report.phase("first_step")
-        with watched(self.trainer) as forwards:
+        with watched(self.trainer) as watch:
             self.step()
-        self.report.write("ran", options=require_as_asked(self.trainer, forwards))
+        self.report.write("ran", options=require_as_asked(self.trainer, watch))
         self.report.phase("warmup")
         # Torch hides the attention that a compiled layer computes again.
         hidden = self.task.spec.compiles and self.task.spec.layout.recompute != "none"

@@ -135,9 +135,9 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     def accumulate(step: int) -> Tensor:
         return trainer.accumulate(*trainer.batch(step))
 
-    with watched(trainer) as forwards:
+    with watched(trainer) as watch:
         tensors_by_kind = _trained(spec.steps, trainer.params, accumulate, trainer.update)
-    require_as_asked(trainer, forwards, spec.steps)
+    require_as_asked(trainer, watch)
     tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
     torch.save(tensors_by_kind, folder / f"rank{rank}.pt")
     dist.destroy_process_group()

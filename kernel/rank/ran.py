@@ -1,13 +1,15 @@
 """Reads from the objects that trained which options their steps really ran with.
 
-Options are read from the classes and attributes of modules, the state of fully_shard, the sizes and dtypes of
-tensors, and a count of forwards. Only the sizes of the model and its sequences are taken from the run; the options
-that were asked for are only compared with. So an option that was lost on its way is found, and so is one that
-torch ignored.
+Options are read from the classes and attributes of modules, the state of fully_shard, the sizes and values of
+tensors, and counts of forwards and of calls of compiled graphs. Only the sizes of the model and its sequences are
+taken from the run; the options that were asked for are only compared with. So an option that was lost on its way
+is found, and so is one that torch ignored.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from inspect import unwrap
 from typing import Any
 
@@ -15,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.compat import ShardState, shard_state, uncompiled
+from ultrabench.kernel.compat import ShardState, shard_state
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
+from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.pp import SCHEDULES
 from ultrabench.kernel.rank.failure import IgnoredOptionError
@@ -27,32 +30,87 @@ from ultrabench.record import values_of
 
 _PRECISIONS = {(MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]): precision for precision in MASTER_DTYPE}
 """Dtypes of the parameters that the optimizer updates and of those in products -> our word."""
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""Precision -> dtype of as many bits, the narrowest first."""
+SAMPLED = 1024
+"""Largest number of values of a tensor that are read."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of the two moments in the state of AdamW."""
+TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""The variable with which a user asks torch to round fp32 products to TF32."""
 
 Forward = tuple[torch.Size, list[ShardState]]
 """One forward of a model: the size of the tensor that it got, and the state of each layer at its end."""
 
 
+@dataclass(slots=True)
+class Watch:
+    """What a rank did in some steps."""
+
+    forwards: list[Forward] = field(default_factory=list)
+    steps: int = 0
+    graph_calls: int = 0
+    """How often a forward of a layer was a call of a compiled graph."""
+    gradients: list[Tensor] = field(default_factory=list)
+    """Some gradients of each layer in the last step, before they were clipped."""
+
+
 @contextmanager
-def watched(trainer: TrainStep) -> Iterator[list[Forward]]:
-    """Records every forward of this rank's models inside the `with` block."""
-    forwards = list[Forward]()
+def watched(trainer: TrainStep) -> Iterator[Watch]:
+    """Watches all steps of this rank inside the `with` block."""
+    watch, graph_calls, update = Watch(), trainer.compiler.calls, trainer.update
 
-    def see(model: Decoder, args: tuple[Tensor, ...], _: Any) -> None:
-        forwards.append((args[0].shape, [shard_state(layer) for layer in model.layers.values()]))
+    def see_forward(model: Decoder, args: tuple[Tensor, ...], _: Any) -> None:
+        watch.forwards.append((args[0].shape, [shard_state(layer) for layer in model.layers.values()]))
 
-    hooks = [model.register_forward_hook(see) for model in trainer.models]
-    yield forwards
+    def see_gradients(loss: Tensor) -> Tensor:
+        grads = {name: p.grad for name, p in trainer.params.items() if p.grad is not None}
+        watch.gradients = [_sample(local(grad)) for name, grad in grads.items() if _is_matrix(name)]
+        watch.steps += 1
+        return update(loss)
+
+    hooks = [model.register_forward_hook(see_forward) for model in trainer.models]
+    trainer.update = see_gradients  # type: ignore[method-assign]
+    yield watch
+    del trainer.update  # that of the class again
+    watch.graph_calls = trainer.compiler.calls - graph_calls
     for hook in hooks:
         hook.remove()
 
 
-def options_of(trainer: TrainStep, forwards: Sequence[Forward], steps: int = 1) -> dict[str, Any]:
-    """Option -> its value in `forwards`, which are all of some `steps`.
+def _is_matrix(name: str) -> bool:
+    """Whether the parameter is a matrix of a layer, to whose gradient every micro-batch adds."""
+    return name.startswith("layers.") and not name.endswith("norm.weight")
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A copy of the first numbers of a tensor; so few that it needs no memory worth speaking of."""
+    return tensor.detach().flatten()[:SAMPLED].clone()
+
+
+def _narrowest(tensors: Iterable[Tensor]) -> str | None:
+    """The precision of fewest bits that holds all these numbers exactly; None where all of them are 0.
+
+    Results of sums and products fill all bits of the dtype in which they were computed, so this is what they have
+    been rounded to, whatever the dtype of their tensor is.
+    """
+    tensors = [tensor for tensor in tensors if tensor.any()]
+    for precision, dtype in _DTYPES.items():
+        if tensors and all(torch.equal(tensor.to(dtype).to(tensor.dtype), tensor) for tensor in tensors):
+            return precision
+    return None
+
+
+def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
+    """Option -> its value in the steps that were watched.
 
     An option that differs between layers or micro-batches has all its values, such as `full and none`. What a
     pipeline stage without layers cannot know is absent.
     """
+    forwards, steps = watch.forwards, watch.steps
     options = {
+        "fused_optimizer": bool(trainer.optimizer.defaults["fused"]),
+        "tf32": torch.get_float32_matmul_precision() != "highest",
         "mbs": _only(size[0] for size, _ in forwards),
         "gas": len(forwards) // (steps * len(trainer.models)),
     }
@@ -72,8 +130,7 @@ def options_of(trainer: TrainStep, forwards: Sequence[Forward], steps: int = 1) 
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
     reduces_each = not pipeline and options["gas"] > 1 and all(state.reduces for state in states)
     stage_if_sharded = 2 if reduces_each else 1
-    is_wrapped = all(uncompiled(layer.forward) is not layer.forward for layer in layers)
-    return options | {
+    return options | _precisions(trainer, watch) | {
         "tp": _only(tps),
         "cp": _only(cps),
         "dp": _only(state.copies // cps[0] for state in states),
@@ -81,9 +138,29 @@ def options_of(trainer: TrainStep, forwards: Sequence[Forward], steps: int = 1) 
         "zero_stage": _only(3 if s.resharded else stage_if_sharded if s.shards > 1 else 0 for s in states),
         "precision": _only(_PRECISIONS.get(state.dtypes, state.dtypes) for state in states),
         "recompute": recompute_of(trainer.models, trainer.layout),
-        "compile": is_wrapped and trainer.compiler.graphs > 0,
+        "compile": _compiled(watch.graph_calls, len(states)),
         "attention": _only(getattr(unwrap(layer.attention.core), "args", ("any",))[-1] for layer in layers),
+    }  # fmt: skip
+
+
+def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
+    """What the gradients, the parameters of the optimizer and its moments have been rounded to, where they are not 0."""
+    matrices = [shard for name, shard in trainer.shards.items() if _is_matrix(name) and shard.numel()]
+    states = [trainer.optimizer.state[matrix] for matrix in matrices]
+    samples = {
+        "gradients": [watch.gradients],
+        "masters": [[_sample(matrix) for matrix in matrices]],
+        "moments": [[_sample(state[name]) for state in states] for name in MOMENTS],
     }
+    kept_in = {name: [p for of in kinds if (p := _narrowest(of))] for name, kinds in samples.items()}
+    return {name: _only(precisions) for name, precisions in kept_in.items() if precisions}
+
+
+def _compiled(graph_calls: int, forwards: int) -> bool | str:
+    """Whether the forwards of layers were calls of compiled graphs; a text where only some of them were."""
+    return graph_calls == forwards or (
+        graph_calls > 0 and f"in {graph_calls} of {forwards} forwards of layers"
+    )
 
 
 def _only(values: Iterable[Any]) -> Any:
@@ -92,15 +169,20 @@ def _only(values: Iterable[Any]) -> Any:
     return " and ".join(map(str, (first, *others))) if others else first
 
 
-def require_as_asked(trainer: TrainStep, forwards: Sequence[Forward], steps: int = 1) -> dict[str, Any]:
+def require_as_asked(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     """The options that ran, as `options_of` says; they are those asked for. All ranks have to call it.
 
     Raises:
         IgnoredOptionError: on every rank if any option differs on any; it names the first rank's differences.
     """
-    ran, layout = options_of(trainer, forwards, steps), trainer.layout
+    ran, layout = options_of(trainer, watch), trainer.layout
     requested, copies = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
-    requested |= {"compile": trainer.spec.compiles, "attention": trainer.attention}
+    requested |= {"compile": trainer.spec.compiles, "attention": trainer.attention, "fused_optimizer": True}
+    requested["tf32"] = os.environ.get(TF32_VARIABLE) == "1"
+    kept_in = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
+    requested |= dict.fromkeys(("gradients", "masters", "moments"), kept_in)
+    if copies * layout.gas == 1:  # a gradient that nothing is added to has the precision of its product
+        requested["gradients"] = ran.get("gradients")
     if layout.zero_stage < 3 and 1 in (copies, layout.gas):
         requested["zero_stage"] = min(layout.zero_stage, int(copies > 1))  # these stages do the same
     differing = [f"{k}={requested[k]} was asked for, {ran[k]} ran" for k in ran if ran[k] != requested[k]]

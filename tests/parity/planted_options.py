@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parity.fault import planted
-from ultrabench.kernel import pp, step
+from tests.parity.fault import changed, planted
+from ultrabench.kernel import dp, pp, step
 
 
 @planted(step, "apply_recompute", ignored="full")
@@ -75,3 +75,52 @@ def half_the_micro_batches(right, indices, *args):
     begin = step.begin_microbatch
     step.begin_microbatch = lambda decoder, zero_stage, **_: begin(decoder, zero_stage, last=True)
     return right(indices[: len(indices) // 2], *args)
+
+
+@planted(step, "apply_compile", ignored="compile")
+def one_compiled_layer(right, decoder, backend):
+    """Only the first layer of a stage is compiled."""
+    first = next(iter(decoder.layers.values()))
+    first.forward = torch.compile(first.forward, backend=backend, fullgraph=True)
+
+
+@planted(dp, "MixedPrecisionPolicy", ignored="dp=2 bf16")
+def forgotten_reduce_dtype(right, **dtypes):
+    """Gradients are reduced and added up in the precision of the products."""
+    return right(param_dtype=dtypes.get("param_dtype"))
+
+
+def rounded_after(update, trainer, loss, tensors):
+    """An update after which some tensors have been rounded to bf16."""
+    out = update(trainer, loss)
+    for tensor in tensors(trainer):
+        tensor.copy_(tensor.bfloat16())
+    return out
+
+
+@planted(step.TrainStep, "update", ignored="gas=1 bf16")
+def rounded_masters(right, self, loss):
+    """The parameters that the optimizer updates are rounded to bf16."""
+    return rounded_after(right, self, loss, lambda trainer: trainer.shards.values())
+
+
+@planted(step.TrainStep, "update", ignored="gas=1 bf16")
+def rounded_moments(right, self, loss):
+    """The first moments of AdamW are rounded to bf16."""
+    states = self.optimizer.state
+    return rounded_after(right, self, loss, lambda _: [state["exp_avg"] for state in states.values()])
+
+
+@planted(step, "initialise", ignored="gas=1 fp32")
+def tf32(right, *args):
+    """Products of fp32 numbers are rounded to TF32 where the device can."""
+    torch.set_float32_matmul_precision("high")
+    right(*args)
+
+
+@planted(step, "torch", ignored="gas=1")
+def unfused_optimizer(right):
+    """AdamW launches several kernels for each operation."""
+    return changed(
+        right, optim=changed(right.optim, AdamW=lambda *args, fused, **more: right.optim.AdamW(*args, **more))
+    )
