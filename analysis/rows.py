@@ -30,8 +30,8 @@ from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.plan_table import OF_RUNS, formula_of, place_of, read_plan, rows_of, runs_of, shapes_of
 from ultrabench.sweep.running.attempts import Skip, skips
-from ultrabench.sweep.running.outliers import control_times, for_answers, suspect_attempts
-from ultrabench.sweep.running.standings import control_ratio, doubts_about
+from ultrabench.sweep.running.outliers import control_times, for_answers
+from ultrabench.sweep.running.standings import Suspicion, control_ratio
 from ultrabench.variant import Variant, identity
 
 Row = dict[str, Any]
@@ -134,7 +134,7 @@ def _rows(
     attempts = state.by_run()
     final = {attempt.key for attempt in final_attempts(state).values()}
     circumstances = {name: _circumstances(allocation) for name, allocation in state.allocations.items()}
-    control, suspects = control_times(state), suspect_attempts(state, device=sweep.hardware.device)
+    control, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
     shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
     candidates, programs = [*rows_of(plan, _OF_CANDIDATES)], _programs(plan)
     is_run = (row["decision"] == "run" and row["model"] in shapes for row in candidates)
@@ -147,9 +147,8 @@ def _rows(
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
         row |= _speed(base, recorded.attempts[attempt.key].result, shape, formula)
         row["control_ratio"] = control_ratio(recorded.attempts[attempt.key], control)
-        doubts = doubts_about(suspects, attempt.key, row.get("mfu"), sweep.hardware.device)
-        row |= doubt_columns(doubts)
-        return row
+        speed = row.get("mfu"), shape, row.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
+        return row | doubt_columns(suspicion.doubts(attempt, *speed))
 
     for n, candidate in enumerate(candidates):
         tried = attempts.pop(run_id := candidate["run_id"], [])

@@ -80,11 +80,16 @@ def rope_frequencies(shape: ModelShape, half: Tensor) -> Tensor:
     return torch.lerp(frequency / scaling.factor, frequency, unscaled_share.clamp(0, 1))
 
 
-def rope_tables(spans: Sequence[range], shape: ModelShape, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The cosine and sine of the rotation of every position, S x 1 x D/2 each (arXiv 2104.09864)."""
-    wide = torch.promote_types(like.dtype, torch.float32)
-    half = torch.arange(0, shape.head_width, 2, device=like.device, dtype=wide)
-    position = torch.cat([torch.arange(s.start, s.stop, device=like.device, dtype=wide) for s in spans])
+def rope_tables(
+    spans: Sequence[range], shape: ModelShape, like: Tensor, computed_in: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The cosine and sine of the rotation of every position, S x 1 x D/2 each (arXiv 2104.09864).
+
+    They have the dtype of `like`, and by default their angles are computed in at least fp32.
+    """
+    dtype = computed_in or torch.promote_types(like.dtype, torch.float32)
+    half = torch.arange(0, shape.head_width, 2, device=like.device, dtype=dtype)
+    position = torch.cat([torch.arange(s.start, s.stop, device=like.device, dtype=dtype) for s in spans])
     angle = torch.outer(position, rope_frequencies(shape, half))[:, None, :]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 

@@ -40,6 +40,11 @@ def learning_rate(shape: ModelShape) -> float:
     return 3e-4 * min(1.0, 128 / shape.hidden_size)
 
 
+def clip_factor(norm: Tensor, most: float) -> Tensor:
+    """What a gradient with this norm is multiplied by, so that its norm is `most` if it is larger."""
+    return (most / (norm + 1e-6)).clamp(max=1.0)
+
+
 def initialise(
     model: Decoder,
     sizes: Mapping[str, torch.Size],
@@ -67,13 +72,12 @@ class TrainStep:
         device: torch.device,
         mesh: DeviceMesh,
         *,
-        clip_norm: float = CLIP_NORM,
         progress: Callable[[], None] = lambda: None,
         backend: str = "inductor",
     ) -> None:
         layout = self.layout = spec.layout
         self.spec, self.device, self.mesh = spec, device, mesh
-        self.clip_norm, self.progress = clip_norm, progress
+        self.clip_norm, self.progress = CLIP_NORM, progress
         self.compiler = GraphCounter(backend)
         self.attention = implementation(spec.kernel, spec.shape.head_width, device)
         self.at = layout.coordinates(dist.get_rank())
@@ -178,7 +182,7 @@ class TrainStep:
         loss_and_square[1] = torch.stack(norms).double().square().sum()
         dist.all_reduce(loss_and_square)
         self.gradient_norm = loss_and_square[1].sqrt()
-        factor = (self.clip_norm / (self.gradient_norm + 1e-6)).clamp(max=1.0)
+        factor = clip_factor(self.gradient_norm, self.clip_norm)
         foreach_mul_([*grads.values()], factor.to(norms[0].dtype))
         for name, grad in grads.items():
             self.shards[name].grad = grad

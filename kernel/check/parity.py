@@ -47,6 +47,8 @@ from ultrabench.stages import split_stages
 
 TIMEOUT_S = {"cpu": 120.0, "cuda": 600.0}
 """Device type -> seconds for all of a training; on GPUs compiling the layers takes most of them."""
+UNREACHED_NORM = 1e3
+"""A gradient norm that no step reaches, so that nothing is clipped; finite, since torch multiplies by its inverse."""
 ROUNDING = {"loss": 8.0, "grad": 3.0, "param": 3.0}
 """Largest difference of a layout in units of the rounding error of one process in the same precision.
 
@@ -111,13 +113,13 @@ def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    def update(loss: Tensor) -> Tensor:
-        torch.nn.utils.clip_grad_norm_(params.values(), spec.clip)
+    def update(loss: Tensor, clip_norm: float) -> Tensor:
+        torch.nn.utils.clip_grad_norm_(params.values(), clip_norm)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    torch.save(_trained(spec.steps, params, accumulate, update), folder / f"{precision}.pt")
+    torch.save(_trained(spec, params, accumulate, update), folder / f"{precision}.pt")
 
 
 def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
@@ -130,13 +132,17 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
         backend, pin, compiler = ("nccl", device, "inductor")
     dist.init_process_group(backend, store=store, rank=rank, world_size=spec.layout.world_size, device_id=pin)
     mesh = build_mesh(spec.layout, device.type)
-    trainer = TrainStep(spec.run, device, mesh, clip_norm=spec.clip, backend=compiler)
+    trainer = TrainStep(spec.run, device, mesh, backend=compiler)
 
     def accumulate(step: int) -> Tensor:
         return trainer.accumulate(*trainer.batch(step))
 
+    def update(loss: Tensor, clip_norm: float) -> Tensor:
+        trainer.clip_norm = clip_norm
+        return trainer.update(loss)
+
     with watched(trainer) as watch:
-        tensors_by_kind = _trained(spec.steps, trainer.params, accumulate, trainer.update)
+        tensors_by_kind = _trained(spec, trainer.params, accumulate, update)
     require_as_asked(trainer, watch)
     tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
     torch.save(tensors_by_kind, folder / f"rank{rank}.pt")
@@ -144,21 +150,21 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
 
 
 def _trained(
-    steps: int,
+    spec: CheckSpec,
     params: Mapping[str, Tensor],
     accumulate: Callable[[int], Tensor],
-    update: Callable[[Tensor], Tensor],
+    update: Callable[[Tensor, float], Tensor],
 ) -> dict[str, Any]:
-    """Trains some steps; returns what this process holds then.
+    """Trains some steps, of which the second is not clipped; returns what this process holds then.
 
     These are `loss` of all steps, `grad` by name after the first backward, and `param` by name at the end.
     """
     losses, grads = [], dict[str, Tensor]()
-    for step in range(1, steps + 1):
+    for step in range(1, spec.steps + 1):
         loss = accumulate(step)
         if step == 1:
             grads = {n: local(p.grad).to("cpu", copy=True) for n, p in params.items() if p.grad is not None}
-        losses.append(update(loss).item())
+        losses.append(update(loss, UNREACHED_NORM if step == 2 else spec.clip).item())
     values = {name: local(param.detach()).cpu() for name, param in params.items()}
     return {"loss": {"loss": torch.tensor(losses, dtype=torch.float64)}, "grad": grads, "param": values}
 

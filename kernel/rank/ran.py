@@ -22,6 +22,7 @@ from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.pp import SCHEDULES
+from ultrabench.kernel.rank import precisions
 from ultrabench.kernel.rank.failure import IgnoredOptionError
 from ultrabench.kernel.recompute import recompute_of
 from ultrabench.kernel.step import TrainStep
@@ -30,10 +31,6 @@ from ultrabench.record import values_of
 
 _PRECISIONS = {(MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]): precision for precision in MASTER_DTYPE}
 """Dtypes of the parameters that the optimizer updates and of those in products -> our word."""
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-"""Precision -> dtype of as many bits, the narrowest first."""
-SAMPLED = 1024
-"""Largest number of values of a tensor that are read."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the two moments in the state of AdamW."""
 TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
@@ -53,6 +50,8 @@ class Watch:
     """How often a forward of a layer was a call of a compiled graph."""
     gradients: list[Tensor] = field(default_factory=list)
     """Some gradients of each layer in the last step, before they were clipped."""
+    rotations: tuple[Tensor, Tensor] | None = None
+    """The cosines and sines that the layers got."""
 
 
 @contextmanager
@@ -65,11 +64,15 @@ def watched(trainer: TrainStep) -> Iterator[Watch]:
 
     def see_gradients(loss: Tensor) -> Tensor:
         grads = {name: p.grad for name, p in trainer.params.items() if p.grad is not None}
-        watch.gradients = [_sample(local(grad)) for name, grad in grads.items() if _is_matrix(name)]
+        watch.gradients = [precisions.sample(local(grad)) for name, grad in grads.items() if _is_matrix(name)]
         watch.steps += 1
         return update(loss)
 
+    def see_rotations(_: Any, args: tuple[Tensor, ...]) -> None:
+        watch.rotations = args[1], args[2]
+
     hooks = [model.register_forward_hook(see_forward) for model in trainer.models]
+    hooks += [layer.register_forward_pre_hook(see_rotations) for layer in layers_of(trainer)[:1]]
     trainer.update = see_gradients  # type: ignore[method-assign]
     yield watch
     del trainer.update  # that of the class again
@@ -83,22 +86,9 @@ def _is_matrix(name: str) -> bool:
     return name.startswith("layers.") and not name.endswith("norm.weight")
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """A copy of the first numbers of a tensor; so few that it needs no memory worth speaking of."""
-    return tensor.detach().flatten()[:SAMPLED].clone()
-
-
-def _narrowest(tensors: Iterable[Tensor]) -> str | None:
-    """The precision of fewest bits that holds all these numbers exactly; None where all of them are 0.
-
-    Results of sums and products fill all bits of the dtype in which they were computed, so this is what they have
-    been rounded to, whatever the dtype of their tensor is.
-    """
-    tensors = [tensor for tensor in tensors if tensor.any()]
-    for precision, dtype in _DTYPES.items():
-        if tensors and all(torch.equal(tensor.to(dtype).to(tensor.dtype), tensor) for tensor in tensors):
-            return precision
-    return None
+def layers_of(trainer: TrainStep) -> list[Any]:
+    """All layers of this rank."""
+    return [layer for model in trainer.models for layer in model.layers.values()]
 
 
 def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
@@ -119,8 +109,7 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         schedule_by_kind = {kind: schedule for schedule, kind in SCHEDULES.items()}
         options |= {"pp": pipeline.stages[0].num_stages // num_stages, "virtual_stages": num_stages}
         options["pp_schedule"] = schedule_by_kind[type(pipeline.schedule)]
-    layers: list[Any] = [layer for model in trainer.models for layer in model.layers.values()]
-    if not layers:
+    if not (layers := layers_of(trainer)):
         return options
     width, seq_len = trainer.spec.shape.intermediate_size, trainer.spec.workload.seq_len
     tps = [width // layer.ffn.gate.weight.shape[0] for layer in layers]
@@ -143,17 +132,22 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
-    """What the gradients, the parameters of the optimizer and its moments have been rounded to, where they are not 0."""
+def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:
+    """What was computed -> its precision; what is 0 everywhere is absent."""
     matrices = [shard for name, shard in trainer.shards.items() if _is_matrix(name) and shard.numel()]
     states = [trainer.optimizer.state[matrix] for matrix in matrices]
-    samples = {
+    values = {
         "gradients": [watch.gradients],
-        "masters": [[_sample(matrix) for matrix in matrices]],
-        "moments": [[_sample(state[name]) for state in states] for name in MOMENTS],
+        "masters": [[precisions.sample(matrix) for matrix in matrices]],
+        "moments": [[precisions.sample(state[name]) for state in states] for name in MOMENTS],
     }
-    kept_in = {name: [p for of in kinds if (p := _narrowest(of))] for name, kinds in samples.items()}
-    return {name: _only(precisions) for name, precisions in kept_in.items() if precisions}
+    kept_in = {name: [p for of in kinds if (p := precisions.of_values(of))] for name, kinds in values.items()}
+    assert watch.rotations is not None
+    cos, sin = watch.rotations
+    return {name: _only(of) for name, of in kept_in.items() if of} | {
+        "angles": precisions.of_rotations(cos, sin, trainer.spans, trainer.spec.shape),
+        "norms": precisions.of_norm(layers_of(trainer)[0].ffn_norm, cos),
+    }
 
 
 def _compiled(graph_calls: int, forwards: int) -> bool | str:
@@ -180,7 +174,7 @@ def require_as_asked(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     requested |= {"compile": trainer.spec.compiles, "attention": trainer.attention, "fused_optimizer": True}
     requested["tf32"] = os.environ.get(TF32_VARIABLE) == "1"
     kept_in = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
-    requested |= dict.fromkeys(("gradients", "masters", "moments"), kept_in)
+    requested |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), kept_in)
     if copies * layout.gas == 1:  # a gradient that nothing is added to has the precision of its product
         requested["gradients"] = ran.get("gradients")
     if layout.zero_stage < 3 and 1 in (copies, layout.gas):

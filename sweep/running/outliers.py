@@ -77,12 +77,30 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
     return {key: all_doubts for key, all_doubts in doubts_by_attempt.items() if all_doubts}
 
 
-def impossible(mfu: float | None, device: str = "cuda") -> list[Doubt]:
-    """The doubt about a measurement with this mfu (a fraction); empty where the mfu is possible or unknown."""
-    max_factor = 1 if device == "cuda" else SHARED_CORES_FACTOR
-    if mfu is None or mfu <= max_factor:
-        return []
-    return [Doubt("mfu", f"mfu {mfu:.2f} is above {max_factor:g}: steps or peak are measured wrongly")]
+def impossible(mfu: float | None, device: str = "cuda", gemm_share: float | None = None) -> list[Doubt]:
+    """The doubts about a measurement with a rate that its devices cannot have; empty where it is possible or unknown.
+
+    Args:
+        mfu: a fraction.
+        gemm_share: FLOPs per second of a GPU relative to those of plain matrix products in the same allocation.
+    """
+    most = 1 if device == "cuda" else SHARED_CORES_FACTOR
+    doubts = []
+    if mfu is not None and mfu > most:
+        text = f"mfu {mfu:.2f} is above {most:g}: steps or peak are measured wrongly"
+        doubts.append(Doubt("mfu", text))
+    if gemm_share is not None and gemm_share > most:
+        text = f"it computes {gemm_share:.2f} x as fast as plain matrix products did before the runs of its allocation"
+        doubts.append(Doubt("above_gemm", f"{text}: steps are measured wrongly, or these products were"))
+    return doubts
+
+
+def gemm_rates(state: SweepState) -> dict[str, float]:
+    """Allocation -> the FLOPs per second of plain matrix products on its slowest device, for which all others wait."""
+    rates = preflight_rates(state).items()
+    return {
+        name: rate for (_, column), of in rates if column == "gemm_flops_per_s" for name, rate in of.items()
+    }
 
 
 def low_peak(mfu: float | None) -> list[str]:

@@ -1,31 +1,56 @@
 """Makes the standings of a sweep from its state: which run of each cell is the best so far."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from statistics import median
+from typing import Self
 
+from ultrabench.model_shape import ModelShape
 from ultrabench.result import Doubt, RunResult, Status, sentences
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Repeat, Standing, same_environments, standings
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.plan import Candidate, CellKey
-from ultrabench.sweep.running.outliers import control_times, impossible, suspect_attempts
+from ultrabench.sweep.running.outliers import control_times, gemm_rates, impossible, suspect_attempts
 
 Suspects = Mapping[AttemptKey, str]
 """Ok attempts whose measurement is suspect -> the reasons."""
 
 
-def doubts_about(
-    doubts: Mapping[AttemptKey, list[Doubt]], key: AttemptKey, mfu: float | None, device: str
-) -> list[Doubt]:
-    """All doubts about the measurement of an ok attempt.
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What makes measurements of a sweep suspect, read once from its state."""
 
-    Args:
-        doubts: what `suspect_attempts` returns.
-        mfu: a fraction; None where it is unknown.
-    """
-    return [*doubts.get(key, ()), *impossible(mfu, device)]
+    outliers: Mapping[AttemptKey, list[Doubt]]
+    gemm_rates: Mapping[str, float]
+    device: str
+
+    @classmethod
+    def of(cls, state: SweepState, device: str) -> Self:
+        """The suspicion of a state that `with_loss_outliers` returned."""
+        return cls(suspect_attempts(state, device=device), gemm_rates(state), device)
+
+    def doubts(
+        self,
+        attempt: AttemptState,
+        mfu: float | None,
+        shape: ModelShape | None,
+        seq_len: int,
+        tokens_per_s_per_gpu: float,
+    ) -> list[Doubt]:
+        """All doubts about the measurement of an ok attempt.
+
+        Attention counts only for the positions that the causal mask leaves.
+
+        Args:
+            mfu: a fraction; None where it is unknown.
+        """
+        rate, share = self.gemm_rates.get(attempt.allocation or ""), None
+        if rate and shape:
+            share = shape.flops_per_token(seq_len, "megatron") * tokens_per_s_per_gpu / rate
+        return [*self.outliers.get(attempt.key, ()), *impossible(mfu, self.device, share)]
 
 
 def control_ratio(attempt: AttemptState, controls: Mapping[str, float]) -> float | None:
@@ -44,13 +69,14 @@ def suspects_of(runs: Mapping[str, Candidate], state: SweepState, device: str) -
     Args:
         runs: run_id -> run.
     """
-    doubts = suspect_attempts(state, device=device)
-    suspects = {key: sentences(of_key) or "" for key, of_key in doubts.items()}
+    suspicion = Suspicion.of(state, device)
+    suspects = {key: sentences(of_key) or "" for key, of_key in suspicion.outliers.items()}
     for key, attempt in state.attempts.items():
         run, ok = runs.get(key.run_id), attempt.ok
         if run and ok and ok.step_times_s:
-            mfu = run.mfu(run.tokens_per_s_per_gpu(ok))
-            if reason := sentences(doubts_about(doubts, key, mfu, device)):
+            rate = run.tokens_per_s_per_gpu(ok)
+            doubts = suspicion.doubts(attempt, run.mfu(rate), run.shape, run.spec.workload.seq_len, rate)
+            if reason := sentences(doubts):
                 suspects[key] = reason
     return suspects
 

@@ -134,6 +134,12 @@ def local_norm(right):
     return changed(right, all_reduce=all_reduce)
 
 
+@planted(step, "clip_factor", parity="gas=2, tp=2 bf16")
+def stretched_gradients(right, norm, most):
+    """Gradients whose norm is below the largest one are made as large."""
+    return most / (norm + 1e-6)
+
+
 @planted(step.TrainStep, "update", replicas="dp=2", parity="dp=2 zero_stage=1")
 def skipped_update(right, self, loss):
     """Rank 1 skips the optimizer's step."""
@@ -197,6 +203,12 @@ def ring_goes_on(right, pair, group):
     """Keys and values travel one turn more than needed."""
     yield from right(pair, group)
     cp.Passing(pair, torch.empty_like(pair), group).wait()
+
+
+@planted(cp, "torch", unit="test_attention.test_parts_of_a_ring_are_merged_in_at_least_fp32")
+def rounded_parts(right):
+    """The parts of attention are combined in the precision of the products."""
+    return changed(right, promote_types=lambda narrow, _: narrow)
 
 
 # Pipelines.

@@ -132,3 +132,15 @@ def copied_targets(right, *args):
     """A target is the token itself instead of the next one."""
     inputs, _ = right(*args)
     return inputs, inputs
+
+
+@planted(model.RmsNorm, "forward", ignored="tp=2 bf16")
+def narrow_norms(right, self, x):
+    """Norms are computed in the precision of the products."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+@planted(model, "rope_tables", ignored="cp=2 bf16")
+def narrow_angles(right, spans, shape, like):
+    """The angles of rotations are computed in the precision of the products."""
+    return right(spans, shape, like, like.dtype)

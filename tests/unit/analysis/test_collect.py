@@ -7,16 +7,29 @@ from dataclasses import replace
 import pytest
 
 from tests.configs import refused
-from tests.unit.analysis.sweeps import OK, SPECS, claim, make_sweep, rows_of, spec_of, swept, values
+from tests.unit.analysis.sweeps import (
+    OK,
+    PREDICTED,
+    SPECS,
+    claim,
+    make_sweep,
+    rows_of,
+    spec_of,
+    swept,
+    values,
+)
 from ultrabench.errors import SweepFolderError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.store.events import Launched, Result, Submitted
-from ultrabench.store.journal import JournalWriter
+from ultrabench.store.events import AllocationPlanned, Launched, Preflight, Result, Submitted
+from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.state import fold
 from ultrabench.sweep.config.load import read_hardware
-from ultrabench.sweep.plan import PRUNED
+from ultrabench.sweep.plan import PRUNED, Candidate
+from ultrabench.sweep.running.outliers import with_loss_outliers
+from ultrabench.sweep.running.standings import suspects_of
 
 
 def test_speed_and_mfu_by_hand(tmp_path):
@@ -68,6 +81,22 @@ def test_speed_and_mfu_by_hand(tmp_path):
 )  # fmt: skip
 def test_the_row_of_an_attempt_tells_its_result(tmp_path, result, expected):
     assert values(rows_of(swept(tmp_path, result)[0])[0], expected) == expected
+
+
+@pytest.mark.parametrize(("share", "suspect"), [(0.99, False), (1.01, True)])
+def test_a_run_faster_than_plain_matrix_products_is_suspect(tmp_path, share, suspect):
+    """Its attention counts only below the diagonal, and the slowest device of its allocation decides."""
+    folder, writer = swept(tmp_path, OK, specs=SPECS[:1])
+    least = (6 * 98_304 + 6 * 2 * 64 * 128) * 10_240  # as in the test of mfu by hand
+    probe = {"gemm_flops_per_s": [least / share, *[1.1 * least] * 7], "memory_copy_bytes_per_s": [1.0] * 8}
+    writer.write(AllocationPlanned(allocation="a0", nodes=1, limit_s=60.0, tasks=()))
+    writer.write(Preflight(allocation="a0", found={"probe": probe}))
+    (row,) = rows_of(folder)
+    assert row["suspect_codes"] == (["above_gemm"] if suspect else None)
+    state = with_loss_outliers(fold(read_journal(folder.journal)))
+    run = Candidate(run_id=SPECS[0].run_id, spec=SPECS[0], predicted=PREDICTED, flops_formula="palm")
+    suspects = suspects_of({run.run_id: run}, state, "cuda")
+    assert [*suspects.values()] == ([row["suspect"]] if suspect else [])
 
 
 def test_layers_with_a_split_backward_pass_are_never_compiled(tmp_path):

@@ -1,0 +1,62 @@
+"""Reads from numbers in which precision they were computed.
+
+The result of a sum or product fills all bits of the dtype in which it was computed, so numbers that fewer bits hold
+exactly have been rounded, whatever the dtype of their tensor is. Where numbers are rounded on purpose, such as the
+output of a norm, they are compared with the same computation in a wide and in a narrow precision.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from ultrabench.kernel.model import RmsNorm, rope_tables
+from ultrabench.model_shape import ModelShape
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+"""Precision -> dtype of as many bits, the narrowest first."""
+SAMPLED = 1024
+"""Largest number of values of a tensor that are read."""
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """A copy of the first values of a tensor, so few that their memory does not count."""
+    return tensor.detach().flatten()[:SAMPLED].clone()
+
+
+def of_values(tensors: Iterable[Tensor]) -> str | None:
+    """The precision of fewest bits that holds all values exactly; None where all of them are 0."""
+    tensors = [tensor for tensor in tensors if tensor.any()]
+    for precision, dtype in DTYPES.items():
+        if tensors and all(torch.equal(tensor.to(dtype).to(tensor.dtype), tensor) for tensor in tensors):
+            return precision
+    return None
+
+
+def of_rotations(cos: Tensor, sin: Tensor, spans: Sequence[range], shape: ModelShape) -> str:
+    """The precision in which the angles were computed whose cosines and sines these are."""
+    return _nearest(
+        torch.stack((cos, sin)), lambda dtype: torch.stack(rope_tables(spans, shape, cos, computed_in=dtype))
+    )
+
+
+def of_norm(norm: RmsNorm, like: Tensor) -> str:
+    """The precision in which a norm computes for an input with the dtype and the device of `like`."""
+    x = torch.randn((2, SAMPLED), generator=torch.Generator().manual_seed(0)).to(like)
+
+    def normed(dtype: torch.dtype) -> Tensor:
+        wide = x.to(dtype)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+
+    return _nearest(functional_call(norm, {"weight": torch.ones_like(x[0])}, (x,)), normed)
+
+
+def _nearest(computed: Tensor, reference: Callable[[torch.dtype], Tensor]) -> str:
+    """The precision in which a reference is the nearest, of the two that the dtype of the result leaves open."""
+    names = [name for name in DTYPES if name != "fp64" or computed.dtype == torch.float64][-2:]
+
+    def distance(name: str) -> float:
+        return float((computed - reference(DTYPES[name]).to(computed.dtype)).double().norm())
+
+    return min(names, key=distance)
