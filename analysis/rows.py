@@ -147,7 +147,7 @@ def _rows(
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
         row |= _speed(base, recorded.attempts[attempt.key].result, shape, formula)
         row["control_ratio"] = control_ratio(recorded.attempts[attempt.key], control)
-        speed = row.get("mfu"), shape, row.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
+        speed = row.get("mfu"), shape, base.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
         return row | doubt_columns(suspicion.doubts(attempt, *speed))
 
     for n, candidate in enumerate(candidates):
