@@ -46,11 +46,11 @@ def pinned_attention(chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
         return causal_attention(q_BNSD, k_BKSD, v_BKSD)
 
 
-def apply_attention(model: Decoder, chosen: str, group: ProcessGroup | None) -> None:
-    """Makes every layer of `model` attend by the implementation `chosen`, around the ring `group` if given."""
+def apply_attention(model: Decoder, chosen: str, group: ProcessGroup | None, exchange: str) -> None:
+    """Makes every layer of `model` attend by the implementation `chosen`, with the ranks of `group` if given."""
     for layer in model.layers.values():
         attention = layer.attention
         assert isinstance(attention, Attention)
         attention.core = partial(pinned_attention, chosen)
         if group is not None:
-            attention.core = partial(ring_attention, group.group_name, chosen)
+            attention.core = partial(ring_attention, group.group_name, exchange, chosen)

@@ -70,6 +70,8 @@ class ShardState(NamedTuple):
     """Whether the parameters are sharded now."""
     reduces: bool
     """Whether the next backward reduces their gradients."""
+    has_reduced: bool
+    """Whether gradients of earlier micro-batches have been reduced."""
     dtypes: tuple[torch.dtype, torch.dtype]
     """Dtypes of the parameters that the optimizer updates, and of the gathered ones in products."""
 
@@ -79,7 +81,20 @@ def shard_state(module: Any) -> ShardState:
     group = module._get_fsdp_state()._fsdp_param_group
     shards, param = group.mesh_info.shard_mesh_size, group.fsdp_params[0]
     dtypes = param.sharded_param.dtype, param._unsharded_param.dtype
-    return ShardState(shards, group.mesh_info.mesh.size(), not group.is_unsharded, group.reduce_grads, dtypes)
+    reduced = group.reduce_grads, param.sharded_param.grad is not None
+    return ShardState(shards, group.mesh_info.mesh.size(), not group.is_unsharded, *reduced, dtypes)
+
+
+def reduce_gradients(model: Any) -> None:
+    """Reduces the gradients of all groups that fully_shard has made in a model, the last ones first, and waits for them.
+
+    fully_shard does so itself during backward; this is what torch's pipelines do after the last one.
+    """
+    state = model._get_fsdp_state()
+    for of_group in state._state_ctx.all_states[::-1]:
+        if of_group._fsdp_param_group:
+            of_group._fsdp_param_group.post_backward()
+    state._root_post_backward_final_callback()
 
 
 def widen_gradients(model: torch.nn.Module) -> None:

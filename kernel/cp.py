@@ -14,6 +14,10 @@ attention with `out` and `l` of all parts (arXiv 2307.08691, section 3.1.2).
 
 For each layer and micro-batch a rank sends 2*B*K*S/cp*D elements cp-1 times in forward. In backward it sends
 the same again, and also the gradients of these elements cp times.
+
+With cp_exchange=allgather nothing travels beside attention: one all-gather before it brings the keys and values of
+all ranks, in forward and in backward, and one reduce-scatter after its backward sums their gradients. The parts are
+the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.compat import attention_backward, attention_forward, group_of
+from ultrabench.kernel.compat import (
+    all_gather,
+    attention_backward,
+    attention_forward,
+    group_of,
+    reduce_scatter,
+    wait,
+)
 
 
 def spans(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
@@ -39,12 +50,15 @@ def take(tokens_BS: Tensor, spans: Sequence[range]) -> Tensor:
     return torch.cat([tokens_BS[:, span.start : span.stop] for span in spans], dim=1)
 
 
-def ring_attention(group_name: str, chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+def ring_attention(
+    group_name: str, exchange: str, chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
+) -> Tensor:
     """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D.
 
-    `chosen` is the implementation of attention for each part.
+    `exchange` is the layout's cp_exchange, and `chosen` is the implementation of attention for each part.
     """
-    out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, group_name, chosen)  # type: ignore[no-untyped-call]
+    options = group_name, exchange, chosen
+    out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, *options)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -74,13 +88,65 @@ def _meet(rank: int, other: int, seq: int) -> tuple[slice, slice, bool]:
     return (whole, slice(half), False) if other < rank else (slice(half, None), whole, False)
 
 
-def _turns(pair: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[Tensor, slice, slice, bool]]:
-    """Sends keys and values round the ring; yields those of each rank with what `_meet` says of them."""
-    for turn in range(group.size()):
-        passing = Passing(pair, torch.empty_like(pair), group) if turn < group.size() - 1 else None
-        yield pair, *_meet(group.rank(), (group.rank() - turn) % group.size(), pair.shape[2])
+def _turns(
+    pair: Tensor, group: dist.ProcessGroup, exchange: str
+) -> Iterator[tuple[Tensor, slice, slice, bool]]:
+    """Yields the keys and values of each rank, this one's first, with what `_meet` says of them."""
+    rank, size = group.rank(), group.size()
+    gathered = None
+    if exchange == "allgather":
+        gathered = wait(all_gather(pair, group)).unflatten(0, (size, -1))  # type: ignore[no-untyped-call]
+    for turn in range(size):
+        other, passing = (rank - turn) % size, None
+        if gathered is not None:
+            pair = gathered[other]
+        elif turn < size - 1:
+            passing = Passing(pair, torch.empty_like(pair), group)
+        yield pair, *_meet(rank, other, pair.shape[2])
         if passing is not None:
             pair = passing.wait()
+
+
+class _RingSums:
+    """Gradients of keys and values that travel with them, so that the last turn brings them to their rank."""
+
+    def __init__(self, pair: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._sums, self._group = torch.zeros_like(pair, dtype=dtype), group
+        self._passing: Passing | None = None
+
+    def of_turn(self) -> Tensor:
+        """The sums of the keys and values that visit."""
+        if self._passing is not None:
+            self._sums = self._passing.wait()
+        return self._sums
+
+    def end_turn(self) -> None:
+        """Sends these sums on."""
+        self._passing = Passing(self._sums, torch.empty_like(self._sums), self._group)
+
+    def own(self) -> Tensor:
+        """The sums of this rank's own keys and values, after all turns."""
+        return self.of_turn()
+
+
+class _GatheredSums:
+    """Gradients of the keys and values of all ranks, which one reduce-scatter brings to their ranks."""
+
+    def __init__(self, pair: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._sums = pair.new_zeros((group.size() * len(pair), *pair.shape[1:]), dtype=dtype)
+        self._group, self._turn = group, 0
+
+    def of_turn(self) -> Tensor:
+        """The sums of the keys and values that visit."""
+        return self._sums.chunk(self._group.size())[(self._group.rank() - self._turn) % self._group.size()]
+
+    def end_turn(self) -> None:
+        """Goes on to those of the next rank."""
+        self._turn += 1
+
+    def own(self) -> Tensor:
+        """The sums of this rank's own keys and values, after all turns."""
+        return wait(reduce_scatter(self._sums, self._group))
 
 
 def _pair(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
@@ -88,10 +154,12 @@ def _pair(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     return torch.stack((k_BKSD.transpose(1, 2), v_BKSD.transpose(1, 2)))
 
 
-def _ring_forward(q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> tuple[Tensor, Tensor]:
+def _ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, exchange: str, chosen: str
+) -> tuple[Tensor, Tensor]:
     """The output of attention over all parts, B x N x S x D, and the log of its softmax sums."""
     out, log_sum = torch.empty(0), torch.empty(0)
-    for pair, query_span, key_span, causal in _turns(_pair(k, v), group_of(group_name)):
+    for pair, query_span, key_span, causal in _turns(_pair(k, v), group_of(group_name), exchange):
         keys, values = pair[:, :, key_span].transpose(2, 3)
         part, part_log_sum = attention_forward(chosen, q[:, :, query_span], keys, values, causal=causal)
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
@@ -107,25 +175,24 @@ def _ring_forward(q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str)
 
 
 def _ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, chosen: str
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, exchange: str,
+    chosen: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of q, and those of k and v as `_pair` has them."""
     pair, group = _pair(k, v), group_of(group_name)
     grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
-    # The gradients of keys and values travel with them, and the last turn brings them to their rank.
-    grad_pair, returning = torch.zeros_like(pair, dtype=log_sum.dtype), None
-    for visiting, query_span, key_span, causal in _turns(pair, group):
+    sums = (_RingSums if exchange == "ring" else _GatheredSums)(pair, group, log_sum.dtype)
+    for visiting, query_span, key_span, causal in _turns(pair, group, exchange):
         query_parts = (t[:, :, query_span] for t in (grad, q, out, log_sum))
         dq, dk, dv = attention_backward(
             chosen, *query_parts, *visiting[:, :, key_span].transpose(2, 3), causal=causal
         )
-        grad_pair = grad_pair if returning is None else returning.wait()
+        grad_pair = sums.of_turn()
         grad_pair[0, :, key_span] += dk.transpose(1, 2)
         grad_pair[1, :, key_span] += dv.transpose(1, 2)
         grad_q[:, :, query_span] += dq
-        returning = Passing(grad_pair, torch.empty_like(grad_pair), group)
-    assert returning is not None
-    return grad_q.to(q.dtype), returning.wait().to(q.dtype)
+        sums.end_turn()
+    return grad_q.to(q.dtype), sums.own().to(q.dtype)
 
 
 # For torch.compile all turns of the ring are one operator, into which it does not look.
@@ -136,7 +203,7 @@ RING_FORWARD = torch.ops.ultrabench.ring_forward.default
 
 
 @_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -147,9 +214,9 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group_name: str, chosen: str) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *options: str) -> Tensor:  # type: ignore[no-untyped-def]
         forward = _forward_op if torch.compiler.is_compiling() else _ring_forward
-        ctx.options = group_name, chosen
+        ctx.options = options
         out, log_sum = forward(q, k, v, *ctx.options)
         ctx.save_for_backward(q, k, v, out, log_sum)
         return out
@@ -159,4 +226,4 @@ class _RingAttention(torch.autograd.Function):
         backward = _backward_op if torch.compiler.is_compiling() else _ring_backward
         grad_q, grad_pair = backward(grad, *ctx.saved_tensors, *ctx.options)
         grad_k, grad_v = grad_pair.transpose(2, 3)
-        return grad_q, grad_k, grad_v, None, None
+        return grad_q, grad_k, grad_v, None, None, None

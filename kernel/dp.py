@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ultrabench.kernel.compat import reduce_gradients
 from ultrabench.kernel.model import Decoder
 
 MASTER_DTYPE = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -75,8 +76,20 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
         embedding.set_modules_to_backward_prefetch([embedding])
 
 
-def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool) -> None:
+def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool, overlap: bool) -> None:
     """Says before a micro-batch whether its backward reduces gradients and frees parameters."""
-    model.set_requires_gradient_sync(last or zero_stage >= 2)
+    model.set_requires_gradient_sync(overlap and reduces(zero_stage, last=last))
     model.set_requires_all_reduce(last)
     model.set_reshard_after_backward(last or zero_stage == 3)
+
+
+def end_microbatch(model: FSDPModule, zero_stage: int, *, last: bool, overlap: bool) -> None:
+    """Reduces gradients after the backward of a micro-batch, where it has not reduced them itself."""
+    if reduces(zero_stage, last=last) and not overlap:
+        model.set_requires_gradient_sync(True)
+        reduce_gradients(model)
+
+
+def reduces(zero_stage: int, *, last: bool) -> bool:
+    """Whether the gradients of a micro-batch are reduced: ZeRO stages 2 and 3 keep only shards of their sums."""
+    return last or zero_stage >= 2

@@ -13,7 +13,7 @@ from ultrabench.kernel.attention import apply_attention, implementation
 from ultrabench.kernel.compat import foreach_mul_, foreach_norm
 from ultrabench.kernel.compile import GraphCounter, apply_compile
 from ultrabench.kernel.data import load, sample_indices
-from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch
+from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch, end_microbatch
 from ultrabench.kernel.mesh import cp_group, local, num_shards, take
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
@@ -116,7 +116,7 @@ class TrainStep:
         sizes = {name: param.shape for name, param in model.named_parameters()}
         if MASTER_DTYPE[choice.precision] != torch.get_default_dtype():
             model.to(MASTER_DTYPE[choice.precision])  # tensors of a dry run do not permit this
-        apply_attention(model, self.attention, self.cp_group)
+        apply_attention(model, self.attention, self.cp_group, self.layout.cp_exchange)
         apply_tp(model, self.tp)
         apply_recompute(model, self.layout)
         if spec.compiles:
@@ -155,9 +155,11 @@ class TrainStep:
             batches = zip(*(t.split(self.layout.mbs) for t in (inputs, targets)), strict=True)  # type: ignore[no-untyped-call]
             for index, (x, y) in enumerate(batches):
                 last = index == self.layout.gas - 1
-                begin_microbatch(model, self.layout.zero_stage, last=last)
+                options = {"last": last, "overlap": self.layout.dp_overlap == "on"}
+                begin_microbatch(model, self.layout.zero_stage, **options)
                 loss = model(x, y) / self.layout.gas
                 loss.backward()
+                end_microbatch(model, self.layout.zero_stage, **options)
                 losses.append(loss.detach())
                 self.progress()
         sum_norm_gradients(self.params.items(), self.tp.group)

@@ -17,6 +17,7 @@ from ultrabench.layout import (
     DIVIDES,
     FOLLOWING,
     IN_SWEEP,
+    NEUTRAL,
     OTHER_DEGREES,
     Layout,
     default_schedule,
@@ -124,6 +125,13 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
             "dp_shard_divides_dp",
             f"{indivisible}; take dp_shard={common if 1 < common < copies else 'all'}",
         )
+    if layout.dp_overlap == "off" and copies == 1:
+        yield "dp_overlap_needs_dp", "dp_overlap=off needs dp*cp > 1; dp=1, cp=1"
+    for name, value in values_of(layout).items():
+        if details_of(name) and value == NEUTRAL.get(name):
+            for detail in details_of(name):
+                if (chosen := getattr(layout, detail)) != NEUTRAL[detail] and detail not in DERIVED:
+                    yield f"{detail}_needs_{name}", f"{detail}={chosen} has no effect with {name}={value}"
     for axis, degrees in DIVIDES.items():
         ranks, value = prod(getattr(layout, degree) for degree in degrees), getattr(layout, axis)
         if ranks % value:
@@ -202,6 +210,9 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
     # Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1.
     if zero_stage == 2 and pp > 1:
         yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"
+    # Torch reduces the gradients of a pipeline by itself; ours are reduced during its last backward.
+    if layout.dp_overlap == "off" and pp > 1:
+        yield f"dp_overlap=off with pp={pp}; ultrabench's kernel has it for pp=1 only"
     yield from schedule_refusals(layout)
     if layout.full_every > shape.num_hidden_layers:
         yield f"recompute={layout.recompute} recomputes none of num_hidden_layers={shape.num_hidden_layers}"

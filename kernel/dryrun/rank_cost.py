@@ -46,8 +46,6 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
         mesh = build_mesh(spec.layout, "cpu")
         trainer = TrainStep(spec, _CPU, mesh, progress=lambda: live.name("gradient", sharded.gradients()))
         sharded = ShardedTensors(trainer.models, lambda grad: live.name("gradient", [grad]))
-        for options in trainer.optimizer.param_groups:
-            options["fused"] = True  # makes no temporaries, as on GPUs
         prepare(trainer)
         batch = trainer.batch(1)
         live.reset_peak()

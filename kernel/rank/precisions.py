@@ -53,10 +53,8 @@ def of_norm(norm: RmsNorm, like: Tensor) -> str:
 
 
 def _nearest(computed: Tensor, reference: Callable[[torch.dtype], Tensor]) -> str:
-    """The precision in which a reference is the nearest, of the two that the dtype of the result leaves open."""
-    names = [name for name in DTYPES if name != "fp64" or computed.dtype == torch.float64][-2:]
-
-    def distance(name: str) -> float:
-        return float((computed - reference(DTYPES[name]).to(computed.dtype)).double().norm())
-
-    return min(names, key=distance)
+    """The narrow precision if the result is nearly that of the narrow reference, else the wide one of its dtype."""
+    narrow, wide = [name for name in DTYPES if name != "fp64" or computed.dtype == torch.float64][-2:]
+    references = {name: reference(DTYPES[name]).to(computed.dtype).double() for name in (narrow, wide)}
+    difference = (references[wide] - references[narrow]).norm()
+    return narrow if (computed.double() - references[narrow]).norm() < difference / 2 else wide

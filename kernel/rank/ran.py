@@ -117,8 +117,14 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     cps = [seq_len // (size[1] * tps[0] ** (len(size) - 2)) for size, _ in forwards]
     states = [state for _, layer_states in forwards for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
-    reduces_each = not pipeline and options["gas"] > 1 and all(state.reduces for state in states)
-    stage_if_sharded = 2 if reduces_each else 1
+    later = [s for n, (_, of_forward) in enumerate(forwards) for s in of_forward if n % options["gas"]]
+    stage_if_sharded = 2 if not pipeline and later and all(state.has_reduced for state in later) else 1
+    if not pipeline:
+        last = [s for _, of_forward in forwards[options["gas"] - 1 :: options["gas"]] for s in of_forward]
+        options["dp_overlap"] = _only("on" if state.reduces else "off" for state in last)
+    cores: list[tuple[str, ...]] = [
+        getattr(unwrap(layer.attention.core), "args", ("any",)) for layer in layers
+    ]
     return options | _precisions(trainer, watch) | {
         "tp": _only(tps),
         "cp": _only(cps),
@@ -128,7 +134,8 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         "precision": _only(_PRECISIONS.get(state.dtypes, state.dtypes) for state in states),
         "recompute": recompute_of(trainer.models, trainer.layout),
         "compile": _compiled(watch.graph_calls, len(states)),
-        "attention": _only(getattr(unwrap(layer.attention.core), "args", ("any",))[-1] for layer in layers),
+        "attention": _only(core[-1] for core in cores),
+        "cp_exchange": _only(core[1] if len(core) > 1 else "ring" for core in cores),
     }  # fmt: skip
 
 
@@ -139,7 +146,7 @@ def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:
     values = {
         "gradients": [watch.gradients],
         "masters": [[precisions.sample(matrix) for matrix in matrices]],
-        "moments": [[precisions.sample(state[name]) for state in states] for name in MOMENTS],
+        "moments": [[precisions.sample(state[name]) for state in states if state] for name in MOMENTS],
     }
     kept_in = {name: [p for of in kinds if (p := precisions.of_values(of))] for name, kinds in values.items()}
     assert watch.rotations is not None

@@ -124,6 +124,16 @@ class Layout:
         kind=CHOICE, title="recomputation", default="none", implied=("none",),
         usual=("none", "attention", "selective", "every2", "full"),
     )  # fmt: skip
+    cp_exchange: Annotated[str, one_of("ring", "allgather")] = axis(
+        "cp-", "How the ranks of cp get each other's keys and values: ring, beside attention, or allgather, before it.",
+        kind=CHOICE, title="exchange of keys and values", default="ring", implied=("ring",), usual=("ring", "allgather"),
+        detail_of="cp", added_later=True,
+    )  # fmt: skip
+    dp_overlap: Annotated[str, one_of("on", "off")] = axis(
+        "overlap-", "Whether gradients are reduced during backward (on) or after it (off).", kind=CHOICE,
+        title="reduction of gradients during backward", default="on", implied=("on",), usual=("on", "off"),
+        added_later=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         require_allowed(self)
@@ -271,6 +281,11 @@ def labels(values: Mapping[str, Any], names: Sequence[str] = AXES, always: Colle
         for name in names
         if values.get(name) is not None and values[name] not in usual[name]
     ]
+
+
+def as_text(value: Any) -> str:
+    """The word of a choice; YAML reads the words on and off as true and false."""
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 def default_schedule(pp: int, gas: int) -> str:

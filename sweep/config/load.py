@@ -12,7 +12,7 @@ from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import AXES, FOLLOWING, IN_SWEEP, NEUTRAL, TEXT_AXES, TYPES_IN_SWEEP
+from ultrabench.layout import AXES, FOLLOWING, IN_SWEEP, NEUTRAL, TEXT_AXES, TYPES_IN_SWEEP, as_text
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import T, field_types, from_dict, lacking, to_dict, value_from
@@ -197,7 +197,8 @@ def _axes(sweep: dict[str, Any]) -> Axes:
         raise ConfigError("sweep lacks nodes: give a list such as sweep.nodes=[1,2]", setting="sweep")
     if "auto" in listed.get("gas", ()):
         raise ConfigError("sweep.gas=auto is no number; for whatever makes the batch write sweep.gas=null")
-    listed |= {name: [str(value) for value in listed[name]] for name in TEXT_AXES & listed.keys()}
+    for name in TEXT_AXES & listed.keys():
+        listed[name] = [as_text(value) if NEUTRAL[name] == "on" else str(value) for value in listed[name]]
     axes = {name: value_from(_LISTS[name], values, f"sweep.{name}") for name, values in listed.items()}
     usual: dict[str, Any] = {name: (value,) for name, value in NEUTRAL.items() if name not in FOLLOWING}
     usual |= {name: (in_sweep.default,) for name, in_sweep in IN_SWEEP.items()}

@@ -13,7 +13,7 @@ from ultrabench.allowed import Count, Line
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import RANK_VARIABLES, KernelConfig
-from ultrabench.layout import AXES, TEXT_AXES
+from ultrabench.layout import AXES, TEXT_AXES, as_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import field_types, value_from
 from ultrabench.run import Size
@@ -215,8 +215,7 @@ def read_flags(flags: Mapping[str, Any], kernel: KernelConfig) -> _Arguments:
             raise ConfigError(
                 f"{setting}={table!r}; write {{NAME: [ARGUMENT, ...]}} for each value", setting=setting
             )
-        # YAML reads the words on and off as true and false.
-        names = {value: {True: "on", False: "off"}.get(value, str(value)) for value in table}
+        names = {value: as_text(value) for value in table}
         kind = tuple[str, ...]
         tables[name] = {
             names[value]: value_from(kind, parts, f"{setting}.{names[value]}")

@@ -52,8 +52,8 @@ class MicroBatch(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def micro_batch(
-    shape: ModelShape, tokens: int, mbs: int, tp: int, cp: int, recompute: str, full_every: int, word: int, compiled: bool,
-    losses: int,
+    shape: ModelShape, tokens: int, mbs: int, tp: int, cp: int, cp_exchange: str, recompute: str, full_every: int, word: int,
+    compiled: bool, losses: int,
 ) -> MicroBatch:  # fmt: skip
     """The sizes of a micro-batch of `mbs` sequences, of which the ranks of tp have `tokens`.
 
@@ -78,10 +78,12 @@ def micro_batch(
         copies = 3 if mbs > 1 else 2  # what is gathered of several sequences is put in order
         gathers = max(copies * whole_hidden, 4 * whole_hidden - channel_bytes * 2 * f)
         feed_forward = max(feed_forward, layer + hidden + gathers)
-    # Of attention: the gradients of q, k, v and the output; in a ring keys and values on their way and fp32 sums, too.
+    # Of attention: the gradients of q, k, v and the output; with cp keys and values of other ranks and fp32 sums, too.
     core = channel_bytes * (2 * q + 2 * kv)
-    if cp > 1:
+    if cp > 1 and cp_exchange == "ring":
         core = channel_bytes * (2.5 * q + 8 * kv) + 4 * t * (q + 4 * kv)
+    elif cp > 1:  # keys and values of all ranks, and sums for all of them
+        core = channel_bytes * (2.5 * q + (4 + 2 * cp) * kv) + 4 * t * (q + 2 * (cp + 1) * kv)
     norm = t * h * (20 if word == 2 else 16)  # five copies in fp32, of which fp32 has one already
     attention = max(layer + hidden + core - channel_bytes * (2 * h + gated), 3 * hidden + norm)
     logits, table, table_kept = _head_bytes(shape, tp, word, tokens, losses)

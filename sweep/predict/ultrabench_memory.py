@@ -66,6 +66,8 @@ class Cut(NamedTuple):
     """Whether each micro-batch reduces its gradients, so that sums of them are shards."""
     frees_each: bool
     """Whether each backward frees parameters; in a pipeline only the last one of ZeRO-3 does."""
+    reduces_after: bool
+    """Whether gradients are reduced after a backward instead of during it."""
 
 
 class StageParams(NamedTuple):
@@ -258,11 +260,15 @@ def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
                 work = max(work, w * params)
         else:
             gathered = p.whole - done * state.frees - (p.first if late and not p.is_tied else 0)
+        if state.reduces and cut.reduces_after:
+            of_sums = state.sums * cut.reduces_each + 4 * (p.whole - done * (1 - 1 / shards))
+            yield _moment(OPTIMIZER, w * p.whole * (not state.frees), of_sums + 4 * params, 0.0, 0.0, 0.0)
         # fully_shard refers to the gradient of a group's last matrix until it is reduced.
         alone = 0 if params == p.layer or p.is_tied else params
-        if not state.reduces:
-            sums, reducing = state.sums or 4.0 * done, 0
-            new: float = (0 if in_place else w * params) if state.sums or w == 4 else 4 * params + w * alone
+        if not state.reduces or cut.reduces_after:
+            is_sum = state.sums > 0 and not cut.reduces_each
+            sums, reducing = state.sums + 4.0 * done * (not is_sum), 0
+            new: float = (0 if in_place else w * params) if is_sum or w == 4 else 4 * params + w * alone
         elif state.sums and not cut.reduces_each:
             sums, reducing = state.sums - 4 * done * (1 - 1 / shards), 4 * before
             new = 4 * params * (1 + 1 / shards if alone and shards > 1 else 1)
@@ -312,7 +318,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
         layout.pp_schedule == "afab",
     )
     m = micro_batch(
-        spec.shape, tokens, layout.mbs, layout.tp, layout.cp, layout.recompute, layout.full_every,
+        spec.shape, tokens, layout.mbs, layout.tp, layout.cp, layout.cp_exchange, layout.recompute, layout.full_every,
         min(4, BYTES[spec.kernel.precision]), spec.compiles, min(gas, 3) if is_afab else 1,
     )  # fmt: skip
     if layout.virtual_stages > 1:
@@ -339,7 +345,8 @@ def _cut(spec: RunSpec) -> Cut:
     layout = spec.layout
     alone, stage = layout.pp == 1, layout.zero_stage
     degrees = layout.tp, layout.pp, layout.virtual_stages, layout.pp_schedule
-    return Cut(spec.shape, *degrees, stage, layout.zero_shards, alone and stage >= 2, alone and stage == 3)
+    reduces_each, frees_each, after = alone and stage >= 2, alone and stage == 3, layout.dp_overlap == "off"
+    return Cut(spec.shape, *degrees, stage, layout.zero_shards, reduces_each, frees_each, after)
 
 
 def _optimizer_bytes(stages: tuple[StageParams, ...], shards: int, scale: int) -> float:

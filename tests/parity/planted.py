@@ -97,9 +97,9 @@ def half_the_replicas(right, decoder, mesh, *args):
 
 
 @planted(step, "begin_microbatch", parity="dp=2 zero_stage=2 gas=2")
-def lost_gradients(right, decoder, zero_stage, *, last):
+def lost_gradients(right, decoder, zero_stage, *, last, overlap):
     """The gradients of all micro-batches but the last are lost."""
-    right(decoder, zero_stage, last=last)
+    right(decoder, zero_stage, last=last, overlap=overlap)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # only shards have gradients of the micro-batches before
@@ -140,7 +140,7 @@ def stretched_gradients(right, norm, most):
     return most / (norm + 1e-6)
 
 
-@planted(step.TrainStep, "update", replicas="dp=2", parity="dp=2 zero_stage=1")
+@planted(step.TrainStep, "update", replicas="dp=2", parity="dp=2 zero_stage=1 fp32")
 def skipped_update(right, self, loss):
     """Rank 1 skips the optimizer's step."""
     if dist.get_rank() == 1:
@@ -199,9 +199,9 @@ def positions_from_zero(right, spans, *args):
 
 
 @planted(cp, "_turns", counts="test_ring")
-def ring_goes_on(right, pair, group):
+def ring_goes_on(right, pair, group, exchange):
     """Keys and values travel one turn more than needed."""
-    yield from right(pair, group)
+    yield from right(pair, group, exchange)
     cp.Passing(pair, torch.empty_like(pair), group).wait()
 
 

@@ -40,9 +40,15 @@ def shards_everywhere(right, decoder, mesh, *args):
 
 
 @planted(step, "begin_microbatch", ignored="dp=2 zero_stage=2 gas=2")
-def zero2_as_1(right, decoder, zero_stage, *, last):
+def zero2_as_1(right, decoder, zero_stage, **options):
     """Gradients are reduced in the last micro-batch only."""
-    right(decoder, min(zero_stage, 1), last=last)
+    right(decoder, min(zero_stage, 1), **options)
+
+
+@planted(step, "begin_microbatch", ignored="dp=2 zero_stage=1 gas=2 dp_overlap=off")
+def overlapped(right, decoder, zero_stage, *, last, overlap):
+    """Backward reduces gradients, whatever is asked for."""
+    right(decoder, zero_stage, last=last, overlap=True)
 
 
 @planted(step, "apply_dp", ignored="gas=1 bf16")
@@ -64,16 +70,24 @@ def any_attention(right, *_):
 
 
 @planted(step, "apply_attention", ignored="gas=1")
-def plain_attention(right, decoder, _, group):
+def plain_attention(right, decoder, _, *args):
     """The plain implementation of attention runs, which keeps all scores."""
-    right(decoder, "math", group)
+    right(decoder, "math", *args)
+
+
+@planted(step, "apply_attention", ignored="cp=2 cp_exchange=allgather")
+def ring_for_gather(right, decoder, chosen, group, _):
+    """Keys and values travel in a ring, whatever is asked for."""
+    right(decoder, chosen, group, "ring")
 
 
 @planted(step, "load", ignored="gas=4")
 def half_the_micro_batches(right, indices, *args):
     """Half of the samples train, and each of them reduces gradients."""
     begin = step.begin_microbatch
-    step.begin_microbatch = lambda decoder, zero_stage, **_: begin(decoder, zero_stage, last=True)
+    step.begin_microbatch = lambda decoder, zero_stage, **_: begin(
+        decoder, zero_stage, last=True, overlap=True
+    )
     return right(indices[: len(indices) // 2], *args)
 
 

@@ -60,6 +60,11 @@ CASES = [
     "dp=2 cp=2 zero_stage=0 gas=2", "dp=2 cp=2 zero_stage=1 gas=2", "dp=2 cp=2 zero_stage=2 gas=2",
     "dp=2 cp=2 zero_stage=3 gas=2", "cp=2 zero_stage=3 gas=2", "tp=2 cp=2 gas=2", "cp=2 pp=2 gas=2",
     "cp=2 pp=2 gas=4 zbv", "dp=2 cp=2 pp=2 zero_stage=3 gas=2",
+    # Keys and values gathered before attention; gradients reduced after backward.
+    "cp=2 gas=2 mbs=2 cp_exchange=allgather mha", "tp=2 cp=2 pp=2 gas=2 cp_exchange=allgather", "cp=2 full compile cp_exchange=allgather",
+    "dp=2 zero_stage=0 gas=2 dp_overlap=off", "dp=2 zero_stage=1 gas=2 dp_overlap=off tied", "dp=2 zero_stage=2 gas=3 dp_overlap=off",
+    "dp=2 zero_stage=3 gas=2 dp_overlap=off selective", "dp=4 zero_stage=1 dp_shard=2 gas=2 dp_overlap=off",
+    "dp=2 tp=2 cp=2 zero_stage=3 dp_overlap=off cp_exchange=allgather",
     # Computing anew in backward.
     "attention gas=2 compile", "every2 gas=2 compile", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
     "tp=2 full qwen", "tp=2 selective qwen", "pp=2 gas=2 every2", "pp=2 gas=4 interleaved selective",
@@ -73,17 +78,16 @@ CASES = [
 def spec_of(case, shallow=SHALLOW):
     """The check that a line of CASES describes, which may name a precision; without a pipeline of the model `shallow`."""
     words = case.split()
-    numbers = {k: int(v) for k, _, v in (w.partition("=") for w in words if "=" in w)}
-    pp, gas = numbers.get("pp", 1), numbers.get("gas", 1)
+    pairs = (word.partition("=") for word in words if "=" in word)
+    axes = {name: int(value) if value.isdecimal() else value for name, _, value in pairs}
+    pp, gas = axes.get("pp", 1), axes.get("gas", 1)
     shape = TINY if pp > 1 else shallow
     for word in CHANGES.keys() & set(words):
         shape = dataclasses.replace(shape, **CHANGES[word])
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
     virtual = default_virtual_stages(schedule)
     recompute = next(filter(re.compile(str(RECOMPUTE.pattern)).match, words), "none")
-    layout = Layout(
-        **{"dp": 1, "virtual_stages": virtual, **numbers}, pp_schedule=schedule, recompute=recompute
-    )
+    layout = Layout(**{"dp": 1, "virtual_stages": virtual, **axes}, pp_schedule=schedule, recompute=recompute)
     precision = next((word for word in words if word in ("bf16", "fp32")), "fp64")
     return CheckSpec(layout=layout, shape=shape, compile="compile" in words, precision=precision)
 

@@ -44,12 +44,12 @@ def test_parts_of_a_ring_are_merged_in_at_least_fp32():
     shares = (sums - sums.logsumexp(0))[..., None].exp()
     merged = sum(share * out.double() for share, (out, _) in zip(shares, parts, strict=True))
 
-    def turns(pair, group):
+    def turns(pair, group, exchange):
         for n, visit in enumerate(visits):
             yield cp._pair(*visit), slice(None), slice(None), n == 0
 
     with mock.patch.multiple(cp, _turns=turns, group_of=lambda name: None):
-        out, _ = cp._ring_forward(query, *visits[0], "ring", "flash")
+        out, _ = cp._ring_forward(query, *visits[0], "group", "ring", "flash")
     exact = merged.abs().clamp(min=2.0**-10)
     assert (
         float(((out.double() - merged).abs() / exact).max()) <= 2**-8 * 1.01
@@ -116,7 +116,7 @@ def test_the_ring_makes_no_order_that_flash_must_copy(monkeypatch, ring):
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(cp, name, partial(see, getattr(cp, name)))
     q, k, v = inputs = [heads(count) for count in (N, K, K)]
-    out = cp.ring_attention(ring, "flash", *inputs)
+    out = cp.ring_attention(ring, "ring", "flash", *inputs)
     grads = torch.autograd.grad(out, inputs, heads(N))
     assert [t.stride() for t in (out, *grads)] == [t.stride() for t in (q, q, k, v)]
     assert seen == [True] * 2 * (3 + 5)
