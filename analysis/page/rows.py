@@ -52,7 +52,7 @@ _TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
 NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
          "driver_version")  # fmt: skip
 """Names in a public page; of a name that is a path only the last part is told."""
-WORDS = (*TEXT_AXES, "run_id", "precision", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
+WORDS = (*TEXT_AXES, "scaling", "run_id", "precision", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
          "kernel_digest", "flops_formula", "attention", "env_id", "control")  # fmt: skip
 """Texts of a public page that ultrabench itself writes; `suspect` is replaced by `in doubt`."""
 PUBLIC = frozenset({*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *WORDS})
@@ -185,8 +185,8 @@ def _with_cells(rows: Sequence[Row]) -> list[Row]:
 
 
 def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
-    hardware, kernel, precision, seq_len, gbs = cell.panel
-    sizes = [text for text in (seq_len and f"seq_len {seq_len:,}", gbs and f"gbs {gbs:,}") if text]
+    hardware, kernel, precision, seq_len, batch = cell.panel
+    sizes = [text for text in (seq_len and f"seq_len {seq_len:,}", batch) if text]
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
     names = ("model", "nodes", "num_params", "reason", "ranked_by")
     fields = {name: getattr(cell, name) for name in names}
