@@ -76,7 +76,7 @@ class Cell:
     precision: str | None
     seq_len: int | None
     gbs: int | None
-    scaling: str | None
+    scaling: str | None = None
     num_params: int | None
     peak_source: str | None = None
     step_time_ci95_rel: float | None = None
