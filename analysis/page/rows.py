@@ -19,7 +19,7 @@ from ultrabench.analysis.measured import measured_runs
 from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.predict.cases import cases, default_profile
+from ultrabench.analysis.predict.cases import profile_and_hardware
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
@@ -27,7 +27,6 @@ from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES, TEXT_AXES
 from ultrabench.result import UNSETTLED, Status, state, tier
 from ultrabench.sweep.config.files import files
-from ultrabench.sweep.config.load import load_hardware, load_profile
 from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS
@@ -242,17 +241,14 @@ def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
     for kernel_and_hardware in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
         runs_on_it = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
         try:
-            profile, gpu = (
-                load_profile(default_profile(cases(runs_on_it[:1])[0])),
-                load_hardware(str(kernel_and_hardware[1])).gpu,
-            )
+            profile, hardware = profile_and_hardware(runs_on_it[0])
         except ConfigError:
             continue
         constants = memory_constants(profile.framework, profile.memory)
         for run in runs_on_it:
             stages = predict_memory(run.spec, constants, every_rank=False)
             stage = max(stages, key=lambda stage: stage.peak_bytes)
-            extrapolation = "; ".join(beyond_fit([run.spec], profile, gpu))
+            extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu))
             parts_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {
                 "extrapolated": extrapolation or None
             }
