@@ -46,7 +46,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
 
     `predicted` is the largest mbs whose P(OOM) is at most one half, among the layouts that were tried with any mbs;
     0 where none fits. `measured` is the largest mbs with an ok run; 0 where mbs=1 ran out of memory; null where this is
-    not known. `oom` is the smallest larger mbs that ran out of memory, and `runs` the number of runs.
+    not known. `oom` is the smallest larger mbs that ran out of memory, `runs` the number of runs. `contradicted` marks
+    a prediction below an ok run, or of a layout that ran out of memory with it.
 
     Raises:
         ConfigError: no run ended ok or out of memory, or no profile predicts such runs.
@@ -72,12 +73,15 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     return pd.DataFrame(rows), f"{lost}{notes(table)}"
 
 
-def _measured(of_square: pd.DataFrame) -> dict[str, float]:
+def _measured(of_square: pd.DataFrame) -> dict[str, Any]:
     """What the runs of a square say about its largest micro-batch."""
     ok, oom = (of_square.loc[of_square["status"] == status, "mbs"] for status in (Status.OK, Status.OOM))
     largest = ok.max() if len(ok) else 0 if oom.min() == 1 else np.nan
     larger = oom[oom > ok.max()] if len(ok) else oom
-    return {"predicted": of_square["predicted"].max(), "measured": largest, "oom": larger.min()}
+    predicted = of_square["predicted"].max()
+    of_layout = oom[of_square["predicted"] == predicted]
+    is_wrong = bool(ok.max() > predicted or of_layout.min() <= predicted)
+    return {"predicted": predicted, "measured": largest, "oom": larger.min(), "contradicted": is_wrong}
 
 
 def _limits(runs: Iterable[MeasuredRun]) -> Iterator[tuple[str, float]]:
@@ -137,10 +141,9 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         for (name, of_panel), word in product(drawn.groupby("panel", sort=False), recomputes)
         if (of_panel["recompute"] == word).any()
     ]
-    wrong = (drawn["predicted"] < drawn["measured"]) | (drawn["predicted"] >= drawn["oom"])
     about = "Squares: the largest mbs that fits with any layout of these degrees that was tried, at most gbs / dp; oom: the smallest"
     about += f" larger one that did not fit. Predicted to fit: P(OOM) of at most {LIKELY_OOM:.0%}; framed where measured runs contradict"
-    about += f" this, in {int(wrong.sum())} of {counted(len(drawn), 'square')}. nodes=4 draws 4 nodes alone."
+    about += f" this, in {int(drawn['contradicted'].sum())} of {counted(len(drawn), 'square')}. nodes=4 draws 4 nodes alone."
     heading = f"Largest micro-batch that fits, predicted and measured: {title}"
     height = _TOP + _ROW * len(pps)
     whole, _, panels = panel_grid(2 * len(groups), title=heading, notes=f"{about}\n{notes}", height=height)
@@ -148,7 +151,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     for axes, ((name, word, squares), column) in zip(
         panels, product(groups, ("predicted", "measured")), strict=True
     ):
-        for _, square in squares.assign(wrong=wrong).iterrows():
+        for _, square in squares.iterrows():
             _square(axes, square, column, (tps.index(square["tp"]), pps.index(square["pp"])), largest)
         shown = f" | recompute {word}" if len(recomputes) > 1 else ""
         label(axes, f"{column.capitalize()}: {name}{shown}", "tp", "pp")
@@ -167,10 +170,10 @@ def _square(axes: Axes, square: pd.Series, column: str, place: tuple[int, int], 
     lines = [f"{value:.0f}" if is_known and value else "none" if is_known else "?"]
     if column == "measured" and pd.notna(square["oom"]):
         lines.append(f"oom {square['oom']:.0f}")
-    edge = _WRONG if square["wrong"] and column == "predicted" else {"edgecolor": "white"}
+    edge = _WRONG if square["contradicted"] and column == "predicted" else {"edgecolor": "white"}
     face = _COLOURS(0.15 + 0.85 * share) if is_known and value else PALE
     corner = place[0] - 0.46, place[1] - 0.46
-    axes.add_patch(Rectangle(corner, 0.92, 0.92, facecolor=face, zorder=1 + square["wrong"], **edge))
+    axes.add_patch(Rectangle(corner, 0.92, 0.92, facecolor=face, zorder=1 + square["contradicted"], **edge))
     ink = "white" if is_known and value and share < _DARK_COLOURS else DARK
     axes.text(
         *place,
