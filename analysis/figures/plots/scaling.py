@@ -35,7 +35,7 @@ _EFFICIENCY = ["efficiency", "efficiency_low", "efficiency_high"]
 """Columns of the efficiency of the best runs and of the ends of its interval, in percent."""
 _EFFICIENCY_NOTE = (
     "Efficiency: tokens/s/GPU against that of the best on the smallest number of nodes, for thin lines against their own; "
-    "bars: 95 % interval, from the steps and repeats of both runs."
+    "bars: 95 % interval, from the steps and repeats of both runs where these are recorded."
 )
 _THIN: dict[str, Any] = {"color": "#8a8a8a", "linewidth": 0.5, "alpha": 0.45}
 
