@@ -116,8 +116,9 @@ class Predictor:
         return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, share)
 
     def communication_ratios(self, spec: RunSpec) -> dict[str, float]:
-        """Axis -> seconds of its communication over seconds of the computing beside it."""
-        return communication_ratios(spec, self.hardware, self.peak, self.links, self.profile.time)
+        """Axis -> seconds of its communication over seconds of the computing beside it, of axes that communicate."""
+        ratios = communication_ratios(spec, self.hardware, self.peak, self.links, self.profile.time)
+        return ratios.of_axes
 
     def _of_probe(self, spec: RunSpec) -> Prediction:
         """The prediction of a run that measures devices and links."""

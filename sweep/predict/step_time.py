@@ -66,6 +66,28 @@ class StepTime(NamedTuple):
         return sum(self)
 
 
+class CommunicationRatios(NamedTuple):
+    """Seconds of communication over seconds of the computing beside it; 0 for an axis that does not communicate.
+
+    They are of one micro-batch on the slowest pipeline rank. Above 1, computing cannot hide the communication.
+    Source: the Ultra-Scale Playbook, appendix A3, with the rates and efficiencies of this prediction.
+    """
+
+    dp: float
+    """All its collectives over the backward, or the passes, beside which they are made."""
+    tp: float
+    """Its collectives over matrix products."""
+    pp: float
+    """The exchanges over forward and backward of the stages of the rank."""
+    cp: float
+    """The ring over attention."""
+
+    @property
+    def of_axes(self) -> dict[str, float]:
+        """Axis -> its ratio, of the axes that communicate."""
+        return {axis: ratio for axis, ratio in self._asdict().items() if ratio}
+
+
 class _PipelineRank(NamedTuple):
     """What one rank of the axis pp computes; ranks that compute the same are one, with their `num_ranks`."""
 
@@ -298,31 +320,23 @@ def predict_step_time(
 
 def communication_ratios(
     spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, constants: TimeConstants
-) -> dict[str, float]:
-    """Axis -> seconds of its communication over seconds of the computing beside it, of the axes that communicate.
-
-    They are, for one micro-batch on the slowest rank: the collectives of tp over matrix products, the ring of cp over
-    attention, all collectives of dp over the backward (or the passes) beside which they are made, and the exchange of pp
-    over forward and backward of its stages. Above 1, computing cannot hide the communication.
-
-    Source: the Ultra-Scale Playbook, appendix A3, with the rates and efficiencies of this prediction.
-    """
-    c, layout = constants, spec.layout
-    work, block, ranks, move_s = _micro_batch(spec, hardware, peak, network, c)
-    slowest = _passes(ranks, block, move_s, 0.0, c)[0]
-    parts = _Parts(*(
+) -> CommunicationRatios:
+    """The ratios of communication to computing of a run, hidden or not."""
+    work, block, ranks, move_s = _micro_batch(spec, hardware, peak, network, constants)
+    slowest = _passes(ranks, block, move_s, 0.0, constants)[0]
+    gemm, attention, memory_bound, tp_s, _ = (
         a * slowest.layers + b * slowest.again + d * slowest.heads for a, b, d in zip(*block, strict=True)
-    ))  # fmt: skip
-    compute_s = parts.gemm + parts.attention + parts.memory_bound + move_s * slowest.params
-    params = max(rank.params for rank in ranks) / layout.tp
-    dp_s, passes, _ = data_parallel(spec, params, work.word, network, c)
-    seconds = {
-        "dp": (dp_s, passes * compute_s),
-        "tp": (parts.tp, parts.gemm),
-        "pp": (_exchange_s(spec, work, network, c), compute_s),
-        "cp": (sum(_ring_parts_s(work, network, c)) * (layout.cp > 1), block[0].attention),
-    }
-    return {axis: comm_s / of_s for axis, (comm_s, of_s) in seconds.items() if comm_s}
+    )
+    compute_s = gemm + attention + memory_bound + move_s * slowest.params
+    params = max(rank.params for rank in ranks) / work.tp
+    dp_s, passes, _ = data_parallel(spec, params, work.word, network, constants)
+    ring_s = sum(_ring_parts_s(work, network, constants)) if work.cp > 1 else 0.0
+    return CommunicationRatios(
+        dp=dp_s / (passes * compute_s),
+        tp=tp_s / gemm,
+        pp=_exchange_s(spec, work, network, constants) / compute_s,
+        cp=ring_s / block[0].attention,
+    )
 
 
 def _smooth_max(a: float, b: float, power: float) -> float:

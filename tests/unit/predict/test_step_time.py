@@ -97,7 +97,7 @@ def test_communication_that_hides_counts_only_where_it_is_exposed():
 def ratios(spec, **constants):
     """The ratios of communication to computing of a run on GPUS."""
     time = replace(profile_of("ultrabench").time, **constants)
-    return communication_ratios(spec, GPUS, PEAK, network(GPUS, spec.nodes), time)
+    return communication_ratios(spec, GPUS, PEAK, network(GPUS, spec.nodes), time).of_axes
 
 
 def test_ratios_are_those_of_the_parts_of_a_step_where_nothing_hides_communication():
