@@ -60,12 +60,12 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         ConfigError: no run ended ok or out of memory.
     """
     frame = final(table)
-    runs, incomplete = measured_runs(table.filter(pc.field("is_final")))
+    is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
+    runs, incomplete = measured_runs(table.filter(is_measured))
     limits = _limits({(run.sweep, run.run_id): run for run in runs})
     ids = pd.Series([*zip(frame["sweep"], frame["run_id"], strict=True)], frame.index, object)
     frame = frame.assign(predicted=ids.map(limits), id=ids)
-    is_tried = frame["status"].isin([Status.OK, Status.OOM]) & frame["suspect"].isna() & ids.isin([*limits])
-    place, tried = ["panel", ACROSS, UP, APART], frame[is_tried]
+    place, tried = ["panel", ACROSS, UP, APART], frame[frame["suspect"].isna() & ids.isin([*limits])]
     if not len(tried):
         fact = f"{counted(len(frame), 'run')} here, none ended ok or out of memory with its layout in full"
         raise ConfigError(f"{fact}; see why: ultrabench plot failures")

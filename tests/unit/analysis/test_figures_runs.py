@@ -201,7 +201,7 @@ def test_the_interval_of_an_efficiency_holds_all_repeats_of_its_runs():
 def test_the_largest_batch_is_predicted_by_the_memory_model_and_bounded_by_runs():
     large = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
              "intermediate_size": 14336, "vocab_size": 131072, "tp": 8, "dp": 1}  # fmt: skip
-    ends = [("ok", 1), ("ok", 2), ("oom", 8), ("oom", 16)]
+    ends = [("crash", 4), ("ok", 1), ("ok", 2), ("oom", 8), ("oom", 16)]
     rows = [row(f"{mbs}", status=status, mbs=mbs, gas=256 // mbs, **large) for status, mbs in ends]
     rows.append(row("x", status="ok", mbs=128, gas=2, suspect="other batch", **large))
     square = drawn("largest-batch", *rows)[0].iloc[0]
