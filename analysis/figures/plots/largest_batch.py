@@ -23,7 +23,7 @@ from ultrabench.analysis.knobs import in_order
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.predict.cases import profile_and_hardware
 from ultrabench.errors import ConfigError, counted
-from ultrabench.layout import default_schedule
+from ultrabench.layout import NEUTRAL, default_schedule
 from ultrabench.result import Status
 from ultrabench.run import RunSpec
 from ultrabench.sweep.grid import broken_rules
@@ -54,28 +54,29 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     `predicted` is the largest mbs whose P(OOM) is at most one half, among the layouts that were tried with any mbs; 0
     where none fits, null where no profile predicts the program. `measured` is the largest mbs with an ok run; 0 where
     mbs=1 ran out of memory, null where this is not known. `oom` is the smallest larger mbs that ran out of memory, `runs`
-    the number of runs. `contradicted` marks a prediction below an ok run, or of a layout that ran out of memory with it.
+    the number of runs. `contradicted` marks a prediction below an ok run, or of a layout that ran out of memory with it, where no layout was ok.
 
     Raises:
-        ConfigError: no run ended ok or out of memory.
+        ConfigError: no run ended ok or out of memory, or none has its degrees and mbs.
     """
-    frame = final(table)
+    frame, place = final(table), ["panel", ACROSS, UP, APART]
+    tried = frame[frame["status"].isin([Status.OK, Status.OOM]) & frame["suspect"].isna()]
+    tried = tried.fillna({APART: NEUTRAL[APART]}).dropna(subset=[*place, "mbs"])
+    if not len(tried):
+        fact = f"{counted(len(frame), 'run')} here, none ended ok or out of memory with its {ACROSS}, {UP} and mbs"
+        raise ConfigError(f"{fact}; see why: ultrabench plot failures")
     is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
     runs, incomplete = measured_runs(table.filter(is_measured))
     limits = _limits({(run.sweep, run.run_id): run for run in runs})
-    ids = pd.Series([*zip(frame["sweep"], frame["run_id"], strict=True)], frame.index, object)
-    frame = frame.assign(predicted=ids.map(limits), id=ids)
-    place, tried = ["panel", ACROSS, UP, APART], frame[frame["suspect"].isna() & ids.isin([*limits])]
-    if not len(tried):
-        fact = f"{counted(len(frame), 'run')} here, none ended ok or out of memory with its layout in full"
-        raise ConfigError(f"{fact}; see why: ultrabench plot failures")
+    ids = pd.Series([*zip(tried["sweep"], tried["run_id"], strict=True)], tried.index, object)
+    tried = tried.assign(id=ids, predicted=ids.map(limits).astype(float))
     squares = [
         {**dict(zip(place, key, strict=True)), **_measured(of_square)}
         for key, of_square in tried.groupby(place, sort=False)
     ]
-    lost = counted(incomplete.total(), "row")
-    left_out = f"Left out: {lost} without its layout in full.\n" if incomplete else ""
-    return pd.DataFrame(squares), f"{left_out}{notes(table)}"
+    lacking = counted(incomplete.total(), "row")
+    unpredicted = f"Not predicted: {lacking} without model or layout in full.\n" if incomplete else ""
+    return pd.DataFrame(squares), f"{unpredicted}{notes(table)}"
 
 
 def _measured(of_square: pd.DataFrame) -> dict[str, Any]:
@@ -88,7 +89,9 @@ def _measured(of_square: pd.DataFrame) -> dict[str, Any]:
         "predicted": predicted,
         "measured": largest,
         "oom": (oom[oom > ok.max()] if len(ok) else oom).min(),
-        "contradicted": bool(ok.max() > predicted or of_layout.min() <= predicted),
+        "contradicted": bool(
+            ok.max() > predicted or (of_layout.min() <= predicted and not ok.max() >= predicted)
+        ),
         "runs": of_square["id"].nunique(),
     }
 

@@ -25,7 +25,6 @@ from ultrabench.analysis.figures.style import (
 )
 from ultrabench.errors import counted
 from ultrabench.layout import AXES
-from ultrabench.sweep.config.sweep_config import WEAK
 
 _FOLLOW = {"nodes": "dp and gas", "dp": "nodes and gas"}
 """Axis -> what follows from it where all else is equal; for other axes: dp and gas on equal nodes."""
@@ -118,7 +117,7 @@ def _across(panel_runs: pd.DataFrame, axis: str) -> str:
     if axis != "nodes":
         return axis
     scaling, batch = panel_runs[["scaling", "batch"]].iloc[0]
-    return f"nodes ({'weak' if scaling == WEAK else 'strong'}: {batch})"
+    return f"nodes ({scaling or 'strong'}: {batch or 'unknown gbs'})"
 
 
 def _against(panel_runs: pd.DataFrame) -> str:
