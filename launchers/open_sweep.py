@@ -97,7 +97,7 @@ def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where
         resolved: the composed configuration of that launch.
     """
     sweep = resolved.get("sweep", {})
-    if "nodes" not in sweep or config.kernel.kind == "probe":
+    if not {"nodes", "gbs"} <= sweep.keys() or config.kernel.kind == "probe":
         return
     earlier_nodes, gbs = sorted(listed(sweep["nodes"])), listed(sweep["gbs"])[0]
     earlier_scaling, smallest = sweep.get("scaling") or "strong", min(config.axes.nodes)

@@ -1,4 +1,4 @@
-"""The kinds of figures of `ultrabench plot`; each is drawn by the module of `plots` that has its name."""
+"""The kinds of figures of `ultrabench plot`; each is drawn by the module of `plots` that has its name, with _ for -."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
