@@ -13,6 +13,7 @@ from ultrabench.analysis.environments import Environments
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, outcome_order, tier
+from ultrabench.sweep.config.sweep_config import WEAK
 from ultrabench.sweep.running.outliers import low_peak
 from ultrabench.variant import texts
 
@@ -75,6 +76,7 @@ class Cell:
     precision: str | None
     seq_len: int | None
     gbs: int | None
+    scaling: str | None = None
     num_params: int | None
     peak_source: str | None = None
     step_time_ci95_rel: float | None = None
@@ -93,13 +95,19 @@ class Cell:
     @property
     def panel(self) -> tuple[object, ...]:
         """What all cells of one panel of a figure share."""
-        return self.hardware, self.kernel, self.precision, self.seq_len, self.gbs
+        batch = None if self.gbs is None else batch_text(self.gbs, self.nodes, self.scaling)
+        return self.hardware, self.kernel, self.precision, self.seq_len, batch
 
     def to_json(self) -> dict[str, Any]:
         """The cell as one flat JSON object, which includes the axes of its layout."""
         values = asdict(self)
         layout = values.pop("layout")
         return values | {name: layout.get(name) for name in AXES}
+
+
+def batch_text(gbs: float, nodes: int, scaling: str | None) -> str:
+    """What all runs of one panel share of their batches: `gbs 256`, or with weak scaling the part of each node."""
+    return f"gbs {gbs / nodes:,.6g} a node" if scaling == WEAK else f"gbs {gbs:,.0f}"
 
 
 MAY_DIFFER = ("hardware", "kernel", "precision")
@@ -114,11 +122,11 @@ def compared_with(cells: list[Cell], others: list[Cell]) -> list[Cell]:
     measured = [other for other in others if other.tokens_per_s_per_gpu]
     # The fastest of equal keys stays.
     measured.sort(key=lambda other: other.tokens_per_s_per_gpu or 0.0)
-    alike = {(_workload(other), other.panel): other for other in measured}
+    alike = {(_workload(other), _differing(other)): other for other in measured}
     fastest = {_workload(other): other for other in measured}
     compared = []
     for cell in cells:
-        base = alike.get((_workload(cell), cell.panel)) or fastest.get(_workload(cell))
+        base = alike.get((_workload(cell), _differing(cell))) or fastest.get(_workload(cell))
         speed, other_speed = cell.tokens_per_s_per_gpu, base and base.tokens_per_s_per_gpu
         ratio = speed / other_speed if speed and other_speed else None
         other_layout = base.layout if base and _differ(cell.layout, base.layout) else None
@@ -133,6 +141,11 @@ def _differ(layout: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two layouts differ in an axis that both know, or only one of them is there."""
     pairs = [(layout.get(name), other.get(name)) for name in AXES]
     return bool(layout) != bool(other) or any(a != b for a, b in pairs if None not in (a, b))
+
+
+def _differing(cell: Cell) -> tuple[object, ...]:
+    """The values of MAY_DIFFER of a cell."""
+    return tuple(getattr(cell, name) for name in MAY_DIFFER)
 
 
 def _workload(cell: Cell) -> tuple[object, ...]:

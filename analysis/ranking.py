@@ -83,6 +83,8 @@ _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns that are equal in imported rows whose doubts do not put them into another cell or panel."""
+_OF_CELL = (*_PANEL, "model", "nodes", "num_params", "scaling")
+"""Columns that a cell has from any of its rows."""
 _ORDER = (
     "run_id", "repeat", "attempt", "sweep", "status", "tokens_per_s_per_gpu", "suspect", "rule", "reason", "source",
 )  # fmt: skip
@@ -143,7 +145,7 @@ class Ranking:
         rows = table.filter(final).sort_by([(name, "ascending") for name in _ORDER])
         self.environments = Environments(rows)
         columns = dict.fromkeys(
-            (*_KEY, *AXES, *OPTION_COLUMNS, *_WINNER, *_OTHERS, "is_final", rank_by, *more)
+            (*_KEY, *_OF_CELL, *AXES, *OPTION_COLUMNS, *_WINNER, *_OTHERS, "is_final", rank_by, *more)
         )
         self._rows = rows.select([*columns])
         self.options = varied_options(self._rows)
@@ -179,7 +181,7 @@ class Ranking:
         rows_of, cells = frame.groupby("cell").indices, []
         for head, cell in zip(self.taken(usual.index), usual["cell"], strict=True):
             of_cell = self.standings.get(cell, [])
-            shared = {name: head[name] for name in ("model", "nodes", "num_params", *_PANEL)}
+            shared = {name: head[name] for name in _OF_CELL}
             shared |= {"shown_column": self._shown, "varied_axes": varied, **_counts(of_cell)}
             if winner := winners.get(cell):
                 cells.append(self._won(of_cell, winner, shared))

@@ -28,7 +28,16 @@ from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.plan import kernel_of
-from ultrabench.sweep.plan_table import OF_RUNS, formula_of, place_of, read_plan, rows_of, runs_of, shapes_of
+from ultrabench.sweep.plan_table import (
+    OF_RUNS,
+    formula_of,
+    place_of,
+    read_plan,
+    rows_of,
+    runs_of,
+    scaling_of,
+    shapes_of,
+)
 from ultrabench.sweep.running.attempts import Skip, skips
 from ultrabench.sweep.running.outliers import control_times, for_answers
 from ultrabench.sweep.running.standings import Suspicion, control_ratio
@@ -45,7 +54,7 @@ _PROGRAM = ("model", "nodes", "pp_schedule", "precision", "variant")
 
 _PREDICTED = ("predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom")
 """Columns that a claim's prediction gives, where their names have no `predicted_`."""
-_OF_TRAINING = frozenset({"zero_shards", "gbs", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED})
+_OF_TRAINING = frozenset({"zero_shards", "gbs", "scaling", "seq_len", "compile", *MODEL, *AXES, *_PREDICTED})
 """Columns that are null for runs that only measure devices and links; such runs are not ranked."""
 _SPEED_OR_OTHER_TYPE = {"step_times_s", "started_at", "throttled", "evidence", "variables"}
 _OF_CANDIDATES = (
@@ -80,6 +89,7 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
     row_columns = _columns([row for _, row in numbered_rows])
     candidates = pa.array([n for n, _ in numbered_rows], pa.int64())
     plan_columns = {name: column.take(candidates) for name, column in _planned(plan, bases).items()}
+    row_columns["scaling"] = pa.array([scaling_of(sweep, state)] * len(numbered_rows), pa.string())
     if sweep.kernel.kind == "probe":
         for columns in (row_columns, plan_columns):
             for name in _OF_TRAINING & columns.keys():

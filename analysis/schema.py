@@ -86,6 +86,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         *(column(name, TEXT if name in TEXT_AXES else INT, MEANINGS[name]) for name in AXES),
         column("zero_shards", INT, "Ranks among which ZeRO sharded: dp_shard, else dp*cp; 1 for zero_stage=0."),
         column("gbs", INT, "Sequences of a global batch: dp * mbs * gas."),
+        column("scaling", TEXT, "weak: gbs grows with the nodes of the sweep; strong: it is the same on all."),
         column("seq_len", INT, "Tokens of a sequence."),
         column("precision", TEXT, "Arithmetic of forward and backward."),
         column("compile", BOOL, "Whether torch.compile was used; never with pp_schedule=zbv."),

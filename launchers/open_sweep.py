@@ -10,8 +10,9 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from ultrabench.store.kernel_secrets import hide, keep
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json
 from ultrabench.sweep.config.load import profile_of
-from ultrabench.sweep.config.options import read_flags
-from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.config.options import listed, read_flags
+from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig, scaled_gbs
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.running.price import within_limit
@@ -75,15 +76,43 @@ def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None
         # An architecture decides what a plan refuses, and no number; for the others see require_same_log.
         for name in ("architecture", *LOG_OPTIONS):
             now.pop(name, None)
-        listed = {name: config.options.values.get(name, (now.get(name),)) for name in now}
+        allowed = {name: config.options.values.get(name, (now.get(name),)) for name in now}
+        if group == "workload":  # see require_same_batches
+            now.pop("gbs")
         changed = [
             f"{group}.{k}: {was[k]!r} -> {now[k]!r}"
             for k in sorted(now)
-            if was[k] != now[k] and was[k] not in listed[k]
+            if was[k] != now[k] and was[k] not in allowed[k]
         ]
         if changed:
             fact = f"{where} is a sweep with another {group} ({', '.join(changed)})"
             raise ConfigError(fact, "start a new one with name=NAME")
+    require_same_batches(described.config, config, where)
+
+
+def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where: Path) -> None:
+    """Raises ConfigError if a number of nodes had another global batch in an earlier launch.
+
+    Args:
+        resolved: the composed configuration of that launch.
+    """
+    sweep = resolved.get("sweep", {})
+    if not {"nodes", "gbs"} <= sweep.keys() or config.kernel.kind == "probe":
+        return
+    earlier_nodes, gbs = sorted(listed(sweep["nodes"])), listed(sweep["gbs"])[0]
+    earlier_scaling, smallest = sweep.get("scaling") or "strong", min(config.axes.nodes)
+
+    def earlier(nodes: int) -> Fraction:
+        return scaled_gbs(gbs, nodes, earlier_nodes[0], earlier_scaling)
+
+    for nodes in earlier_nodes:
+        of_nodes = [config.gbs_on(nodes, value) for value in config.options.values["gbs"]]
+        if earlier(nodes) not in of_nodes:
+            on_nodes = f" on {counted(nodes, 'node')}" if WEAK in (earlier_scaling, config.scaling) else ""
+            fact = f"{where} is a sweep with another workload (workload.gbs{on_nodes}: {earlier(nodes)} -> {of_nodes[0]})"
+            is_series = earlier_scaling == config.scaling == WEAK and earlier(smallest).denominator == 1
+            same = f"take sweep.gbs={earlier(smallest)}, that of {counted(smallest, 'node')}, or " * is_series
+            raise ConfigError(fact, f"{same}start a new one with name=NAME")
 
 
 def require_same_log(state: SweepState, config: SweepConfig) -> None:
@@ -235,6 +264,7 @@ def open_sweep(
     state = fold.add(reader.poll())
     require_same_log(state, config)
     require_same_flags(state, config)
+    require_same_batches(state.config, config, folder.path)
     accepts = _reuse(config, environment, state, reuse)
     digest, origin = config.kernel.digest(), provenance(config)
     launch = Launched(

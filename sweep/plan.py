@@ -3,12 +3,12 @@
 import contextlib
 import os
 import signal
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from multiprocessing import get_context
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
-from ultrabench.run import AttemptKey, RunSpec, fill_in, words_of
+from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, words_of
 from ultrabench.sweep.config.options import Options
-from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.config.sweep_config import WEAK, Axes, SweepConfig
 from ultrabench.sweep.grid import (
     broken_rules,
     layouts,
@@ -168,6 +168,7 @@ class Plan:
             "sweep": config.name,
             "hardware": config.hardware.name,
             **{name: options.pop(name) for name in CELL_OPTIONS},
+            "scaling": config.scaling,
             "options": options,
             "kernel": config.kernel.name,
             **_counts(self.candidates),
@@ -179,19 +180,21 @@ class Plan:
 
     def _without_candidates(self) -> Iterator[dict[str, Any]]:
         """Each value of an axis that no candidate has, whatever the batch."""
-        config, layouts_by_gbs = self.config, defaultdict[int, list[tuple[int, Layout]]](list)
-        for candidate in self.candidates:
-            layouts_by_gbs[candidate.spec.workload.gbs].append((candidate.nodes, candidate.layout))
+        config, all_batches = self.config, [*batches(self.config)]
         lost_values = Counter[tuple[str, int | str]]()
-        for gbs in config.options.values["gbs"]:
-            workload = replace(config.workload, gbs=gbs)
-            of_gbs = (
-                layouts_by_gbs[gbs] if config.kernel.kind != "probe" else [*chain(*layouts_by_gbs.values())]
-            )
+        for axes, workload in all_batches:
+            of_batch = [
+                (c.nodes, c.layout)
+                for c in self.candidates
+                if c.nodes in axes.nodes
+                and (c.spec.workload.gbs == workload.gbs or config.kernel.kind == "probe")
+            ]
             per_node = config.hardware.gpus_per_node
-            for axis, value, reason in without_candidates(config.axes, per_node, workload, of_gbs):
+            for axis, value, reason in without_candidates(axes, per_node, workload, of_batch):
                 lost_values[axis, value] += 1
-                if lost_values[axis, value] == len(config.options.values["gbs"]):
+                if lost_values[axis, value] == sum(
+                    axis != "nodes" or value in others.nodes for others, _ in all_batches
+                ):
                     yield {"axis": axis, "value": value, "reason": reason}
 
 
@@ -251,7 +254,8 @@ def make_plan(
     variants = [*variants_of(config.options)]
     of, candidates = sum(len(part.layouts) for part in parts) * len(variants), list[Candidate]()
     if not of:
-        none = why_none(config.axes, config.hardware.gpus_per_node, config.workload)
+        axes, workload = next(batches(config))
+        none = why_none(axes, config.hardware.gpus_per_node, workload)
         raise ConfigError(f"no candidate: {none}; choose divisors")
     with contextlib.ExitStack() as stack:
         map_parts: Callable[..., Iterable[list[Candidate]]] = map
@@ -285,6 +289,15 @@ class _Part(NamedTuple):
     layouts: list[Layout]
 
 
+def batches(config: SweepConfig) -> Iterator[tuple[Axes, Workload]]:
+    """The axes and the workload of each batch of a sweep; with weak scaling each number of nodes has its own batches."""
+    nodes = sorted({*config.axes.nodes})
+    groups = [(number,) for number in nodes] if config.scaling == WEAK else [tuple(nodes)]
+    for group, gbs in product(groups, config.options.values["gbs"]):
+        workload = replace(config.workload, gbs=int(config.gbs_on(group[0], gbs)))
+        yield replace(config.axes, nodes=group), workload
+
+
 def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
     """All cells of a sweep with their models, in their order."""
     listed = config.options.values
@@ -293,7 +306,8 @@ def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
         for nodes in sorted(set(config.axes.nodes)):
             for seq_len, gbs, precision in options:
                 # A probe trains nothing, so its batch is one sequence for each rank on any number of nodes.
-                batch = nodes * config.hardware.gpus_per_node if config.kernel.kind == "probe" else gbs
+                is_probe, ranks = config.kernel.kind == "probe", nodes * config.hardware.gpus_per_node
+                batch = ranks if is_probe else int(config.gbs_on(nodes, gbs))
                 yield shape, CellKey(shape.name, nodes, seq_len, batch, precision)
 
 
@@ -313,6 +327,7 @@ def narrowed(config: SweepConfig, cell: CellKey) -> SweepConfig:
     values |= {name: (getattr(cell, name),) for name in CELL_OPTIONS}
     return replace(
         config,
+        scaling="strong",
         options=replace(config.options, values=values),
         workload=replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs),
         kernel=replace(config.kernel, precision=cell.precision),

@@ -141,6 +141,11 @@ def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:
     return {shape.name: shape for shape in (*sweep.models, *launched)}
 
 
+def scaling_of(sweep: SweepJson, state: SweepState) -> str:
+    """Whether gbs grows with the nodes (weak) or not (strong), as the latest launch gave it."""
+    return str((state.config or sweep.config).get("sweep", {}).get("scaling") or "strong")
+
+
 def formula_of(sweep: SweepJson, state: SweepState) -> str:
     """The formula that counts the FLOPs of a token, as the latest launch gave it."""
     return str((state.config or sweep.config).get("measure", {}).get("flops_formula", "palm"))

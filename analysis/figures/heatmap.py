@@ -21,6 +21,7 @@ from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
+from ultrabench.sweep.config.sweep_config import WEAK
 
 Line = tuple[str, float, str]
 """The text of a line, its font size in points and its font weight."""
@@ -285,8 +286,9 @@ def _panel_title(cell: Cell) -> str:
     if cell.seq_len is not None:
         parts.append(f"seq_len {cell.seq_len:,}")
     if cell.gbs is not None:
-        tokens = "" if cell.seq_len is None else f" ({count(cell.gbs * cell.seq_len)} tokens)"
-        parts.append(f"gbs {cell.gbs:,}{tokens}")
+        batch = cell.gbs / cell.nodes if cell.scaling == WEAK else cell.gbs
+        tokens = "" if cell.seq_len is None else f" ({count(batch * cell.seq_len)} tokens)"
+        parts.append(f"{cell.panel[-1]}{tokens}")
     return " | ".join(parts)
 
 

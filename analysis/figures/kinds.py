@@ -1,4 +1,4 @@
-"""The kinds of figures of `ultrabench plot`; each is drawn by the module of `plots` that has its name."""
+"""The kinds of figures of `ultrabench plot`; each is drawn by the module of `plots` that has its name, with _ for -."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +34,9 @@ KINDS = {
     "scatter": Kind("every measured run of every model: MFU and throughput over nodes", draws_runs=True),
     "scaling": Kind("best throughput, and its memory, over a degree", ("nodes", *DEGREES), draws_runs=True),
     "effect": Kind("what each value of an axis is worth, all else equal: effect AXIS", over_any_axis=True),
+    "largest-batch": Kind(
+        "largest micro-batch that fits over tp, pp and recompute, predicted and measured", draws_runs=True
+    ),
     "pareto": Kind(
         "throughput against peak memory, with the layouts that no other beats in both", draws_runs=True
     ),
@@ -83,7 +86,7 @@ def prepared(
         raise ConfigError(f"--axis {axis}: the figure {kind} has no choice of axis; leave --axis out")
     if axis is not None and not over_any_axis:
         require_known(f"axis of the figure {kind}", axes, axis)
-    module = import_module(f"ultrabench.analysis.figures.plots.{kind}")
+    module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
     options = {"axis": axis} if over_any_axis else {"axis": axis or axes[0]} if axes else {}
     points, notes = module.points(*((layout or {},) if of_layout else ()), table, **options)
     return points, lambda: module.figure(points, title=title, notes=notes, **options)

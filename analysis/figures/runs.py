@@ -25,7 +25,7 @@ _SETTINGS: dict[str, Callable[[Any], str]] = {
     "kernel": str,
     "precision": str,
     "seq_len": "seq_len {:,.0f}".format,
-    "gbs": "gbs {:,.0f}".format,
+    "batch": str,
     "num_params": lambda value: count(value, "params"),
 }
 """Column that a panel names where it varies among the rows of a model -> the text of its value."""
@@ -37,7 +37,8 @@ def final(table: pa.Table) -> pd.DataFrame:
     Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells
     panels apart: hardware, kernel, precision or batch. A suspect row of an imported table is in the panel of
     the other rows of its model, as in rankings. The column `standing` is the place of a run that ended ok in its
-    cell, null for rows that do not stand for such a run, and `good` tells whether this run may be the best.
+    cell, null for rows that do not stand for such a run, and `good` tells whether this run may be the best. `rate_low`
+    and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU.
 
     Raises:
         ConfigError: there are no such rows.
@@ -54,11 +55,14 @@ def final(table: pa.Table) -> pd.DataFrame:
             todo = "draw its bandwidths with: ultrabench plot comm"
         raise ConfigError(f"{counted(len(table), 'row')} without a run that trains a model; {todo}")
     oks = {s.repeat: s for s in chain(*ranking.standings.values()) if s.outcome == Status.OK}
+    intervals = {row: standing.rate_interval for row, standing in oks.items() if standing.rate_interval}
+    ends = pd.DataFrame(intervals.values(), [*intervals], ["rate_low", "rate_high"], float)
     numbers = frame[_NUMBERS].astype(float).replace([np.inf, -np.inf], np.nan)
     frame = frame.assign(
         **numbers,
         nodes=frame["nodes"].astype(int),
         standing=pd.Series({row: standing.place for row, standing in oks.items()}, dtype=float),
+        **ends.reindex(frame.index),
         good=frame.index.isin([row for row, standing in oks.items() if standing.may_win]),
     )
     return _with_panels(frame)
@@ -128,7 +132,9 @@ def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.Dat
 
 def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with the column `panel`, sorted by the sizes of the models."""
-    panel = frame["model"].astype(str)
+    panel, columns = frame["model"].astype(str), ["gbs", "nodes", "scaling"]
+    batches = [None if gbs != gbs else cells.batch_text(gbs, *of) for gbs, *of in frame[columns].to_numpy()]
+    frame = frame.assign(batch=pd.Series(batches, frame.index, object))
     for name, text in _SETTINGS.items():
         if frame.groupby("model")[name].nunique().max() > 1:
             panel += " | " + frame[name].map(text, na_action="ignore").fillna(f"unknown {name}")

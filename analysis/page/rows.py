@@ -19,7 +19,7 @@ from ultrabench.analysis.measured import measured_runs
 from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
-from ultrabench.analysis.predict.cases import cases, default_profile
+from ultrabench.analysis.predict.cases import profile_and_hardware
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
@@ -27,7 +27,6 @@ from ultrabench.errors import ConfigError
 from ultrabench.layout import AXES, TEXT_AXES
 from ultrabench.result import UNSETTLED, Status, state, tier
 from ultrabench.sweep.config.files import files
-from ultrabench.sweep.config.load import load_hardware, load_profile
 from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS
@@ -52,7 +51,7 @@ _TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
 NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
          "driver_version")  # fmt: skip
 """Names in a public page; of a name that is a path only the last part is told."""
-WORDS = (*TEXT_AXES, "run_id", "precision", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
+WORDS = (*TEXT_AXES, "scaling", "run_id", "precision", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
          "kernel_digest", "flops_formula", "attention", "env_id", "control")  # fmt: skip
 """Texts of a public page that ultrabench itself writes; `suspect` is replaced by `in doubt`."""
 PUBLIC = frozenset({*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *WORDS})
@@ -185,8 +184,8 @@ def _with_cells(rows: Sequence[Row]) -> list[Row]:
 
 
 def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
-    hardware, kernel, precision, seq_len, gbs = cell.panel
-    sizes = [text for text in (seq_len and f"seq_len {seq_len:,}", gbs and f"gbs {gbs:,}") if text]
+    hardware, kernel, precision, seq_len, batch = cell.panel
+    sizes = [text for text in (seq_len and f"seq_len {seq_len:,}", batch) if text]
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
     names = ("model", "nodes", "num_params", "reason", "ranked_by")
     fields = {name: getattr(cell, name) for name in names}
@@ -242,17 +241,14 @@ def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
     for kernel_and_hardware in dict.fromkeys((run.spec.kernel.name, run.hardware) for run in runs):
         runs_on_it = [run for run in runs if (run.spec.kernel.name, run.hardware) == kernel_and_hardware]
         try:
-            profile, gpu = (
-                load_profile(default_profile(cases(runs_on_it[:1])[0])),
-                load_hardware(str(kernel_and_hardware[1])).gpu,
-            )
+            profile, hardware = profile_and_hardware(runs_on_it[0])
         except ConfigError:
             continue
         constants = memory_constants(profile.framework, profile.memory)
         for run in runs_on_it:
             stages = predict_memory(run.spec, constants, every_rank=False)
             stage = max(stages, key=lambda stage: stage.peak_bytes)
-            extrapolation = "; ".join(beyond_fit([run.spec], profile, gpu))
+            extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu))
             parts_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {
                 "extrapolated": extrapolation or None
             }

@@ -11,7 +11,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.result import OTHER_SIZES, Status
 from ultrabench.sweep.config.files import files, read_yaml
-from ultrabench.sweep.config.load import load_hardware, usual_profile
+from ultrabench.sweep.config.load import load_hardware, load_profile, usual_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.network import Network, network
 from ultrabench.sweep.predict.predict import reserved_share
@@ -161,3 +161,13 @@ def default_profile(cases: Sequence[Case]) -> str:
     )
     rule = f"no profile is that of all of them: give --profile, one of {profiles}"
     raise ConfigError(f"the runs are of {used}; {rule}")
+
+
+def profile_and_hardware(run: MeasuredRun) -> tuple[Profile, Hardware]:
+    """The profile of the program of a run that ended ok or out of memory, and the hardware that it used.
+
+    Raises:
+        ConfigError: no profile or no hardware has their names.
+    """
+    (case,), _ = cases([run])
+    return load_profile(default_profile([case])), case.hardware

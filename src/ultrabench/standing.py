@@ -72,6 +72,8 @@ class Standing:
     """run_id of this control layout."""
     interval: tuple[float, float] | None = None
     """95 % interval of what is compared; None for a run that does not compete."""
+    rate_interval: tuple[float, float] | None = None
+    """95 % interval of the rate; None for a run that does not compete."""
     suspect: str | None = None
     """Why the measurement is suspect; None if it is not."""
     by_control: bool = False
@@ -177,15 +179,16 @@ def _standing(
 ) -> Standing:
     """The standing of a run from its repeats and those of them that compete, without its place."""
     values = [(r.control_ratio if by_control else r.rate) or 0.0 for _, r in competing]
-    interval = None
+    interval = rate_interval = None
     if competing:
         middle = median(values)
         nearest = min(range(len(values)), key=lambda n: (abs(values[n] - middle), values[n]))
         index, shown = competing[nearest]
         cis = [math.hypot(r.ci95_rel or 0.0, control_ci.get(r.allocation, 0.0)) for _, r in competing]
-        reach = [abs(value) * ci for value, ci in zip(values, cis, strict=True)]
-        low = min(value - width for value, width in zip(values, reach, strict=True))
-        interval = low, max(value + width for value, width in zip(values, reach, strict=True))
+        interval = _interval(values, cis)
+        rate_interval = _interval(
+            [r.rate or 0.0 for _, r in competing], [r.ci95_rel or 0.0 for _, r in competing]
+        )
     else:
         index, shown = max(repeats, key=lambda pair: (*_outcome(pair[1]), pair[0]))
     counted_repeats = [repeat for _, repeat in competing or [(index, shown)]]
@@ -201,12 +204,20 @@ def _standing(
         control_ratio=_median(repeat.control_ratio for repeat in counted_repeats),
         control=shown.control,
         interval=interval,
+        rate_interval=rate_interval,
         suspect=shown.suspect,
         by_control=by_control,
         competing=tuple(index for index, _ in competing),
         num_repeats=len(statuses),
         num_repeats_failed=sum(status != Status.OK for status in statuses),
     )
+
+
+def _interval(values: Sequence[float], cis: Sequence[float]) -> tuple[float, float]:
+    """The smallest interval with those of all repeats; each is a value and half its interval, relative to it."""
+    reach = [abs(value) * ci for value, ci in zip(values, cis, strict=True)]
+    low = min(value - width for value, width in zip(values, reach, strict=True))
+    return low, max(value + width for value, width in zip(values, reach, strict=True))
 
 
 def _median(values: Iterable[float | None]) -> float | None:

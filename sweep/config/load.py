@@ -40,9 +40,9 @@ KEYS = frozenset({*GROUPS[:-1], *WHOLE, "name", "names", "profile"})
 """Keys of a composed configuration."""
 WORKLOAD = tuple(field_types(Workload))
 """Keys of `sweep` that say what one step trains on."""
-SEARCH = ("strategy", "batch")
-"""Keys of `sweep` that say which of its layouts are run."""
-_NO_AXES = frozenset({*WORKLOAD, *SEARCH, *SWEEP_KEYS})
+OF_SWEEP = ("strategy", "batch", "scaling")
+"""Keys of `sweep` that say which of its layouts are run, and what gbs is on more nodes."""
+_NO_AXES = frozenset({*WORKLOAD, *OF_SWEEP, *SWEEP_KEYS})
 """Keys of `sweep` that are no axes of layouts."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses them."""
@@ -110,7 +110,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     needed = {"preflight": kind != "command" or hardware.device == "cuda"}
     values = {
         **{key: tree[key] for key in WHOLE if key in tree},
-        **{key: sweep[key] for key in SEARCH if sweep.get(key) is not None},
+        **{key: sweep[key] for key in OF_SWEEP if sweep.get(key) is not None},
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "hardware": hardware,

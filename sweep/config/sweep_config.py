@@ -3,13 +3,14 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from fractions import Fraction
+from itertools import combinations, product
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from ultrabench.allowed import Count, Line, Positive, at_least, between, matching, one_of, require_allowed
-from ultrabench.errors import ConfigError, require_known
+from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.measure import Measure
@@ -131,6 +132,10 @@ class RetryPolicy:
         return self.causes.get(str(result.cause), self.attempts.get(result.status.value, 0))
 
 
+WEAK = "weak"
+"""The scaling in which each node keeps its part of the batch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """The values of the number of nodes and of each axis of a layout; candidates are their combinations."""
@@ -143,6 +148,11 @@ class Axes:
     The pp_schedule auto means 1f1b, or afab where gas < pp. virtual_stages is used by interleaved only.
     The dp_shard all means all dp*cp ranks, node those of them that are on one node.
     """
+
+
+def scaled_gbs(gbs: int, nodes: int, smallest: int, scaling: str) -> Fraction:
+    """The global batch on `nodes` nodes, of a sweep whose `gbs` is that of its `smallest` number of nodes."""
+    return Fraction(gbs * nodes, smallest) if scaling == WEAK else Fraction(gbs)
 
 
 NAME = matching(
@@ -174,6 +184,8 @@ class SweepConfig:
     """Which runs of a cell are made: all, or those that are worth it after what was measured so far."""
     batch: Count = 1
     """Number of runs of a cell that the adaptive strategy makes at the same time."""
+    scaling: Annotated[str, one_of("strong", WEAK)] = "strong"
+    """Whether gbs is the same on all numbers of nodes, or grows with them from that of the smallest number."""
     repeats: Count = 1
     trace: bool = False
     """Whether each run profiles some more steps after the measured ones."""
@@ -199,6 +211,11 @@ class SweepConfig:
             advice += "launcher.python=[apptainer,exec,'{container}',python]"
             fact = f"sweep.container changes nothing, since no command has {CONTAINER_WORD}; give {advice}"
             raise ConfigError(fact, setting="sweep.container")
+        for nodes, gbs in product(sorted({*self.axes.nodes}), self.options.values.get("gbs", ())):
+            if (scaled := self.gbs_on(nodes, gbs)).denominator > 1:
+                smallest = counted(min(self.axes.nodes), "node")
+                fact = f"sweep.scaling=weak with gbs={gbs} on {smallest} makes gbs={float(scaled):g} on {nodes} nodes"
+                raise ConfigError(f"{fact}; take a multiple of {scaled.denominator}", setting="sweep.gbs")
         if not self.models:
             advice = "name at least one (see ultrabench configs model)"
             raise ConfigError("sweep.models is empty", advice, setting="sweep.models")
@@ -214,3 +231,7 @@ class SweepConfig:
                 raise ConfigError(f"models {model.name} and {other.name} are the same model; name it once")
             if model.name == other.name:
                 raise ConfigError(f"sweep.models: two models are called {model.name}; rename one of them")
+
+    def gbs_on(self, nodes: int, gbs: int) -> Fraction:
+        """The global batch on this number of nodes for a value of gbs."""
+        return scaled_gbs(gbs, nodes, min(self.axes.nodes), self.scaling)

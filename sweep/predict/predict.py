@@ -16,7 +16,7 @@ from ultrabench.sweep.predict.memory import MemoryConstants, p_oom, predict_memo
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.stage_memory import StageMemory
-from ultrabench.sweep.predict.step_time import NEARLY_FULL, StepTime, predict_step_time
+from ultrabench.sweep.predict.step_time import NEARLY_FULL, StepTime, communication_ratios, predict_step_time
 
 LINK_EFFICIENCY = 0.7
 """Fraction of a link's bandwidth that the collectives of a probe reach."""
@@ -114,6 +114,11 @@ class Predictor:
         """The time of one step by part, of a run with this memory of its pipeline ranks."""
         share = reserved_share(stages, self.hardware)
         return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, share)
+
+    def communication_ratios(self, spec: RunSpec) -> dict[str, float]:
+        """Axis -> seconds of its communication over seconds of the computing beside it, of axes that communicate."""
+        ratios = communication_ratios(spec, self.hardware, self.peak, self.links, self.profile.time)
+        return ratios.of_axes
 
     def _of_probe(self, spec: RunSpec) -> Prediction:
         """The prediction of a run that measures devices and links."""

@@ -17,6 +17,7 @@ from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
+from ultrabench.sweep.predict.data_parallel import data_parallel, reduces_and_gathers
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import waiting
 from ultrabench.sweep.predict.time_constants import TimeConstants
@@ -63,6 +64,28 @@ class StepTime(NamedTuple):
     def total(self) -> float:
         """Seconds of the step."""
         return sum(self)
+
+
+class CommunicationRatios(NamedTuple):
+    """Seconds of communication over seconds of the computing beside it; 0 for an axis that does not communicate.
+
+    They are of one micro-batch on the slowest pipeline rank. Above 1, computing cannot hide the communication.
+    Source: the Ultra-Scale Playbook, appendix A3, with the rates and efficiencies of this prediction.
+    """
+
+    dp: float
+    """All its collectives over the backward, or the passes, beside which they are made."""
+    tp: float
+    """Its collectives over matrix products."""
+    pp: float
+    """The exchanges over forward and backward of the stages of the rank."""
+    cp: float
+    """The ring over attention."""
+
+    @property
+    def of_axes(self) -> dict[str, float]:
+        """Axis -> its ratio, of the axes that communicate."""
+        return {axis: ratio for axis, ratio in self._asdict().items() if ratio}
 
 
 class _PipelineRank(NamedTuple):
@@ -197,11 +220,16 @@ def _ring_s(work: _Work, attention: float, links: Network, c: TimeConstants) -> 
     """
     if work.cp == 1:
         return 0.0
+    calls_s, moves_s = _ring_parts_s(work, links, c)
+    return calls_s + max(0.0, moves_s - attention * (1 - 1 / work.cp))
+
+
+def _ring_parts_s(work: _Work, links: Network, c: TimeConstants) -> tuple[float, float]:
+    """Seconds of the calls of a ring in one layer, and those in which its keys, values and gradients travel."""
     inside = work.cp * work.tp <= links.gpus_per_node
     rate = links.link_bytes_per_s if inside else links.node_link_bytes_per_s
     size, calls = 2 * work.shape.kv_width / work.tp * work.tokens * work.word, 3 * work.cp - 2
-    waits = calls * size / (rate * c.tp_link_efficiency) - attention * (1 - 1 / work.cp)
-    return calls * c.tp_call_s + max(0.0, waits)
+    return calls * c.tp_call_s, calls * size / (rate * c.tp_link_efficiency)
 
 
 def _passes(
@@ -225,6 +253,21 @@ def _passes(
     return slowest, gpu_s, slowest_s, all_s
 
 
+def _micro_batch(
+    spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, c: TimeConstants
+) -> tuple[_Work, _Block, tuple[_PipelineRank, ...], float]:
+    """What a layer works on, the times of its blocks, what each pipeline rank holds, and seconds of each parameter."""
+    layout, stream = spec.layout, hardware.hbm_bytes_per_s * c.hbm_efficiency
+    shape, tp, recompute = spec.shape, layout.tp, layout.recompute
+    word_bytes, tokens = BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
+    work = _Work(shape, spec.workload.seq_len, tokens, tp, layout.cp, recompute, spec.compiles, word_bytes)
+    block = _block(work, network, peak.flops_per_s, stream, c)
+    ranks = _pipeline_ranks(
+        shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
+    )
+    return work, block, ranks, c.accumulate_bytes / tp / stream
+
+
 def predict_step_time(
     spec: RunSpec,
     hardware: Hardware,
@@ -238,29 +281,24 @@ def predict_step_time(
     Args:
         memory_share: predicted peak with the reserve of the allocator, divided by the memory of a GPU.
     """
-    layout, c, stream = spec.layout, constants, hardware.hbm_bytes_per_s * constants.hbm_efficiency
-    word_bytes, tokens = BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
-    shape, tp, gas, recompute = spec.shape, layout.tp, layout.gas, layout.recompute
-    work = _Work(shape, spec.workload.seq_len, tokens, tp, layout.cp, recompute, spec.compiles, word_bytes)
-    block = _block(work, network, peak.flops_per_s, stream, c)
-    ranks = _pipeline_ranks(
-        shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
-    )
-    move_s = c.accumulate_bytes / tp / stream
+    layout, c, gas = spec.layout, constants, spec.layout.gas
+    work, block, ranks, move_s = _micro_batch(spec, hardware, peak, network, c)
+    stream = hardware.hbm_bytes_per_s * c.hbm_efficiency
     slowest, gpu_s, pass_s, all_s = _passes(ranks, block, move_s, _layer_launch_s(spec, network, c), c)
     even = all_s / layout.pp  # a rank's share if none waited
     busy = gas * (1 - c.wait_shared * (1 - even / pass_s))
     # Ranks exchange while they wait for the slowest one, on average for `waits_s`.
-    exchanges_s = _exchanges_s(spec, tokens * shape.hidden_size * word_bytes / tp, network, c)
+    exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, network, c)
     waits_s = busy * pass_s - gas * even
     gemm, attention, memory_bound, tp_s, cp_s = (
         busy * (a * slowest.layers + b * slowest.again + d * slowest.heads)
         for a, b, d in zip(*block, strict=True)
     )
-    params = max(rank.params for rank in ranks) / tp
+    params = max(rank.params for rank in ranks) / layout.tp
     layers = max(rank.layers for rank in ranks)
-    dp_s = _data_parallel_s(spec, params, word_bytes, pass_s, network, c)
-    zero_s = c.zero_layer_s * layers * sum(_reduces_and_gathers(layout)) / 2 if layout.zero_stage else 0.0
+    dp_total_s, passes, overlap = data_parallel(spec, params, work.word, network, c)
+    dp_s = max(dp_total_s - overlap * passes * pass_s, c.dp_exposed * dp_total_s)
+    zero_s = c.zero_layer_s * layers * sum(reduces_and_gathers(layout)) / 2 if layout.zero_stage else 0.0
     update_s = (c.optimizer_bytes / layout.zero_shards + c.clip_bytes) * params / stream
     times = StepTime(
         gemm=gemm,
@@ -278,6 +316,27 @@ def predict_step_time(
     )
     excess = max(0.0, memory_share - NEARLY_FULL)
     return times._replace(allocator=-math.expm1(-excess / FILLING) * c.allocator_loss * times.total)
+
+
+def communication_ratios(
+    spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, constants: TimeConstants
+) -> CommunicationRatios:
+    """The ratios of communication to computing of a run, hidden or not."""
+    work, block, ranks, move_s = _micro_batch(spec, hardware, peak, network, constants)
+    slowest = _passes(ranks, block, move_s, 0.0, constants)[0]
+    gemm, attention, memory_bound, tp_s, _ = (
+        a * slowest.layers + b * slowest.again + d * slowest.heads for a, b, d in zip(*block, strict=True)
+    )
+    compute_s = gemm + attention + memory_bound + move_s * slowest.params
+    params = max(rank.params for rank in ranks) / work.tp
+    dp_s, passes, _ = data_parallel(spec, params, work.word, network, constants)
+    ring_s = sum(_ring_parts_s(work, network, constants)) if work.cp > 1 else 0.0
+    return CommunicationRatios(
+        dp=dp_s / (passes * compute_s),
+        tp=tp_s / gemm,
+        pp=_exchange_s(spec, work, network, constants) / compute_s,
+        cp=ring_s / block[0].attention,
+    )
 
 
 def _smooth_max(a: float, b: float, power: float) -> float:
@@ -299,9 +358,9 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
     return max(usual_s, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops)
 
 
-def _exchanges_s(spec: RunSpec, size: float, links: Network, c: TimeConstants) -> float:
-    """Seconds in which pipeline ranks exchange `size` bytes for each micro-batch, forward and backward."""
-    layout = spec.layout
+def _exchange_s(spec: RunSpec, work: _Work, links: Network, c: TimeConstants) -> float:
+    """Seconds in which pipeline ranks exchange the activations and gradients of one micro-batch."""
+    layout, size = spec.layout, work.tokens * spec.shape.hidden_size * work.word / work.tp
     if layout.pp == 1:
         return 0.0
     if layout.world_size <= links.gpus_per_node:
@@ -309,65 +368,4 @@ def _exchanges_s(spec: RunSpec, size: float, links: Network, c: TimeConstants) -
     else:
         rate = links.node_link_bytes_per_s * c.pp_node_link_efficiency
         call = c.pp_call_s + (c.pp_slow_call_s if links.slow else 0.0)
-    return (layout.gas + layout.pp - 1) * layout.virtual_stages * (call + 2 * size / rate)
-
-
-def _data_parallel_s(
-    spec: RunSpec, params: float, word_bytes: int, pass_s: float, links: Network, c: TimeConstants
-) -> float:
-    """Seconds of the collectives of data parallelism in a step that computing does not hide.
-
-    Below ZeRO-1 one all-reduce sums the gradients. Above, they are scattered among the shards and their parts
-    summed over the replicas, and the parameters are gathered, twice for each micro-batch in ZeRO-3.
-    """
-    layout, gas = spec.layout, spec.layout.gas
-    ranks, shards = layout.dp * layout.cp, layout.zero_shards
-    gradients, stage = c.gradient_bytes * params, layout.zero_stage
-    if ranks == 1:
-        return 0.0
-
-    def summed(size: float, ranks: int, stride: int = layout.tp) -> float:
-        return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
-
-    if stage == 0:
-        total = 2 * summed(gradients, ranks)
-        if c.dp_bucket_bytes and ranks * layout.tp > links.gpus_per_node:
-            hops = c.dp_bucket_hops * ranks / math.sqrt(_share(layout.tp, links))
-            total += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
-        window = 0.0 if links.slow else c.dp_overlap * pass_s * 2 / 3
-    else:
-        reduces, gathers = _reduces_and_gathers(layout)
-        probe, busbw = c.dp_gather_probe, links.allgather_bytes_per_s
-        gather = _crossing_s(word_bytes * params, shards, layout.tp, links, probe, busbw, c)
-        total = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather
-        if shards < ranks:
-            total += 2 * summed(gradients / shards, ranks // shards, layout.tp * shards)
-        window = c.zero_overlap * pass_s * (gas if stage == 3 or reduces > 1 else 1)
-    return max(total - window, c.dp_exposed * total)
-
-
-def _reduces_and_gathers(layout: Layout) -> tuple[int, int]:
-    """How often a step reduces gradients and gathers parameters with a ZeRO stage."""
-    stage, gas = layout.zero_stage, layout.gas
-    return gas if stage >= 2 and layout.pp == 1 else 1, 2 * gas if stage == 3 else 1
-
-
-def _crossing_s(
-    size: float, ranks: int, stride: int, links: Network, probe: float, busbw: float, c: TimeConstants
-) -> float:
-    """Seconds in which `size` bytes cross the links once, in a ring of `ranks` ranks that are `stride` apart.
-
-    A ring in a node has the links of its GPUs. One between nodes has the share of the node's links that its
-    ranks on the node are of all, and adds `probe` of the time that the probe's rate `busbw` gives.
-    """
-    moved = (ranks - 1) / ranks * size
-    if ranks * stride <= links.gpus_per_node:
-        return moved / (links.link_bytes_per_s * c.tp_link_efficiency)
-    share = _share(stride, links)
-    node = links.node_link_bytes_per_s * links.gpus_per_node * c.dp_link_efficiency
-    return moved / (node * share) + probe * moved / (busbw * math.sqrt(share))
-
-
-def _share(stride: int, links: Network) -> float:
-    """The part of a node's GPUs that are in one group whose ranks are `stride` apart; others have groups of their own."""
-    return max(1, links.gpus_per_node // stride) / links.gpus_per_node
+    return layout.virtual_stages * (call + 2 * size / rate)

@@ -124,7 +124,7 @@ def _print_kinds() -> None:
     """Prints one line for each kind of figure."""
     for kind, description in KINDS.items():
         axes = f" (--axis {', '.join(description.axes)})" if description.axes else ""
-        typer.echo(f"{kind:<11}{description.shows}{axes}")
+        typer.echo(f"{kind:<14}{description.shows}{axes}")
 
 
 def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:

@@ -60,6 +60,13 @@ def test_speed_and_mfu_by_hand(tmp_path):
     assert (row["flops_formula"], row["mfu"]) == ("megatron", pytest.approx(halved / 989e12))
 
 
+def test_the_latest_launch_says_how_the_batch_scales(tmp_path):
+    folder, writer = swept(tmp_path, specs=SPECS[:1])
+    assert [row["scaling"] for row in rows_of(folder)] == ["strong"]
+    writer.write(Launched(generation=1, config={"sweep": {"scaling": "weak"}}))
+    assert [row["scaling"] for row in rows_of(folder)] == ["weak"]
+
+
 @pytest.mark.parametrize(
     ("result", "expected"),
     [

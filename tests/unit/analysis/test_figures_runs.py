@@ -1,8 +1,10 @@
 """The figures of runs, from tables made by hand, and those of docs/gallery.md."""
 
 import itertools
+import math
 import random
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,10 @@ from ultrabench.analysis.figures.kinds import KINDS, prepared
 from ultrabench.analysis.figures.picture import render, styled
 from ultrabench.analysis.figures.plots.bubble import points as bubble_points
 from ultrabench.analysis.figures.runs import final, measured
+from ultrabench.analysis.measured import spec_of
+from ultrabench.analysis.ranking import rank
+from ultrabench.sweep.config.load import load_hardware, load_profile
+from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 
 ROOT = Path(__file__).parents[3]
 SEVERAL = [
@@ -64,6 +70,7 @@ def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publishe
                                 "measured step time (s)", "predicted peak memory (GiB)",
                                 "Predictions of the table, made before the runs; those of a profile of today"]),
         ("failures", SEVERAL, ["How 7 runs ended, over nodes: sweep", "out of memory", "ok, but suspect", "waits or runs"]),
+        ("largest-batch", SEVERAL, ["Predicted: 80B", "Measured: 8B", "at most gbs / dp", "in 0 of 2 squares"]),
         ("bubble", PIPELINES, ["Points (2)", "1 measured run with", "and 1 ok row with pp", "measured, interleaved"]),
     ],
 )  # fmt: skip
@@ -139,6 +146,82 @@ def test_scaling_says_which_memory_it_shows_and_where_no_line_has_two_values():
     rows = row("a"), row("b", nodes=2, tp=2)
     assert "No line has two values of tp" in drawn("scaling", *rows, axis="tp")[1]
     assert "No line has" not in drawn("scaling", *rows, row("c", tp=2, dp=4), axis="tp")[1]
+
+
+def weak_row(run_id, nodes, rate, ci, **more):
+    """A row of weak scaling, with half its relative 95 % interval."""
+    return row(
+        run_id, rate, nodes=nodes, gbs=256 * nodes, gas=32, scaling="weak", step_time_ci95_rel=ci, **more
+    )
+
+
+def test_the_batches_of_weak_scaling_share_a_panel():
+    weak = [weak_row("a", 1, 200.0, 0.0), weak_row("b", 2, 150.0, 0.0)]
+    assert {*final(table_of(*weak))["panel"]} == {"8B"}
+    assert len({cell.panel for cell in rank(table_of(*weak))}) == 1
+    strong = row("c", 100.0, nodes=2, gbs=256, scaling="strong")
+    assert {*final(table_of(*weak, strong))["panel"]} == {"8B | gbs 256 a node", "8B | gbs 256"}
+    assert "nodes (weak: gbs 256 a node)" in drawn("scaling", *weak)[1]
+    told = drawn("scaling", *weak, strong)[1]
+    assert [word for word in ("Strong and weak scaling", "nodes (strong: gbs 256)") if word not in told] == []
+
+
+def test_efficiency_is_against_the_smallest_number_of_nodes_with_the_intervals_of_both():
+    rows = [
+        weak_row("a", 2, 200.0, 0.03),
+        weak_row("b", 4, 150.0, 0.04),
+        weak_row("slow", 4, 80.0, 0.0, tp=2),
+    ]
+    points, told = drawn("scaling", *rows)
+    found = points.set_index("run_id")
+    assert found["efficiency"]["a"] == 100
+    assert math.isnan(found["efficiency_low"]["a"])
+    down, up = math.hypot(math.log(0.96), math.log(1.03)), math.hypot(math.log(1.04), math.log(0.97))
+    ends = 75 * math.exp(-down), 75 * math.exp(up)
+    assert [*found.loc["b", ["efficiency", "efficiency_low", "efficiency_high"]]] == pytest.approx(
+        [75, *ends]
+    )
+    assert math.isnan(found["efficiency"]["slow"])
+    assert math.isnan(found["efficiency_equal"]["slow"])
+    assert found["efficiency_equal"]["b"] == 75
+    assert "efficiency (% of 2 nodes)" in told
+    assert "Weak scaling" in told
+
+
+def test_the_interval_of_an_efficiency_holds_all_repeats_of_its_runs():
+    rows = [weak_row("a", 1, 200.0, 0.0)] + [
+        weak_row("b", 2, rate, 0.0, repeat=n) for n, rate in enumerate((90.0, 100.0, 120.0))
+    ]
+    found = drawn("scaling", *rows)[0].set_index("run_id")
+    assert [*found.loc["b", ["efficiency", "efficiency_low", "efficiency_high"]]] == pytest.approx(
+        [50, 45, 60]
+    )
+
+
+def test_the_largest_batch_is_predicted_by_the_memory_model_and_bounded_by_runs():
+    large = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+             "intermediate_size": 14336, "vocab_size": 131072, "tp": 8, "dp": 1}  # fmt: skip
+    ends = [("crash", 4), ("ok", 1), ("ok", 2), ("oom", 8), ("oom", 16)]
+    rows = [row(f"{mbs}", status=status, mbs=mbs, gas=256 // mbs, **large) for status, mbs in ends]
+    rows.append(row("x", status="ok", mbs=128, gas=2, suspect="other batch", **large))
+    square = drawn("largest-batch", *rows)[0].iloc[0]
+    assert (square["measured"], square["oom"], square["runs"]) == (2, 8, 4)
+    profile, hardware = load_profile("ultrabench"), load_hardware("h100x8")
+    constants, spec = memory_constants("ultrabench", profile.memory), spec_of(rows[0])
+    chances = {}
+    for mbs in (2**n for n in range(9)):
+        with_mbs = replace(spec, layout=replace(spec.layout, mbs=mbs, gas=256 // mbs))
+        chances[mbs] = p_oom(predict_memory(with_mbs, constants), hardware.mem_bytes, constants)
+    assert square["predicted"] == max(mbs for mbs, chance in chances.items() if chance <= 0.5)
+    assert square["contradicted"] == (not 2 <= square["predicted"] < 8)
+    tiny = [row("a", status="oom", mbs=1), row("b", status="oom", mbs=1, tp=2, dp=4, gas=64, kernel="mine")]
+    found = drawn("largest-batch", *tiny)[0].set_index("tp")
+    assert (found["predicted"][1], found["measured"][1], bool(found["contradicted"][1])) == (32, 0, True)
+    assert math.isnan(found["predicted"][2])
+    assert not found["contradicted"][2]
+    found = drawn("largest-batch", row("a", status="oom", mbs=4, gas=8))[0]
+    assert math.isnan(found["measured"][0])
+    assert found["oom"][0] == 4
 
 
 def test_pareto_marks_the_runs_that_no_other_beats():

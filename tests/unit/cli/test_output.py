@@ -226,6 +226,10 @@ def test_show_holds_everything(ultrabench, sweep):
     assert (shown["run_id"], shown["spec"]) == (CRASHED, to_dict(QUICK.runs[1].spec))
     assert [a["result"]["status"] for a in shown["attempts"]] == ["crash"]
     plan, out = shown["plan"], ultrabench("sweep", "show", CRASHED)[1]
+    ratios = shown["communication_over_compute"]
+    assert ratios.keys() == {name for name in ("dp", "tp", "pp") if plan[name] > 1}
+    assert min(ratios.values()) > 0
+    assert "communication over computing: " in out
     shown_plan = dict(line.split(maxsplit=1) for line in out.partition("\nplan\n")[2].splitlines()[:26])
     assert shown_plan["predicted_step_time_s"] == f"{plan['predicted_step_time_s']:.4g} s"
     assert shown_plan["predicted_memory_share"].endswith(" %")

@@ -32,6 +32,8 @@ def test_predict_json_keeps_its_promise(ultrabench):
     tokens = document["spec"]["workload"]["gbs"] * 4096 / document["step_time_s"] / 64
     assert document["tokens_per_s_per_gpu"] == pytest.approx(tokens)
     assert 0 < document["mfu"] < 1
+    assert document["communication_over_compute"].keys() == {"dp", "tp", "pp"}
+    assert "communication over computing: dp " in ultrabench("predict", *WORDS)[1]
 
 
 def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):

@@ -19,7 +19,7 @@ from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_config, load_model, load_profile
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.profile import REGIMES, regime
-from ultrabench.sweep.predict.step_time import predict_step_time
+from ultrabench.sweep.predict.step_time import communication_ratios, predict_step_time
 
 GPUS = load_config(["hardware=h100x8"]).hardware
 PEAK = Peak(flops_per_s=989e12, source="table")
@@ -92,6 +92,41 @@ def test_communication_that_hides_counts_only_where_it_is_exposed():
         few < step_time(spec, "ultrabench", **EXPOSED).dp / 2
     )  # reduce-scatters run beside the last backward
     assert many > step_time(spec, **EXPOSED).dp  # nanotron waits for all of them, and pays for each layer
+
+
+def ratios(spec, **constants):
+    """The ratios of communication to computing of a run on GPUS."""
+    time = replace(profile_of("ultrabench").time, **constants)
+    return communication_ratios(spec, GPUS, PEAK, network(GPUS, spec.nodes), time).of_axes
+
+
+def test_ratios_are_those_of_the_parts_of_a_step_where_nothing_hides_communication():
+    spec = spec_of(Layout(dp=4, tp=2), "8B")
+    parts = step_time(spec, "ultrabench", **EXPOSED)
+    backward_s = (parts.gemm + parts.attention + parts.memory_bound) * 2 / 3
+    expected = {"dp": parts.dp / backward_s, "tp": parts.tp / parts.gemm}
+    assert ratios(spec) == pytest.approx(expected)
+    assert ratios(spec, **EXPOSED) == pytest.approx(expected)  # what hides them changes no ratio
+    assert ratios(spec_of(Layout(dp=1), "8B")) == {}
+    assert ratios(spec_of(Layout(dp=1, cp=2), "8B")).keys() == {
+        "dp",
+        "cp",
+    }  # gradients are summed over cp, too
+
+
+def test_ratios_depend_on_sizes_as_in_the_appendix_of_the_playbook():
+    ideal = {"tp_call_s": 0.0, "pp_call_s": 0.0, "gemm_m0": 0.0, "gemm_n0": 0.0, "gemm_k0": 0.0}
+    few, many = (ratios(spec_of(Layout(dp=2, tp=4, mbs=mbs), "8B"), **ideal) for mbs in (1, 4))
+    assert few["tp"] == pytest.approx(many["tp"])
+    # (TP - 1) / TP * seq * mbs * h bytes against seq * mbs * h^2 / TP operations: TP - 1 alone remains.
+    of_two, of_eight = (ratios(spec_of(Layout(dp=8 // tp, tp=tp), "8B"), **ideal)["tp"] for tp in (2, 8))
+    assert of_eight / of_two == pytest.approx(7, rel=0.01)
+    short, long = (ratios(spec_of(Layout(dp=8, mbs=mbs), "1B"), **ideal)["dp"] for mbs in (1, 8))
+    assert 4 < short / long < 8.5  # the gradients are the same, and computing grows with the batch
+    shallow, deep = (
+        ratios(spec_of(Layout(dp=1, pp=pp, gas=8, pp_schedule="1f1b"), "8B"), **ideal)["pp"] for pp in (8, 2)
+    )
+    assert shallow > 3 * deep
 
 
 def test_slow_links_cost_what_the_probe_says():

@@ -11,7 +11,12 @@ from tests.unit.sweep.test_adaptive import state_of
 from ultrabench.agent.lead import may_fit
 from ultrabench.agent.ranks.node import with_values
 from ultrabench.launchers.allocate import shapes
-from ultrabench.launchers.open_sweep import require_same, require_same_flags, sweep_json_of
+from ultrabench.launchers.open_sweep import (
+    require_same,
+    require_same_batches,
+    require_same_flags,
+    sweep_json_of,
+)
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey, env_id, fill_in
@@ -149,6 +154,59 @@ def test_a_sweep_gets_more_values_but_no_other_ones(tmp_path):
     require_same_flags(state, plan(FLAGS.replace("}}", ', more: ["-x"]}}'), *WORDS).config)
     with refused("sweep.flags.overlap.on: ['--overlap'] -> ['--other'] in a sweep that has begun"):
         require_same_flags(state, plan(FLAGS.replace("--overlap", "--other"), *WORDS).config)
+
+
+WEAK = ("sweep.nodes=[2,4]", "sweep.gbs=[8,16]", "sweep.scaling=weak")
+
+
+def test_weak_scaling_gives_each_number_of_nodes_a_batch_in_proportion():
+    weak = plan(*WEAK, program=())
+    assert {(cell.nodes, cell.gbs) for cell in weak.cells} == {(2, 8), (2, 16), (4, 16), (4, 32)}
+    alone = plan("sweep.nodes=[4]", "sweep.gbs=32", program=())
+    assert {run.run_id for run in alone.runs} < {run.run_id for run in weak.runs}
+    strong, usual = (plan(*WEAK[:2], *words, program=()) for words in (["sweep.scaling=strong"], []))
+    assert {run.run_id for run in strong.runs} == {run.run_id for run in usual.runs}
+    assert {(cell.nodes, cell.gbs) for cell in usual.cells} == {(2, 8), (2, 16), (4, 8), (4, 16)}
+    assert (weak.summary()["scaling"], usual.summary()["scaling"]) == ("weak", "strong")
+    assert config_from_tree(weak.config.resolved).scaling == "weak"
+    with refused("sweep.scaling=weak with gbs=9 on 2 nodes makes gbs=13.5 on 3 nodes; take a multiple of 2"):
+        plan("sweep.nodes=[3,2]", "sweep.gbs=9", "sweep.scaling=weak", program=())
+
+
+def test_a_value_without_candidates_lacks_them_in_all_batches_of_weak_scaling():
+    # 4 and 8 GPUs with tp=1: dp*mbs is 4*4 and 8*4, of which only gbs=32 on 4 nodes is a multiple.
+    weak = plan(*WEAK, "sweep.tp=[1,3]", "sweep.mbs=[1,4,16]", program=())
+    reasons = {(lost["axis"], lost["value"]): lost["reason"] for lost in weak.summary()["without_candidates"]}
+    assert reasons == {
+        ("tp", 3): "8 GPUs are not divisible by tp=3",
+        ("mbs", 16): "gbs=32 is not divisible by dp*mbs with dp=8, mbs=16",
+    }
+    odd = plan("sweep.nodes=[2,3]", "sweep.scaling=weak", "sweep.tp=[4]", program=())
+    assert odd.summary()["without_candidates"] == [
+        {"axis": "nodes", "value": 3, "reason": "6 GPUs are not divisible by tp=4"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (("sweep.nodes=[2,4]", "sweep.gbs=8"), None), (("sweep.nodes=[4,8]", "sweep.gbs=16"), None),
+        (("sweep.nodes=[1,2,4]", "sweep.gbs=4"), None),
+        (("sweep.nodes=[1,2,4]", "sweep.gbs=8"), "(workload.gbs on 2 nodes: 8 -> 16); take sweep.gbs=4, that of 1 node"),
+        (("sweep.nodes=[2,4]", "sweep.gbs=8", "sweep.scaling=strong"), "(workload.gbs on 4 nodes: 16 -> 8); start a new"),
+    ],
+)  # fmt: skip
+def test_a_launch_keeps_the_batch_of_each_number_of_nodes(words, change, tmp_path):
+    begun = plan("sweep.nodes=[2,4]", "sweep.scaling=weak", program=()).config
+    later = plan("sweep.scaling=weak", *words, program=()).config
+    described = sweep_json_of(begun, {"core_flops_per_s": 1e9, "cores": 2})
+    if change is None:
+        require_same(described, later, tmp_path)
+        return
+    with refused(change):
+        require_same(described, later, tmp_path)
+    with refused(change):
+        require_same_batches(begun.resolved, later, tmp_path)
 
 
 def test_the_search_tries_layouts_first_and_then_other_options_on_the_best_few():

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "step_time_low_s": part_rows.step_time_low_s,
         "step_time_high_s": part_rows.step_time_high_s,
         "time": times._asdict(),
+        "communication_over_compute": predicts.communication_ratios(spec),
         "limited_by": part_rows.limited_by,
         "tokens_per_s_per_gpu": rate,
         "mfu": None if peak.source == GUESSED else rate * flops / peak.flops_per_s,
@@ -112,6 +113,8 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         likely += ", but its allocator has to give its reserve back and wait"
     yield f"peak {prediction['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * prediction['p_oom']:.1f} %"
     yield _bars("\nstep time, ms", prediction["time"], 1e3)
+    if ratios := prediction["communication_over_compute"]:
+        yield ratio_line(ratios)
     mfu = "" if prediction["mfu"] is None else f", MFU {100 * prediction['mfu']:.1f} %"
     low, high = (three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
     step = (
@@ -136,6 +139,12 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
             rows.append((run["sweep"], run["nodes"], run["layout"], run["seq_len"], *numbers, run["run_id"]))
         heads = ("sweep", ">nodes", "layout", ">seq_len", ">step s", ">x predicted", ">tokens/s/GPU", "run")
         yield table("\nmeasured runs that are most alike", *heads, rows=rows)
+
+
+def ratio_line(ratios: Mapping[str, float]) -> str:
+    """One line with the communication of each axis over the computing beside it, such as `tp 0.21, dp 1.4`."""
+    texts = ", ".join(f"{axis} {ratio:.2g}" for axis, ratio in ratios.items())
+    return f"communication over computing: {texts}; above 1, computing cannot hide it"
 
 
 def _bars(title: str, parts: dict[str, float], scale: float) -> RenderableType:

@@ -14,7 +14,7 @@ from ultrabench.launchers.allocation_ends import open_allocations
 from ultrabench.processes import busy_share
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import SweepState
-from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig
 from ultrabench.sweep.plan import CellKey, Plan, cell_columns
 from ultrabench.sweep.running.price import (
     BUDGET_FACTOR,
@@ -40,9 +40,13 @@ def headline(config: SweepConfig) -> str:
     if config.kernel.kind == "probe":
         return f"sweep {config.name}: links of {hardware}, {with_what}"
     seq_lens, batches = config.options.values["seq_len"], config.options.values["gbs"]
-    ends = [count(end(batches) * end(seq_lens)) for end in (min, max)]
+    ends = [
+        count(int(config.gbs_on(end(config.axes.nodes), end(batches))) * end(seq_lens)) for end in (min, max)
+    ]
     tokens_text = " to ".join(dict.fromkeys(ends))
-    batch = f"sequences of {listed['seq_len']} tokens, global batch {listed['gbs']} ({tokens_text} tokens)"
+    smallest = counted(min(config.axes.nodes), "node")
+    on_more = f" on {smallest}, more in proportion on more nodes" if config.scaling == WEAK else ""
+    batch = f"sequences of {listed['seq_len']} tokens, global batch {listed['gbs']}{on_more} ({tokens_text} tokens)"
     variants = [f"{name} {listed[name]}" for name, of in config.options.of_variants.items() if len(of) > 1]
     varied = f"; varied: {', '.join(variants)}" if variants else ""
     return f"sweep {config.name}: {models} on {hardware}, {batch}, {with_what}{varied}"

@@ -17,9 +17,10 @@ from ultrabench.analysis.collect import collect
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
+from ultrabench.cli.predict.layout import ratio_line
 from ultrabench.cli.sweep.top import numbers
 from ultrabench.cli.tables import plain, print_json, say, show, style_of, table, warn
-from ultrabench.errors import SweepFolderError, counted
+from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.hardware import GIB
 from ultrabench.rank_report import TRACE_PHASE
 from ultrabench.record import to_dict
@@ -27,8 +28,10 @@ from ultrabench.result import SLOWER
 from ultrabench.store.folder import SweepFolder, find_sweep
 from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import AttemptState, Fold, SweepState
-from ultrabench.store.sweep_json import read_sweep_json
-from ultrabench.sweep.plan_table import read_rows
+from ultrabench.store.sweep_json import SweepJson, read_sweep_json
+from ultrabench.sweep.config.load import config_from_tree
+from ultrabench.sweep.plan import predictor
+from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.running.outliers import for_answers
 
 FOLLOW_S = 0.3
@@ -46,10 +49,14 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
     folder, run_id, look = find_run(name, sweep, results)
     attempts = look().by_run().get(run_id, [])
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
+    ratios = _communication_ratios(read_sweep_json(folder), row, look()) if row else {}
     if as_json:
         spec = next((a.spec for a in attempts if a.spec), None)
         tries = [_document(a, folder.log_folder(a.key)) for a in attempts]
-        print_json({"sweep": folder.name, "run_id": run_id, "plan": row, "spec": spec, "attempts": tries})
+        numbers_of_plan = {"plan": row, "communication_over_compute": ratios}
+        print_json(
+            {"sweep": folder.name, "run_id": run_id, **numbers_of_plan, "spec": spec, "attempts": tries}
+        )
         return
     planned = {name: value for name, value in (row or {}).items() if name not in ("order", "run_id")}
     columns = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
@@ -58,6 +65,7 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
         *_numbers(folder, run_id),
         Text("\nplan", "bold"),
         *(f"{name:<30} {with_unit(name, value)}" for name, value in planned.items() if value is not None),
+        *([ratio_line(ratios)] if ratios else []),
         table("\nattempts", *columns, rows=map(_columns, attempts)),
     )
     for attempt in attempts:
@@ -67,6 +75,19 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
             show(*_evidence(attempt.result.evidence, logs))
         for summary in _traces(logs):
             show(*_trace_lines(summary))
+
+
+def _communication_ratios(sweep: SweepJson, row: Row, state: SweepState) -> dict[str, float]:
+    """The predicted communication of each axis over the computing beside it, on the links of the data sheet.
+
+    Empty for what is no run of training, and where the configuration of the latest launch cannot be read.
+    """
+    run = next(runs_of(sweep, [row], state), None)
+    if run and run.spec.kernel.kind != "probe" and (peak := sweep.peak(run.nodes, run.spec.kernel.precision)):
+        with contextlib.suppress(ConfigError):
+            config = config_from_tree(state.config or sweep.config)
+            return predictor(config, run.nodes, peak).communication_ratios(run.spec)
+    return {}
 
 
 def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:

@@ -1,0 +1,75 @@
+"""The time of the collectives of data parallelism in one optimizer step; docs/prediction.md derives the terms."""
+
+import math
+
+from ultrabench.layout import Layout
+from ultrabench.run import RunSpec
+from ultrabench.sweep.predict.network import Network
+from ultrabench.sweep.predict.time_constants import TimeConstants
+
+BACKWARD_SHARE = 2 / 3
+"""Share of backward in the time of a pass, forward and backward of a micro-batch."""
+
+
+def data_parallel(
+    spec: RunSpec, params: float, word_bytes: int, links: Network, c: TimeConstants
+) -> tuple[float, float, float]:
+    """Seconds of the collectives of data parallelism in a step, and what hides them.
+
+    The second value is the number of passes, forward and backward of a micro-batch, beside which they are made; the
+    third one the share of a pass that hides them.
+
+    Below ZeRO-1 one all-reduce sums the gradients. Above, they are scattered among the shards and their parts
+    summed over the replicas, and the parameters are gathered, twice for each micro-batch in ZeRO-3.
+    """
+    layout, gas = spec.layout, spec.layout.gas
+    ranks, shards = layout.dp * layout.cp, layout.zero_shards
+    gradients, stage = c.gradient_bytes * params, layout.zero_stage
+    if ranks == 1:
+        return 0.0, 1.0, 0.0
+
+    def summed(size: float, ranks: int, stride: int = layout.tp) -> float:
+        return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
+
+    if stage == 0:
+        total = 2 * summed(gradients, ranks)
+        if c.dp_bucket_bytes and ranks * layout.tp > links.gpus_per_node:
+            hops = c.dp_bucket_hops * ranks / math.sqrt(_share(layout.tp, links))
+            total += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
+        passes, overlap = BACKWARD_SHARE, 0.0 if links.slow else c.dp_overlap
+    else:
+        reduces, gathers = reduces_and_gathers(layout)
+        probe, busbw = c.dp_gather_probe, links.allgather_bytes_per_s
+        gather = _crossing_s(word_bytes * params, shards, layout.tp, links, probe, busbw, c)
+        total = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather
+        if shards < ranks:
+            total += 2 * summed(gradients / shards, ranks // shards, layout.tp * shards)
+        passes, overlap = float(gas if stage == 3 or reduces > 1 else 1), c.zero_overlap
+    return total, passes, overlap
+
+
+def reduces_and_gathers(layout: Layout) -> tuple[int, int]:
+    """How often a step reduces gradients and gathers parameters with a ZeRO stage."""
+    stage, gas = layout.zero_stage, layout.gas
+    return gas if stage >= 2 and layout.pp == 1 else 1, 2 * gas if stage == 3 else 1
+
+
+def _crossing_s(
+    size: float, ranks: int, stride: int, links: Network, probe: float, busbw: float, c: TimeConstants
+) -> float:
+    """Seconds in which `size` bytes cross the links once, in a ring of `ranks` ranks that are `stride` apart.
+
+    A ring in a node has the links of its GPUs. One between nodes has the share of the node's links that its
+    ranks on the node are of all, and adds `probe` of the time that the probe's rate `busbw` gives.
+    """
+    moved = (ranks - 1) / ranks * size
+    if ranks * stride <= links.gpus_per_node:
+        return moved / (links.link_bytes_per_s * c.tp_link_efficiency)
+    share = _share(stride, links)
+    node = links.node_link_bytes_per_s * links.gpus_per_node * c.dp_link_efficiency
+    return moved / (node * share) + probe * moved / (busbw * math.sqrt(share))
+
+
+def _share(stride: int, links: Network) -> float:
+    """The part of a node's GPUs that are in one group whose ranks are `stride` apart; others have groups of their own."""
+    return max(1, links.gpus_per_node // stride) / links.gpus_per_node
