@@ -31,6 +31,7 @@ def data_parallel(
     def summed(size: float, ranks: int, stride: int = layout.tp) -> float:
         return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
 
+    gathered = 0.0
     if stage == 0:
         total = 2 * summed(gradients, ranks)
         if c.dp_bucket_bytes and ranks * layout.tp > links.gpus_per_node:
@@ -45,6 +46,9 @@ def data_parallel(
         if shards < ranks:
             total += 2 * summed(gradients / shards, ranks // shards, layout.tp * shards)
         passes, overlap = float(gas if stage == 3 or reduces > 1 else 1), c.zero_overlap
+        gathered = gathers * gather / total
+    if layout.dp_overlap == "off":  # only gathers of parameters are left to hide; an estimate
+        overlap *= gathered
     return total, passes, overlap
 
 

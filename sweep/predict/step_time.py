@@ -129,6 +129,7 @@ class _Work(NamedTuple):
     """Tokens of a micro-batch on one rank, before tp divides them."""
     tp: int
     cp: int
+    cp_exchange: str
     recompute: str
     compiled: bool
     word: int
@@ -216,20 +217,25 @@ def _ring_s(work: _Work, attention: float, links: Network, c: TimeConstants) -> 
     """Seconds for which a ring of cp ranks waits for keys and values in one layer.
 
     Keys and values travel cp - 1 times in forward and as often in backward, and their gradients cp times, while
-    each rank computes attention with the part that it has.
+    each rank computes attention with the part that it has. What is gathered instead arrives before attention, and its
+    gradients are summed after it.
     """
     if work.cp == 1:
         return 0.0
     calls_s, moves_s = _ring_parts_s(work, links, c)
-    return calls_s + max(0.0, moves_s - attention * (1 - 1 / work.cp))
+    hidden_s = attention * (1 - 1 / work.cp) if work.cp_exchange == "ring" else 0.0
+    return calls_s + max(0.0, moves_s - hidden_s)
 
 
 def _ring_parts_s(work: _Work, links: Network, c: TimeConstants) -> tuple[float, float]:
     """Seconds of the calls of a ring in one layer, and those in which its keys, values and gradients travel."""
     inside = work.cp * work.tp <= links.gpus_per_node
     rate = links.link_bytes_per_s if inside else links.node_link_bytes_per_s
-    size, calls = 2 * work.shape.kv_width / work.tp * work.tokens * work.word, 3 * work.cp - 2
-    return calls * c.tp_call_s, calls * size / (rate * c.tp_link_efficiency)
+    size, calls = 2 * work.shape.kv_width / work.tp * work.tokens * work.word, 3.0 * work.cp - 2
+    moves = calls
+    if work.cp_exchange == "allgather":  # in forward and in backward; gradients are summed in 4 bytes
+        calls, moves = 3.0, (work.cp - 1) * (2 + 4 / work.word)
+    return calls * c.tp_call_s, moves * size / (rate * c.tp_link_efficiency)
 
 
 def _passes(
@@ -260,7 +266,17 @@ def _micro_batch(
     layout, stream = spec.layout, hardware.hbm_bytes_per_s * c.hbm_efficiency
     shape, tp, recompute = spec.shape, layout.tp, layout.recompute
     word_bytes, tokens = BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
-    work = _Work(shape, spec.workload.seq_len, tokens, tp, layout.cp, recompute, spec.compiles, word_bytes)
+    work = _Work(
+        shape,
+        spec.workload.seq_len,
+        tokens,
+        tp,
+        layout.cp,
+        layout.cp_exchange,
+        recompute,
+        spec.compiles,
+        word_bytes,
+    )
     block = _block(work, network, peak.flops_per_s, stream, c)
     ranks = _pipeline_ranks(
         shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
