@@ -21,7 +21,7 @@ from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
-from ultrabench.processes import run_module
+from ultrabench.processes import run_module, run_python
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
@@ -296,16 +296,13 @@ def require_local(config: SweepConfig) -> None:
 
 
 def require_program(config: SweepConfig) -> None:
-    """Raises ConfigError if kernel=command names a program that does not exist on this machine.
+    """Raises ConfigError if a command or an interpreter that the sweep names cannot run, as far as this machine can tell.
 
-    A path must also exist here if nodes of a cluster run the program, since they share the folder of the
+    The path of a program must also exist here if nodes of a cluster run the program, since they share the folder of the
     launch. A bare name is searched only if the program runs here, since launcher.setup may provide it there.
     """
-    pythons = config.options.values.get("python", ()) if config.launcher.name == "local" else ()
-    if absent := next((python for python in pythons if shutil.which(python) is None), None):
-        raise ConfigError(
-            f"sweep.python={absent} is no program here", "give the path of a Python that has ultrabench"
-        )
+    for python in map(str, config.options.values.get("python", ())):
+        _require_interpreter(python, config)
     if config.kernel.kind != "command":
         return
     program, *script = config.kernel.command[:2]
@@ -318,6 +315,34 @@ def require_program(config: SweepConfig) -> None:
     if missing:
         remedy = "mend its path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
         raise ConfigError(f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); {remedy}")
+
+
+def _require_interpreter(python: str, config: SweepConfig) -> None:
+    """Raises ConfigError if an interpreter of `sweep.python` is absent where the jobs run, or has no ultrabench.
+
+    On the nodes of a cluster an interpreter may exist that is not here. What exists here is asked, unless its path is
+    one inside a container, or launcher.setup sets the PYTHONPATH that it imports from.
+    """
+    setting, launcher = f"sweep.python={python}", config.launcher
+    path = shutil.which(python) if launcher.name == "local" or "/" in python else None
+    if path is None and launcher.name == "local":
+        raise ConfigError(f"{setting} is no program here", "give the path of a Python that has ultrabench")
+    in_job = "container" in config.options.values or any(
+        "container" in word or "PYTHONPATH" in word for word in (*launcher.srun, *launcher.setup)
+    )
+    if path is not None and not in_job and (why := _why_no_agent(path)):
+        remedy = f"install it there ({python} -m pip install ultrabench), or give another interpreter"
+        raise ConfigError(f"{setting} cannot start the agents of ultrabench: {why}", remedy)
+
+
+@functools.cache  # a launch and its plan ask the same
+def _why_no_agent(python: str) -> str | None:
+    """Why this interpreter cannot import the agent; None where it can."""
+    try:
+        run_python("-c", "import ultrabench.agent.__main__", timeout_s=PROBE_TIMEOUT_S, python=python)
+    except ClusterError as error:
+        return str(error)
+    return None
 
 
 @functools.cache  # an acceptance run opens several sweeps

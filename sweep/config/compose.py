@@ -31,6 +31,7 @@ from ultrabench.sweep.config.files import (
     search_path,
     unknown_option,
 )
+from ultrabench.sweep.config.options import EXAMPLES, SWEEP_KEYS
 from ultrabench.sweep.config.sweep_config import NAME
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
 
@@ -191,7 +192,7 @@ def _settings() -> dict[str, list[str]]:
             # The file of a sweep may set other groups, too; these do not count.
             for key in _dotted_keys({group: values.get(group, values)}):
                 options.setdefault(key, []).append(f"{group}={path.stem}")
-    return options
+    return options | {f"sweep.{key}": [] for key in SWEEP_KEYS if f"sweep.{key}" not in options}
 
 
 def _dotted_keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -214,6 +215,8 @@ _MOVED: tuple[tuple[str, str], ...] = (
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _NOT_OVERRIDDEN: tuple[tuple[str, str], ...] = (
     (r"launcher\.sbatch\b.*", "{key}: options of sbatch are added; write +launcher.sbatch.NAME=VALUE"),
+    *((rf"sweep\.{group}", f"{{key}}: the sweep that is chosen does not have it; write '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
+      for group, example in EXAMPLES.items()),
     (r"sweep\.(?:env|flags|words)\..*", "{key}: the sweep that is chosen does not have it; write +{key}=[VALUE,VALUE]"),
     (r"kernel\.env\..*", "{key}: variables are added; write +kernel.env.NAME=VALUE"),
     (rf"model\b.*|(?!(?:{_ANY_GROUP})\b).*(?:hidden_|(?:\b|_)layers|(?:\b|_)heads|ffn_|vocab_|intermediate_).*",

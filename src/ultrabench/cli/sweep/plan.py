@@ -22,6 +22,7 @@ from ultrabench.launchers.open_sweep import (
     require_local,
     require_program,
     require_same,
+    require_same_flags,
     require_same_log,
 )
 from ultrabench.launchers.slurm.script import array_script
@@ -66,6 +67,7 @@ def show_plan(
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 rate = {"core_flops_per_s": described.core_flops_per_s, "cores": described.cores or 1}
             require_same_log(state, config)
+            require_same_flags(state, config)
         require_local(config)
         require_max_nodes(config)
         require_program(config)
