@@ -37,6 +37,7 @@ from ultrabench.sweep.config.options import read_flags
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.running.outliers import busy_peak
 from ultrabench.sweep.running.price import within_limit
 from ultrabench.variant import FLAGS, PLACES, variables_of
 
@@ -226,6 +227,9 @@ def open_sweep(
     folder.create()
     described = known_as or create_sweep_json(folder, sweep_json_of(config, environment))
     if known_as is None:
+        peak = described.peak(1, config.kernel.precision)
+        for line in busy_peak(peak.source if peak else None):
+            warn(line)
         require_same(described, config, folder.path)  # another launch may have created it meanwhile
     keep(config.kernel.env, folder.secrets, config.secrets)
     if not in_table:
@@ -235,7 +239,7 @@ def open_sweep(
     state = fold.add(reader.poll())
     require_same_log(state, config)
     require_same_flags(state, config)
-    accepts = _reuse(config, environment, state, reuse)
+    accepts = accepted(config, environment, state, reuse)
     digest, origin = config.kernel.digest(), provenance(config)
     launch = Launched(
         generation=state.generation + 1, config=config.resolved, provenance=origin, kernel_digest=digest,
@@ -359,7 +363,9 @@ def probe_machine(peak: bool) -> dict[str, Any]:
         raise ClusterError(f"the kernel does not start here: {error}") from error
 
 
-def _reuse(config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None) -> Accepts:
+def accepted(
+    config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
+) -> Accepts:
     """A function that says whether an ok result counts, judged by the environment it was measured in."""
     facts = environment if config.kernel.kind != "command" else {}
     digest = config.kernel.digest()

@@ -218,7 +218,9 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
         text, name = match[0], match["name"]
         if text != f"{{{name}}}":
             if name in words:
-                raise ConfigError(f"kernel.command has {text}; a word stands in braces alone: write {{{name}}}")
+                raise ConfigError(
+                    f"kernel.command has {text}; a word stands in braces alone: write {{{name}}}"
+                )
             return text
         if name not in words:
             kind = f"word in kernel.command of kernel={spec.kernel.name}"

@@ -159,7 +159,12 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         rule = "a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own"
-        return ConfigError(f"{error.override}: {rule}; write {shlex.quote(f'{key}={_quoted(value)}')}")
+        if (plain_keys := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
+            rule = "a name before a colon has no quotes on a command line, other than in a file"
+        mapping = re.sub(r"\[[^][]*\]", lambda of_key: _quoted(of_key[0]), plain_keys)
+        readable = mapping if value.startswith("{") else _quoted(value)
+        readable = "{NAME: [VALUE, VALUE]}" if readable == value else readable
+        return ConfigError(f"{error.override}: {rule}; write {shlex.quote(f'{key}={readable}')}")
     if isinstance(error, yaml.YAMLError):
         return ConfigError(f"a configuration file is no YAML: {' '.join(str(error).split())}; mend it there")
     line = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__

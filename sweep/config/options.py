@@ -242,7 +242,9 @@ def read_flags(flags: Mapping[str, Any], kernel: KernelConfig) -> _Arguments:
             raise ConfigError(f"{setting} and kernel.flags.{name}; give only one of them", setting=setting)
         _require_no_word_of_runs(setting, name)
         if not isinstance(table, dict) or not table:
-            remedy = f"write {{NAME: [ARGUMENT, ...]}} for each value, such as sweep.{FLAGS}: {EXAMPLES[FLAGS]}"
+            remedy = (
+                f"write {{NAME: [ARGUMENT, ...]}} for each value, such as sweep.{FLAGS}: {EXAMPLES[FLAGS]}"
+            )
             raise ConfigError(f"{setting}={table!r}", remedy, setting=setting)
         # YAML reads the words on and off as true and false.
         names = {value: {True: "on", False: "off"}.get(value, str(value)) for value in table}

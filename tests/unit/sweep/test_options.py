@@ -270,7 +270,9 @@ def test_an_interpreter_that_cannot_start_the_agents_is_refused_where_it_can_be_
         require_program(plan("kernel.command=[env,train]", *words).config)
 
     for launcher in ("launcher=local", "launcher=slurm"):
-        with refused(f"sweep.python={bare} cannot start the agents of ultrabench: No module named ultrabench; install"):
+        with refused(
+            f"sweep.python={bare} cannot start the agents of ultrabench: No module named ultrabench; install"
+        ):
             require(f"+sweep.python=[{sys.executable},{bare}]", launcher)
     with refused(f"sweep.python={tmp_path}/none is no program here"):
         require(f"+sweep.python=[{tmp_path}/none]", "launcher=local")

@@ -17,6 +17,7 @@ from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.choose import require_max_nodes
 from ultrabench.launchers.open_sweep import (
+    accepted,
     folder_of,
     in_force,
     require_local,
@@ -68,6 +69,8 @@ def show_plan(
                 rate = {"core_flops_per_s": described.core_flops_per_s, "cores": described.cores or 1}
             require_same_log(state, config)
             require_same_flags(state, config)
+            if config.kernel.kind == "command":  # whether our own kernel has changed, only torch can tell
+                accepted(config, {}, state, None)
         require_local(config)
         require_max_nodes(config)
         require_program(config)
