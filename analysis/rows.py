@@ -98,7 +98,7 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
 
 def _first_values(config: Mapping[str, Any]) -> str | None:
     """The column `first_values` of a sweep with this resolved configuration; None where it cannot be read."""
-    with contextlib.suppress(ConfigError, LookupError, TypeError):
+    with contextlib.suppress(ConfigError, LookupError, TypeError, ValueError, AttributeError):
         sweep = config_from_tree(dict(config))
         in_layouts = {"all": 0, "auto": default_schedule(2, 2)}
         listed = {name: [in_layouts.get(v, v) for v in of] for name, of in sweep.axes.layout.items()}
