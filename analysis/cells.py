@@ -14,7 +14,7 @@ from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, outcome_order, tier
 from ultrabench.sweep.config.sweep_config import WEAK
-from ultrabench.sweep.running.outliers import low_peak
+from ultrabench.sweep.running.outliers import busy_peak, low_peak
 from ultrabench.variant import texts
 
 
@@ -197,8 +197,10 @@ def caveats(table: pa.Table) -> list[str]:
 
 
 def low_peak_in(table: pa.Table) -> list[str]:
-    """The line of `low_peak` about the rows of a table."""
-    return low_peak(pc.max(pc.if_else(pc.is_null(table["suspect"]), table["mfu"], None)).as_py())
+    """The lines of `low_peak` and `busy_peak` about the rows of a table."""
+    mfu = pc.max(pc.if_else(pc.is_null(table["suspect"]), table["mfu"], None)).as_py()
+    sources = sorted(table["peak_source"].drop_null().unique().to_pylist())
+    return [*low_peak(mfu), *(line for source in sources for line in busy_peak(source))]
 
 
 def notes(table: pa.Table, include_suspects: bool = False) -> str:

@@ -125,8 +125,9 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
     workload_columns, layout_columns = _columns(tried)
     rows_in_a, rows_in_b = (_by_key(rows, workload_columns + layout_columns) for rows in tried)
     common_keys = sorted(rows_in_a.keys() & rows_in_b.keys(), key=str)
+    other_variants = "variant" in layout_columns and _other_variants((rows_in_a, rows_in_b))
     if not common_keys:
-        raise ConfigError(_nothing_in_common(tried, workload_columns + layout_columns))
+        raise ConfigError(_nothing_in_common(tried, workload_columns + layout_columns, other_variants or ""))
     pairs = [(_runs(rows_in_a[key]), _runs(rows_in_b[key])) for key in common_keys]
     p_values, chance_notes = corrected(pairs)
     rows = [_row(rows_in_a[key], rows_in_b[key], pair) for key, pair in zip(common_keys, pairs, strict=True)]
@@ -142,6 +143,7 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
         notes=(
             *_machine([(rows_in_a[key], rows_in_b[key]) for key in common_keys], threshold),
             *_left_out(tried, frame),
+            *([f"Not compared: layouts with {other_variants}."] if other_variants else []),
             *chance_notes,
         ),
     )
@@ -267,9 +269,32 @@ def _by_key(rows: Sequence[Row], names: Sequence[str]) -> dict[_Key, list[Row]]:
     return rows_by_key
 
 
-def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str]) -> str:
+def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
+    """The variants that only one side has of layouts that both have; None where there are none.
+
+    Args:
+        sides: the rows of A and B by key, whose last part is the variant.
+    """
+    texts_of_sides = []
+    for name, keys, others in zip("AB", sides, reversed(sides), strict=True):
+        layouts_of_others = {key[:-1] for key in others}
+        lone = Counter(key[-1] for key in keys if key not in others and key[:-1] in layouts_of_others)
+        named = (
+            f"{' '.join(texts(variant_in(variant))) or 'no variant'} ({lone[variant]})"
+            for variant in sorted(lone, key=str)
+        )
+        texts_of_sides += (
+            [f"{', '.join([*named][:3])}{' ...' * (len(lone) > 3)} only in {name}"] if lone else []
+        )
+    return " and ".join(texts_of_sides) or None
+
+
+def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str], other_variants: str) -> str:
     """The message for tables without a common layout, with the columns that have no common value."""
     fact = f"A has {counted(len(tried[0]), 'tried run')}, B {len(tried[1]):,}, and no layout is in both"
+    if other_variants:
+        todo = "to compare variants, list them in one sweep and see ultrabench sweep effects"
+        return f"{fact} with one variant: {other_variants}; {todo}"
     values = {name: [sorted({str(row[name]) for row in rows}) for rows in tried] for name in names}
     differing_values = [
         f"{name} is {' / '.join(a[:3])} in A and {' / '.join(b[:3])} in B"

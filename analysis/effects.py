@@ -4,7 +4,7 @@ docs/effects.md says which runs make a pair, how the interval follows, and how o
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import exp, log
@@ -15,7 +15,8 @@ import pandas as pd
 import pyarrow as pa
 from scipy.special import stdtr, stdtrit
 
-from ultrabench.analysis.knobs import in_order, is_of_variant, knobs, value_text
+from ultrabench.analysis.knobs import in_order, is_of_variant, knobs, set_value, value_text
+from ultrabench.analysis.options import variant_in
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, counted, require_known
@@ -46,7 +47,7 @@ class Effect:
 
     value: Any
     against: Any
-    """The baseline: the most frequent value among runs that differ only in the knob."""
+    """The baseline: the first value that the sweep lists, or the most frequent one where no run that is compared has it."""
     ratio: float | None = None
     """Geometric mean of the ratios of speeds; None without a pair."""
     low: float | None = None
@@ -69,7 +70,7 @@ class Competing:
 
     runs: pd.DataFrame
     """One row for each run: its knobs, `model`, `num_params`, `sweep`, `environment`, `alike` (a number for all of
-    _EQUAL), the medians of its repeats in `rate` and `control_ratio`, `control`, and `variance`, what its steps alone give the logarithm."""
+    _EQUAL), `first_values` (a mapping from axes to values), the medians of its repeats in `rate` and `control_ratio`, `control`, and `variance`, what its steps alone give the logarithm."""
     repeats: pd.DataFrame
     """One row for each repeat that competes, with the same speeds; `run`: its row in `runs`, `place`: its allocation."""
     knobs: tuple[str, ...]
@@ -114,7 +115,7 @@ def competing(table: pa.Table) -> Competing:
     Raises:
         ConfigError: there are none.
     """
-    ranking = Ranking(table, more=("gpus",))
+    ranking = Ranking(table, more=("gpus", "first_values"))
     frame = ranking.frame
     standings = chain.from_iterable(ranking.standings.values())
     tried = [standing for standing in standings if standing.outcome not in NOT_TRIED]
@@ -130,6 +131,7 @@ def competing(table: pa.Table) -> Competing:
     return Competing(
         runs=runs.assign(
             **frame.loc[rows, ["model", "num_params", "sweep"]].reset_index(drop=True),
+            first_values=frame.loc[rows, "first_values"].fillna("").map(variant_in).to_numpy(),
             environment=np.array([tried[number].environment for number in winners], object),
             alike=frame.groupby(_EQUAL, dropna=False).ngroup()[rows].to_numpy(),
             control=by_run["control"].first(),
@@ -181,7 +183,12 @@ def pairs(measured: Competing, axis: str) -> pd.DataFrame:
     sides = pd.DataFrame({"value": runs[axis], "block": block, "run": runs.index})[runs[axis].notna()]
     comparable = sides[sides.groupby("block")["value"].transform("nunique") > 1]
     number_by_value = comparable["value"].value_counts()
-    baseline = max(in_order(axis, number_by_value.index), key=number_by_value.__getitem__, default=None)
+    listed_first = Counter(set_value(of[axis]) for of in runs["first_values"][comparable.index] if axis in of)
+    baseline = max(
+        in_order(axis, number_by_value.index),
+        key=lambda value: (listed_first[value], number_by_value[value]),
+        default=None,
+    )
     is_baseline = comparable["value"] == baseline
     left = comparable[is_baseline].rename(columns={"value": "against", "run": "left"})
     joined = left.merge(comparable[~is_baseline].rename(columns={"run": "right"}), on="block")
@@ -218,6 +225,37 @@ def effects(measured: Competing, axis: str) -> list[Effect]:
     others = [value for value in in_order(axis, measured.runs[axis]) if value != baseline]
     effect_by_value = {value: effect(measured, of_value) for value, of_value in all_pairs.groupby("value")}
     return [effect_by_value.get(value) or Effect(value=value, against=baseline) for value in others]
+
+
+HEADS = ("axis", "value", "baseline", "x speed", f"{100 * LEVEL:.0f} % interval", "pairs")
+"""Names of the columns of a table of effects."""
+
+
+def effects_by_axis(measured: Competing) -> dict[str, list[Effect]]:
+    """Axis that varied -> its effects; axes with the largest proven effect come first, those without pairs last."""
+    of_axes = {axis: effects(measured, axis) for axis in measured.varied}
+    worth = {axis: (bool(of), max((e.proven for e in of), default=0.0)) for axis, of in of_axes.items()}
+    return {axis: of_axes[axis] for axis in sorted(worth, key=worth.__getitem__, reverse=True)}
+
+
+def cells(axis: str, effect: Effect) -> list[str]:
+    """The texts of an effect in the columns of HEADS."""
+    numbers = (effect.ratio, effect.low, effect.high)
+    ratio, low, high = ("" if x is None else f"{x:.3f}" if x < 100 else f"{x:,.0f}" for x in numbers)
+    values = value_text(axis, effect.value), value_text(axis, effect.against)
+    return [axis, *values, ratio, f"{low} to {high}" if low else "", f"{effect.pairs:,}"]
+
+
+def notes(measured: Competing, of_axes: Mapping[str, Sequence[Effect]]) -> list[str]:
+    """Sentences below a table of these effects."""
+    intervals = sum(effect.low is not None for of_axis in of_axes.values() for effect in of_axis)
+    by_chance = f"Each interval is wrong in {100 * (1 - LEVEL):.0f} % of cases: {intervals} intervals, of which about "
+    return [
+        *(f"No pairs for {axis}: {why_no_pairs(measured, axis)}." for axis, of in of_axes.items() if not of),
+        "The baseline is the first value that the sweep lists, or the most frequent one where that was not compared.",
+        measured.note,
+        f"{by_chance}{(1 - LEVEL) * intervals:.1g} may exclude 1 by chance.",
+    ]
 
 
 def effect(measured: Competing, of_value: pd.DataFrame) -> Effect:

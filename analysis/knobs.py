@@ -29,7 +29,7 @@ def knobs(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     variants = [variant_in(row.get(VARIANT)) for row in rows]
     names = sorted({name for variant in variants for name in variant})
     values = [
-        {**_layout_knobs(row), **{name: _set_value(variant.get(name)) for name in names}}
+        {**_layout_knobs(row), **{name: set_value(variant.get(name)) for name in names}}
         for row, variant in zip(rows, variants, strict=True)
     ]
     return pd.DataFrame(values, columns=[*AXES, *BESIDE_LAYOUT, *names], dtype=object)
@@ -76,7 +76,7 @@ def _layout_knobs(row: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _set_value(value: Any) -> Any:
+def set_value(value: Any) -> Any:
     """The value of a knob of the variant; a list or an object becomes its JSON text."""
     if value is None:
         return UNSET

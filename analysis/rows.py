@@ -1,5 +1,6 @@
 """Makes the result rows of one sweep: one for every attempt and for every candidate without an attempt."""
 
+import contextlib
 import functools
 import json
 import operator
@@ -16,7 +17,7 @@ from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
 from ultrabench.device_rates import bandwidths, summary
 from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import AXES
+from ultrabench.layout import AXES, default_schedule
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict
 from ultrabench.result import Doubt, RunResult, Status, sentences
@@ -27,6 +28,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import SweepJson, read_sweep_json
+from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.plan_table import (
     OF_RUNS,
@@ -94,11 +96,25 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
         for columns in (row_columns, plan_columns):
             for name in _OF_TRAINING & columns.keys():
                 del columns[name]
+    row_columns["first_values"] = pa.array(
+        [_first_values(state.config or sweep.config)] * len(numbered_rows), pa.string()
+    )
     arrays = []
     for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True):
         parts = [columns[name] for columns in (row_columns, plan_columns) if name in columns]
         arrays.append(pc.coalesce(*parts) if parts else pa.nulls(len(numbered_rows), kind))
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _first_values(config: Mapping[str, Any]) -> str | None:
+    """The column `first_values` of a sweep with this resolved configuration; None where it cannot be read."""
+    with contextlib.suppress(ConfigError, LookupError, TypeError, ValueError, AttributeError):
+        sweep = config_from_tree(dict(config))
+        in_layouts = {"all": 0, "auto": default_schedule(2, 2)}
+        listed = {name: [in_layouts.get(v, v) for v in of] for name, of in sweep.axes.layout.items()}
+        listed |= {name: [*of] for name, of in sweep.options.values.items()}
+        return _json_text({name: of[0] for name, of in listed.items() if len(of) > 1})
+    return None
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, pa.Array]:

@@ -91,6 +91,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("precision", TEXT, "Arithmetic of forward and backward."),
         column("compile", BOOL, "Whether torch.compile was used; never with pp_schedule=zbv."),
         column("variant", TEXT, "Options that the sweep varies beside the layout, as a JSON object; see docs/options.md."),
+        column("first_values", TEXT, "First value that the sweep lists of each axis with several, as a JSON object."),
     ),
     "Outcome": (
         column("status", TEXT, "How it ended; null while pending or running."),
@@ -119,7 +120,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("hfu", FLOAT, "Executed FLOPs over the peak, a fraction; null if not counted."),
         column("flops_formula", TEXT, "FLOPs of a token; palm: 6*N_matmul + 12*L*heads*head_dim*seq_len; megatron: 6*L for 12*L."),
         column("peak_flops_per_s", FLOAT, "Dense peak rate of one rank."),
-        column("peak_source", TEXT, "Where the peak comes from; measured: by this machine itself."),
+        column("peak_source", TEXT, "Where the peak comes from; measured: by this machine itself, perhaps beside other programs."),
         column("source_mfu", FLOAT, "MFU as the program itself (see kernels.md) or the publisher computed it, a fraction."),
         column("model_flops_per_s_per_gpu", FLOAT, "FLOPs of a token * tokens_per_s_per_gpu."),
         column("control", TEXT, "The run_id of the allocation's control layout."),

@@ -5,8 +5,10 @@ which a cell goes on. No cell is searched with constants that were fitted to it:
 model, and once more without its number of nodes. For each of the two, the table has
 
 - all cells: hours of the exhaustive sweep, cells that end within 2 % of their best, and the largest regret;
-- halves: the same for random parts of the cells, with a half of their layouts each, whose best layouts differ;
-- the choice: for each cell, the largest CHANCE with which all other cells end within 2 %, and what these choices give.
+- halves: how many random parts of the cells, with a half of their layouts each, end within 2 % of their best, which is
+  another layout in most of them;
+- the choice: for each cell, the largest CHANCE with which all other cells end within 2 %, and what these choices give;
+  and the largest one with which ENOUGH of the halves of all other cells do.
 """
 
 import random
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.analysis.predict.cases import Case
-from ultrabench.analysis.predict.replay import ReplayedRun, cells_of, replay
+from ultrabench.analysis.predict.replay import Replay, ReplayedRun, cells_of, replay
 from ultrabench.analysis.predict.validate import GROUPS, without_own_group
 from ultrabench.cli.predict.cases import open_cases
 from ultrabench.sweep.config.load import load_config, load_profile
@@ -29,7 +31,9 @@ CHANCES = (0.2, 0.1, 0.07, 0.05, 0.04, 0.03, 0.02, 0.01)
 BATCHES = (1, 8, 16)
 NEAR = 0.02
 """Regret up to which a cell counts as found."""
-DRAWS, SEED = 6, 1
+ENOUGH = 0.95
+"""Share of halves within NEAR by which a CHANCE is chosen."""
+DRAWS, SEED = 20, 1
 """Random halves of each cell."""
 Cells = Mapping[CellKey, Sequence[ReplayedRun]]
 
@@ -46,15 +50,34 @@ def cells_without(cases: Sequence[Case], used: Profile, by: str) -> Cells:
     return cells
 
 
-def halves(cells: Cells) -> Cells:
-    """Random halves of the cells in which any layout works, named by model and draw."""
-    draw = random.Random(SEED)
-    parts = {
-        (f"{model} {n}", nodes): [run for run in runs if draw.random() < 0.5]
-        for (model, nodes), runs in cells.items()
-        for n in range(DRAWS)
-    }
-    return {key: runs for key, runs in parts.items() if any(run.step_time_s for run in runs)}
+def halves(cells: Cells) -> dict[CellKey, list[dict[float, bool]]]:
+    """For each cell what `near_by_chance` returns for random halves of it, of those in which any layout works."""
+    draw, max_p_oom = random.Random(SEED), load_config().max_p_oom
+    ends: dict[CellKey, list[dict[float, bool]]] = {}
+    for cell, runs in cells.items():
+        parts = [[run for run in runs if draw.random() < 0.5] for _ in range(DRAWS)]
+        ends[cell] = [
+            near_by_chance(part, max_p_oom) for part in parts if any(run.step_time_s for run in part)
+        ]
+    return ends
+
+
+def near_by_chance(runs: Sequence[ReplayedRun], max_p_oom: float) -> dict[float, bool]:
+    """CHANCE -> whether a search ends within NEAR of the best run, if it makes one run after the other.
+
+    It is replayed once, since CHANCE does not change the order of its runs but only where it ends.
+    """
+    cell, best_by_chance = Replay(runs, max_p_oom), dict[float, float]()
+    search.CHANCE = min(CHANCES)
+    while proposed := search.propose(runs, tried := cell.tried()):
+        beliefs = search.beliefs_of(runs, tried)
+        untried = [beliefs[r.run_id] for r in runs if r.run_id not in tried.begun and cell.possible(r)]
+        promising = max(b.p_better(cell.best_s) for b in untried if b.p_oom <= tried.max_p_oom)
+        if tried.times_s:
+            best_by_chance |= {c: cell.best_s for c in CHANCES if c > promising and c not in best_by_chance}
+        cell.make(proposed)
+    best_s = min(run.step_time_s for run in runs if run.step_time_s)
+    return {c: best_by_chance.get(c, cell.best_s) / best_s - 1 <= NEAR for c in CHANCES}
 
 
 def replayed(cells: Cells, chance: float, batch: int) -> dict[str, Any]:
@@ -69,18 +92,33 @@ def text(document: Mapping[str, Any]) -> str:
     return f"{document['gpu_hours_share']:7.2%} {near:4}/{len(regrets)} {worst:>6}"
 
 
-def choose(cells: Cells, documents: Mapping[float, Mapping[str, Any]]) -> None:
-    """Prints the CHANCE that the other cells choose for each cell, and what these choices give together."""
+def choose(
+    cells: Cells,
+    documents: Mapping[float, Mapping[str, Any]],
+    parts: Mapping[CellKey, list[dict[float, bool]]] | None,
+) -> None:
+    """Prints the CHANCE that the other cells choose for each cell, and what these choices give together.
+
+    Args:
+        parts: the halves of the cells, if these choose.
+    """
     regrets = {c: [cell["regret"] or 0.0 for cell in d["cells"]] for c, d in documents.items()}
     totals = [sum(run.cost() for run in runs) for runs in cells.values()]
-    chosen, found, hours = list[str](), 0, 0.0
-    for n, ((model, nodes), total) in enumerate(zip(cells, totals, strict=True)):
-        good = [c for c in CHANCES if all(r <= NEAR for m, r in enumerate(regrets[c]) if m != n)]
+    chosen, found, hours, found_halves = list[str](), 0, 0.0, list[bool]()
+    for n, (cell, total) in enumerate(zip(cells, totals, strict=True)):
+        if parts is None:
+            good = [c for c in CHANCES if all(r <= NEAR for m, r in enumerate(regrets[c]) if m != n)]
+        else:
+            others = [half for key, of_cell in parts.items() if key != cell for half in of_cell]
+            good = [c for c in CHANCES if sum(half[c] for half in others) >= ENOUGH * len(others)]
+            found_halves += [half[max(good, default=min(CHANCES))] for half in parts[cell]]
         chance = max(good, default=min(CHANCES))
-        chosen.append(f"{model} {nodes}: {chance:g}")
+        chosen.append(f"{cell[0]} {cell[1]}: {chance:g}")
         found += regrets[chance][n] <= NEAR
         hours += documents[chance]["cells"][n]["gpu_hours_share"] * total / sum(totals)
-    print(f"  chosen without each cell: {hours:.2%} {found}/{len(totals)}:", ", ".join(chosen))
+    of_halves = f", {sum(found_halves)}/{len(found_halves)} halves" if found_halves else ""
+    by = "chosen by the cells but it" if parts is None else "chosen by the halves of the cells but it"
+    print(f"  {by}: {hours:.2%} {found}/{len(totals)}{of_halves}:", ", ".join(chosen))
 
 
 def main() -> None:
@@ -89,14 +127,16 @@ def main() -> None:
     every["profile as it is"] = cells_of(cases, used)
     for name, cells in every.items():
         parts = halves(cells)
-        print(f"{name}: batch {', '.join(map(str, BATCHES))}; halves, batch 1 and 8: hours, found, worst")
+        number = sum(map(len, parts.values()))
+        print(f"{name}: batch {', '.join(map(str, BATCHES))}: hours, found, worst; halves found with batch 1")
         documents = {}
         for chance in CHANCES:
             whole = [replayed(cells, chance, batch) for batch in BATCHES]
             documents[chance] = whole[0]
-            row = [*map(text, whole), *(text(replayed(parts, chance, batch)) for batch in BATCHES[:2])]
-            print(f"  {chance:<5g}", " | ".join(row), flush=True)
-        choose(cells, documents)
+            near = sum(half[chance] for of_cell in parts.values() for half in of_cell)
+            print(f"  {chance:<5g}", " | ".join([*map(text, whole), f"{near}/{number}"]), flush=True)
+        for chooses in (None, parts):
+            choose(cells, documents, chooses)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
-from ultrabench.processes import run_module
+from ultrabench.processes import run_module, run_python
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
@@ -38,6 +38,7 @@ from ultrabench.sweep.config.options import listed, read_flags
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig, scaled_gbs
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
+from ultrabench.sweep.running.outliers import busy_peak
 from ultrabench.sweep.running.price import within_limit
 from ultrabench.variant import FLAGS, PLACES, variables_of
 
@@ -255,6 +256,9 @@ def open_sweep(
     folder.create()
     described = known_as or create_sweep_json(folder, sweep_json_of(config, environment))
     if known_as is None:
+        peak = described.peak(1, config.kernel.precision)
+        for line in busy_peak(peak.source if peak else None):
+            warn(line)
         require_same(described, config, folder.path)  # another launch may have created it meanwhile
     keep(config.kernel.env, folder.secrets, config.secrets)
     if not in_table:
@@ -265,7 +269,7 @@ def open_sweep(
     require_same_log(state, config)
     require_same_flags(state, config)
     require_same_batches(state.config, config, folder.path)
-    accepts = _reuse(config, environment, state, reuse)
+    accepts = accepted(config, environment, state, reuse)
     digest, origin = config.kernel.digest(), provenance(config)
     launch = Launched(
         generation=state.generation + 1, config=config.resolved, provenance=origin, kernel_digest=digest,
@@ -326,16 +330,13 @@ def require_local(config: SweepConfig) -> None:
 
 
 def require_program(config: SweepConfig) -> None:
-    """Raises ConfigError if kernel=command names a program that does not exist on this machine.
+    """Raises ConfigError if a command or an interpreter that the sweep names cannot run, as far as this machine can tell.
 
-    A path must also exist here if nodes of a cluster run the program, since they share the folder of the
+    The path of a program must also exist here if nodes of a cluster run the program, since they share the folder of the
     launch. A bare name is searched only if the program runs here, since launcher.setup may provide it there.
     """
-    pythons = config.options.values.get("python", ()) if config.launcher.name == "local" else ()
-    if absent := next((python for python in pythons if shutil.which(python) is None), None):
-        raise ConfigError(
-            f"sweep.python={absent} is no program here", "give the path of a Python that has ultrabench"
-        )
+    for python in map(str, config.options.values.get("python", ())):
+        _require_interpreter(python, config)
     if config.kernel.kind != "command":
         return
     program, *script = config.kernel.command[:2]
@@ -348,6 +349,34 @@ def require_program(config: SweepConfig) -> None:
     if missing:
         remedy = "mend its path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
         raise ConfigError(f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); {remedy}")
+
+
+def _require_interpreter(python: str, config: SweepConfig) -> None:
+    """Raises ConfigError if an interpreter of `sweep.python` is absent where the jobs run, or has no ultrabench.
+
+    On the nodes of a cluster an interpreter may exist that is not here. What exists here is asked, unless its path is
+    one inside a container, or launcher.setup sets the PYTHONPATH that it imports from.
+    """
+    setting, launcher = f"sweep.python={python}", config.launcher
+    path = shutil.which(python) if launcher.name == "local" or "/" in python else None
+    if path is None and launcher.name == "local":
+        raise ConfigError(f"{setting} is no program here", "give the path of a Python that has ultrabench")
+    in_job = "container" in config.options.values or any(
+        "container" in word or "PYTHONPATH" in word for word in (*launcher.srun, *launcher.setup)
+    )
+    if path is not None and not in_job and (why := _why_no_agent(path)):
+        remedy = f"install it there ({python} -m pip install ultrabench), or give another interpreter"
+        raise ConfigError(f"{setting} cannot start the agents of ultrabench: {why}", remedy)
+
+
+@functools.cache  # a launch and its plan ask the same
+def _why_no_agent(python: str) -> str | None:
+    """Why this interpreter cannot import the agent; None where it can."""
+    try:
+        run_python("-c", "import ultrabench.agent.__main__", timeout_s=PROBE_TIMEOUT_S, python=python)
+    except ClusterError as error:
+        return str(error)
+    return None
 
 
 @functools.cache  # an acceptance run opens several sweeps
@@ -364,7 +393,9 @@ def probe_machine(peak: bool) -> dict[str, Any]:
         raise ClusterError(f"the kernel does not start here: {error}") from error
 
 
-def _reuse(config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None) -> Accepts:
+def accepted(
+    config: SweepConfig, environment: dict[str, Any], state: SweepState, reuse: str | None
+) -> Accepts:
     """A function that says whether an ok result counts, judged by the environment it was measured in."""
     facts = environment if config.kernel.kind != "command" else {}
     digest = config.kernel.digest()

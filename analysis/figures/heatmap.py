@@ -245,7 +245,7 @@ def _draw_bar(bar: Axes, grid: Grid, end: float) -> None:
     shown = FuncFormatter(lambda value, _: f"{value / unit:,.4g}" if in_bytes else count(value))
     scale = bar.figure.colorbar(colours, cax=bar, ticks=[t for t in ticks if t <= end], format=shown)
     scale.outline.set_visible(False)
-    measured = "measured " * any(cell.peak_source == "measured" for cell in grid.cells)
+    measured = "measured " * any((cell.peak_source or "").startswith("measured") for cell in grid.cells)
     space = "\n" if grid.size[1] < 2 else " "
     label = {"mfu": f"MFU (% of{space}{measured}peak)", "source_mfu": f"source_mfu{space}(% of peak)"}
     wins = f"{name}\nlowest wins" if column in LOWER_IS_BETTER else name

@@ -152,7 +152,7 @@ function figureChanged({ target }) {
   figuresChanged();
 }
 
-// What no filter changes: rejected layouts, the origin of the rows and the meaning of the columns.
+// What no filter changes: effects, rejected layouts, the origin of the rows and the meaning of the columns.
 function buildRest() {
   const left = held.public ? " Host names, paths, users, accounts and all free texts are left out." : "";
   const number = held.rejected.reduce((sum, one) => sum + one.number, 0);
@@ -162,6 +162,9 @@ function buildRest() {
   document.getElementById("how").textContent = held.cells.length
     ? `Each cell shows the fastest layout that is not in doubt, with its MFU, the interval of its step time where that is wider than its target, its peak memory, and what became of the others; its colour is the MFU, from purple (0 %) to yellow (${held.mfu_end} %). Activate a cell to see all of its layouts.`
     : "No row trains a model, so that there is nothing to rank.";
+  const { heads, rows: effects, notes } = held.effects;
+  if (effects.length) document.getElementById("effects").append(table("Speed with a value relative to that with the baseline", heads, effects));
+  document.getElementById("effects").append(...notes.map((note) => element("p", {}, note)), ...(effects.length ? [] : [element("p", {}, "No two runs that may win differ in one axis only.")]));
   const rejected = held.rejected.map((r) => [r.model ?? "", text("nodes", r.nodes), grouped(r.number), r.rule ?? "", r.example ?? ""]);
   document.getElementById("rejected").append(rejected.length
     ? table("Rejected layouts", ["model", "nodes", "layouts", "rule", "for example"], rejected)

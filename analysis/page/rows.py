@@ -14,6 +14,8 @@ import pyarrow.compute as pc
 
 from ultrabench.analysis import schema
 from ultrabench.analysis.cells import Cell, layout_words, low_peak_in, made_with, repeats_failed
+from ultrabench.analysis.effects import HEADS, competing, effects_by_axis, notes
+from ultrabench.analysis.effects import cells as effect_cells
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.measured import measured_runs
 from ultrabench.analysis.numbers import scale_end
@@ -45,8 +47,8 @@ _READ = (*_KEY, *AXES, "status", "suspect", "source", "allocation", *_CELL[:-1])
 """Columns that the texts of a row are made of."""
 _UNRANKED = dict.fromkeys(("rank", "cell", "repeats_failed", "environment"))
 """The columns that rank a row in its cell, null for a row that does not stand for its run."""
-_TOO_LONG = ("schema_version", "step_times_s", "bandwidths")
-"""Columns that stay out of the page for their size; the parquet file has them."""
+_LEFT_OUT = ("schema_version", "step_times_s", "bandwidths", "first_values")
+"""Columns that stay out of the page, since they are long or the same in all rows; the parquet file has them."""
 
 NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
          "driver_version")  # fmt: skip
@@ -111,6 +113,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "axes": [*AXES, *options],
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
         "parts": [*MEMORY_PARTS],
+        "effects": _effects(table),
         "rejected": _rejected(rejected),
         "ranking": str(schema.__doc__).split("\n\n")[1:],
         "schema": {group: _meanings(columns_of_group, names) for group, columns_of_group in GROUPS.items()},
@@ -136,15 +139,18 @@ def encoded(values: Sequence[Any]) -> dict[str, Any]:
 def _shown_columns(table: pa.Table, public: bool) -> list[str]:
     """The columns that the page tells: those with a value, without those that are too long or not public."""
     with_values = (name for name in SCHEMA.names if table[name].null_count < len(table))
-    return [name for name in with_values if name not in _TOO_LONG and (not public or name in PUBLIC)]
+    return [name for name in with_values if name not in _LEFT_OUT and (not public or name in PUBLIC)]
 
 
 def _without_texts(table: pa.Table) -> pa.Table:
     """The table with the texts of a public page: no reasons, `in doubt` for a doubt, and names without paths."""
     none = pa.scalar(None, pa.string())
     new_columns = dict.fromkeys(("reason", *_VARIABLES), pa.nulls(len(table), pa.string()))
+    new_columns |= {
+        name: pa.array(map(_public_options, table[name].to_pylist()), pa.string())
+        for name in ("variant", "first_values")
+    }
     new_columns["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "in doubt", none)
-    new_columns["variant"] = pa.array(map(_public_variant, table["variant"].to_pylist()), pa.string())
     for name in NAMES:
         new_columns[name] = pc.replace_substring_regex(pc.utf8_rtrim(table[name], r"/\ "), r"^.*[/\\]", "")
     for name, column in new_columns.items():
@@ -152,8 +158,8 @@ def _without_texts(table: pa.Table) -> pa.Table:
     return table
 
 
-def _public_variant(text: str | None) -> str | None:
-    """The options of a run without the folders of paths."""
+def _public_options(text: str | None) -> str | None:
+    """Options, such as those of a run, without the folders of paths."""
     variant = variant_in(text).items()
     options = {name: re.sub(r"^.*[/\\]", "", v) if isinstance(v, str) else v for name, v in variant}
     return json.dumps(options) if options else None
@@ -276,6 +282,17 @@ def _rejected(rows: Sequence[Row]) -> list[Row]:
         dict(zip(names, key, strict=True)) | {"number": number, "example": example_by_key[key]}
         for key, number in sorted(counts.items(), key=lambda pair: (*map(str, pair[0][::2]), pair[0][1] or 0))
     ]
+
+
+def _effects(table: pa.Table) -> Row:
+    """What each value of each axis is worth: heads, rows of texts, and sentences below the table."""
+    try:
+        measured = competing(table)
+    except ConfigError:  # no run may win
+        return {"heads": HEADS, "rows": [], "notes": []}
+    of_axes = effects_by_axis(measured)
+    rows = [effect_cells(axis, effect) for axis, of_axis in of_axes.items() for effect in of_axis]
+    return {"heads": HEADS, "rows": rows, "notes": notes(measured, of_axes)}
 
 
 def _meanings(columns: Iterable[pa.Field], names: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -63,8 +63,8 @@ def _first_match(path: str, pattern: str) -> str | None:
     return match[1] if match else None
 
 
-def _core_rate(seconds: float) -> float:
-    """The best rate of fp32 matrix products on one thread, in FLOPs per second.
+def _core_rate(seconds: float) -> tuple[float, float]:
+    """The best rate of fp32 matrix products on one thread, in FLOPs per second, and the share of its core that it had.
 
     It is the best and not the median, since other work on the machine can only slow a product down, and a
     peak that is too low gives an mfu above 1.
@@ -72,27 +72,29 @@ def _core_rate(seconds: float) -> float:
     torch.set_num_threads(1)
     a, b = torch.rand(2, PEAK_SIZE, PEAK_SIZE)
     rates = list[float]()
-    end = time.perf_counter() + seconds
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    end = begin_s + seconds
     while time.perf_counter() < end or len(rates) < 3:
         start = time.perf_counter()
         torch.mm(a, b)
         rates.append(2 * PEAK_SIZE**3 / (time.perf_counter() - start))
-    return max(rates)
+    return max(rates), (time.process_time() - begin_cpu_s) / (time.perf_counter() - begin_s)
 
 
-def core_flops_per_s(seconds: float = PEAK_S) -> float:
-    """The rate of one core while all cores compute, in FLOPs per second.
+def peak_rate(seconds: float = PEAK_S) -> dict[str, float]:
+    """The rate of one core while all cores compute, in FLOPs per second, and the share of the cores that it had.
 
     It uses one process per core, because a core that computes alone runs at a higher clock than in a run.
     """
     cores = len(os.sched_getaffinity(0))
     with multiprocessing.get_context("fork").Pool(cores) as pool:
-        return median(pool.map(_core_rate, [seconds] * cores, chunksize=1))
+        rates, shares = zip(*pool.map(_core_rate, [seconds] * cores, chunksize=1), strict=True)
+    return {"core_flops_per_s": median(rates), "peak_core_share": median(shares)}
 
 
 if __name__ == "__main__":
     set_defaults()
     out = {**facts(), "cores": len(os.sched_getaffinity(0))}
     if "--peak" in sys.argv:
-        out["core_flops_per_s"] = core_flops_per_s()
+        out |= peak_rate()
     print(json.dumps(out))

@@ -11,6 +11,7 @@ UltrabenchError        exit 2: the user's mistake; the message is the whole stor
 import difflib
 import errno
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 
 class UltrabenchError(Exception):
@@ -87,8 +88,10 @@ MOST_NAMES = 12
 
 
 def nearest_name(name: str, names: Iterable[str], similarity: float = NEAR) -> str | None:
-    """The one of `names` that is probably meant by `name`; None if none has this similarity to it."""
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
+    """The one of `names` that is probably meant by `name`, such as words.ep by ep; None if none is as similar."""
+    names = [*names]
+    in_groups = (known for known in names if known.rpartition(".")[2] == name)
+    return next(chain(in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
 
 
 def unknown_name(kind: str, name: object, names: Iterable[str], first: Iterable[str] = ()) -> str:

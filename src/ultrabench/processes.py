@@ -298,7 +298,16 @@ def run_module(*words: str, timeout_s: float) -> str:
     Raises:
         ClusterError: it cannot be started, takes too long, or fails; the message is the last line of stderr.
     """
-    command = [sys.executable, "-P", "-m", *words]
+    return run_python("-m", *words, timeout_s=timeout_s)
+
+
+def run_python(*words: str, timeout_s: float, python: str = sys.executable) -> str:
+    """The output of an interpreter with these arguments, which does not import from the working folder.
+
+    Raises:
+        ClusterError: it cannot be started, takes too long, or fails; the message is the last line of stderr.
+    """
+    command = [python, "-P", *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
     except subprocess.CalledProcessError as error:

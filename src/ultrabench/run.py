@@ -193,6 +193,15 @@ def words_of(spec: RunSpec) -> dict[str, Any]:
     }}  # fmt: skip
 
 
+_IN_BRACES = re.compile(r"(?<!\$)\{\s*(?P<quote>[\"']?)(?:words\.)?(?P<name>\w+)(?P=quote)\s*\}")
+"""A word in braces; also with quotes, spaces or its group, which are refused if there is such a word."""
+
+
+def in_command(value: object) -> str:
+    """The value of a word as a command gets it: whole numbers without `.0`."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     """The user's command and the flags for values of this run, as a list of words.
 
@@ -201,20 +210,26 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     because the command may be a shell that replaces it.
 
     Raises:
-        ConfigError: a `{word}` is unknown.
+        ConfigError: a `{word}` is unknown, or a known one has quotes, spaces or its group in the braces.
     """
     words = words_of(spec) | key._asdict() | {"steps": measure.warmup_steps + measure.max_steps}
 
     def word(match: re.Match[str]) -> str:
-        if match[1] not in words:
+        text, name = match[0], match["name"]
+        if text != f"{{{name}}}":
+            if name in words:
+                raise ConfigError(
+                    f"kernel.command has {text}; a word stands in braces alone: write {{{name}}}"
+                )
+            return text
+        if name not in words:
             kind = f"word in kernel.command of kernel={spec.kernel.name}"
-            raise ConfigError(unknown_name(kind, match[0], words))
-        value = words[match[1]]
-        return str(int(value) if isinstance(value, float) and value.is_integer() else value)
+            raise ConfigError(unknown_name(kind, text, words, first=in_group(spec.variant, WORDS)))
+        return in_command(words[name])
 
     flags = (table.get(str(words.get(name)), ()) for name, table in spec.kernel.flags.items())
     parts = chain(spec.kernel.command, *flags, spec.arguments)
-    filled = [re.sub(r"(?<!\$)\{(\w+)\}", word, part) for part in parts]
+    filled = [_IN_BRACES.sub(word, part) for part in parts]
     return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]
 
 

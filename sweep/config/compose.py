@@ -31,6 +31,7 @@ from ultrabench.sweep.config.files import (
     search_path,
     unknown_option,
 )
+from ultrabench.sweep.config.options import EXAMPLES, SWEEP_KEYS
 from ultrabench.sweep.config.sweep_config import NAME
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
 
@@ -158,7 +159,12 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         rule = "a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own"
-        return ConfigError(f"{error.override}: {rule}; write {shlex.quote(f'{key}={_quoted(value)}')}")
+        if (plain_keys := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
+            rule = "a name before a colon has no quotes on a command line, other than in a file"
+        mapping = re.sub(r"\[[^][]*\]", lambda of_key: _quoted(of_key[0]), plain_keys)
+        readable = mapping if value.startswith("{") else _quoted(value)
+        readable = "{NAME: [VALUE, VALUE]}" if readable == value else readable
+        return ConfigError(f"{error.override}: {rule}; write {shlex.quote(f'{key}={readable}')}")
     if isinstance(error, yaml.YAMLError):
         return ConfigError(f"a configuration file is no YAML: {' '.join(str(error).split())}; mend it there")
     line = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
@@ -191,7 +197,7 @@ def _settings() -> dict[str, list[str]]:
             # The file of a sweep may set other groups, too; these do not count.
             for key in _dotted_keys({group: values.get(group, values)}):
                 options.setdefault(key, []).append(f"{group}={path.stem}")
-    return options
+    return options | {f"sweep.{key}": [] for key in SWEEP_KEYS if f"sweep.{key}" not in options}
 
 
 def _dotted_keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -214,6 +220,8 @@ _MOVED: tuple[tuple[str, str], ...] = (
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _NOT_OVERRIDDEN: tuple[tuple[str, str], ...] = (
     (r"launcher\.sbatch\b.*", "{key}: options of sbatch are added; write +launcher.sbatch.NAME=VALUE"),
+    *((rf"sweep\.{group}", f"{{key}}: the sweep that is chosen does not have it; write '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
+      for group, example in EXAMPLES.items()),
     (r"sweep\.(?:env|flags|words)\..*", "{key}: the sweep that is chosen does not have it; write +{key}=[VALUE,VALUE]"),
     (r"kernel\.env\..*", "{key}: variables are added; write +kernel.env.NAME=VALUE"),
     (rf"model\b.*|(?!(?:{_ANY_GROUP})\b).*(?:hidden_|(?:\b|_)layers|(?:\b|_)heads|ffn_|vocab_|intermediate_).*",

@@ -3,20 +3,20 @@
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from ultrabench.allowed import Count, Line
-from ultrabench.errors import ConfigError, require_known
+from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import RANK_VARIABLES, KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, as_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import field_types, value_from
-from ultrabench.run import Size
+from ultrabench.run import Size, in_command
 from ultrabench.store.kernel_secrets import is_secret
 from ultrabench.variant import (
     CELL_OPTIONS,
@@ -30,7 +30,11 @@ from ultrabench.variant import (
     in_group,
 )
 
-GROUPS = (ENV, FLAGS, WORDS)
+EXAMPLES = {
+    ENV: "{NCCL_ALGO: [null, Ring]}", FLAGS: "{overlap: {on: [--overlap], off: []}}", WORDS: "{ep: [1, 8]}",
+}  # fmt: skip
+"""Group of options -> what a sweep may list there."""
+GROUPS = (*EXAMPLES,)
 SWEEP_KEYS = (*CELL_OPTIONS[:2], *GROUPS, "rules", *PLACES)
 """Keys of `sweep` that list values of options; those of precision, compile and attention are keys of `kernel`."""
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -141,10 +145,10 @@ def read_options(
     arguments = read_flags(_mapping(sweep, FLAGS), kernel)
     values |= {f"{FLAGS}.{name}": tuple(table) for name, table in arguments.items()}
     rules = tuple(map(_rule, listed(sweep.get("rules") or [])))
-    words = {name: _list(of, _Scalar, f"{WORDS}.{name}") for name, of in _mapping(sweep, WORDS).items()}
+    words = {name: _texts(of, f"{WORDS}.{name}") for name, of in _mapping(sweep, WORDS).items()}
     _require_used(words, arguments, kernel)
     values |= {f"{WORDS}.{name}": of for name, of in words.items()}
-    values |= {name: _list(sweep[name], Line, name) for name in PLACES if sweep.get(name) is not None}
+    values |= {name: _texts(sweep[name], name, Line) for name in PLACES if sweep.get(name) is not None}
     numbers = [name for name, of in words.items() if all(isinstance(v, int | float) for v in of)]
     for rule in rules:
         kind = f"number in sweep.rules {rule.text!r}:"
@@ -160,12 +164,36 @@ def _list(values: Any, kind: Any, name: str) -> tuple[Value, ...]:
     )
 
 
+def _texts(
+    values: Any, name: str, kind: Any = _Scalar, text_of: Callable[[Value], str] = in_command
+) -> tuple[Value, ...]:
+    """The values of an option that a program gets as texts, which `text_of` makes of them.
+
+    Raises:
+        ConfigError: two of them are the same for the program.
+    """
+    listed_values = values if isinstance(values, list | tuple) else [values]
+    checked_values = [_list([value], kind, name)[0] for value in listed_values]
+    _require_different(f"sweep.{name}", ((repr(v), v if v is None else text_of(v)) for v in checked_values))
+    return _list(values, kind, name)
+
+
+def _require_different(setting: str, received_by_value: Iterable[tuple[str, object]]) -> None:
+    """Raises ConfigError if a program receives the same for two values, which would be one run twice."""
+    values: dict[object, str] = {}
+    for value, received in received_by_value:
+        if received in values:
+            fact = f"{setting}: {values[received]} and {value} are the same for the program"
+            raise ConfigError(fact, "leave one out, since one run would be made twice", setting=setting)
+        values[received] = value
+
+
 def _mapping(sweep: Mapping[str, Any], group: str) -> dict[str, Any]:
     """NAME -> values of a group of options whose names a user chooses."""
     mapping = sweep.get(group) or {}
     if not isinstance(mapping, dict):
         fact = f"sweep.{group}={mapping!r} is not a mapping"
-        raise ConfigError(fact, f"write sweep.{group}: {{NAME: [VALUE, VALUE]}}", setting=f"sweep.{group}")
+        raise ConfigError(fact, f"write one, such as {EXAMPLES[group]}", setting=f"sweep.{group}")
     for name in mapping:
         if not _NAME.fullmatch(str(name)):
             rule = "a name has letters, digits and '_', and begins with no digit"
@@ -186,14 +214,16 @@ def _variables(variables: Mapping[str, Any], kernel: KernelConfig) -> dict[str, 
             )
         if name in kernel.env:
             raise ConfigError(f"{setting} and kernel.env.{name}; give only one of them", setting=setting)
-    listed_values = {name: _list(values, _Scalar, f"{ENV}.{name}") for name, values in variables.items()}
-    texts_of = {
-        name: [v if v is None else _text(v) for v in values] for name, values in listed_values.items()
+    values_by_name = {
+        name: _texts(of, f"{ENV}.{name}", text_of=_in_environment) for name, of in variables.items()
     }
-    return {name: tuple(dict.fromkeys(values)) for name, values in texts_of.items()}
+    return {
+        name: tuple(None if value is None else _in_environment(value) for value in values)
+        for name, values in values_by_name.items()
+    }
 
 
-def _text(value: Value) -> str:
+def _in_environment(value: Value) -> str:
     """A value as a program gets it: true and false become 1 and 0, as most variables have it."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
@@ -212,15 +242,17 @@ def read_flags(flags: Mapping[str, Any], kernel: KernelConfig) -> _Arguments:
             raise ConfigError(f"{setting} and kernel.flags.{name}; give only one of them", setting=setting)
         _require_no_word_of_runs(setting, name)
         if not isinstance(table, dict) or not table:
-            raise ConfigError(
-                f"{setting}={table!r}; write {{NAME: [ARGUMENT, ...]}} for each value", setting=setting
+            remedy = (
+                f"write {{NAME: [ARGUMENT, ...]}} for each value, such as sweep.{FLAGS}: {EXAMPLES[FLAGS]}"
             )
+            raise ConfigError(f"{setting}={table!r}", remedy, setting=setting)
         names = {value: as_text(value) for value in table}
         kind = tuple[str, ...]
         tables[name] = {
             names[value]: value_from(kind, parts, f"{setting}.{names[value]}")
             for value, parts in table.items()
         }
+        _require_different(setting, tables[name].items())
     return tables
 
 
@@ -244,10 +276,11 @@ def _require_used(words: Mapping[str, Any], arguments: _Arguments, kernel: Kerne
         _require_command(setting, kernel)
         _require_no_word_of_runs(setting, name)
         if not any(f"{{{name}}}" in part for part in parts):
-            remedy = f"use {{{name}}} in kernel.command"
-            raise ConfigError(
-                f"{setting} changes nothing, since the command does not have it; {remedy}", setting=setting
-            )
+            in_braces = [text for part in parts for text in re.findall(r"\{[^{}]*\}", part)]
+            unknown = [text for text in in_braces if text[1:-1] not in (*words, *_words_of_runs())]
+            near = nearest_name(f"{{{name}}}", unknown, 0.55)
+            fact = f"{setting} changes nothing, since the command {f'has {near}' if near else 'does not have it'}"
+            raise ConfigError(fact, f"use {{{name}}} in kernel.command", setting=setting)
 
 
 def _words_of_runs() -> tuple[str, ...]:

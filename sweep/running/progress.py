@@ -11,7 +11,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
-from ultrabench.sweep.plan import Candidate
+from ultrabench.sweep.plan import Candidate, cell_columns
 from ultrabench.sweep.running.attempts import attempts_after, expected, searching, skips
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.standings import best_of_cells, suspects_of
@@ -26,6 +26,8 @@ class SweepProgress:
 
     sweep: str
     runs: int
+    cell_columns: tuple[str, ...]
+    """What `cell_columns` returns for all cells of the sweep."""
     by_status: dict[str, int]
     """Status -> number of runs that have it; running, pending and skipped are counted, too."""
     by_nodes: dict[int, dict[str, int]]
@@ -155,6 +157,7 @@ def progress(
     return SweepProgress(
         sweep=sweep,
         runs=len(runs),
+        cell_columns=(*cell_columns(run.cell for run in planned),),
         by_status=dict(sorted(Counter(status.values()).items())),
         by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
         settled_by_nodes=Counter(run.nodes for run in planned if run.run_id in settled),

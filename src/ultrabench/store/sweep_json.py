@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ from ultrabench.record import from_dict, to_dict
 from ultrabench.run import Workload
 from ultrabench.store.events import SCHEMA_VERSION
 from ultrabench.store.folder import SweepFolder, write_whole
+
+ALONE = 0.9
+"""Share of the cores from which on a measurement of their peak counts as undisturbed by other programs."""
+MEASURED_BESIDE = "measured beside other programs, with "
+"""How the source of a peak begins that was measured with a smaller share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,11 @@ class SweepJson:
         """The peak rate of one rank, which mfu is relative to; None where it is unknown."""
         if not self.hardware.peak_flops_per_s and (self.core_flops_per_s is None or self.cores is None):
             return None
-        return self.hardware.peak(precision, nodes, self.core_flops_per_s, self.cores or 1)
+        peak = self.hardware.peak(precision, nodes, self.core_flops_per_s, self.cores or 1)
+        share = self.environment.get("peak_core_share")
+        if self.hardware.peak_flops_per_s or not isinstance(share, float) or share >= ALONE:
+            return peak
+        return replace(peak, source=f"{MEASURED_BESIDE}{share:.0%} of the cores")
 
 
 def read_sweep_json(folder: SweepFolder) -> SweepJson:

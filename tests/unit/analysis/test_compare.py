@@ -192,6 +192,22 @@ def test_equal_names_and_another_machine_are_told_apart(ultrabench, tmp_path, mo
     assert "machine" not in " ".join(compared(rows_of(1, **rates), rows_of(2, **rates), 0.0).notes)
 
 
+def test_variants_that_only_one_side_has_are_named():
+    tree, ring, unset = '{"env.ALGO": "Tree"}', '{"env.ALGO": "Ring"}', None
+    a, b = (
+        table_of(row("a", variant=tree), row("b", variant=unset)),
+        table_of(row("c", variant=ring), row("b", variant=unset)),
+    )
+    assert (
+        "Not compared: layouts with ALGO=Tree (1) only in A and ALGO=Ring (1) only in B."
+        in compare(a, b, 0.05).notes
+    )
+    with refused(
+        "no layout is in both with one variant: ALGO=Tree (1) only in A and no variant (1), ALGO=Ring (1) only in B"
+    ):
+        compare(table_of(row("a", variant=tree)), b, 0.05)
+
+
 def test_nothing_in_common_names_the_columns():
     with refused("A has 20 tried runs, B 0, and no layout is in both"):
         compared(rows_of(1), [])

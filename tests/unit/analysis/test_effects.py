@@ -114,6 +114,30 @@ def test_knobs_of_the_variant_are_axes_too():
     assert competing(table_of(row("a"))).axes == []
 
 
+def test_the_baseline_is_the_first_value_of_the_sweep_or_the_most_frequent_one():
+    def baseline(first):
+        rows = (
+            row("a", first_values=first),
+            row("b", mbs=2, first_values=first),
+            row("c", mbs=4, first_values=first),
+        )
+        return {effect.against for effect in effects(competing(table_of(*rows)), "mbs")}
+
+    assert baseline('{"mbs": 4}') == {4}
+    assert baseline('{"mbs": 8, "tp": 4}') == baseline(None) == {1}, (
+        "no run has it: of equally frequent ones the first"
+    )
+    first = {"first_values": '{"env.A": null, "words.ep": 8}'}
+    ep = with_variants((row("a", **first), {"words.ep": 1}), (row("b", **first), {"words.ep": 8}))
+    assert [effect.against for effect in effects(competing(ep), "words.ep")] == [8]
+    ring = (
+        (row("a", **first), {"env.A": "Ring"}),
+        (row("b", **first), {"env.A": "Alg"}),
+        (row("c", **first), None),
+    )
+    assert {effect.against for effect in effects(competing(with_variants(*ring)), "env.A")} == {"unset"}
+
+
 def test_values_have_an_order_and_a_knob_without_a_choice_has_none():
     assert in_order("words.ep", [16, "unset", 8, None, "on"]) == ["unset", 8, 16, "on"]
     assert in_order("recompute", ["full", "none", "every3", "attention"]) == [

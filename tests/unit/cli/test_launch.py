@@ -255,3 +255,7 @@ def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it()
     text, style = line(stopped="slower_than_best")
     assert ("slower than the best of its cell" in text, style) == (True, "yellow")
     assert line(status=Status.OOM, reason="no memory") == ("oom, no memory", "red")
+    (attempt,) = told(SweepState(), run, Status.OK).attempts.values()
+    assert f" 1 node {run.spec.label()}: ok" in attempt_line(run, attempt).plain
+    named = attempt_line(run, attempt, columns=("model", "nodes", "seq_len", "gbs")).plain
+    assert f" 1 node seq_len=64 gbs={run.cell.gbs} {run.spec.label()}: ok" in named

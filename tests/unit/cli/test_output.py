@@ -9,11 +9,14 @@ import pytest
 
 from tests.unit.cli.conftest import QUICK, as_json, record
 from ultrabench import __version__
+from ultrabench.launchers.open_sweep import folder_of, sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
-from ultrabench.store.events import AllocationEnded
+from ultrabench.store.events import AllocationEnded, Launched
 from ultrabench.store.journal import JournalWriter
+from ultrabench.store.sweep_json import create_sweep_json
+from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import CellKey
 
 OK, CRASHED = (run.run_id for run in QUICK.runs[:2])
@@ -323,6 +326,48 @@ def test_a_peak_of_cpus_that_was_measured_too_low_is_told_and_costs_no_run_its_c
         assert "MFU up to 1.41 is above 1: the peak is too low" in " ".join(text.split())
 
 
+def test_a_peak_that_was_measured_beside_other_programs_is_told(ultrabench, sweep):
+    text = sweep.sweep_json.read_text()
+    for share, is_told in ((0.5, True), (0.95, False)):
+        described = json.loads(text)
+        described["environment"]["peak_core_share"] = share
+        sweep.sweep_json.write_text(json.dumps(described))
+        line = "The peak was measured beside other programs, with 50% of the cores, so that it may be too low"
+        for command in (("sweep", "top"), ("collect",)):
+            assert (line in " ".join(ultrabench(*command)[2].split())) == is_told
+
+
+def test_plan_warns_of_what_a_launch_would_refuse_of_a_sweep_that_has_begun(ultrabench, tmp_path):
+    (tmp_path / "train").write_text("#!/bin/sh\n")
+    (tmp_path / "train").chmod(0o755)
+    words = [
+        *[
+            "kernel=command",
+            "kernel.command=[./train]",
+            "sweep=quick",
+            "model=tiny",
+            "sweep.nodes=[1]",
+            "name=b",
+        ]
+    ]
+    flags = "+sweep.flags={q: {a: [-x], b: []}}"
+    config = load_config([*words, flags])
+    folder = folder_of(config)
+    folder.create()
+    create_sweep_json(folder, sweep_json_of(config, {"core_flops_per_s": 1e9, "cores": 2}))
+    journal = JournalWriter(folder.journal, "launcher")
+    journal.write(Launched(generation=1, config=config.resolved))
+    assert "would be refused" not in ultrabench("sweep", "plan", *words, flags)[2]
+    line = "a launch from here would be refused: sweep.flags.q.a: ['-x'] -> ['-y'] in a sweep that has begun; give these"
+    assert line in " ".join(ultrabench("sweep", "plan", *words, flags.replace("-x", "-y"))[2].split())
+    assert (
+        "refused: sweep.env" not in ultrabench("sweep", "plan", *words, flags, "+sweep.env={A: [null, 1]}")[2]
+    )
+    changed = " ".join(ultrabench("sweep", "plan", *words, flags, "+kernel.env={A: '1'}")[2].split())
+    assert "would be refused: " in changed
+    assert "(kernel.env: {} -> {'A': '1'})" in changed
+
+
 def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, tmp_path):
     run = QUICK.runs[0]
     shown = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")
@@ -365,6 +410,16 @@ def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
     assert found["mfu_line"]["lines"][0]["mfu"] == pytest.approx(0.4)
     code, out, _ = ultrabench("kernel", "try-log", patterns["step"], "train.log")
     assert (code, "kernel.step_line: 2 steps in train.log" in out, "0.25" in out) == (0, True, True)
+    assert "the number is divided by 100" in found["mfu_line"]["form"]
+    log.write_text("mfu 0.40%\n mfu 0.41\n")
+    for group, form in {
+        "0.4(?P<fraction>0)": "a % follows the number, which is taken as a fraction of 1: name the group (?P<percent>...)",
+        "(?P<fraction>0.41)": "the number is taken as a fraction of 1; for percent name the group (?P<percent>...)",
+        "(?P<percent>0.40)": "the number is divided by 100; for a fraction of 1 name the group (?P<fraction>...)",
+        "(?P<percent>0.41)": "every number is below 1 percent; for a fraction of 1 name the group (?P<fraction>...)",
+    }.items():
+        assert f"kernel.mfu_line: {form}\n" in ultrabench("kernel", "try-log", f"mfu {group}", "train.log")[2]
+    log.write_text("\nmfu 40%\n")
     code, out, err = ultrabench("kernel", "try-log", r"mfu (?P<fraction>\d+)%", "train.log")
     assert (code, out) == (1, "")
     assert "kernel.mfu_line: no line of train.log gives an MFU; nearest:" in err

@@ -86,16 +86,25 @@ def test_an_effect_that_cannot_be_drawn_is_one_line_with_the_axes_that_varied(
     assert told.replace("mbs, pp_schedule", "") in said
 
 
+def test_a_name_without_its_group_is_understood(ultrabench, tmp_path):
+    rows = row("a", variant='{"words.ep": 1}'), row("b", variant='{"words.ep": 8}')
+    pq.write_table(table_of(*rows), tmp_path / "t.parquet")
+    assert "unknown axis 'ep'; did you mean words.ep?" in one_line(
+        ultrabench, "plot", "effect", "ep", "t.parquet"
+    )
+
+
 def test_effects_are_a_table_a_document_and_a_figure(ultrabench, tmp_path):
     stopped = row("s", mbs=4, gas=8, stopped="slower_than_best")
     pq.write_table(table_of(*PIPELINES, stopped), tmp_path / "t.parquet")
     code, out, err = ultrabench("sweep", "effects", "t.parquet")
     assert (code, out.splitlines()[1].split()) == (
         0,
-        ["axis", "value", "against", "x", "speed", "98", "%", "interval", "pairs"],
+        ["axis", "value", "baseline", "x", "speed", "98", "%", "interval", "pairs"],
     )
     assert ["pp", "2", "1", "0.800", "1"] in [line.split() for line in out.splitlines()]
-    assert "no pairs for pp_schedule: no two runs differ only in it" in out
+    assert "No pairs for pp_schedule: no two runs differ only in it." in err
+    assert "The baseline is the first value that the sweep lists, or the most frequent one" in err
     assert (
         "Runs left out: 1 out of memory or failed, 1 suspect, 1 stopped early as slower than the best." in err
     )

@@ -1,5 +1,6 @@
 """Options beside layouts: they are read, planned, named in run ids, priced, searched and extended."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from ultrabench.agent.lead import may_fit
 from ultrabench.agent.ranks.node import with_values
 from ultrabench.launchers.allocate import shapes
 from ultrabench.launchers.open_sweep import (
+    require_program,
     require_same,
     require_same_batches,
     require_same_flags,
@@ -262,9 +264,16 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.env={OMP_NUM_THREADS: [1, 2]}"], "ultrabench sets OMP_NUM_THREADS for each rank"),
         (["+sweep.env={A: []}"], "sweep.env.A is empty; list at least one value"),
         (["+sweep.env={A: [[1]]}"], "sweep.env.A=[1]"),
-        (["+sweep.env=[A]"], "sweep.env=['A'] is not a mapping; write sweep.env: {NAME: [VALUE, VALUE]}"),
+        (["+sweep.env=[A]"], "sweep.env=['A'] is not a mapping; write one, such as {NCCL_ALGO: [null, Ring]}"),
+        (["sweep.env=[A]"], "sweep.env: the sweep that is chosen does not have it; write '+sweep.env={NCCL_ALGO: [null, Ring]}'"),
+        (["sweep.rule=[a]"], "unknown override 'sweep.rule'; did you mean sweep.rules?"),
+        (["+sweep.env={A: [1, '1']}"], "sweep.env.A: 1 and '1' are the same for the program; leave one out"),
+        (["+sweep.env={A: [1, true]}"], "sweep.env.A: 1 and True are the same for the program"),
+        (["+sweep.python=[/a, /a]"], "sweep.python: '/a' and '/a' are the same for the program"),
+        (["+sweep.flags={q: {a: [-x], b: [-x]}}"], "sweep.flags.q: a and b are the same for the program"),
+        ([WORDS[0].replace("2", "'1'")], "sweep.words.ep: 1 and '1' are the same for the program"),
         (["+sweep.env={A: [1]}", "+kernel.env={A: '1'}"], "sweep.env.A and kernel.env.A; give only one"),
-        (["+sweep.flags={q: [1]}"], "write {NAME: [ARGUMENT, ...]} for each value"),
+        (["+sweep.flags={q: [1]}"], "write {NAME: [ARGUMENT, ...]} for each value, such as sweep.flags: {overlap: {on: "),
         ([FLAGS, "kernel.flags={overlap: {a: []}}"], "sweep.flags.overlap and kernel.flags.overlap; give only one"),
         (["+sweep.words={zz: [1]}"], "sweep.words.zz changes nothing, since the command does not have it; use {zz}"),
         (["+sweep.words={tp: [1]}"], "tp is a word of every run: choose another name"),
@@ -284,9 +293,51 @@ def test_what_cannot_vary_is_refused_in_one_line(words, line):
         plan('kernel.command=[train,"--ep={ep}"]' if "ep" in str(words) else "kernel.command=[train]", *words)
 
 
-def test_equal_values_of_a_variable_are_one():
-    values = plan("+sweep.env={A: [1, '1', true, null]}", "kernel.command=[train]").config.options.values
-    assert values["env.A"] == ("1", None)
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    [
+        ('{"ep"}', 'sweep.words.ep changes nothing, since the command has {"ep"}; use {ep}'),
+        ("{eq}", "sweep.words.ep changes nothing, since the command has {eq}; use {ep}"),
+        ("{words.ep}", "since the command has {words.ep}; use {ep}"),
+        ('{ep} {"tp"}', 'kernel.command has {"tp"}; a word stands in braces alone: write {tp}'),
+        ("{ep} { tp }", "kernel.command has { tp }; a word stands in braces alone: write {tp}"),
+        ("{ep} {eq}", "unknown word in kernel.command of kernel=command '{eq}' (known: ep, "),
+    ],
+)
+def test_a_word_that_stands_wrongly_in_braces_is_named(argument, line):
+    with refused(line):
+        plan(WORDS[0], f"kernel.command=[train,'{argument}']")
+
+
+def test_braces_of_the_program_itself_stay():
+    run = plan(WORDS[0], """kernel.command=[train,'{"lr": 1} {"lr"} {ep}']""").runs[0]
+    words = fill_in(run.spec, AttemptKey(run.run_id, 0, 0), ALL.config.measure)
+    assert words == ["train", '{"lr": 1} {"lr"} 1']
+
+
+def test_variables_are_texts_and_null_unsets_them():
+    values = plan("+sweep.env={A: [true, 2, null]}", "kernel.command=[train]").config.options.values
+    assert values["env.A"] == ("1", "2", None)
+
+
+def test_an_interpreter_that_cannot_start_the_agents_is_refused_where_it_can_be_asked(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/sh\necho No module named ultrabench >&2; exit 1\n")
+    bare.chmod(0o755)
+
+    def require(*words):
+        require_program(plan("kernel.command=[env,train]", *words).config)
+
+    for launcher in ("launcher=local", "launcher=slurm"):
+        with refused(
+            f"sweep.python={bare} cannot start the agents of ultrabench: No module named ultrabench; install"
+        ):
+            require(f"+sweep.python=[{sys.executable},{bare}]", launcher)
+    with refused(f"sweep.python={tmp_path}/none is no program here"):
+        require(f"+sweep.python=[{tmp_path}/none]", "launcher=local")
+    for words in ([f"[{tmp_path}/none,python]"], [f"[{bare}]", "launcher.setup=['export PYTHONPATH=/x']"],
+                  [f"[{bare}]", "launcher.srun=['--container-image=x']"]):  # fmt: skip
+        require(f"+sweep.python={words[0]}", "launcher=slurm", *words[1:])
 
 
 def test_our_own_kernel_takes_no_flags():

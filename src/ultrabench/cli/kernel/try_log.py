@@ -65,7 +65,10 @@ def _patterns(text: str) -> dict[str, re.Pattern[str]]:
 
 
 def _reading(option: str, pattern: re.Pattern[str], log: str) -> dict[str, Any]:
-    """What a pattern finds in a log: `lines` that count, `refused` ones, and the `nearest` where none counts."""
+    """What a pattern finds in a log: `lines` that count, `refused` ones, and the `nearest` where none counts.
+
+    Of an MFU `form` says how its numbers are taken.
+    """
     lines, refused = [], []
     for number, line in enumerate(log.splitlines(), start=1):
         match = pattern.search(line)
@@ -78,7 +81,27 @@ def _reading(option: str, pattern: re.Pattern[str], log: str) -> dict[str, Any]:
         else:
             refused.append(f"line {number} matches, but {why or 'holds no such number'}: {line.strip()}")
     nearest = [] if lines else refused[:1] or nearest_lines(log, pattern.pattern)
-    return {"lines": lines, "refused": refused, "nearest": nearest}
+    reading = {"lines": lines, "refused": refused, "nearest": nearest}
+    return reading | ({"form": _form_of_mfu(pattern, log, lines)} if option == "mfu_line" else {})
+
+
+def _form_of_mfu(pattern: re.Pattern[str], log: str, lines: list[dict[str, Any]]) -> str:
+    """A sentence that says how the numbers of an MFU are taken, and which group fits them where another one seems to."""
+    matches = [*filter(None, map(pattern.search, log.splitlines()))]
+    if "fraction" in pattern.groupindex:
+        ends = (match.string[match.end("fraction") :] for match in matches if match["fraction"])
+        if any(re.match(r"\s*%", end) for end in ends):
+            return (
+                "a % follows the number, which is taken as a fraction of 1: name the group (?P<percent>...)"
+            )
+        return "the number is taken as a fraction of 1; for percent name the group (?P<percent>...)"
+    if (
+        lines
+        and max(line["mfu"] for line in lines) < 0.01
+        and not any("%" in match.string for match in matches)
+    ):
+        return "every number is below 1 percent; for a fraction of 1 name the group (?P<fraction>...)"
+    return "the number is divided by 100; for a fraction of 1 name the group (?P<fraction>...)"
 
 
 def _read(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -96,6 +119,8 @@ def _read(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator
 def _show(option: str, reading: dict[str, Any], file: Path) -> None:
     fact, noun = FACTS[option]
     lines, refused = reading["lines"], reading["refused"]
+    if form := reading.get("form"):
+        say(f"kernel.{option}: {form}")
     if not lines:
         say(f"kernel.{option}: no line of {file} gives {fact}; nearest:", *reading["nearest"])
         return

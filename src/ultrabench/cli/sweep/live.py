@@ -17,9 +17,10 @@ from ultrabench.errors import counted
 from ultrabench.result import INTERRUPTED, SLOWER, UNSETTLED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.plan import Candidate, cell_columns
+from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.running.outliers import low_peak
 from ultrabench.sweep.running.progress import SweepProgress, progress
+from ultrabench.variant import CELL_OPTIONS
 
 
 class Display(Live):
@@ -59,14 +60,16 @@ class Display(Live):
             self._ended.add(key)
             if run := self._by_id.get(key.run_id):
                 settled |= now.settled & {key.run_id}
-                line = attempt_line(run, state.attempts[key], now.suspects.get(key), now.again.get(key))
+                facts = now.suspects.get(key), now.again.get(key), now.cell_columns
+                line = attempt_line(run, state.attempts[key], *facts)
                 self._console.print_line(Text(f"[{len(settled)}/{now.runs}] ").append(line))
         if skipped := [run for run in self._planned if run.run_id in now.skipped.keys() - settled]:
             settled |= {run.run_id for run in skipped}
             introduction = (
                 f"{counted(len(skipped), 'run')} skipped, such as" if len(skipped) > 1 else "skipped"
             )
-            skip = f"[{len(settled)}/{now.runs}] {introduction} {_name(skipped[0])}: {now.skipped[skipped[0].run_id]}"
+            name = f"{skipped[0].run_id} {_name(skipped[0], now.cell_columns)}"
+            skip = f"[{len(settled)}/{now.runs}] {introduction} {name}: {now.skipped[skipped[0].run_id]}"
             self._console.print_line(Text(skip, style_of("skipped")))
         self._settled = now.settled
         self.update(panel(now, bool(alive), bar=True))
@@ -76,23 +79,30 @@ class Display(Live):
         self._console.print_line(note)
 
 
-def _name(run: Candidate) -> str:
-    return f"{run.run_id} {run.shape.name} {counted(run.nodes, 'node')} {run.spec.label()}"
+def _name(run: Candidate, columns: Sequence[str]) -> str:
+    """The model, nodes, layout and variant of a run, and of seq_len, gbs and precision those that vary in the sweep."""
+    options = [f"{name}={getattr(run.cell, name)}" for name in CELL_OPTIONS if name in columns]
+    return " ".join((run.shape.name, counted(run.nodes, "node"), *options, run.spec.label()))
 
 
 def attempt_line(
-    run: Candidate, attempt: AttemptState, caveat: str | None = None, again_s: float | None = None
+    run: Candidate,
+    attempt: AttemptState,
+    caveat: str | None = None,
+    again_s: float | None = None,
+    columns: Sequence[str] = (),
 ) -> Text:
     """One line about an attempt that has ended, in the colour of its status; a suspect number is marked.
 
     Args:
         again_s: seconds until the run may be tried again; None where it is not.
+        columns: what `cell_columns` returns for the cells of the sweep.
     """
     result, key = attempt.result, attempt.key
     assert result is not None
     if result.stopped == SLOWER:
         caveat = "slower than the best of its cell, stopped early"
-    text = _name(run)
+    text = f"{run.run_id} {_name(run, columns)}"
     text += f" (repeat {key.repeat})" if key.repeat else ""
     text += f" (attempt {key.attempt})" if key.attempt else ""
     end = _numbers(run, result) if result.status == Status.OK else f"{result.status}, {result.reason}"
@@ -159,13 +169,13 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
         yield ProgressBar(total=now.runs, completed=now.runs - now.left, width=40)
         yield Text("")
     for run, attempt in now.running:
-        yield Text(f"  running  {run.shape.name} {run.nodes}n {run.spec.label()}: {_doing(run, attempt)}")
+        yield Text(f"  running  {_name(run, now.cell_columns)}: {_doing(run, attempt)}")
     if now.waiting:
         yield Text(f"  waiting  {counted(now.waiting, 'allocation')} to start")
     elif busy and now.left and not now.running:
         yield Text("  running  starting the next allocation")
     if now.best:
-        rows, columns = [], cell_columns(run.cell for run, _ in now.best)
+        rows, columns = [], now.cell_columns
         for run, standing in now.best:
             width, rate = now.wide.get(run.run_id), standing.rate or 0.0
             mark = "suspect" if standing.suspect else ""
@@ -180,7 +190,7 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
     if now.failures:
         yield Text("last failures and OOMs")
     for run, attempt in now.failures:
-        yield Text("  ").append(attempt_line(run, attempt))
+        yield Text("  ").append(attempt_line(run, attempt, columns=now.cell_columns))
     for key, why in [*now.suspects.items()][:1]:
         yield Text(f"{len(now.suspects)} suspect, such as {key}: {why}", "yellow")
     mfus = (run.mfu(standing.rate or 0.0) or 0.0 for run, standing in now.best if not standing.suspect)

@@ -17,12 +17,14 @@ from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.choose import require_max_nodes
 from ultrabench.launchers.open_sweep import (
+    accepted,
     folder_of,
     in_force,
     require_local,
     require_program,
     require_same,
     require_same_batches,
+    require_same_flags,
     require_same_log,
 )
 from ultrabench.launchers.slurm.script import array_script
@@ -68,6 +70,9 @@ def show_plan(
                 rate = {"core_flops_per_s": described.core_flops_per_s, "cores": described.cores or 1}
             require_same_log(state, config)
             require_same_batches(state.config, config, folder.path)
+            require_same_flags(state, config)
+            if config.kernel.kind == "command":  # whether our own kernel has changed, only torch can tell
+                accepted(config, {}, state, None)
         require_local(config)
         require_max_nodes(config)
         require_program(config)
