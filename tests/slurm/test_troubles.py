@@ -25,7 +25,9 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
         def new_jobs():
             newest = [line.split() for line in sweeps.executions()[earlier:]][-1:]
             claims = events_of(SweepFolder(sweeps.folder / "results/t"), "claimed")
-            allocations = {c.allocation for c in claims if [[c.run_id, str(c.repeat), str(c.attempt)]] == newest}
+            allocations = {
+                c.allocation for c in claims if [[c.run_id, str(c.repeat), str(c.attempt)]] == newest
+            }
             return [job for job in jobs("t", states="R") if job.allocation in allocations]
 
         sweeps.wait_for(new_jobs)
