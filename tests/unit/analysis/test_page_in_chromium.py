@@ -9,6 +9,7 @@ import matplotlib
 import pyarrow.compute as pc
 import pytest
 
+from tests.patience import slowness
 from tests.unit.analysis.page_tables import large, page, repeated, run, small
 from tests.unit.analysis.tables import table_of
 from ultrabench.analysis.figures.plots import scaling
@@ -228,7 +229,7 @@ def test_texts_of_numbers_are_those_of_the_terminal(opened):
 
 
 def test_4104_rows_paint_and_filter_at_once(opened):
-    """Limits are ten times those of an idle machine, since other tests run beside; -s prints the times."""
+    """Limits are ten times those of an idle machine, and more on a slow one; -s prints the times."""
     tab = opened(large(4104))
     painted = tab.wait_for_function("performance.getEntriesByType('paint')[0]?.startTime").json_value()
     for tp in ("1", "2", "4"):
@@ -237,8 +238,9 @@ def test_4104_rows_paint_and_filter_at_once(opened):
     size = tab.evaluate("document.documentElement.outerHTML.length") / 1e6
     print(f"{size:.1f} MB, first paint {painted:.0f} ms, filters {[round(time) for time in drawn]} ms")
     assert size < 8
-    assert painted < 20_000
-    assert min(drawn) < 2_000
+    pace = slowness()
+    assert painted < 20_000 * pace
+    assert min(drawn) < 2_000 * pace
 
 
 def test_a_page_of_probes_draws_their_bandwidth(opened):
