@@ -22,34 +22,41 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 
+WRONG = []
+"""What the page has said or asked for that it must not."""
+
+
 @pytest.fixture(scope="module")
-def browser():
+def only_tab():
+    """The tab of all tests: its process keeps the code of the figures, which is most of a page."""
     with playwright.sync_playwright() as driver:
         started = driver.chromium.launch(executable_path=CHROMIUM, timeout=120_000)
-        yield started
+        tab = started.new_context(offline=True).new_page()
+        tab.set_default_timeout(60_000)
+        tab.on("console", lambda said: said.type == "info" or WRONG.append(said.text))
+        tab.on("pageerror", lambda error: WRONG.append(str(error)))
+        tab.on("request", lambda sent: sent.url.startswith(("file:", "data:")) or WRONG.append(sent.url))
+        yield tab
         started.close()
 
 
 @pytest.fixture
-def opened(browser, tmp_path):
+def opened(only_tab, tmp_path):
     """Opens a table as a page with a fragment; at the end there was no error and no request to a network."""
-    wrong, contexts = [], []
 
     def open_page(results, fragment="", width=1400, public=False):
         path = tmp_path / "report.html"
         path.write_text(page(results, public=public), encoding="utf-8")
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, offline=True))
-        tab = contexts[-1].new_page()
-        tab.set_default_timeout(60_000)
-        tab.on("console", lambda said: said.type == "info" or wrong.append(said.text))
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("request", lambda sent: sent.url.startswith(("file:", "data:")) or wrong.append(sent.url))
-        tab.goto(f"file://{path}{fragment}")
-        return tab
+        only_tab.goto("about:blank")  # with another fragment alone it would stay the same page
+        only_tab.emulate_media(media="null", color_scheme="null")
+        only_tab.set_viewport_size({"width": width, "height": 900})
+        only_tab.goto(f"file://{path}{fragment}")
+        return only_tab
 
     yield open_page
-    for context in contexts:
-        context.close()
+    only_tab.goto("about:blank")
+    wrong = [*WRONG]
+    WRONG.clear()
     assert wrong == []
 
 
