@@ -19,7 +19,7 @@ PLANTED = {(m.fault, m.by): m for m in reversed(MUTATIONS) if CHECKS[m.by] in (c
 """Fault and check -> the first layout with which it is caught; `make mutations` plants it with the others, too."""
 
 
-@pytest.mark.parametrize("mutation", reversed(PLANTED.values()), ids=lambda m: f"{m.fault}: {m.where}")
+@pytest.mark.parametrize("mutation", [*reversed(PLANTED.values())], ids=lambda m: f"{m.fault}: {m.where}")
 def test_planted_fault_is_caught(server, mutation):
     """By the check that is meant to see it, far above rounding; `make mutations` plants the others.
 
