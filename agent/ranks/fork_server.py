@@ -117,7 +117,8 @@ class ForkServer:
         with contextlib.suppress(EOFError, OSError):  # of a server that has ended
             while self._link.poll():
                 answer: dict[str, Any] = self._link.recv()
-                self._ready = self._ready or "ready" in answer
+                if "ready" in answer:  # only now has it time to fork
+                    self._ready, self._asked_s = True, self._ran_s()
                 if "forked" in answer:
                     self._requests.pop(answer["forked"], None)
                     self.rank_pids[answer["forked"]] = answer["pid"]

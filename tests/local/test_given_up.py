@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests import patience
 from tests.unit.agent import one_node, test_gpus
 from ultrabench.store.events import AllocationEnded, Claimed
 from ultrabench.store.folder import SweepFolder
@@ -47,7 +48,7 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
         gpus.write_text(f"GPU-a {test_gpus.A} {2**30} {80 * 2**30} 1980 0 0\n")
         place = {"SUBMITIT_LOCAL_GLOBALID": str(node), "FAKE_GPUS": str(gpus)}
         agents.append(
-            subprocess.Popen(
+            patience.Process(
                 [sys.executable, "-P", "-m", "ultrabench.agent", str(allocation.folder)],
                 env={**os.environ, **place}, stderr=subprocess.PIPE, text=True,
             )

@@ -93,18 +93,14 @@ def _cost(spec: CheckSpec, rank: int, folder: Path) -> RankCost:
     return from_dict(RankCost, measure_step(in_precision(spec, "bf16"), prepare))
 
 
-def _dry(spec: CheckSpec, rank: int, folder: Path) -> RankCost:
-    return from_dict(RankCost, rank_cost(in_precision(spec, "bf16"), rank))
-
-
 def _compare_replicas(spec: CheckSpec, rank: int, folder: Path) -> None:
     require_equal_replicas(trained_a_step(spec, rank, folder))
 
 
-def _of_ranks(body: Callable[[CheckSpec, int, Path], Any], spec: CheckSpec, every: int = 1) -> list[Any]:
-    """What each rank finds, or each `every`th one only."""
+def _of_ranks(body: Callable[[CheckSpec, int, Path], Any], spec: CheckSpec) -> list[Any]:
+    """What each rank finds."""
     with tempfile.TemporaryDirectory() as name:
-        ranks = range(0, spec.layout.world_size, every)
+        ranks = range(spec.layout.world_size)
         bodies = {f"rank {rank}": partial(body, spec, rank, Path(name)) for rank in ranks}
         return [*run_forked(bodies, TIMEOUT_S / 2).values()]
 
@@ -119,7 +115,18 @@ compared_replicas = partial(_of_ranks, _compare_replicas)
 
 def dry_costs(spec: CheckSpec) -> list[RankCost]:
     """What a step costs the first rank of each pipeline stage by a dry run, in bf16."""
-    return _of_ranks(_dry, spec, spec.layout.world_size // spec.layout.pp)
+    firsts = [spec.layout.first_rank(pp_rank) for pp_rank in range(spec.layout.pp)]
+    bodies = {f"rank {rank}": partial(dry_costs_of_rank, rank, spec) for rank in firsts}
+    return [cost for costs in run_forked(bodies, TIMEOUT_S / 2).values() for cost in costs]
+
+
+def dry_costs_of_rank(rank: int, *specs: CheckSpec) -> list[RankCost]:
+    """What a step of each spec costs `rank` by a dry run, in bf16.
+
+    One process makes all dry runs, since half the time of a single one is spent on what torch prepares. The specs must
+    have the same mesh, whose groups torch remembers by name.
+    """
+    return [from_dict(RankCost, rank_cost(in_precision(spec, "bf16"), rank)) for spec in specs]
 
 
 def _answer(fault: str | None, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:

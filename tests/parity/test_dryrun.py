@@ -1,16 +1,16 @@
 """What a dry run says of a step is what the step costs real ranks."""
 
+import contextlib
+import io
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.parity.conftest import ROOT
-from tests.parity.server import dry_costs, in_precision, real_costs
-from tests.parity.test_layouts import TINY, spec_of
-from ultrabench.kernel.requests import SINGLE_THREADED
+from benchmarks import memory
+from tests.parity.server import dry_costs, dry_costs_of_rank, in_precision, real_costs
+from tests.parity.test_layouts import SHALLOW, TINY, spec_of
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
@@ -28,9 +28,9 @@ TRIES = 3
 """Buffers that gloo's thread releases late, on a loaded machine, only add to a peak: the smallest of so many counts."""
 
 CASES = [
-    "dp=1", "dp=2 gas=3 attention", "dp=2 zero_stage=1 gas=3", "dp=3 zero_stage=3 gas=2",
+    "dp=1", "dp=2 gas=2 attention", "dp=2 zero_stage=1 gas=3", "dp=3 zero_stage=3 gas=2",
     "tp=2 gas=2 qwen", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full", "tp=2 selective",
-    "pp=2 gas=2 tied", "pp=4 gas=4 every2", "dp=2 pp=2 zero_stage=3 gas=3",
+    "pp=3 gas=3 every2 tied", "dp=2 pp=2 zero_stage=3 gas=3",
     "dp=2 zero_stage=2 gas=6", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=11 afab",
     "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "tp=2 pp=2 gas=2",
 ]  # fmt: skip
@@ -72,16 +72,23 @@ def require_closed_form(run, dry_run):
     assert peaks == pytest.approx([cost.peak_bytes for cost in dry_run], rel=error)
 
 
-def test_the_closed_form_holds_for_random_layouts():
+def test_the_closed_form_holds_for_random_layouts(server):
     """A sample of the benchmark: with and without a pipeline, its schedules but zbv, and a ring."""
-    program = [sys.executable, "benchmarks/memory.py", "4", "229"]
-    env = os.environ | SINGLE_THREADED
-    out = subprocess.run(program, cwd=ROOT, env=env, check=True, capture_output=True, text=True).stdout
-    errors = {found["family"]: found["largest"] for found in map(json.loads, out.splitlines())}
+    errors = {
+        row["family"]: row["largest"] for row in map(json.loads, server.ask(sampled_errors).splitlines())
+    }
     assert errors.pop("static") < 0.001
     assert {name.split()[0] for name in errors} == {"no", "1f1b", "afab", "interleaved"}
     for name, largest in errors.items():
         assert largest < CLOSED_FORM.get(name.split()[0], 0.02), name
+
+
+def sampled_errors():
+    """What the benchmark prints for a few layouts; its seed draws small ones."""
+    sys.argv = ["memory.py", "4", "3562"]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        memory.main()
+    return output.getvalue()
 
 
 def flops_of_one_rank_a_stage(spec):
@@ -107,13 +114,13 @@ def flops_of_one_rank_a_stage(spec):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_recomputation_keeps_what_docs_say(server, tp):
     """Numbers of each token by the table of docs/kernel.md, in bf16; the log-sums of attention are in the tolerance."""
-    h, q, kv, f, layers, tokens = 64, 64, 32, 128, TINY.num_hidden_layers, 16 * 64 // tp
+    h, q, kv, f, layers, tokens = 64, 64, 32, 128, SHALLOW.num_hidden_layers, 16 * 64 // tp
     whole, half = 4 * h + 2 * q + 2 * kv + 4 * f, h + 2 * q + kv + f + (2 * h if tp > 1 else 0)
     kept = {"attention": whole, "selective": half, "every2": (whole + h) / 2, "full": h}
-    (plain,) = server.ask(dry_costs, spec_of(f"tp={tp} mbs=16", TINY))
-    for word, numbers in kept.items():
-        (found,) = server.ask(dry_costs, spec_of(f"tp={tp} mbs=16 {word}", TINY))
-        saved = plain.activation_bytes - found.activation_bytes
+    specs = [spec_of(f"tp={tp} mbs=16 {word}") for word in ("none", *kept)]
+    plain, *recomputing = server.ask(dry_costs_of_rank, 0, *specs)
+    for cost, numbers in zip(recomputing, kept.values(), strict=True):
+        saved = plain.activation_bytes - cost.activation_bytes
         expected = 2 * tokens * layers * (whole - numbers)
         assert saved == pytest.approx(expected, abs=0.01 * plain.activation_bytes)
 
@@ -121,8 +128,10 @@ def test_recomputation_keeps_what_docs_say(server, tp):
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_more_micro_batches_need_no_more_memory(server, schedule):
     """Only their inputs and targets stay, of 8 bytes each, but no messages nor what a loss was computed from."""
-    few, many = (spec_of(f"pp=2 gas={gas} {schedule}", TINY) for gas in (8, 12))
-    less, more = (server.ask(dry_costs, spec)[-1].peak_bytes for spec in (few, many))
+    few, many = (spec_of(f"pp=2 gas={gas} {schedule}") for gas in (6, 8))
+    less, more = (
+        cost.peak_bytes for cost in server.ask(dry_costs_of_rank, few.layout.first_rank(1), few, many)
+    )
     batch = 16 * (many.layout.gas - few.layout.gas) * few.layout.mbs * few.seq_len
     assert more - less == pytest.approx(batch, abs=64)  # and the losses
 

@@ -36,10 +36,11 @@ def test_one_sweep_survives_what_clusters_do_one_after_another(sweeps, slurm, mo
     sweeps.wait_for(lambda: sweeps.executions())
     # Each job takes runs for 12 s, so that a later one may end before it is requeued.
     requeued = jobs("t", states="R")[-1].job_id
-    # With launcher.requeue=true Slurm would requeue the jobs of dead nodes, too.
     slurm.run("scontrol", "update", f"jobid={requeued}", "requeue=1")
     slurm.run("scontrol", "requeue", requeued)
     sweeps.wait_for(lambda: '"restart":1' in sweeps.journal())
+    # Slurm would requeue it again, instead of ending it, when one of its nodes dies while it still runs.
+    slurm_says("scontrol", "update", f"jobid={requeued}", "requeue=0")
 
     died = hosts(job_of_a_new_run().nodes)[0]
     slurm.tool("node-down", died)

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.patience import wait_until
+from tests.patience import slowness, wait_until
+from ultrabench.agent.ranks import fork_server
 from ultrabench.agent.ranks.fork_server import ForkServer, cpu_text, rank_cpus
 
 MINE = tuple(sorted(os.sched_getaffinity(0)))
@@ -110,3 +111,23 @@ def test_a_fork_server_that_cannot_start_passes_on_its_exit_code(tmp_path, start
     server.fork(0, {}, tmp_path / "rank0.log", None)
     assert exits(server, 1) == [(0, 1)]
     assert "encodings" in (tmp_path / "server.log").read_text()
+
+
+SLOW = """
+import os, time
+time.sleep({import_s})
+os.register_at_fork(before=lambda: time.sleep(0.5))
+main = lambda: 0
+"""
+
+
+def test_a_server_that_imports_for_long_has_its_time_to_fork_from_then_on(tmp_path, start, monkeypatch):
+    """It was replaced as soon as it was ready, again and again, where the import alone took longer than a fork may."""
+    fork_s = 2.0 * slowness()
+    monkeypatch.setattr(fork_server, "FORK_S", fork_s)
+    (tmp_path / "slow.py").write_text(SLOW.format(import_s=1.5 * fork_s))
+    server, codes = start("slow", PYTHONPATH=str(tmp_path)), []
+    server.fork(0, {}, tmp_path / "rank0.log", None)
+    first = server.pid
+    wait_until(lambda: codes.extend(server.exits()) or server.replace_if_stuck() or codes, 60)
+    assert (codes, server.pid) == ([(0, 0)], first)

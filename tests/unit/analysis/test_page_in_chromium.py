@@ -9,6 +9,7 @@ import matplotlib
 import pyarrow.compute as pc
 import pytest
 
+from tests.patience import slowness
 from tests.unit.analysis.page_tables import large, page, repeated, run, small
 from tests.unit.analysis.tables import table_of
 from ultrabench.analysis.figures.plots import scaling
@@ -21,34 +22,41 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
 
+WRONG = []
+"""What the page has said or asked for that it must not."""
+
+
 @pytest.fixture(scope="module")
-def browser():
+def only_tab():
+    """The tab of all tests: its process keeps the code of the figures, which is most of a page."""
     with playwright.sync_playwright() as driver:
         started = driver.chromium.launch(executable_path=CHROMIUM, timeout=120_000)
-        yield started
+        tab = started.new_context(offline=True).new_page()
+        tab.set_default_timeout(60_000)
+        tab.on("console", lambda said: said.type == "info" or WRONG.append(said.text))
+        tab.on("pageerror", lambda error: WRONG.append(str(error)))
+        tab.on("request", lambda sent: sent.url.startswith(("file:", "data:")) or WRONG.append(sent.url))
+        yield tab
         started.close()
 
 
 @pytest.fixture
-def opened(browser, tmp_path):
+def opened(only_tab, tmp_path):
     """Opens a table as a page with a fragment; at the end there was no error and no request to a network."""
-    wrong, contexts = [], []
 
     def open_page(results, fragment="", width=1400, public=False):
         path = tmp_path / "report.html"
         path.write_text(page(results, public=public), encoding="utf-8")
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, offline=True))
-        tab = contexts[-1].new_page()
-        tab.set_default_timeout(60_000)
-        tab.on("console", lambda said: said.type == "info" or wrong.append(said.text))
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("request", lambda sent: sent.url.startswith(("file:", "data:")) or wrong.append(sent.url))
-        tab.goto(f"file://{path}{fragment}")
-        return tab
+        only_tab.goto("about:blank")  # with another fragment alone it would stay the same page
+        only_tab.emulate_media(media="null", color_scheme="null")
+        only_tab.set_viewport_size({"width": width, "height": 900})
+        only_tab.goto(f"file://{path}{fragment}")
+        return only_tab
 
     yield open_page
-    for context in contexts:
-        context.close()
+    only_tab.goto("about:blank")
+    wrong = [*WRONG]
+    WRONG.clear()
     assert wrong == []
 
 
@@ -229,7 +237,7 @@ def test_texts_of_numbers_are_those_of_the_terminal(opened):
 
 
 def test_4104_rows_paint_and_filter_at_once(opened):
-    """Limits are ten times those of an idle machine, since other tests run beside; -s prints the times."""
+    """Limits are ten times those of an idle machine, and more on a slow one; -s prints the times."""
     tab = opened(large(4104))
     painted = tab.wait_for_function("performance.getEntriesByType('paint')[0]?.startTime").json_value()
     for tp in ("1", "2", "4"):
@@ -238,8 +246,9 @@ def test_4104_rows_paint_and_filter_at_once(opened):
     size = tab.evaluate("document.documentElement.outerHTML.length") / 1e6
     print(f"{size:.1f} MB, first paint {painted:.0f} ms, filters {[round(time) for time in drawn]} ms")
     assert size < 8
-    assert painted < 20_000
-    assert min(drawn) < 2_000
+    pace = slowness()
+    assert painted < 20_000 * pace
+    assert min(drawn) < 2_000 * pace
 
 
 def test_a_page_of_probes_draws_their_bandwidth(opened):

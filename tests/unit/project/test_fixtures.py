@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.sweep.test_config import refusal
 from ultrabench.analysis.collect import collect
-from ultrabench.errors import ConfigError
 from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
@@ -19,19 +19,24 @@ def fixture(name):
     return json.loads((FIXTURES / name).read_text())
 
 
-def test_run_ids_of_60_configurations_stay():
-    for known in fixture("run_ids.json"):
-        plan = make_plan(load_config([*known["overrides"], "launcher=slurm"]))
-        ids = sorted(candidate.run_id for candidate in plan.candidates)
-        assert (len(ids), ids[0]) == (known["candidates"], known["first"]), known["overrides"]
-        assert sha256("\n".join(ids).encode()).hexdigest()[:16] == known["all"], known["overrides"]
+RUN_IDS = [
+    known for number, known in enumerate(fixture("run_ids.json"))
+    if number // 5 % 3 == (number // 15 + number) % 3
+]  # fmt: skip
+"""Of 4 models on 3 kinds of hardware in 5 forms each model in each form, on one of the hardware, which run ids do not hold."""
+
+
+@pytest.mark.parametrize("known", RUN_IDS, ids=lambda known: " ".join(known["overrides"]))
+def test_run_ids_stay(known):
+    plan = make_plan(load_config([*known["overrides"], "launcher=slurm"]))
+    ids = sorted(candidate.run_id for candidate in plan.candidates)
+    assert (len(ids), ids[0]) == (known["candidates"], known["first"])
+    assert sha256("\n".join(ids).encode()).hexdigest()[:16] == known["all"]
 
 
 @pytest.mark.parametrize("known", fixture("messages.json"), ids=lambda known: " ".join(known["overrides"]))
 def test_what_the_configuration_refuses_it_refuses_in_these_words(known, alone):
-    with pytest.raises(ConfigError) as refusal:
-        load_config(known["overrides"])
-    assert str(refusal.value) == known["message"]
+    assert refusal(*known["overrides"]) == known["message"]
 
 
 def test_a_folder_of_schema_2_is_read_as_it_was_written():

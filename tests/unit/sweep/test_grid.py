@@ -248,7 +248,9 @@ def test_a_grid_of_millions_is_refused_with_its_size_before_it_is_enumerated():
     began = time.process_time()
     with refused("have 2,000,000 combinations; a sweep may have 1,000,000: narrow sweep.tp (100 values)"):
         make_plan(config)
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 3.0, (
+        "seconds of a core that may be shared; all layouts take a minute"
+    )
 
 
 # attention that a device, an accelerator or a layout lacks

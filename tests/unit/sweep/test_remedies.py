@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from tests.unit.sweep import test_config
-from ultrabench.errors import UltrabenchError
-from ultrabench.sweep.config.load import load_config
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 CASES = [
     overrides
@@ -30,15 +30,6 @@ def key(override):
     return override.lstrip("+~").partition("=")[0]
 
 
-def refusal(overrides):
-    """The message about overrides that cannot be used; None where they can."""
-    try:
-        load_config(overrides)
-    except UltrabenchError as error:
-        return str(error)
-    return None
-
-
 def following(overrides, message):
     """The overrides after the remedies of a message; None where it names none that can be copied."""
     words = [shlex.split(text.rstrip(",:)"))[0] for text in OVERRIDE.findall(message)]
@@ -47,7 +38,9 @@ def following(overrides, message):
     others = {override: [other for other in overrides if other != override] for override in overrides}
     several = len(overrides) > 1
     refused = (
-        [each for each in overrides if not several or refusal(others[each]) != message][:1] if words else []
+        [each for each in overrides if not several or test_config.refusal(*others[each]) != message][:1]
+        if words
+        else []
     )
     stays = [each for each in overrides if each not in refused and key(each) not in map(key, words)]
     return [*words, *stays] if words else None
@@ -57,7 +50,7 @@ def following(overrides, message):
 def test_what_a_message_says_to_write_is_not_refused_in_turn(overrides):
     messages = []
     for _ in range(ROUNDS):
-        message = refusal(overrides)
+        message = test_config.refusal(*overrides)
         assert message not in messages, "the remedy leads back to the same message"
         if message is None or (new := following(overrides, message)) is None:
             return
