@@ -93,9 +93,8 @@ class PlainStep:
             for module in (*model.blocks, model):
                 fully_shard(module, mesh=mesh, mp_policy=policy)
         self.model = model
-        fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
+            model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
