@@ -5,12 +5,41 @@ them; with recompute=everyN there are two kinds of layers, and a graph for each.
 outside. A layer that does not fit into one graph is an error, because its rest would run eagerly without a sign.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 
 from ultrabench.kernel.compat import compiler_of
 from ultrabench.kernel.model import Decoder
+
+OPERATORS: dict[Any, Callable[..., Any]] = {}
+"""Operator of ours, as compiled layers call it -> the function that it runs."""
+
+
+def operator(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function one operator for torch.compile, which then neither merges nor reorders what the function does.
+
+    Eager layers call the function itself.
+
+    Args:
+        shapes: what returns tensors of the same shapes for the same arguments.
+    """
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__.lstrip("_")
+        compiled = torch.library.custom_op(f"ultrabench::{name}", function, mutates_args=())
+        compiled.register_fake(shapes)
+        OPERATORS[getattr(torch.ops.ultrabench, name).default] = function
+
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            return (compiled if torch.compiler.is_compiling() else function)(*args)
+
+        return call
+
+    return wrap
 
 
 class GraphCounter:

@@ -35,6 +35,7 @@ from ultrabench.kernel.compat import (
     reduce_scatter,
     wait,
 )
+from ultrabench.kernel.compile import operator
 
 
 def spans(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
@@ -154,6 +155,11 @@ def _pair(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     return torch.stack((k_BKSD.transpose(1, 2), v_BKSD.transpose(1, 2)))
 
 
+def _forward_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@operator(_forward_shapes)
 def _ring_forward(
     q: Tensor, k: Tensor, v: Tensor, group_name: str, exchange: str, chosen: str
 ) -> tuple[Tensor, Tensor]:
@@ -174,6 +180,11 @@ def _ring_forward(
     return out.to(q.dtype), log_sum.contiguous()
 
 
+def _backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(_pair(k, v))
+
+
+@operator(_backward_shapes)
 def _ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, exchange: str,
     chosen: str,
@@ -195,35 +206,20 @@ def _ring_backward(
     return grad_q.to(q.dtype), sums.own().to(q.dtype)
 
 
-# For torch.compile all turns of the ring are one operator, into which it does not look.
-_forward_op = torch.library.custom_op("ultrabench::ring_forward", _ring_forward, mutates_args=())
-_backward_op = torch.library.custom_op("ultrabench::ring_backward", _ring_backward, mutates_args=())
 RING_FORWARD = torch.ops.ultrabench.ring_forward.default
 """The operator of a compiled ring, whose results include those of attention."""
-
-
-@_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-@_backward_op.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(_pair(k, v))
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, *options: str) -> Tensor:  # type: ignore[no-untyped-def]
-        forward = _forward_op if torch.compiler.is_compiling() else _ring_forward
         ctx.options = options
-        out, log_sum = forward(q, k, v, *ctx.options)
+        out, log_sum = _ring_forward(q, k, v, *ctx.options)
         ctx.save_for_backward(q, k, v, out, log_sum)
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        backward = _backward_op if torch.compiler.is_compiling() else _ring_backward
-        grad_q, grad_pair = backward(grad, *ctx.saved_tensors, *ctx.options)
+        grad_q, grad_pair = _ring_backward(grad, *ctx.saved_tensors, *ctx.options)
         grad_k, grad_v = grad_pair.transpose(2, 3)
         return grad_q, grad_k, grad_v, None, None, None

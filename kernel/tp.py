@@ -1,26 +1,29 @@
 """Tensor parallelism with sequence parallelism on plain tensors, put around a plain decoder.
 
 Column-parallel: Y = X W, W = [W_1, ..., W_tp], so rank i holds Y_i. Row-parallel: W is cut along its input,
-every rank holds a summand of Y, and the sum is scattered along the sequence. Between the blocks each rank
-holds S/tp tokens, on which it computes norms and residuals (arXiv 2205.05198, section 4.2.2).
+every rank holds a summand of Y, and the sum is scattered over the tokens. Between the blocks each rank
+holds B*S/tp tokens, on which it computes norms and residuals (arXiv 2205.05198, section 4.2.2). They are cut as
+they lie in memory, so that a tensor B x S/tp x H has the tokens of a part of the batch, not of each sequence.
 
 Forward of a layer gathers B*S*H elements over tp before attention and before the feed-forward, and
 reduce-scatters as many after each. Gathered tokens are not kept: backward gathers them again, while it
-computes the gradient of the input. So a layer costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
+computes the gradient of the input, and scatters this one while it computes those of the weights. So a layer costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
 
 The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ultrabench.kernel.compat import all_gather, reduce_scatter, wait
+from ultrabench.kernel.compat import all_gather, group_of, reduce_scatter, wait
+from ultrabench.kernel.compile import operator
 from ultrabench.kernel.loss import Pending, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, local
 from ultrabench.kernel.model import Block, Decoder, columns
@@ -47,14 +50,47 @@ class Ranks:
 
     def gather(self, x_BsH: Tensor) -> Callable[[], Tensor]:
         """Starts to gather the tokens of all ranks; returns a function that waits for them, B x S x H."""
-        size, batch = self.group.size(), len(x_BsH)
         started = all_gather(x_BsH.contiguous(), self.group)
-        return lambda: wait(started).view(size, batch, *x_BsH.shape[1:]).transpose(0, 1).flatten(1, 2)
+        return lambda: wait(started).view(len(x_BsH), -1, x_BsH.shape[-1])
 
     def scatter(self, x_BSH: Tensor) -> Callable[[], Tensor]:
         """Starts to sum over the ranks; returns a function that waits for this rank's tokens, B x S/tp x H."""
-        parts = x_BSH.reshape(len(x_BSH), self.group.size(), -1, x_BSH.shape[-1])
-        return partial(wait, reduce_scatter(parts.transpose(0, 1).flatten(0, 1), self.group))
+        parts = x_BSH.reshape(self.group.size() * len(x_BSH), -1, x_BSH.shape[-1])
+        return partial(wait, reduce_scatter(parts, self.group))
+
+
+def _gradient_shapes(
+    x_BsH: Tensor, _: Any, weights: Sequence[Tensor], __: str, wants_inputs: bool, wants_weights: bool
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (*[x_BsH] * wants_inputs, *[*weights] * wants_weights)]
+
+
+@operator(_gradient_shapes)
+def _columns_backward(
+    x_BsH: Tensor,
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    group_name: str,
+    wants_inputs: bool,
+    wants_weights: bool,
+) -> list[Tensor]:
+    """The gradient of this rank's tokens, then those of the weights, of which backward may want only one or the other.
+
+    It gathers the tokens while it computes the gradient of all tokens, and sums and scatters that one while it
+    computes those of the weights. A compiler that saw this would keep the tokens that forward has gathered, and
+    scatter last.
+    """
+    ranks, scattered = Ranks(group_of(group_name)), list[Callable[[], Tensor]]()
+    gathered = ranks.gather(x_BsH) if wants_weights else None
+    flat_grads = [grad.flatten(0, 1) for grad in grads]
+    if wants_inputs:
+        grad_TH = torch.mm(flat_grads[0], weights[0])
+        for grad, weight in zip(flat_grads[1:], weights[1:], strict=True):
+            grad_TH.addmm_(grad, weight)
+        scattered.append(ranks.scatter(grad_TH.view(len(grads[0]), -1, x_BsH.shape[-1])))
+    x_TH = None if gathered is None else gathered().flatten(0, 1)
+    grad_weights = [] if x_TH is None else [torch.mm(grad.t(), x_TH) for grad in flat_grads]
+    return [*(wait_for() for wait_for in scattered), *grad_weights]
 
 
 class _Columns(torch.autograd.Function):
@@ -69,19 +105,14 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
         ranks, (x_BsH, *weights) = ctx.ranks, ctx.saved_tensors
-        gathered = ranks.gather(x_BsH) if ranks.wants_weights else None
-        scattered = None
-        if ranks.wants_inputs:
-            scattered = ranks.scatter(sum(g @ w for g, w in zip(grads, weights, strict=True)))
-        grad_weights = [None] * len(weights)
-        if gathered is not None:
-            x_TH = gathered().flatten(0, 1)
-            grad_weights = [grad.flatten(0, 1).t() @ x_TH for grad in grads]
-        return None, None if scattered is None else scattered(), *grad_weights
+        wanted = ranks.wants_inputs, ranks.wants_weights
+        results = iter(_columns_backward(x_BsH, grads, weights, ranks.group.group_name, *wanted))
+        grad_x = next(results) if ranks.wants_inputs else None
+        return None, grad_x, *(results if ranks.wants_weights else [None] * len(weights))
 
 
 class _Row(torch.autograd.Function):
-    """The product with a row-parallel weight, summed over the ranks and scattered along the sequence."""
+    """The product with a row-parallel weight, summed over the ranks and scattered over the tokens."""
 
     @staticmethod
     def forward(ctx, ranks: Ranks, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

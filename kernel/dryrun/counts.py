@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ultrabench.kernel.compat import group_name, storage_of
+from ultrabench.kernel.compile import OPERATORS
 
 _OPS = {
     "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather",
@@ -31,16 +33,27 @@ _OPS = {
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs every operator on plain tensors, then passes it to `see`."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Yes: compiled layers run as they are, and the operators that they call are seen."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """Lets DTensor turn its operators into operators on plain tensors, which then arrive here."""
+        """Lets DTensor turn its operators into operators on plain tensors, which then arrive here as those of ours do."""
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
+        if function := OPERATORS.get(func):
+            with self:
+                return function(*args)
+        if isinstance(func, HigherOrderOperator):
+            # Compiled recomputation: an operator that may draw random numbers, after their state if that is given.
+            start = next(i for i, argument in enumerate(args) if isinstance(argument, OpOverload))
+            with self:
+                out = args[start](*args[start + 1 :], **kwargs)
+                return out if start else (torch.empty(0), out)
         out = func(*args, **kwargs)
         self.see(func, args, kwargs, out)
         return out

@@ -44,7 +44,11 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
     """
     with LiveBytes() as live, watched_memory(live.resized):
         mesh = build_mesh(spec.layout, "cpu")
-        trainer = TrainStep(spec, _CPU, mesh, progress=lambda: live.name("gradient", sharded.gradients()))
+        # Without generating code, torch decides as it does on GPUs what a compiled layer keeps.
+        trainer = TrainStep(
+            spec, _CPU, mesh, backend="aot_eager",
+            progress=lambda: live.name("gradient", sharded.gradients()),
+        )  # fmt: skip
         sharded = ShardedTensors(trainer.models, lambda grad: live.name("gradient", [grad]))
         prepare(trainer)
         batch = trainer.batch(1)

@@ -69,6 +69,18 @@ def mean_over_wrong_tokens(right, ranks, *args):
     return right(ranks, *args) / ranks.group.size()
 
 
+@planted(tp.Ranks, "scatter", counts="test_tensor_parallel_overlaps compile")
+def late_scatter(right, *args):
+    """Sums over tp begin only when they are waited for."""
+    return lambda: right(*args)()
+
+
+@planted(tp, "reduce_scatter", counts="test_tensor_parallel_overlaps eager")
+def copied_tokens(right, tensor, group):
+    """What is summed and scattered over tp is copied first."""
+    return right(tensor.clone(), group)
+
+
 @planted(step, "sum_norm_gradients", counts="test_tensor_parallel 1")
 def norms_one_by_one(right, params, group):
     """Each norm has an all-reduce of its own."""

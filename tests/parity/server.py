@@ -49,13 +49,18 @@ def join(rank: int, world_size: int, folder: Path) -> None:
 def trained_a_step(spec: CheckSpec, rank: int, folder: Path) -> TrainStep:
     """A rank after its first step, which makes optimizer states and warms caches."""
     join(rank, spec.layout.world_size, folder)
-    trainer = TrainStep(in_precision(spec, "fp32"), torch.device("cpu"), build_mesh(spec.layout, "cpu"))
+    run, mesh = in_precision(spec, "fp32"), build_mesh(spec.layout, "cpu")
+    trainer = TrainStep(run, torch.device("cpu"), mesh, backend="aot_eager")
     trainer.update(trainer.accumulate(*trainer.batch(1)))
     return trainer
 
 
+WORDS = {"embedding": "look-up", "clone": "copy", "mm": "product", "addmm_": "product", "add": "sum"}
+"""Operator of aten -> its word in `Order.names`."""
+
+
 class Order(CollectiveCounts):
-    """The collectives inside the `with` block, and the look-up of tokens, in order."""
+    """The collectives inside the `with` block, and the operators that WORDS names, in order."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -65,7 +70,8 @@ class Order(CollectiveCounts):
         before = {name: calls for name, (calls, _) in self.found.items()}
         super().see(func, args, kwargs, out)
         self.names += [name for name, (calls, _) in self.found.items() if calls != before.get(name)]
-        self.names += ["look-up"] * (func is torch.ops.aten.embedding.default)
+        if func.namespace == "aten" and (word := WORDS.get(func._schema.name.removeprefix("aten::"))):
+            self.names.append(word)
 
 
 def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int]], list[str]]:
@@ -127,6 +133,11 @@ def dry_costs_of_rank(rank: int, *specs: CheckSpec) -> list[RankCost]:
     have the same mesh, whose groups torch remembers by name.
     """
     return [from_dict(RankCost, rank_cost(in_precision(spec, "bf16"), rank)) for spec in specs]
+
+
+def dry_cost(run: RunSpec) -> RankCost:
+    """What a step costs the first rank by a dry run."""
+    return from_dict(RankCost, rank_cost(run, 0))
 
 
 def _answer(fault: str | None, function: Callable[..., Any], given: tuple[Any, ...]) -> Any:

@@ -110,3 +110,27 @@ def test_recompute(server):
     assert full["tp all_gather"][0] == plain["tp all_gather"][0] + 2 * LAYERS
     assert full["tp reduce_scatter"][0] == plain["tp reduce_scatter"][0] + 2 * LAYERS
     assert selective["tp reduce_scatter"] == plain["tp reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "gathers", "scatters"), [("none", 6, 4), ("selective", 8, 4), ("full", 8, 5)]
+)
+def test_compiled_tensor_parallel(server, recompute, gathers, scatters):
+    """Collectives of a compiled layer: as many as eager, but full computes no sum again that no backward needs."""
+    counts, *_ = counts_of(server, f"tp=2 mbs=2 compile {recompute}")
+    assert counts["tp all_gather"][0] == gathers * LAYERS + 2
+    assert counts["tp reduce_scatter"][0] == scatters * LAYERS + 2
+
+
+@pytest.mark.parametrize("word", ["eager", "compile"])
+def test_tensor_parallel_overlaps(server, word):
+    """Backward gathers beside the products that make the input's gradient, and scatters it beside the weights'.
+
+    Nothing is added or copied between; the one copy of a step is of the maxima of the loss.
+    """
+    (_, names), *_ = server.ask(counted, spec_of(f"tp=2 mbs=2 {word}"))
+    for weights in (2, 3):
+        products = ["product"] * weights
+        backward = " ".join(("tp all_gather", *products, "tp reduce_scatter", *products))
+        assert " ".join(names).count(backward) == LAYERS
+    assert names.count("copy") == 1

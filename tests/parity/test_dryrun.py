@@ -1,6 +1,7 @@
 """What a dry run says of a step is what the step costs real ranks."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import subprocess
@@ -9,13 +10,16 @@ import sys
 import pytest
 
 from benchmarks import memory
-from tests.parity.server import dry_costs, dry_costs_of_rank, in_precision, real_costs
+from tests.parity.server import dry_cost, dry_costs, dry_costs_of_rank, in_precision, real_costs
 from tests.parity.test_layouts import SHALLOW, TINY, spec_of
+from ultrabench.cli.kernel.dryrun import dryrun_spec
+from ultrabench.hardware import GIB
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
+from ultrabench.sweep.predict.micro_batch import micro_batch
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 
 pytestmark = pytest.mark.parity
@@ -32,7 +36,7 @@ CASES = [
     "tp=2 gas=2 qwen", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full", "tp=2 selective",
     "pp=3 gas=3 every2 tied", "dp=2 pp=2 zero_stage=3 gas=3",
     "dp=2 zero_stage=2 gas=6", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=11 afab",
-    "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "tp=2 pp=2 gas=2",
+    "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen",
 ]  # fmt: skip
 
 
@@ -123,6 +127,33 @@ def test_recomputation_keeps_what_docs_say(server, tp):
         saved = plain.activation_bytes - cost.activation_bytes
         expected = 2 * tokens * layers * (whole - numbers)
         assert saved == pytest.approx(expected, abs=0.01 * plain.activation_bytes)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("tp", [2, 8])
+def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute):
+    """The growth of the peak's activations with the number of layers, within 1 %."""
+    wide = dataclasses.replace(TINY, num_attention_heads=8, num_key_value_heads=8)
+    shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (4, 8)]
+    specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
+    few, many = (server.ask(dry_costs, spec)[0].activation_bytes for spec in specs)
+    layout, tokens = specs[0].layout, 16 * specs[0].seq_len
+    form = micro_batch(wide, tokens, tp, 1, recompute, layout.full_every, 2, compiled=True, losses=1)
+    assert (many - few) / 4 == pytest.approx(form.layer_kept(0), rel=0.01)
+
+
+def test_a_compiled_model_of_70b_fits(server):
+    """41 GiB by the closed form, which is that of a dry run where the model has a quarter of its layers."""
+    run, _ = dryrun_spec(
+        ["model=llama3-70b", "nodes=8", "tp=8", "pp=4", "zero_stage=1", "gas=5"], compiled=True
+    )
+    quarter = dataclasses.replace(
+        run, shape=dataclasses.replace(run.shape, num_hidden_layers=run.shape.num_hidden_layers // 4)
+    )
+    constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
+    whole, few_layers = (predict_memory(spec, constants)[0].allocated_bytes for spec in (run, quarter))
+    assert few_layers == pytest.approx(server.ask(dry_cost, quarter).peak_bytes, rel=0.01)
+    assert whole <= 41 * GIB
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])

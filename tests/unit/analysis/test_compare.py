@@ -153,6 +153,15 @@ def test_several_kernels_in_a_table_are_compared_with_the_same():
     assert (len(found.rows), found.regressions) == (40, 0)
 
 
+def test_versions_of_the_kernel_are_compared_by_layout():
+    """Another version gives runs other ids."""
+    newer = [row | {"run_id": f"new {row['run_id']}"} for row in rows_of(2, slow=(3,), kernel_version="4")]
+    comparison = compared(rows_of(1, kernel_version="3"), newer)
+    assert (len(comparison.rows), comparison.only) == (20, (0, 0))
+    assert findings_of(comparison) == {"3": "slower"}
+    assert comparison.differing["kernel_version"] == ("3", "4")
+
+
 def test_the_command_is_for_ci(ultrabench, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     for name, rows in {"a": rows_of(1), "b": rows_of(2, slow=(3,)), "c": rows_of(1, seq_len=128)}.items():

@@ -31,13 +31,17 @@ def check(
 
 
 @kernel_app.command()
-def dryrun(arguments: Arguments, json_: Json = False) -> None:
+def dryrun(
+    arguments: Arguments,
+    compile_: bool = typer.Option(False, "--compile", help="Trace the layers as for compilation."),
+    json_: Json = False,
+) -> None:
     """Show memory, collectives and FLOPs of a rank at any world size.
 
     It is a step without data."""
     from ultrabench.cli.kernel.dryrun import run_dryrun
 
-    run_dryrun(arguments, json_)
+    run_dryrun(arguments, compile_, json_)
 
 
 @kernel_app.command(name="try-log")

@@ -19,11 +19,11 @@ DEFAULTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "se
 MEMORY_KINDS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 
-def run_dryrun(arguments: list[str], as_json: bool) -> None:
+def run_dryrun(arguments: list[str], compiled: bool, as_json: bool) -> None:
     """Prints memory, FLOPs and collectives of a step for the first rank of each pipeline stage."""
-    spec, hardware = dryrun_spec(arguments)
+    spec, hardware = dryrun_spec(arguments, compiled)
     layout, seq_len = spec.layout, spec.workload.seq_len
-    run = f"{layout.label()} on {counted(layout.world_size, 'rank')}, {spec.kernel.precision}"
+    run = f"{layout.label()} on {counted(layout.world_size, 'rank')}, {spec.kernel.precision}{', compiled' * spec.compiles}"
     say(f"dry run of {run}, seq_len {seq_len}: the first rank of each of {layout.pp} pipeline stages")
     costs: list[RankCost] = []
     for cost in dry_run(spec):
@@ -35,14 +35,14 @@ def run_dryrun(arguments: list[str], as_json: bool) -> None:
         _show(spec, hardware, costs)
 
 
-def dryrun_spec(arguments: list[str]) -> tuple[RunSpec, Hardware]:
+def dryrun_spec(arguments: list[str], compiled: bool = False) -> tuple[RunSpec, Hardware]:
     """The run that arguments such as `model=llama3-8b nodes=8 tp=8` describe, and its hardware.
 
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
     spec, config = read_run(arguments, DEFAULTS)
-    kernel = KernelConfig(name="embedded", precision=spec.kernel.precision)
+    kernel = KernelConfig(name="embedded", precision=spec.kernel.precision, compile=compiled)
     return replace(spec, kernel=kernel), config.hardware
 
 

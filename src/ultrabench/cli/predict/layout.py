@@ -4,7 +4,8 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import accumulate, groupby
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.predict.predict import LIKELY_OOM
-from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS
+from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS, StageMemory
 
 BAR = 40
 """Number of characters of the longest bar."""
@@ -43,6 +44,12 @@ def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
         print_json(prediction)
     else:
         show(*_page(prediction, spec, config))
+
+
+def _whole_bytes(stage: StageMemory) -> dict[str, int]:
+    """The parts of a rank's memory, rounded so that they add up to its rounded peak."""
+    sums = [round(total) for total in accumulate(getattr(stage, part) for part in MEMORY_PARTS)]
+    return dict(zip(MEMORY_PARTS, map(sub, sums, [0, *sums]), strict=False))
 
 
 def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
@@ -63,10 +70,11 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "peak_mem_bytes": part_rows.peak_mem_bytes,
         "rank_mem_bytes": config.hardware.mem_bytes,
         "p_oom": round(part_rows.p_oom, 6),
-        "memory": {part: round(getattr(largest, part)) for part in MEMORY_PARTS},
+        "memory": _whole_bytes(largest),
         "stages": [
             {"pp_rank": stage.pp_rank, "phase": stage.phase}
-            | {part: round(getattr(stage, part)) for part in (*MEMORY_PARTS, "peak_bytes")}
+            | _whole_bytes(stage)
+            | {"peak_bytes": round(stage.peak_bytes)}
             for stage in stages
         ],
         "step_time_s": part_rows.step_time_s,
