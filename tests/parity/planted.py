@@ -108,7 +108,7 @@ def half_the_replicas(right, decoder, mesh, *args):
     right(decoder, init_device_mesh("cpu", (mesh.size() // 2, 2, 1), mesh_dim_names=names), *args)
 
 
-@planted(step, "begin_microbatch", parity="dp=2 zero_stage=2 gas=2")
+@planted(step, "begin_microbatch", ignored="dp=2 zero_stage=2 gas=2")
 def lost_gradients(right, decoder, zero_stage, *, last, overlap):
     """The gradients of all micro-batches but the last are lost."""
     right(decoder, zero_stage, last=last, overlap=overlap)
@@ -146,7 +146,7 @@ def local_norm(right):
     return changed(right, all_reduce=all_reduce)
 
 
-@planted(step, "clip_factor", parity="gas=2, tp=2 bf16")
+@planted(step, "clip_factor", parity="gas=2")
 def stretched_gradients(right, norm, most):
     """Gradients whose norm is below the largest one are made as large."""
     return most / (norm + 1e-6)
