@@ -123,6 +123,11 @@ def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _collectives.reduce_scatter_tensor(tensor, "sum", group.size(), group.group_name)  # type: ignore[no-any-return]
 
 
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Starts to sum `tensor` over all ranks; the result may be read after `wait`."""
+    return _collectives.all_reduce(tensor, "sum", group.group_name)  # type: ignore[no-any-return]
+
+
 def wait(tensor: Tensor) -> Tensor:
     """The result of a collective that has begun."""
     return _collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
@@ -132,6 +137,7 @@ _aten = torch.ops.aten
 SELECTED = {
     _aten.mm.default: (0, 2, 4),
     _collectives.reduce_scatter_tensor.default: (0, 1),
+    _collectives.all_reduce.default: (0, 1),
     _aten._scaled_dot_product_flash_attention.default: (0,),
     _aten._scaled_dot_product_efficient_attention.default: (0,),
     _aten._scaled_dot_product_cudnn_attention.default: (0,),

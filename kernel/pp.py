@@ -130,7 +130,7 @@ class Pipeline:
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
         b, s = layout.mbs, spec.workload.seq_len // layout.cp
-        hidden = (b, s // layout.tp, spec.shape.hidden_size)
+        hidden = (b, s // (layout.tp if ranks.sequence_parallel else 1), spec.shape.hidden_size)
         x = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty((b, s), dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(dtype, torch.float32)

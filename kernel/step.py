@@ -84,7 +84,7 @@ class TrainStep:
         self.spans = cp.spans(spec.workload.seq_len, layout.cp, self.at.cp)
         self.cp_group = cp_group(layout)
         stages = stages_by_rank(spec.shape, layout)[self.at.pp]
-        self.tp = Ranks(mesh.get_group("tp"))
+        self.tp = Ranks(mesh.get_group("tp"), layout.sequence_parallel == "on")
         self.models = [self._build(stage) for stage in stages]
         self.tied = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_peer = tied_peer(layout, self.at.pp) if self.tied else None
@@ -162,7 +162,7 @@ class TrainStep:
                 end_microbatch(model, self.layout.zero_stage, **options)
                 losses.append(loss.detach())
                 self.progress()
-        sum_norm_gradients(self.params.items(), self.tp.group)
+        sum_norm_gradients(self.params.items(), self.tp)
         none = torch.zeros((), device=self.device)
         return sum((loss.detach() for loss in losses), none)
 

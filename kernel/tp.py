@@ -1,4 +1,4 @@
-"""Tensor parallelism with sequence parallelism on plain tensors, put around a plain decoder.
+"""Tensor parallelism on plain tensors, with or without sequence parallelism, put around a plain decoder.
 
 Column-parallel: Y = X W, W = [W_1, ..., W_tp], so rank i holds Y_i. Row-parallel: W is cut along its input,
 every rank holds a summand of Y, and the sum is scattered over the tokens. Between the blocks each rank
@@ -9,7 +9,11 @@ Forward of a layer gathers B*S*H elements over tp before attention and before th
 reduce-scatters as many after each. Gathered tokens are not kept: backward gathers them again, while it
 computes the gradient of the input, and scatters this one while it computes those of the weights. So a layer costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
 
-The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step.
+Without sequence parallelism each rank holds all B*S tokens between the blocks (arXiv 1909.08053, section 3). Nothing is
+gathered, and an all-reduce takes the place of each reduce-scatter: two in forward of a layer and two in backward.
+
+The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step; without sequence
+parallelism only that of the norms of q and k is one, over the heads of all ranks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ultrabench.kernel.compat import all_gather, group_of, reduce_scatter, wait
+from ultrabench.kernel.compat import all_gather, all_reduce, group_of, reduce_scatter, wait
 from ultrabench.kernel.compile import operator
 from ultrabench.kernel.loss import Pending, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, local
@@ -45,22 +49,33 @@ class Ranks:
     """The ranks of the tp axis. Schedules that split backward say which gradients it must compute now."""
 
     group: dist.ProcessGroup
+    sequence_parallel: bool = True
     wants_inputs: bool = True
     wants_weights: bool = True
 
     def gather(self, x_BsH: Tensor) -> Callable[[], Tensor]:
         """Starts to gather the tokens of all ranks; returns a function that waits for them, B x S x H."""
+        if not self.sequence_parallel:
+            return lambda: x_BsH
         started = all_gather(x_BsH.contiguous(), self.group)
         return lambda: wait(started).view(len(x_BsH), -1, x_BsH.shape[-1])
 
     def scatter(self, x_BSH: Tensor) -> Callable[[], Tensor]:
         """Starts to sum over the ranks; returns a function that waits for this rank's tokens, B x S/tp x H."""
+        if not self.sequence_parallel:
+            return partial(wait, all_reduce(x_BSH, self.group))
         parts = x_BSH.reshape(self.group.size() * len(x_BSH), -1, x_BSH.shape[-1])
         return partial(wait, reduce_scatter(parts, self.group))
 
 
 def _gradient_shapes(
-    x_BsH: Tensor, _: Any, weights: Sequence[Tensor], __: str, wants_inputs: bool, wants_weights: bool
+    x_BsH: Tensor,
+    _: Any,
+    weights: Sequence[Tensor],
+    __: str,
+    ___: bool,
+    wants_inputs: bool,
+    wants_weights: bool,
 ) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in (*[x_BsH] * wants_inputs, *[*weights] * wants_weights)]
 
@@ -71,6 +86,7 @@ def _columns_backward(
     grads: Sequence[Tensor],
     weights: Sequence[Tensor],
     group_name: str,
+    sequence_parallel: bool,
     wants_inputs: bool,
     wants_weights: bool,
 ) -> list[Tensor]:
@@ -80,7 +96,7 @@ def _columns_backward(
     computes those of the weights. A compiler that saw this would keep the tokens that forward has gathered, and
     scatter last.
     """
-    ranks, scattered = Ranks(group_of(group_name)), list[Callable[[], Tensor]]()
+    ranks, scattered = Ranks(group_of(group_name), sequence_parallel), list[Callable[[], Tensor]]()
     gathered = ranks.gather(x_BsH) if wants_weights else None
     flat_grads = [grad.flatten(0, 1) for grad in grads]
     if wants_inputs:
@@ -105,8 +121,8 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
         ranks, (x_BsH, *weights) = ctx.ranks, ctx.saved_tensors
-        wanted = ranks.wants_inputs, ranks.wants_weights
-        results = iter(_columns_backward(x_BsH, grads, weights, ranks.group.group_name, *wanted))
+        options = ranks.sequence_parallel, ranks.wants_inputs, ranks.wants_weights
+        results = iter(_columns_backward(x_BsH, grads, weights, ranks.group.group_name, *options))
         grad_x = next(results) if ranks.wants_inputs else None
         return None, grad_x, *(results if ranks.wants_weights else [None] * len(weights))
 
@@ -189,14 +205,16 @@ def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
     return (*tp_cut, *dp_part(param))
 
 
-def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
+def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
     """Sums the gradients of norms over tp, since each rank has other tokens or, for those of q and k, other heads.
 
     It is one all-reduce of (2*L*(H + D) + H)/shards elements on the stage with the final norm, and without + H on
     the others. L is the number of layers of the stage, and shards is zero_shards of the layout. Without the norms
     of q and k, which have D weights each, + D is left out.
     """
-    grads = [local(p.grad) for name, p in params if cut_dim(name) is None and p.grad is not None]
+    group, parts = ranks.group, ("q_norm", "k_norm") if not ranks.sequence_parallel else ("norm",)
+    sums = (p.grad for name, p in params if cut_dim(name) is None and name.split(".")[-2].endswith(parts))
+    grads = [local(grad) for grad in sums if grad is not None]
     if group.size() == 1 or not grads:
         return
     flat = torch.cat([grad.flatten() for grad in grads])

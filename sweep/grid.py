@@ -221,7 +221,8 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
         yield "zbv with zero_stage=3 loses gradients in torch; take zero_stage 0 or 1, or another schedule"
     # Tensor parallelism also splits feed-forward and vocabulary, and sequence parallelism the tokens.
     sizes = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
-    sizes["seq_len/cp"] = seq_len // layout.cp
+    if layout.sequence_parallel == "on":
+        sizes["seq_len/cp"] = seq_len // layout.cp
     for name, size in sizes.items():
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"

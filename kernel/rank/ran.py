@@ -52,6 +52,8 @@ class Watch:
     """Some gradients of each layer in the last step, before they were clipped."""
     rotations: tuple[Tensor, Tensor] | None = None
     """The cosines and sines that the layers got."""
+    tokens: int = 0
+    """Length of the sequences in the input of a layer."""
 
 
 @contextmanager
@@ -69,7 +71,7 @@ def watched(trainer: TrainStep) -> Iterator[Watch]:
         return update(loss)
 
     def see_rotations(_: Any, args: tuple[Tensor, ...]) -> None:
-        watch.rotations = args[1], args[2]
+        watch.tokens, watch.rotations = args[0].shape[1], (args[1], args[2])
 
     hooks = [model.register_forward_hook(see_forward) for model in trainer.models]
     hooks += [layer.register_forward_pre_hook(see_rotations) for layer in layers_of(trainer)[:1]]
@@ -113,8 +115,10 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         return options
     width, seq_len = trainer.spec.shape.intermediate_size, trainer.spec.workload.seq_len
     tps = [width // layer.ffn.gate.weight.shape[0] for layer in layers]
-    # A stage gets B x S/cp tokens, or x_BSH of the stage before, which is cut over tp, too.
-    cps = [seq_len // (size[1] * tps[0] ** (len(size) - 2)) for size, _ in forwards]
+    assert watch.rotations is not None
+    parts = len(watch.rotations[0]) // watch.tokens
+    # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
+    cps = [seq_len // (size[1] * parts ** (len(size) - 2)) for size, _ in forwards]
     states = [state for _, layer_states in forwards for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
     later = [s for n, (_, of_forward) in enumerate(forwards) for s in of_forward if n % options["gas"]]
@@ -127,6 +131,7 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     ]
     return options | _precisions(trainer, watch) | {
         "tp": _only(tps),
+        "sequence_parallel": "on" if parts == tps[0] else "off",
         "cp": _only(cps),
         "dp": _only(state.copies // cps[0] for state in states),
         "dp_shard": _only(state.shards if 1 < state.shards < state.copies else 0 for state in states),

@@ -84,7 +84,7 @@ class Layout:
 
     dp: Count = axis("dp", "Data-parallel degree.", kind=DEGREE, title="data-parallel degree")
     tp: Count = axis(
-        "tp", "Tensor-parallel degree, with sequence parallelism.", kind=DEGREE, title="tensor-parallel degree",
+        "tp", "Tensor-parallel degree.", kind=DEGREE, title="tensor-parallel degree",
         default=1,
     )  # fmt: skip
     pp: Count = axis(
@@ -123,6 +123,10 @@ class Layout:
         "recompute-", "What backward computes again: none, attention, selective, full, or every2: each 2nd layer.",
         kind=CHOICE, title="recomputation", default="none", implied=("none",),
         usual=("none", "attention", "selective", "every2", "full"),
+    )  # fmt: skip
+    sequence_parallel: Annotated[str, one_of("on", "off")] = axis(
+        "sp-", "Whether the ranks of tp share the tokens between the blocks (on), or each has all of them (off).", kind=CHOICE,
+        title="sequence parallelism", default="on", implied=("on",), usual=("on", "off"), detail_of="tp", added_later=True,
     )  # fmt: skip
     cp_exchange: Annotated[str, one_of("ring", "allgather")] = axis(
         "cp-", "How the ranks of cp get each other's keys and values: ring, beside attention, or allgather, before it.",

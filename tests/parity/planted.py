@@ -33,9 +33,9 @@ def drop_tp_all_reduce(right, *_):
 
 
 @planted(step, "sum_norm_gradients", parity="tp=2 qwen")
-def forgotten_head_norms(right, params, group):
+def forgotten_head_norms(right, params, ranks):
     """Only norms of tokens are summed over tp, not those of queries and keys."""
-    right([(n, p) for n, p in params if n.split(".")[-2] not in ("q_norm", "k_norm")], group)
+    right([(n, p) for n, p in params if n.split(".")[-2] not in ("q_norm", "k_norm")], ranks)
 
 
 @planted(tp, "reduce_scatter", parity="tp=2 bf16")
@@ -82,10 +82,10 @@ def copied_tokens(right, tensor, group):
 
 
 @planted(step, "sum_norm_gradients", counts="test_tensor_parallel 1")
-def norms_one_by_one(right, params, group):
+def norms_one_by_one(right, params, ranks):
     """Each norm has an all-reduce of its own."""
     for one in params:
-        right([one], group)
+        right([one], ranks)
 
 
 # Data parallelism, ZeRO and the optimizer.

@@ -45,6 +45,12 @@ def zero2_as_1(right, decoder, zero_stage, **options):
     right(decoder, min(zero_stage, 1), **options)
 
 
+@planted(step, "Ranks", ignored="tp=2 sequence_parallel=off")
+def shared_tokens(right, group, _):
+    """The ranks of tp share the tokens, whatever is asked for."""
+    return right(group)
+
+
 @planted(step, "begin_microbatch", ignored="dp=2 zero_stage=1 gas=2 dp_overlap=off")
 def overlapped(right, decoder, zero_stage, *, last, overlap):
     """Backward reduces gradients, whatever is asked for."""

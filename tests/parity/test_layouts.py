@@ -62,6 +62,9 @@ CASES = [
     "dp=2 cp=2 zero_stage=0 gas=2", "dp=2 cp=2 zero_stage=2 gas=2", "dp=2 cp=2 zero_stage=3 gas=2",
     "cp=2 zero_stage=3 gas=2", "tp=2 cp=2 gas=2", "cp=2 pp=2 gas=2",
     "cp=2 pp=2 gas=4 zbv", "dp=2 cp=2 pp=2 zero_stage=3 gas=2",
+    # Tensor parallelism without sequence parallelism.
+    "tp=2 gas=2 mbs=2 sequence_parallel=off qwen", "dp=2 tp=2 zero_stage=3 sequence_parallel=off tied", "tp=2 pp=2 gas=4 zbv sequence_parallel=off",
+    "tp=2 cp=2 sequence_parallel=off selective compile", "tp=2 pp=2 gas=2 sequence_parallel=off full",
     # Keys and values gathered before attention; gradients reduced after backward.
     "cp=2 gas=2 mbs=2 cp_exchange=allgather mha", "tp=2 cp=2 pp=2 gas=2 cp_exchange=allgather", "cp=2 full compile cp_exchange=allgather",
     "dp=2 zero_stage=0 gas=2 dp_overlap=off", "dp=2 zero_stage=1 gas=2 dp_overlap=off tied", "dp=2 zero_stage=2 gas=3 dp_overlap=off",
