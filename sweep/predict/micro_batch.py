@@ -52,7 +52,7 @@ class MicroBatch(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def micro_batch(
-    shape: ModelShape, tokens: int, tp: int, cp: int, cp_exchange: str, recompute: str, full_every: int, word: int,
+    shape: ModelShape, tokens: int, tp: int, sequence_parallel: bool, cp: int, cp_exchange: str, recompute: str, full_every: int, word: int,
     compiled: bool, losses: int,
 ) -> MicroBatch:  # fmt: skip
     """The sizes of a micro-batch, of which the ranks of tp have `tokens`.
@@ -62,29 +62,34 @@ def micro_batch(
     """
     h, q, kv, f = shape.hidden_size, shape.q_width, shape.kv_width, shape.intermediate_size
     heads, t = shape.num_attention_heads, tokens / tp
-    channel_bytes, hidden, whole_hidden = t * word, t * h * word, tokens * h * word
+    own = t if sequence_parallel else tokens  # tokens of the residual stream and of norms
+    channel_bytes, hidden, whole_hidden = t * word, own * h * word, tokens * h * word
     # A layer keeps the inputs and outputs of both norms, q, k, v and the output of attention, and gate, up, silu(gate)
     # and the product; and in fp32 a number for each norm and each head. A compiled one computes silu(gate) again.
-    layer = channel_bytes * (4 * h + 2 * q + 2 * kv + 4 * f) + 4 * t * (heads + 2)
+    layer = 4 * hidden + channel_bytes * (2 * q + 2 * kv + 4 * f) + 4 * (t * heads + 2 * own)
     if shape.qk_norm:
         layer += channel_bytes * (q + kv) + 4 * t * (heads + shape.num_key_value_heads)
     sums = (1 if compiled else 2) * (tp > 1)  # what the second one adds to is the output of the layer
-    selected = channel_bytes * (h + 2 * q + kv + f + sums * h) + 4 * t * heads
+    selected = (1 + sums) * hidden + channel_bytes * (2 * q + kv + f) + 4 * t * heads
     whole = layer - channel_bytes * f * compiled
     kept = {"selective": selected, "attention": whole - 4 * t * heads}.get(recompute, whole)
     # Backward of the feed-forward: the gradient of the output and those of the product and of up; with tp the gathered
     # input, and its gradient before it is summed and scattered.
     feed_forward = layer + hidden + channel_bytes * 2 * f
     if tp > 1:
-        feed_forward = max(feed_forward, layer + hidden + 2 * whole_hidden)
+        # Without sequence parallelism that gradient is copied while it is summed.
+        feed_forward = max(feed_forward, layer + hidden + 2 * whole_hidden) + (3 * hidden) * (
+            not sequence_parallel
+        )
+    norm = own * h * (20 if word == 2 else 16)  # five copies in fp32, of which fp32 has one already
+    feed_forward = max(feed_forward, layer - channel_bytes * 4 * f + hidden + norm)  # the norm before it
     # Of attention: the gradients of q, k, v and the output; with cp keys and values of other ranks and fp32 sums, too.
     core = channel_bytes * (2 * q + 2 * kv)
     if cp > 1 and cp_exchange == "ring":
         core = channel_bytes * (2.5 * q + 8 * kv) + 4 * t * (q + 4 * kv)
     elif cp > 1:  # keys and values of all ranks, and sums for all of them
         core = channel_bytes * (2.5 * q + (4 + 2 * cp) * kv) + 4 * t * (q + 2 * (cp + 1) * kv)
-    norm = t * h * (20 if word == 2 else 16)  # five copies in fp32, of which fp32 has one already
-    attention = max(layer + hidden + core - channel_bytes * (2 * h + 4 * f), 3 * hidden + norm)
+    attention = max(layer + hidden + core - 2 * hidden - channel_bytes * 4 * f, 3 * hidden + norm)
     logits, table, table_kept = _head_bytes(shape, tp, word, tokens, losses)
     loss = hidden + whole_hidden * (1 + (tp > 1)) + logits
     return MicroBatch(

@@ -128,6 +128,7 @@ class _Work(NamedTuple):
     tokens: float
     """Tokens of a micro-batch on one rank, before tp divides them."""
     tp: int
+    sequence_parallel: bool
     cp: int
     cp_exchange: str
     recompute: str
@@ -160,7 +161,8 @@ def _block(work: _Work, links: Network, peak: float, stream: float, c: TimeConst
     forward = qkv + _gemm_s(tokens, h, q / tp, peak, c) + up + down
     attention = _attention_s(work, peak, c)
     head_norms = c.head_norm_bytes * (q + kv) * shape.qk_norm
-    traffic = tokens / tp * (c.hidden_bytes * h + c.ffn_bytes * f + head_norms) / stream
+    own = tokens / tp if work.sequence_parallel else tokens  # tokens of the residual stream and of norms
+    traffic = (own * c.hidden_bytes * h + tokens / tp * (c.ffn_bytes * f + head_norms)) / stream
     traffic *= c.compiled_traffic if work.compiled else 1
     call = _tp_call_s(tokens * h * work.word, tp, links, c)
     kept_down = down if tp == 1 else 0.0
@@ -271,6 +273,7 @@ def _micro_batch(
         spec.workload.seq_len,
         tokens,
         tp,
+        layout.sequence_parallel == "on",
         layout.cp,
         layout.cp_exchange,
         recompute,

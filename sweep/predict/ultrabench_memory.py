@@ -318,7 +318,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
         layout.pp_schedule == "afab",
     )
     m = micro_batch(
-        spec.shape, tokens, layout.tp, layout.cp, layout.cp_exchange, layout.recompute, layout.full_every,
+        spec.shape, tokens, layout.tp, layout.sequence_parallel == "on", layout.cp, layout.cp_exchange, layout.recompute, layout.full_every,
         min(4, BYTES[spec.kernel.precision]), spec.compiles, min(gas, 3) if is_afab else 1,
     )  # fmt: skip
     if layout.virtual_stages > 1:

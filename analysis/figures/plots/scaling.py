@@ -43,13 +43,15 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     """The runs that may be the best of their cells, and the note.
 
     They have three columns besides those of `may_be_best`. `line` is the number of nodes, but 0 for the axis
-    nodes; `best` marks the run that is the first in its cell of a line and value of the axis; runs with an equal number in `equal`
+    nodes, and 1/2 more over tp for runs without sequence parallelism; `best` marks the run that is the first in its cell of a line and value of the axis; runs with an equal number in `equal`
     differ only in the axis and what follows from it. Over nodes they have the columns of _EFFICIENCY and
     `efficiency_equal`, the efficiency against the run with an equal number in `equal`.
     """
     all_runs = measured(final(table))
     runs, left_out = known(may_be_best(all_runs), axis, axis, "choose another --axis")
     runs = runs.astype({axis: int}).assign(line=0 if axis == "nodes" else runs["nodes"])
+    if axis == "tp":
+        runs["line"] += 0.5 * (runs["sequence_parallel"] == "off")
     runs = runs.sort_values("standing", kind="stable")
     runs["best"] = ~runs.duplicated(["panel", "line", axis])
     differ = {axis, *_FOLLOW.get(axis, "dp and gas").split(" and ")}
@@ -107,9 +109,14 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
         _draw(axes, panel_runs, column, styles)
         categories(axes, [int(value) for value in values])
         label(axes, name, _across(panel_runs, axis), _COLUMNS.get(column) or _against(panel_runs))
-    keys = [legend_entry(f"best on {counted(n, 'node')}" if n else "best layout", **styles[n]) for n in lines]
+    keys = [legend_entry(_line_name(line), **styles[line]) for line in lines]
     legend(middle, [*keys, legend_entry("all else equal", color=_THIN["color"], linewidth=0.7)])
     return whole
+
+
+def _line_name(line: float) -> str:
+    best = f"best on {counted(int(line), 'node')}" if line >= 1 else "best layout"
+    return f"{best}, TP without SP" if line % 1 else best
 
 
 def _across(panel_runs: pd.DataFrame, axis: str) -> str:
