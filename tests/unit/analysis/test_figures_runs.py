@@ -146,6 +146,18 @@ def test_scaling_has_the_best_of_each_value_and_what_is_equal_but_for_the_axis()
     assert found["equal"]["a"] == found["equal"]["f"]
 
 
+def test_scaling_over_tp_draws_runs_with_and_without_sequence_parallelism_apart():
+    rows = [
+        row(f"{degree}{word}", rate, tp=degree, dp=8 // degree, sequence_parallel=word)
+        for degree, word, rate in ((2, "on", 100.0), (4, "on", 90.0), (2, "off", 80.0), (4, "off", 60.0))
+    ]
+    found, told = drawn("scaling", *rows, axis="tp")
+    assert found.set_index("run_id")["line"].to_dict() == {"2on": 1, "4on": 1, "2off": 1.5, "4off": 1.5}
+    assert found["best"].all()
+    assert [told.count(line) for line in ("best on 1 node", "best on 1 node, TP without SP")] == [2, 1]
+    assert set(drawn("scaling", *rows)[0]["line"]) == {0}
+
+
 def test_scaling_says_which_memory_it_shows_and_where_no_line_has_two_values():
     imported = row("a", peak_mem_reserved_bytes=None, peak_mem_reserved_rank0_bytes=2**30)
     assert "of rank 0" in drawn("scaling", imported)[1]
