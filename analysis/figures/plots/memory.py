@@ -14,7 +14,7 @@ from ultrabench.analysis.figures.runs import final
 from ultrabench.analysis.figures.style import COLOURS, WIDTH, categories, label, legend, panel_grid
 from ultrabench.errors import ConfigError, LayoutError, counted
 from ultrabench.hardware import GIB
-from ultrabench.layout import AXES, BATCH, DEGREES, NEUTRAL, TITLES, USUAL, details_of, other_degrees
+from ultrabench.layout import ADDED_LATER, AXES, BATCH, DEGREES, NEUTRAL, TITLES, USUAL, details_of, other_degrees
 from ultrabench.run import RunSpec
 from ultrabench.sweep.arguments import PREDICTED, TEXTS, config_of, read_arguments, run_of
 from ultrabench.sweep.config.files import files
@@ -33,7 +33,7 @@ _VALUES: dict[str, tuple[int | str, ...]] = USUAL | {"seq_len": tuple(2**n for n
 """Axis -> its values; those of degrees follow from the number of GPUs."""
 _FOLLOWS = dict.fromkeys(DEGREES, "dp") | {"dp": "nodes"}
 """Axis -> the argument that changes with it."""
-_DEFAULTS = {name: NEUTRAL[name] for name in USUAL} | {"gas": "pp"}
+_DEFAULTS = {name: NEUTRAL[name] for name in USUAL if name not in ADDED_LATER} | {"gas": "pp"}
 """Axes of layouts that the note names where they are not given -> their values."""
 _FROM_ROWS = ("model", "hardware", "profile", "nodes", "seq_len", *BATCH)
 """Arguments whose defaults are those of the rows."""
