@@ -14,7 +14,17 @@ from ultrabench.analysis.figures.runs import final
 from ultrabench.analysis.figures.style import COLOURS, WIDTH, categories, label, legend, panel_grid
 from ultrabench.errors import ConfigError, LayoutError, counted
 from ultrabench.hardware import GIB
-from ultrabench.layout import ADDED_LATER, AXES, BATCH, DEGREES, NEUTRAL, TITLES, USUAL, details_of, other_degrees
+from ultrabench.layout import (
+    ADDED_LATER,
+    AXES,
+    BATCH,
+    DEGREES,
+    NEUTRAL,
+    TITLES,
+    USUAL,
+    details_of,
+    other_degrees,
+)
 from ultrabench.run import RunSpec
 from ultrabench.sweep.arguments import PREDICTED, TEXTS, config_of, read_arguments, run_of
 from ultrabench.sweep.config.files import files

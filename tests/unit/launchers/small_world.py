@@ -1,6 +1,6 @@
 """Two launchers, their jobs and the agents in them as values: every step of each can be taken, or cut short."""
 
-import pickle
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -235,7 +235,7 @@ class Stage:
         try:
             by = OTHERS if self.stranger and name in ("launcher-b", "launcher-d") else OURS
             slurm = SmallSlurm(jobs, tape, self.most_jobs, by, self.double)
-            reconciler = Reconciler(sweep, slurm, *UNSEEN, pickle.loads(pickle.dumps(process.memory)))
+            reconciler = Reconciler(sweep, slurm, *UNSEEN, copy.deepcopy(process.memory))
             memory = reconciler.memory
             self.current = f"{name[-1]}{memory.submitted}"
             _, busy = reconciler.once()

@@ -152,6 +152,9 @@ OTHER_VALUES = {
     "zero_stage": 3,
     "pp_schedule": "zbv",
     "virtual_stages": 3,
+    "sequence_parallel": "off",
+    "cp_exchange": "allgather",
+    "dp_overlap": "off",
     **dict.fromkeys(("tp", "cp", "mbs"), 64),
 }
 
