@@ -199,8 +199,7 @@ def caveats(table: pa.Table) -> list[str]:
 def low_peak_in(table: pa.Table) -> list[str]:
     """The lines of `low_peak` and `busy_peak` about the rows of a table."""
     mfu = pc.max(pc.if_else(pc.is_null(table["suspect"]), table["mfu"], None)).as_py()
-    sources = sorted(table["peak_source"].drop_null().unique().to_pylist())
-    return [*low_peak(mfu), *(line for source in sources for line in busy_peak(source))]
+    return [*low_peak(mfu), *busy_peak(pc.min(table["peak_core_share"]).as_py())]
 
 
 def notes(table: pa.Table, include_suspects: bool = False) -> str:

@@ -210,6 +210,7 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "git_commit": sweep.provenance.get("git_commit"),
         "peak_flops_per_s": peak and peak.flops_per_s,
         "peak_source": peak and peak.source,
+        "peak_core_share": peak and peak.core_share,
         **place,
         **_sizes(shape),
     }

@@ -257,7 +257,7 @@ def open_sweep(
     described = known_as or create_sweep_json(folder, sweep_json_of(config, environment))
     if known_as is None:
         peak = described.peak(1, config.kernel.precision)
-        for line in busy_peak(peak.source if peak else None):
+        for line in busy_peak(peak.core_share if peak else None):
             warn(line)
         require_same(described, config, folder.path)  # another launch may have created it meanwhile
     keep(config.kernel.env, folder.secrets, config.secrets)

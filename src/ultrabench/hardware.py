@@ -28,6 +28,8 @@ class Peak:
     flops_per_s: float
     source: str
     """Where the rate comes from; `measured` when it was measured on this machine."""
+    core_share: float | None = None
+    """Share of the CPU cores that the measurement had, where other programs used the rest; None where it was alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from ultrabench.errors import counted
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, SweepState, with_lost
-from ultrabench.store.sweep_json import MEASURED_BESIDE
 from ultrabench.variant import program_of
 
 FEWEST = 3
@@ -112,12 +111,13 @@ def low_peak(mfu: float | None) -> list[str]:
     return [f"MFU up to {mfu:.2f} is above 1: {why}"] if mfu and mfu > 1 else []
 
 
-def busy_peak(source: str | None) -> list[str]:
-    """A line if the source of a peak says that other programs ran while it was measured; else none."""
-    if not (source or "").startswith(MEASURED_BESIDE):
+def busy_peak(core_share: float | None) -> list[str]:
+    """A line if other programs ran while a peak was measured, which had this share of the CPU cores; else none."""
+    if core_share is None:
         return []
+    fact = f"The peak was measured beside other programs, with {core_share:.0%} of the cores"
     remedy = "to measure it again, launch with another name= on an idle machine"
-    return [f"The peak was {source}, so that it may be too low and mfu too high; speeds are right; {remedy}"]
+    return [f"{fact}, so that it may be too low and mfu too high; speeds are right; {remedy}"]
 
 
 def control_times(state: SweepState) -> dict[str, float]:

@@ -21,8 +21,6 @@ from ultrabench.store.folder import SweepFolder, write_whole
 
 ALONE = 0.9
 """Share of the cores from which on a measurement of their peak counts as undisturbed by other programs."""
-MEASURED_BESIDE = "measured beside other programs, with "
-"""How the source of a peak begins that was measured with a smaller share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +56,7 @@ class SweepJson:
         share = self.environment.get("peak_core_share")
         if self.hardware.peak_flops_per_s or not isinstance(share, float) or share >= ALONE:
             return peak
-        return replace(peak, source=f"{MEASURED_BESIDE}{share:.0%} of the cores")
+        return replace(peak, core_share=share)
 
 
 def read_sweep_json(folder: SweepFolder) -> SweepJson:
