@@ -138,7 +138,8 @@ def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute)
     specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
     few, many = (server.ask(dry_costs, spec)[0].activation_bytes for spec in specs)
     layout, tokens = specs[0].layout, 16 * specs[0].seq_len
-    form = micro_batch(wide, tokens, tp, 1, recompute, layout.full_every, 2, compiled=True, losses=1)
+    degrees = tp, True, 1, "ring"
+    form = micro_batch(wide, tokens, *degrees, recompute, layout.full_every, 2, compiled=True, losses=1)
     assert (many - few) / 4 == pytest.approx(form.layer_kept(0), rel=0.01)
 
 

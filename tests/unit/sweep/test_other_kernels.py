@@ -99,11 +99,11 @@ OTHER = {
     "num_attention_heads": 64, "num_key_value_heads": 4, "intermediate_size": 4096, "vocab_size": 512,
     "tie_word_embeddings": True, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "head_dim": 64, "qk_norm": True,
     "rope_scaling": replace(LONG, factor=32.0), "sliding_window": 128, "seq_len": 8192, "seed": 5, "precision": "fp32",
-    "compile": True, "attention": "flash3",
+    "compile": True, "attention": "flash3", "sequence_parallel": "off", "dp_overlap": "off",
 }  # fmt: skip
 OTHER_VALUES = {word: {word: value} for word, value in OTHER.items()} | {
     "dp": {"dp": 4, "gbs": 16}, "pp": {"pp": 2, "pp_schedule": "1f1b"}, "pp_schedule": {"pp": 2, "pp_schedule": "afab"},
-    "dp_shard": {"dp_shard": 2, "dp": 4, "gbs": 16}, "mbs": {"mbs": 2, "gbs": 16}, "gas": {"gas": 8, "gbs": 16},
+    "cp_exchange": {"cp": 2, "cp_exchange": "allgather"}, "dp_shard": {"dp_shard": 2, "dp": 4, "gbs": 16}, "mbs": {"mbs": 2, "gbs": 16}, "gas": {"gas": 8, "gbs": 16},
     "virtual_stages": {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}, "gbs": {"gbs": 16, "gas": 8},
 }  # fmt: skip
 
