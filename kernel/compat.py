@@ -81,7 +81,9 @@ def shard_state(module: Any) -> ShardState:
     group = module._get_fsdp_state()._fsdp_param_group
     shards, param = group.mesh_info.shard_mesh_size, group.fsdp_params[0]
     dtypes = param.sharded_param.dtype, param._unsharded_param.dtype
-    reduced = group.reduce_grads, param.sharded_param.grad is not None
+    # Among replicas the sums of a shard group wait apart until the last micro-batch.
+    has_reduced = param.sharded_param.grad is not None or group._partial_reduce_output is not None
+    reduced = group.reduce_grads, has_reduced
     return ShardState(shards, group.mesh_info.mesh.size(), not group.is_unsharded, *reduced, dtypes)
 
 

@@ -101,9 +101,11 @@ def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
             assert (warmup, len(measured)) == (2, 8)
         (ran,) = [line["options"] for line in events(seen, "ran")]
         options = {**dataclasses.asdict(spec.layout), "precision": precision, "recompute": "none"}
-        unknown = {"pp", "pp_schedule", "virtual_stages"} if pp == 1 else set()
+        unknown = {"pp", "pp_schedule", "virtual_stages"} if pp == 1 else {"dp_overlap"}
         known = {k: v for k, v in options.items() if k not in unknown}
-        assert ran == known | {"compile": False, "attention": "flash"}
+        computed_in = dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), "fp32")
+        others = {"compile": False, "attention": "flash", "fused_optimizer": True, "tf32": False}
+        assert ran == known | computed_in | others
         assert all(line["tokens"] == spec.tokens_per_step for line in steps)
         assert steps[-1]["loss"] < steps[0]["loss"]
         # Of the products of the matrices, and attention with its scores computed anew.
