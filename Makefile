@@ -11,7 +11,7 @@ KINDS ?=
 # Options of `make gpu-check`, such as GPU_CHECK="--only memory" or GPU_CHECK=--cpu.
 GPU_CHECK ?=
 # The parts of `make test`.
-PARTS := check unit-a-to-c unit-k-to-w parity local-a-to-f local-g-to-z slurm-d-to-n slurm-t slurm-others
+PARTS := check unit-a-to-c unit-k-to-w parity-c-to-d parity-f-to-w local-a-to-f local-g-to-z slurm-d-to-n slurm-t slurm-others
 
 # The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -42,15 +42,17 @@ check: env
 # Most tests wait for processes and deadlines, and mypy uses one core, so that all parts run at once; each is
 # printed at its end.
 test: env
-	$(MAKE) --jobs=9 --keep-going --output-sync=target --no-print-directory $(PARTS)
+	$(MAKE) --jobs=10 --keep-going --output-sync=target --no-print-directory $(PARTS)
 unit: env
 	$(BIN)/pytest tests/unit
 unit-a-to-c: env
 	$(BIN)/pytest tests/unit/[a-c]*/
 unit-k-to-w: env
 	$(BIN)/pytest tests/unit/[k-w]*/
-parity: env
-	$(BIN)/pytest tests/parity
+parity-c-to-d: env
+	$(BIN)/pytest tests/parity/test_[c-d]*.py
+parity-f-to-w: env
+	$(BIN)/pytest tests/parity/test_[f-w]*.py
 local-a-to-f: env
 	$(BIN)/pytest tests/local/test_[a-f]*.py
 local-g-to-z: env
