@@ -93,9 +93,9 @@ def reduce_gradients(model: Any) -> None:
     fully_shard does so itself during backward; this is what torch's pipelines do after the last one.
     """
     state = model._get_fsdp_state()
-    for of_group in state._state_ctx.all_states[::-1]:
-        if of_group._fsdp_param_group:
-            of_group._fsdp_param_group.post_backward()
+    for module_state in state._state_ctx.all_states[::-1]:
+        if module_state._fsdp_param_group:
+            module_state._fsdp_param_group.post_backward()
     state._root_post_backward_final_callback()
 
 

@@ -7,7 +7,8 @@ they lie in memory, so that a tensor B x S/tp x H has the tokens of a part of th
 
 Forward of a layer gathers B*S*H elements over tp before attention and before the feed-forward, and
 reduce-scatters as many after each. Gathered tokens are not kept: backward gathers them again, while it
-computes the gradient of the input, and scatters this one while it computes those of the weights. So a layer costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
+computes the gradient of the input, and scatters this one while it computes those of the weights. So a layer
+costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
 
 Without sequence parallelism each rank holds all B*S tokens between the blocks (arXiv 1909.08053, section 3). Nothing is
 gathered, and an all-reduce takes the place of each reduce-scatter: two in forward of a layer and two in backward.

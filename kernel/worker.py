@@ -13,7 +13,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from ultrabench.kernel.compat import PATIENCE, use_timeout
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
+from ultrabench.kernel.rank.clock import timed
 from ultrabench.kernel.rank.probe import probe
 from ultrabench.kernel.rank.progress import device_progress
 from ultrabench.kernel.rank.ran import require_as_asked, watched
@@ -45,16 +45,6 @@ STORE_POLL_S = 0.005
 """Seconds between two looks for the port of rank 0's store."""
 MOST_COMPILING_STEPS = 10
 """Largest number of steps by which compilation may prolong the warm-up."""
-
-
-def timed(device: torch.device, work: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """The seconds from an idle device to the end of `work` on it, and what `work` returns."""
-    synchronize = torch.get_device_module(device).synchronize
-    synchronize()
-    start = time.perf_counter()
-    out = work()
-    synchronize()
-    return time.perf_counter() - start, out
 
 
 class Timing:

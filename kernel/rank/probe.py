@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ultrabench.device_rates import ProbeSettings, crossing_share
 from ultrabench.kernel.cp import Passing
+from ultrabench.kernel.rank.clock import timed
 
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -84,13 +85,12 @@ def probe(
 
 def _seconds(device: torch.device, call: Callable[[], object], calls: int) -> float:
     """The mean seconds of a call on this rank."""
-    synchronize = torch.get_device_module(device).synchronize
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    synchronize()
-    return (time.perf_counter() - start) / calls
+
+    def call_all() -> None:
+        for _ in range(calls):
+            call()
+
+    return timed(device, call_all)[0] / calls
 
 
 def _gemm_rates(device: torch.device, seconds: float) -> list[float]:

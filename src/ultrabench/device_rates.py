@@ -82,7 +82,7 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
         bandwidth over all ranks (such as `allreduce_busbw_bytes_per_s`) and inside the slowest node
         (such as `allreduce_intra_node_busbw_bytes_per_s`).
     """
-    columns = {name: _slowest(probe.get(name)) for name in DEVICE_RATES}
+    columns = {name: slowest(probe.get(name)) for name in DEVICE_RATES}
     columns |= {f"{name}{infix}_busbw_bytes_per_s": None for infix in SCOPES.values() for name in OPERATIONS}
     # The largest size comes last, so that its bandwidth replaces those of smaller ones.
     for row in sorted(bandwidths(probe), key=itemgetter("bytes")):
@@ -103,7 +103,7 @@ def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
     return measurements
 
 
-def _slowest(rates: Any) -> float | None:
+def slowest(rates: Any) -> float | None:
     """The lowest rate; None unless the rates of all devices are known."""
     readable = isinstance(rates, list) and rates and all(map(is_number, rates))
     return float(min(rates)) if readable else None

@@ -2,7 +2,7 @@
 
 from tests.parity.fault import changed, planted
 from ultrabench.kernel import worker
-from ultrabench.kernel.rank import memory
+from ultrabench.kernel.rank import clock, memory
 
 CLOCK = "test_timing.test_a_step_is_timed_from_an_idle_device_to_an_idle_device"
 PEAK = "test_timing.test_the_peak_is_the_largest_of_the_steps"
@@ -11,19 +11,19 @@ PEAK = "test_timing.test_the_peak_is_the_largest_of_the_steps"
 @planted(worker, "timed", unit=CLOCK)
 def busy_start(right, device, work):
     """The clock starts while the device still works on what came before."""
-    start = worker.time.perf_counter()
+    start = clock.time.perf_counter()
     out = work()
-    worker.torch.get_device_module(device).synchronize()
-    return worker.time.perf_counter() - start, out
+    clock.torch.get_device_module(device).synchronize()
+    return clock.time.perf_counter() - start, out
 
 
 @planted(worker, "timed", unit=CLOCK)
 def busy_end(right, device, work):
     """The clock is read while the device still works on the step."""
-    worker.torch.get_device_module(device).synchronize()
-    start = worker.time.perf_counter()
+    clock.torch.get_device_module(device).synchronize()
+    start = clock.time.perf_counter()
     out = work()
-    return worker.time.perf_counter() - start, out
+    return clock.time.perf_counter() - start, out
 
 
 @planted(worker.Timing, "_train", unit=CLOCK)

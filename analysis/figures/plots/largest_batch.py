@@ -97,7 +97,7 @@ def _measured(of_square: pd.DataFrame) -> dict[str, Any]:
 
 
 def _limits(runs: Mapping[_Id, MeasuredRun]) -> dict[_Id, float]:
-    """The same keys -> the largest mbs that is predicted to fit with the layout of the run; null without a profile."""
+    """Sweep and run_id of a run -> the largest mbs that is predicted to fit with the layout of the run; null without a profile."""
     constants_by_program, limit_by_family = dict[object, Any](), dict[object, float]()
     limits = {}
     for run_id, run in runs.items():

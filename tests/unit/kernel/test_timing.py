@@ -12,7 +12,7 @@ import torch
 from tests.configs import measure
 from tests.parity.fault import changed
 from ultrabench.kernel import worker
-from ultrabench.kernel.rank import memory
+from ultrabench.kernel.rank import clock, memory
 from ultrabench.kernel.worker import MOST_COMPILING_STEPS, Timing
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=20, min_s=3.0, target_ci95_rel=0.05)
@@ -143,15 +143,18 @@ def run_on(gpu):
     )  # fmt: skip
     spec = SimpleNamespace(layout=SimpleNamespace(recompute="none"), compiles=False, tokens_per_step=1)
     task = SimpleNamespace(spec=spec, measure=MEASURE, profile=False)
+    host_clock = changed(time, perf_counter=lambda: gpu.host_s)
     fakes = {
-        "torch": changed(torch, get_device_module=lambda _: gpu, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
-        "time": changed(time, perf_counter=lambda: gpu.host_s), "dist": mock.MagicMock(), "TrainStep": gpu.build,
+        "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
+        "time": host_clock, "dist": mock.MagicMock(), "TrainStep": gpu.build,
         "build_mesh": mock.Mock(), "device_progress": mock.Mock(), "require_equal_replicas": mock.Mock(),
         "watched": lambda _: nullcontext(), "require_as_asked": lambda *_: {},
     }  # fmt: skip
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(worker, name, fake))
+        gpu_module = changed(torch, get_device_module=lambda _: gpu)
+        stack.enter_context(mock.patch.multiple(clock, torch=gpu_module, time=host_clock))
         stack.enter_context(mock.patch.object(memory, "torch", changed(torch, cuda=gpu.cuda())))
         worker._train(task, gpu.device, report)
 
