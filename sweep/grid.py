@@ -139,6 +139,7 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
                 f"{axis}_divides_{'_'.join(degrees)}",
                 f"{axis}={value} does not divide {'*'.join(degrees)}={ranks}",
             )
+    yield from _broken_by_experts(layout, shape)
     if layout.gas < layout.pp - 1:
         yield "enough_micro_batches", next(schedule_refusals(layout))
     # Every pipeline stage holds at least one block.
@@ -147,6 +148,21 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
         if stage.num_blocks == 0:
             empty = f"{cut} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
             yield "no_empty_stage", empty
+
+
+def _broken_by_experts(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    """Each structural rule of expert parallelism that rejects a layout, with the reason."""
+    ep = layout.ep
+    if ep > 1 and not shape.num_experts:
+        yield "ep_needs_experts", f"ep={ep} needs a model with experts; {shape.name} has none"
+    elif shape.num_experts % ep:
+        # Each rank holds whole experts.
+        yield "ep_divides_experts", f"ep={ep} does not divide num_experts={shape.num_experts}"
+    # The ranks that share the experts fill shard groups, or a shard group fills several of them.
+    sharing = layout.zero_shards * layout.tp
+    if shape.num_experts and layout.zero_stage and sharing % ep and ep % sharing:
+        shards = f"tp*{'dp_shard' if layout.dp_shard else 'dp*cp'}={sharing}"
+        yield "ep_fits_dp_shard", f"ep={ep} neither divides {shards} nor is a multiple of it"
 
 
 def schedule_refusals(layout: Layout) -> Iterator[str]:
@@ -226,6 +242,11 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
     for name, size in sizes.items():
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"
+    if shape.num_experts and layout.sequence_parallel == "off":
+        # Each rank of tp would send all tokens to the experts.
+        yield "sequence_parallel=off with experts; the ranks of tp share the tokens that they send: take sequence_parallel=on"
+    if shape.qk_norm_across_heads and layout.tp > 1:
+        yield f"qk_norm_across_heads=true is one norm over the heads of all ranks; tp={layout.tp}: take tp=1"
     # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
     if schedule == "zbv" and layout.recompute not in ("none", "attention"):
         yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"

@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 import ultrabench
-from ultrabench.allowed import one_of, require_allowed
+from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
 from ultrabench.log_patterns import LOG_PATTERNS, compiled
 
 KERNEL_VERSION = 4
 """Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
 
+ROUTING = matching(r"balanced|learned|skew=[0-9]+(\.[0-9]+)?", "balanced, learned, or skew=0.5 and so on")
 ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
 
 LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
@@ -51,6 +52,10 @@ class KernelConfig:
     attention: Annotated[str, one_of(*ATTENTION)] = "auto"
     """The implementation of attention: auto (the best that the device has), cudnn, flash (FlashAttention-2, on
     CPUs torch's own), flash3 (FlashAttention-3) or math (plain softmax(QK^T)V)."""
+    routing: Annotated[str, ROUTING] = "balanced"
+    """How tokens of a model with experts choose them: balanced (each expert gets as many tokens as any other),
+    learned (by the scores of the router, kept in balance by a bias) or skew=A (expert e gets a share in proportion
+    to (e + 1)**-A). With balanced and skew the router's scores weigh the experts but do not choose them."""
     command: tuple[str, ...] = ()
     """Program and arguments; `{tp}` and other words in braces are replaced by values of the run."""
     env: dict[str, str] = field(default_factory=dict)

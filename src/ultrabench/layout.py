@@ -133,6 +133,11 @@ class Layout:
         kind=CHOICE, title="exchange of keys and values", default="ring", implied=("ring",), usual=("ring", "allgather"),
         detail_of="cp", added_later=True,
     )  # fmt: skip
+    ep: Count = axis(
+        "ep", "Expert-parallel degree: consecutive ranks of dp*cp*tp that share the experts of a layer.", kind=CHOICE,
+        title="expert-parallel degree", default=1, implied=(1,), usual=POWERS, divides=("dp", "cp", "tp"),
+        added_later=True,
+    )  # fmt: skip
     dp_overlap: Annotated[str, one_of("on", "off")] = axis(
         "overlap-", "Whether gradients are reduced during backward (on) or after it (off).", kind=CHOICE,
         title="reduction of gradients during backward", default="on", implied=("on",), usual=("on", "off"),
@@ -157,6 +162,19 @@ class Layout:
     def zero_shards(self) -> int:
         """Number of ranks among which the ZeRO stage shards; 1 where it shards nothing."""
         return (self.dp_shard or self.dp * self.cp) if self.zero_stage else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of ranks among which the ZeRO stage shards the same experts.
+
+        They are those of a shard group and their ranks of tp that hold them; 1 where it shards nothing.
+        """
+        return max(1, self.zero_shards * self.tp // self.ep) if self.zero_stage else 1
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of groups of ranks that hold the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.expert_shards)
 
     @property
     def num_stages(self) -> int:

@@ -1,9 +1,9 @@
-"""The shape of a Llama-style decoder, with the field names of a Hugging Face `config.json`."""
+"""The shape of a Llama-style decoder, dense or with experts, with the field names of a Hugging Face `config.json`."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
-from ultrabench.allowed import Count, Positive, at_least, one_of, require_allowed
+from ultrabench.allowed import Count, Positive, at_least, between, one_of, require_allowed
 from ultrabench.errors import ConfigError
 
 FLOPS_FORMULAS = {"palm": 12, "megatron": 6}
@@ -56,10 +56,34 @@ class ModelShape:
     head_dim: Count | None = None
     """Width of one attention head where it is given; None means hidden_size / num_attention_heads."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised in each head, before their rotation, as in Qwen3."""
+    """Whether queries and keys are normalised before their rotation: in each head, as in Qwen3, or across heads."""
+    qk_norm_across_heads: bool = False
+    """Whether this norm is one over all heads together, as in OLMoE."""
+    attention_bias: bool = False
+    """Whether the projections to queries, keys and values have biases, as in Qwen2."""
+    partial_rotary_factor: Annotated[float, between(0.0, 1.0)] = 1.0
+    """Share of the channels of a head that are rotated, the first ones; the others stay as they are."""
     rope_scaling: RopeScaling | None = None
     sliding_window: Count | None = None
     """Number of positions that a token attends to, its own included; None means all earlier ones."""
+    num_experts: Annotated[int, at_least(0)] = 0
+    """Number of experts of a sparse layer, among which its router chooses; 0 means that all layers are dense."""
+    num_experts_per_tok: Annotated[int, at_least(0)] = 0
+    """Number of experts that the router chooses for a token."""
+    moe_intermediate_size: Annotated[int, at_least(0)] = 0
+    """Width of one expert, which is a SwiGLU feed-forward block."""
+    n_shared_experts: Annotated[int, at_least(0)] = 0
+    """Number of experts that every token passes in addition, as one block of so many times the width."""
+    first_k_dense_replace: Annotated[int, at_least(0)] = 0
+    """Number of the first layers that are dense."""
+    decoder_sparse_step: Count = 1
+    """n if of the other layers only every n-th one of the model is sparse."""
+    scoring_func: Annotated[str, one_of("softmax", "sigmoid")] = "softmax"
+    """How the router turns the product with its weights into the scores of the experts."""
+    norm_topk_prob: bool = True
+    """Whether the scores of the chosen experts are divided by their sum."""
+    routed_scaling_factor: Positive = 1.0
+    """What the scores of the chosen experts are multiplied by at last."""
 
     def __post_init__(self) -> None:
         require_allowed(self, f"model {self.name}: ")
@@ -73,6 +97,39 @@ class ModelShape:
         if self.num_attention_heads % self.num_key_value_heads:
             groups = f"num_key_value_heads={self.num_key_value_heads}"
             raise ConfigError(f"model {self.name}: {groups} must divide {heads}")
+        if self.rotary_width % 2:
+            rotated = f"rotates {self.rotary_width} channels of a head"
+            raise ConfigError(
+                f"model {self.name}: partial_rotary_factor={self.partial_rotary_factor:g} {rotated}; must be even"
+            )
+        if self.qk_norm_across_heads and not self.qk_norm:
+            raise ConfigError(f"model {self.name}: qk_norm_across_heads=true needs qk_norm=true")
+        self._require_experts()
+
+    def _require_experts(self) -> None:
+        """Raises a ConfigError where the sizes of experts do not go together."""
+        chosen, experts = self.num_experts_per_tok, f"num_experts={self.num_experts}"
+        if not self.num_experts:
+            needless = (
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+                "n_shared_experts",
+                "first_k_dense_replace",
+            )
+            if name := next((name for name in needless if getattr(self, name)), None):
+                raise ConfigError(
+                    f"model {self.name}: {name}={getattr(self, name)} needs num_experts >= 1; {experts}"
+                )
+            return
+        if not 1 <= chosen <= self.num_experts:
+            raise ConfigError(f"model {self.name}: num_experts_per_tok={chosen}; must be in 1..{experts}")
+        if not self.moe_intermediate_size:
+            raise ConfigError(f"model {self.name}: moe_intermediate_size=0; {experts} need a width >= 1")
+        if not self.num_sparse_layers(0, self.num_hidden_layers):
+            dense = f"first_k_dense_replace={self.first_k_dense_replace}, decoder_sparse_step={self.decoder_sparse_step}"
+            raise ConfigError(
+                f"model {self.name}: {dense} leave none of {self.num_hidden_layers} layers sparse; take less"
+            )
 
     @property
     def head_width(self) -> int:
@@ -90,39 +147,81 @@ class ModelShape:
         return self.num_key_value_heads * self.head_width
 
     @property
-    def layer_matmul_params(self) -> int:
-        """Number of parameters of one decoder layer that take part in matrix products.
+    def rotary_width(self) -> int:
+        """Number of channels of a head that are rotated."""
+        return int(self.head_width * self.partial_rotary_factor)
 
-        The q and out projections have h*q_width each, k and v h*kv_width each, and gate, up and down h*f each.
-        """
-        return self.hidden_size * (2 * self.q_width + 2 * self.kv_width + 3 * self.intermediate_size)
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer of this number, counted from 0, has experts in place of the feed-forward block."""
+        return self.num_sparse_layers(layer, 1) == 1
+
+    def num_sparse_layers(self, first: int, number: int) -> int:
+        """Number of the layers with experts among `number` layers from layer `first` on."""
+        step, end = self.decoder_sparse_step, first + number
+        start = min(max(first, self.first_k_dense_replace), end)
+        return end // step - start // step if self.num_experts else 0
 
     @property
-    def layer_params(self) -> int:
-        """Number of all parameters of one decoder layer: its matrices and the weights of its RMSNorms."""
-        return self.layer_matmul_params + 2 * self.hidden_size + 2 * self.head_width * self.qk_norm
+    def expert_params(self) -> int:
+        """Number of parameters of one expert: gate, up and down."""
+        return 3 * self.hidden_size * self.moe_intermediate_size
+
+    def layer_matmul_params(self, *, sparse: bool = False) -> int:
+        """Number of parameters of one decoder layer that take part in the matrix products of one token.
+
+        The q and out projections have h*q_width each, k and v h*kv_width each, and gate, up and down h*f each. A
+        sparse layer has instead of these three the router with h*E, and the experts that a token passes.
+        """
+        h = self.hidden_size
+        attention = h * (2 * self.q_width + 2 * self.kv_width)
+        if not sparse:
+            return attention + 3 * h * self.intermediate_size
+        passed = self.num_experts_per_tok + self.n_shared_experts
+        return attention + h * self.num_experts + passed * self.expert_params
+
+    def layer_params(self, *, sparse: bool = False) -> int:
+        """Number of all parameters of one decoder layer: its matrices, biases and the weights of its RMSNorms."""
+        normed = self.q_width + self.kv_width if self.qk_norm_across_heads else 2 * self.head_width
+        vectors = 2 * self.hidden_size + normed * self.qk_norm
+        vectors += (self.q_width + 2 * self.kv_width) * self.attention_bias
+        idle = (self.num_experts - self.num_experts_per_tok) * self.expert_params if sparse else 0
+        return self.layer_matmul_params(sparse=sparse) + idle + vectors
 
     @property
     def embedding_params(self) -> int:
         """Number of parameters of the embedding; the lm_head has as many."""
         return self.vocab_size * self.hidden_size
 
+    def params_of_layers(self, first: int, number: int) -> int:
+        """Number of all parameters of `number` layers from layer `first` on."""
+        sparse = self.num_sparse_layers(first, number)
+        return sparse * self.layer_params(sparse=True) + (number - sparse) * self.layer_params()
+
+    def matmul_params_of_layers(self, first: int, number: int) -> int:
+        """Number of parameters that take part in the products of one token in `number` layers from `first` on."""
+        sparse = self.num_sparse_layers(first, number)
+        return sparse * self.layer_matmul_params(sparse=True) + (number - sparse) * self.layer_matmul_params()
+
     @property
     def num_params(self) -> int:
         """Number of all trainable parameters; tied weights are counted once."""
         tables = 1 if self.tie_word_embeddings else 2
-        body = self.num_hidden_layers * self.layer_params + self.hidden_size
-        return tables * self.embedding_params + body
+        return (
+            tables * self.embedding_params
+            + self.params_of_layers(0, self.num_hidden_layers)
+            + self.hidden_size
+        )
 
     @property
     def num_active_params(self) -> int:
-        """Number of parameters used for one token, which is num_params in a dense model."""
-        return self.num_params
+        """Number of parameters used for one token: num_params without the experts that the router does not choose."""
+        sparse = self.num_sparse_layers(0, self.num_hidden_layers)
+        return self.num_params - sparse * (self.num_experts - self.num_experts_per_tok) * self.expert_params
 
     @property
     def num_matmul_params(self) -> int:
-        """Number of parameters in matrix products: those of the layers and the lm_head, not the embedding."""
-        return self.num_hidden_layers * self.layer_matmul_params + self.embedding_params
+        """Number of parameters in the products of one token: those of the layers and the lm_head, not the embedding."""
+        return self.matmul_params_of_layers(0, self.num_hidden_layers) + self.embedding_params
 
     def attention_flops(self, seq_len: int, formula: str = "palm") -> int:
         """FLOPs of attention in one layer, forward and backward, for one token of a sequence of `seq_len`.

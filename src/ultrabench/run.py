@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
@@ -37,7 +37,9 @@ class Workload:
 
 
 ADDED_LATER: dict[str, Any] = {
-    "shape.head_dim": None, "shape.qk_norm": False, "shape.rope_scaling": None, "shape.sliding_window": None,
+    **{f"shape.{field.name}": field.default for field in fields(ModelShape)
+       if field.default is not MISSING and field.name not in ("rope_theta", "rms_norm_eps")},
+    "kernel.routing": "balanced",
     **{f"layout.{name}": NEUTRAL[name] for name in ADDED_AXES},
 }  # fmt: skip
 """Dotted name -> default of each field that was added to the identity after version 1. A field with its
@@ -70,7 +72,7 @@ class RunSpec:
 
     def identity(self) -> dict[str, Any]:
         """The JSON value that run_id hashes: defaults are written out, the name of the model is left out."""
-        options = ("name", "version", "precision", "compile", "attention")
+        options = ("name", "version", "precision", "compile", "attention", "routing")
         out: dict[str, Any] = {
             "shape": {k: v for k, v in values_of(self.shape).items() if k != "name"},
             "workload": values_of(self.workload),

@@ -26,8 +26,18 @@ class Stage:
         tables = int(self.has_embedding) + int(self.has_head)
         if self.has_embedding and self.has_head and shape.tie_word_embeddings:
             tables = 1
-        body = self.num_layers * shape.layer_params + int(self.has_norm) * shape.hidden_size
+        body = (
+            shape.params_of_layers(self.first_layer, self.num_layers) + int(self.has_norm) * shape.hidden_size
+        )
         return tables * shape.embedding_params + body
+
+    def num_expert_params(self, shape: ModelShape) -> int:
+        """Number of parameters of the experts of this stage among which routers choose; expert parallelism cuts only these."""
+        return (
+            shape.num_sparse_layers(self.first_layer, self.num_layers)
+            * shape.num_experts
+            * shape.expert_params
+        )
 
     def num_recomputed(self, interval: int) -> int:
         """Number of layers of this stage that are recomputed if each `interval`-th layer of the model is; 0 if `interval` is 0."""
@@ -36,16 +46,16 @@ class Stage:
         )
 
     def matmul_params(self, shape: ModelShape) -> int:
-        """Number of parameters of this stage that take part in matrix products."""
+        """Number of parameters of this stage that take part in the matrix products of one token."""
         head = shape.embedding_params if self.has_head else 0
-        return self.num_layers * shape.layer_matmul_params + head
+        return shape.matmul_params_of_layers(self.first_layer, self.num_layers) + head
 
 
 @lru_cache(maxsize=4096)  # without it `sweep plan` takes 1.2 x the CPU time
 def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = False) -> tuple[Stage, ...]:
     """The `num_stages` stages into which the blocks [embedding, decoder x L, norm, head, cast, loss] are cut.
 
-    The cost of a decoder layer is its matmul parameters, that of the head V*h, and that of other blocks 0. A
+    The cost of a decoder layer is the parameters in the matrix products of one token, that of the head V*h, and that of other blocks 0. A
     block goes to the current stage. When the cost so far exceeds total*(stage+1)/num_stages, the next stage
     begins. This is the rule of nanotron, so results can be compared with its measurements; like nanotron's,
     stages may be empty. Later versions of nanotron begin the next stage also when the cost equals that part
@@ -54,8 +64,10 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
     Args:
         ties_advance: whether to cut as these later versions do.
     """
-    kinds = ["embedding", *["layer"] * shape.num_hidden_layers, "norm", "head", "cast", "loss"]
-    cost = {"layer": shape.layer_matmul_params, "head": shape.embedding_params}
+    layers = [f"layer{'_sparse' * shape.is_sparse(n)}" for n in range(shape.num_hidden_layers)]
+    kinds = ["embedding", *layers, "norm", "head", "cast", "loss"]
+    cost = {"layer": shape.layer_matmul_params(), "head": shape.embedding_params}
+    cost["layer_sparse"] = shape.layer_matmul_params(sparse=True)
     total = sum(cost.get(kind, 0) for kind in kinds)
     blocks: list[list[str]] = [[] for _ in range(num_stages)]
     stage = finished_cost = 0
@@ -66,12 +78,12 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
             stage += 1
     stages, first = [], 0
     for index, of_stage in enumerate(blocks):
-        layers = of_stage.count("layer")
+        num_layers = of_stage.count("layer") + of_stage.count("layer_sparse")
         ends = {f"has_{kind}": kind in of_stage for kind in ("embedding", "norm", "head")}
         stages.append(
-            Stage(index=index, first_layer=first, num_layers=layers, num_blocks=len(of_stage), **ends)
+            Stage(index=index, first_layer=first, num_layers=num_layers, num_blocks=len(of_stage), **ends)
         )
-        first += layers
+        first += num_layers
     return tuple(stages)
 
 
