@@ -165,7 +165,7 @@ SELECTED = {
 
 Of the products with q, k, v, out, gate, up and down these are every second one, as in torchtitan, but not down,
 which no backward needs. Both sums over ranks are kept, since they would be sent again, and so are the rows and scores that a
-sparse layer receives; its router's product is in the place of gate.
+sparse layer receives. There gate is that of the shared experts or, without them, the router's product is in its place.
 """
 
 
