@@ -176,6 +176,11 @@ class Routing:
         return Route(torch.tensor(self.experts(x_BSH.shape[0] * x_BSH.shape[1]), device=x_BSH.device))
 
 
+def balances(model: nn.Module) -> dict[str, Tensor]:
+    """The biases of the routers of a model, by name; all ranks of a pipeline stage hold the same."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".balance")}
+
+
 def update_balance(models: Sequence[Any], layers: int) -> None:
     """Adds to the bias of each expert that got fewer tokens in this step than the mean, and subtracts from the others.
 
