@@ -122,6 +122,10 @@ class SparseFeedForward(nn.Module):
     mix: Callable[[Tensor, Tensor, Route, Experts], Tensor]
     route_of: Callable[[Tensor], Route]
     """The route of tokens to the experts that the router chose; expert parallelism adds how they travel."""
+    balance: Tensor
+    """The bias of each expert, which is added to its scores when experts are chosen, and only then."""
+    counts: Tensor
+    """The number of this rank's tokens of each expert in the backward passes of a step."""
 
     def __init__(self, shape: ModelShape, shared: nn.Module | None) -> None:
         super().__init__()
