@@ -46,7 +46,8 @@ def test_a_dry_run_equals_a_real_step(server, case):
     spec = spec_of(case, TINY)  # in fewer layers, what a collective holds a little longer weighs more
     layout, dry_run = spec.layout, server.ask(dry_costs, spec)
     assert [cost.pp_rank for cost in dry_run] == list(range(layout.pp))
-    require_closed_form(in_precision(spec, "bf16"), dry_run)
+    if not spec.shape.num_experts:
+        require_closed_form(in_precision(spec, "bf16"), dry_run)
     for _ in range(TRIES):
         real = server.ask(real_costs, spec)
         pairs = [(dry, real[dry.rank]) for dry in dry_run]
