@@ -205,7 +205,9 @@ def refusal(
         return next(unsupported(kernel, layout, shape), None)
     attention = _of_attention(kernel, layout, device)
     accelerator = _of_accelerator(kernel, layout, shape.head_width, hardware) if hardware else ()
-    return next(chain(_of_embedded(layout, shape, seq_len), attention, accelerator), None)
+    return next(
+        chain(_of_embedded(layout, shape, seq_len), attention, accelerator, _of_routing(kernel, shape)), None
+    )
 
 
 def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
@@ -237,6 +239,8 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
         yield "zbv with zero_stage=3 loses gradients in torch; take zero_stage 0 or 1, or another schedule"
     # Tensor parallelism also splits feed-forward and vocabulary, and sequence parallelism the tokens.
     sizes = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
+    if shape.n_shared_experts:
+        sizes["n_shared_experts*moe_intermediate_size"] = shape.n_shared_experts * shape.moe_intermediate_size
     if layout.sequence_parallel == "on":
         sizes["seq_len/cp"] = seq_len // layout.cp
     for name, size in sizes.items():
@@ -250,6 +254,12 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
     # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
     if schedule == "zbv" and layout.recompute not in ("none", "attention"):
         yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"
+
+
+def _of_routing(kernel: KernelConfig, shape: ModelShape) -> Iterator[str]:
+    """The reason why a choice of experts would be another run without any effect."""
+    if kernel.routing != "balanced" and not shape.num_experts:
+        yield f"routing={kernel.routing} needs a model with experts; {shape.name} has none: take routing=balanced"
 
 
 def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:
