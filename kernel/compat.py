@@ -4,6 +4,7 @@ The dry run and the profiler use other private parts.
 """
 
 import datetime
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import _backward, schedules
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor
+from torch.fx.traceback import annotate
+from torch.fx.traceback import get_current_meta as current_meta
 from torch.nn import attention
 
 from ultrabench.errors import ConfigError
@@ -136,20 +139,42 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 _aten = torch.ops.aten
-SELECTED = {
-    _aten.mm.default: (0, 2, 4),
-    _collectives.reduce_scatter_tensor.default: (0, 1),
-    _collectives.all_reduce.default: (0, 1),
-    _aten._scaled_dot_product_flash_attention.default: (0,),
-    _aten._scaled_dot_product_efficient_attention.default: (0,),
-    _aten._scaled_dot_product_cudnn_attention.default: (0,),
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: (0,),
-}
-"""Operator -> which of its calls in a layer have a result that recompute=selective keeps.
+_FUSED_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+_SUMS = (_collectives.reduce_scatter_tensor.default, _collectives.all_reduce.default)
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 
-Of the products with q, k, v, out, gate, up and down these are every second one, as in torchtitan, but not down,
-which no backward needs. Both sums over ranks are kept, since they would be sent again.
-"""
+
+def keep_product(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, whose matrix products selective recomputation keeps, in eager and in compiled layers.
+
+    Torch hands an annotation of a call on to the operators that it makes of the call.
+    """
+
+    @functools.wraps(function)
+    def annotated(*args: Any) -> Tensor:
+        with annotate({"keep_product": True}):
+            return function(*args)
+
+    return annotated
+
+
+def keeps_result(operator: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether recompute=selective keeps the result of a call of an operator in a layer.
+
+    It keeps the products that `keep_product` marks, sums over ranks, which would be sent again, and attention. Of
+    a ring this is only the rank's own part, which is the causal one.
+    """
+    if operator in _PRODUCTS:
+        return "keep_product" in current_meta().get("custom", ())
+    names = (argument.name for argument in operator._schema.arguments)
+    return operator in _SUMS or (
+        operator in _FUSED_ATTENTION and dict(zip(names, args, strict=False), **kwargs)["is_causal"]
+    )
 
 
 def attention_forward(chosen: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ultrabench.kernel.compat import keep_product
 from ultrabench.kernel.loss import Pending, head_loss
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
@@ -106,9 +107,17 @@ def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
 
 
+kept_linear = keep_product(functional.linear)
+
+
 def columns(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """The products of x with several weights; tensor parallelism cuts these weights along their output."""
-    return tuple(functional.linear(x_BSH, weight) for weight in weights)
+    """The products of x with several weights; tensor parallelism cuts these weights along their output.
+
+    Selective recomputation keeps every second one, from the first on.
+    """
+    return tuple(
+        (functional.linear if n % 2 else kept_linear)(x_BSH, weight) for n, weight in enumerate(weights)
+    )
 
 
 class Block(nn.Module):
