@@ -173,7 +173,8 @@ def keeps_result(operator: Any, *args: Any, **kwargs: Any) -> bool:
         return "keep_product" in current_meta().get("custom", ())
     names = (argument.name for argument in operator._schema.arguments)
     return operator in _SUMS or (
-        operator in _FUSED_ATTENTION and dict(zip(names, args, strict=False), **kwargs).get("is_causal", False)
+        operator in _FUSED_ATTENTION
+        and dict(zip(names, args, strict=False), **kwargs).get("is_causal", False)
     )
 
 

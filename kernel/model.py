@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ultrabench.kernel.compat import keep_product
-from ultrabench.kernel.loss import Pending, head_loss
+from ultrabench.kernel.loss import HeadGradient, head_loss
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
 
@@ -196,20 +196,20 @@ class Layer(nn.Module):
 class Head(nn.Linear):
     """The product with the weights of the vocabulary."""
 
-    loss: Callable[[Tensor, Tensor, Tensor, Pending | None], Tensor]
+    loss: Callable[[Tensor, Tensor, Tensor, HeadGradient | None], Tensor]
     """The loss from x_BSH, weights and targets; tensor parallelism cuts these weights along the vocabulary."""
-    pending: Pending | None
+    shared_gradient: HeadGradient | None
     """Where micro-batches add up their gradients, if a schedule runs many forwards first."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape.hidden_size, shape.vocab_size, bias=False)
-        self.loss, self.pending = head_loss, None
+        self.loss, self.shared_gradient = head_loss, None
 
     def forward(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """The mean loss if it gets targets, otherwise the logits B x S x V."""
         if targets_BS is None:
             return super().forward(x_BSH)
-        return self.loss(x_BSH, self.weight, targets_BS, self.pending)
+        return self.loss(x_BSH, self.weight, targets_BS, self.shared_gradient)
 
 
 class Decoder(nn.Module):
