@@ -143,7 +143,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["model=tny"], "unknown model 'tny'; did you mean tiny? (known: tiny, tiny-gqa, mini, "),
+        (["model=tny"], "unknown model 'tny'; did you mean tiny? (known: tiny, tiny-moe, tiny-gqa, "),
         *(([f"model={given}"], "model takes one name; for several use sweep.models=[tiny,mini]") for given in (
             "[tiny,mini]", "[tiny mini]", "tiny,mini")),
         *(([given], f"{given!r} is no override; write {meant}") for given, meant in (
