@@ -21,6 +21,9 @@ gas times and the head once, and reduce-scatters G times; zero_stage 1 and 0 are
 The ranks of a context-parallel ring hold other tokens of the same parameters, so the shards and their replicas
 are dp*cp ranks. With dp_shard below dp*cp the table counts calls among the shards along the mesh axis dp_shard;
 G all-reduces a step along dp_replicate follow.
+
+Gradients are summed over these ranks, and every loss is divided by the number of losses beforehand: a mean over the
+ranks of a group would depend on how many they are, which differs between the groups of a model with experts.
 """
 
 from itertools import pairwise
@@ -54,7 +57,11 @@ def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) 
         present = [module for module in modules if module is not None]
         if not present:
             return []
-        return fully_shard(present, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy)[:1]
+        wrapped = fully_shard(present, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy)[0]
+        if mesh[axes].size() > 1:  # torch would make a copy to divide it by 1
+            wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
+        return [wrapped]
 
     reshard = zero_stage == 3
     layers = [wrapped for layer in model.layers.values() for wrapped in group(layer, reshard=reshard)]

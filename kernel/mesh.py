@@ -52,10 +52,18 @@ def dp_part(param: Tensor) -> Part:
     """
     if not isinstance(param, DTensor):
         return ()
-    rows, shards = param.shape[0], param.device_mesh["dp_shard"]
+    rows, shards = param.shape[0], _shard_axis(param)
     chunk = -(-rows // shards.size())
     start = min(chunk * shards.get_local_rank(), rows)
     return ((0, start, min(chunk, rows - start)),)
+
+
+def num_losses(layout: Layout) -> int:
+    """Number of mean losses in a step, one for each micro-batch of each rank of dp and cp.
+
+    Gradients are sums over all of them, so that each is divided by their number before its backward.
+    """
+    return layout.gas * layout.dp * layout.cp
 
 
 def take(full: Tensor, part: Part) -> Tensor:
@@ -72,4 +80,11 @@ def local(tensor: Tensor) -> Tensor:
 
 def num_shards(param: Tensor) -> int:
     """The number of parts into which fully_shard cuts `param`."""
-    return param.device_mesh["dp_shard"].size() if isinstance(param, DTensor) else 1
+    return _shard_axis(param).size() if isinstance(param, DTensor) else 1
+
+
+def _shard_axis(param: DTensor) -> DeviceMesh:
+    """The mesh axis along which fully_shard cuts `param`, the innermost one of its mesh."""
+    names = param.device_mesh.mesh_dim_names
+    assert names is not None
+    return param.device_mesh[names[-1]]

@@ -14,11 +14,12 @@ from ultrabench.kernel.compat import foreach_mul_, foreach_norm
 from ultrabench.kernel.compile import GraphCounter, apply_compile
 from ultrabench.kernel.data import load, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch, end_microbatch
-from ultrabench.kernel.mesh import cp_group, local, num_shards, take
+from ultrabench.kernel.mesh import cp_group, local, num_losses, num_shards, take
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
 from ultrabench.kernel.recompute import apply_recompute
 from ultrabench.kernel.tp import Ranks, apply_tp, cut_dim, part_of, sum_norm_gradients
+from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
@@ -63,6 +64,12 @@ def initialise(
             local(param).copy_(take(full, part_of(name, param, tp_group)))
 
 
+def num_copies(name: str, param: Tensor, layout: Layout) -> int:
+    """Number of ranks that hold the same part of a parameter: those of a pipeline stage, divided by its number of parts."""
+    cuts = 1 if cut_dim(name) is None else layout.tp
+    return layout.dp * layout.cp * layout.tp // (cuts * num_shards(param))
+
+
 class TrainStep:
     """A rank's share of the model and its optimizer; all ranks have to call every method together."""
 
@@ -88,15 +95,11 @@ class TrainStep:
         self.models = [self._build(stage) for stage in stages]
         self.tied = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_peer = tied_peer(layout, self.at.pp) if self.tied else None
-        self.holds_loss = any(stage.has_head for stage in stages)
         self.params = {name: p for model in self.models for name, p in model.named_parameters()}
         self.parts = {name: part_of(name, param, self.tp.group) for name, param in self.params.items()}
         self.shards = {name: local(param.detach()) for name, param in self.params.items()}
-        # In the norm a parameter has the weight 1 / (number of ranks that hold the same part), and the copy of
-        # a tied embedding on the last stage has the weight 0, so that the norm counts each number once.
-        self.holders = layout.world_size // layout.pp
-        cuts = {name: 1 if cut_dim(name) is None else layout.tp for name in self.params}
-        self.weights = {n: cuts[n] * num_shards(param) / self.holders for n, param in self.params.items()}
+        # The norm counts each number once: that of a tied embedding on the first stage.
+        self.weights = {name: 1 / num_copies(name, param, layout) for name, param in self.params.items()}
         if self.tied:
             self.weights["head.weight"] = 0.0
         # AdamW works element by element, so that it is enough to give it the shards of this rank.
@@ -139,10 +142,8 @@ class TrainStep:
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss of the global batch, and leaves them in the parameters.
 
-        fully_shard averages over dp and cp; this method averages over the micro-batches.
-
         Returns:
-            The mean loss of this rank's tokens if it has the last stage, otherwise 0.
+            This rank's summand of that loss if it has the last stage, otherwise 0. Ranks of tp have the same one.
         """
         losses = []
         if self.layout.pp > 1:
@@ -157,7 +158,7 @@ class TrainStep:
                 last = index == self.layout.gas - 1
                 options = {"last": last, "overlap": self.layout.dp_overlap == "on"}
                 begin_microbatch(model, self.layout.zero_stage, **options)
-                loss = model(x, y) / self.layout.gas
+                loss = model(x, y) / num_losses(self.layout)
                 loss.backward()
                 end_microbatch(model, self.layout.zero_stage, **options)
                 losses.append(loss.detach())
@@ -177,7 +178,7 @@ class TrainStep:
         local_grads = {n: local(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
         grads = {name: grad for name, grad in local_grads.items() if grad.numel()}
         loss_and_square = torch.zeros(2, dtype=torch.float64, device=self.device)
-        loss_and_square[0] = loss / self.holders if self.holds_loss else 0.0
+        loss_and_square[0] = loss / self.layout.tp
         # These functions take all parameters in a few kernels, as torch.nn.utils.clip_grad_norm_ does.
         norms = foreach_norm([*grads.values()])
         foreach_mul_(norms, [self.weights[name] ** 0.5 for name in grads])
