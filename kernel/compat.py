@@ -20,7 +20,7 @@ from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate
 from torch.fx.traceback import get_current_meta as current_meta
-from torch.nn import attention
+from torch.nn import attention, functional
 
 from ultrabench.errors import ConfigError
 
@@ -150,16 +150,28 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _collectives.all_reduce(tensor, "sum", group.group_name)  # type: ignore[no-any-return]
 
 
+def all_to_all(
+    tensor: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Starts to send so many rows to each rank and to receive so many from each; read the result after `wait`."""
+    return _collectives.all_to_all_single(tensor, [*receives], [*sends], group.group_name)  # type: ignore[no-any-return]
+
+
 def wait(tensor: Tensor) -> Tensor:
     """The result of a collective that has begun."""
     return _collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
 
 
 _aten = torch.ops.aten
-"""Operators of attention that also return the log of its softmax sums, and those of products.
+silu_backward = _aten.silu_backward
+"""The gradient of silu's input. Stays: it is no public function."""
 
-Stay: scaled_dot_product_attention does not return this log.
-"""
+
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Products of groups of rows, which end at `ends`, with the weight of each, or of groups of columns with rows."""
+    return torch._grouped_mm(rows, weights, offs=ends)
+
+
 _FUSED_ATTENTION = (
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -167,11 +179,11 @@ _FUSED_ATTENTION = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 _SUMS = (_collectives.reduce_scatter_tensor.default, _collectives.all_reduce.default)
-_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
+_MARKED = (_aten.mm.default, _aten.addmm.default, _collectives.all_to_all_single.default)
 
 
-def keep_product(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function`, whose matrix products selective recomputation keeps, in eager and in compiled layers.
+def kept(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, whose products and all-to-alls selective recomputation keeps, in eager and in compiled layers.
 
     Torch hands an annotation of a call on to the operators that it makes of the call.
     Stays: torch.fx.traceback is public, but torch promises nothing of it.
@@ -179,21 +191,24 @@ def keep_product(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(function)
     def annotated(*args: Any) -> Tensor:
-        with annotate({"keep_product": True}):
+        with annotate({"kept": True}):
             return function(*args)
 
     return annotated
 
 
+kept_linear = kept(functional.linear)
+
+
 def keeps_result(operator: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether recompute=selective keeps the result of a call of an operator in a layer.
 
-    It keeps the products that `keep_product` marks, sums over ranks, which would be sent again, and attention. Of
-    a ring this is only the rank's own part, which is the causal one.
+    It keeps the products and all-to-alls that `kept` marks, sums over ranks, which would be sent again, and
+    attention. Of a ring this is only the rank's own part, which is the causal one.
     Stays: what a policy of selective recomputation sees are private operators.
     """
-    if operator in _PRODUCTS:
-        return "keep_product" in current_meta().get("custom", ())
+    if operator in _MARKED:
+        return "kept" in current_meta().get("custom", ())
     names = (argument.name for argument in operator._schema.arguments)
     return operator in _SUMS or (
         operator in _FUSED_ATTENTION
