@@ -131,13 +131,13 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ranks, sends, receives, tokens, slots, arrival, departure, chosen, rows):  # type: ignore[no-untyped-def]
-        ctx.ranks, ctx.moved = ranks, (sends, receives)
-        ctx.save_for_backward(tokens, arrival)
+        # Of saved tensors recomputation would repeat what precedes them, so that it would send the results again.
+        ctx.ranks, ctx.moved, ctx.route = ranks, (sends, receives), (tokens, arrival)
         return _tokens(ranks.back(rows, departure, sends, receives), slots, chosen)
 
     @staticmethod
     def backward(ctx, grad_TH):  # type: ignore[no-untyped-def]
-        tokens, arrival = ctx.saved_tensors
+        tokens, arrival = ctx.route
         return *[None] * 8, ctx.ranks.there(grad_TH.index_select(0, tokens), arrival, *ctx.moved)
 
 

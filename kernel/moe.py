@@ -31,7 +31,7 @@ GOLDEN = (5**0.5 - 1) / 2
 class Route(NamedTuple):
     """The experts of this rank's tokens, and how their rows travel, a row for each token and expert."""
 
-    experts_Tk: Tensor
+    experts_Tk: Tensor  # noqa: N815  the suffix is its shape
     tokens: Tensor | None = None
     """The token of each row, in the order of the experts."""
     order: Tensor | None = None
@@ -135,7 +135,7 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, x_BSH: Tensor, route: Route | None) -> Tensor:
         """The x_BSH that the block adds to the residual; without a route the router chooses."""
-        x_TH = x_BSH.flatten(0, 1)
+        shared, x_TH = None if self.shared is None else self.shared(x_BSH), x_BSH.flatten(0, 1)
         logits = kept_linear(x_TH, self.router.weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.sigmoid() if self.shape.scoring_func == "sigmoid" else logits.softmax(-1)
@@ -148,7 +148,7 @@ class SparseFeedForward(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * self.shape.routed_scaling_factor
         out = self.mix(x_TH, weights, route, self.experts).view_as(x_BSH)
-        return out if self.shared is None else out + self.shared(x_BSH)
+        return out if shared is None else out + shared
 
 
 class Routing:

@@ -125,6 +125,8 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
         if name in _FIRST_FACTOR:
             result = out if isinstance(out, Tensor) else out[0]
             self.flops += 2 * result.numel() * int(args[_FIRST_FACTOR[name]].shape[-1])
+        elif name == "_grouped_mm":
+            self.flops += 2 * args[0].numel() * int(args[1].shape[-1])
         elif name.startswith(_ATTENTION):
             backward = "backward" in name
             q, k = args[1:3] if backward else args[:2]

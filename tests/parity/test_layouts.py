@@ -23,7 +23,7 @@ STEPS = 2
 CHANGES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True}, "mha": {"num_key_value_heads": 4}, "deep": {"num_hidden_layers": 8},
     "qwen": {"head_dim": 32, "qk_norm": True}, "long": {"rope_scaling": LONG},
-    "few": {"vocab_size": 4},
+    "few": {"vocab_size": 4}, "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
 }  # fmt: skip
 """Word of a case -> what it changes in the model; qwen has wide heads and norms of queries and keys."""
 
