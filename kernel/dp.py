@@ -73,10 +73,9 @@ def apply_dp(
     reshard = zero_stage == 3
     layers = list[list[FSDPModule]]()
     for layer in model.layers.values():
-        sparse = isinstance(layer.ffn, SparseFeedForward)
-        inner = (
-            group(layer.ffn.experts, reshard=reshard, mesh=experts) if sparse and experts is not None else []
-        )
+        inner = list[FSDPModule]()
+        if experts is not None and isinstance(block := layer.ffn, SparseFeedForward):
+            inner = group(block.experts, reshard=reshard, mesh=experts)
         for wrapped in inner:
             enclose(layer, wrapped)
         layers.append(group(layer, reshard=reshard) + inner)
@@ -108,7 +107,7 @@ def enclose(layer: nn.Module, experts: FSDPModule) -> None:
     So the experts are gathered before the layer, and their gradients are reduced after its backward.
     """
     assert isinstance(experts, nn.Module)
-    experts.forward = layer.forward  # type: ignore[unreachable]
+    experts.forward = layer.forward
     layer.forward = lambda *args: experts(*args)
 
 

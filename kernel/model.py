@@ -7,6 +7,7 @@ V vocabulary; the suffix of a tensor's name is its shape (`x_BSH`).
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -265,7 +266,7 @@ class Decoder(nn.Module):
         return x_BSH.
         """
         x = x if self.embedding is None else self.embedding(x)
-        context = rope_tables(self.spans, self.shape, x)
+        context: tuple[Any, ...] = rope_tables(self.spans, self.shape, x)
         if self.shape.num_experts:
             context += (self.route(x),)
         for layer in self.layers.values():

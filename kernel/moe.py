@@ -123,6 +123,10 @@ class SparseFeedForward(nn.Module):
     mix: Callable[[Tensor, Tensor, Route, Experts], Tensor]
     route_of: Callable[[Tensor], Route]
     """The route of tokens to the experts that the router chose; expert parallelism adds how they travel."""
+    balance: Tensor
+    """The bias of each expert, which is added to its scores when experts are chosen, and only then."""
+    counts: Tensor
+    """The number of this rank's tokens of each expert in the backward passes of a step."""
 
     def __init__(self, shape: ModelShape, shared: nn.Module | None) -> None:
         super().__init__()
@@ -175,6 +179,11 @@ class Routing:
         if self.word == LEARNED:
             return None
         return Route(torch.tensor(self.experts(x_BSH.shape[0] * x_BSH.shape[1]), device=x_BSH.device))
+
+
+def balances(model: nn.Module) -> dict[str, Tensor]:
+    """The biases of the routers of a model, by name; all ranks of a pipeline stage hold the same."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".balance")}
 
 
 def update_balance(models: Sequence[Any], layers: int) -> None:

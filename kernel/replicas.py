@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrabench.kernel.mesh import EXPERT_AXES, is_expert, local
+from ultrabench.kernel.moe import balances
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
 from ultrabench.kernel.step import TrainStep
@@ -24,11 +25,12 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def require_equal_replicas(trainer: TrainStep) -> None:
     """Compares the parameters of the ranks that hold copies of the same part.
 
-    Ranks along dp_replicate hold copies of all parameters but experts, those along expert_replicate of experts, and the first and the last stage hold copies of a
-    tied embedding: checksums of the bits are equal, since all copies got the same sums. Ranks along tp hold
-    copies of norms. Their gradients are sums over tp and dp, in an order that NCCL may choose differently in
-    every group, so that with tp they may differ by ROUNDINGS, along tp and along dp_replicate. All ranks have
-    to call it. Its all-reduces have 16 bytes per parameter tensor, and 2 numbers per element of a norm's weight.
+    Ranks along dp_replicate hold copies of all parameters but experts, those along expert_replicate of experts, and
+    the first and the last stage hold copies of a tied embedding: checksums of the bits are equal, since all copies got
+    the same sums. All ranks of a pipeline stage hold the same biases of routers. Ranks along tp hold copies of norms
+    and routers. Their gradients are sums over tp and dp, in an order that NCCL may choose differently in every group,
+    so that with tp they may differ by ROUNDINGS, along tp and along dp_replicate. All ranks have to call it. Its
+    all-reduces have 16 bytes per parameter tensor, and 2 numbers per element of the weights of norms and routers.
 
     Raises:
         ReplicasDifferError: on every rank if any copy differs; it names the differences on this rank.
@@ -43,6 +45,9 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     differing = {
         n for axis, of in by_axis.items() for n, spread in _spread(trainer, of, axis).items() if spread.any()
     }
+    biases = {name: bias for model in trainer.models for name, bias in balances(model).items()}
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        differing |= {n for n, spread in _spread(trainer, biases, axis).items() if spread.any()}
     for axis in ("tp", "dp_replicate"):
         for name, spread in _spread(trainer, summed, axis).items():
             param = params[name]

@@ -87,6 +87,29 @@ MOE = dataclasses.replace(
 """A model with a dense layer, then layers with experts of which one is shared."""
 
 
+EXPERTS = [
+    # Experts on one rank, and each ZeRO stage with groups of experts that are smaller than those of the rest.
+    "dp=1 moe gas=2 routing=learned sigmoid", "dp=2 ep=2 moe mbs=2 routing=learned", "dp=2 zero_stage=2 gas=2 moe",
+    "dp=2 zero_stage=1 ep=2 gas=2 moe tied dp_overlap=off", "dp=4 zero_stage=3 ep=2 moe routing=skew=1.2",
+    "dp=4 zero_stage=1 dp_shard=2 ep=2 gas=2 moe", "dp=4 zero_stage=2 dp_shard=2 ep=4 gas=2 moe",
+    # Groups of ep along tp, along dp, and along both.
+    "tp=2 moe mbs=2 routing=learned", "tp=2 ep=2 moe gas=2 sigmoid", "dp=2 tp=2 ep=4 zero_stage=3 mbs=2 moe",
+    "dp=2 tp=2 ep=2 zero_stage=0 moe routing=learned", "dp=2 tp=2 ep=1 zero_stage=1 gas=2 moe",
+    # Pipelines; zbv computes gradients of inputs and of weights apart.
+    "pp=2 gas=2 mbs=2 moe routing=learned", "dp=2 pp=2 ep=2 zero_stage=3 gas=2 moe", "pp=2 gas=1 afab moe",
+    "dp=2 pp=2 ep=2 zero_stage=1 gas=4 zbv moe tied", "tp=2 pp=2 ep=2 gas=4 zbv moe routing=learned",
+    "dp=2 pp=2 ep=2 zero_stage=1 gas=4 interleaved moe", "dp=2 pp=2 ep=2 gas=4 zbv attention moe",
+    # Rings.
+    "cp=2 ep=2 gas=2 mbs=2 moe", "dp=2 cp=2 ep=4 zero_stage=3 moe routing=learned",
+    "tp=2 cp=2 ep=2 gas=2 moe routing=skew=0.8",
+    # Recomputation and compiled layers, of which a rank has two kinds.
+    "dp=2 ep=2 zero_stage=3 gas=2 full moe routing=learned", "dp=2 ep=2 gas=2 every2 moe routing=learned",
+    "tp=2 ep=2 full compile moe", "dp=2 ep=2 selective compile moe routing=skew=0.8",
+]  # fmt: skip
+"""Layouts of a model with experts; the first of each three, and the compiled ones, are tested in every run."""
+CASES += sorted({*EXPERTS[::3], EXPERTS[-1]})
+
+
 def spec_of(case, shallow=SHALLOW):
     """The check that a line of CASES describes, which may name a precision; without a pipeline of the model `shallow`."""
     words = case.split()
@@ -122,5 +145,5 @@ def test_layout_equals_one_process(server, case):
     assert result.error is None
     assert not result.missing_gradients
     assert result.passed, f"{result} (tolerance {TOLERANCE})"
-    kinds = 2 if spec.layout.full_every > 1 else 1
+    kinds = 2 if spec.layout.full_every > 1 or spec.shape.num_experts else 1
     assert result.graphs == kinds * spec.run.compiles
