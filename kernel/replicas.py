@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.mesh import MESH_AXES, EXPERT_AXES, is_expert, local
+from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local
 from ultrabench.kernel.moe import balances
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
