@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ultrabench.kernel import cp
-from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, silu_backward, wait
+from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, kept, silu_backward, wait
 from ultrabench.kernel.compile import operator
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import LEARNED, Experts, Route, Routing, SparseFeedForward
@@ -114,8 +114,9 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, ranks, sends, receives, tokens, order, slots, arrival, departure, x_TH, weights_Tk):  # type: ignore[no-untyped-def]
         ctx.ranks, ctx.moved, ctx.chosen = ranks, (sends, receives), weights_Tk.shape[1]
         ctx.save_for_backward(slots, departure)
-        scores = ranks.there(weights_Tk.flatten().index_select(0, order), arrival, sends, receives)
-        return ranks.there(x_TH.index_select(0, tokens), arrival, sends, receives), scores
+        there = kept(ranks.there)  # by selective recomputation, which would send them again
+        scores = there(weights_Tk.flatten().index_select(0, order), arrival, sends, receives)
+        return there(x_TH.index_select(0, tokens), arrival, sends, receives), scores
 
     @staticmethod
     def backward(ctx, grad_rows, grad_scores):  # type: ignore[no-untyped-def]

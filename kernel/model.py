@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ultrabench.kernel.loss import Pending, head_loss
+from ultrabench.kernel.compat import kept_linear
+from ultrabench.kernel.loss import HeadGradient, head_loss
 from ultrabench.kernel.mesh import Part, is_expert, take
 from ultrabench.kernel.moe import LEARNED, Route, Routing, SparseFeedForward
 from ultrabench.model_shape import ModelShape
@@ -110,8 +111,13 @@ def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
 
 
 def columns(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """The products of x with several weights; tensor parallelism cuts these weights along their output."""
-    return tuple(functional.linear(x_BSH, weight) for weight in weights)
+    """The products of x with several weights; tensor parallelism cuts these weights along their output.
+
+    Selective recomputation keeps every second one, from the first on.
+    """
+    return tuple(
+        (functional.linear if n % 2 else kept_linear)(x_BSH, weight) for n, weight in enumerate(weights)
+    )
 
 
 class Block(nn.Module):
@@ -201,20 +207,20 @@ class Layer(nn.Module):
 class Head(nn.Linear):
     """The product with the weights of the vocabulary."""
 
-    loss: Callable[[Tensor, Tensor, Tensor, Pending | None], Tensor]
+    loss: Callable[[Tensor, Tensor, Tensor, HeadGradient | None], Tensor]
     """The loss from x_BSH, weights and targets; tensor parallelism cuts these weights along the vocabulary."""
-    pending: Pending | None
+    shared_gradient: HeadGradient | None
     """Where micro-batches add up their gradients, if a schedule runs many forwards first."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape.hidden_size, shape.vocab_size, bias=False)
-        self.loss, self.pending = head_loss, None
+        self.loss, self.shared_gradient = head_loss, None
 
     def forward(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """The mean loss if it gets targets, otherwise the logits B x S x V."""
         if targets_BS is None:
             return super().forward(x_BSH)
-        return self.loss(x_BSH, self.weight, targets_BS, self.pending)
+        return self.loss(x_BSH, self.weight, targets_BS, self.shared_gradient)
 
 
 class Decoder(nn.Module):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ultrabench.kernel.compat import kept_linear
 from ultrabench.model_shape import ModelShape
 
 LEARNED = "learned"
@@ -139,7 +140,7 @@ class SparseFeedForward(nn.Module):
     def forward(self, x_BSH: Tensor, route: Route | None) -> Tensor:
         """The x_BSH that the block adds to the residual; without a route the router chooses."""
         shared, x_TH = None if self.shared is None else self.shared(x_BSH), x_BSH.flatten(0, 1)
-        logits = self.router(x_TH)
+        logits = kept_linear(x_TH, self.router.weight)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.sigmoid() if self.shape.scoring_func == "sigmoid" else logits.softmax(-1)
         if route is None:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.mesh import EXPERT_AXES, is_expert, local
+from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local
 from ultrabench.kernel.moe import balances
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
@@ -46,7 +46,7 @@ def require_equal_replicas(trainer: TrainStep) -> None:
         n for axis, of in by_axis.items() for n, spread in _spread(trainer, of, axis).items() if spread.any()
     }
     biases = {name: bias for model in trainer.models for name, bias in balances(model).items()}
-    for axis in ("dp_replicate", "dp_shard", "tp"):
+    for axis in MESH_AXES[1:]:
         differing |= {n for n, spread in _spread(trainer, biases, axis).items() if spread.any()}
     for axis in ("tp", "dp_replicate"):
         for name, spread in _spread(trainer, summed, axis).items():

@@ -212,7 +212,10 @@ def refusal(
 
 
 def _of_routing(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """The reason why layers cannot be compiled with the routing of `kernel`."""
+    """The reasons why a model cannot have the routing of `kernel`, or not in compiled layers."""
+    if kernel.routing != "balanced" and not shape.num_experts:
+        # It would be another run of the same training.
+        yield f"routing={kernel.routing} needs a model with experts; {shape.name} has none: take routing=balanced"
     if shape.num_experts and kernel.routing == "learned" and kernel.compiles(layout.pp_schedule):
         # The sizes of tensors in the layer then follow from values, which one graph cannot have.
         reason = "kernel.routing=learned with kernel.compile=true; only the router knows how many tokens an expert gets"

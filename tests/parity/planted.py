@@ -267,10 +267,16 @@ def stale_recompute(right, function, *args, **kwargs):
     return right(again, *args, **kwargs)
 
 
-@planted(recompute, "SELECTED", counts="test_recompute")
-def nothing_kept(right):
+@planted(recompute, "keeps_result", counts="test_recompute")
+def nothing_kept(right, *_, **__):
     """Selective recomputation keeps no results."""
-    return {}
+    return False
+
+
+@planted(model, "kept_linear", cost="test_recomputation_keeps_what_docs_say 1")
+def unmarked_products(right, x, weight):
+    """Selective recomputation keeps no products."""
+    return model.functional.linear(x, weight)
 
 
 @planted(recompute, "_word", cost="test_recomputation_keeps_what_docs_say 1")
