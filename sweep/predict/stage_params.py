@@ -44,7 +44,8 @@ class Size(NamedTuple):
 
     def plus(self, other: "Size", times: int = 1) -> "Size":
         """The sum with so many times another size."""
-        return Size(*(a + times * b for a, b in zip(self, other, strict=True)))
+        whole, shard, tensors = other
+        return Size(self.whole + times * whole, self.shard + times * shard, self.tensors + times * tensors)
 
 
 NOTHING = Size(0, 0, 0)
@@ -89,48 +90,96 @@ class StageParams(NamedTuple):
         return self.last.whole or (self.layer_groups[0].size.whole if self.layer_groups else 0)
 
 
-@lru_cache(maxsize=4096)
 def params_of_ranks(cut: Cut) -> tuple[tuple[StageParams, ...], ...]:
     """The stages of each rank of the pipeline axis."""
-    layout = Layout(dp=1, pp=cut.pp, virtual_stages=cut.virtual_stages, pp_schedule=cut.pp_schedule)
-    return tuple(
-        tuple(_stage(cut, stage) for stage in of_rank) for of_rank in stages_by_rank(cut.shape, layout)
+    degrees = cut.tp, cut.pp, cut.virtual_stages, cut.pp_schedule
+    return _params_of_ranks(cut.shape, *degrees, cut.shards, cut.ep, cut.expert_shards)
+
+
+@lru_cache(maxsize=4096)
+def _params_of_ranks(
+    shape: ModelShape,
+    tp: int,
+    pp: int,
+    virtual_stages: int,
+    pp_schedule: str,
+    shards: int,
+    ep: int,
+    expert_shards: int,
+) -> tuple[tuple[StageParams, ...], ...]:
+    layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
+    sizes, is_tied = _sizes(shape, tp, shards, ep, expert_shards), shape.tie_word_embeddings and pp == 1
+    ranks = stages_by_rank(shape, layout)
+    return tuple(tuple(_stage(shape, sizes, stage, is_tied) for stage in stages) for stages in ranks)
+
+
+class _Sizes(NamedTuple):
+    """The sizes of what a rank holds of each block."""
+
+    table: Size
+    """The embedding, or the head."""
+    norm: Size
+    dense: Size
+    """A dense layer."""
+    rest: Size
+    """A layer with experts without them."""
+    experts: Size
+    """The experts of a layer."""
+
+
+@lru_cache(maxsize=4096)
+def _sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> _Sizes:
+    h, attention = shape.hidden_size, _attention(shape, tp)
+    number, width = shape.num_experts // ep, shape.moe_intermediate_size
+    rest = [*attention, (shape.num_experts, h)]
+    if shape.n_shared_experts:
+        rest += _feed_forward(h, shape.n_shared_experts * width // tp)
+    rows = number * width, h  # those of all experts of the rank under each other
+    return _Sizes(
+        table=_padded(shards, (shape.vocab_size // tp, h)),
+        norm=_padded(shards, (h, 1)),
+        dense=_padded(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
+        rest=_padded(shards, *rest),
+        experts=_padded(expert_shards, rows, rows, (number * h, width)),
     )
 
 
-def _stage(cut: Cut, stage: Stage) -> StageParams:
-    shape, is_tied = cut.shape, cut.shape.tie_word_embeddings and cut.pp == 1
-    table = _padded(cut.shards, (shape.vocab_size // cut.tp, shape.hidden_size))
-    norm = _padded(cut.shards, (shape.hidden_size, 1))
-    last = NOTHING if is_tied else NOTHING.plus(norm, stage.has_norm).plus(table, stage.has_head)
-    first = norm.plus(table) if is_tied else NOTHING.plus(table, stage.has_embedding)
-    groups = tuple(_layer_groups(cut, stage, last))
-    whole = last.plus(first)
-    for group in groups:
-        whole = whole.plus(group.size)
-    looked_at = _looked_at(shape, stage)
-    shown = tuple(group for group in groups if group.layer in looked_at)
-    top = tuple(g for g in shown if g.layer == max(o.layer for o in shown if o.is_sparse == g.is_sparse))
-    return StageParams(stage, last, first, whole, shown, top, is_tied)
+def _stage(shape: ModelShape, sizes: _Sizes, stage: Stage, is_tied: bool) -> StageParams:
+    last = NOTHING if is_tied else NOTHING.plus(sizes.norm, stage.has_norm).plus(sizes.table, stage.has_head)
+    first = sizes.norm.plus(sizes.table) if is_tied else NOTHING.plus(sizes.table, stage.has_embedding)
+    groups = tuple(_layer_groups(shape, sizes, stage, last))
+    top_layer = {group.is_sparse: group.layer for group in reversed(groups)}
+    top = tuple(group for group in groups if group.layer == top_layer[group.is_sparse])
+    whole = last.plus(first).plus(_of_layers(shape, sizes, stage.first_layer, stage.num_layers))
+    return StageParams(stage, last, first, whole, groups, top, is_tied)
 
 
-def _layer_groups(cut: Cut, stage: Stage, last: Size) -> Iterator[LayerGroup]:
-    """All groups of the layers of a stage, in the order of backward."""
-    done, before = last, last.whole
-    dense, rest, experts = _dense_layer(cut), _sparse_rest(cut), _experts(cut)
-    for layer in reversed(range(stage.first_layer, stage.first_layer + stage.num_layers)):
-        is_sparse, is_first = cut.shape.is_sparse(layer), layer == stage.first_layer
-        below = rest if cut.shape.is_sparse(layer - 1) else dense
-        following = 0 if is_first or cut.shards == 1 else below.whole
+def _of_layers(shape: ModelShape, sizes: _Sizes, first: int, number: int) -> Size:
+    """The size of `number` layers of the model from layer `first` on."""
+    if not shape.num_experts:
+        return NOTHING.plus(sizes.dense, number)
+    sparse = shape.num_sparse_layers(first, number)
+    return NOTHING.plus(sizes.dense, number - sparse).plus(sizes.rest, sparse).plus(sizes.experts, sparse)
+
+
+def _layer_groups(shape: ModelShape, sizes: _Sizes, stage: Stage, last: Size) -> Iterator[LayerGroup]:
+    """The groups of `_looked_at` layers, in the order of backward."""
+    end = stage.first_layer + stage.num_layers
+    for layer in _looked_at(shape, stage):
+        is_sparse, is_first = shape.is_sparse(layer), layer == stage.first_layer
+        done, before = last.plus(_of_layers(shape, sizes, layer + 1, end - layer - 1)), last.whole
+        if layer < end - 1:
+            before = (sizes.rest if shape.is_sparse(layer + 1) else sizes.dense).whole
+        below = sizes.rest if shape.is_sparse(layer - 1) else sizes.dense
+        following = 0 if is_first or below.shard == below.whole else below.whole
+        size = sizes.rest if is_sparse else sizes.dense
         if is_sparse:
-            yield LayerGroup(layer, True, True, experts, done, before, rest.whole, following)
-            done, before = done.plus(experts), experts.whole
-        size = rest if is_sparse else dense
+            yield LayerGroup(layer, True, True, sizes.experts, done, before, size.whole, following)
+            done, before = done.plus(sizes.experts), sizes.experts.whole
         yield LayerGroup(layer, is_sparse, False, size, done, before, 0, following)
-        done, before = done.plus(size), size.whole
 
 
-def _looked_at(shape: ModelShape, stage: Stage) -> set[int]:
+def _looked_at(shape: ModelShape, stage: Stage) -> list[int]:
     """The layers at the ends of each run of layers that are alike, or that repeat after decoder_sparse_step layers.
 
     Inside a run, activations fall and gradients grow by the same number of bytes from period to period.
@@ -139,7 +188,7 @@ def _looked_at(shape: ModelShape, stage: Stage) -> set[int]:
     looked_at = set[int]()
     for start, stop in ((first, shape.first_k_dense_replace), (max(first, shape.first_k_dense_replace), end)):
         looked_at |= {*range(start, start + step), *range(min(stop, end) - 2 * step, min(stop, end))}
-    return {layer for layer in looked_at if first <= layer < end}
+    return sorted((layer for layer in looked_at if first <= layer < end), reverse=True)
 
 
 def _padded(shards: int, *matrices: tuple[int, int]) -> Size:
@@ -147,10 +196,9 @@ def _padded(shards: int, *matrices: tuple[int, int]) -> Size:
     return Size(whole, whole // shards, len(matrices))
 
 
-def _attention(cut: Cut) -> list[tuple[int, int]]:
+def _attention(shape: ModelShape, tp: int) -> list[tuple[int, int]]:
     """Rows and columns of the weights of attention and of both norms of a layer."""
-    shape, h = cut.shape, cut.shape.hidden_size
-    q, kv = shape.q_width // cut.tp, shape.kv_width // cut.tp
+    h, q, kv = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp
     normed = (q, kv) if shape.qk_norm_across_heads else (shape.head_width, shape.head_width)
     vectors = [h, h, *(normed if shape.qk_norm else ()), *((q, kv, kv) if shape.attention_bias else ())]
     return [(q, h), (kv, h), (kv, h), (h, q), *((rows, 1) for rows in vectors)]
@@ -158,25 +206,3 @@ def _attention(cut: Cut) -> list[tuple[int, int]]:
 
 def _feed_forward(h: int, width: int) -> list[tuple[int, int]]:
     return [(width, h), (width, h), (h, width)]
-
-
-def _dense_layer(cut: Cut) -> Size:
-    shape = cut.shape
-    return _padded(
-        cut.shards, *_attention(cut), *_feed_forward(shape.hidden_size, shape.intermediate_size // cut.tp)
-    )
-
-
-def _sparse_rest(cut: Cut) -> Size:
-    """A layer with experts without them: its attention, norms, router and shared experts."""
-    shape, h = cut.shape, cut.shape.hidden_size
-    shared = shape.n_shared_experts * shape.moe_intermediate_size // cut.tp
-    matrices = [*_attention(cut), (shape.num_experts, h), *(_feed_forward(h, shared) if shared else ())]
-    return _padded(cut.shards, *matrices)
-
-
-def _experts(cut: Cut) -> Size:
-    """The experts of a layer that a rank holds, the rows of all of them under each other."""
-    shape, number = cut.shape, cut.shape.num_experts // cut.ep
-    rows, h = number * shape.moe_intermediate_size, shape.hidden_size
-    return _padded(cut.expert_shards, (rows, h), (rows, h), (number * h, shape.moe_intermediate_size))
