@@ -130,14 +130,30 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _collectives.all_reduce(tensor, "sum", group.group_name)  # type: ignore[no-any-return]
 
 
+def all_to_all(
+    tensor: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Starts to send so many rows to each rank and to receive so many from each; read the result after `wait`."""
+    return _collectives.all_to_all_single(tensor, [*receives], [*sends], group.group_name)  # type: ignore[no-any-return]
+
+
 def wait(tensor: Tensor) -> Tensor:
     """The result of a collective that has begun."""
     return _collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
 
 
 _aten = torch.ops.aten
+silu_backward = _aten.silu_backward
+
+
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Products of groups of rows, which end at `ends`, with the weight of each, or of groups of columns with rows."""
+    return torch._grouped_mm(rows, weights, offs=ends)
+
+
 SELECTED = {
     _aten.mm.default: (0, 2, 4),
+    _collectives.all_to_all_single.default: (0, 1),
     _collectives.reduce_scatter_tensor.default: (0, 1),
     _collectives.all_reduce.default: (0, 1),
     _aten._scaled_dot_product_flash_attention.default: (0,),
@@ -148,7 +164,8 @@ SELECTED = {
 """Operator -> which of its calls in a layer have a result that recompute=selective keeps.
 
 Of the products with q, k, v, out, gate, up and down these are every second one, as in torchtitan, but not down,
-which no backward needs. Both sums over ranks are kept, since they would be sent again.
+which no backward needs. Both sums over ranks are kept, since they would be sent again, and so are the rows and scores that a
+sparse layer receives. There gate is that of the shared experts or, without them, the router's product is in its place.
 """
 
 

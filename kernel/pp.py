@@ -21,7 +21,7 @@ from ultrabench.kernel.compat import (
 )
 from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.loss import Pending
-from ultrabench.kernel.mesh import local
+from ultrabench.kernel.mesh import local, num_losses
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.tp import Ranks
 from ultrabench.layout import Layout
@@ -151,8 +151,8 @@ class Pipeline:
         self.schedule = SCHEDULES[layout.pp_schedule](
             self.stages if layout.virtual_stages > 1 else self.stages[0],
             n_microbatches=layout.gas,
-            # The last stage returns the loss of a micro-batch; the loss of the step is their mean.
-            loss_fn=lambda loss, _: loss / layout.gas,
+            # The last stage returns the loss of a micro-batch; the loss of the step is the mean over all ranks' losses.
+            loss_fn=lambda loss, _: loss / num_losses(layout),
             scale_grads=False,
         )
 

@@ -33,7 +33,9 @@ def recompute_of(models: Iterable[Decoder], layout: Layout) -> str:
     """layout.recompute if every layer is wrapped as it says, else what the layers do, such as `full and none`."""
     ran, expected = list[str](), list[str]()
     for number, layer in (pair for model in models for pair in _layers(model)):
-        wrapped = (getattr(f, "recompute", None) for f in (uncompiled(layer.forward), layer.attention.core))
+        # In a model that fully_shard has wrapped, the module of the experts runs a sparse layer.
+        body = getattr(layer.ffn, "experts", layer).forward
+        wrapped = (getattr(f, "recompute", None) for f in (uncompiled(body), layer.attention.core))
         ran.append(next(filter(None, wrapped), "none"))
         expected.append(_word(layout, number))
     return layout.recompute if ran == expected else " and ".join(sorted(set(ran)))

@@ -37,6 +37,7 @@ from ultrabench.kernel.data import load
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import build_mesh, local, take
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
+from ultrabench.kernel.moe import LEARNED, update_balance
 from ultrabench.kernel.rank import environment
 from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
@@ -97,7 +98,9 @@ def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
     """
     device = _own_device(spec, 0)
     torch.set_default_dtype(MASTER_DTYPE[precision])
-    model = Decoder(spec.shape, split_stages(spec.shape, 1)[0], [range(spec.seq_len)]).to(device)
+    model = Decoder(spec.shape, split_stages(spec.shape, 1)[0], [range(spec.seq_len)], spec.routing).to(
+        device
+    )
     params = dict(model.named_parameters())
     with torch.no_grad():
         for name, param in params.items():
@@ -117,6 +120,8 @@ def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
         torch.nn.utils.clip_grad_norm_(params.values(), clip_norm)
         optimizer.step()
         optimizer.zero_grad()
+        if spec.shape.num_experts and spec.routing == LEARNED:
+            update_balance([model], spec.shape.num_hidden_layers)
         return loss
 
     torch.save(_trained(spec, params, accumulate, update), folder / f"{precision}.pt")

@@ -92,13 +92,12 @@ def norms_one_by_one(right, params, ranks):
 
 
 @planted(step, "apply_dp", parity="dp=2 zero_stage=1 gas=2, dp=2 pp=2 zero_stage=3 gas=2 bf16")
-def wrong_divisor(right, decoder, *args):
-    """Gradients are summed over dp instead of averaged."""
-    right(decoder, *args)
+def wrong_divisor(right, decoder, mesh, *args):
+    """Gradients are averaged over dp, although the losses have been divided by its degree."""
+    right(decoder, mesh, *args)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(mesh["dp_shard"].size())
 
 
 @planted(step, "apply_dp", replicas="dp=4")

@@ -77,7 +77,7 @@ class Order(CollectiveCounts):
 def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int]], list[str]]:
     trainer = trained_a_step(spec, rank, folder)
     batch = trainer.batch(1)
-    with Order(trainer.mesh, trainer.cp_group) as counts:
+    with Order(trainer.mesh, trainer.cp_group, trainer.expert_mesh) as counts:
         trainer.update(trainer.accumulate(*batch))
     return dict(counts.found), counts.names
 

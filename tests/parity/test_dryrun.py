@@ -107,7 +107,7 @@ def flops_of_one_rank_a_stage(spec):
         shape.attention_flops(seq_len) / 3,
         shape.hidden_size * shape.intermediate_size,
     )
-    full = 2 * (shape.layer_matmul_params - down * (layout.tp == 1)) + attention
+    full = 2 * (shape.layer_matmul_params() - down * (layout.tp == 1)) + attention
     selective = 2 * (h * (shape.kv_width + shape.q_width) + down * (1 + (layout.tp > 1)))
     again = {"none": 0, "attention": attention, "selective": selective}.get(layout.recompute, full)
     layers = shape.num_hidden_layers // (layout.full_every or 1)

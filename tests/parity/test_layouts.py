@@ -23,7 +23,7 @@ STEPS = 2
 CHANGES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True}, "mha": {"num_key_value_heads": 4}, "deep": {"num_hidden_layers": 8},
     "qwen": {"head_dim": 32, "qk_norm": True}, "long": {"rope_scaling": LONG},
-    "few": {"vocab_size": 4},
+    "few": {"vocab_size": 4}, "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
 }  # fmt: skip
 """Word of a case -> what it changes in the model; qwen has wide heads and norms of queries and keys."""
 
@@ -80,6 +80,13 @@ CASES = [
 ]  # fmt: skip
 
 
+MOE = dataclasses.replace(
+    TINY, name="moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+    first_k_dense_replace=1,
+)  # fmt: skip
+"""A model with a dense layer, then layers with experts of which one is shared."""
+
+
 def spec_of(case, shallow=SHALLOW):
     """The check that a line of CASES describes, which may name a precision; without a pipeline of the model `shallow`."""
     words = case.split()
@@ -87,6 +94,9 @@ def spec_of(case, shallow=SHALLOW):
     axes = {name: int(value) if value.isdecimal() else value for name, _, value in pairs}
     pp, gas = axes.get("pp", 1), axes.get("gas", 1)
     shape = TINY if pp > 1 else shallow
+    routing = axes.pop("routing", "balanced")
+    if "moe" in words:
+        shape = dataclasses.replace(MOE, num_hidden_layers=shape.num_hidden_layers)
     for word in CHANGES.keys() & set(words):
         shape = dataclasses.replace(shape, **CHANGES[word])
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
@@ -94,7 +104,14 @@ def spec_of(case, shallow=SHALLOW):
     recompute = next(filter(re.compile(str(RECOMPUTE.pattern)).match, words), "none")
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **axes}, pp_schedule=schedule, recompute=recompute)
     precision = next((word for word in words if word in ("bf16", "fp32")), "fp64")
-    return CheckSpec(layout=layout, shape=shape, compile="compile" in words, precision=precision, steps=STEPS)
+    return CheckSpec(
+        layout=layout,
+        shape=shape,
+        compile="compile" in words,
+        precision=precision,
+        steps=STEPS,
+        routing=routing,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
