@@ -22,6 +22,8 @@ class LayerBytes(NamedTuple):
     """What the backward of its feed-forward or experts needs at most, all that the layer keeps included."""
     attention: float
     """What the backward of its attention and of the norm before it needs, without gradients of weights as above."""
+    sent: float = 0.0
+    """What the way back of the rows and the shared experts need, beside gradients of the experts' weights."""
 
 
 class MicroBatch(NamedTuple):
@@ -90,6 +92,9 @@ class Tokens(NamedTuple):
     compiled: bool
     busiest: float
     """Rows of the busiest rank of ep over the mean of all."""
+    ep: int
+    learned: bool
+    """Whether routers choose the experts, instead of the positions of tokens."""
 
 
 @lru_cache(maxsize=16384)
@@ -182,17 +187,46 @@ def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
 def _sparse_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
     """The bytes of a layer with experts.
 
-    It keeps the sorted rows, of each gate, up and the product with its weight, and of its shared experts what a
-    feed-forward keeps; and of each token the scores of the router, and the experts that it has chosen.
+    It keeps the rows that its experts got and, of each, gate, up and the product with its weight; of its shared experts
+    what a feed-forward keeps; and in fp32 the scores of the router and the weights of the chosen ones. If the router
+    chooses, a layer also keeps its route.
     """
-    t, h, word = tokens.whole / tokens.tp, shape.hidden_size, tokens.word
-    rows, width = t * shape.num_experts_per_tok * tokens.busiest, shape.moe_intermediate_size
-    shared = 4 * t * word * shape.n_shared_experts * width
-    routed = rows * word * (h + 3 * width) + 4 * t * shape.num_experts + 20 * t * shape.num_experts_per_tok
-    layer = _attention_kept(shape, tokens) + routed + shared
-    kept = layer - 4 * t * shape.num_attention_heads if tokens.recompute == "attention" else layer
-    experts = layer + t * h * word + rows * word * (2 * h + 2 * width)
-    return LayerBytes(kept, experts, _attention_bytes(shape, tokens, norm, layer, routed + shared))
+    t, tp, h, word = tokens.whole / tokens.tp, tokens.tp, shape.hidden_size, tokens.word
+    chosen, hidden, whole_hidden = t * shape.num_experts_per_tok, t * h * word, tokens.whole * h * word
+    rows, lse = chosen * tokens.busiest, 4 * t * shape.num_attention_heads
+    row_bytes, products = (
+        rows * h * word,
+        rows * shape.moe_intermediate_size * word,
+    )  # of the rows, and of gate or up
+    shared = t * shape.n_shared_experts * shape.moe_intermediate_size * word
+    scores = 4 * t * shape.num_experts + 8 * chosen + 4 * rows + 8 * t
+    routed = row_bytes + 3 * products + scores + route_bytes(shape, tokens) * tokens.learned
+    layer = _attention_kept(shape, tokens) + routed + 4 * shared
+    kept = layer - shared * tokens.compiled
+    if tokens.recompute == "attention":
+        kept -= lse
+    elif tokens.recompute == "selective":
+        sums = (1 + (shape.n_shared_experts > 0 and not tokens.compiled)) * (tp > 1)
+        product = shared or t * shape.num_experts * word  # of gate, or of the router in its place
+        kept = (1 + sums) * hidden + t * word * (2 * shape.q_width + shape.kv_width) + lse + product
+        kept += (row_bytes + 4 * rows) * (tokens.ep > 1)
+    # Before the gradients of gate and up: rows on their way, then five numbers for each of the products.
+    moves = 1 + (tokens.ep > 1)
+    experts = (
+        layer + hidden + max(moves * row_bytes, row_bytes + products, 4 * products, 2 * row_bytes - products)
+    )
+    # After them: the gradients of the rows, which are sorted, sent and added up; and the shared experts.
+    sent = layer - 3 * products + hidden + max(2 * products + row_bytes, moves * row_bytes)
+    beside = max(2 * shared, 2 * whole_hidden * (tp > 1)) if shared else 0.0
+    sent = max(sent, layer - routed + 2 * hidden + beside)
+    attention = _attention_bytes(shape, tokens, norm, layer, routed + 4 * shared)
+    return LayerBytes(kept, experts, attention, sent)
+
+
+def route_bytes(shape: ModelShape, tokens: Tokens) -> float:
+    """Bytes of the route of a micro-batch: the chosen experts and the order of their rows, before and after their way."""
+    orders = 4 + 2 * (tokens.ep > 1)
+    return 8 * orders * tokens.whole / tokens.tp * shape.num_experts_per_tok
 
 
 def _head_bytes(

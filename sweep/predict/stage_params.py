@@ -52,7 +52,7 @@ NOTHING = Size(0, 0, 0)
 
 
 class LayerGroup(NamedTuple):
-    """A group of parameters of a layer, in the order of backward: the experts come before the rest of their layer."""
+    """A group of parameters of a layer; the experts are reduced before the rest, both after backward of the layer."""
 
     layer: int
     """Number of the layer in the model."""
@@ -64,9 +64,9 @@ class LayerGroup(NamedTuple):
     before: int
     """Parameters of the group before, whose reduction is under way."""
     around: int
-    """Parameters of the rest of the layer, which are gathered while its experts compute."""
+    """Of experts the parameters of the rest of their layer, whose gradients wait while those of the experts are reduced."""
     following: int
-    """Parameters of the next group, which are on their way; 0 where none follows or it is not sharded."""
+    """Parameters of the next layer, which are on their way; 0 where none follows or they are not sharded."""
 
 
 class StageParams(NamedTuple):
@@ -82,12 +82,14 @@ class StageParams(NamedTuple):
     """The groups of layers among which is that of the peak: those of the ends of each run of like layers."""
     top_groups: tuple[LayerGroup, ...]
     """Those of the first dense layer and of the first one with experts in the order of backward."""
+    top_following: int
+    """Parameters of the last layer that are gathered from several ranks."""
     is_tied: bool
 
     @property
     def gathered_last(self) -> int:
         """Parameters of the group that forward gathers last."""
-        return self.last.whole or (self.layer_groups[0].size.whole if self.layer_groups else 0)
+        return self.last.whole or self.top_following
 
 
 def params_of_ranks(cut: Cut) -> tuple[tuple[StageParams, ...], ...]:
@@ -151,7 +153,17 @@ def _stage(shape: ModelShape, sizes: _Sizes, stage: Stage, is_tied: bool) -> Sta
     top_layer = {group.is_sparse: group.layer for group in reversed(groups)}
     top = tuple(group for group in groups if group.layer == top_layer[group.is_sparse])
     whole = last.plus(first).plus(_of_layers(shape, sizes, stage.first_layer, stage.num_layers))
-    return StageParams(stage, last, first, whole, groups, top, is_tied)
+    top_following = sum(map(_gathered, _groups_of(shape, sizes, groups[0].layer))) if groups else 0
+    return StageParams(stage, last, first, whole, groups, top, top_following, is_tied)
+
+
+def _groups_of(shape: ModelShape, sizes: _Sizes, layer: int) -> tuple[Size, ...]:
+    return (sizes.rest, sizes.experts) if shape.is_sparse(layer) else (sizes.dense,)
+
+
+def _gathered(size: Size) -> int:
+    """Parameters that are gathered from several ranks; 0 where the rank has all of them."""
+    return size.whole if size.shard < size.whole else 0
 
 
 def _of_layers(shape: ModelShape, sizes: _Sizes, first: int, number: int) -> Size:
@@ -170,8 +182,7 @@ def _layer_groups(shape: ModelShape, sizes: _Sizes, stage: Stage, last: Size) ->
         done, before = last.plus(_of_layers(shape, sizes, layer + 1, end - layer - 1)), last.whole
         if layer < end - 1:
             before = (sizes.rest if shape.is_sparse(layer + 1) else sizes.dense).whole
-        below = sizes.rest if shape.is_sparse(layer - 1) else sizes.dense
-        following = 0 if is_first or below.shard == below.whole else below.whole
+        following = 0 if is_first else sum(map(_gathered, _groups_of(shape, sizes, layer - 1)))
         size = sizes.rest if is_sparse else sizes.dense
         if is_sparse:
             yield LayerGroup(layer, True, True, sizes.experts, done, before, size.whole, following)

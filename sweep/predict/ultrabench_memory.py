@@ -20,12 +20,13 @@ from operator import mul
 from typing import NamedTuple
 
 from ultrabench.allowed import NonNegative, require_allowed
+from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
-from ultrabench.sweep.predict.micro_batch import MicroBatch, Tokens, micro_batch
+from ultrabench.sweep.predict.micro_batch import MicroBatch, Tokens, micro_batch, route_bytes
 from ultrabench.sweep.predict.pipeline import Turn, turns
 from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER, MemoryLimit, StageMemory
-from ultrabench.sweep.predict.stage_params import NOTHING, Cut, Size, StageParams, params_of_ranks
+from ultrabench.sweep.predict.stage_params import NOTHING, Cut, LayerGroup, Size, StageParams, params_of_ranks
 from ultrabench.sweep.predict.step_time import BYTES
 
 MOST_ROUNDS = 4
@@ -87,7 +88,9 @@ class Group(NamedTuple):
     before: int
     """Parameters of the group before, whose reduction is under way."""
     beside: int
-    """Parameters that ZeRO-3 has gathered beside those of the group: of the next one, and of the layer around experts."""
+    """Parameters that ZeRO-3 has gathered beside those of the group: of the next layer, and of the layer around experts."""
+    waiting: float
+    """Gradients of the layer around experts, which are not reduced yet."""
     is_layer: bool
     has_next: bool
     kept: float
@@ -169,28 +172,39 @@ def _groups(cut: Cut, m: MicroBatch, state: State, in_place: bool) -> Iterator[G
         work = 2 * m.whole_hidden + m.table_kept * (not state.is_drained) + table
     if stage.has_norm:
         work = max(work, m.hidden * stage.has_head + m.norm + table)
-    groups, following = p.layer_groups, 0
-    if groups and cut.shards > 1:
-        following = groups[0].around or groups[0].size.whole
-    yield Group(p.last, NOTHING, 0, following, False, following > 0, kept, 0.0, work)
+    yield Group(p.last, NOTHING, 0, p.top_following, 0.0, False, p.top_following > 0, kept, 0.0, work)
+    groups = p.layer_groups
     if state.sums and not (state.reduces or state.regathers):
         groups = p.top_groups  # weights and gradients stay as they are, and activations only get less
     for group in groups:
-        layer, new = m.sparse if group.is_sparse else m.dense, 0 if in_place else m.word * group.size.whole
-        if not group.is_sparse:
-            work = max(layer.feed_forward + new / 3, layer.attention + new)
-        else:
-            work = (layer.feed_forward if group.is_experts else layer.attention) + new
         through = group.layer - stage.first_layer + 1
         kept = state.activations + sent + m.layers_kept(shape, stage.first_layer, through)
         own = m.layer_kept(group.layer, is_sparse=group.is_sparse)
-        work -= own + (sent if through == stage.num_layers else 0)
+        new, waiting = (0 if in_place else m.word * n for n in (group.size.whole, group.around))
         beside, has_next = group.around + group.following, group.following > 0
-        yield Group(group.size, group.done, group.before, beside, True, has_next, kept, own, work)
+        if group.is_experts or not group.is_sparse:
+            work = _layer_work(m, group, new, waiting) - own - (sent if through == stage.num_layers else 0)
+        else:  # its backward is over
+            kept, own, work = kept - own, 0.0, new
+        yield Group(group.size, group.done, group.before, beside, waiting, True, has_next, kept, own, work)
     if p.first.whole:
         work = m.whole_hidden + m.word * p.first.whole * (3 if p.is_tied else 1)
         before = p.layer_groups[-1].size.whole if p.layer_groups else 0
-        yield Group(p.first, p.whole.plus(p.first, -1), before, 0, False, False, state.activations, 0.0, work)
+        done = p.whole.plus(p.first, -1)
+        yield Group(p.first, done, before, 0, 0.0, False, False, state.activations, 0.0, work)
+
+
+def _layer_work(m: MicroBatch, group: LayerGroup, new: float, waiting: float) -> float:
+    """What the backward of a layer needs at most, all that it keeps included.
+
+    Args:
+        new: bytes of gradients of the layer's weights, or of its experts' weights.
+        waiting: bytes of gradients of the weights around the experts.
+    """
+    if not group.is_sparse:
+        return max(m.dense.feed_forward + new / 3, m.dense.attention + new)
+    layer = m.sparse
+    return max(layer.feed_forward + new / 3, layer.sent + new, layer.attention + new + waiting)
 
 
 def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
@@ -205,7 +219,9 @@ def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
         )
         yield _moment(FORWARD, state.other_weights + gathered, gradients, kept, m.loss, 0.0)
     in_place = w == 4 and state.sums > 0 and not cut.reduces_each
-    for size, done, before, beside, is_layer, has_next, kept, own, work in _groups(cut, m, state, in_place):
+    for size, done, before, beside, waiting, is_layer, has_next, kept, own, work in _groups(
+        cut, m, state, in_place
+    ):
         params, reduced = size.whole, done.whole - done.shard
         is_embedding = p.first.whole > 0 and done.whole + params == p.whole.whole
         if state.regathers:
@@ -234,6 +250,7 @@ def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
         else:
             sums, reducing = state.sums or 4.0 * done.shard, 4 * before
             new = max((w + 4) * params, 4 * (params + size.shard) + w * alone * is_sharded)
+        new += waiting
         weights, freed = state.other_weights + w * gathered, w * min(gathered, params * state.frees)
         gradients = state.other_gradients + sums + (m.table if p.is_tied and is_layer else 0.0)
         if reducing + own + work > new - freed:
@@ -276,10 +293,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
         layout.gas,
         layout.pp_schedule == "afab",
     )
-    on_rank = Tokens(
-        tokens, layout.tp, layout.sequence_parallel == "on", layout.cp, layout.cp_exchange, layout.recompute,
-        min(4, BYTES[spec.kernel.precision]), spec.compiles, busiest_share(spec.kernel, layout, spec.shape),
-    )  # fmt: skip
+    on_rank = _tokens(spec)
     m = micro_batch(spec.shape, on_rank, layout.full_every, min(gas, 3) if is_afab else 1)
     if layout.virtual_stages > 1:
         gas = min(gas, gas % layout.pp + MOST_ROUNDS * layout.pp)
@@ -292,7 +306,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
         kept, logits = kept_scale * kept, scale * logits
         reserve = c.base_bytes + c.fragmentation * (kept + logits + buffers)
         reserve += c.reduce_stream_bytes * sum([p.whole.shard for p in stages])
-        optimizer = _optimizer_bytes(stages, scale)
+        optimizer = _optimizer_bytes(stages, scale) + _routing_bytes(spec.shape, on_rank, stages)
         memory.append(
             StageMemory(
                 rank, phase, scale * weights, scale * gradients, optimizer, kept, logits, buffers, reserve
@@ -322,4 +336,25 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     """
     cut, layout, scale = _cut(spec), spec.layout, 2 if spec.kernel.precision == "fp64" else 1
     targets = 8 * layout.gas * layout.mbs * spec.workload.seq_len // layout.cp if layout.pp > 1 else 0
-    return tuple(_optimizer_bytes(stages, scale) + targets for stages in params_of_ranks(cut))
+    tokens = _tokens(spec)
+    return tuple(
+        _optimizer_bytes(stages, scale) + _routing_bytes(spec.shape, tokens, stages) + targets
+        for stages in params_of_ranks(cut)
+    )
+
+
+def _tokens(spec: RunSpec) -> Tokens:
+    layout = spec.layout
+    return Tokens(
+        layout.mbs * spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
+        layout.cp_exchange, layout.recompute, min(4, BYTES[spec.kernel.precision]), spec.compiles,
+        busiest_share(spec.kernel, layout, spec.shape), layout.ep, spec.kernel.routing == "learned",
+    )  # fmt: skip
+
+
+def _routing_bytes(shape: ModelShape, tokens: Tokens, stages: tuple[StageParams, ...]) -> float:
+    """Bytes of routing that stay: a route that follows from positions, and balance and counts of each router."""
+    if not shape.num_experts:
+        return 0.0
+    layers = sum(shape.num_sparse_layers(p.stage.first_layer, p.stage.num_layers) for p in stages)
+    return route_bytes(shape, tokens) * (not tokens.learned) + 12 * shape.num_experts * layers
