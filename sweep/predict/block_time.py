@@ -58,6 +58,8 @@ class _FeedForward(NamedTuple):
     up: float
     """Seconds of the products up to the activation."""
     down: float
+    selected: float
+    """Seconds of those products that recompute=selective keeps."""
     token_bytes: float
     """Memory traffic of the activation for each token of the rank, forward and backward."""
     routed_bytes: float = 0.0
@@ -85,7 +87,7 @@ def _dense(work: Work, width: int, peak: float, c: TimeConstants) -> _FeedForwar
     """A feed-forward block of this width, cut by tp."""
     h, tp = work.shape.hidden_size, work.tp
     up = _gemm_s(work.tokens, 2 * width / tp, h, peak, c)
-    return _FeedForward(up, _gemm_s(work.tokens, h, width / tp, peak, c), c.ffn_bytes * width)
+    return _FeedForward(up, _gemm_s(work.tokens, h, width / tp, peak, c), up / 2, c.ffn_bytes * width)
 
 
 def _experts(work: Work, links: Network, peak: float, c: TimeConstants) -> _FeedForward:
@@ -96,7 +98,7 @@ def _experts(work: Work, links: Network, peak: float, c: TimeConstants) -> _Feed
     shape, h, t = work.shape, work.shape.hidden_size, work.tokens / work.tp
     experts, chosen, width = shape.num_experts, shape.num_experts_per_tok, shape.moe_intermediate_size
     rows, rows_of_token = t * work.ep * chosen / experts * work.busiest, chosen * work.busiest
-    shared = _FeedForward(0.0, 0.0, 0.0)
+    shared = _FeedForward(0.0, 0.0, 0.0, 0.0)
     if shape.n_shared_experts:
         shared = _dense(work, shape.n_shared_experts * width, peak, c)
     router = _gemm_s(t, experts, h, peak, c)
@@ -104,6 +106,7 @@ def _experts(work: Work, links: Network, peak: float, c: TimeConstants) -> _Feed
     return _FeedForward(
         up=router + shared.up + experts / work.ep * _gemm_s(rows, 2 * width, h, peak, c),
         down=shared.down + experts / work.ep * _gemm_s(rows, h, width, peak, c),
+        selected=shared.selected or router,
         token_bytes=shared.token_bytes + rows_of_token * c.ffn_bytes * width,
         routed_bytes=rows_of_token * c.routed_bytes * h + c.router_bytes * experts,
         tp_share=1.0 if shape.n_shared_experts else 0.5,
@@ -131,12 +134,12 @@ def _layer(
     if work.recompute == "attention":
         attention_again = attention
     elif work.recompute == "selective":
-        gemm_again = forward - kept_down - qkv * (q + kv) / (q + 2 * kv) - ffn.up / 2
+        gemm_again = forward - kept_down - qkv * (q + kv) / (q + 2 * kv) - ffn.selected
         attention_again, tp_again = attention * (1 - 1 / work.cp), call * c.tp_recompute_calls / 2
     elif work.recompute != "none":
         gemm_again, attention_again, tp_again = forward - kept_down, attention, call * c.tp_recompute_calls
-    if gemm_again:
-        ep_again = 2 * ffn.alltoall
+    if gemm_again and work.recompute != "selective":
+        ep_again = ffn.alltoall  # rows are sent again, results are not
     moved_again = traffic * (c.recompute_traffic - 1) * (gemm_again > 0)
     ring_s = _ring_s(work, 3.5 * attention, links, c)
     return (
