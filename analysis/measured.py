@@ -54,6 +54,8 @@ class MeasuredRun:
     allreduce_busbw_bytes_per_s: float | None
     allgather_busbw_bytes_per_s: float | None
     allreduce_intra_node_busbw_bytes_per_s: float | None
+    alltoall_busbw_bytes_per_s: float | None
+    alltoall_intra_node_busbw_bytes_per_s: float | None
 
 
 _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")
