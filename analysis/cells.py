@@ -74,6 +74,8 @@ class Cell:
     hardware: str | None
     kernel: str | None
     precision: str | None
+    routing: str | None = None
+    """How tokens choose their experts, where this is known."""
     seq_len: int | None
     gbs: int | None
     scaling: str | None = None
@@ -96,7 +98,7 @@ class Cell:
     def panel(self) -> tuple[object, ...]:
         """What all cells of one panel of a figure share."""
         batch = None if self.gbs is None else batch_text(self.gbs, self.nodes, self.scaling)
-        return self.hardware, self.kernel, self.precision, self.seq_len, batch
+        return self.hardware, self.kernel, self.precision, self.routing, self.seq_len, batch
 
     def to_json(self) -> dict[str, Any]:
         """The cell as one flat JSON object, which includes the axes of its layout."""
@@ -149,8 +151,8 @@ def _differing(cell: Cell) -> tuple[object, ...]:
 
 
 def _workload(cell: Cell) -> tuple[object, ...]:
-    """The model, nodes and batch of a cell, which must be equal in two cells that are compared."""
-    return (cell.num_params or cell.model, cell.nodes, cell.seq_len, cell.gbs)
+    """The model, nodes, routing and batch of a cell, which must be equal in two cells that are compared."""
+    return (cell.num_params or cell.model, cell.nodes, cell.routing, cell.seq_len, cell.gbs)
 
 
 def layout_words(row: Mapping[str, Any], always: Collection[str] = ()) -> tuple[str, str]:

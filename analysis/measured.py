@@ -20,7 +20,7 @@ _SHAPE = tuple(field.name for field in fields(ModelShape))
 
 _NEEDED = ("nodes", *DEGREES, "zero_stage", *BATCH, "seq_len", "kernel", "precision")
 """Columns whose defaults would be a guess."""
-_OPTIONS = ("precision", "compile", "attention")
+_OPTIONS = ("precision", "compile", "attention", "routing")
 """Columns that are options of the kernel."""
 
 
@@ -33,7 +33,7 @@ class MeasuredRun:
 
     run_id: str
     spec: RunSpec
-    """Model, batch, layout, kernel and nodes; rotations of the model have their defaults, the seed is 0."""
+    """Model, batch, layout, kernel and nodes; rotations and biases of the model have their defaults, the seed is 0."""
     hardware: str | None
     peak_flops_per_s: float | None
     sweep: str | None
@@ -54,6 +54,8 @@ class MeasuredRun:
     allreduce_busbw_bytes_per_s: float | None
     allgather_busbw_bytes_per_s: float | None
     allreduce_intra_node_busbw_bytes_per_s: float | None
+    alltoall_busbw_bytes_per_s: float | None
+    alltoall_intra_node_busbw_bytes_per_s: float | None
 
 
 _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")

@@ -78,7 +78,7 @@ _MOST_WANTED = (
 )  # fmt: skip
 """Columns that people rank by, which a message names first."""
 
-_PANEL = ("hardware", "kernel", "precision", "seq_len", "gbs")
+_PANEL = ("hardware", "kernel", "precision", "routing", "seq_len", "gbs")
 _KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION, SCHEMA
+from ultrabench.analysis.schema import MODEL, OF_EXPERTS, RESULTS_SCHEMA_VERSION, SCHEMA, SIZES
 from ultrabench.device_rates import bandwidths, summary
 from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import KernelConfig
@@ -212,7 +212,8 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "peak_source": peak and peak.source,
         "peak_core_share": peak and peak.core_share,
         **place,
-        **_sizes(shape),
+        **sizes_of(shape),
+        "routing": kernel.routing if shape and shape.num_experts and kernel.kind == "embedded" else None,
     }
 
 
@@ -227,9 +228,12 @@ def doubt_columns(doubts: Sequence[Doubt]) -> Row:
 
 
 @functools.cache
-def _sizes(shape: ModelShape | None) -> Row:
+def sizes_of(shape: ModelShape | None) -> Row:
     """The columns of a model's sizes."""
-    return {} if shape is None else {k: getattr(shape, k) for k in MODEL if k != "model"}
+    if shape is None:
+        return {}
+    names = (name for name in SIZES if shape.num_experts or name not in OF_EXPERTS)
+    return dict.fromkeys(OF_EXPERTS) | {name: getattr(shape, name) for name in names}
 
 
 def _not_attempted(candidate: Row, skip: Skip | None) -> Row:

@@ -79,8 +79,15 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("vocab_size", INT, "Rows of the embedding."),
         column("tie_word_embeddings", BOOL, "Whether embedding and lm_head are one matrix."),
         column("head_dim", INT, "Width of an attention head; null: hidden_size / num_attention_heads."),
-        column("qk_norm", BOOL, "Whether queries and keys are normalised in each head."),
+        column("qk_norm", BOOL, "Whether queries and keys are normalised."),
         column("sliding_window", INT, "Positions that a token attends to; null: all earlier ones."),
+        column("num_experts", INT, "Experts of a sparse layer; null here and in the next six columns: all layers are dense."),
+        column("num_experts_per_tok", INT, "Experts that the router chooses for a token."),
+        column("moe_intermediate_size", INT, "Width of an expert."),
+        column("n_shared_experts", INT, "Experts that every token passes in addition."),
+        column("first_k_dense_replace", INT, "Number of the first layers that are dense."),
+        column("decoder_sparse_step", INT, "n if of the other layers only every n-th one of the model is sparse."),
+        column("routing", TEXT, "How tokens choose their experts: balanced, learned or skew=A; null also for other programs."),
     ),
     "Layout": (
         *(column(name, TEXT if name in TEXT_AXES else INT, MEANINGS[name]) for name in AXES),
@@ -167,6 +174,10 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
 
 MODEL = tuple(column.name for column in GROUPS["Model"])
 """Columns that say which model a run trains."""
+SIZES = tuple(name for name in MODEL if name not in ("model", "routing"))
+"""Those of them that are fields or properties of its shape."""
+OF_EXPERTS = SIZES[SIZES.index("num_experts") :]
+"""Those of them that only models with experts have."""
 
 SCHEMA: pa.Schema = pa.schema(
     [column for group in GROUPS.values() for column in group],

@@ -1,6 +1,6 @@
 """The closed form of the kernel's memory against dry runs of random layouts of random small models.
 
-`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED]` (200, 21) prints JSON lines {family, ranks,
+`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts]` (200, 21; experts: of models with some) prints JSON lines {family, ranks,
 median, largest}, errors as fractions; a dry run takes 1 to 5 s of a core. It imports torch, but only its forked
 children compute, and they need a process of one thread.
 """
@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -65,6 +66,24 @@ def spec_of(pick: random.Random) -> RunSpec | None:
     return None if broken else spec
 
 
+def with_experts(spec: RunSpec, pick: random.Random) -> RunSpec | None:
+    """The run with experts in most layers, or None when these numbers make no such run."""
+    try:
+        shape = replace(
+            spec.shape, num_experts=pick.choice((4, 8, 16)), num_experts_per_tok=pick.choice((1, 2, 4)),
+            moe_intermediate_size=spec.shape.hidden_size // pick.choice((1, 2, 4)), n_shared_experts=pick.choice((0, 0, 1)),
+            first_k_dense_replace=pick.choice((0, 0, 1)), decoder_sparse_step=pick.choice((1, 1, 1, 2)),
+            scoring_func=pick.choice(("softmax", "sigmoid")),
+        )  # fmt: skip
+        layout = replace(spec.layout, ep=pick.choice((1, 2, 4, 8)))
+    except ConfigError:
+        return None
+    broken = next(broken_rules(layout, shape), None) or refusal(
+        spec.kernel, layout, shape, spec.workload.seq_len, "cpu"
+    )
+    return None if broken else replace(spec, shape=shape, layout=layout)
+
+
 def family(layout: Layout) -> str:
     ring = " cp" if layout.cp > 1 else ""
     again = "" if layout.recompute in ("none", "attention") else " recomputed"
@@ -72,11 +91,14 @@ def family(layout: Layout) -> str:
 
 
 def main() -> None:
-    layouts, seed = (int(word) for word in (*sys.argv[1:], *("200", "21")[len(sys.argv) - 1 :]))
+    words = [word for word in sys.argv[1:] if word != "experts"]
+    layouts, seed = (int(word) for word in (*words, *("200", "21")[len(words) :]))
     pick, errors = random.Random(seed), defaultdict[str, list[float]](list)
     constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
     while layouts:
         if (spec := spec_of(pick)) is None:
+            continue
+        if "experts" in sys.argv and (spec := with_experts(spec, pick)) is None:
             continue
         layouts -= 1
         stages, static = predict_memory(spec, constants), static_bytes(spec)

@@ -1,10 +1,11 @@
 """Private parts of torch that training uses, and what differs between the supported versions.
 
-The dry run and the profiler use other private parts.
+The end of each docstring says when torch makes the item needless, or which private part keeps it here. The dry run,
+the profiler and the flight recorder use other private parts.
 """
 
 import datetime
-import json
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -12,24 +13,29 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d
 from torch.backends import cudnn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import _backward, schedules
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor
-from torch.nn import attention
+from torch.fx.traceback import annotate
+from torch.fx.traceback import get_current_meta as current_meta
+from torch.nn import attention, functional
 
 from ultrabench.errors import ConfigError
 
 foreach_norm, foreach_mul_ = torch._foreach_norm, torch._foreach_mul_
-"""The norm of each tensor of a list, and each tensor times a factor, in place; few kernels for the whole list."""
+"""The norm of each tensor of a list, and each tensor times a factor, in place; few kernels for the whole list.
+
+Stay: torch.nn.utils has neither of them alone.
+"""
 
 
 def group_name(argument: Any) -> str | None:
     """The name of the process group that an operator's argument stands for; None for other arguments.
 
     Functional collectives get the name as text, c10d operators get the group as a boxed object.
+    Stays: the arguments of these operators are not public.
     """
     if isinstance(argument, str):
         return argument
@@ -42,7 +48,10 @@ def group_name(argument: Any) -> str | None:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """The memory on this rank of `tensor`, which may be a DTensor."""
+    """The memory on this rank of `tensor`, which may be a DTensor.
+
+    Stays: `to_local` is an operation, which modes that watch operations must not start.
+    """
     local_tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local_tensor.untyped_storage()
 
@@ -55,13 +64,17 @@ def use_timeout(timeout: datetime.timedelta) -> None:
     """Sets the time-out of all process groups that are made from now on, also of those that torch makes itself.
 
     `init_device_mesh` takes no time-out for the groups of its axes, and NCCL's own would be 10 minutes.
+    Goes when it takes one.
     """
     c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]
 
 
 class ShardState(NamedTuple):
-    """How fully_shard holds the parameters of a module."""
+    """How fully_shard holds the parameters of a module.
+
+    Stays with `shard_state`: the state of fully_shard is not public.
+    """
 
     shards: int
     copies: int
@@ -91,6 +104,7 @@ def reduce_gradients(model: Any) -> None:
     """Reduces the gradients of all groups that fully_shard has made in a model, the last ones first, and waits for them.
 
     fully_shard does so itself during backward; this is what torch's pipelines do after the last one.
+    Goes when FSDPModule has a method for it.
     """
     state = model._get_fsdp_state()
     for module_state in state._state_ctx.all_states[::-1]:
@@ -104,6 +118,7 @@ def widen_gradients(model: torch.nn.Module) -> None:
 
     fully_shard does so itself after each backward, but does it only in the next one for weights whose
     gradients are computed apart.
+    Goes when torch's own schedules do it for backward passes of weights.
     """
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
@@ -113,6 +128,11 @@ def widen_gradients(model: torch.nn.Module) -> None:
 
 
 _collectives = torch.ops._c10d_functional
+"""Operators that start a collective, which compiled layers keep as they are.
+
+Stay: the functions of torch.distributed wait where they are compiled, and those of its module _functional_collectives
+are private, too.
+"""
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -130,32 +150,77 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _collectives.all_reduce(tensor, "sum", group.group_name)  # type: ignore[no-any-return]
 
 
+def all_to_all(
+    tensor: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Starts to send so many rows to each rank and to receive so many from each; read the result after `wait`."""
+    return _collectives.all_to_all_single(tensor, [*receives], [*sends], group.group_name)  # type: ignore[no-any-return]
+
+
 def wait(tensor: Tensor) -> Tensor:
     """The result of a collective that has begun."""
     return _collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
 
 
 _aten = torch.ops.aten
-SELECTED = {
-    _aten.mm.default: (0, 2, 4),
-    _collectives.reduce_scatter_tensor.default: (0, 1),
-    _collectives.all_reduce.default: (0, 1),
-    _aten._scaled_dot_product_flash_attention.default: (0,),
-    _aten._scaled_dot_product_efficient_attention.default: (0,),
-    _aten._scaled_dot_product_cudnn_attention.default: (0,),
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: (0,),
-}
-"""Operator -> which of its calls in a layer have a result that recompute=selective keeps.
+silu_backward = _aten.silu_backward
+"""The gradient of silu's input. Stays: it is no public function."""
 
-Of the products with q, k, v, out, gate, up and down these are every second one, as in torchtitan, but not down,
-which no backward needs. Both sums over ranks are kept, since they would be sent again.
-"""
+
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Products of groups of rows, which end at `ends`, with the weight of each, or of groups of columns with rows."""
+    return torch._grouped_mm(rows, weights, offs=ends)
+
+
+_FUSED_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+_SUMS = (_collectives.reduce_scatter_tensor.default, _collectives.all_reduce.default)
+_MARKED = (_aten.mm.default, _aten.addmm.default, _collectives.all_to_all_single.default)
+
+
+def kept(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function`, whose products and all-to-alls selective recomputation keeps, in eager and in compiled layers.
+
+    Torch hands an annotation of a call on to the operators that it makes of the call.
+    Stays: torch.fx.traceback is public, but torch promises nothing of it.
+    """
+
+    @functools.wraps(function)
+    def annotated(*args: Any) -> Tensor:
+        with annotate({"kept": True}):
+            return function(*args)
+
+    return annotated
+
+
+kept_linear = kept(functional.linear)
+
+
+def keeps_result(operator: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether recompute=selective keeps the result of a call of an operator in a layer.
+
+    It keeps the products and all-to-alls that `kept` marks, sums over ranks, which would be sent again, and
+    attention. Of a ring this is only the rank's own part, which is the causal one.
+    Stays: what a policy of selective recomputation sees are private operators.
+    """
+    if operator in _MARKED:
+        return "kept" in current_meta().get("custom", ())
+    names = (argument.name for argument in operator._schema.arguments)
+    return operator in _SUMS or (
+        operator in _FUSED_ATTENTION
+        and dict(zip(names, args, strict=False), **kwargs).get("is_causal", False)
+    )
 
 
 def attention_forward(chosen: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention over one part of the keys, and the log of its softmax sums.
 
     q is B x N x S x D like the output, k and v are B x K x S x D, and the log is B x N x S.
+    Stays like the operators that it calls, and so does its backward.
     """
     if chosen == "cudnn":
         outputs = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
@@ -195,6 +260,7 @@ def has_cudnn_attention(device: torch.device) -> bool:
 
     It does on Hopper and Blackwell from cuDNN 9.15.1 on; before that sequences had to be multiples of 128
     (ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
+    Goes when torch says which implementation it prefers.
     """
     new = torch.version.hip is None and (cudnn.version() or 0) >= 91501  # type: ignore[no-untyped-call]
     return new and torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -202,6 +268,8 @@ def has_cudnn_attention(device: torch.device) -> bool:
 
 def activate_flash3() -> None:
     """Makes FlashAttention-3 the implementation behind torch's flash attention.
+
+    Goes when torch chooses it by itself.
 
     Raises:
         ConfigError: this torch does not know it, or its package is not installed.
@@ -214,17 +282,17 @@ def activate_flash3() -> None:
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The process group with this name."""
+    """The process group with this name. Stays: torch finds it, but by a private function."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that torch.compile was given; `function` itself if it was not compiled."""
+    """The function that torch.compile was given; `function` itself if it was not compiled. Stays: it is private."""
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def compiler_of(backend: str) -> Callable[..., Any]:
-    """The function behind the name of a backend of torch.compile."""
+    """The function behind the name of a backend of torch.compile. Stays: torch.compiler lists names only."""
     from torch._dynamo import lookup_backend  # takes seconds to import
 
     return lookup_backend(backend)
@@ -234,7 +302,7 @@ def require_split_backward() -> None:
     """Ends a schedule that computes gradients of inputs and of weights apart where torch loses some of them.
 
     Up to torch 2.11 the backward of weights cannot begin at a function that is written in Python, and adds the
-    gradients of all its results as if it had one.
+    gradients of all its results as if it had one. Goes when no older torch than 2.13 is supported.
 
     Raises:
         RuntimeError: this torch is too old.
@@ -248,6 +316,7 @@ class PeerlessWarmup:
     """A mixin, listed before PipelineStage, that skips the first messages between neighbours under gloo.
 
     A rank of the V-shaped schedules is its own neighbour, and gloo cannot send to itself.
+    Goes when torch leaves out such messages or gloo can.
     """
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
@@ -259,7 +328,8 @@ class PeerlessWarmup:
 class BuffersOnDemand:
     """A mixin, listed before PipelineStage, that holds each receive buffer only while it is needed.
 
-    By itself torch makes two buffers for every micro-batch of a step and keeps them for ever.
+    By itself torch makes two buffers for every micro-batch of a step and keeps them for ever (2.13 still does).
+    Goes when it makes them where they are needed.
     """
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,63 +363,12 @@ def _move_buffers(recv_infos: Sequence[Any], device: torch.device) -> None:
 
 
 batch_p2p = schedules._batch_p2p
-"""Starts to send or receive; a rank must do it as its peer does, since NCCL has other channels for batches."""
+"""Starts to send or receive; a rank must do it as its peer does, since NCCL has other channels for batches.
+
+Stays: it is private, as is the next one.
+"""
 
 
 def whole_backward(of_stage: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """The gradients of a stage's inputs, after a backward pass from its outputs; torch's own arguments."""
     return stage_backward(of_stage["stage_output"], of_stage["output_grads"], of_stage["input_values"])
-
-
-GROUP_NAMES = {"default_pg": "world", "undefined": "ranks"}
-"""Name of a group in torch -> our name; the groups of a mesh have the names of their axes."""
-
-
-def last_collectives() -> list[dict[str, Any]]:
-    """The collectives of each process group of this rank: how many it has entered, started and finished.
-
-    They come from torch's flight recorder, which is on by default; if it does not know a group, only the
-    sequence number of the group is known. Items are {group, ranks, entered, started, finished, ops}; `ops`
-    maps numbers to names of the first unfinished collectives, or of the last one. Unknown values are None.
-    """
-    by_group: dict[str, list[dict[str, Any]]] = {}
-    for entry in _flight_record():
-        if not entry["is_p2p"]:
-            by_group.setdefault(entry["process_group"][0], []).append(entry)
-    counts = []
-    for group, name in dist.distributed_c10d._world.pg_names.items():
-        ranks = dist.get_process_group_ranks(group)
-        if len(ranks) > 1:
-            axis = group.group_desc.removeprefix("mesh_")
-            group_counts = {
-                "group": GROUP_NAMES.get(axis, axis),
-                "ranks": ranks,
-                **_count(by_group.get(name, [])),
-            }
-            group_counts["entered"] = group_counts["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-            counts.append(group_counts)
-    return counts
-
-
-def _count(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The highest collective numbers among the entries of one group."""
-    finished = [e["collective_seq_id"] for e in entries if e["retired"] or e["state"] == "completed"]
-    begun = [e["collective_seq_id"] for e in entries if e["state"] == "started"]
-    # A retired NCCL collective has begun; a collective of gloo stays "scheduled" until it ends.
-    starts = (
-        max([*begun, *finished], default=None) if any(e["state"] != "scheduled" for e in entries) else None
-    )
-    unfinished = [e for e in entries if e["collective_seq_id"] not in finished][:4] or entries[-1:]
-    return {
-        "entered": max((e["collective_seq_id"] for e in entries), default=None),
-        "started": starts,
-        "finished": max(finished, default=0) if entries else None,
-        "ops": {e["collective_seq_id"]: e["profiling_name"].partition(":")[2] for e in unfinished},
-    }
-
-
-def _flight_record() -> list[dict[str, Any]]:
-    """The entries of both flight recorders (one is for NCCL, one for all others), in order."""
-    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-    dumps = [getattr(_distributed_c10d, name) for name in names if hasattr(_distributed_c10d, name)]
-    return [entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", [])]

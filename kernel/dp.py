@@ -21,6 +21,9 @@ gas times and the head once, and reduce-scatters G times; zero_stage 1 and 0 are
 The ranks of a context-parallel ring hold other tokens of the same parameters, so the shards and their replicas
 are dp*cp ranks. With dp_shard below dp*cp the table counts calls among the shards along the mesh axis dp_shard;
 G all-reduces a step along dp_replicate follow.
+
+Gradients are summed over these ranks, and every loss is divided by the number of losses beforehand: a mean over the
+ranks of a group would depend on how many they are, which differs between the groups of a model with experts.
 """
 
 from itertools import pairwise
@@ -32,6 +35,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ultrabench.kernel.compat import reduce_gradients
 from ultrabench.kernel.model import Decoder
+from ultrabench.kernel.moe import SparseFeedForward
 
 MASTER_DTYPE = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """Precision -> dtype of parameters, gradients and optimizer states."""
@@ -39,41 +43,72 @@ COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.fl
 """Precision -> dtype of forward and backward."""
 
 
-def apply_dp(model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str) -> None:
+def apply_dp(
+    model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str, experts: DeviceMesh | None = None
+) -> None:
     """Wraps `model` in place, in the groups that the table of this module counts.
 
     It is wrapped at degree 1, too, since that gives bf16 compute on fp32 masters.
+
+    Args:
+        experts: the mesh of the experts of a sparse layer, which are a group beside the rest of the layer.
     """
-    axes = ("dp_replicate", "dp_shard") if mesh["dp_replicate"].size() > 1 else ("dp_shard",)
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-    def group(*modules: nn.Module | None, reshard: bool) -> list[FSDPModule]:
+    def group(*modules: nn.Module | None, reshard: bool, mesh: DeviceMesh = mesh) -> list[FSDPModule]:
         """Makes one group of those modules that exist; `reshard` frees its parameters from forward to backward."""
         present = [module for module in modules if module is not None]
         if not present:
             return []
-        return fully_shard(present, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy)[:1]
+        axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis.endswith(("replicate", "shard")))
+        axes = axes[mesh[axes[0]].size() == 1 :]
+        wrapped = fully_shard(present, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy)[0]
+        if mesh[axes].size() > 1:  # torch would make a copy to divide it by 1
+            wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)
+        return [wrapped]
 
     reshard = zero_stage == 3
-    layers = [wrapped for layer in model.layers.values() for wrapped in group(layer, reshard=reshard)]
+    layers = list[list[FSDPModule]]()
+    for layer in model.layers.values():
+        inner = list[FSDPModule]()
+        if experts is not None and isinstance(block := layer.ffn, SparseFeedForward):
+            inner = group(block.experts, reshard=reshard, mesh=experts)
+        for wrapped in inner:
+            enclose(layer, wrapped)
+        layers.append(group(layer, reshard=reshard) + inner)
     first = [] if model.is_tied else group(model.embedding, reshard=reshard)
     last = [] if model.is_tied else group(model.norm, model.head, reshard=False)
     # The root holds what no other group does: nothing, or a tied embedding with norm.
     root = group(model, reshard=False)
-    order = [*(first or root), *layers, *last]
-    for wrapped, following in pairwise(order):
+    order = [first or root, *layers, *([last] if last else [])]
+    for (wrapped, *_), (following, *beside) in pairwise(order):
         # Each group requests the parameters of the next one as soon as it begins. Torch would request them in
         # forward only when all work of the group is launched, and in backward in an order that it guesses, which
         # is wrong where a pipeline mixes micro-batches.
-        wrapped.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([wrapped])
-    root[0].set_modules_to_backward_prefetch(order[-1:])
+        wrapped.set_modules_to_forward_prefetch([following, *beside])
+    for before, (wrapped, *beside) in pairwise(order):
+        wrapped.set_modules_to_backward_prefetch(before)
+        for inner_group in beside:
+            # With an empty list torch would guess; what it has gathered already it does not gather again.
+            inner_group.set_modules_to_backward_prefetch([inner_group])
+    root[0].set_modules_to_backward_prefetch(order[-1])
     for embedding in first:
         embedding.set_unshard_in_backward(False)
-        # With an empty list torch would guess; naming itself requests nothing, since its gather is off.
+        # Naming itself requests nothing, since its gather is off.
         embedding.set_modules_to_backward_prefetch([embedding])
+
+
+def enclose(layer: nn.Module, experts: FSDPModule) -> None:
+    """Makes a call of the layer a call of its experts' module, whose hooks then are outside a compiled layer.
+
+    So the experts are gathered before the layer, and their gradients are reduced after its backward.
+    """
+    assert isinstance(experts, nn.Module)
+    experts.forward = layer.forward
+    layer.forward = lambda *args: experts(*args)
 
 
 def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool, overlap: bool) -> None:

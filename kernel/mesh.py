@@ -10,6 +10,9 @@ from ultrabench.layout import Layout
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 """The axes of the mesh, outermost first, in the order of `Layout.coordinates`; dp and cp share one axis."""
 
+EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep")
+"""The axes of the mesh of experts, outermost first; the ranks of a pipeline stage are those of the other mesh."""
+
 Part = tuple[tuple[int, int, int], ...]
 """Successive cuts (dim, start, length) that lead from a full tensor to one rank's part."""
 
@@ -23,6 +26,17 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     replicas = layout.dp * layout.cp // layout.zero_shards
     sizes = (layout.pp, replicas, layout.zero_shards, layout.tp)
     return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
+
+
+def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The mesh of the experts: each of the ranks along ep holds other ones, those along expert_shard share them."""
+    sizes = (layout.pp, layout.expert_copies, layout.expert_shards, layout.ep)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=EXPERT_AXES)
+
+
+def is_expert(name: str) -> bool:
+    """Whether the parameter belongs to the experts among which a router chooses."""
+    return ".experts." in name
 
 
 def cp_group(layout: Layout) -> dist.ProcessGroup | None:
@@ -52,10 +66,18 @@ def dp_part(param: Tensor) -> Part:
     """
     if not isinstance(param, DTensor):
         return ()
-    rows, shards = param.shape[0], param.device_mesh["dp_shard"]
+    rows, shards = param.shape[0], _shard_axis(param)
     chunk = -(-rows // shards.size())
     start = min(chunk * shards.get_local_rank(), rows)
     return ((0, start, min(chunk, rows - start)),)
+
+
+def num_losses(layout: Layout) -> int:
+    """Number of mean losses in a step, one for each micro-batch of each rank of dp and cp.
+
+    Gradients are sums over all of them, so that each is divided by their number before its backward.
+    """
+    return layout.gas * layout.dp * layout.cp
 
 
 def take(full: Tensor, part: Part) -> Tensor:
@@ -72,4 +94,11 @@ def local(tensor: Tensor) -> Tensor:
 
 def num_shards(param: Tensor) -> int:
     """The number of parts into which fully_shard cuts `param`."""
-    return param.device_mesh["dp_shard"].size() if isinstance(param, DTensor) else 1
+    return _shard_axis(param).size() if isinstance(param, DTensor) else 1
+
+
+def _shard_axis(param: DTensor) -> DeviceMesh:
+    """The mesh axis along which fully_shard cuts `param`, the innermost one of its mesh."""
+    names = param.device_mesh.mesh_dim_names
+    assert names is not None
+    return param.device_mesh[names[-1]]

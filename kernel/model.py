@@ -7,12 +7,16 @@ V vocabulary; the suffix of a tensor's name is its shape (`x_BSH`).
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ultrabench.kernel.loss import Pending, head_loss
+from ultrabench.kernel.compat import kept_linear
+from ultrabench.kernel.loss import HeadGradient, head_loss
+from ultrabench.kernel.mesh import Part, is_expert, take
+from ultrabench.kernel.moe import LEARNED, Route, Routing, SparseFeedForward
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
 
@@ -107,8 +111,13 @@ def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
 
 
 def columns(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """The products of x with several weights; tensor parallelism cuts these weights along their output."""
-    return tuple(functional.linear(x_BSH, weight) for weight in weights)
+    """The products of x with several weights; tensor parallelism cuts these weights along their output.
+
+    Selective recomputation keeps every second one, from the first on.
+    """
+    return tuple(
+        (functional.linear if n % 2 else kept_linear)(x_BSH, weight) for n, weight in enumerate(weights)
+    )
 
 
 class Block(nn.Module):
@@ -155,52 +164,63 @@ class Attention(Block):
 class FeedForward(Block):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.gate = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(hidden, width, bias=False)
+        self.down = nn.Linear(width, hidden, bias=False)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        """The x_BSH that the block adds to the residual."""
+    def forward(self, x_BSH: Tensor, _: Route | None = None) -> Tensor:
+        """The x_BSH that the block adds to the residual; only a sparse layer has a route."""
         gate, up = self.columns(x_BSH, self.gate.weight, self.up.weight)
         return self.row(functional.silu(gate) * up, self.down.weight)
+
+
+def sparse(shape: ModelShape) -> SparseFeedForward:
+    """The feed-forward block of a sparse layer, with the shared experts as one block."""
+    width = shape.n_shared_experts * shape.moe_intermediate_size
+    return SparseFeedForward(shape, FeedForward(shape.hidden_size, width) if width else None)
 
 
 class Layer(nn.Module):
     """One decoder layer: attention, then feed-forward, each on normalised input and added to the residual."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, number: int) -> None:
+        """`number` is that of the layer in the whole model, from 0 on."""
         super().__init__()
         self.attention_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.ffn = FeedForward(shape)
+        self.ffn = (
+            sparse(shape)
+            if shape.is_sparse(number)
+            else FeedForward(shape.hidden_size, shape.intermediate_size)
+        )
 
-    def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The x_BSH after this layer."""
+    def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor, *route: Route | None) -> Tensor:
+        """The x_BSH after this layer; layers of a model with experts get the route of the tokens."""
         x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), cos, sin)
-        out: Tensor = x_BSH + self.ffn(self.ffn_norm(x_BSH))
+        out: Tensor = x_BSH + self.ffn(self.ffn_norm(x_BSH), *route)
         return out
 
 
 class Head(nn.Linear):
     """The product with the weights of the vocabulary."""
 
-    loss: Callable[[Tensor, Tensor, Tensor, Pending | None], Tensor]
+    loss: Callable[[Tensor, Tensor, Tensor, HeadGradient | None], Tensor]
     """The loss from x_BSH, weights and targets; tensor parallelism cuts these weights along the vocabulary."""
-    pending: Pending | None
+    shared_gradient: HeadGradient | None
     """Where micro-batches add up their gradients, if a schedule runs many forwards first."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__(shape.hidden_size, shape.vocab_size, bias=False)
-        self.loss, self.pending = head_loss, None
+        self.loss, self.shared_gradient = head_loss, None
 
     def forward(self, x_BSH: Tensor, targets_BS: Tensor | None = None) -> Tensor:
         """The mean loss if it gets targets, otherwise the logits B x S x V."""
         if targets_BS is None:
             return super().forward(x_BSH)
-        return self.loss(x_BSH, self.weight, targets_BS, self.pending)
+        return self.loss(x_BSH, self.weight, targets_BS, self.shared_gradient)
 
 
 class Decoder(nn.Module):
@@ -210,14 +230,21 @@ class Decoder(nn.Module):
     values in every layout.
     """
 
-    def __init__(self, shape: ModelShape, stage: Stage, spans: Sequence[range]) -> None:
-        """`spans` are the positions of a sequence that this rank holds."""
+    route: Callable[[Tensor], Route | None]
+    """The route of the tokens of a micro-batch to their experts; None if the routers choose."""
+
+    def __init__(
+        self, shape: ModelShape, stage: Stage, spans: Sequence[range], routing: str = LEARNED
+    ) -> None:
+        """`spans` are the positions of a sequence that this rank holds, `routing` is how tokens choose experts."""
         super().__init__()
         self.shape, self.spans = shape, spans
+        self.routing = Routing(routing, shape, spans)
+        self.route = self.routing.route
         numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         h = shape.hidden_size
         self.embedding = nn.Embedding(shape.vocab_size, h) if stage.has_embedding else None
-        self.layers = nn.ModuleDict({str(n): Layer(shape) for n in numbers})
+        self.layers = nn.ModuleDict({str(n): Layer(shape, n) for n in numbers})
         self.norm = RmsNorm(h, shape.rms_norm_eps) if stage.has_norm else None
         self.head = Head(shape) if stage.has_head else None
         self.tie()
@@ -239,15 +266,31 @@ class Decoder(nn.Module):
         return x_BSH.
         """
         x = x if self.embedding is None else self.embedding(x)
-        cos, sin = rope_tables(self.spans, self.shape, x)
+        context: tuple[Any, ...] = rope_tables(self.spans, self.shape, x)
+        if self.shape.num_experts:
+            context += (self.route(x),)
         for layer in self.layers.values():
-            x = layer(x, cos, sin)
+            x = layer(x, *context)
         x = x if self.norm is None else self.norm(x)
         out: Tensor = x if self.head is None else self.head(x, targets_BS)
         return out
 
-    def initial_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
-        """The full initial value of parameter `name` in fp32; it depends only on the seed and the name."""
+    def initial_value(
+        self, name: str, size: torch.Size, seed: int, device: torch.device, part: Part = ()
+    ) -> Tensor:
+        """The `part` of the full initial value of parameter `name` in fp32, which depends only on the seed and the name.
+
+        Each expert has a name of its own, and only those experts are made that the first cut of the part holds.
+        """
+        if is_expert(name):
+            (_, start, length), *rest = part or ((0, 0, size[0]),)
+            rows = size[0] // self.shape.num_experts
+            experts, of_expert = range(start // rows, (start + length) // rows), torch.Size((rows, size[1]))
+            values = [self._full_value(f"{name}.{expert}", of_expert, seed, device) for expert in experts]
+            return take(torch.cat(values), tuple(rest))
+        return take(self._full_value(name, size, seed, device), part)
+
+    def _full_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(size, device=device, dtype=torch.float32)
         if self.shape.tie_word_embeddings and name == "head.weight":

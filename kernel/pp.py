@@ -20,8 +20,8 @@ from ultrabench.kernel.compat import (
     widen_gradients,
 )
 from ultrabench.kernel.dp import COMPUTE_DTYPE
-from ultrabench.kernel.loss import Pending
-from ultrabench.kernel.mesh import local
+from ultrabench.kernel.loss import HeadGradient
+from ultrabench.kernel.mesh import local, num_losses
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.tp import Ranks
 from ultrabench.layout import Layout
@@ -146,13 +146,13 @@ class Pipeline:
             stage.shares_rank, stage.sent = layout.virtual_stages > 1, defaultdict(list)
             self.stages.append(stage)
             if model.head is not None and layout.pp_schedule == "afab":
-                model.head.pending = Pending()
+                model.head.shared_gradient = HeadGradient()
         # Schedules of torch for several stages on a rank take a list.
         self.schedule = SCHEDULES[layout.pp_schedule](
             self.stages if layout.virtual_stages > 1 else self.stages[0],
             n_microbatches=layout.gas,
-            # The last stage returns the loss of a micro-batch; the loss of the step is their mean.
-            loss_fn=lambda loss, _: loss / layout.gas,
+            # The last stage returns the loss of a micro-batch; the loss of the step is the mean over all ranks' losses.
+            loss_fn=lambda loss, _: loss / num_losses(layout),
             scale_grads=False,
         )
 

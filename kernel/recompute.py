@@ -2,18 +2,17 @@
 
 full: a layer keeps only its input, and backward runs its forward again (arXiv 1604.06174); everyN does so with
 every N-th layer of the model.
-selective: a layer keeps the results that SELECTED names and, if it is compiled, the whole output of a ring;
-backward computes the rest again.
+selective: a layer keeps the results that `keeps_result` of compat.py names and, if it is compiled, the whole output
+of a ring; backward computes the rest again.
 attention: backward runs attention again from q, k and v (arXiv 2205.05198, section 5).
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ultrabench.kernel.compat import SELECTED, uncompiled
+from ultrabench.kernel.compat import keeps_result, uncompiled
 from ultrabench.kernel.cp import RING_FORWARD
 from ultrabench.kernel.model import Decoder, Layer
 from ultrabench.layout import Layout
@@ -33,7 +32,9 @@ def recompute_of(models: Iterable[Decoder], layout: Layout) -> str:
     """layout.recompute if every layer is wrapped as it says, else what the layers do, such as `full and none`."""
     ran, expected = list[str](), list[str]()
     for number, layer in (pair for model in models for pair in _layers(model)):
-        wrapped = (getattr(f, "recompute", None) for f in (uncompiled(layer.forward), layer.attention.core))
+        # In a model that fully_shard has wrapped, the module of the experts runs a sparse layer.
+        body = getattr(layer.ffn, "experts", layer).forward
+        wrapped = (getattr(f, "recompute", None) for f in (uncompiled(body), layer.attention.core))
         ran.append(next(filter(None, wrapped), "none"))
         expected.append(_word(layout, number))
     return layout.recompute if ran == expected else " and ".join(sorted(set(ran)))
@@ -67,13 +68,10 @@ def _recomputed(function: Callable[..., Any], recompute: str) -> Callable[..., A
 
 
 def _selection() -> Any:
-    """Two contexts, for forward and for its repetition, that keep the results in SELECTED."""
-    calls = Counter[tuple[bool, Any]]()
+    """Two contexts, for forward and for its repetition, that keep some results."""
 
-    def keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        number = calls[context.is_recompute, op]
-        calls[context.is_recompute, op] += 1
-        is_kept = number in SELECTED.get(op, ()) or op is RING_FORWARD
+    def keep(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = op is RING_FORWARD or keeps_result(op, *args, **kwargs)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(keep)  # type: ignore[no-untyped-call]

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.mesh import local
+from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local
+from ultrabench.kernel.moe import balances
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
 from ultrabench.kernel.step import TrainStep
@@ -24,11 +25,12 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def require_equal_replicas(trainer: TrainStep) -> None:
     """Compares the parameters of the ranks that hold copies of the same part.
 
-    Ranks along dp_replicate hold copies of all parameters, and the first and the last stage hold copies of a
-    tied embedding: checksums of the bits are equal, since all copies got the same sums. Ranks along tp hold
-    copies of norms. Their gradients are sums over tp and dp, in an order that NCCL may choose differently in
-    every group, so that with tp they may differ by ROUNDINGS, along tp and along dp_replicate. All ranks have
-    to call it. Its all-reduces have 16 bytes per parameter tensor, and 2 numbers per element of a norm's weight.
+    Ranks along dp_replicate hold copies of all parameters but experts, those along expert_replicate of experts, and
+    the first and the last stage hold copies of a tied embedding: checksums of the bits are equal, since all copies got
+    the same sums. All ranks of a pipeline stage hold the same biases of routers. Ranks along tp hold copies of norms
+    and routers. Their gradients are sums over tp and dp, in an order that NCCL may choose differently in every group,
+    so that with tp they may differ by ROUNDINGS, along tp and along dp_replicate. All ranks have to call it. Its
+    all-reduces have 16 bytes per parameter tensor, and 2 numbers per element of the weights of norms and routers.
 
     Raises:
         ReplicasDifferError: on every rank if any copy differs; it names the differences on this rank.
@@ -36,7 +38,16 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     params = {name: local(p.detach()) for name, p in trainer.params.items()}
     summed = {n: p for n, p in params.items() if cut_dim(n) is None and trainer.layout.tp > 1}
     sums = {n: p.view(_BITS[p.element_size()]).sum() for n, p in params.items() if n not in summed}
-    differing = {n for n, spread in _spread(trainer, sums, "dp_replicate").items() if spread.any()}
+    by_axis = {
+        "dp_replicate": {n: total for n, total in sums.items() if not is_expert(n)},
+        "expert_replicate": {n: total for n, total in sums.items() if is_expert(n)},
+    }
+    differing = {
+        n for axis, of in by_axis.items() for n, spread in _spread(trainer, of, axis).items() if spread.any()
+    }
+    biases = {name: bias for model in trainer.models for name, bias in balances(model).items()}
+    for axis in MESH_AXES[1:]:
+        differing |= {n for n, spread in _spread(trainer, biases, axis).items() if spread.any()}
     for axis in ("tp", "dp_replicate"):
         for name, spread in _spread(trainer, summed, axis).items():
             param = params[name]
@@ -59,8 +70,8 @@ def require_equal_replicas(trainer: TrainStep) -> None:
 
 def _spread(trainer: TrainStep, values: dict[str, Tensor], axis: str) -> dict[str, Tensor]:
     """The largest minus the smallest value of each element along the axis, by name; 0 only if all are equal."""
-    group = trainer.mesh.get_group(axis)
-    if not values or group.size() == 1:
+    mesh = trainer.expert_mesh if axis in EXPERT_AXES else trainer.mesh
+    if not values or mesh is None or (group := mesh.get_group(axis)).size() == 1:
         return {}
     flat = torch.cat([value.flatten() for value in values.values()])
     # The smallest value is minus the largest of the negated values.

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ultrabench.allowed import one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel_config import ROUTING, KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import thread_variables
@@ -43,6 +43,8 @@ class CheckSpec:
     """Largest gradient norm; so small that gradients are clipped, so that the norm is checked. The second step is not."""
     attention: str = "auto"
     """The implementation of attention of the layout; the single process always has the one that torch takes."""
+    routing: Annotated[str, ROUTING] = "balanced"
+    """How tokens of a model with experts choose them, in the layout and in the single process."""
     compile: bool = False
     """Whether torch traces each layer as for compilation, without generating code."""
     precision: Annotated[str, one_of("fp64", "fp32", "bf16")] = "fp64"
@@ -59,7 +61,11 @@ class CheckSpec:
     def run(self) -> RunSpec:
         """The run whose training is checked."""
         kernel = KernelConfig(
-            name="check", precision=self.precision, compile=self.compile, attention=self.attention
+            name="check",
+            precision=self.precision,
+            compile=self.compile,
+            attention=self.attention,
+            routing=self.routing,
         )
         workload = Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed)
         return RunSpec(

@@ -14,11 +14,14 @@ from ultrabench.kernel.compat import foreach_mul_, foreach_norm
 from ultrabench.kernel.compile import GraphCounter, apply_compile
 from ultrabench.kernel.data import load, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch, end_microbatch
-from ultrabench.kernel.mesh import cp_group, local, num_shards, take
+from ultrabench.kernel.ep import apply_ep, expert_ranks
+from ultrabench.kernel.mesh import cp_group, expert_mesh, is_expert, local, num_losses, num_shards
 from ultrabench.kernel.model import Decoder
+from ultrabench.kernel.moe import LEARNED, update_balance
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
 from ultrabench.kernel.recompute import apply_recompute
 from ultrabench.kernel.tp import Ranks, apply_tp, cut_dim, part_of, sum_norm_gradients
+from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
@@ -50,17 +53,26 @@ def initialise(
     sizes: Mapping[str, torch.Size],
     seed: int,
     device: torch.device,
-    tp_group: dist.ProcessGroup,
+    group_of: Callable[[str], dist.ProcessGroup],
 ) -> None:
     """Gives every parameter its part of the full initial value, which depends on its name and `seed`.
 
-    Only one full matrix at a time exists on the device; `sizes` are the sizes of the full parameters.
+    Only one full matrix at a time exists on the device; `sizes` are the sizes of the full parameters, and `group_of`
+    gives the ranks over which a parameter is cut.
     """
     model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            full = model.initial_value(name, sizes[name], seed, device)
-            local(param).copy_(take(full, part_of(name, param, tp_group)))
+            part = part_of(name, param, group_of(name))
+            local(param).copy_(model.initial_value(name, sizes[name], seed, device, part))
+
+
+def num_copies(name: str, param: Tensor, layout: Layout) -> int:
+    """Number of ranks that hold the same part of a parameter: those of a pipeline stage, divided by its number of parts."""
+    cuts = 1 if cut_dim(name) is None else layout.ep if is_expert(name) else layout.tp
+    return layout.dp * layout.cp * layout.tp // (cuts * num_shards(param))
 
 
 class TrainStep:
@@ -83,20 +95,17 @@ class TrainStep:
         self.at = layout.coordinates(dist.get_rank())
         self.spans = cp.spans(spec.workload.seq_len, layout.cp, self.at.cp)
         self.cp_group = cp_group(layout)
+        self.expert_mesh = expert_mesh(layout, device.type) if spec.shape.num_experts else None
         stages = stages_by_rank(spec.shape, layout)[self.at.pp]
         self.tp = Ranks(mesh.get_group("tp"), layout.sequence_parallel == "on")
         self.models = [self._build(stage) for stage in stages]
         self.tied = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_peer = tied_peer(layout, self.at.pp) if self.tied else None
-        self.holds_loss = any(stage.has_head for stage in stages)
         self.params = {name: p for model in self.models for name, p in model.named_parameters()}
-        self.parts = {name: part_of(name, param, self.tp.group) for name, param in self.params.items()}
+        self.parts = {name: part_of(name, param, self.group_of(name)) for name, param in self.params.items()}
         self.shards = {name: local(param.detach()) for name, param in self.params.items()}
-        # In the norm a parameter has the weight 1 / (number of ranks that hold the same part), and the copy of
-        # a tied embedding on the last stage has the weight 0, so that the norm counts each number once.
-        self.holders = layout.world_size // layout.pp
-        cuts = {name: 1 if cut_dim(name) is None else layout.tp for name in self.params}
-        self.weights = {n: cuts[n] * num_shards(param) / self.holders for n, param in self.params.items()}
+        # The norm counts each number once: that of a tied embedding on the first stage.
+        self.weights = {name: 1 / num_copies(name, param, layout) for name, param in self.params.items()}
         if self.tied:
             self.weights["head.weight"] = 0.0
         # AdamW works element by element, so that it is enough to give it the shards of this rank.
@@ -108,21 +117,28 @@ class TrainStep:
         if layout.pp > 1:
             self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress, self.tp)
 
+    def group_of(self, name: str) -> dist.ProcessGroup:
+        """The ranks over which the parameter `name` is cut: those of ep for experts, else those of tp."""
+        return self.expert_mesh.get_group("ep") if self.expert_mesh and is_expert(name) else self.tp.group
+
     def _build(self, stage: Stage) -> Decoder:
         """A stage of the model, with every form of parallelism of the layout applied to it."""
         spec, choice = self.spec, self.spec.kernel
         with torch.device("meta"):
-            model = Decoder(spec.shape, stage, self.spans)
+            model = Decoder(spec.shape, stage, self.spans, choice.routing)
         sizes = {name: param.shape for name, param in model.named_parameters()}
         if MASTER_DTYPE[choice.precision] != torch.get_default_dtype():
             model.to(MASTER_DTYPE[choice.precision])  # tensors of a dry run do not permit this
         apply_attention(model, self.attention, self.cp_group, self.layout.cp_exchange)
         apply_tp(model, self.tp)
+        if self.expert_mesh is not None:
+            ranks = self.expert_mesh.get_group("ep"), self.tp, model.routing
+            apply_ep(model, expert_ranks(self.layout, *ranks, spec.workload.seq_len))
         apply_recompute(model, self.layout)
         if spec.compiles:
             apply_compile(model, self.compiler)
-        apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision)
-        initialise(model, sizes, spec.workload.seed, self.device, self.tp.group)
+        apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision, self.expert_mesh)
+        initialise(model, sizes, spec.workload.seed, self.device, self.group_of)
         # The first gather gives the shards their final memory, which the optimizer must refer to.
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -139,10 +155,8 @@ class TrainStep:
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss of the global batch, and leaves them in the parameters.
 
-        fully_shard averages over dp and cp; this method averages over the micro-batches.
-
         Returns:
-            The mean loss of this rank's tokens if it has the last stage, otherwise 0.
+            This rank's summand of that loss if it has the last stage, otherwise 0. Ranks of tp have the same one.
         """
         losses = []
         if self.layout.pp > 1:
@@ -157,7 +171,7 @@ class TrainStep:
                 last = index == self.layout.gas - 1
                 options = {"last": last, "overlap": self.layout.dp_overlap == "on"}
                 begin_microbatch(model, self.layout.zero_stage, **options)
-                loss = model(x, y) / self.layout.gas
+                loss = model(x, y) / num_losses(self.layout)
                 loss.backward()
                 end_microbatch(model, self.layout.zero_stage, **options)
                 losses.append(loss.detach())
@@ -177,7 +191,7 @@ class TrainStep:
         local_grads = {n: local(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
         grads = {name: grad for name, grad in local_grads.items() if grad.numel()}
         loss_and_square = torch.zeros(2, dtype=torch.float64, device=self.device)
-        loss_and_square[0] = loss / self.holders if self.holds_loss else 0.0
+        loss_and_square[0] = loss / self.layout.tp
         # These functions take all parameters in a few kernels, as torch.nn.utils.clip_grad_norm_ does.
         norms = foreach_norm([*grads.values()])
         foreach_mul_(norms, [self.weights[name] ** 0.5 for name in grads])
@@ -192,4 +206,6 @@ class TrainStep:
         self.optimizer.zero_grad()
         for param in self.params.values():
             param.grad = None
+        if self.spec.shape.num_experts and self.spec.kernel.routing == LEARNED:
+            update_balance(self.models, self.spec.shape.num_hidden_layers)
         return loss_and_square[0]

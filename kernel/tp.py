@@ -29,8 +29,8 @@ from torch.nn import functional
 
 from ultrabench.kernel.compat import all_gather, all_reduce, group_of, reduce_scatter, wait
 from ultrabench.kernel.compile import operator
-from ultrabench.kernel.loss import Pending, head_loss
-from ultrabench.kernel.mesh import Part, dp_part, local
+from ultrabench.kernel.loss import HeadGradient, head_loss
+from ultrabench.kernel.mesh import Part, dp_part, is_expert, local
 from ultrabench.kernel.model import Block, Decoder, columns
 
 Move = Callable[[Tensor], Callable[[], Tensor]]
@@ -41,8 +41,8 @@ CUT_DIM = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0
 
 
 def cut_dim(name: str) -> int | None:
-    """The dim along which tensor parallelism cuts the parameter `name`; None if every rank holds all of it."""
-    return CUT_DIM.get(name.split(".")[-2])
+    """The dim along which the parameter `name` is cut, over tp, or over ep for experts; None if it is whole."""
+    return 0 if is_expert(name) else CUT_DIM.get(name.split(".")[-2])
 
 
 @dataclass(slots=True)
@@ -170,11 +170,11 @@ def _look_up(ranks: Ranks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor
 
 
 def _loss(
-    ranks: Ranks, x_BsH: Tensor, weight_VH: Tensor, targets_BS: Tensor, pending: Pending | None
+    ranks: Ranks, x_BsH: Tensor, weight_VH: Tensor, targets_BS: Tensor, shared: HeadGradient | None
 ) -> Tensor:
     """The mean loss over all tokens, with V/tp rows of the head on this rank."""
     x_BSH = _Exchange.apply(ranks.gather, ranks.scatter, x_BsH)  # type: ignore[no-untyped-call]
-    return head_loss(x_BSH, weight_VH, targets_BS, pending, ranks.group)
+    return head_loss(x_BSH, weight_VH, targets_BS, shared, ranks.group)
 
 
 def apply_tp(model: Decoder, ranks: Ranks) -> None:
@@ -188,7 +188,7 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
         if (dim := CUT_DIM.get(name.rpartition(".")[2])) is not None:
             module.weight = nn.Parameter(module.weight.chunk(ranks.group.size(), dim)[0].detach().clone())
     for layer in model.layers.values():
-        for block in layer.children():
+        for block in layer.modules():
             if isinstance(block, Block):
                 block.columns = partial(_Columns.apply, ranks)
                 block.row = partial(_Row.apply, ranks)
@@ -200,20 +200,23 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
 
 
 def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
-    """The cuts that turn the full tensor into this rank's part of the parameter `name`: over tp, then over dp."""
+    """The cuts that turn the full tensor into this rank's part of the parameter `name`: over `group`, then over dp.
+
+    The group is that of tp, or of ep for experts.
+    """
     dim = cut_dim(name)
-    tp_cut = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
-    return (*tp_cut, *dp_part(param))
+    cut = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
+    return (*cut, *dp_part(param))
 
 
 def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
-    """Sums the gradients of norms over tp, since each rank has other tokens or, for those of q and k, other heads.
+    """Sums the gradients of norms and routers over tp, since each rank has other tokens or, for q and k, other heads.
 
     It is one all-reduce of (2*L*(H + D) + H)/shards elements on the stage with the final norm, and without + H on
     the others. L is the number of layers of the stage, and shards is zero_shards of the layout. Without the norms
-    of q and k, which have D weights each, + D is left out.
+    of q and k, which have D weights each, + D is left out. A router adds H times the number of experts.
     """
-    group, parts = ranks.group, ("q_norm", "k_norm") if not ranks.sequence_parallel else ("norm",)
+    group, parts = ranks.group, ("q_norm", "k_norm") if not ranks.sequence_parallel else ("norm", "router")
     sums = (p.grad for name, p in params if cut_dim(name) is None and name.split(".")[-2].endswith(parts))
     grads = [local(grad) for grad in sums if grad is not None]
     if group.size() == 1 or not grads:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.device_rates import SHORT, long_probe
+from ultrabench.device_rates import long_probe, short_probe
 from ultrabench.kernel.compat import PATIENCE, use_timeout
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
 from ultrabench.kernel.mesh import build_mesh
@@ -218,8 +218,9 @@ def _join(report: Report, device: torch.device) -> None:
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:
     report.phase("probe")
-    long = long_probe(task.device, task.measure.warmup_steps, task.measure.max_steps)
-    settings = SHORT[task.device] if task.probe else long
+    settings = long_probe(task.device, task.measure.warmup_steps, task.measure.max_steps)
+    if task.probe:
+        settings = short_probe(task.device, experts=task.spec.shape.num_experts > 0)
     rates = probe(device, task.spec.gpus_per_node, settings, report.microbatch)
     if dist.get_rank() == 0:
         report.write("probe", **rates)

@@ -205,7 +205,21 @@ def refusal(
         return next(unsupported(kernel, layout, shape), None)
     attention = _of_attention(kernel, layout, device)
     accelerator = _of_accelerator(kernel, layout, shape.head_width, hardware) if hardware else ()
-    return next(chain(_of_embedded(layout, shape, seq_len), attention, accelerator), None)
+    reasons = chain(
+        _of_embedded(layout, shape, seq_len), _of_routing(kernel, layout, shape), attention, accelerator
+    )
+    return next(reasons, None)
+
+
+def _of_routing(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
+    """The reasons why a model cannot have the routing of `kernel`, or not in compiled layers."""
+    if kernel.routing != "balanced" and not shape.num_experts:
+        # It would be another run of the same training.
+        yield f"routing={kernel.routing} needs a model with experts; {shape.name} has none: take routing=balanced"
+    if shape.num_experts and kernel.routing == "learned" and kernel.compiles(layout.pp_schedule):
+        # The sizes of tensors in the layer then follow from values, which one graph cannot have.
+        reason = "kernel.routing=learned with kernel.compile=true; only the router knows how many tokens an expert gets"
+        yield f"{reason}: take kernel.compile=false or kernel.routing=balanced"
 
 
 def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
@@ -239,6 +253,7 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
     sizes = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
     if layout.sequence_parallel == "on":
         sizes["seq_len/cp"] = seq_len // layout.cp
+    sizes["n_shared_experts*moe_intermediate_size"] = shape.n_shared_experts * shape.moe_intermediate_size
     for name, size in sizes.items():
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"

@@ -191,7 +191,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         raise ConfigError("the table has no cells; plan a sweep, or draw links with: ultrabench plot comm")
     grids = _grids(cells, compared_with)
     if len(grids) > _MOST_PANELS:
-        groups = f"{counted(len(cells), 'cell')} in {len(grids)} groups of hardware, kernel, precision, seq_len and gbs"
+        groups = f"{counted(len(cells), 'cell')} in {len(grids)} groups of hardware, kernel, precision, routing, seq_len and gbs"
         rule = f"a heatmap holds {_MOST_PANELS} groups; show them on a page: ultrabench report"
         raise ConfigError(f"{groups}, {rule}; or list them: ultrabench heatmap --json")
     left_inches = max(1.25, 0.35 + 0.1 * max(min(len(cell.model), _NAME_WIDTH) for cell in cells))
@@ -283,6 +283,8 @@ def _panel_title(cell: Cell) -> str:
     """The title of the panel of a cell: hardware, kernel and workload."""
     precision = f" ({cell.precision})" if cell.precision else ""
     parts = [cell.hardware or "unknown hardware", f"kernel {cell.kernel or '?'}{precision}"]
+    if cell.routing is not None:
+        parts.append(f"routing {cell.routing}")
     if cell.seq_len is not None:
         parts.append(f"seq_len {cell.seq_len:,}")
     if cell.gbs is not None:

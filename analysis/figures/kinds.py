@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ultrabench.errors import ConfigError, require_known
-from ultrabench.layout import DEGREES, TEXT_AXES, USUAL
+from ultrabench.layout import DEGREES, DIVIDES, TEXT_AXES, USUAL
 
 if TYPE_CHECKING:  # this module is imported for every --help
     import pandas as pd
@@ -32,7 +32,9 @@ class Kind:
 KINDS = {
     "comm": Kind("bandwidth of collectives over node counts, of sweep=comm"),
     "scatter": Kind("every measured run of every model: MFU and throughput over nodes", draws_runs=True),
-    "scaling": Kind("best throughput, and its memory, over a degree", ("nodes", *DEGREES), draws_runs=True),
+    "scaling": Kind(
+        "best throughput, and its memory, over a degree", ("nodes", *DEGREES, *DIVIDES), draws_runs=True
+    ),
     "effect": Kind("what each value of an axis is worth, all else equal: effect AXIS", over_any_axis=True),
     "largest-batch": Kind(
         "largest micro-batch that fits over tp, pp and recompute, predicted and measured", draws_runs=True

@@ -24,6 +24,7 @@ _SETTINGS: dict[str, Callable[[Any], str]] = {
     "hardware": str,
     "kernel": str,
     "precision": str,
+    "routing": "routing {}".format,
     "seq_len": "seq_len {:,.0f}".format,
     "batch": str,
     "num_params": lambda value: count(value, "params"),
@@ -35,7 +36,7 @@ def final(table: pa.Table) -> pd.DataFrame:
     """The final rows of runs that train a model, in an order that does not depend on that of the table.
 
     Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells
-    panels apart: hardware, kernel, precision or batch. A suspect row of an imported table is in the panel of
+    panels apart: hardware, kernel, precision, routing or batch. A suspect row of an imported table is in the panel of
     the other rows of its model, as in rankings. The column `standing` is the place of a run that ended ok in its
     cell, null for rows that do not stand for such a run, and `good` tells whether this run may be the best. `rate_low`
     and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU.

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from ultrabench.analysis.measured import shape_of
-from ultrabench.analysis.rows import Row
+from ultrabench.analysis.rows import Row, sizes_of
 from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB, Hardware
@@ -22,7 +22,7 @@ _IDENTITY = (
     *MODEL, *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
 )  # fmt: skip
 """Columns of which the run_id of an imported row is the hash."""
-_SIZES = tuple(name for name in MODEL if name not in ("model", "num_params", "num_active_params"))
+_PARAMS = ("num_params", "num_active_params")
 _COUNTS = ("nodes", "gpus", *DEGREES, *BATCH, "gbs", "seq_len")
 _PEAK_BYTES = ("peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes")
 _MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tokens_per_s", *_PEAK_BYTES)
@@ -55,12 +55,11 @@ def _fill_model(row: Row, models: Mapping[str, str]) -> list[Doubt]:
     doubts = []
     if (name := models.get(row.get("model", ""))) is not None:
         row["model"] = name
-        for size in _SIZES:
-            usual = getattr(_model(name), size)
-            if row.setdefault(size, usual) != usual:
+        for size, usual in sizes_of(_model(name)).items():
+            if size not in _PARAMS and row.setdefault(size, usual) != usual:
                 doubts.append(_other(row, size, usual))
     if shape := _shape(row):
-        row |= {"num_params": shape.num_params, "num_active_params": shape.num_active_params}
+        row |= {name: getattr(shape, name) for name in _PARAMS}
     return doubts
 
 

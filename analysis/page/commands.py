@@ -8,7 +8,7 @@ from typing import Any
 from ultrabench.analysis.rows import Row
 from ultrabench.layout import AXES
 
-_CELL = ("model", "hardware", "kernel", "source", "precision", "nodes", "seq_len", "gbs")
+_CELL = ("model", "hardware", "kernel", "source", "precision", "routing", "nodes", "seq_len", "gbs")
 
 
 def launch_words(row: Row) -> str:
@@ -32,7 +32,7 @@ def _of_cell(*values: Any) -> tuple[str, str]:
 
     The kernel of an imported row is left out, since it is no kernel that can be run here.
     """
-    model, hardware, kernel, source, precision, nodes, seq_len, gbs, *profile = values
+    model, hardware, kernel, source, precision, routing, nodes, seq_len, gbs, *profile = values
     names = {"model": model, "hardware": hardware, "kernel": kernel if source is None else None}
     batch = {"sweep.nodes": [nodes], "sweep.seq_len": seq_len, "sweep.gbs": gbs}
     predicted = {
@@ -41,7 +41,9 @@ def _of_cell(*values: Any) -> tuple[str, str]:
         "nodes": nodes,
         "seq_len": seq_len,
     }
-    return _joined(names | {"kernel.precision": precision} | batch), _joined(names | predicted)
+    return _joined(names | {"kernel.precision": precision, "kernel.routing": routing} | batch), _joined(
+        names | predicted
+    )
 
 
 @functools.cache  # because a layout is run with many models and numbers of nodes

@@ -1,7 +1,7 @@
 "use strict";
 // The state of the page, which is its filters, the open cell and the open run. It stands in the fragment of the URL.
 
-const FILTERS = ["model", "nodes", ...held.axes, "seq_len", "gbs", "hardware", "kernel", "kernel_version", "precision", "state", "cause", "doubt", "sweep", "source"].filter((name) => distinct(name).length > 1);
+const FILTERS = ["model", "nodes", ...held.axes, "seq_len", "gbs", "hardware", "kernel", "kernel_version", "precision", "routing", "state", "cause", "doubt", "sweep", "source"].filter((name) => distinct(name).length > 1);
 const NAMES = { state: "status", zero_stage: "ZeRO stage", kernel_version: "kernel version" };
 const MOST_VALUES = 12; // values of a column that the origin of the rows names
 const state = { filters: {}, cell: null, run: null, all: false, x: ACROSS[0], y: UPWARDS[0] };

@@ -41,7 +41,7 @@ _VARIABLES = ("env", "variables")
 """Columns of variables, whose values may hold paths and names."""
 _REJECTED = ("model", "nodes", "rule", "reason")
 """Columns that are told of rejected layouts."""
-_CELL = ("model", "nodes", "hardware", "kernel", "precision", "seq_len", "gbs", "contender")
+_CELL = ("model", "nodes", "hardware", "kernel", "precision", "routing", "seq_len", "gbs", "contender")
 _run_of = operator.itemgetter(*_CELL)
 _READ = (*_KEY, *AXES, "status", "suspect", "source", "allocation", *_CELL[:-1])
 """Columns that the texts of a row are made of."""
@@ -53,7 +53,7 @@ _LEFT_OUT = ("schema_version", "step_times_s", "bandwidths", "first_values")
 NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
          "driver_version")  # fmt: skip
 """Names in a public page; of a name that is a path only the last part is told."""
-WORDS = (*TEXT_AXES, "scaling", "run_id", "precision", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
+WORDS = (*TEXT_AXES, "scaling", "run_id", "precision", "routing", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
          "kernel_digest", "flops_formula", "attention", "env_id", "control")  # fmt: skip
 """Texts of a public page that ultrabench itself writes; `suspect` is replaced by `in doubt`."""
 PUBLIC = frozenset({*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *WORDS})
@@ -190,8 +190,10 @@ def _with_cells(rows: Sequence[Row]) -> list[Row]:
 
 
 def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
-    hardware, kernel, precision, seq_len, batch = cell.panel
-    sizes = [text for text in (seq_len and f"seq_len {seq_len:,}", batch) if text]
+    hardware, kernel, precision, routing, seq_len, batch = cell.panel
+    sizes = [
+        text for text in (routing and f"routing {routing}", seq_len and f"seq_len {seq_len:,}", batch) if text
+    ]
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
     names = ("model", "nodes", "num_params", "reason", "ranked_by")
     fields = {name: getattr(cell, name) for name in names}

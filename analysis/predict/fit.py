@@ -20,6 +20,8 @@ NOT_FITTED = frozenset({
     "gradient_bytes", "zero_crossings", "tp_calls", "tp_recompute_calls", "dp_bucket_bytes", "hbm_efficiency",
 })  # fmt: skip
 """Constants that no fit changes: the code of a framework tells them, or they only scale others."""
+OF_EXPERTS = frozenset({"sparse_launch_s", "routed_bytes", "router_bytes"})
+"""Constants that only runs of models with experts tell."""
 FEW_RUNS = 15
 """Number of runs below which the fit keeps closer to the constants before."""
 RIDGE = {True: 0.15, False: 0.25}
@@ -39,7 +41,8 @@ def fit_time(cases: Sequence[Case], prior: TimeConstants) -> TimeConstants:
     where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants
     that are 0 stay 0.
     """
-    fitted_values = ((name, value) for name, value in values_of(prior).items() if name not in NOT_FITTED)
+    untold = NOT_FITTED if any(case.run.spec.shape.num_experts for case in cases) else NOT_FITTED | OF_EXPERTS
+    fitted_values = ((name, value) for name, value in values_of(prior).items() if name not in untold)
     names = [name for name, value in fitted_values if isinstance(value, float) and value > 0]
     ridge = RIDGE[len(cases) < FEW_RUNS]
     return fit_constants(prior, names, lambda constants: log_errors(cases, constants), ERROR_SCALE, ridge)

@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from ultrabench.kernel.data import load
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import build_mesh, local, take
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
+from ultrabench.kernel.moe import LEARNED, balances, update_balance
 from ultrabench.kernel.rank import environment
 from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
@@ -97,7 +98,9 @@ def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
     """
     device = _own_device(spec, 0)
     torch.set_default_dtype(MASTER_DTYPE[precision])
-    model = Decoder(spec.shape, split_stages(spec.shape, 1)[0], [range(spec.seq_len)]).to(device)
+    model = Decoder(spec.shape, split_stages(spec.shape, 1)[0], [range(spec.seq_len)], spec.routing).to(
+        device
+    )
     params = dict(model.named_parameters())
     with torch.no_grad():
         for name, param in params.items():
@@ -117,9 +120,11 @@ def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
         torch.nn.utils.clip_grad_norm_(params.values(), clip_norm)
         optimizer.step()
         optimizer.zero_grad()
+        if spec.shape.num_experts and spec.routing == LEARNED:
+            update_balance([model], spec.shape.num_hidden_layers)
         return loss
 
-    torch.save(_trained(spec, params, accumulate, update), folder / f"{precision}.pt")
+    torch.save(_trained(spec, params, [model], accumulate, update), folder / f"{precision}.pt")
 
 
 def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
@@ -142,7 +147,7 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
         return trainer.update(loss)
 
     with watched(trainer) as watch:
-        tensors_by_kind = _trained(spec, trainer.params, accumulate, update)
+        tensors_by_kind = _trained(spec, trainer.params, trainer.models, accumulate, update)
     require_as_asked(trainer, watch)
     tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
     torch.save(tensors_by_kind, folder / f"rank{rank}.pt")
@@ -152,12 +157,14 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
 def _trained(
     spec: CheckSpec,
     params: Mapping[str, Tensor],
+    models: Sequence[Decoder],
     accumulate: Callable[[int], Tensor],
     update: Callable[[Tensor, float], Tensor],
 ) -> dict[str, Any]:
     """Trains some steps, of which the second is not clipped; returns what this process holds then.
 
-    These are `loss` of all steps, `grad` by name after the first backward, and `param` by name at the end.
+    These are `loss` of all steps, `grad` by name after the first backward, and `param` by name at the end, with which
+    the biases of routers count in fp64; rounding may move a token to another expert, and a bias by a whole step.
     """
     losses, grads = [], dict[str, Tensor]()
     for step in range(1, spec.steps + 1):
@@ -166,6 +173,8 @@ def _trained(
             grads = {n: local(p.grad).to("cpu", copy=True) for n, p in params.items() if p.grad is not None}
         losses.append(update(loss, UNREACHED_NORM if step == 2 else spec.clip).item())
     values = {name: local(param.detach()).cpu() for name, param in params.items()}
+    if spec.precision == "fp64":
+        values |= {name: bias for model in models for name, bias in balances(model).items()}
     return {"loss": {"loss": torch.tensor(losses, dtype=torch.float64)}, "grad": grads, "param": values}
 
 

@@ -25,7 +25,7 @@ _OPS = {
     "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
     "all_reduce": "all_reduce", "allreduce_": "all_reduce", "broadcast_": "broadcast",
-    "send": "send", "recv_": "recv",
+    "all_to_all_single": "all_to_all", "alltoall_base_": "all_to_all", "send": "send", "recv_": "recv",
 }  # fmt: skip
 """Operator -> our name for it; the first tensor of an all-gather may be its output or its input."""
 
@@ -68,14 +68,19 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
 
     `found` maps axis and operation, such as `tp all_gather`, to the number of calls and the payload in bytes.
     The payload is the larger tensor: the output of an all-gather, the input of a reduce-scatter. If an axis
-    spans the whole world, they share one group, so collectives over the world count for that axis.
+    spans the whole world, they share one group, so collectives over the world count for that axis, except for
+    all-to-alls, which only the ranks of ep do.
     """
 
-    def __init__(self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None, experts: DeviceMesh | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = defaultdict[str, list[int]](lambda: [0, 0])
-        groups = {**{axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}, "cp": cp_group}
-        self._axis: dict[Any, str] = {str(g.group_name): axis for axis, g in groups.items() if g}
+        axes = {axis: m.get_group(axis) for m in (experts, mesh) if m for axis in m.mesh_dim_names or ()}
+        self._axis: dict[Any, str] = {
+            str(g.group_name): axis for axis, g in {**axes, "cp": cp_group}.items() if g
+        }
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts `func` if it is a collective."""
@@ -87,6 +92,7 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
         leaves = tree_leaves((args, kwargs))
         axis = next((self._axis[g] for g in map(group_name, leaves) if g in self._axis), "world")
         size = max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
+        axis = "ep" if _OPS[name] == "all_to_all" else axis
         if name == "all_gather_into_tensor":
             size *= next(n for n in leaves if isinstance(n, int))
         counted = self.found[f"{axis} {_OPS[name]}"]
@@ -119,6 +125,8 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
         if name in _FIRST_FACTOR:
             result = out if isinstance(out, Tensor) else out[0]
             self.flops += 2 * result.numel() * int(args[_FIRST_FACTOR[name]].shape[-1])
+        elif name == "_grouped_mm":
+            self.flops += 2 * args[0].numel() * int(args[1].shape[-1])
         elif name.startswith(_ATTENTION):
             backward = "backward" in name
             q, k = args[1:3] if backward else args[:2]

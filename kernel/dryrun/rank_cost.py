@@ -53,7 +53,10 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
         prepare(trainer)
         batch = trainer.batch(1)
         live.reset_peak()
-        with CollectiveCounts(mesh, trainer.cp_group) as counts, ExecutedFlops() as executed:
+        with (
+            CollectiveCounts(mesh, trainer.cp_group, trainer.expert_mesh) as counts,
+            ExecutedFlops() as executed,
+        ):
             loss = trainer.accumulate(*batch)
             live.name("gradient", sharded.gradients())
             trainer.update(loss)

@@ -21,6 +21,7 @@ from ultrabench.kernel.compat import ShardState, shard_state
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
+from ultrabench.kernel.moe import SparseFeedForward
 from ultrabench.kernel.pp import SCHEDULES
 from ultrabench.kernel.rank import precisions
 from ultrabench.kernel.rank.failure import IgnoredOptionError
@@ -113,8 +114,13 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         options["pp_schedule"] = schedule_by_kind[type(pipeline.schedule)]
     if not (layers := layers_of(trainer)):
         return options
-    width, seq_len = trainer.spec.shape.intermediate_size, trainer.spec.workload.seq_len
-    tps = [width // layer.ffn.gate.weight.shape[0] for layer in layers]
+    shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
+    tps = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
+    experts = [len(layer.ffn.experts.gate) for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
+    if experts or not shape.num_experts:
+        all_rows = shape.num_experts * shape.moe_intermediate_size
+        options["ep"] = _only(all_rows // rows for rows in experts) if experts else 1
+        options["routing"] = _only(model.routing.word for model in trainer.models)
     assert watch.rotations is not None
     parts = len(watch.rotations[0]) // watch.tokens
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
@@ -192,7 +198,7 @@ def require_as_asked(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     if layout.zero_stage < 3 and 1 in (copies, layout.gas):
         requested["zero_stage"] = min(layout.zero_stage, int(copies > 1))  # these stages do the same
     differing = [f"{k}={requested[k]} was asked for, {ran[k]} ran" for k in ran if ran[k] != requested[k]]
-    if "tp" in ran:  # a stage without layers knows few options
+    if "ep" in ran:  # a stage without layers, or without experts of a model that has some, knows few options
         unread = [name for name in AXES if name not in ran and requested[name] != NEUTRAL.get(name)]
         differing += [
             f"{name}={requested[name]} was asked for, which this kernel does not have" for name in unread

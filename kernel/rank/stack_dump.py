@@ -10,7 +10,7 @@ from typing import IO
 
 import torch
 
-from ultrabench.kernel import compat
+from ultrabench.kernel.rank.flight_recorder import last_collectives
 from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, Report
 
 _kept_open: list[IO[str]] = []
@@ -42,7 +42,7 @@ def _answer(requests: int, target: Path) -> None:
         if number[0] != signal.SIGUSR2:
             continue
         memory = _device_memory()
-        dump = {"groups": compat.last_collectives(), "memory": memory}
+        dump = {"groups": last_collectives(), "memory": memory}
         new = target.with_name(f"{target.name}.new")
         new.write_text(json.dumps(dump))
         new.rename(target)

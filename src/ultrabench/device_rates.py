@@ -37,8 +37,8 @@ bandwidth."""
 class ProbeSettings:
     """The operations and sizes that are measured, and how often each of them.
 
-    The defaults are those of a brief measurement. It has only the operations that all training needs, because
-    an all-to-all connects every pair of ranks.
+    The defaults are those of a brief measurement. It has only the operations that all training needs; `short_probe`
+    adds the all-to-all, which connects every pair of ranks, where experts need it.
     """
 
     operations: tuple[str, ...] = OPERATIONS[:3]
@@ -57,7 +57,14 @@ SHORT = {
     "cpu": ProbeSettings(sizes_bytes=(2**16, 2**20), calls=1),
 }
 """Device type -> the brief measurement, which takes about a second."""
+WITH_EXPERTS = OPERATIONS[:4]
+"""Operations that training needs where tokens travel to experts."""
 LONG_SIZES_BYTES = {"cuda": (2**16, 2**20, 2**23, 2**26, 2**28, 2**30), "cpu": (2**14, 2**18, 2**22)}
+
+
+def short_probe(device: str, *, experts: bool) -> ProbeSettings:
+    """The brief measurement, with the all-to-all if the model to be trained has experts."""
+    return replace(SHORT[device], operations=WITH_EXPERTS) if experts else SHORT[device]
 
 
 def long_probe(device: str, warmup: int, iterations: int) -> ProbeSettings:

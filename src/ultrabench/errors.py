@@ -88,7 +88,7 @@ MOST_NAMES = 12
 
 
 def nearest_name(name: str, names: Iterable[str], similarity: float = NEAR) -> str | None:
-    """The one of `names` that is probably meant by `name`, such as words.ep by ep; None if none is as similar."""
+    """The one of `names` that is probably meant by `name`, such as words.etp by etp; None if none is as similar."""
     names = [*names]
     in_groups = (known for known in names if known.rpartition(".")[2] == name)
     return next(chain(in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)

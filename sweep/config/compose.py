@@ -88,7 +88,7 @@ _WORDS: tuple[tuple[str, Sentence], ...] = (
     (r"[^=~]*|=.*", _no_override),
     (rf"{_GROUP}=", "{override} has no value; give a name (see ultrabench configs {group})".format),
     (r"\+?model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; for several use sweep.models={items}".format),
-    (r"\+?sweep\.rules=[^\"']*", "{override}: a rule has spaces and needs quotes; write '{key}=[\"ep divides dp\"]'".format),
+    (r"\+?sweep\.rules=[^\"']*", "{override}: a rule has spaces and needs quotes; write '{key}=[\"etp divides dp\"]'".format),
     (r"sweep\..*=\[?(?P<low>\d+)(-|:|\.\.)(?P<high>\d+)\]?", _range),
     (rf"({_ANY_GROUP})=\[[\w.,\s-]+\]", _several),
     (r"sweep\..*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", "{override}: a list has commas; write {key}={items}".format),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ultrabench.allowed import Count, Line
+from ultrabench.allowed import Line
 from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import RANK_VARIABLES, KernelConfig
@@ -31,7 +31,7 @@ from ultrabench.variant import (
 )
 
 EXAMPLES = {
-    ENV: "{NCCL_ALGO: [null, Ring]}", FLAGS: "{overlap: {on: [--overlap], off: []}}", WORDS: "{ep: [1, 8]}",
+    ENV: "{NCCL_ALGO: [null, Ring]}", FLAGS: "{overlap: {on: [--overlap], off: []}}", WORDS: "{etp: [1, 8]}",
 }  # fmt: skip
 """Group of options -> what a sweep may list there."""
 GROUPS = (*EXAMPLES,)
@@ -55,7 +55,7 @@ _Arguments = dict[str, dict[str, tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordRule:
-    """A rule between words, such as `ep divides dp*cp`; layouts that break it are rejected."""
+    """A rule between words, such as `etp divides tp`; layouts that break it are rejected."""
 
     text: str
     left: tuple[str, ...]
@@ -290,7 +290,9 @@ def _words_of_runs() -> tuple[str, ...]:
 
 def _numbers_of_runs() -> tuple[str, ...]:
     """Those of them that are numbers in every run."""
-    sizes = [name for name, kind in field_types(ModelShape).items() if kind is int or kind is Count]
+    sizes = [
+        name for name, kind in field_types(ModelShape).items() if getattr(kind, "__origin__", kind) is int
+    ]
     layout = [name for name in AXES if name not in TEXT_AXES]
     return (*layout, *sizes, *CELL_OPTIONS[:2], "nodes", "gpus_per_node", "world_size")
 

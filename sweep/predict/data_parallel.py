@@ -1,9 +1,9 @@
 """The time of the collectives of data parallelism in one optimizer step; docs/prediction.md derives the terms."""
 
 import math
+from typing import NamedTuple
 
 from ultrabench.layout import Layout
-from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
@@ -11,45 +11,79 @@ BACKWARD_SHARE = 2 / 3
 """Share of backward in the time of a pass, forward and backward of a micro-batch."""
 
 
+class ParamGroup(NamedTuple):
+    """Parameters of a rank that the same ranks share; those of experts are apart from the rest."""
+
+    params: float
+    ranks: int
+    """Number of ranks that sum their gradients."""
+    shards: int
+    """Number of these among which a ZeRO stage shards."""
+    stride: int
+    """Distance of neighbours among them."""
+
+
+def param_groups(layout: Layout, params: float, expert_params: float) -> tuple[ParamGroup, ...]:
+    """The groups of a rank's parameters; `expert_params` are those of the experts that it holds."""
+    groups = (ParamGroup(params, layout.dp * layout.cp, layout.zero_shards, layout.tp),)
+    if not expert_params:
+        return groups
+    ranks = layout.expert_shards * layout.expert_copies
+    return *groups, ParamGroup(expert_params, ranks, layout.expert_shards, layout.ep)
+
+
 def data_parallel(
-    spec: RunSpec, params: float, word_bytes: int, links: Network, c: TimeConstants
+    layout: Layout, groups: tuple[ParamGroup, ...], word_bytes: int, links: Network, c: TimeConstants
 ) -> tuple[float, float, float]:
     """Seconds of the collectives of data parallelism in a step, and what hides them.
 
     The second value is the number of passes, forward and backward of a micro-batch, beside which they are made; the
     third one the share of a pass that hides them.
 
+    Args:
+        groups: what `param_groups` returns.
+
     Below ZeRO-1 one all-reduce sums the gradients. Above, they are scattered among the shards and their parts
     summed over the replicas, and the parameters are gathered, twice for each micro-batch in ZeRO-3.
     """
-    layout, gas = spec.layout, spec.layout.gas
-    ranks, shards = layout.dp * layout.cp, layout.zero_shards
-    gradients, stage = c.gradient_bytes * params, layout.zero_stage
-    if ranks == 1:
+    gas, stage = layout.gas, layout.zero_stage
+    times = [_group_s(layout, group, word_bytes, links, c) for group in groups if group.ranks > 1]
+    if not times:
         return 0.0, 1.0, 0.0
-
-    def summed(size: float, ranks: int, stride: int = layout.tp) -> float:
-        return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
-
-    gathered = 0.0
+    total, gathers_s = map(sum, zip(*times, strict=True))
     if stage == 0:
-        total = 2 * summed(gradients, ranks)
-        if c.dp_bucket_bytes and ranks * layout.tp > links.gpus_per_node:
-            hops = c.dp_bucket_hops * ranks / math.sqrt(_share(layout.tp, links))
-            total += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
         passes, overlap = BACKWARD_SHARE, 0.0 if links.slow else c.dp_overlap
     else:
-        reduces, gathers = reduces_and_gathers(layout)
-        probe, busbw = c.dp_gather_probe, links.allgather_bytes_per_s
-        gather = _crossing_s(word_bytes * params, shards, layout.tp, links, probe, busbw, c)
-        total = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather
-        if shards < ranks:
-            total += 2 * summed(gradients / shards, ranks // shards, layout.tp * shards)
+        reduces, _ = reduces_and_gathers(layout)
         passes, overlap = float(gas if stage == 3 or reduces > 1 else 1), c.zero_overlap
-        gathered = gathers * gather / total
     if layout.dp_overlap == "off":  # only gathers of parameters are left to hide; an estimate
-        overlap *= gathered
+        overlap *= gathers_s / total
     return total, passes, overlap
+
+
+def _group_s(
+    layout: Layout, group: ParamGroup, word_bytes: int, links: Network, c: TimeConstants
+) -> tuple[float, float]:
+    """Seconds of all collectives of a group of parameters in a step, and of the gathers among them."""
+    params, ranks, shards, group_stride = group
+    gradients = c.gradient_bytes * params
+
+    def summed(size: float, ranks: int, stride: int = group_stride) -> float:
+        return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
+
+    if layout.zero_stage == 0:
+        total = 2 * summed(gradients, ranks)
+        if c.dp_bucket_bytes and ranks * group_stride > links.gpus_per_node:
+            hops = c.dp_bucket_hops * ranks / math.sqrt(_share(group_stride, links))
+            total += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
+        return total, 0.0
+    reduces, gathers = reduces_and_gathers(layout)
+    probe, busbw = c.dp_gather_probe, links.allgather_bytes_per_s
+    gather = _crossing_s(word_bytes * params, shards, group_stride, links, probe, busbw, c)
+    total = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather
+    if shards < ranks:
+        total += 2 * summed(gradients / shards, ranks // shards, group_stride * shards)
+    return total, gathers * gather
 
 
 def reduces_and_gathers(layout: Layout) -> tuple[int, int]:

@@ -13,6 +13,19 @@ LOGITS, WIDE_LOGITS = 2**29, 2**27
 """Largest numbers of logits in a chunk of the loss and in one softmax: those of kernel/loss.py."""
 
 
+class LayerBytes(NamedTuple):
+    """Bytes of a layer for one micro-batch."""
+
+    kept: float
+    """What it keeps with its recomputation."""
+    feed_forward: float
+    """What the backward of its feed-forward or experts needs at most, all that the layer keeps included."""
+    attention: float
+    """What the backward of its attention and of the norm before it needs, without gradients of weights as above."""
+    sent: float = 0.0
+    """What the way back of the rows and the shared experts need, beside gradients of the experts' weights."""
+
+
 class MicroBatch(NamedTuple):
     """Bytes of one micro-batch on a rank."""
 
@@ -22,14 +35,11 @@ class MicroBatch(NamedTuple):
     """The residual stream of the rank's tokens, t*h*w."""
     whole_hidden: float
     """The residual stream of the tokens of all ranks of tp, T*h*w."""
-    kept: float
-    """What a layer keeps with its recomputation."""
+    dense: LayerBytes
+    sparse: LayerBytes
+    """The bytes of a layer with experts."""
     full_every: int
     """n if every n-th layer keeps its input only; 0 if none does."""
-    feed_forward: float
-    """What the backward of a layer's feed-forward needs at most, all that the layer keeps included."""
-    attention: float
-    """What the backward of a layer's attention and of the norm before it needs, without gradients of weights as above."""
     norm: float
     """What the backward of the last norm needs."""
     loss: float
@@ -39,62 +49,184 @@ class MicroBatch(NamedTuple):
     table_kept: float
     """The gradient of the head's weights that the loss keeps for backward; it is fp32 where it is a sum."""
 
-    def layer_kept(self, number: int) -> float:
+    def layer_kept(self, number: int, *, is_sparse: bool) -> float:
         """What layer `number` of the model keeps."""
-        return self.hidden if self.full_every and (number + 1) % self.full_every == 0 else self.kept
+        if self.full_every and (number + 1) % self.full_every == 0:
+            return self.hidden
+        return self.sparse.kept if is_sparse else self.dense.kept
 
-    def kept_by(self, stage: Stage) -> float:
+    def layers_kept(self, shape: ModelShape, first: int, number: int) -> float:
+        """What `number` layers of the model from layer `first` on keep."""
+        recomputed, sparse = 0, 0
+        if interval := self.full_every:
+            recomputed = (first + number) // interval - first // interval
+        if shape.num_experts and interval != 1:
+            sparse = num_whole_sparse(shape, first, number, interval)
+        whole = (number - recomputed - sparse) * self.dense.kept + sparse * self.sparse.kept
+        return whole + recomputed * self.hidden
+
+    def kept_by(self, shape: ModelShape, stage: Stage) -> float:
         """What the layers of a stage keep, and its output; and the input of a norm that another stage sent."""
-        recomputed = stage.num_recomputed(self.full_every)
-        hiddens = recomputed + 1 + (stage.has_norm and not (stage.num_layers or stage.has_head))
-        return (stage.num_layers - recomputed) * self.kept + hiddens * self.hidden
+        hiddens = 1 + (stage.has_norm and not (stage.num_layers or stage.has_head))
+        return self.layers_kept(shape, stage.first_layer, stage.num_layers) + hiddens * self.hidden
+
+
+@lru_cache(maxsize=4096)
+def num_whole_sparse(shape: ModelShape, first: int, number: int, interval: int) -> int:
+    """Number of the layers with experts among `number` layers that backward does not compute again in full."""
+    layers = (n for n in range(first, first + number) if not interval or (n + 1) % interval)
+    return sum(map(shape.is_sparse, layers))
+
+
+class Tokens(NamedTuple):
+    """Tokens of a micro-batch on a rank, and how it computes with them."""
+
+    whole: int
+    """Those that the ranks of tp have together."""
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    cp_exchange: str
+    recompute: str
+    word: int
+    compiled: bool
+    busiest: float
+    """Rows of the busiest rank of ep over the mean of all."""
+    ep: int
+    learned: bool
+    """Whether routers choose the experts, instead of the positions of tokens."""
 
 
 @lru_cache(maxsize=16384)
-def micro_batch(
-    shape: ModelShape, tokens: int, tp: int, sequence_parallel: bool, cp: int, cp_exchange: str, recompute: str, full_every: int, word: int,
-    compiled: bool, losses: int,
-) -> MicroBatch:  # fmt: skip
-    """The sizes of a micro-batch, of which the ranks of tp have `tokens`.
+def micro_batch(shape: ModelShape, tokens: Tokens, full_every: int, losses: int) -> MicroBatch:
+    """The sizes of a micro-batch.
 
     Args:
         losses: number of micro-batches that add to one gradient of the head's weights, at most 3.
     """
-    h, q, kv, f = shape.hidden_size, shape.q_width, shape.kv_width, shape.intermediate_size
-    heads, t = shape.num_attention_heads, tokens / tp
-    own = t if sequence_parallel else tokens  # tokens of the residual stream and of norms
-    channel_bytes, hidden, whole_hidden = t * word, own * h * word, tokens * h * word
-    # A layer keeps the inputs and outputs of both norms, q, k, v and the output of attention, and gate, up, silu(gate)
-    # and the product; and in fp32 a number for each norm and each head. A compiled one computes silu(gate) again.
-    layer = 4 * hidden + channel_bytes * (2 * q + 2 * kv + 4 * f) + 4 * (t * heads + 2 * own)
+    own = tokens.whole / tokens.tp if tokens.sequence_parallel else tokens.whole
+    hidden = own * shape.hidden_size * tokens.word  # of the residual stream and of norms
+    whole_hidden = float(tokens.whole * shape.hidden_size * tokens.word)
+    norm = (
+        own * shape.hidden_size * (20 if tokens.word == 2 else 16)
+    )  # five copies in fp32, of which fp32 has one already
+    logits, table, table_kept = _head_bytes(shape, tokens.tp, tokens.word, tokens.whole, losses)
+    loss = hidden + whole_hidden * (1 + (tokens.tp > 1)) + logits
+    dense = _dense_layer(shape, tokens, norm)
+    sparse = _sparse_layer(shape, tokens, norm) if shape.num_experts else dense
+    return MicroBatch(
+        tokens.word, hidden, whole_hidden, dense, sparse, full_every, norm, loss, table, table_kept
+    )
+
+
+def _attention_kept(shape: ModelShape, tokens: Tokens) -> float:
+    """What a layer keeps beside its feed-forward or experts.
+
+    They are the inputs and outputs of both norms, q, k, v and the output of attention, and in fp32 a number for each
+    norm and each head.
+    """
+    t, heads = tokens.whole / tokens.tp, shape.num_attention_heads
+    own = t if tokens.sequence_parallel else tokens.whole
+    q, kv, channel_bytes = shape.q_width, shape.kv_width, t * tokens.word
+    kept = (
+        4 * (own * shape.hidden_size * tokens.word)
+        + channel_bytes * (2 * q + 2 * kv)
+        + 4 * (t * heads + 2 * own)
+    )
     if shape.qk_norm:
-        layer += channel_bytes * (q + kv) + 4 * t * (heads + shape.num_key_value_heads)
-    sums = (1 if compiled else 2) * (tp > 1)  # what the second one adds to is the output of the layer
-    selected = (1 + sums) * hidden + channel_bytes * (2 * q + kv + f) + 4 * t * heads
-    whole = layer - channel_bytes * f * compiled
-    kept = {"selective": selected, "attention": whole - 4 * t * heads}.get(recompute, whole)
+        normed = 2 if shape.qk_norm_across_heads else heads + shape.num_key_value_heads
+        kept += channel_bytes * (q + kv) + 4 * t * normed
+    return kept
+
+
+def _attention_bytes(shape: ModelShape, tokens: Tokens, norm: float, layer: float, freed: float) -> float:
+    """What the backward of attention and of the norm before it needs.
+
+    Args:
+        norm: what the backward of a norm needs.
+        layer: what the layer keeps without recomputation.
+        freed: the part of it that is freed by then.
+    """
+    t, cp = tokens.whole / tokens.tp, tokens.cp
+    hidden = (t if tokens.sequence_parallel else tokens.whole) * shape.hidden_size * tokens.word
+    q, kv, channel_bytes = shape.q_width, shape.kv_width, t * tokens.word
+    # The gradients of q, k, v and the output; with cp keys and values of other ranks and fp32 sums, too.
+    core = channel_bytes * (2 * q + 2 * kv)
+    if cp > 1 and tokens.cp_exchange == "ring":
+        core = channel_bytes * (2.5 * q + 8 * kv) + 4 * t * (q + 4 * kv)
+    elif cp > 1:  # keys and values of all ranks, and sums for all of them
+        core = channel_bytes * (2.5 * q + (4 + 2 * cp) * kv) + 4 * t * (q + 2 * (cp + 1) * kv)
+    return max(layer + hidden + core - 2 * hidden - freed, 3 * hidden + norm)
+
+
+def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
+    """The bytes of a dense layer, which also keeps gate, up, silu(gate) and the product. A compiled one computes
+    silu(gate) again."""
+    t, tp, f = tokens.whole / tokens.tp, tokens.tp, shape.intermediate_size
+    own = t if tokens.sequence_parallel else tokens.whole
+    channel_bytes, hidden = t * tokens.word, own * shape.hidden_size * tokens.word
+    whole_hidden = tokens.whole * shape.hidden_size * tokens.word
+    layer = _attention_kept(shape, tokens) + channel_bytes * 4 * f
+    sums = (1 if tokens.compiled else 2) * (tp > 1)  # what the second one adds to is the output of the layer
+    q, kv, lse = shape.q_width, shape.kv_width, 4 * t * shape.num_attention_heads
+    selected = (1 + sums) * hidden + channel_bytes * (2 * q + kv + f) + lse
+    whole = layer - channel_bytes * f * tokens.compiled
+    kept = {"selective": selected, "attention": whole - lse}.get(tokens.recompute, whole)
     # Backward of the feed-forward: the gradient of the output and those of the product and of up; with tp the gathered
     # input, and its gradient before it is summed and scattered.
     feed_forward = layer + hidden + channel_bytes * 2 * f
     if tp > 1:
         # Without sequence parallelism that gradient is copied while it is summed.
-        feed_forward = max(feed_forward, layer + hidden + 2 * whole_hidden) + (3 * hidden) * (
-            not sequence_parallel
-        )
-    norm = own * h * (20 if word == 2 else 16)  # five copies in fp32, of which fp32 has one already
-    feed_forward = max(feed_forward, layer - channel_bytes * 4 * f + hidden + norm)  # the norm before it
-    # Of attention: the gradients of q, k, v and the output; with cp keys and values of other ranks and fp32 sums, too.
-    core = channel_bytes * (2 * q + 2 * kv)
-    if cp > 1 and cp_exchange == "ring":
-        core = channel_bytes * (2.5 * q + 8 * kv) + 4 * t * (q + 4 * kv)
-    elif cp > 1:  # keys and values of all ranks, and sums for all of them
-        core = channel_bytes * (2.5 * q + (4 + 2 * cp) * kv) + 4 * t * (q + 2 * (cp + 1) * kv)
-    attention = max(layer + hidden + core - 2 * hidden - channel_bytes * 4 * f, 3 * hidden + norm)
-    logits, table, table_kept = _head_bytes(shape, tp, word, tokens, losses)
-    loss = hidden + whole_hidden * (1 + (tp > 1)) + logits
-    return MicroBatch(
-        word, hidden, whole_hidden, kept, full_every, feed_forward, attention, norm, loss, table, table_kept
+        feed_forward = max(feed_forward, layer + hidden + 2 * whole_hidden)
+        feed_forward += 0 if tokens.sequence_parallel else 3 * hidden
+    freed = channel_bytes * 4 * f
+    feed_forward = max(feed_forward, layer - freed + hidden + norm)  # the norm before it
+    return LayerBytes(kept, feed_forward, _attention_bytes(shape, tokens, norm, layer, freed))
+
+
+def _sparse_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
+    """The bytes of a layer with experts.
+
+    It keeps the rows that its experts got and, of each, gate, up and the product with its weight; of its shared experts
+    what a feed-forward keeps; and in fp32 the scores of the router and the weights of the chosen ones. If the router
+    chooses, a layer also keeps its route.
+    """
+    t, tp, h, word = tokens.whole / tokens.tp, tokens.tp, shape.hidden_size, tokens.word
+    chosen, hidden, whole_hidden = t * shape.num_experts_per_tok, t * h * word, tokens.whole * h * word
+    rows, lse = chosen * tokens.busiest, 4 * t * shape.num_attention_heads
+    row_bytes, products = (
+        rows * h * word,
+        rows * shape.moe_intermediate_size * word,
+    )  # of the rows, and of gate or up
+    shared = t * shape.n_shared_experts * shape.moe_intermediate_size * word
+    scores = 4 * t * shape.num_experts + 8 * chosen + 4 * rows + 8 * t
+    routed = row_bytes + 3 * products + scores + route_bytes(shape, tokens) * tokens.learned
+    layer = _attention_kept(shape, tokens) + routed + 4 * shared
+    kept = layer - shared * tokens.compiled
+    if tokens.recompute == "attention":
+        kept -= lse
+    elif tokens.recompute == "selective":
+        sums = (1 + (shape.n_shared_experts > 0 and not tokens.compiled)) * (tp > 1)
+        product = shared or t * shape.num_experts * word  # of gate, or of the router in its place
+        kept = (1 + sums) * hidden + t * word * (2 * shape.q_width + shape.kv_width) + lse + product
+        kept += (row_bytes + 4 * rows) * (tokens.ep > 1)
+    # Before the gradients of gate and up: rows on their way, then five numbers for each of the products.
+    moves = 1 + (tokens.ep > 1)
+    experts = (
+        layer + hidden + max(moves * row_bytes, row_bytes + products, 4 * products, 2 * row_bytes - products)
     )
+    # After them: the gradients of the rows, which are sorted, sent and added up; and the shared experts.
+    sent = layer - 3 * products + hidden + max(2 * products + row_bytes, moves * row_bytes)
+    beside = max(2 * shared, 2 * whole_hidden * (tp > 1)) if shared else 0.0
+    sent = max(sent, layer - routed + 2 * hidden + beside)
+    attention = _attention_bytes(shape, tokens, norm, layer, routed + 4 * shared)
+    return LayerBytes(kept, experts, attention, sent)
+
+
+def route_bytes(shape: ModelShape, tokens: Tokens) -> float:
+    """Bytes of the route of a micro-batch: the chosen experts and the order of their rows, before and after their way."""
+    orders = 4 + 2 * (tokens.ep > 1)
+    return 8 * orders * tokens.whole / tokens.tp * shape.num_experts_per_tok
 
 
 def _head_bytes(

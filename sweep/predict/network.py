@@ -1,5 +1,6 @@
 """The links that the collectives of a layout use: their rates and what a hop costs."""
 
+import math
 from dataclasses import dataclass
 
 from ultrabench.hardware import Hardware
@@ -12,6 +13,17 @@ SHEET_ALLREDUCE = 0.9
 """Share of the rate in a data sheet that a large all-reduce reaches; 8 H100 reach 436 of 450 GB/s in a node."""
 SHEET_ALLGATHER = 0.6
 """Share of the rate in a data sheet that a large all-gather reaches; 8 H100 reach 263 of 450 GB/s in a node."""
+
+SHEET_ALLTOALL = 0.75
+"""Share of the rate in a data sheet that a large all-to-all reaches; an estimate, not measured."""
+
+LINKS = (
+    "allreduce_busbw_bytes_per_s",
+    "allgather_busbw_bytes_per_s",
+    "alltoall_busbw_bytes_per_s",
+    "alltoall_intra_node_busbw_bytes_per_s",
+)
+"""Columns of the rates that `network` takes from a measurement, in the order of its parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +43,10 @@ class Network:
     """Bus bandwidth of an all-reduce of all ranks."""
     allgather_bytes_per_s: float
     """Bus bandwidth of an all-gather of all ranks."""
+    expert_link_bytes_per_s: float
+    """Rate in one direction that a GPU reaches to the others of its node in an all-to-all."""
+    expert_node_link_bytes_per_s: float
+    """Rate in one direction that a GPU reaches to other nodes in an all-to-all."""
     hop_s: float = 0.0
     """Seconds that a hop of a ring through all ranks needs beside the transfer of its bytes."""
 
@@ -40,6 +56,17 @@ class Network:
         ranks = self.nodes * self.gpus_per_node
         inside = SHEET_ALLREDUCE * self.link_bytes_per_s
         return max(0.0, 2 * PROBE_BYTES * (1 / self.allreduce_bytes_per_s - 1 / inside) / ranks)
+
+    def alltoall_s(self, size: float, ranks: int) -> float:
+        """Seconds in which each of `ranks` consecutive ranks sends size / ranks bytes to each of the others.
+
+        What stays in a node travels while the rest leaves it, so that the slower of both counts.
+        """
+        inside = math.gcd(ranks, self.gpus_per_node)
+        return max(
+            (inside - 1) / ranks * size / self.expert_link_bytes_per_s,
+            (ranks - inside) / ranks * size / self.expert_node_link_bytes_per_s,
+        )
 
     @property
     def slow(self) -> bool:
@@ -52,16 +79,24 @@ def network(
     nodes: int,
     allreduce_bytes_per_s: float | None = None,
     allgather_bytes_per_s: float | None = None,
+    alltoall_bytes_per_s: float | None = None,
+    alltoall_intra_node_bytes_per_s: float | None = None,
 ) -> Network:
     """The links of `nodes` nodes.
 
     An all-gather of S bytes over N ranks takes t = S/busbw * (N-1)/N and has N-1 hops. What is left of t/(N-1)
     when S/N bytes have travelled at the rate that the all-gather reaches inside a node is the time of a hop.
 
+    In an all-to-all over N ranks on nodes of g GPUs, (N-g)/N of the S bytes of a rank leave its node, so that their
+    rate is busbw * (N-g)/(N-1). Where it was not measured, links between nodes reach as much less of their data sheet
+    as they do in the all-reduce.
+
     Args:
         allreduce_bytes_per_s: bus bandwidth of all ranks, measured in the allocation; None where it was not
             measured. Then it follows from the data sheet, and a hop takes no time.
         allgather_bytes_per_s: the same of an all-gather.
+        alltoall_bytes_per_s: the same of an all-to-all.
+        alltoall_intra_node_bytes_per_s: bus bandwidth of an all-to-all of the ranks of a node.
     """
     link = min(hardware.link_bytes_per_s, hardware.node_link_bytes_per_s * hardware.gpus_per_node)
     sheet = hardware.link_bytes_per_s if nodes == 1 else link
@@ -70,6 +105,13 @@ def network(
         inside = SHEET_ALLGATHER * hardware.link_bytes_per_s
         part = PROBE_BYTES / (nodes * hardware.gpus_per_node)
         hop_s = max(0.0, part / allgather_bytes_per_s - part / inside)
+    ranks, reduced = (
+        nodes * hardware.gpus_per_node,
+        (allreduce_bytes_per_s or math.inf) / (SHEET_ALLREDUCE * sheet),
+    )
+    leaving = SHEET_ALLTOALL * hardware.node_link_bytes_per_s * min(1.0, reduced)
+    if alltoall_bytes_per_s and nodes > 1:
+        leaving = alltoall_bytes_per_s * (ranks - hardware.gpus_per_node) / (ranks - 1)
     return Network(
         nodes=nodes,
         gpus_per_node=hardware.gpus_per_node,
@@ -77,5 +119,7 @@ def network(
         node_link_bytes_per_s=hardware.node_link_bytes_per_s,
         allreduce_bytes_per_s=allreduce_bytes_per_s or SHEET_ALLREDUCE * sheet,
         allgather_bytes_per_s=allgather_bytes_per_s or SHEET_ALLGATHER * sheet,
+        expert_link_bytes_per_s=alltoall_intra_node_bytes_per_s or SHEET_ALLTOALL * hardware.link_bytes_per_s,
+        expert_node_link_bytes_per_s=leaving,
         hop_s=hop_s,
     )

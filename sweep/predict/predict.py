@@ -163,7 +163,7 @@ def _limit(times: StepTime, total_s: float) -> str:
     lost_s, reason = max(
         (times.launch, "launch"),
         (times.bubble, "bubble"),
-        (times.tp + times.cp + times.dp + times.pp, "communication"),
+        (times.tp + times.cp + times.ep + times.dp + times.pp, "communication"),
     )
     return reason if lost_s > NOTABLE * total_s else "compute"
 

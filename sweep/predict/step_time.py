@@ -16,16 +16,21 @@ from ultrabench.hardware import Hardware, Peak
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.stages import stages_by_rank
-from ultrabench.sweep.predict.data_parallel import data_parallel, reduces_and_gathers
+from ultrabench.stages import Stage, stages_by_rank
+from ultrabench.sweep.predict.block_time import Block, Work, block_times, ring_parts_s, tp_hops_s
+from ultrabench.sweep.predict.data_parallel import (
+    ParamGroup,
+    data_parallel,
+    param_groups,
+    reduces_and_gathers,
+)
+from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import waiting
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
 BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 """Precision -> bytes of one number."""
-NARROW_HEAD = 128
-"""Width of a head from which attention reaches its full rate."""
 NEARLY_FULL = 0.986
 """Share of a GPU's memory that an allocator can hold; an H100 reports 79.1 GiB, of which the context takes 1.1."""
 FILLING = 0.002
@@ -47,6 +52,8 @@ class StepTime(NamedTuple):
     """Collectives of tensor parallelism."""
     cp: float
     """Keys and values on their way round the ring."""
+    ep: float
+    """All-to-alls that bring tokens to their experts and back."""
     dp: float
     """Gradients and parameters between data-parallel ranks, beyond what computing hides."""
     pp: float
@@ -81,6 +88,8 @@ class CommunicationRatios(NamedTuple):
     """The exchanges over forward and backward of the stages of the rank."""
     cp: float
     """The ring over attention."""
+    ep: float
+    """Its all-to-alls over matrix products."""
 
     @property
     def of_axes(self) -> dict[str, float]:
@@ -93,12 +102,24 @@ class _PipelineRank(NamedTuple):
 
     stages: int
     layers: int
+    """Number of dense layers."""
     again: int
-    """Number of layers of which backward computes something again."""
+    """Number of these of which backward computes something again."""
     heads: int
+    sparse: int
+    """Number of layers with experts."""
+    sparse_again: int
+    """Number of these of which backward computes something again."""
     params: int
-    """Number of parameters of these stages, before tp divides them."""
+    """Number of parameters of these stages, before tp divides them, without experts."""
+    expert_params: int
+    """Number of parameters of all experts of these stages."""
     num_ranks: int = 1
+
+    def times(self, layer: float, again: float, head: float, sparse: float, sparse_again: float) -> float:
+        """The seconds of the blocks of this rank, from those of one block of each kind."""
+        dense = layer * self.layers + again * self.again + head * self.heads
+        return dense + (sparse * self.sparse + sparse_again * self.sparse_again)
 
 
 @lru_cache(maxsize=4096)
@@ -107,153 +128,53 @@ def _pipeline_ranks(
 ) -> tuple[_PipelineRank, ...]:
     layout = Layout(dp=1, pp=pp, pp_schedule=pp_schedule, virtual_stages=virtual_stages, recompute=recompute)
     interval = 0 if recompute == "none" else layout.full_every or 1
-    ranks = Counter(
-        _PipelineRank(
-            stages=len(stages),
-            layers=sum(stage.num_layers for stage in stages),
-            again=sum(stage.num_recomputed(interval) for stage in stages),
-            heads=sum(stage.has_head for stage in stages),
-            params=sum(stage.num_params(shape) for stage in stages),
-        )
-        for stages in stages_by_rank(shape, layout, ties_advance=ties_advance)
-    )
+    all_stages = stages_by_rank(shape, layout, ties_advance=ties_advance)
+    ranks = Counter(_pipeline_rank(shape, stages, interval) for stages in all_stages)
     return tuple(rank._replace(num_ranks=count) for rank, count in ranks.items())
 
 
-class _Work(NamedTuple):
-    """What decides the time of a layer for one micro-batch, beside hardware and framework."""
-
-    shape: ModelShape
-    seq_len: int
-    tokens: float
-    """Tokens of a micro-batch on one rank, before tp divides them."""
-    tp: int
-    sequence_parallel: bool
-    cp: int
-    cp_exchange: str
-    recompute: str
-    compiled: bool
-    word: int
-    """Bytes of one number."""
-
-
-class _Parts(NamedTuple):
-    """Seconds of one layer or of the head, for one micro-batch."""
-
-    gemm: float
-    attention: float
-    memory_bound: float
-    tp: float
-    cp: float
+def _pipeline_rank(shape: ModelShape, stages: tuple[Stage, ...], interval: int) -> _PipelineRank:
+    numbers = [n for stage in stages for n in range(stage.first_layer, stage.first_layer + stage.num_layers)]
+    sparse = Counter(map(shape.is_sparse, numbers))
+    again = Counter(shape.is_sparse(n) for n in numbers if interval and (n + 1) % interval == 0)
+    expert_params = sum(stage.num_expert_params(shape) for stage in stages)
+    return _PipelineRank(
+        stages=len(stages),
+        layers=sparse[False],
+        again=again[False],
+        heads=sum(stage.has_head for stage in stages),
+        sparse=sparse[True],
+        sparse_again=again[True],
+        params=sum(stage.num_params(shape) for stage in stages) - expert_params,
+        expert_params=expert_params,
+    )
 
 
-_Block = tuple[_Parts, _Parts, _Parts]
-"""The times of a layer, what recomputation adds to them, and the times of the head."""
+class _Moves(NamedTuple):
+    """Seconds of the memory for each parameter of the model in a micro-batch."""
 
+    params: float
+    expert_params: float
 
-@lru_cache(maxsize=65536)
-def _block(work: _Work, links: Network, peak: float, stream: float, c: TimeConstants) -> _Block:
-    """The times of the blocks that `work` describes; `stream` is the rate of the memory that kernels reach."""
-    shape, tokens, tp, h = work.shape, work.tokens, work.tp, work.shape.hidden_size
-    q, kv, f, logits = shape.q_width, shape.kv_width, shape.intermediate_size, shape.vocab_size / tp
-    qkv = _gemm_s(tokens, (q + 2 * kv) / tp, h, peak, c)
-    up, down = _gemm_s(tokens, 2 * f / tp, h, peak, c), _gemm_s(tokens, h, f / tp, peak, c)
-    forward = qkv + _gemm_s(tokens, h, q / tp, peak, c) + up + down
-    attention = _attention_s(work, peak, c)
-    head_norms = c.head_norm_bytes * (q + kv) * shape.qk_norm
-    own = tokens / tp if work.sequence_parallel else tokens  # tokens of the residual stream and of norms
-    traffic = (own * c.hidden_bytes * h + tokens / tp * (c.ffn_bytes * f + head_norms)) / stream
-    traffic *= c.compiled_traffic if work.compiled else 1
-    call = _tp_call_s(tokens * h * work.word, tp, links, c)
-    kept_down = down if tp == 1 else 0.0
-    gemm_again = attention_again = tp_again = 0.0
-    if work.recompute == "attention":
-        attention_again = attention
-    elif work.recompute == "selective":
-        gemm_again = forward - kept_down - qkv * (q + kv) / (q + 2 * kv) - up / 2
-        attention_again, tp_again = attention * (1 - 1 / work.cp), call * c.tp_recompute_calls / 2
-    elif work.recompute != "none":
-        gemm_again, attention_again, tp_again = forward - kept_down, attention, call * c.tp_recompute_calls
-    moved_again = traffic * (c.recompute_traffic - 1) * (gemm_again > 0)
-    return (
-        _Parts(3 * forward, 3.5 * attention, traffic, call * c.tp_calls, _ring_s(work, 3.5 * attention, links, c)),
-        _Parts(gemm_again, attention_again, moved_again, tp_again, 0.0),
-        _Parts(3 * _gemm_s(tokens, logits, h, peak, c), 0.0, c.logit_bytes * tokens * logits / stream, call * c.tp_end_calls, 0.0),
-    )  # fmt: skip
-
-
-def _gemm_s(m: float, n: float, k: float, peak: float, c: TimeConstants) -> float:
-    """Seconds of a product of M x K and K x N: 2MNK / (peak * e * M/(M+m0) * N/(N+n0) * K/(K+k0))."""
-    return 2 * (m + c.gemm_m0) * (n + c.gemm_n0) * (k + c.gemm_k0) / (peak * c.gemm_efficiency)
-
-
-def _attention_s(work: _Work, peak: float, c: TimeConstants) -> float:
-    """Seconds of the forward of attention in one layer: 4 FLOPs for each pair of tokens and query channel.
-
-    A token attends to s/2 tokens on average, and to w (1 - w/(2s)) within a window of w tokens.
-    """
-    shape = work.shape
-    window = min(work.seq_len, shape.sliding_window or work.seq_len)
-    pairs = window * (1 - window / (2 * work.seq_len)) * work.tokens
-    narrow = math.pow(min(1.0, shape.head_width / NARROW_HEAD), c.attention_width_power)
-    return 4 * shape.q_width / work.tp * pairs / (peak * c.attention_efficiency * narrow)
-
-
-def _tp_call_s(size: float, tp: int, links: Network, c: TimeConstants) -> float:
-    """Seconds of an all-gather or reduce-scatter of `size` bytes over tp ranks."""
-    if tp == 1:
-        return 0.0
-    moved = (tp - 1) / tp * size
-    if tp <= links.gpus_per_node:
-        return c.tp_call_s + moved / (links.link_bytes_per_s * c.tp_link_efficiency)
-    node = links.node_link_bytes_per_s * links.gpus_per_node * c.tp_node_link_efficiency
-    return _tp_hops_s(tp, links, c) + moved / node
-
-
-def _tp_hops_s(tp: int, links: Network, c: TimeConstants) -> float:
-    """Seconds of a collective over tp ranks on several nodes beside its transfer; 0 inside a node."""
-    return (tp - 1) * (c.tp_hop_s + c.tp_probe_hops * links.hop_s) if tp > links.gpus_per_node else 0.0
-
-
-def _ring_s(work: _Work, attention: float, links: Network, c: TimeConstants) -> float:
-    """Seconds for which a ring of cp ranks waits for keys and values in one layer.
-
-    Keys and values travel cp - 1 times in forward and as often in backward, and their gradients cp times, while
-    each rank computes attention with the part that it has. What is gathered instead arrives before attention, and its
-    gradients are summed after it.
-    """
-    if work.cp == 1:
-        return 0.0
-    calls_s, moves_s = _ring_parts_s(work, links, c)
-    hidden_s = attention * (1 - 1 / work.cp) if work.cp_exchange == "ring" else 0.0
-    return calls_s + max(0.0, moves_s - hidden_s)
-
-
-def _ring_parts_s(work: _Work, links: Network, c: TimeConstants) -> tuple[float, float]:
-    """Seconds of the calls of a ring in one layer, and those in which its keys, values and gradients travel."""
-    inside = work.cp * work.tp <= links.gpus_per_node
-    rate = links.link_bytes_per_s if inside else links.node_link_bytes_per_s
-    size, calls = 2 * work.shape.kv_width / work.tp * work.tokens * work.word, 3.0 * work.cp - 2
-    moves = calls
-    if work.cp_exchange == "allgather":  # in forward and in backward; gradients are summed in 4 bytes
-        calls, moves = 3.0, (work.cp - 1) * (2 + 4 / work.word)
-    return calls * c.tp_call_s, moves * size / (rate * c.tp_link_efficiency)
+    def of(self, rank: _PipelineRank, times: float = 1.0) -> float:
+        """The seconds of so many micro-batches of a rank."""
+        return times * self.params * rank.params + times * self.expert_params * rank.expert_params
 
 
 def _passes(
-    ranks: tuple[_PipelineRank, ...], block: _Block, move_s: float, host_s: float, c: TimeConstants
+    ranks: tuple[_PipelineRank, ...], block: Block, move_s: _Moves, host_s: float, c: TimeConstants
 ) -> tuple[_PipelineRank, float, float, float]:
     """The slowest rank, and seconds of a micro-batch: of its GPU at work, of the rank, and of all ranks together.
 
-    Those of a rank contain what its GPU waits for the host. `move_s` are the seconds of each parameter, `host_s` those
-    of each layer on the host.
+    Those of a rank contain what its GPU waits for the host. `host_s` are the seconds of each layer on the host.
     """
-    layer_s, again_s, head_s = map(sum, block)
+    block_s = [*map(sum, block)]
     slowest, gpu_s, slowest_s, all_s = ranks[0], 0.0, 0.0, 0.0
     for rank in ranks:
-        gpu = layer_s * rank.layers + again_s * rank.again + head_s * rank.heads + move_s * rank.params
+        gpu = rank.times(*block_s) + move_s.of(rank)
         # A forward that is repeated is launched again; it is a third of forward and backward.
         host = (rank.layers + rank.again / 3) * host_s + rank.stages * c.micro_batch_launch_s
+        host += (rank.sparse + rank.sparse_again / 3) * (host_s + c.sparse_launch_s)
         pass_s = _smooth_max(gpu, host, c.smooth_power)
         all_s += rank.num_ranks * pass_s
         if pass_s > slowest_s:
@@ -263,12 +184,12 @@ def _passes(
 
 def _micro_batch(
     spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, c: TimeConstants
-) -> tuple[_Work, _Block, tuple[_PipelineRank, ...], float]:
-    """What a layer works on, the times of its blocks, what each pipeline rank holds, and seconds of each parameter."""
+) -> tuple[Work, Block, tuple[_PipelineRank, ...], _Moves]:
+    """What a layer works on, the times of its blocks, what each pipeline rank holds, and seconds of its parameters."""
     layout, stream = spec.layout, hardware.hbm_bytes_per_s * c.hbm_efficiency
     shape, tp, recompute = spec.shape, layout.tp, layout.recompute
     word_bytes, tokens = BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
-    work = _Work(
+    work = Work(
         shape,
         spec.workload.seq_len,
         tokens,
@@ -279,12 +200,14 @@ def _micro_batch(
         recompute,
         spec.compiles,
         word_bytes,
+        layout.ep,
+        busiest_share(spec.kernel, layout, shape),
     )
-    block = _block(work, network, peak.flops_per_s, stream, c)
+    block = block_times(work, network, peak.flops_per_s, stream, c)
     ranks = _pipeline_ranks(
         shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
     )
-    return work, block, ranks, c.accumulate_bytes / tp / stream
+    return work, block, ranks, _Moves(*(c.accumulate_bytes / cut / stream for cut in (tp, layout.ep)))
 
 
 def predict_step_time(
@@ -309,23 +232,25 @@ def predict_step_time(
     # Ranks exchange while they wait for the slowest one, on average for `waits_s`.
     exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, network, c)
     waits_s = busy * pass_s - gas * even
-    gemm, attention, memory_bound, tp_s, cp_s = (
-        busy * (a * slowest.layers + b * slowest.again + d * slowest.heads)
-        for a, b, d in zip(*block, strict=True)
+    gemm, attention, memory_bound, tp_s, cp_s, ep_s = (
+        busy * slowest.times(*seconds) for seconds in zip(*block, strict=True)
     )
-    params = max(rank.params for rank in ranks) / layout.tp
-    layers = max(rank.layers for rank in ranks)
-    dp_total_s, passes, overlap = data_parallel(spec, params, work.word, network, c)
+    groups = _param_groups(ranks, layout)
+    layers = max(rank.layers + rank.sparse for rank in ranks)
+    dp_total_s, passes, overlap = data_parallel(layout, groups, work.word, network, c)
     dp_s = max(dp_total_s - overlap * passes * pass_s, c.dp_exposed * dp_total_s)
     zero_s = c.zero_layer_s * layers * sum(reduces_and_gathers(layout)) / 2 if layout.zero_stage else 0.0
-    update_s = (c.optimizer_bytes / layout.zero_shards + c.clip_bytes) * params / stream
+    update_s = sum(
+        (c.optimizer_bytes / group.shards + c.clip_bytes) * group.params / stream for group in groups
+    )
     times = StepTime(
         gemm=gemm,
         attention=attention,
-        memory_bound=memory_bound + busy * move_s * slowest.params,
+        memory_bound=memory_bound + move_s.of(slowest, busy),
         launch=busy * (pass_s - gpu_s),
         tp=tp_s,
         cp=cp_s,
+        ep=ep_s,
         dp=dp_s + zero_s,
         pp=max(0.0, exchanges_s - waits_s),
         bubble=(1 - c.wait_shared) * (all_s - pass_s) * waiting(layout) / max(1, layout.pp - 1),
@@ -337,24 +262,31 @@ def predict_step_time(
     return times._replace(allocator=-math.expm1(-excess / FILLING) * c.allocator_loss * times.total)
 
 
+def _param_groups(ranks: tuple[_PipelineRank, ...], layout: Layout) -> tuple[ParamGroup, ...]:
+    """The groups of parameters of the rank that holds most of each."""
+    expert_params = max(rank.expert_params for rank in ranks) / layout.ep
+    return param_groups(layout, max(rank.params for rank in ranks) / layout.tp, expert_params)
+
+
 def communication_ratios(
     spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, constants: TimeConstants
 ) -> CommunicationRatios:
     """The ratios of communication to computing of a run, hidden or not."""
     work, block, ranks, move_s = _micro_batch(spec, hardware, peak, network, constants)
     slowest = _passes(ranks, block, move_s, 0.0, constants)[0]
-    gemm, attention, memory_bound, tp_s, _ = (
-        a * slowest.layers + b * slowest.again + d * slowest.heads for a, b, d in zip(*block, strict=True)
+    gemm, attention, memory_bound, tp_s, _, ep_s = (
+        slowest.times(*seconds) for seconds in zip(*block, strict=True)
     )
-    compute_s = gemm + attention + memory_bound + move_s * slowest.params
-    params = max(rank.params for rank in ranks) / work.tp
-    dp_s, passes, _ = data_parallel(spec, params, work.word, network, constants)
-    ring_s = sum(_ring_parts_s(work, network, constants)) if work.cp > 1 else 0.0
+    compute_s = gemm + attention + memory_bound + move_s.of(slowest)
+    groups = _param_groups(ranks, spec.layout)
+    dp_s, passes, _ = data_parallel(spec.layout, groups, work.word, network, constants)
+    ring_s = sum(ring_parts_s(work, network, constants)) if work.cp > 1 else 0.0
     return CommunicationRatios(
         dp=dp_s / (passes * compute_s),
         tp=tp_s / gemm,
         pp=_exchange_s(spec, work, network, constants) / compute_s,
         cp=ring_s / block[0].attention,
+        ep=ep_s / gemm,
     )
 
 
@@ -373,11 +305,11 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
         usual_s += c.selective_launch_s
     if not links.slow:
         return usual_s
-    hops = c.tp_calls * _tp_hops_s(tp, links, c)
+    hops = c.tp_calls * tp_hops_s(tp, links, c)
     return max(usual_s, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops)
 
 
-def _exchange_s(spec: RunSpec, work: _Work, links: Network, c: TimeConstants) -> float:
+def _exchange_s(spec: RunSpec, work: Work, links: Network, c: TimeConstants) -> float:
     """Seconds in which pipeline ranks exchange the activations and gradients of one micro-batch."""
     layout, size = spec.layout, work.tokens * spec.shape.hidden_size * work.word / work.tp
     if layout.pp == 1:

@@ -116,6 +116,13 @@ class TimeConstants:
     """Memory traffic of the norms of queries and keys (qk_norm), for each token and channel of them."""
     selective_launch_s: NonNegative = 0.0
     """Seconds that the host needs in addition for a layer which torch recomputes selectively and did not compile."""
+    sparse_launch_s: NonNegative = 0.0
+    """Seconds that the host needs in addition for a layer with experts."""
+    routed_bytes: NonNegative = 0.0
+    """Memory traffic of sorting tokens by their experts and of adding up the results, for each hidden channel of a
+    token on its way to one expert."""
+    router_bytes: NonNegative = 0.0
+    """Memory traffic of scores and of the choice among them, for each token and expert."""
     wait_shared: Share = 0.0
     """Share of the time for which a pipeline rank waits that others gain, because they share processors with it."""
     ties_advance: bool = False

@@ -20,13 +20,13 @@ from operator import mul
 from typing import NamedTuple
 
 from ultrabench.allowed import NonNegative, require_allowed
-from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.stages import Stage, stages_by_rank
-from ultrabench.sweep.predict.micro_batch import MicroBatch, micro_batch
+from ultrabench.sweep.predict.experts import busiest_share
+from ultrabench.sweep.predict.micro_batch import MicroBatch, Tokens, micro_batch, route_bytes
 from ultrabench.sweep.predict.pipeline import Turn, turns
 from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER, MemoryLimit, StageMemory
+from ultrabench.sweep.predict.stage_params import NOTHING, Cut, LayerGroup, Size, StageParams, params_of_ranks
 from ultrabench.sweep.predict.step_time import BYTES
 
 MOST_ROUNDS = 4
@@ -50,39 +50,6 @@ class UltrabenchMemory:
 
     def __post_init__(self) -> None:
         require_allowed(self, "memory.")
-
-
-class Cut(NamedTuple):
-    """How a run cuts the model."""
-
-    shape: ModelShape
-    tp: int
-    pp: int
-    virtual_stages: int
-    pp_schedule: str
-    zero_stage: int
-    shards: int
-    reduces_each: bool
-    """Whether each micro-batch reduces its gradients, so that sums of them are shards."""
-    frees_each: bool
-    """Whether each backward frees parameters; in a pipeline only the last one of ZeRO-3 does."""
-    reduces_after: bool
-    """Whether gradients are reduced after a backward instead of during it."""
-
-
-class StageParams(NamedTuple):
-    """Numbers of parameters of a stage, padded as fully_shard pads the rows of each matrix."""
-
-    stage: Stage
-    layer: int
-    """Parameters of one layer."""
-    last: int
-    """Norm and head; 0 where they are one group with the embedding."""
-    first: int
-    """The embedding, or the group of a tied embedding with norm and head."""
-    whole: int
-    tensors: int
-    is_tied: bool
 
 
 class State(NamedTuple):
@@ -115,11 +82,17 @@ class State(NamedTuple):
 class Group(NamedTuple):
     """Parameters of a stage that are gathered, and whose gradients are reduced, at once."""
 
-    params: int
-    done: int
+    size: Size
+    done: Size
     """Parameters of the stage whose backward came before."""
-    reducing: int
+    before: int
     """Parameters of the group before, whose reduction is under way."""
+    beside: int
+    """Parameters that ZeRO-3 has gathered beside those of the group: of the next layer, and of the layer around experts."""
+    waiting: float
+    """Gradients of the layer around experts, which are not reduced yet."""
+    is_layer: bool
+    has_next: bool
     kept: float
     """Activations as its backward begins."""
     own: float
@@ -132,31 +105,6 @@ Moment = tuple[float, str, float, float, float, float, float]
 """All bytes, the phase, and the bytes of gathered weights, gradients, activations, logits and buffers."""
 
 
-@lru_cache(maxsize=4096)
-def params_of_ranks(cut: Cut) -> tuple[tuple[StageParams, ...], ...]:
-    """The stages of each rank of the pipeline axis."""
-    shape, tp, pp = cut.shape, cut.tp, cut.pp
-    h, q, kv, f = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp, shape.intermediate_size // tp
-    matrices = [(q, h), (kv, h), (kv, h), (h, q), (f, h), (f, h), (h, f), (h, 1), (h, 1)]
-    matrices += [(shape.head_width, 1)] * (2 * shape.qk_norm)
-    is_tied = shape.tie_word_embeddings and pp == 1
-
-    def padded(*sizes: tuple[int, int]) -> int:
-        return sum(-(-rows // cut.shards) * cut.shards * columns for rows, columns in sizes)
-
-    layer, norm, table = padded(*matrices), padded((h, 1)), padded((shape.vocab_size // tp, h))
-
-    def params_of(stage: Stage) -> StageParams:
-        last = 0 if is_tied else norm * stage.has_norm + table * stage.has_head
-        first = norm + table if is_tied else table * stage.has_embedding
-        whole = last + first + layer * stage.num_layers
-        tensors = len(matrices) * stage.num_layers + stage.has_norm + stage.has_embedding + stage.has_head
-        return StageParams(stage, layer, last, first, whole, tensors - is_tied, is_tied)
-
-    layout = Layout(dp=1, pp=pp, virtual_stages=cut.virtual_stages, pp_schedule=cut.pp_schedule)
-    return tuple(tuple(map(params_of, stages)) for stages in stages_by_rank(shape, layout))
-
-
 def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
     """The states of a rank among which is that of its peak, for the first `gas` micro-batches of a step."""
     stages, is_afab = params_of_ranks(cut)[rank], cut.pp_schedule == "afab"
@@ -164,7 +112,10 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
     receives, sends = cut.pp > 1 and (several or rank < cut.pp - 1), several or rank > 0
     # All losses of afab share one gradient of the head's weights, which the first backward takes.
     loss = m.whole_hidden + m.table_kept
-    kept = [m.kept_by(p.stage) + (m.whole_hidden if is_afab else loss) * p.stage.has_head for p in stages]
+    kept = [
+        m.kept_by(cut.shape, p.stage) + (m.whole_hidden if is_afab else loss) * p.stage.has_head
+        for p in stages
+    ]
     every_turn = turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank)
     later = {(t.chunk, t.in_flight) for t in every_turn if t.backward_phase[t.chunk] and not t.is_last}
     for turn in every_turn:
@@ -182,8 +133,8 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
             activations=sum(map(mul, turn.in_flight, kept)) - kept[turn.chunk] + m.hidden * messages,
             is_drained=is_afab and not is_first,
             after_forward=turn.after_forward,
-            copied=copies * (p.last or p.layer),
-            sums=0.0 if is_first else 4 * p.whole / (cut.shards if cut.reduces_each else 1),
+            copied=copies * p.gathered_last,
+            sums=0.0 if is_first else 4.0 * (p.whole.shard if cut.reduces_each else p.whole.whole),
             reduces=turn.is_last or cut.reduces_each,
             frees=turn.is_last or cut.frees_each,
             regathers=cut.zero_stage == 3 and not turn.after_backward[turn.chunk],
@@ -199,84 +150,109 @@ def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn)
         if number == turn.chunk:
             continue
         if backward_phase:
-            gradients += 4 * p.whole / (cut.shards if backward_phase == 2 else 1)
+            gradients += 4 * (p.whole.shard if backward_phase == 2 else p.whole.whole)
         if backward_phase < 2 and cut.zero_stage == 3:
-            weights += word * (p.whole - p.first if turn.after_backward[number] else p.last)
+            weights += word * (p.whole.whole - p.first.whole if turn.after_backward[number] else p.last.whole)
         elif backward_phase < 2:
-            weights += word * p.whole
+            weights += word * p.whole.whole
     return weights, gradients
 
 
-def _groups(m: MicroBatch, state: State, new: float) -> Iterator[Group]:
+def _groups(cut: Cut, m: MicroBatch, state: State, in_place: bool) -> Iterator[Group]:
     """The groups of the stage at work among which is that of its peak, in the order of backward.
 
     Args:
-        new: bytes of a layer's gradients that are not added in place.
+        in_place: whether a layer's gradients are added in place to those of earlier micro-batches.
     """
-    p, stage = state.params, state.params.stage
-    kept, sent = state.activations + m.kept_by(stage), m.hidden * (not stage.has_norm)
+    p, stage, shape = state.params, state.params.stage, cut.shape
+    kept, sent = state.activations + m.kept_by(shape, stage), m.hidden * (not stage.has_norm)
     work = 0.0 if stage.has_norm or stage.has_head else 3 * m.hidden
     table = 0.0 if state.is_drained or not stage.has_head else m.table
     if stage.has_head:
         work = 2 * m.whole_hidden + m.table_kept * (not state.is_drained) + table
     if stage.has_norm:
         work = max(work, m.hidden * stage.has_head + m.norm + table)
-    yield Group(p.last, 0, 0, kept, 0.0, work)
-    if layers := stage.num_layers:
-        work, top = max(m.feed_forward + new / 3, m.attention + new), stage.first_layer + layers - 1
-        kept, own = kept - m.hidden + sent, m.layer_kept(top)
-        yield Group(p.layer, p.last, p.last, kept, own, work - own - sent)
-        if state.sums and not (state.reduces or state.regathers):
-            layers = 1  # weights and gradients stay as they are, and activations only get less
-        if layers > 2:
-            kept, own = kept - own, m.layer_kept(top - 1)
-            yield Group(p.layer, p.last + p.layer, p.layer, kept, own, work - own)
-        if layers > 1:
-            own, done = m.layer_kept(stage.first_layer), p.whole - p.layer - p.first
-            yield Group(p.layer, done, p.layer, state.activations + sent + own, own, work - own)
-    if p.first:
-        work = m.whole_hidden + m.word * p.first * (3 if p.is_tied else 1)
-        yield Group(
-            p.first, p.whole - p.first, p.layer * (stage.num_layers > 0), state.activations, 0.0, work
-        )
+    yield Group(p.last, NOTHING, 0, p.top_following, 0.0, False, p.top_following > 0, kept, 0.0, work)
+    groups = p.layer_groups
+    if state.sums and not (state.reduces or state.regathers):
+        groups = p.top_groups  # weights and gradients stay as they are, and activations only get less
+    for group in groups:
+        through = group.layer - stage.first_layer + 1
+        kept = state.activations + sent + m.layers_kept(shape, stage.first_layer, through)
+        own = m.layer_kept(group.layer, is_sparse=group.is_sparse)
+        new, waiting = (0 if in_place else m.word * n for n in (group.size.whole, group.around))
+        beside, has_next = group.around + group.following, group.following > 0
+        if group.is_experts or not group.is_sparse:
+            work = _layer_work(m, group, new, waiting) - own - (sent if through == stage.num_layers else 0)
+        else:  # its backward is over
+            kept, own, work = kept - own, 0.0, new
+        yield Group(group.size, group.done, group.before, beside, waiting, True, has_next, kept, own, work)
+    if p.first.whole:
+        work = m.whole_hidden + m.word * p.first.whole * (3 if p.is_tied else 1)
+        before = p.layer_groups[-1].size.whole if p.layer_groups else 0
+        done = p.whole.plus(p.first, -1)
+        yield Group(p.first, done, before, 0, 0.0, False, False, state.activations, 0.0, work)
+
+
+def _layer_work(m: MicroBatch, group: LayerGroup, new: float, waiting: float) -> float:
+    """What the backward of a layer needs at most, all that it keeps included.
+
+    Args:
+        new: bytes of gradients of the layer's weights, or of its experts' weights.
+        waiting: bytes of gradients of the weights around the experts.
+    """
+    if not group.is_sparse:
+        return max(m.dense.feed_forward + new / 3, m.dense.attention + new)
+    layer = m.sparse
+    return max(layer.feed_forward + new / 3, layer.sent + new, layer.attention + new + waiting)
 
 
 def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
     """The end of a forward with its loss, and of each group its backward or, if it needs more, its reduction."""
-    p, w, late, shards = state.params, m.word, cut.zero_stage == 3, cut.shards
-    tied = p.first if p.is_tied else 0
+    p, w, late = state.params, m.word, cut.zero_stage == 3
+    tied = p.first.whole if p.is_tied else 0
     if p.stage.has_head and state.after_forward:
-        gathered = w * ((p.last + tied if late else p.whole) + state.copied)
-        kept, gradients = state.activations + m.kept_by(p.stage), state.other_gradients + state.sums
+        gathered = w * ((p.last.whole + tied if late else p.whole.whole) + state.copied)
+        kept, gradients = (
+            state.activations + m.kept_by(cut.shape, p.stage),
+            state.other_gradients + state.sums,
+        )
         yield _moment(FORWARD, state.other_weights + gathered, gradients, kept, m.loss, 0.0)
     in_place = w == 4 and state.sums > 0 and not cut.reduces_each
-    for params, done, before, kept, own, work in _groups(m, state, 0 if in_place else w * p.layer):
-        is_embedding = p.first > 0 and done + params == p.whole
+    for size, done, before, beside, waiting, is_layer, has_next, kept, own, work in _groups(
+        cut, m, state, in_place
+    ):
+        params, reduced = size.whole, done.whole - done.shard
+        is_embedding = p.first.whole > 0 and done.whole + params == p.whole.whole
         if state.regathers:
-            gathered = (0 if state.frees else done) + tied + (0 if is_embedding else params)
-            if shards > 1 and p.stage.num_layers and done + params < p.whole - p.first:
-                gathered += p.layer  # the next one is on its way
-            elif shards > 1 and own:
+            gathered = (0 if state.frees else done.whole) + tied + (0 if is_embedding else params) + beside
+            if is_layer and not has_next and size.shard < params:
                 work = max(work, w * params)
         else:
-            gathered = p.whole - done * state.frees - (p.first if late and not p.is_tied else 0)
+            gathered = (
+                p.whole.whole - done.whole * state.frees - (p.first.whole if late and not p.is_tied else 0)
+            )
         if state.reduces and cut.reduces_after:
-            of_sums = state.sums * cut.reduces_each + 4 * (p.whole - done * (1 - 1 / shards))
-            yield _moment(OPTIMIZER, w * p.whole * (not state.frees), of_sums + 4 * params, 0.0, 0.0, 0.0)
+            of_sums = state.sums * cut.reduces_each + 4 * (p.whole.whole - reduced)
+            yield _moment(
+                OPTIMIZER, w * p.whole.whole * (not state.frees), of_sums + 4 * params, 0.0, 0.0, 0.0
+            )
         # fully_shard refers to the gradient of a group's last matrix until it is reduced.
-        alone = 0 if params == p.layer or p.is_tied else params
+        alone = 0 if is_layer or p.is_tied else params
+        is_sharded = size.shard < params
         if not state.reduces or cut.reduces_after:
             is_sum = state.sums > 0 and not cut.reduces_each
-            sums, reducing = state.sums + 4.0 * done * (not is_sum), 0
+            sums, reducing = state.sums + 4.0 * done.whole * (not is_sum), 0
             new: float = (0 if in_place else w * params) if is_sum or w == 4 else 4 * params + w * alone
         elif state.sums and not cut.reduces_each:
-            sums, reducing = state.sums - 4 * done * (1 - 1 / shards), 4 * before
-            new = 4 * params * (1 + 1 / shards if alone and shards > 1 else 1)
+            sums, reducing = state.sums - 4 * reduced, 4 * before
+            new = 4 * (params + (size.shard if alone and is_sharded else 0))
         else:
-            sums, reducing = state.sums or 4 * done / shards, 4 * before
-            new = max((w + 4) * params, 4 * params * (1 + 1 / shards) + w * alone * (shards > 1))
+            sums, reducing = state.sums or 4.0 * done.shard, 4 * before
+            new = max((w + 4) * params, 4 * (params + size.shard) + w * alone * is_sharded)
+        new += waiting
         weights, freed = state.other_weights + w * gathered, w * min(gathered, params * state.frees)
-        gradients = state.other_gradients + sums + (m.table if p.is_tied and own else 0.0)
+        gradients = state.other_gradients + sums + (m.table if p.is_tied and is_layer else 0.0)
         if reducing + own + work > new - freed:
             yield _moment(BACKWARD, weights, gradients + reducing, kept, 0.0, work)
         else:
@@ -317,10 +293,8 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
         layout.gas,
         layout.pp_schedule == "afab",
     )
-    m = micro_batch(
-        spec.shape, tokens, layout.tp, layout.sequence_parallel == "on", layout.cp, layout.cp_exchange, layout.recompute, layout.full_every,
-        min(4, BYTES[spec.kernel.precision]), spec.compiles, min(gas, 3) if is_afab else 1,
-    )  # fmt: skip
+    on_rank = _tokens(spec)
+    m = micro_batch(spec.shape, on_rank, layout.full_every, min(gas, 3) if is_afab else 1)
     if layout.virtual_stages > 1:
         gas = min(gas, gas % layout.pp + MOST_ROUNDS * layout.pp)
     elif not is_afab:
@@ -331,8 +305,8 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
         stages = params_of_ranks(cut)[rank]
         kept, logits = kept_scale * kept, scale * logits
         reserve = c.base_bytes + c.fragmentation * (kept + logits + buffers)
-        reserve += c.reduce_stream_bytes * sum([p.whole for p in stages]) / cut.shards
-        optimizer = _optimizer_bytes(stages, cut.shards, scale)
+        reserve += c.reduce_stream_bytes * sum([p.whole.shard for p in stages])
+        optimizer = _optimizer_bytes(stages, scale) + _routing_bytes(spec.shape, on_rank, stages)
         memory.append(
             StageMemory(
                 rank, phase, scale * weights, scale * gradients, optimizer, kept, logits, buffers, reserve
@@ -346,12 +320,13 @@ def _cut(spec: RunSpec) -> Cut:
     alone, stage = layout.pp == 1, layout.zero_stage
     degrees = layout.tp, layout.pp, layout.virtual_stages, layout.pp_schedule
     reduces_each, frees_each, after = alone and stage >= 2, alone and stage == 3, layout.dp_overlap == "off"
-    return Cut(spec.shape, *degrees, stage, layout.zero_shards, reduces_each, frees_each, after)
+    of_experts = layout.ep, layout.expert_shards
+    return Cut(spec.shape, *degrees, stage, layout.zero_shards, reduces_each, frees_each, after, *of_experts)
 
 
-def _optimizer_bytes(stages: tuple[StageParams, ...], shards: int, scale: int) -> float:
+def _optimizer_bytes(stages: tuple[StageParams, ...], scale: int) -> float:
     """Bytes of masters and moments, and of the optimizer's count of steps for each parameter."""
-    return sum([scale * 12 * p.whole / shards + 4 * p.tensors for p in stages])
+    return sum([scale * 12.0 * p.whole.shard + 4 * p.whole.tensors for p in stages])
 
 
 def static_bytes(spec: RunSpec) -> tuple[float, ...]:
@@ -361,4 +336,25 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     """
     cut, layout, scale = _cut(spec), spec.layout, 2 if spec.kernel.precision == "fp64" else 1
     targets = 8 * layout.gas * layout.mbs * spec.workload.seq_len // layout.cp if layout.pp > 1 else 0
-    return tuple(_optimizer_bytes(stages, cut.shards, scale) + targets for stages in params_of_ranks(cut))
+    tokens = _tokens(spec)
+    return tuple(
+        _optimizer_bytes(stages, scale) + _routing_bytes(spec.shape, tokens, stages) + targets
+        for stages in params_of_ranks(cut)
+    )
+
+
+def _tokens(spec: RunSpec) -> Tokens:
+    layout = spec.layout
+    return Tokens(
+        layout.mbs * spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
+        layout.cp_exchange, layout.recompute, min(4, BYTES[spec.kernel.precision]), spec.compiles,
+        busiest_share(spec.kernel, layout, spec.shape), layout.ep, spec.kernel.routing == "learned",
+    )  # fmt: skip
+
+
+def _routing_bytes(shape: ModelShape, tokens: Tokens, stages: tuple[StageParams, ...]) -> float:
+    """Bytes of routing that stay: a route that follows from positions, and balance and counts of each router."""
+    if not shape.num_experts:
+        return 0.0
+    layers = sum(shape.num_sparse_layers(p.stage.first_layer, p.stage.num_layers) for p in stages)
+    return route_bytes(shape, tokens) * (not tokens.learned) + 12 * shape.num_experts * layers

@@ -15,7 +15,7 @@ from ultrabench.record import from_dict
 from ultrabench.result import Status
 from ultrabench.store.state import AttemptState, SweepState
 from ultrabench.sweep.plan import Candidate, by_cell
-from ultrabench.sweep.predict.network import network
+from ultrabench.sweep.predict.network import LINKS, network
 from ultrabench.sweep.predict.predict import with_links
 from ultrabench.sweep.predict.profile import Profile
 from ultrabench.sweep.predict.search import BETTER, Tried
@@ -24,8 +24,6 @@ from ultrabench.variant import Value
 
 BEST_LAYOUTS = 3
 """Number of layouts of a cell with which other variants are tried."""
-LINKS = ("allreduce_busbw_bytes_per_s", "allgather_busbw_bytes_per_s")
-"""Columns of the rates that predictions take from preflights."""
 LATEST = 3
 """Number of latest allocations whose median rate counts: so many that a single slow one does not decide, and so few
 that a change of the cluster soon does."""

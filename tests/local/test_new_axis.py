@@ -21,8 +21,8 @@ NEW_AXES = """\
         "shards", "Ranks that share the weights.", kind=CHOICE, title="ranks that share the weights",
         default=1, implied=(1,), usual=(1, 2, 4), added_later=True,
     )
-    ep: Count = axis(
-        "ep", "Expert-parallel degree.", kind=CHOICE, title="expert-parallel degree", default=1, implied=(1,),
+    etp: Count = axis(
+        "etp", "Expert-parallel degree.", kind=CHOICE, title="expert-parallel degree", default=1, implied=(1,),
         usual=POWERS, divides=("dp", "cp"), added_later=True,
     )
     up: Count = axis(
@@ -31,14 +31,14 @@ NEW_AXES = """\
 
 """
 """A choice, a degree that regroups the ranks of others, and a degree that multiplies the number of ranks."""
-NAMES = ("shards", "ep", "up")
+NAMES = ("shards", "etp", "up")
 INNERMOST = "    tp: int\n\n\n"
 DISTANCES = """
 from dataclasses import replace
 from ultrabench.layout import NEUTRAL, Layout
 from ultrabench.sweep.predict.search import coordinates, words
 layout = Layout(dp=4)
-for name in ("shards", "ep", "up"):
+for name in ("shards", "etp", "up"):
     other = replace(layout, **{name: 2})
     print(name, (coordinates(other), words(other)) != (coordinates(layout), words(layout)), other.world_size)
 """
@@ -99,8 +99,8 @@ def test_three_more_fields_are_three_more_axes(changed_bench, bench):
     words = changed_bench.launch("fine", *new_axes, gbs=8, mbs=1)
     (output,) = several(changed_bench, ["sweep", "plan", *words[2:], "--json", "-o", "plan.parquet"])
     plan = json.loads(output)
-    # Two GPUs: up=2 leaves dp=1, which ep=2 does not divide.
-    assert (plan["candidates"], plan["runs"], plan["rejected"]) == (8, 6, {"ep_divides_dp_cp": 2})
+    # Two GPUs: up=2 leaves dp=1, which etp=2 does not divide.
+    assert (plan["candidates"], plan["runs"], plan["rejected"]) == (8, 6, {"etp_divides_dp_cp": 2})
     assert {*run_ids(changed_bench, "before.parquet")} < {*run_ids(changed_bench, "plan.parquet")}
 
     changed_bench.run(*words)
@@ -109,7 +109,7 @@ def test_three_more_fields_are_three_more_axes(changed_bench, bench):
     layouts = {tuple(row[name] for name in ("dp", *NAMES)) for row in rows}
     assert layouts == {(2, 1, 1, 1), (2, 1, 2, 1), (2, 2, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (1, 2, 1, 2)}
 
-    two = next(row["run_id"] for row in rows if row["shards"] == row["ep"] == 2)
+    two = next(row["run_id"] for row in rows if row["shards"] == row["etp"] == 2)
     best, shown, *_ = several(
         changed_bench, ["heatmap", "t", "--json", "--include-suspects"], ["sweep", "show", two, "--sweep", "t"],
         *(["heatmap", "t", "-o", f"{name}.svg", "--rank-by", name, "--include-suspects"] for name in NAMES),
@@ -119,7 +119,7 @@ def test_three_more_fields_are_three_more_axes(changed_bench, bench):
     assert tuple(cell[name] for name in ("dp", *NAMES)) in layouts
     for name in NAMES:
         assert f"{name}2" in (changed_bench.folder / f"{name}.svg").read_text()
-    assert re.search(r"^ep +2$", shown, re.MULTILINE)
+    assert re.search(r"^etp +2$", shown, re.MULTILINE)
     page = (changed_bench.folder / "page.html").read_text()
     data = json.loads(re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
     for name in NAMES:
@@ -150,7 +150,7 @@ def test_predictions_and_the_search_know_three_more_axes(changed_bench):
         assert {f"{title} ({name})", "1", "2", "4"} <= {*texts}
     # Each is as far from its neutral value as a doubled degree; a multiplied one doubles the number of ranks.
     done = subprocess.run([sys.executable, "-c", DISTANCES], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["shards True 4", "ep True 4", "up True 8"]
+    assert done.stdout.splitlines() == ["shards True 4", "etp True 4", "up True 8"]
 
 
 def run_ids(bench, plan):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import stage
 
-from tests.parity import planted_clock, planted_model, planted_options  # noqa: F401  their faults are in FAULTS, too
+from tests.parity import planted_clock, planted_experts, planted_model, planted_options  # noqa: F401  their faults are in FAULTS, too
 from tests.parity.fault import FAULTS, changed, planted
 from ultrabench.kernel import cp, model, pp, recompute, step, tp
 from ultrabench.kernel.dryrun import counts, rank_cost
@@ -92,13 +92,12 @@ def norms_one_by_one(right, params, ranks):
 
 
 @planted(step, "apply_dp", parity="dp=2 zero_stage=1 gas=2, dp=2 pp=2 zero_stage=3 gas=2 bf16")
-def wrong_divisor(right, decoder, *args):
-    """Gradients are summed over dp instead of averaged."""
-    right(decoder, *args)
+def wrong_divisor(right, decoder, mesh, *args):
+    """Gradients are averaged over dp, although the losses have been divided by its degree."""
+    right(decoder, mesh, *args)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(mesh["dp_shard"].size())
 
 
 @planted(step, "apply_dp", replicas="dp=4")
@@ -268,10 +267,16 @@ def stale_recompute(right, function, *args, **kwargs):
     return right(again, *args, **kwargs)
 
 
-@planted(recompute, "SELECTED", counts="test_recompute")
-def nothing_kept(right):
+@planted(recompute, "keeps_result", counts="test_recompute")
+def nothing_kept(right, *_, **__):
     """Selective recomputation keeps no results."""
-    return {}
+    return False
+
+
+@planted(model, "kept_linear", cost="test_recomputation_keeps_what_docs_say 1")
+def unmarked_products(right, x, weight):
+    """Selective recomputation keeps no products."""
+    return model.functional.linear(x, weight)
 
 
 @planted(recompute, "_word", cost="test_recomputation_keeps_what_docs_say 1")

@@ -23,6 +23,7 @@ from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.dryrun.counts import CollectiveCounts
 from ultrabench.kernel.dryrun.rank_cost import measure_step, rank_cost
 from ultrabench.kernel.mesh import build_mesh
+from ultrabench.kernel.moe import SparseFeedForward
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.requests import CheckSpec, RankCost
 from ultrabench.kernel.step import TrainStep
@@ -77,9 +78,16 @@ class Order(CollectiveCounts):
 def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int]], list[str]]:
     trainer = trained_a_step(spec, rank, folder)
     batch = trainer.batch(1)
-    with Order(trainer.mesh, trainer.cp_group) as counts:
+    with Order(trainer.mesh, trainer.cp_group, trainer.expert_mesh) as counts:
         trainer.update(trainer.accumulate(*batch))
     return dict(counts.found), counts.names
+
+
+def _count_tokens(spec: CheckSpec, rank: int, folder: Path) -> list[int]:
+    trainer = trained_a_step(spec, rank, folder)
+    trainer.accumulate(*trainer.batch(2))
+    ffns = [layer.ffn for model in trainer.models for layer in model.layers.values()]
+    return [int(ffn.counts.sum()) for ffn in ffns if isinstance(ffn, SparseFeedForward)]
 
 
 def _cost(spec: CheckSpec, rank: int, folder: Path) -> RankCost:
@@ -113,6 +121,8 @@ def _of_ranks(body: Callable[[CheckSpec, int, Path], Any], spec: CheckSpec) -> l
 
 counted = partial(_of_ranks, _count)
 """The collectives of the second step of each rank: calls and bytes by axis and operation, and their order."""
+tokens_of_experts = partial(_of_ranks, _count_tokens)
+"""The number of tokens, once for each of its experts, that the sparse layers of each rank counted in a step."""
 real_costs = partial(_of_ranks, _cost)
 """What a step costs each rank, in bf16."""
 compared_replicas = partial(_of_ranks, _compare_replicas)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.parity.server import counted
-from tests.parity.test_layouts import SHALLOW, spec_of
+from tests.parity.server import counted, tokens_of_experts
+from tests.parity.test_layouts import MOE, SHALLOW, spec_of
 from ultrabench.kernel.requests import TINY
 
 pytestmark = pytest.mark.parity
@@ -120,6 +120,29 @@ def test_compiled_tensor_parallel(server, recompute, gathers, scatters):
     counts, *_ = counts_of(server, f"tp=2 mbs=2 compile {recompute}")
     assert counts["tp all_gather"][0] == gathers * LAYERS + 2
     assert counts["tp reduce_scatter"][0] == scatters * LAYERS + 2
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_expert_parallel(server, recompute):
+    """ep.py: rows of T*k*H elements travel 4 times a sparse layer and micro-batch, their scores twice.
+
+    A layer that runs forward again sends both to the experts again, but not the results back.
+    """
+    again = int(recompute == "full")
+    gas, tokens, chosen = 2, 64, MOE.num_experts_per_tok
+    sent = gas * ((4 + again) * 4 * tokens * chosen * MOE.hidden_size + (2 + again) * 4 * tokens * chosen)
+    for counts in counts_of(server, f"dp=2 ep=2 gas={gas} moe {recompute}"):
+        assert counts["ep all_to_all"] == [gas * (6 + 2 * again), sent]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_tokens_of_experts_are_counted_once(server, recompute):
+    """The counts by which routers are balanced, on each rank: k for each token of its micro-batches."""
+    gas = 2
+    for counted_tokens in server.ask(
+        tokens_of_experts, spec_of(f"dp=2 ep=2 gas={gas} moe routing=learned {recompute}")
+    ):
+        assert counted_tokens == [gas * 64 * MOE.num_experts_per_tok]
 
 
 @pytest.mark.parametrize("word", ["eager", "compile"])

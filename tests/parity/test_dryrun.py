@@ -36,7 +36,7 @@ CASES = [
     "tp=2 gas=2 qwen", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full", "tp=2 selective",
     "pp=3 gas=3 every2 tied", "dp=2 pp=2 zero_stage=3 gas=3",
     "dp=2 zero_stage=2 gas=6", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=11 afab",
-    "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen",
+    "dp=2 ep=2 gas=2 moe", "dp=2 tp=2 ep=4 zero_stage=3 moe", "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen",
 ]  # fmt: skip
 
 
@@ -46,7 +46,8 @@ def test_a_dry_run_equals_a_real_step(server, case):
     spec = spec_of(case, TINY)  # in fewer layers, what a collective holds a little longer weighs more
     layout, dry_run = spec.layout, server.ask(dry_costs, spec)
     assert [cost.pp_rank for cost in dry_run] == list(range(layout.pp))
-    require_closed_form(in_precision(spec, "bf16"), dry_run)
+    if not spec.shape.num_experts:
+        require_closed_form(in_precision(spec, "bf16"), dry_run)
     for _ in range(TRIES):
         real = server.ask(real_costs, spec)
         pairs = [(dry, real[dry.rank]) for dry in dry_run]
@@ -107,7 +108,7 @@ def flops_of_one_rank_a_stage(spec):
         shape.attention_flops(seq_len) / 3,
         shape.hidden_size * shape.intermediate_size,
     )
-    full = 2 * (shape.layer_matmul_params - down * (layout.tp == 1)) + attention
+    full = 2 * (shape.layer_matmul_params() - down * (layout.tp == 1)) + attention
     selective = 2 * (h * (shape.kv_width + shape.q_width) + down * (1 + (layout.tp > 1)))
     again = {"none": 0, "attention": attention, "selective": selective}.get(layout.recompute, full)
     layers = shape.num_hidden_layers // (layout.full_every or 1)

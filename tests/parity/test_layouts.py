@@ -23,7 +23,7 @@ STEPS = 2
 CHANGES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True}, "mha": {"num_key_value_heads": 4}, "deep": {"num_hidden_layers": 8},
     "qwen": {"head_dim": 32, "qk_norm": True}, "long": {"rope_scaling": LONG},
-    "few": {"vocab_size": 4},
+    "few": {"vocab_size": 4}, "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
 }  # fmt: skip
 """Word of a case -> what it changes in the model; qwen has wide heads and norms of queries and keys."""
 
@@ -80,6 +80,36 @@ CASES = [
 ]  # fmt: skip
 
 
+MOE = dataclasses.replace(
+    TINY, name="moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+    first_k_dense_replace=1,
+)  # fmt: skip
+"""A model with a dense layer, then layers with experts of which one is shared."""
+
+
+EXPERTS = [
+    # Experts on one rank, and each ZeRO stage with groups of experts that are smaller than those of the rest.
+    "dp=1 moe gas=2 routing=learned sigmoid", "dp=2 ep=2 moe mbs=2 routing=learned", "dp=2 zero_stage=2 gas=2 moe",
+    "dp=2 zero_stage=1 ep=2 gas=2 moe tied dp_overlap=off", "dp=4 zero_stage=3 ep=2 moe routing=skew=1.2",
+    "dp=4 zero_stage=1 dp_shard=2 ep=2 gas=2 moe", "dp=4 zero_stage=2 dp_shard=2 ep=4 gas=2 moe",
+    # Groups of ep along tp, along dp, and along both.
+    "tp=2 moe mbs=2 routing=learned", "tp=2 ep=2 moe gas=2 sigmoid", "dp=2 tp=2 ep=4 zero_stage=3 mbs=2 moe",
+    "dp=2 tp=2 ep=2 zero_stage=0 moe routing=learned", "dp=2 tp=2 ep=1 zero_stage=1 gas=2 moe",
+    # Pipelines; zbv computes gradients of inputs and of weights apart.
+    "pp=2 gas=2 mbs=2 moe routing=learned", "dp=2 pp=2 ep=2 zero_stage=3 gas=2 moe", "pp=2 gas=1 afab moe",
+    "dp=2 pp=2 ep=2 zero_stage=1 gas=4 zbv moe tied", "tp=2 pp=2 ep=2 gas=4 zbv moe routing=learned",
+    "dp=2 pp=2 ep=2 zero_stage=1 gas=4 interleaved moe", "dp=2 pp=2 ep=2 gas=4 zbv attention moe",
+    # Rings.
+    "cp=2 ep=2 gas=2 mbs=2 moe", "dp=2 cp=2 ep=4 zero_stage=3 moe routing=learned",
+    "tp=2 cp=2 ep=2 gas=2 moe routing=skew=0.8",
+    # Recomputation and compiled layers, of which a rank has two kinds.
+    "dp=2 ep=2 zero_stage=3 gas=2 full moe routing=learned", "dp=2 ep=2 gas=2 every2 moe routing=learned",
+    "tp=2 ep=2 full compile moe", "dp=2 ep=2 selective compile moe routing=skew=0.8",
+]  # fmt: skip
+"""Layouts of a model with experts; the first of each three, and the compiled ones, are tested in every run."""
+CASES += sorted({*EXPERTS[::3], EXPERTS[-1]})
+
+
 def spec_of(case, shallow=SHALLOW):
     """The check that a line of CASES describes, which may name a precision; without a pipeline of the model `shallow`."""
     words = case.split()
@@ -87,6 +117,9 @@ def spec_of(case, shallow=SHALLOW):
     axes = {name: int(value) if value.isdecimal() else value for name, _, value in pairs}
     pp, gas = axes.get("pp", 1), axes.get("gas", 1)
     shape = TINY if pp > 1 else shallow
+    routing = axes.pop("routing", "balanced")
+    if "moe" in words:
+        shape = dataclasses.replace(MOE, num_hidden_layers=shape.num_hidden_layers)
     for word in CHANGES.keys() & set(words):
         shape = dataclasses.replace(shape, **CHANGES[word])
     schedule = next((w for w in words if w in PP_SCHEDULES), default_schedule(pp, gas))
@@ -94,7 +127,14 @@ def spec_of(case, shallow=SHALLOW):
     recompute = next(filter(re.compile(str(RECOMPUTE.pattern)).match, words), "none")
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **axes}, pp_schedule=schedule, recompute=recompute)
     precision = next((word for word in words if word in ("bf16", "fp32")), "fp64")
-    return CheckSpec(layout=layout, shape=shape, compile="compile" in words, precision=precision, steps=STEPS)
+    return CheckSpec(
+        layout=layout,
+        shape=shape,
+        compile="compile" in words,
+        precision=precision,
+        steps=STEPS,
+        routing=routing,
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -105,5 +145,5 @@ def test_layout_equals_one_process(server, case):
     assert result.error is None
     assert not result.missing_gradients
     assert result.passed, f"{result} (tolerance {TOLERANCE})"
-    kinds = 2 if spec.layout.full_every > 1 else 1
+    kinds = 2 if spec.layout.full_every > 1 or spec.shape.num_experts else 1
     assert result.graphs == kinds * spec.run.compiles

@@ -24,10 +24,10 @@ from ultrabench.analysis.figures.style import (
     remark,
 )
 from ultrabench.errors import counted
-from ultrabench.layout import AXES
+from ultrabench.layout import AXES, DEGREES
 
-_FOLLOW = {"nodes": "dp and gas", "dp": "nodes and gas"}
-"""Axis -> what follows from it where all else is equal; for other axes: dp and gas on equal nodes."""
+_FOLLOW = dict.fromkeys(("nodes", *DEGREES), "dp and gas") | {"dp": "nodes and gas"}
+"""Axis -> what follows from it where all else is equal; nothing follows from an axis that regroups ranks."""
 _COLUMNS = {"tokens_per_s_per_gpu": "tokens/s/GPU", "memory_gib": "peak memory (GiB)"}
 """Column of a panel -> its name."""
 _EFFICIENCY = ["efficiency", "efficiency_low", "efficiency_high"]
@@ -54,7 +54,7 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
         runs["line"] += 0.5 * (runs["sequence_parallel"] == "off")
     runs = runs.sort_values("standing", kind="stable")
     runs["best"] = ~runs.duplicated(["panel", "line", axis])
-    differ = {axis, *_FOLLOW.get(axis, "dp and gas").split(" and ")}
+    differ = {axis, *_FOLLOW.get(axis, "").split(" and ")}
     equal_columns = [name for name in ("nodes", *AXES) if name not in differ]
     # pp=1 is equal to 1f1b with one stage on each rank, whether the row tells the stages or not.
     usual = {"pp_schedule": runs["pp_schedule"].replace("none", "1f1b")}
@@ -87,8 +87,8 @@ def _with_efficiency(runs: pd.DataFrame) -> pd.DataFrame:
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """The panels of each model: throughput, over nodes the efficiency, and the memory of the same runs."""
     names, lines = list(drawn["panel"].unique()), sorted(drawn["line"].unique())
-    follows = _FOLLOW.get(axis, "dp and gas")
-    about = f"Thin lines: runs that differ only in {axis}, and in {follows} as follows from it."
+    follows = f", and in {_FOLLOW[axis]} as follows from it" if axis in _FOLLOW else ""
+    about = f"Thin lines: runs that differ only in {axis}{follows}."
     if not any(drawn.groupby(by)[axis].nunique().max() > 1 for by in ("equal", ["panel", "line"])):
         about = f"No line has two values of {axis}, so that none is drawn; choose another --axis."
     about += f" Reserved memory: {drawn['memory_of'].iloc[0]}.\n{notes}"

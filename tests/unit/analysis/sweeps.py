@@ -43,7 +43,7 @@ PREDICTED = Prediction(
 )  # fmt: skip
 
 
-def make_sweep(path, specs, why=(), hardware=GPUS, peak=None, precision="bf16", kernel=None):
+def make_sweep(path, specs, why=(), hardware=GPUS, peak=None, precision="bf16", kernel=None, models=(TINY,)):
     """A sweep that was planned and not begun; `why` has the rule and the reason for which the first specs do not run."""
     candidates = [
         Candidate(
@@ -54,7 +54,7 @@ def make_sweep(path, specs, why=(), hardware=GPUS, peak=None, precision="bf16", 
     content = SweepJson(
         sweep=path.name, cluster="local", hardware=hardware,
         kernel=kernel or KernelConfig(name="embedded", precision=precision), kernel_digest="digest",
-        models=(TINY,), workload=Workload(seq_len=128, gbs=128), provenance={"git_commit": "abc"}, config={},
+        models=models, workload=Workload(seq_len=128, gbs=128), provenance={"git_commit": "abc"}, config={},
         **(peak or {}),
     )  # fmt: skip
     return make_folder(path, content, candidates)

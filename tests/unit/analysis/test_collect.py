@@ -11,6 +11,7 @@ from tests.unit.analysis.sweeps import (
     OK,
     PREDICTED,
     SPECS,
+    TINY,
     claim,
     make_sweep,
     rows_of,
@@ -18,6 +19,7 @@ from tests.unit.analysis.sweeps import (
     swept,
     values,
 )
+from ultrabench.analysis import measured
 from ultrabench.errors import SweepFolderError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
@@ -112,6 +114,22 @@ def test_layers_with_a_split_backward_pass_are_never_compiled(tmp_path):
     specs = [spec_of(Layout(dp=4, pp=2, gas=4, pp_schedule="1f1b"), kernel), spec_of(split, kernel)]
     rows = rows_of(make_sweep(tmp_path / "s", specs, kernel=kernel))
     assert [row["compile"] for row in rows] == [spec.compiles for spec in specs] == [True, False]
+
+
+def test_a_model_with_experts_is_read_again_from_its_row(tmp_path):
+    """A dense one has nulls, as rows of earlier versions have."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    layers = {"first_k_dense_replace": 1, "decoder_sparse_step": 1}
+    kernel = KernelConfig(name="embedded", precision="bf16", routing="learned")
+    sparse = replace(spec_of(Layout(dp=8, ep=4, gas=16), kernel), shape=replace(TINY, **experts, **layers))
+    (row,) = rows_of(make_sweep(tmp_path / "sparse", [sparse], kernel=kernel, models=(sparse.shape,)))
+    assert values(row, experts | layers) == experts | layers
+    assert (row["ep"], row["routing"]) == (4, "learned")
+    assert measured.spec_of(row).run_id == sparse.run_id
+    assert row["num_active_params"] < row["num_params"] == sparse.shape.num_params
+    (dense,) = rows_of(make_sweep(tmp_path / "dense", SPECS[:1]))
+    assert {dense[name] for name in (*experts, *layers, "routing")} == {None}
+    assert measured.spec_of(dense).run_id == SPECS[0].run_id
 
 
 @pytest.mark.parametrize("core_rate", [1e9, None])

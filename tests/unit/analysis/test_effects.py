@@ -103,14 +103,14 @@ def test_knobs_of_the_variant_are_axes_too():
     table = with_variants(
         (row("a", 100.0, env_id="x", env="{}"), None),
         (row("b", 90.0, env_id="y", env='{"A": "Ring"}'), {"env.A": "Ring"}),
-        (row("c", 110.0, env_id="x", env="{}"), {"words.ep": 8, "env.A": None}),
-        (row("d", 99.0, env_id="y", env='{"A": "Ring"}'), {"words.ep": 8, "env.A": "Ring"}),
+        (row("c", 110.0, env_id="x", env="{}"), {"words.etp": 8, "env.A": None}),
+        (row("d", 99.0, env_id="y", env='{"A": "Ring"}'), {"words.etp": 8, "env.A": "Ring"}),
     )
     measured = competing(table)
-    assert measured.axes == ["env.A", "words.ep"]
-    (ring,), (ep,) = effects(measured, "env.A"), effects(measured, "words.ep")
+    assert measured.axes == ["env.A", "words.etp"]
+    (ring,), (etp,) = effects(measured, "env.A"), effects(measured, "words.etp")
     assert (ring.value, ring.against, ring.ratio, ring.pairs) == ("Ring", "unset", pytest.approx(0.9), 2)
-    assert (ep.value, ep.against, ep.ratio, ep.pairs) == (8, "unset", pytest.approx(1.1), 2)
+    assert (etp.value, etp.against, etp.ratio, etp.pairs) == (8, "unset", pytest.approx(1.1), 2)
     assert competing(table_of(row("a"))).axes == []
 
 
@@ -127,9 +127,9 @@ def test_the_baseline_is_the_first_value_of_the_sweep_or_the_most_frequent_one()
     assert baseline('{"mbs": 8, "tp": 4}') == baseline(None) == {1}, (
         "no run has it: of equally frequent ones the first"
     )
-    first = {"first_values": '{"env.A": null, "words.ep": 8}'}
-    ep = with_variants((row("a", **first), {"words.ep": 1}), (row("b", **first), {"words.ep": 8}))
-    assert [effect.against for effect in effects(competing(ep), "words.ep")] == [8]
+    first = {"first_values": '{"env.A": null, "words.etp": 8}'}
+    etp = with_variants((row("a", **first), {"words.etp": 1}), (row("b", **first), {"words.etp": 8}))
+    assert [effect.against for effect in effects(competing(etp), "words.etp")] == [8]
     ring = (
         (row("a", **first), {"env.A": "Ring"}),
         (row("b", **first), {"env.A": "Alg"}),
@@ -139,7 +139,7 @@ def test_the_baseline_is_the_first_value_of_the_sweep_or_the_most_frequent_one()
 
 
 def test_values_have_an_order_and_a_knob_without_a_choice_has_none():
-    assert in_order("words.ep", [16, "unset", 8, None, "on"]) == ["unset", 8, 16, "on"]
+    assert in_order("words.etp", [16, "unset", 8, None, "on"]) == ["unset", 8, 16, "on"]
     assert in_order("recompute", ["full", "none", "every3", "attention"]) == [
         "none",
         "attention",

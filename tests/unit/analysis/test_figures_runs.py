@@ -5,6 +5,7 @@ import math
 import random
 import runpy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,18 @@ def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind,
 def test_a_figure_without_anything_to_draw_says_what_to_do(kind, axis, lacking, told):
     with refused(told):
         prepared(kind, table_of(row("a", **lacking)), title="sweep", axis=axis)
+
+
+def test_scaling_over_an_axis_that_regroups_ranks_changes_nothing_else():
+    """Of the degrees dp follows, so that thin lines join runs of several dp; from ep nothing follows."""
+    balanced = partial(row, routing="balanced")
+    runs = balanced("a", ep=1), balanced("b", 120.0, ep=2), balanced("c", 90.0, ep=2, dp=4, tp=2)
+    runs = *runs, row("d", 80.0, ep=1, routing="learned")
+    points, texts = drawn("scaling", *runs, axis="ep")
+    equal = points.groupby("equal")["run_id"].apply(set).tolist()
+    assert sorted(map(sorted, equal)) == [["a", "b"], ["c"], ["d"]]
+    assert {*points[points["best"]]["run_id"]} == {"a", "b", "d"}
+    assert "Thin lines: runs that differ only in ep. Reserved" in texts
 
 
 @pytest.mark.parametrize(("kind", "axis"), [("scaling", "tp"), ("failures", "tp"), ("pareto", None)])

@@ -179,7 +179,7 @@ def test_what_cannot_be_drawn():
         figure([], title="t")
     many = [cell(gbs=gbs) for gbs in range(25)]
     with refused(
-        "25 cells in 25 groups of hardware, kernel, precision, seq_len and gbs, a heatmap holds 24 groups"
+        "25 cells in 25 groups of hardware, kernel, precision, routing, seq_len and gbs, a heatmap holds 24 groups"
     ):
         figure(many, title="t")
     assert len(figure(many[1:], title="t").axes) == 48

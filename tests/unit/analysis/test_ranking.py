@@ -45,7 +45,8 @@ def test_the_best_is_an_ok_final_row_above_doubt(rows, options, best):
 @pytest.mark.parametrize(
     ("other", "count"),
     [({"nodes": 2}, 2), ({"hardware": "a100x8"}, 2), ({"kernel": "megatron"}, 2), ({"num_params": 9}, 2),
-     ({"num_key_value_heads": 8}, 2), ({"gbs": 512}, 2), ({"dp": 4}, 1)],
+     ({"num_key_value_heads": 8}, 2), ({"gbs": 512}, 2), ({"routing": "learned"}, 2), ({"num_experts": 8}, 2),
+     ({"dp": 4}, 1)],
 )  # fmt: skip
 def test_what_makes_another_cell(other, count):
     assert len(cells_of(row("a"), row("b", **other))) == count

@@ -87,10 +87,10 @@ def test_an_effect_that_cannot_be_drawn_is_one_line_with_the_axes_that_varied(
 
 
 def test_a_name_without_its_group_is_understood(ultrabench, tmp_path):
-    rows = row("a", variant='{"words.ep": 1}'), row("b", variant='{"words.ep": 8}')
+    rows = row("a", variant='{"words.etp": 1}'), row("b", variant='{"words.etp": 8}')
     pq.write_table(table_of(*rows), tmp_path / "t.parquet")
-    assert "unknown axis 'ep'; did you mean words.ep?" in one_line(
-        ultrabench, "plot", "effect", "ep", "t.parquet"
+    assert "unknown axis 'etp'; did you mean words.etp?" in one_line(
+        ultrabench, "plot", "effect", "etp", "t.parquet"
     )
 
 

@@ -69,7 +69,7 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
     monkeypatch.setattr(replicas.dist, "all_reduce", lambda *_: None)
     trainer: Any = SimpleNamespace(
         params=params, layout=Layout(dp=2, tp=tp), device="cpu", mesh=SimpleNamespace(get_group=str),
-        tied=axis == "pp", tied_peer=1,
+        tied=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
     )  # fmt: skip
     if told:
         with pytest.raises(ReplicasDifferError, match=name):

@@ -57,8 +57,8 @@ def test_pending_gradients_are_one_sum_and_no_logits_are_kept():
     generator = torch.Generator().manual_seed(1)
     xs = torch.randn(3, 1, TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
     targets = torch.randint(VOCABULARY, (1, TOKENS), generator=generator)
-    pending, grads, kept = loss.Pending(), [], []
-    for shared in (None, pending):
+    shared_sum, grads, kept = loss.HeadGradient(), [], []
+    for shared in (None, shared_sum):
         weight = torch.linspace(-1, 1, VOCABULARY * HIDDEN, dtype=torch.float64).view(-1, HIDDEN)
         weight.requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
@@ -67,5 +67,5 @@ def test_pending_gradients_are_one_sum_and_no_logits_are_kept():
             one.backward()
         grads.append(weight.grad)
     assert (grads[0] - grads[1]).abs().max() < 1e-13
-    assert pending.total is None
+    assert shared_sum.total is None
     assert sum(kept) == 2 * xs.numel() + 3 * weight.numel()

@@ -155,7 +155,7 @@ OTHER_VALUES = {
     "sequence_parallel": "off",
     "cp_exchange": "allgather",
     "dp_overlap": "off",
-    **dict.fromkeys(("tp", "cp", "mbs"), 64),
+    **dict.fromkeys(("tp", "cp", "mbs", "ep"), 64),
 }
 
 

@@ -143,7 +143,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["model=tny"], "unknown model 'tny'; did you mean tiny? (known: tiny, tiny-gqa, mini, "),
+        (["model=tny"], "unknown model 'tny'; did you mean tiny? (known: tiny, tiny-moe, tiny-gqa, "),
         *(([f"model={given}"], "model takes one name; for several use sweep.models=[tiny,mini]") for given in (
             "[tiny,mini]", "[tiny mini]", "tiny,mini")),
         *(([given], f"{given!r} is no override; write {meant}") for given, meant in (
@@ -206,7 +206,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["hardware=null"], "hardware=null: a sweep always has a hardware; choose one (see ultrabench configs hardware)"),
         (["launcher=slurm", "+launcher.sbatch.qos=[a]"], "launcher.sbatch.qos=['a'] is not a text; give one value"),
         (["sweep.env.ALGO=[a,b]"], "sweep.env.ALGO: the sweep that is chosen does not have it; write +sweep.env.ALGO=[VALUE,VALUE]"),
-        (["+sweep.rules=[ep divides dp]"], """a rule has spaces and needs quotes; write '+sweep.rules=["ep divides dp"]'"""),
+        (["+sweep.rules=[etp divides dp]"], """a rule has spaces and needs quotes; write '+sweep.rules=["etp divides dp"]'"""),
         (["sweep.node=[1]"], "unknown override 'sweep.node'; did you mean sweep.nodes?"),
         (["+sweep.node=[1]"], "unknown field of sweep 'node'; did you mean nodes?"),
         (["hardware.gpu=RTX"], "a GPU comes with its rates"),

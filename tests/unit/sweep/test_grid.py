@@ -197,6 +197,56 @@ def test_the_first_broken_rule_gives_its_reason(layout, broken):
     assert next(broken_rules(layout, load_model("tiny-gqa")), None) == broken
 
 
+@pytest.mark.parametrize(
+    ("layout", "broken"),
+    [
+        (Layout(dp=2, ep=4), ("ep_divides_dp_cp_tp", "ep=4 does not divide dp*cp*tp=2")),
+        (Layout(dp=4, tp=4, ep=16), ("tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2")),
+        (Layout(dp=8, tp=2, ep=16), ("ep_divides_experts", "ep=16 does not divide num_experts=8")),
+        (Layout(dp=12, ep=4, zero_stage=3, dp_shard=6),
+         ("ep_fits_dp_shard", "ep=4 neither divides tp*dp_shard=6 nor is a multiple of it")),
+        (Layout(dp=12, ep=4, zero_stage=3, dp_shard=2), None),  # a group of experts fills two shard groups
+        (Layout(dp=2, cp=2, tp=2, ep=8, zero_stage=1), None),
+        (Layout(dp=12, ep=4), None),
+    ],
+)  # fmt: skip
+def test_experts_are_shared_by_ranks_of_one_stage_that_fit_shard_groups(layout, broken):
+    assert next(broken_rules(layout, MOE), None) == broken
+
+
+def test_a_dense_model_has_no_expert_parallelism():
+    reason = ("ep_needs_experts", "ep=2 needs a model with experts; tiny has none")
+    assert [*broken_rules(Layout(dp=2, ep=2), load_model("tiny"))] == [reason]
+
+
+MOE = replace(
+    load_model("tiny-gqa"), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=33, n_shared_experts=1
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "routing", "reason"),
+    [
+        ({}, Layout(dp=2, ep=2), "learned", None),
+        ({}, Layout(dp=1, tp=2), "balanced", "tp=2 does not divide n_shared_experts*moe_intermediate_size=33"),
+        ({"n_shared_experts": 2}, Layout(dp=1, tp=2), "balanced", None),
+        ({"n_shared_experts": 0}, Layout(dp=1, tp=2, sequence_parallel="off"), "balanced", "take sequence_parallel=on"),
+        ({"n_shared_experts": 0, "qk_norm": True, "qk_norm_across_heads": True}, Layout(dp=1, tp=2), "balanced",
+         "qk_norm_across_heads=true is one norm over the heads of all ranks; tp=2: take tp=1"),
+    ],
+)  # fmt: skip
+def test_experts_that_our_kernel_cannot_train_are_refused(changes, layout, routing, reason):
+    kernel, shape = KernelConfig(name="embedded", routing=routing), replace(MOE, **changes)
+    found = refusal(kernel, layout, shape, 64, "cpu")
+    assert found is None if reason is None else reason in found
+
+
+def test_a_routing_without_effect_is_refused():
+    kernel = KernelConfig(name="embedded", routing="skew=0.5")
+    found = refusal(kernel, Layout(dp=1), load_model("tiny"), 64, "cpu")
+    assert found == "routing=skew=0.5 needs a model with experts; tiny has none: take routing=balanced"
+
+
 def test_shards_are_all_ranks_those_of_a_node_or_a_number():
     words = ["sweep=playbook", "sweep.models=[3B]", "sweep.nodes=[2]", "sweep.tp=[2,8]", "sweep.pp=[1]"]
     words += ["sweep.zero_stage=[0,3]", "sweep.mbs=[1]", "sweep.gas=null"]

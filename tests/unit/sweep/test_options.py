@@ -33,12 +33,12 @@ from ultrabench.sweep.running.outliers import loss_groups
 from ultrabench.sweep.running.price import PlannedJob, control_key, controls, pack, planned_jobs
 from ultrabench.sweep.running.standings import best_of_cells
 
-PROGRAM = ("kernel=command", 'kernel.command=[train,"--tp={tp}","--ep={ep}"]', "launcher=slurm")
+PROGRAM = ("kernel=command", 'kernel.command=[train,"--tp={tp}","--etp={etp}"]', "launcher=slurm")
 SMALL = ("model=tiny", "sweep.nodes=[1]", "sweep.gbs=8", "sweep.tp=[1,2]", "sweep.pp=[1]", "sweep.mbs=[1]",
          "sweep.zero_stage=[0]", "sweep.gas=null", "hardware=cpu", "name=t")  # fmt: skip
 ENV = "+sweep.env={ALGO: [null, Ring]}"
 FLAGS = '+sweep.flags={overlap: {off: [], on: ["--overlap"]}}'
-WORDS = ("+sweep.words={ep: [1, 2]}", "+sweep.rules=['ep divides dp']")
+WORDS = ("+sweep.words={etp: [1, 2]}", "+sweep.rules=['etp divides dp']")
 
 
 def plan(*words, program=PROGRAM):
@@ -54,7 +54,7 @@ def test_every_combination_is_a_candidate_and_rules_reject_with_the_reason():
     assert len(ALL.candidates) == 2 * 2 * 2 * 2 * 2
     rejected = [c for c in ALL.candidates if c.rule == "word_rule"]
     assert len(rejected) == 2 * 2 * 2
-    assert {c.reason for c in rejected} == {"ep=2 does not divide dp=1 (ep divides dp)"}
+    assert {c.reason for c in rejected} == {"etp=2 does not divide dp=1 (etp divides dp)"}
     assert len({c.run_id for c in ALL.candidates}) == len(ALL.candidates)
     assert {tuple(cell)[2:] for cell in ALL.cells} == {(32, 8, "fp32"), (64, 8, "fp32")}
     summary = ALL.summary()
@@ -74,8 +74,8 @@ def test_an_unset_variable_leaves_run_ids_as_they_were_and_another_value_does_no
 def test_commands_and_variables_are_those_of_the_variant():
     run = next(c for c in ALL.runs if {*c.spec.variant.values()} == {"Ring", "on", 2})
     words = fill_in(run.spec, AttemptKey(run.run_id, 0, 0), ALL.config.measure)
-    assert words == ["train", f"--tp={run.layout.tp}", "--ep=2", "--overlap"]
-    assert run.spec.label().endswith(" ALGO=Ring overlap=on ep=2")
+    assert words == ["train", f"--tp={run.layout.tp}", "--etp=2", "--overlap"]
+    assert run.spec.label().endswith(" ALGO=Ring overlap=on etp=2")
     assert with_values({"ALGO": "Tree", "A": "1"}, {"ALGO": None}) == {"A": "1"}
     facts = {"variables": {"ALGO": "Ring", "B": "2"}}
     varied = env_id(facts, run.spec.kernel, "d", {"ALGO"})
@@ -97,7 +97,7 @@ def test_runs_are_read_again_from_the_table_of_the_plan():
 
 def test_control_runs_have_the_first_variant_and_share_the_allocations_of_others():
     for key, control in controls(ALL).items():
-        assert control.spec.variant == {"env.ALGO": None, "flags.overlap": "off", "words.ep": 1}
+        assert control.spec.variant == {"env.ALGO": None, "flags.overlap": "off", "words.etp": 1}
         assert control_key(control) == key
     groups = pack(next_attempts(ALL, SweepState()).todo, ALL.config, controls(ALL))
     assert sorted(sorted({t.candidate.cell for t in group}) for group in groups) == sorted(
@@ -131,10 +131,10 @@ def test_a_lack_of_memory_and_losses_speak_for_one_variant_only():
     runs = [allocations.predicted(run, memory_share=2.0) for run in small.runs]
     by_label = {c.spec.label(): c for c in runs}
     unset, ring = (
-        by_label[f"dp1 tp2 pp1 z0 mbs{mbs} gas{8 // mbs} ALGO={algo} ep=1"]
+        by_label[f"dp1 tp2 pp1 z0 mbs{mbs} gas{8 // mbs} ALGO={algo} etp=1"]
         for mbs, algo in ((1, "unset"), (2, "Ring"))
     )
-    same = by_label["dp1 tp2 pp1 z0 mbs2 gas4 ALGO=unset ep=1"]
+    same = by_label["dp1 tp2 pp1 z0 mbs2 gas4 ALGO=unset etp=1"]
     oom = ended(Status.OOM, confirmed=True)
     key = AttemptKey(unset.run_id, 0, 0)
     state = SweepState(attempts={key: AttemptState(key=key, result=oom)})
@@ -271,14 +271,14 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.env={A: [1, true]}"], "sweep.env.A: 1 and True are the same for the program"),
         (["+sweep.python=[/a, /a]"], "sweep.python: '/a' and '/a' are the same for the program"),
         (["+sweep.flags={q: {a: [-x], b: [-x]}}"], "sweep.flags.q: a and b are the same for the program"),
-        ([WORDS[0].replace("2", "'1'")], "sweep.words.ep: 1 and '1' are the same for the program"),
+        ([WORDS[0].replace("2", "'1'")], "sweep.words.etp: 1 and '1' are the same for the program"),
         (["+sweep.env={A: [1]}", "+kernel.env={A: '1'}"], "sweep.env.A and kernel.env.A; give only one"),
         (["+sweep.flags={q: [1]}"], "write {NAME: [ARGUMENT, ...]} for each value, such as sweep.flags: {overlap: {on: "),
         ([FLAGS, "kernel.flags={overlap: {a: []}}"], "sweep.flags.overlap and kernel.flags.overlap; give only one"),
         (["+sweep.words={zz: [1]}"], "sweep.words.zz changes nothing, since the command does not have it; use {zz}"),
         (["+sweep.words={tp: [1]}"], "tp is a word of every run: choose another name"),
-        ([WORDS[0], "+sweep.rules=['ep divide dp']"], "a rule is NAME divides NAME, or has <=, >= or =="),
-        ([WORDS[0], "+sweep.rules=['ep divides dpp']"], "did you mean pp?"),
+        ([WORDS[0], "+sweep.rules=['etp divide dp']"], "a rule is NAME divides NAME, or has <=, >= or =="),
+        ([WORDS[0], "+sweep.rules=['etp divides dpp']"], "did you mean pp?"),
         (["+sweep.rules=['precision == 2']"], "unknown number in sweep.rules 'precision == 2': 'precision'"),
         (["+sweep.flags={tp: {a: []}}"], "sweep.flags.tp; tp is a word of every run: choose another name"),
         (["+sweep.words={api_token: [1]}"], "sweep.words.api_token looks like a secret"),
@@ -290,18 +290,21 @@ def test_losses_of_different_programs_are_not_compared():
 )  # fmt: skip
 def test_what_cannot_vary_is_refused_in_one_line(words, line):
     with refused(line):
-        plan('kernel.command=[train,"--ep={ep}"]' if "ep" in str(words) else "kernel.command=[train]", *words)
+        plan(
+            'kernel.command=[train,"--etp={etp}"]' if "etp" in str(words) else "kernel.command=[train]",
+            *words,
+        )
 
 
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
-        ('{"ep"}', 'sweep.words.ep changes nothing, since the command has {"ep"}; use {ep}'),
-        ("{eq}", "sweep.words.ep changes nothing, since the command has {eq}; use {ep}"),
-        ("{words.ep}", "since the command has {words.ep}; use {ep}"),
-        ('{ep} {"tp"}', 'kernel.command has {"tp"}; a word stands in braces alone: write {tp}'),
-        ("{ep} { tp }", "kernel.command has { tp }; a word stands in braces alone: write {tp}"),
-        ("{ep} {eq}", "unknown word in kernel.command of kernel=command '{eq}' (known: ep, "),
+        ('{"etp"}', 'sweep.words.etp changes nothing, since the command has {"etp"}; use {etp}'),
+        ("{etq}", "sweep.words.etp changes nothing, since the command has {etq}; use {etp}"),
+        ("{words.etp}", "since the command has {words.etp}; use {etp}"),
+        ('{etp} {"tp"}', 'kernel.command has {"tp"}; a word stands in braces alone: write {tp}'),
+        ("{etp} { tp }", "kernel.command has { tp }; a word stands in braces alone: write {tp}"),
+        ("{etp} {etq}", "unknown word in kernel.command of kernel=command '{etq}' (known: etp, "),
     ],
 )
 def test_a_word_that_stands_wrongly_in_braces_is_named(argument, line):
@@ -310,7 +313,7 @@ def test_a_word_that_stands_wrongly_in_braces_is_named(argument, line):
 
 
 def test_braces_of_the_program_itself_stay():
-    run = plan(WORDS[0], """kernel.command=[train,'{"lr": 1} {"lr"} {ep}']""").runs[0]
+    run = plan(WORDS[0], """kernel.command=[train,'{"lr": 1} {"lr"} {etp}']""").runs[0]
     words = fill_in(run.spec, AttemptKey(run.run_id, 0, 0), ALL.config.measure)
     assert words == ["train", '{"lr": 1} {"lr"} 1']
 

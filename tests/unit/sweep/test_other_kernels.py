@@ -94,18 +94,32 @@ def test_megatron_is_told_layout_and_model():
     assert {name: told[name] for name in expected} == {name: str(value) for name, value in expected.items()}
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 OTHER = {
     "tp": 4, "cp": 2, "zero_stage": 2, "recompute": "every2", "hidden_size": 2048, "num_hidden_layers": 16,
     "num_attention_heads": 64, "num_key_value_heads": 4, "intermediate_size": 4096, "vocab_size": 512,
     "tie_word_embeddings": True, "rope_theta": 1e4, "rms_norm_eps": 1e-6, "head_dim": 64, "qk_norm": True,
     "rope_scaling": replace(LONG, factor=32.0), "sliding_window": 128, "seq_len": 8192, "seed": 5, "precision": "fp32",
-    "compile": True, "attention": "flash3", "sequence_parallel": "off", "dp_overlap": "off",
+    "compile": True, "attention": "flash3", "sequence_parallel": "off", "dp_overlap": "off", "attention_bias": True,
+    "partial_rotary_factor": 0.5,
 }  # fmt: skip
 OTHER_VALUES = {word: {word: value} for word, value in OTHER.items()} | {
     "dp": {"dp": 4, "gbs": 16}, "pp": {"pp": 2, "pp_schedule": "1f1b"}, "pp_schedule": {"pp": 2, "pp_schedule": "afab"},
     "cp_exchange": {"cp": 2, "cp_exchange": "allgather"}, "dp_shard": {"dp_shard": 2, "dp": 4, "gbs": 16}, "mbs": {"mbs": 2, "gbs": 16}, "gas": {"gas": 8, "gbs": 16},
     "virtual_stages": {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}, "gbs": {"gbs": 16, "gas": 8},
+    "num_experts": EXPERTS,
 }  # fmt: skip
+OF_EXPERTS = {
+    "ep": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "decoder_sparse_step": 2, "scoring_func": "sigmoid", "norm_topk_prob": False, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+"""Another value of each word that needs a model with experts."""
+CHANGES = [
+    *(({}, word, values) for word, values in OTHER_VALUES.items()),
+    *((EXPERTS, word, EXPERTS | {word: value}) for word, value in OF_EXPERTS.items()),
+    ({"qk_norm": True}, "qk_norm_across_heads", {"qk_norm": True, "qk_norm_across_heads": True}),
+]
+"""The values of a run beside the usual ones, a word, and these values with another one of it."""
 
 
 @pytest.mark.parametrize(("framework", "zero_stage"), [("megatron", 1), ("torchtitan", 3), ("nanotron", 1)])
@@ -125,12 +139,11 @@ def test_every_word_of_a_run_changes_the_command_or_is_named_beside_it(framework
                        gpus_per_node=made[0].world_size)  # fmt: skip
         return command_of(spec, config), list(not_expressed(spec, kernel))
 
-    usual, nothing = shown()
-    assert nothing == []
+    assert shown()[1] == []
     words = [*AXES, *(f.name for r in (ModelShape, Workload) for f in fields(r) if f.name != "name")]
-    assert {*words, "precision", "compile", "attention"} == OTHER_VALUES.keys()
-    for word, more in OTHER_VALUES.items():
-        command, comments = shown(**more)
+    assert {*words, "precision", "compile", "attention"} == {word for _, word, _ in CHANGES}
+    for before, word, after in CHANGES:
+        (usual, _), (command, comments) = shown(**before), shown(**after)
         assert command != usual or any(word in comment for comment in comments), word
     flags = RECOMPUTE_FLAGS[framework]
     for recompute in ("none", "attention", "selective", "full", "every2"):

@@ -19,7 +19,7 @@ RANK_BYTES = 1e8
 """Bytes of memory of each process of the check, without torch's libraries, which all processes share."""
 STATE_BYTES = 40
 """Bytes for each parameter in fp64: the parameter, its gradient, a copy to compare, two moments of AdamW."""
-ARGUMENTS = ("seq_len", "seed", "steps", "attention")
+ARGUMENTS = ("seq_len", "seed", "steps", "attention", "routing")
 """Arguments besides the model and the axes; they are fields of CheckSpec."""
 
 

@@ -1,0 +1,209 @@
+"""The feed-forward block of a sparse layer: a router chooses experts for each token.
+
+Shapes: T tokens, E experts, k experts of a token, H hidden, M width of an expert. With the score s_e of expert e,
+y = sum over the k chosen e of down_e(s_e silu(gate_e(x)) up_e(x)), plus the output of the shared experts.
+
+The functions here are the specification, which `ep.py` replaces by sorted tokens and grouped products.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ultrabench.kernel.compat import kept_linear
+from ultrabench.model_shape import ModelShape
+
+LEARNED = "learned"
+"""The routing by scores of the router; every other routing chooses experts by the position of a token."""
+BALANCE_RATE = 1e-3
+"""What a step adds to the bias of an expert with too few tokens (arXiv 2408.15664, section 4.1)."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, taken modulo 1, fill the interval from 0 to 1 evenly."""
+
+
+class Route(NamedTuple):
+    """The experts of this rank's tokens, and how their rows travel, a row for each token and expert."""
+
+    experts_Tk: Tensor  # noqa: N815  the suffix is its shape
+    tokens: Tensor | None = None
+    """The token of each row, in the order of the experts."""
+    order: Tensor | None = None
+    """Number of each row among the T*k, in the order of the experts."""
+    slots: Tensor | None = None
+    """Place of each of the T*k rows in that order."""
+    arrival: Tensor | None = None
+    """Order of the rows that arrive from all ranks by expert; None if they arrive so."""
+    departure: Tensor | None = None
+    ends: Tensor | None = None
+    """End of the rows of each of this rank's experts."""
+    counts: tuple[int, ...] = ()
+    """Number of rows of each of this rank's experts."""
+    sends: tuple[int, ...] = ()
+    """Number of rows that each rank gets."""
+    receives: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=4)
+def _edges(exponent: float, experts: int, chosen: int) -> tuple[float, ...]:
+    """Sums of the shares min(1, c (e+1)**-exponent) of the experts, with c such that all shares add up to `chosen`."""
+    weights = [(expert + 1) ** -exponent for expert in range(experts)]
+    whole = 0  # experts that every token chooses
+    while (factor := (chosen - whole) / sum(weights[whole:])) * weights[whole] > 1:
+        whole += 1
+    shares = [1.0] * whole + [factor * weight for weight in weights[whole:]]
+    return (0.0, *accumulate(shares))
+
+
+def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int, ...]:
+    """The experts of the token at `position` of any sequence.
+
+    balanced takes the next k experts for each token in turn. skew=A draws k different ones systematically: each
+    expert has a part of the interval from 0 to k as long as its share, which holds at most one of the k points
+    u, u+1, ...
+    """
+    experts, chosen = shape.num_experts, shape.num_experts_per_tok
+    if routing == "balanced":
+        return tuple((position * chosen + j) % experts for j in range(chosen))
+    edges, first = (_edges(float(routing.partition("=")[2]), experts, chosen), position * GOLDEN % 1)
+    return tuple(min(bisect_right(edges, first + j), experts) - 1 for j in range(chosen))
+
+
+class _Counted(torch.autograd.Function):
+    """Counts the tokens of each expert in backward, which runs once, where forward may be repeated."""
+
+    @staticmethod
+    def forward(ctx, scores_TE: Tensor, experts_Tk: Tensor, counts_E: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.counts = counts_E
+        ctx.save_for_backward(experts_Tk)
+        return scores_TE.view_as(scores_TE)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        (experts_Tk,) = ctx.saved_tensors
+        ctx.counts.add_(torch.bincount(experts_Tk.flatten(), minlength=len(ctx.counts)))
+        return grad, None, None
+
+
+class Experts(nn.Module):
+    """The weights of all experts of this rank, under each other."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        experts, h, m = shape.num_experts, shape.hidden_size, shape.moe_intermediate_size
+        self.gate = nn.Parameter(torch.empty(experts * m, h))
+        self.up = nn.Parameter(torch.empty(experts * m, h))
+        self.down = nn.Parameter(torch.empty(experts * h, m))
+
+
+def mixture(x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) -> Tensor:
+    """The sum of the outputs of each token's experts, T x H."""
+    h = x_TH.shape[1]
+    number, out = len(experts.down) // h, torch.zeros_like(x_TH)
+    for expert, (gate, up, down) in enumerate(
+        zip(*(w.chunk(number) for w in (experts.gate, experts.up, experts.down)), strict=True)
+    ):
+        token, slot = torch.where(route.experts_Tk == expert)
+        x = x_TH[token]
+        hidden = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
+        weighted = hidden * weights_Tk[token, slot, None].to(hidden.dtype)
+        out = out.index_add(0, token, functional.linear(weighted, down))
+    return out
+
+
+class SparseFeedForward(nn.Module):
+    """A router, experts among which it chooses, and experts that every token passes."""
+
+    mix: Callable[[Tensor, Tensor, Route, Experts], Tensor]
+    route_of: Callable[[Tensor], Route]
+    """The route of tokens to the experts that the router chose; expert parallelism adds how they travel."""
+    balance: Tensor
+    """The bias of each expert, which is added to its scores when experts are chosen, and only then."""
+    counts: Tensor
+    """The number of this rank's tokens of each expert in the backward passes of a step."""
+
+    def __init__(self, shape: ModelShape, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.shape, self.mix, self.route_of = shape, mixture, Route
+        self.router = nn.Linear(shape.hidden_size, shape.num_experts, bias=False)
+        self.experts = Experts(shape)
+        self.shared = shared
+        self.register_buffer("balance", torch.zeros(shape.num_experts))
+        self.register_buffer("counts", torch.zeros(shape.num_experts, dtype=torch.int64))
+
+    def forward(self, x_BSH: Tensor, route: Route | None) -> Tensor:
+        """The x_BSH that the block adds to the residual; without a route the router chooses."""
+        shared, x_TH = None if self.shared is None else self.shared(x_BSH), x_BSH.flatten(0, 1)
+        logits = kept_linear(x_TH, self.router.weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.sigmoid() if self.shape.scoring_func == "sigmoid" else logits.softmax(-1)
+        if route is None:
+            experts_Tk = (scores + self.balance).topk(self.shape.num_experts_per_tok).indices
+            scores = _Counted.apply(scores, experts_Tk, self.counts)  # type: ignore[no-untyped-call]
+            route = self.route_of(experts_Tk)
+        weights = scores.gather(1, route.experts_Tk)
+        if self.shape.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights * self.shape.routed_scaling_factor
+        out = self.mix(x_TH, weights, route, self.experts).view_as(x_BSH)
+        return out if shared is None else out + shared
+
+
+class Routing:
+    """Chooses the experts of all tokens of a micro-batch by their positions, unless the routers choose."""
+
+    def __init__(self, word: str, shape: ModelShape, spans: Sequence[range]) -> None:
+        """`spans` are the positions of a sequence that this rank holds."""
+        self.word, self.shape = word, shape
+        self.positions = [position for span in spans for position in span]
+
+    def experts(self, tokens: int, part: int = 0) -> list[tuple[int, ...]]:
+        """The experts of `tokens` tokens, from token part*tokens of the flattened micro-batch on."""
+        places = range(part * tokens, (part + 1) * tokens)
+        positions = (self.positions[place % len(self.positions)] for place in places)
+        return [self.experts_at(position) for position in positions]
+
+    @cache  # noqa: B019  a process has as many as pipeline stages
+    def experts_at(self, position: int) -> tuple[int, ...]:
+        """The experts of the token at `position`."""
+        return static_experts(self.word, self.shape, position)
+
+    def route(self, x_BSH: Tensor) -> Route | None:
+        """The route of the tokens of a micro-batch; None if the routers choose."""
+        if self.word == LEARNED:
+            return None
+        return Route(torch.tensor(self.experts(x_BSH.shape[0] * x_BSH.shape[1]), device=x_BSH.device))
+
+
+def balances(model: nn.Module) -> dict[str, Tensor]:
+    """The biases of the routers of a model, by name; all ranks of a pipeline stage hold the same."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".balance")}
+
+
+def update_balance(models: Sequence[Any], layers: int) -> None:
+    """Adds to the bias of each expert that got fewer tokens in this step than the mean, and subtracts from the others.
+
+    All ranks have to call it; it sums one number for each expert of each of the `layers` layers of the model.
+    """
+    blocks = {
+        int(number): layer.ffn
+        for model in models
+        for number, layer in model.layers.items()
+        if isinstance(layer.ffn, SparseFeedForward)
+    }
+    (experts, device) = next((m.shape.num_experts, next(m.parameters()).device) for m in models)
+    counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+    for number, block in blocks.items():
+        counts[number] = block.counts
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    for number, block in blocks.items():
+        of_layer = counts[number].double()
+        block.balance += BALANCE_RATE * (of_layer.mean() - of_layer).sign().to(block.balance.dtype)
+        block.counts.zero_()

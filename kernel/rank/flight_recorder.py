@@ -1,0 +1,60 @@
+"""What torch's flight recorder knows of the collectives of a rank; neither it nor torch's table of groups is public."""
+
+import json
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+GROUP_NAMES = {"default_pg": "world", "undefined": "ranks"}
+"""Name of a group in torch -> our name; the groups of a mesh have the names of their axes."""
+
+
+def last_collectives() -> list[dict[str, Any]]:
+    """The collectives of each process group of this rank: how many it has entered, started and finished.
+
+    They come from torch's flight recorder, which is on by default; if it does not know a group, only the
+    sequence number of the group is known. Items are {group, ranks, entered, started, finished, ops}; `ops`
+    maps numbers to names of the first unfinished collectives, or of the last one. Unknown values are None.
+    """
+    by_group: dict[str, list[dict[str, Any]]] = {}
+    for entry in _flight_record():
+        if not entry["is_p2p"]:
+            by_group.setdefault(entry["process_group"][0], []).append(entry)
+    counts = []
+    for group, name in dist.distributed_c10d._world.pg_names.items():
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) > 1:
+            axis = group.group_desc.removeprefix("mesh_")
+            group_counts = {
+                "group": GROUP_NAMES.get(axis, axis),
+                "ranks": ranks,
+                **_count(by_group.get(name, [])),
+            }
+            group_counts["entered"] = group_counts["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            counts.append(group_counts)
+    return counts
+
+
+def _count(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The highest collective numbers among the entries of one group."""
+    finished = [e["collective_seq_id"] for e in entries if e["retired"] or e["state"] == "completed"]
+    begun = [e["collective_seq_id"] for e in entries if e["state"] == "started"]
+    # A retired NCCL collective has begun; a collective of gloo stays "scheduled" until it ends.
+    starts = (
+        max([*begun, *finished], default=None) if any(e["state"] != "scheduled" for e in entries) else None
+    )
+    unfinished = [e for e in entries if e["collective_seq_id"] not in finished][:4] or entries[-1:]
+    return {
+        "entered": max((e["collective_seq_id"] for e in entries), default=None),
+        "started": starts,
+        "finished": max(finished, default=0) if entries else None,
+        "ops": {e["collective_seq_id"]: e["profiling_name"].partition(":")[2] for e in unfinished},
+    }
+
+
+def _flight_record() -> list[dict[str, Any]]:
+    """The entries of both flight recorders (one is for NCCL, one for all others), in order."""
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    dumps = [getattr(_distributed_c10d, name) for name in names if hasattr(_distributed_c10d, name)]
+    return [entry for dump in dumps for entry in json.loads(dump(True, False)).get("entries", [])]

@@ -1,0 +1,219 @@
+"""Numbers of parameters of each stage of our own kernel, and of what it gathers and reduces at once.
+
+fully_shard pads the rows of each matrix to a multiple of the ranks among which it shards. The experts of a layer are a
+group of their own, with other shards than the rest of the layer.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
+from ultrabench.stages import Stage, stages_by_rank
+
+
+class Cut(NamedTuple):
+    """How a run cuts the model."""
+
+    shape: ModelShape
+    tp: int
+    pp: int
+    virtual_stages: int
+    pp_schedule: str
+    zero_stage: int
+    shards: int
+    reduces_each: bool
+    """Whether each micro-batch reduces its gradients, so that sums of them are shards."""
+    frees_each: bool
+    """Whether each backward frees parameters; in a pipeline only the last one of ZeRO-3 does."""
+    reduces_after: bool
+    """Whether gradients are reduced after a backward instead of during it."""
+    ep: int
+    expert_shards: int
+
+
+class Size(NamedTuple):
+    """Numbers of parameters of a rank."""
+
+    whole: int
+    """Those that the rank computes with."""
+    shard: int
+    """Those of them whose masters it keeps."""
+    tensors: int
+
+    def plus(self, other: "Size", times: int = 1) -> "Size":
+        """The sum with so many times another size."""
+        whole, shard, tensors = other
+        return Size(self.whole + times * whole, self.shard + times * shard, self.tensors + times * tensors)
+
+
+NOTHING = Size(0, 0, 0)
+
+
+class LayerGroup(NamedTuple):
+    """A group of parameters of a layer; the experts are reduced before the rest, both after backward of the layer."""
+
+    layer: int
+    """Number of the layer in the model."""
+    is_sparse: bool
+    is_experts: bool
+    size: Size
+    done: Size
+    """What the stage's backward has finished before it."""
+    before: int
+    """Parameters of the group before, whose reduction is under way."""
+    around: int
+    """Of experts the parameters of the rest of their layer, whose gradients wait while those of the experts are reduced."""
+    following: int
+    """Parameters of the next layer, which are on their way; 0 where none follows or they are not sharded."""
+
+
+class StageParams(NamedTuple):
+    """What a rank holds of a stage."""
+
+    stage: Stage
+    last: Size
+    """Norm and head; nothing where they are one group with the embedding."""
+    first: Size
+    """The embedding, or the group of a tied embedding with norm and head."""
+    whole: Size
+    layer_groups: tuple[LayerGroup, ...]
+    """The groups of layers among which is that of the peak: those of the ends of each run of like layers."""
+    top_groups: tuple[LayerGroup, ...]
+    """Those of the first dense layer and of the first one with experts in the order of backward."""
+    top_following: int
+    """Parameters of the last layer that are gathered from several ranks."""
+    is_tied: bool
+
+    @property
+    def gathered_last(self) -> int:
+        """Parameters of the group that forward gathers last."""
+        return self.last.whole or self.top_following
+
+
+def params_of_ranks(cut: Cut) -> tuple[tuple[StageParams, ...], ...]:
+    """The stages of each rank of the pipeline axis."""
+    degrees = cut.tp, cut.pp, cut.virtual_stages, cut.pp_schedule
+    return _params_of_ranks(cut.shape, *degrees, cut.shards, cut.ep, cut.expert_shards)
+
+
+@lru_cache(maxsize=4096)
+def _params_of_ranks(
+    shape: ModelShape,
+    tp: int,
+    pp: int,
+    virtual_stages: int,
+    pp_schedule: str,
+    shards: int,
+    ep: int,
+    expert_shards: int,
+) -> tuple[tuple[StageParams, ...], ...]:
+    layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
+    sizes, is_tied = _sizes(shape, tp, shards, ep, expert_shards), shape.tie_word_embeddings and pp == 1
+    ranks = stages_by_rank(shape, layout)
+    return tuple(tuple(_stage(shape, sizes, stage, is_tied) for stage in stages) for stages in ranks)
+
+
+class _Sizes(NamedTuple):
+    """The sizes of what a rank holds of each block."""
+
+    table: Size
+    """The embedding, or the head."""
+    norm: Size
+    dense: Size
+    """A dense layer."""
+    rest: Size
+    """A layer with experts without them."""
+    experts: Size
+    """The experts of a layer."""
+
+
+@lru_cache(maxsize=4096)
+def _sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> _Sizes:
+    h, attention = shape.hidden_size, _attention(shape, tp)
+    number, width = shape.num_experts // ep, shape.moe_intermediate_size
+    rest = [*attention, (shape.num_experts, h)]
+    if shape.n_shared_experts:
+        rest += _feed_forward(h, shape.n_shared_experts * width // tp)
+    rows = number * width, h  # those of all experts of the rank under each other
+    return _Sizes(
+        table=_padded(shards, (shape.vocab_size // tp, h)),
+        norm=_padded(shards, (h, 1)),
+        dense=_padded(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
+        rest=_padded(shards, *rest),
+        experts=_padded(expert_shards, rows, rows, (number * h, width)),
+    )
+
+
+def _stage(shape: ModelShape, sizes: _Sizes, stage: Stage, is_tied: bool) -> StageParams:
+    last = NOTHING if is_tied else NOTHING.plus(sizes.norm, stage.has_norm).plus(sizes.table, stage.has_head)
+    first = sizes.norm.plus(sizes.table) if is_tied else NOTHING.plus(sizes.table, stage.has_embedding)
+    groups = tuple(_layer_groups(shape, sizes, stage, last))
+    top_layer = {group.is_sparse: group.layer for group in reversed(groups)}
+    top = tuple(group for group in groups if group.layer == top_layer[group.is_sparse])
+    whole = last.plus(first).plus(_of_layers(shape, sizes, stage.first_layer, stage.num_layers))
+    top_following = sum(map(_gathered, _groups_of(shape, sizes, groups[0].layer))) if groups else 0
+    return StageParams(stage, last, first, whole, groups, top, top_following, is_tied)
+
+
+def _groups_of(shape: ModelShape, sizes: _Sizes, layer: int) -> tuple[Size, ...]:
+    return (sizes.rest, sizes.experts) if shape.is_sparse(layer) else (sizes.dense,)
+
+
+def _gathered(size: Size) -> int:
+    """Parameters that are gathered from several ranks; 0 where the rank has all of them."""
+    return size.whole if size.shard < size.whole else 0
+
+
+def _of_layers(shape: ModelShape, sizes: _Sizes, first: int, number: int) -> Size:
+    """The size of `number` layers of the model from layer `first` on."""
+    if not shape.num_experts:
+        return NOTHING.plus(sizes.dense, number)
+    sparse = shape.num_sparse_layers(first, number)
+    return NOTHING.plus(sizes.dense, number - sparse).plus(sizes.rest, sparse).plus(sizes.experts, sparse)
+
+
+def _layer_groups(shape: ModelShape, sizes: _Sizes, stage: Stage, last: Size) -> Iterator[LayerGroup]:
+    """The groups of `_looked_at` layers, in the order of backward."""
+    end = stage.first_layer + stage.num_layers
+    for layer in _looked_at(shape, stage):
+        is_sparse, is_first = shape.is_sparse(layer), layer == stage.first_layer
+        done, before = last.plus(_of_layers(shape, sizes, layer + 1, end - layer - 1)), last.whole
+        if layer < end - 1:
+            before = (sizes.rest if shape.is_sparse(layer + 1) else sizes.dense).whole
+        following = 0 if is_first else sum(map(_gathered, _groups_of(shape, sizes, layer - 1)))
+        size = sizes.rest if is_sparse else sizes.dense
+        if is_sparse:
+            yield LayerGroup(layer, True, True, sizes.experts, done, before, size.whole, following)
+            done, before = done.plus(sizes.experts), sizes.experts.whole
+        yield LayerGroup(layer, is_sparse, False, size, done, before, 0, following)
+
+
+def _looked_at(shape: ModelShape, stage: Stage) -> list[int]:
+    """The layers at the ends of each run of layers that are alike, or that repeat after decoder_sparse_step layers.
+
+    Inside a run, activations fall and gradients grow by the same number of bytes from period to period.
+    """
+    first, end, step = stage.first_layer, stage.first_layer + stage.num_layers, shape.decoder_sparse_step
+    looked_at = set[int]()
+    for start, stop in ((first, shape.first_k_dense_replace), (max(first, shape.first_k_dense_replace), end)):
+        looked_at |= {*range(start, start + step), *range(min(stop, end) - 2 * step, min(stop, end))}
+    return sorted((layer for layer in looked_at if first <= layer < end), reverse=True)
+
+
+def _padded(shards: int, *matrices: tuple[int, int]) -> Size:
+    whole = sum(-(-rows // shards) * shards * columns for rows, columns in matrices)
+    return Size(whole, whole // shards, len(matrices))
+
+
+def _attention(shape: ModelShape, tp: int) -> list[tuple[int, int]]:
+    """Rows and columns of the weights of attention and of both norms of a layer."""
+    h, q, kv = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp
+    normed = (q, kv) if shape.qk_norm_across_heads else (shape.head_width, shape.head_width)
+    vectors = [h, h, *(normed if shape.qk_norm else ()), *((q, kv, kv) if shape.attention_bias else ())]
+    return [(q, h), (kv, h), (kv, h), (h, q), *((rows, 1) for rows in vectors)]
+
+
+def _feed_forward(h: int, width: int) -> list[tuple[int, int]]:
+    return [(width, h), (width, h), (h, width)]

@@ -1,0 +1,100 @@
+"""Faults of routers, experts and expert parallelism."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from tests.parity.fault import changed, planted
+from ultrabench.kernel import ep, model, moe, step
+
+
+@planted(step, "apply_dp", parity="dp=2 moe, dp=2 tp=2 ep=2 zero_stage=1 moe")
+def expert_divisor(right, decoder, mesh, zero_stage, precision, experts):
+    """Gradients of experts are averaged over the ranks that hold them, although the losses have been divided."""
+    right(decoder, mesh, zero_stage, precision, experts)
+    for module in decoder.modules():
+        if isinstance(module, moe.Experts) and isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(experts.size() // experts["ep"].size())
+
+
+@planted(ep.ExpertRanks, "back", parity="dp=2 ep=2 moe")
+def combine_by_expert(right, ranks, rows, departure, sends, receives):
+    """Results go back in the order of the experts instead of that in which their rows arrived."""
+    return right(ranks, rows, torch.arange(len(rows)), sends, receives)
+
+
+@planted(ep, "_mix", parity="dp=2 ep=2 moe bf16")
+def score_twice(right, ranks, x, weights, route, experts):
+    """The score of an expert is multiplied into its output twice."""
+    return right(ranks, x, weights * weights, route, experts)
+
+
+@planted(ep, "_mix", parity="tp=2 ep=2 moe")
+def dropped_token(right, ranks, x, weights, route, experts):
+    """The experts of the last token of a rank have no room for it."""
+    kept = torch.arange(len(x)) < len(x) - 1
+    return right(ranks, x, weights * kept[:, None], route, experts)
+
+
+@planted(ep, "_grouped_weights", parity="dp=2 ep=2 moe")
+def shifted_expert_gradients(right, *args):
+    """Each expert of a rank gets the gradient of the one before."""
+    return right(*args).roll(1, 0)
+
+
+@planted(step, "sum_norm_gradients", parity="tp=2 ep=2 moe", replicas="tp=2 moe")
+def router_of_own_tokens(right, params, ranks):
+    """Gradients of routers, summands on each rank of tp, pass for sums."""
+    right([(name, param) for name, param in params if ".router." not in name], ranks)
+
+
+@planted(step, "num_copies", parity="dp=2 ep=2 moe")
+def experts_in_the_norm(right, name, param, layout):
+    """The norm weighs experts as if all ranks of ep held the same ones."""
+    return right(name, param, layout) * (layout.ep if ".experts." in name else 1)
+
+
+@planted(moe, "dist", parity="dp=2 ep=2 moe routing=learned", replicas="dp=2 ep=2 moe routing=learned")
+def bias_of_one_rank(right):
+    """Each rank balances its own tokens only."""
+    return changed(right, all_reduce=lambda counts: None)
+
+
+@planted(moe._Counted, "forward", counts="test_tokens_of_experts_are_counted_once full")
+def counted_again(right, ctx, scores, experts, counts):
+    """Tokens are counted in forward, so that recomputation counts them again."""
+    counts.add_(torch.bincount(experts.flatten(), minlength=len(counts)))
+    ctx.counts = torch.zeros_like(counts)
+    ctx.save_for_backward(experts)
+    return scores.view_as(scores)
+
+
+@planted(step, "expert_mesh", ignored="dp=2 ep=2 moe")
+def lost_ep(right, layout, device_type):
+    """Every rank holds all experts."""
+    return right(replace(layout, ep=1), device_type)
+
+
+@planted(model, "Routing", ignored="dp=2 ep=2 moe routing=skew=1")
+def lost_routing(right, word, *args):
+    """Experts are chosen evenly, whatever the routing is."""
+    return right("balanced", *args)
+
+
+@planted(step.TrainStep, "update", replicas="dp=2 moe")
+def skipped_experts(right, self, loss):
+    """Rank 1 does not update its experts."""
+    if dist.get_rank() == 1:
+        for name, param in self.params.items():
+            if ".experts." in name:
+                param.grad = None
+                self.shards[name].requires_grad_(False)
+    return right(self, loss)
+
+
+@planted(ep.ExpertRanks, "there", counts="test_expert_parallel none")
+def rows_sent_wide(right, ranks, rows, *args):
+    """Rows travel to their experts in twice their precision."""
+    return right(ranks, rows.double(), *args).to(rows.dtype)

@@ -1,0 +1,63 @@
+"""What is predicted of models with experts: bytes by hand, and what makes communication and computing larger or smaller."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.predict.test_memory import constants
+from tests.unit.predict.test_step_time import GPUS, spec_of, step_time
+from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
+from ultrabench.sweep.predict.experts import busiest_share
+from ultrabench.sweep.predict.memory import predict_memory
+from ultrabench.sweep.predict.network import network
+from ultrabench.sweep.predict.ultrabench_memory import static_bytes
+
+MIXTRAL = ModelShape(
+    name="mixtral", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    intermediate_size=14336, vocab_size=32000, tie_word_embeddings=False, num_experts=8, num_experts_per_tok=2,
+    moe_intermediate_size=14336,
+)  # fmt: skip
+"""The sizes of Mixtral 8x7B."""
+IN_NODE = Layout(dp=8, ep=8, zero_stage=1, gas=2)
+
+
+def test_static_bytes_of_mixtral_are_those_of_a_hand_calculation():
+    """12 bytes a parameter: the rest in 8 shards, and 1 of 8 experts whole; the route of 4096 tokens, biases and counts."""
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 4096 + 8 * 4096  # attention, norms and router
+    rest, expert = 32 * layer + 2 * 32000 * 4096 + 4096, 3 * 4096 * 14336
+    tensors = 32 * (4 + 2 + 1 + 3) + 3
+    route = 8 * 6 * 4096 * 2
+    expected = 12 * (rest // 8 + 32 * expert) + 4 * tensors + route + 12 * 8 * 32
+    assert static_bytes(spec_of(IN_NODE, MIXTRAL)) == (expected,)
+
+
+def test_expert_parallelism_moves_bytes_from_weights_to_links():
+    alone, spread = (spec_of(replace(IN_NODE, ep=ep), MIXTRAL) for ep in (1, 8))
+    bytes_alone, bytes_spread = (
+        predict_memory(s, constants("ultrabench"))[0].weights for s in (alone, spread)
+    )
+    assert bytes_alone > 6 * bytes_spread
+    assert step_time(alone, "ultrabench").ep == 0 < step_time(spread, "ultrabench").ep
+    assert step_time(spread, "ultrabench").dp < step_time(alone, "ultrabench").dp
+
+
+def test_all_to_alls_take_longer_between_nodes_and_as_long_as_measured():
+    sheet = network(GPUS, 2)
+    assert sheet.alltoall_s(2**30, 16) > 5 * sheet.alltoall_s(2**30, 8)
+    rates = network(GPUS, 2, alltoall_bytes_per_s=40e9, alltoall_intra_node_bytes_per_s=300e9)
+    assert rates.alltoall_s(2**30, 16) == pytest.approx(15 / 16 * 2**30 / 40e9)
+    assert rates.alltoall_s(2**30, 8) == pytest.approx(7 / 8 * 2**30 / 300e9)
+    slower = network(GPUS, 2, allreduce_bytes_per_s=sheet.allreduce_bytes_per_s / 4)
+    assert slower.alltoall_s(2**30, 16) == pytest.approx(4 * sheet.alltoall_s(2**30, 16))
+
+
+@pytest.mark.parametrize(
+    ("routing", "share"), [("balanced", 1), ("learned", 1), ("skew=0", 1), ("skew=1", 4 * 12 / 25)]
+)
+def test_the_busiest_rank_has_the_most_popular_experts(routing, share):
+    """With A=1 and 4 experts the first one has 12/25 of the rows."""
+    shape = replace(MIXTRAL, num_experts=4, num_experts_per_tok=1)
+    kernel = replace(spec_of(IN_NODE, MIXTRAL).kernel, routing=routing)
+    assert busiest_share(kernel, Layout(dp=4, ep=4), shape) == pytest.approx(share)
+    assert busiest_share(kernel, Layout(dp=4), shape) == 1
