@@ -96,8 +96,10 @@ def shard_state(module: Any) -> ShardState:
     dtypes = param.sharded_param.dtype, param._unsharded_param.dtype
     # Among replicas the sums of a shard group wait apart until the last micro-batch.
     has_reduced = param.sharded_param.grad is not None or group._partial_reduce_output is not None
-    reduced = group.reduce_grads, has_reduced
-    return ShardState(shards, group.mesh_info.mesh.size(), not group.is_unsharded, *reduced, dtypes)
+    # The hook of apply_dp, if there is one, sums over the replicas.
+    replicas = group._all_reduce_hook.keywords["group"].size() if group._all_reduce_hook else 1
+    copies = group.mesh_info.mesh.size() * replicas
+    return ShardState(shards, copies, not group.is_unsharded, group.reduce_grads, has_reduced, dtypes)
 
 
 def reduce_gradients(model: Any) -> None:

@@ -26,9 +26,11 @@ Gradients are summed over these ranks, and every loss is divided by the number o
 ranks of a group would depend on how many they are, which differs between the groups of a model with experts.
 """
 
+from functools import partial
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -62,10 +64,13 @@ def apply_dp(
         present = [module for module in modules if module is not None]
         if not present:
             return []
-        axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis.endswith(("replicate", "shard")))
-        axes = axes[mesh[axes[0]].size() == 1 :]
-        wrapped = fully_shard(present, mesh=mesh[axes], reshard_after_forward=reshard, mp_policy=policy)[0]
-        if mesh[axes].size() > 1:  # torch would make a copy to divide it by 1
+        replicas, shards = axes = [axis for axis in mesh.mesh_dim_names or () if axis.endswith(("replicate", "shard"))]
+        hook = zero_stage == 0 and mesh[replicas].size() > 1
+        cut = mesh[shards] if hook or mesh[replicas].size() == 1 else mesh[tuple(axes)]
+        wrapped = fully_shard(present, mesh=cut, reshard_after_forward=reshard, mp_policy=policy)[0]
+        if hook:  # torch sums over replicas of one shard only in a copy, which it divides by 1
+            wrapped.set_all_reduce_hook(partial(dist.all_reduce, group=mesh.get_group(replicas)))
+        elif cut.size() > 1:
             wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
         return [wrapped]

@@ -58,9 +58,9 @@ def overlapped(right, decoder, zero_stage, *, last, overlap):
 
 
 @planted(step, "apply_dp", ignored="gas=1 bf16")
-def no_bf16(right, decoder, mesh, zero_stage, precision):
+def no_bf16(right, decoder, mesh, zero_stage, precision, experts):
     """Layers compute in the precision of the optimizer."""
-    right(decoder, mesh, zero_stage, "fp32")
+    right(decoder, mesh, zero_stage, "fp32", experts)
 
 
 @planted(step, "apply_compile", ignored="compile")
