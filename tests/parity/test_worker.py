@@ -104,7 +104,13 @@ def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
         unknown = {"pp", "pp_schedule", "virtual_stages"} if pp == 1 else {"dp_overlap"}
         known = {k: v for k, v in options.items() if k not in unknown}
         computed_in = dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), "fp32")
-        others = {"compile": False, "attention": "flash", "fused_optimizer": True, "tf32": False, "routing": "balanced"}
+        others = {
+            "compile": False,
+            "attention": "flash",
+            "fused_optimizer": True,
+            "tf32": False,
+            "routing": "balanced",
+        }
         assert ran == known | computed_in | others
         assert all(line["tokens"] == spec.tokens_per_step for line in steps)
         assert steps[-1]["loss"] < steps[0]["loss"]
