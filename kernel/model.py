@@ -21,7 +21,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
 
 INIT_STD = 0.02
-"""Standard deviation of the initial values of every matrix."""
+"""Standard deviation of the initial values of every matrix, and of biases, which would hide a fault if they were 0."""
 TIED_NAME = "embedding.weight"
 """The parameter whose seed also gives the values of a tied lm_head, on whichever rank its copy is."""
 
@@ -67,16 +67,16 @@ class RmsNorm(nn.Module):
 
 
 def rope_frequencies(shape: ModelShape, half: Tensor) -> Tensor:
-    """The angle by which each pair of channels is rotated from one position to the next, D/2 each.
+    """The angle by which each pair of channels is rotated from one position to the next, R/2 for R rotated channels.
 
-    They are theta^(-2i/D). A llama3 scaling divides those that turn less than low_freq_factor times in the
+    They are theta^(-2i/R). A llama3 scaling divides those that turn less than low_freq_factor times in the
     original context by its factor, keeps those that turn more than high_freq_factor times, and goes from one to
     the other linearly in the number of turns.
 
     Args:
-        half: 0, 2, ... D-2.
+        half: 0, 2, ... R-2.
     """
-    frequency = shape.rope_theta ** (-half / shape.head_width)
+    frequency = shape.rope_theta ** (-half / shape.rotary_width)
     if (scaling := shape.rope_scaling) is None:
         return frequency
     turns = frequency * scaling.original_max_position_embeddings / (2 * math.pi)
@@ -87,21 +87,21 @@ def rope_frequencies(shape: ModelShape, half: Tensor) -> Tensor:
 def rope_tables(
     spans: Sequence[range], shape: ModelShape, like: Tensor, computed_in: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The cosine and sine of the rotation of every position, S x 1 x D/2 each (arXiv 2104.09864).
+    """The cosine and sine of the rotation of every position, S x 1 x R/2 each (arXiv 2104.09864).
 
     They have the dtype of `like`, and by default their angles are computed in at least fp32.
     """
     dtype = computed_in or torch.promote_types(like.dtype, torch.float32)
-    half = torch.arange(0, shape.head_width, 2, device=like.device, dtype=dtype)
+    half = torch.arange(0, shape.rotary_width, 2, device=like.device, dtype=dtype)
     position = torch.cat([torch.arange(s.start, s.stop, device=like.device, dtype=dtype) for s in spans])
     angle = torch.outer(position, rope_frequencies(shape, half))[:, None, :]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
 def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x with each pair (i, i + D/2) of every head rotated by the angle of its position."""
-    a, b = x_BSND.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    """x with each pair (i, i + R/2) of the first R channels of every head rotated by the angle of its position."""
+    a, b, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, *unrotated), dim=-1)
 
 
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
@@ -143,19 +143,31 @@ class Attention(Block):
         h = shape.hidden_size
         self.head_width = shape.head_width
         self.core = causal_attention
-        self.q = nn.Linear(h, shape.q_width, bias=False)
-        self.k = nn.Linear(h, shape.kv_width, bias=False)
-        self.v = nn.Linear(h, shape.kv_width, bias=False)
+        self.q = nn.Linear(h, shape.q_width, bias=shape.attention_bias)
+        self.k = nn.Linear(h, shape.kv_width, bias=shape.attention_bias)
+        self.v = nn.Linear(h, shape.kv_width, bias=shape.attention_bias)
         self.out = nn.Linear(shape.q_width, h, bias=False)
-        self.q_norm = RmsNorm(shape.head_width, shape.rms_norm_eps) if shape.qk_norm else None
-        self.k_norm = RmsNorm(shape.head_width, shape.rms_norm_eps) if shape.qk_norm else None
+        self.norm_across_heads = shape.qk_norm_across_heads
+        widths = (shape.q_width, shape.kv_width) if self.norm_across_heads else (shape.head_width,) * 2
+        self.q_norm, self.k_norm = (
+            RmsNorm(width, shape.rms_norm_eps) if shape.qk_norm else None for width in widths
+        )
+
+    def _heads(self, x_BSF: Tensor, norm: RmsNorm | None) -> Tensor:
+        """The heads of queries, keys or values, B x S x N x D, which `norm` normalises one by one or all together."""
+        x_BSND = x_BSF.view(*x_BSF.shape[:-1], -1, self.head_width)
+        if norm is None:
+            return x_BSND
+        normed: Tensor = norm(x_BSF if self.norm_across_heads else x_BSND)
+        return normed.view_as(x_BSND)
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The x_BSH after attention; the number of heads comes from the projections, which may be shards."""
-        products = self.columns(x_BSH, self.q.weight, self.k.weight, self.v.weight)
-        q, k, v = (x.view(*x.shape[:-1], -1, self.head_width) for x in products)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        projections = self.q, self.k, self.v
+        products = self.columns(x_BSH, *(projection.weight for projection in projections))
+        if self.q.bias is not None:
+            products = tuple(x + projection.bias for x, projection in zip(products, projections, strict=True))
+        q, k, v = map(self._heads, products, (self.q_norm, self.k_norm, None))
         q_BNSD, k_BKSD = (rotate(t, cos, sin).transpose(1, 2) for t in (q, k))
         mixed = self.core(q_BNSD, k_BKSD, v.transpose(1, 2))
         return self.row(mixed.transpose(1, 2).flatten(2), self.out.weight)

@@ -13,6 +13,9 @@ costs 6 all-gathers and 4 reduce-scatters of B*S*H elements.
 Without sequence parallelism each rank holds all B*S tokens between the blocks (arXiv 1909.08053, section 3). Nothing is
 gathered, and an all-reduce takes the place of each reduce-scatter: two in forward of a layer and two in backward.
 
+Biases are added to the products of a rank with its own columns. Each rank has all tokens there, so that its gradients of them
+are complete.
+
 The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step; without sequence
 parallelism only that of the norms of q and k is one, over the heads of all ranks.
 """
@@ -191,7 +194,9 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
         return
     for name, module in model.named_modules():
         if (dim := CUT_DIM.get(name.rpartition(".")[2])) is not None:
-            module.weight = nn.Parameter(module.weight.chunk(ranks.group.size(), dim)[0].detach().clone())
+            for parameter, full in list(module.named_parameters()):  # a weight, and the bias of q, k or v
+                part = full.chunk(ranks.group.size(), dim)[0]
+                setattr(module, parameter, nn.Parameter(part.detach().clone()))
     for layer in model.layers.values():
         for block in layer.modules():
             if isinstance(block, Block):

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,28 +13,74 @@ from ultrabench.errors import ConfigError
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import field_types, from_dict
 
+DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")),
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_key_value_heads": None,
+    "head_dim": None, "sliding_window": None, "use_sliding_window": None,
+}  # fmt: skip
+"""The keys that models of all types read -> the usual value of an absent key; None if there is none."""
+_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 MODEL_TYPES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": None, "sliding_window": None},
+    "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
-}
-"""model_type -> the values that transformers uses for absent keys. Only models of these types can be trained.
+    "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28, **_WINDOW},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28, **_WINDOW},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2},
+    "olmoe": {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    "qwen3_moe": {
+        "num_key_value_heads": 4, **_WINDOW, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1, "norm_topk_prob": False,
+    },
+    "glm4_moe": {
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False, "qk_norm": False,
+        "partial_rotary_factor": 0.5, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 1,
+    },
+    "dots1": {
+        "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62, "num_experts": None,
+        "num_experts_per_tok": None, "moe_intermediate_size": 1408, "n_shared_experts": None,
+        "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    },
+}  # fmt: skip
+"""model_type -> the keys that models of this type read beside DEFAULTS, with their values where a key is absent.
 
-Source: LlamaConfig, MistralConfig and Qwen3Config of transformers, which also give the values of DEFAULTS.
+Only models of these types can be trained. The layers for multi-token prediction (num_nextn_predict_layers) are
+read and left out, as transformers leaves them out in training.
+Source: LlamaConfig, MistralConfig and so on of transformers, which also give the values of DEFAULTS.
 """
+FIXED: dict[str, dict[str, Any]] = {
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": True},
+    "olmoe": {"qk_norm": True, "qk_norm_across_heads": True},
+    "qwen3_moe": {"qk_norm": True},
+    "glm4_moe": {"scoring_func": "sigmoid"},
+    "dots1": {"scoring_func": "sigmoid", "qk_norm": True},
+}
+"""model_type -> what is the same in all models of this type, whatever their keys say.
+
+Source: Qwen2Attention, Glm4MoeTopkRouter and so on of transformers.
+"""
+RENAMED = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
+"""Key of a config.json -> the field of ModelShape that holds it, where their names differ."""
 SIZES_ALONE = "for its sizes alone write them to ./ultrabench/model/NAME.yaml and give model=NAME"
 """What a user can do with a model that ultrabench does not train."""
-DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 PLAIN: dict[str, Any] = {
     "hidden_act": "silu", "rope_type": "llama3", "partial_rotary_factor": 1.0, "num_experts_per_tok": 0,
     **dict.fromkeys(("attention_bias", "mlp_bias", "bias", "qkv_bias", "use_qk_norm", "qk_norm"), False),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), 0),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "num_nextn_predict_layers", "n_embd", "no_rope_layers"), 0),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), 0),
+    **dict.fromkeys(("shared_expert_intermediate_size", "router_jitter_noise"), 0), "mlp_only_layers": [],
+    **dict.fromkeys(("n_group", "topk_group", "moe_layer_freq"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "num_nextn_predict_layers"), 0),
+    **dict.fromkeys(("n_embd", "no_rope_layers"), 0),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), 0),
     "quantization_config": {},
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "parallel_residual"), False),
 }  # fmt: skip
-"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null."""
+"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null.
+
+MODEL_TYPES names the types whose models may have other values of some of these keys.
+"""
 _GIVE_ANOTHER = "give the path of a config.json, or a name (see ultrabench configs model)"
 """What a user can do whose model was not found."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)")
@@ -97,31 +143,38 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     Raises:
         ConfigError: a key makes the model one that ultrabench does not train; the message names the key.
     """
-    kind, rope = values.get("model_type"), _rope(values)
+    kind, values = values.get("model_type"), {**values, **_rope(values)}
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        trained = f"the decoders of {', '.join(MODEL_TYPES)} only, without biases and experts"
+        trained = f"the decoders of {', '.join(MODEL_TYPES)} only"
         changed = ", ".join(f"{key} is {json.dumps(values[key])}" for key in _changed(values))
         model_type = f"model_type {kind!r}{f' ({changed})' if changed else ''}"
         raise ConfigError(f"model={where}: {model_type}; ultrabench trains {trained}: {SIZES_ALONE}")
-    settings = {**DEFAULTS, **MODEL_TYPES[kind], **values, **rope}
-    settings = {key: value for key, value in settings.items() if value is not None}
-    if settings.get("use_sliding_window") is False:
-        settings.pop("sliding_window", None)
-    for key, trained_value in _changed(settings).items():
-        fact = f"model={where}: {key} is {json.dumps(settings[key])}"
-        raise ConfigError(f"{fact}; ultrabench trains models whose {key} is {trained_value}: {SIZES_ALONE}")
-    sizes = {key: settings[key] for key in field_types(ModelShape) if key in settings}
-    scaling = {key: rope[key] for key in field_types(RopeScaling) if key in rope}
-    not_sizes = {
-        "name": name,
-        "qk_norm": kind == "qwen3",
-        "rope_scaling": scaling if "rope_type" in settings else None,
+    usual, fixed = {**DEFAULTS, **MODEL_TYPES[kind]}, FIXED.get(kind, {})
+    for key, trained_value in _changed(values, {*usual, *fixed}).items():
+        fact = f"model={where}: {key} is {json.dumps(values[key])}"
+        raise ConfigError(
+            f"{fact}; ultrabench trains {kind} models whose {key} is {trained_value}: {SIZES_ALONE}"
+        )
+    renamed = {RENAMED[key]: value for key, value in values.items() if key in RENAMED and value is not None}
+    read = {key: {**values, **renamed}.get(key, value) for key, value in usual.items()}
+    if read.get("num_experts"):
+        read.setdefault("moe_intermediate_size", read["intermediate_size"])
+    scaling = {key: values[key] for key in field_types(RopeScaling) if key in values}
+    derived = {
+        "num_key_value_heads": read["num_key_value_heads"] or read["num_attention_heads"],
+        "sliding_window": _window(read),
+        "rope_scaling": scaling if values["rope_type"] else None,
     }
-    return shape_from(
-        {**sizes, **not_sizes}
-        | {"num_key_value_heads": sizes.get("num_key_value_heads", sizes.get("num_attention_heads"))},
-        f"model={where}",
-    )
+    sizes = read | fixed | derived
+    given = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
+    return shape_from({"name": name, **given}, f"model={where}")
+
+
+def _window(read: Mapping[str, Any]) -> Any:
+    """The sliding window of a model; None if no layer has one."""
+    first, layers = read.get("max_window_layers"), read["num_hidden_layers"]
+    is_behind = isinstance(first, int) and isinstance(layers, int) and first >= layers
+    return None if read["use_sliding_window"] is False or is_behind else read["sliding_window"]
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,9 +185,14 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": None if kind == "default" else kind}
 
 
-def _changed(values: Mapping[str, Any]) -> dict[str, str]:
-    """Key that makes a model which ultrabench does not train -> the value that it trains, as a text."""
-    changed = {k: json.dumps(plain) for k, plain in PLAIN.items() if values.get(k) not in (None, plain)}
+def _changed(values: Mapping[str, Any], read: Collection[str] = ()) -> dict[str, str]:
+    """Key that makes a model which ultrabench does not train -> the value that it trains, as a text.
+
+    Args:
+        read: the keys that a shape is made from, by the names of its fields; they may have any value.
+    """
+    plain = {key: value for key, value in PLAIN.items() if RENAMED.get(key, key) not in read}
+    changed = {key: json.dumps(value) for key, value in plain.items() if values.get(key) not in (None, value)}
     layers = values.get("layer_types")
     if layers is not None and (
         not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)

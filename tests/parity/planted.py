@@ -38,6 +38,22 @@ def forgotten_head_norms(right, params, ranks):
     right([(n, p) for n, p in params if n.split(".")[-2] not in ("q_norm", "k_norm")], ranks)
 
 
+@planted(step, "sum_norm_gradients", parity="tp=2 gas=2 biased")
+def summed_biases(right, params, ranks):
+    """Gradients of biases, of which each rank of tp has all of its columns, are summed over tp."""
+    right(params, ranks)
+    for name, param in params:
+        if name.endswith(".bias"):
+            dist.all_reduce(param.grad.to_local(), group=ranks.group)
+
+
+@planted(model.Decoder, "initial_value", parity="tp=2 gas=2 biased")
+def biases_of_the_first(right, self, name, size, seed, device, part):
+    """All ranks of tp start with the biases of the first."""
+    first = tuple((dim, 0, length) for dim, _, length in part)
+    return right(self, name, size, seed, device, first if name.endswith(".bias") else part)
+
+
 @planted(tp, "reduce_scatter", parity="tp=2 bf16")
 def unsummed_rows(right, tensor, group):
     """The summands of a row-parallel product stay where they are."""

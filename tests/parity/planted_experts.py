@@ -19,6 +19,24 @@ def expert_divisor(right, decoder, mesh, zero_stage, precision, experts):
             module.set_gradient_divide_factor(experts.size() // experts["ep"].size())
 
 
+@planted(moe.SparseFeedForward, "__init__", transformers="dots")
+def softmax_of_all(right, self, shape, shared):
+    """Scores of experts are those of a softmax, whatever the shape says."""
+    right(self, replace(shape, scoring_func="softmax"), shared)
+
+
+@planted(moe.SparseFeedForward, "__init__", transformers="glm")
+def unscaled_scores(right, self, shape, shared):
+    """The scores of the chosen experts are not scaled."""
+    right(self, replace(shape, routed_scaling_factor=1.0), shared)
+
+
+@planted(moe.SparseFeedForward, "__init__", transformers="olmoe")
+def always_normalised(right, self, shape, shared):
+    """The scores of the chosen experts are divided by their sum, whatever the shape says."""
+    right(self, replace(shape, norm_topk_prob=True), shared)
+
+
 @planted(ep.ExpertRanks, "back", parity="dp=2 ep=2 moe")
 def combine_by_expert(right, ranks, rows, departure, sends, receives):
     """Results go back in the order of the experts instead of that in which their rows arrived."""

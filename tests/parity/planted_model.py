@@ -36,6 +36,28 @@ def fixed_rope_theta(right, shape, half):
     return right(replace(shape, rope_theta=10000.0), half)
 
 
+@planted(model, "rope_tables", transformers="glm")
+def whole_rotation(right, spans, shape, like):
+    """All channels of a head are rotated, whatever the shape says."""
+    return right(spans, replace(shape, partial_rotary_factor=1.0), like)
+
+
+@planted(model.Attention, "_heads", transformers="olmoe")
+def norm_of_each_head(right, self, x, norm):
+    """Queries and keys are normalised in each head instead of across heads."""
+    heads = right(self, x, None)
+    if norm is None:
+        return heads
+    rstd = torch.rsqrt(heads.square().mean(-1, keepdim=True) + norm.eps)
+    return heads * rstd * norm.weight.view(-1, self.head_width)
+
+
+@planted(model.Attention, "_heads", transformers="qwen2")
+def bias_without_gradient(right, self, x, norm):
+    """Values get no gradient of their bias."""
+    return right(self, x - self.v.bias + self.v.bias.detach() if x.shape[-1] == len(self.v.bias) else x, norm)
+
+
 def with_attention(functional, change, **options):
     """A `functional` whose attention has these options, and first changes its queries, keys and values."""
 

@@ -33,7 +33,7 @@ TRIES = 3
 
 CASES = [
     "dp=1", "dp=2 gas=2 attention", "dp=2 zero_stage=1 gas=3", "dp=3 zero_stage=3 gas=2",
-    "tp=2 gas=2 qwen", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full", "tp=2 selective",
+    "tp=2 gas=2 qwen biased", "dp=2 tp=2 zero_stage=3 tied", "dp=2 zero_stage=3 full biased across", "tp=2 selective",
     "pp=3 gas=3 every2 tied", "dp=2 pp=2 zero_stage=3 gas=3",
     "dp=2 zero_stage=2 gas=6", "pp=2 gas=4 interleaved", "pp=2 gas=4 zbv", "pp=2 gas=1 zbv", "pp=2 gas=11 afab",
     "dp=2 ep=2 gas=2 moe", "dp=2 tp=2 ep=4 zero_stage=3 moe", "cp=2 gas=2", "cp=2 dp=2 zero_stage=3", "cp=2 tp=2", "tp=2 pp=2 gas=2", "tp=2 gas=2 mbs=2 compile qwen",

@@ -23,9 +23,13 @@ STEPS = 2
 CHANGES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True}, "mha": {"num_key_value_heads": 4}, "deep": {"num_hidden_layers": 8},
     "qwen": {"head_dim": 32, "qk_norm": True}, "long": {"rope_scaling": LONG},
-    "few": {"vocab_size": 4}, "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
+    "biased": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "across": {"qk_norm": True, "qk_norm_across_heads": True}, "few": {"vocab_size": 4}, "sigmoid": {"scoring_func": "sigmoid", "routed_scaling_factor": 2.5},
 }  # fmt: skip
-"""Word of a case -> what it changes in the model; qwen has wide heads and norms of queries and keys."""
+"""Word of a case -> what it changes in the model.
+
+qwen has wide heads and norms of queries and keys, and biased rotates half of the channels, as GLM-4.5 does.
+"""
 
 CASES = [
     # One process, wrapped: the forms at degree 1.
@@ -74,8 +78,10 @@ CASES = [
     "attention gas=2 compile", "every2 gas=2 compile", "dp=2 zero_stage=3 gas=2 full", "dp=2 zero_stage=3 gas=2 selective",
     "tp=2 full qwen", "tp=2 selective qwen", "pp=2 gas=2 every2", "pp=2 gas=4 interleaved selective",
     "pp=2 gas=4 zbv attention", "cp=2 full", "cp=2 selective", "cp=2 attention",
+    # Biases of queries, keys and values, which tp cuts, and norms across heads, which it cannot.
+    "tp=2 gas=2 mbs=2 biased", "tp=2 pp=2 gas=4 zbv biased", "dp=2 zero_stage=3 gas=2 across biased",
     # Compiled layers; zbv runs them eagerly.
-    "dp=2 zero_stage=3 gas=2 full compile", "tp=2 selective compile qwen long", "pp=2 gas=4 interleaved compile",
+    "dp=2 zero_stage=3 gas=2 full compile", "tp=2 selective compile qwen long biased", "pp=2 gas=4 interleaved compile",
     "cp=2 full compile", "pp=2 gas=1 zbv compile",
 ]  # fmt: skip
 

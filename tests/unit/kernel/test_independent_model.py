@@ -5,6 +5,7 @@ is in both; only another implementation shows it. Both models are made from the 
 """
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.parity.planted import FAULTS
 from ultrabench.kernel.model import Decoder, cross_entropy
+from ultrabench.kernel.moe import balances
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.checkpoint import shape_of
 
@@ -24,6 +26,8 @@ SCALED = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+SHARED = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1}
 CONFIGS = {
     "llama": {"model_type": "llama"},
     "llama-scaled": {"model_type": "llama", "rope_scaling": SCALED, "rope_theta": 100.0, "rms_norm_eps": 1e-3},
@@ -31,12 +35,23 @@ CONFIGS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_theta": 1000.0},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True, "rope_scaling": SCALED},
     "mistral": {"model_type": "mistral", "sliding_window": SEQ_LEN},
+    "qwen2": {"model_type": "qwen2", "rope_theta": 1000.0}, "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", **EXPERTS, "num_local_experts": 8},
+    "qwen3-moe": {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS, "num_experts": 8, "norm_topk_prob": True},
+    "qwen3-moe-step": {"model_type": "qwen3_moe", **EXPERTS, "num_experts": 8, "decoder_sparse_step": 2},
+    "glm": {"model_type": "glm4_moe", "head_dim": 16, **SHARED, "attention_bias": True, "routed_scaling_factor": 2.5},
+    "glm-norm": {
+        "model_type": "glm4_moe", "head_dim": 12, **SHARED, "use_qk_norm": True, "rope_scaling": SCALED, "norm_topk_prob": False,
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts_per_tok": 3, "num_experts": 8},
+    "dots": {"model_type": "dots1", "head_dim": 16, **SHARED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
 }  # fmt: skip
 THEIRS = {
     "embedding": "model.embed_tokens", "head": "lm_head", "layers": "model.layers", "norm": "model.norm",
     "attention": "self_attn", "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj",
     "ffn": "mlp", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "router": "gate", "shared": "shared_experts", "balance": "gate.e_score_correction_bias",
 }  # fmt: skip
 """Our name of a module -> theirs, where they differ."""
 WIDE = (
@@ -47,33 +62,71 @@ WIDE = (
 """What makes transformers compute in fp64 whatever it computes in fp32 at any precision: norms, rotations, softmax."""
 
 
+def config_json(name):
+    """The values of a config.json; a copy, since transformers writes into them."""
+    return SMALL | deepcopy(CONFIGS[name])
+
+
 def their_name(name):
     return ".".join(THEIRS.get(part, part) for part in name.split("."))
 
 
-def found(logits, targets, params):
+def in_their_words(shape, tensors):
+    """Tensors of our model by the names of theirs, which holds gate and up of each expert as one matrix."""
+    theirs, rows = (
+        {},
+        {"gate": shape.moe_intermediate_size, "up": shape.moe_intermediate_size, "down": shape.hidden_size},
+    )
+    for name, tensor in tensors.items():
+        block, _, matrix = name.rpartition(".experts.")
+        if not block:
+            theirs[their_name(name)] = tensor
+            continue
+        experts, key = tensor.view(shape.num_experts, rows[matrix], -1), f"{their_name(block)}.experts."
+        if matrix == "down":
+            theirs[key + "down_proj"] = experts
+        else:
+            parts = theirs.setdefault(key + "gate_up_proj", [])
+            parts.append(experts)
+    return {name: torch.cat(part, 1) if isinstance(part, list) else part for name, part in theirs.items()}
+
+
+def results(logits, targets, params):
     """The logits and each gradient, by names."""
     cross_entropy(logits, targets).backward()
-    return {"logits": logits} | {name: param.grad for name, param in params if param.grad is not None}
+    return {name: param.grad for name, param in params if param.grad is not None} | {"logits": logits}
 
 
-def differences(name):
-    """`logits` and each gradient, by their names -> the largest difference from theirs; inf if only one has it."""
-    values = SMALL | CONFIGS[name]
+def models(name):
+    """Our model and theirs in fp64, from one config.json, with the same values."""
+    values = config_json(name)
     shape = shape_of(values, name, name)
     torch.manual_seed(0)
-    inputs, targets = torch.randint(VOCAB, (2, SEQ_LEN + 1)).unfold(1, SEQ_LEN, 1).unbind(1)
     ours = Decoder(shape, split_stages(shape, 1)[0], [range(SEQ_LEN)]).double()
     for param in ours.parameters():
         torch.nn.init.normal_(param, 0.5, 0.2)
     config = AutoConfig.for_model(**values)
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
-    theirs.load_state_dict({their_name(key): value for key, value in ours.state_dict().items()})
-    got = found(ours(inputs), targets, ((their_name(key), param) for key, param in ours.named_parameters()))
-    wanted = found(theirs(inputs).logits, targets, theirs.named_parameters())
+    options = {"experts_implementation": "eager"} if shape.num_experts else {}
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options).double()
+    state = {key: value for key, value in ours.state_dict().items() if not key.endswith("counts")}
+    if shape.scoring_func == "sigmoid":  # the bias of an expert changes the choice, but no weight
+        for balance in balances(ours).values():
+            balance.copy_(torch.linspace(0, 0.5, shape.num_experts))
+    else:
+        state = {key: value for key, value in state.items() if not key.endswith("balance")}
+    theirs.load_state_dict(in_their_words(shape, state))
+    return ours, theirs
+
+
+def differences(name):
+    """`logits` and each gradient, by their names -> the largest difference from theirs; inf if only one has it."""
+    ours, theirs = models(name)
+    inputs, targets = torch.randint(VOCAB, (2, SEQ_LEN + 1)).unfold(1, SEQ_LEN, 1).unbind(1)
+    of_us = in_their_words(ours.shape, results(ours(inputs), targets, ours.named_parameters()))
+    of_them = results(theirs(inputs).logits, targets, theirs.named_parameters())
     return {
-        key: float((got[key] - wanted[key]).detach().abs().max()) if key in got and key in wanted else math.inf
-        for key in got.keys() | wanted.keys()
+        key: float((of_us[key] - of_them[key]).detach().abs().max()) if key in of_us and key in of_them else math.inf
+        for key in of_us.keys() | of_them.keys()
     }  # fmt: skip
 
 
@@ -91,6 +144,14 @@ def wide(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_a_shape_has_as_many_parameters_as_the_model_of_its_config_json(name):
+    values = config_json(name)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    assert shape_of(values, name, name).num_params == sum(param.numel() for param in theirs.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_decoder_is_the_model_of_its_config_json(name, wide):
     assert {key: diff for key, diff in differences(name).items() if diff >= 1e-10} == {}
 
@@ -103,4 +164,4 @@ FAULTS_SEEN = [
 @pytest.mark.parametrize(("fault", "name"), FAULTS_SEEN, ids=lambda value: getattr(value, "text", None))
 def test_a_fault_of_the_decoder_is_seen(fault, name, wide, monkeypatch):
     monkeypatch.setattr(fault.owner, fault.name, fault.wrong(getattr(fault.owner, fault.name)))
-    assert max(differences(name).values()) > 1e-6
+    assert max(differences(name).values()) > 1e-7

@@ -38,6 +38,58 @@ QWEN = {
     "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
 }  # fmt: skip
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False,
+    "vocab_size": 152064,
+}  # fmt: skip
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+    "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+    "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+}  # fmt: skip
+QWEN_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_window_layers": 48,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "first_k_dense_replace": 1,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944, "model_type": "glm4_moe",
+    "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46, "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 1000000, "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1,
+    "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+OLMOE = {
+    "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024, "model_type": "olmoe", "norm_topk_prob": False,
+    "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16,
+    "num_key_value_heads": 16, "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False, "vocab_size": 50304,
+}  # fmt: skip
+DOTS = {
+    "architectures": ["Dots1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "first_k_dense_replace": 1,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944, "model_type": "dots1",
+    "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 2, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 62, "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000, "routed_scaling_factor": 2.5,
+    "sliding_window": 5120, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064,
+}  # fmt: skip
+PUBLISHED = {
+    "llama3.1-8b": LLAMA, "qwen3-0.6b": QWEN, "qwen2.5-7b": QWEN2, "mixtral-8x7b": MIXTRAL, "qwen3-30b-a3b": QWEN_MOE,
+    "glm4.5-air": GLM, "olmoe-1b-7b": OLMOE,
+}  # fmt: skip
 
 
 def write(path, change=(), without=(), base=LLAMA):
@@ -47,9 +99,46 @@ def write(path, change=(), without=(), base=LLAMA):
     return str(path)
 
 
-@pytest.mark.parametrize(("values", "name"), [(LLAMA, "llama3.1-8b"), (QWEN, "qwen3-0.6b")])
-def test_a_config_json_is_a_model_as_it_is(values, name):
-    assert load_model(write(f"{name}/config.json", base=values)) == load_model(name)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_config_json_is_a_model_as_it_is(name):
+    assert load_model(write(f"{name}/config.json", base=PUBLISHED[name])) == load_model(name)
+
+
+def test_dots_has_its_published_sizes():
+    """142 billion parameters, 14 billion of them active (arXiv 2506.05767)."""
+    shape = load_model(write("dots.json", base=DOTS))
+    assert (shape.num_params, shape.num_active_params) == (142_774_373_888, 14_016_581_120)
+    assert (shape.scoring_func, shape.qk_norm, shape.sliding_window) == ("sigmoid", True, None)
+
+
+@pytest.mark.parametrize(
+    ("base", "without", "read"),
+    [
+        (QWEN2, ("num_key_value_heads",), {"num_key_value_heads": 32}),
+        (MIXTRAL, ("num_local_experts", "num_experts_per_tok", "rope_theta", "rms_norm_eps"),
+         {"num_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "norm_topk_prob": True}),
+        (QWEN_MOE, ("num_experts", "moe_intermediate_size", "norm_topk_prob", "head_dim"),
+         {"num_experts": 128, "moe_intermediate_size": 768, "norm_topk_prob": False, "head_width": 64}),
+        (GLM, ("n_shared_experts", "first_k_dense_replace", "partial_rotary_factor", "attention_bias", "norm_topk_prob"),
+         {"n_shared_experts": 1, "first_k_dense_replace": 1, "rotary_width": 64, "attention_bias": False, "norm_topk_prob": True}),
+        (OLMOE, ("num_experts", "norm_topk_prob", "num_key_value_heads"),
+         {"num_experts": 64, "norm_topk_prob": False, "num_key_value_heads": 16, "moe_intermediate_size": 1024}),
+        (DOTS, ("norm_topk_prob", "first_k_dense_replace", "routed_scaling_factor"),
+         {"norm_topk_prob": False, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}),
+    ],
+)  # fmt: skip
+def test_what_a_model_with_experts_or_biases_leaves_out_is_what_transformers_takes(base, without, read):
+    change = {"num_attention_heads": 32, "hidden_size": 4096} if base is QWEN2 else {}
+    shape = load_model(write("m.json", change, without, base))
+    assert {name: getattr(shape, name) for name in read} == read
+
+
+def test_a_config_json_that_transformers_5_wrote_is_read():
+    """It has num_local_experts for every type, and rotations in rope_parameters."""
+    rope = {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.5}
+    change = {"num_local_experts": 128, "rope_parameters": rope}
+    path = write("glm/config.json", change, ("n_routed_experts", "partial_rotary_factor", "rope_theta"), GLM)
+    assert load_model(path) == replace(load_model("glm4.5-air"), name="glm")
 
 
 @pytest.mark.parametrize(
@@ -132,10 +221,10 @@ def test_what_changes_nothing_is_taken(change):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"attention_bias": True}, "attention_bias is true; ultrabench trains models whose attention_bias is"),
+        ({"attention_bias": True}, "attention_bias is true; ultrabench trains llama models whose attention_bias is"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"hidden_act": "gelu"}, 'whose hidden_act is "silu": for its sizes alone write them to ./ultrabench/'),
-        ({"rope_scaling": {"rope_type": "yarn"}}, '"yarn"; ultrabench trains models whose rope_type is "llama3"'),
+        ({"rope_scaling": {"rope_type": "yarn"}}, '"yarn"; ultrabench trains llama models whose rope_type is "llama3"'),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"'),
         ({"rope_scaling": "dynamic"}, 'rope_type is "dynamic"'),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks factor, low_freq_factor"),
@@ -145,11 +234,12 @@ def test_what_changes_nothing_is_taken(change):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is "),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"), ({"num_local_experts": 8}, "num_local_experts is 8"),
         ({"n_routed_experts": 64}, "n_routed_experts is 64"), ({"kv_lora_rank": 512}, "kv_lora_rank is 512"),
-        ({"model_type": "qwen3_moe"}, "'qwen3_moe'; ultrabench trains the decoders of llama, mistral, qwen3"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "model_type 'gemma2' (attn_logit_softcapping is 50.0)"),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "model_type 'mixtral' (num_local_experts is 8)"),
+        ({"model_type": "gpt_oss", "num_local_experts": 32}, "model_type 'gpt_oss' (num_local_experts is 32); ultrabench trains the decoders of"),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 5632}, "'qwen2_moe' (shared_expert_intermediate_size is 5632)"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "model_type 'deepseek_v3' (kv_lora_rank is 512)"),
         ({"quantization_config": {"quant_method": "awq"}}, """quantization_config is {"quant_method": "awq"}; ultrabench"""),
-        *(({"model_type": kind}, f"model_type {kind!r}") for kind in ("qwen2", None, ["llama"])),
+        *(({"model_type": kind}, f"model_type {kind!r}") for kind in (None, ["llama"])),
         ({"hidden_size": "4096"}, "hidden_size='4096' is not an integer"), ({"num_attention_heads": None}, "num_attention_heads"),
         ({"num_attention_heads": 0}, "num_attention_heads=0; must be >= 1"),
     ],
@@ -157,6 +247,22 @@ def test_what_changes_nothing_is_taken(change):
 def test_what_would_be_another_model_is_refused_by_name(change, line):
     with refused(line):
         load_model(write("m.json", change))
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "line"),
+    [
+        (QWEN_MOE, {"attention_bias": True}, "attention_bias is true; ultrabench trains qwen3_moe models whose attention_bias is false"),
+        (QWEN_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; ultrabench trains qwen3_moe models whose mlp_only_layers is []"),
+        (GLM, {"n_group": 8}, "n_group is 8"), (GLM, {"topk_group": 4}, "topk_group is 4"), (DOTS, {"attention_bias": True}, "dots1 models whose"),
+        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"), (MIXTRAL, {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
+        (QWEN, {"num_experts": 8}, "num_experts is 8; ultrabench trains qwen3 models whose num_experts is 0"),
+        (MIXTRAL, {"num_local_experts": 1}, "num_experts_per_tok=2; must be in 1..num_experts=1"),
+    ],
+)  # fmt: skip
+def test_what_makes_a_model_with_experts_another_one_is_refused_by_name(base, change, line):
+    with refused(line):
+        load_model(write("m.json", change, base=base))
 
 
 def test_a_window_is_refused_where_it_hides_positions():
