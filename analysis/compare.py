@@ -1,42 +1,32 @@
-"""Compares two result tables A and B layout by layout: step times with a rank test, ends of runs, and winners.
-
-docs/compare.md says what the test takes for chance, and why p-values are corrected as they are.
-"""
+"""Compares two result tables A and B layout by layout: step times, ends of runs, and winners."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log, sqrt
+from math import log
 from statistics import median
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from scipy import stats
 
 from ultrabench.analysis.cells import MAY_DIFFER
 from ultrabench.analysis.environments import CHOSEN, OBSERVED, differing
-from ultrabench.analysis.numbers import percent
 from ultrabench.analysis.options import variant_in
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
+from ultrabench.analysis.significance import ALPHA, Runs, corrected, step_time
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import FAULTS, NOT_TRIED, Status
 from ultrabench.result import SLOWER as STOPPED_AS_SLOWER
 from ultrabench.variant import texts
 
-Runs = Sequence[Sequence[float]]
-"""The step times in seconds of each run of one layout."""
 _Key = tuple[Any, ...]
 """Model, batch and layout of a row: its values in the columns of `_columns`."""
 
-ALPHA = 0.05
-"""Share of the findings that may be false: corrected p-values up to this are significant."""
-LEAST_FREEDOM = 5
-"""Fewest degrees of freedom with which the spread between runs is estimated."""
 SLOWER, FASTER, FAILING, RUNNING_AGAIN = "slower", "faster", "failing", "running again"
 """Findings about a layout of B."""
 _MACHINE = (
@@ -149,95 +139,6 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
     )
 
 
-def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[str]]:
-    """The p-values of layouts with several measured steps on both sides, and sentences about what counts as chance.
-
-    `p_least` is the smallest p-value that the first of two tests can give for these numbers of steps.
-    `p_value` is two-sided: the larger one of Mann-Whitney's test on the steps, which count for fewer where
-    neighbours are alike, and of Student's test on the logarithms of the runs' medians. `p_corrected` is that
-    of Benjamini and Hochberg over all layouts. Both are NaN where a side has a single step or none.
-    """
-    p_values = pd.DataFrame(np.nan, range(len(pairs)), ["p_value", "p_corrected", "p_least"])
-    tested = [number for number, pair in enumerate(pairs) if min(sum(map(len, runs)) for runs in pair) > 1]
-    if not tested:
-        return p_values, []
-    correlation = _correlation(run for number in tested for runs in pairs[number] for run in runs)
-    spread, freedom, about_spread = _between_runs([pairs[number] for number in tested])
-    p_pairs = []
-    for number in tested:
-        a, b = pairs[number]
-        steps_a, steps_b = np.concatenate(a), np.concatenate(b)
-        p = _ranks(steps_a, steps_b, correlation)
-        ranks_apart = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
-        if spread:
-            error = spread * sqrt(1 / len(a) + 1 / len(b))
-            p = max(p, 2 * stats.t.sf(abs(log(_step_time(b) / _step_time(a))) / error, freedom))
-        p_pairs.append((min(1.0, p), _ranks(*ranks_apart, correlation)))
-    p_values.loc[tested, ["p_value", "p_least"]] = p_pairs
-    p_values.loc[tested, "p_corrected"] = stats.false_discovery_control(p_values.loc[tested, "p_value"])
-    step_worth = f"{(1 - correlation) / (1 + correlation):.2f}"
-    return p_values, [
-        f"Steps next to each other correlate by {correlation:.2f}: one counts as {step_worth}.",
-        about_spread,
-    ]
-
-
-def _ranks(a: Any, b: Any, correlation: float) -> float:
-    """The p-value of Mann-Whitney's test, in which steps count for fewer by the correlation of neighbours."""
-    p_value = stats.mannwhitneyu(a, b).pvalue
-    scale = sqrt((1 - correlation) / (1 + correlation))
-    return float(2 * stats.norm.sf(stats.norm.isf(p_value / 2) * scale))
-
-
-def _correlation(runs: Iterable[Sequence[float]]) -> float:
-    """Correlation of a step's rank in its run with that of the next step, of all runs together, at least 0.
-
-    The estimate of a short run is about (1 + 3 r) / n too low, which is added again (Kendall, 1954).
-    """
-    products, squares, lengths = 0.0, 0.0, list[int]()
-    for run in runs:
-        if len(run) >= 3:
-            deviations = stats.rankdata(run) - (len(run) + 1) / 2
-            products, squares = (
-                products + float(deviations[1:] @ deviations[:-1]),
-                squares + float(deviations @ deviations),
-            )
-            lengths.append(len(run))
-    if not squares:
-        return 0.0
-    r = products / squares
-    return float(np.clip(r + (1 + 3 * r) / np.mean(lengths), 0.0, 0.95))
-
-
-def _between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
-    """The standard deviation of the logarithm of a run's step time between runs, its freedom, and what it is from.
-
-    It is 0 where it is unknown. Without repeats it is that of the ratios of the layouts, by their median absolute
-    deviation, which is as sure as the usual standard deviation of a third as many.
-    """
-    squares, freedom = 0.0, 0
-    for runs in (runs for pair in pairs for runs in pair):
-        logs = np.log([median(run) for run in runs])
-        squares, freedom = squares + float(((logs - logs.mean()) ** 2).sum()), freedom + len(runs) - 1
-    if freedom >= LEAST_FREEDOM:
-        spread = sqrt(squares / freedom)
-        return spread, freedom, f"Repeats of a run differ by {percent(spread)}, which counts as chance."
-    fact = "Too few runs have repeats (use repeats=2)"
-    ratios = np.log([_step_time(b) / _step_time(a) for a, b in pairs])
-    freedom = (len(ratios) - 1) // 3
-    if freedom >= LEAST_FREEDOM:
-        # 1.4826 median absolute deviations are the standard deviation of a normal distribution.
-        spread = 1.4826 * float(np.median(abs(ratios - np.median(ratios)))) / sqrt(2)
-        about = f"{fact}: chance is what the ratios of most layouts differ by, {percent(spread)}."
-        return spread, freedom, about
-    return 0.0, 0, f"{fact}, and too few layouts were measured: chance between runs is not in the test."
-
-
-def _step_time(runs: Runs) -> float:
-    """Step time of a layout in seconds: the geometric mean of the medians of its runs."""
-    return float(np.exp(np.mean(np.log([median(run) for run in runs]))))
-
-
 def _tried(ranking: Ranking) -> list[Row]:
     """The rows of runs that were tried, in an order that their content gives; `number` is that in the ranking."""
     numbered = enumerate(zip(ranking.taken(ranking.frame.index), ranking.environments.parts, strict=True))
@@ -318,7 +219,7 @@ def _row(a: Sequence[Row], b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
     for side, rows, runs in (("a", a, pair[0]), ("b", b, pair[1])):
         row[f"run_id_{side}"] = rows[0]["run_id"]
         row[f"status_{side}"] = "ok" if runs else _end(rows)
-        row[f"step_time_{side}_s"] = _step_time(runs) if runs else np.nan
+        row[f"step_time_{side}_s"] = step_time(runs) if runs else np.nan
         row[f"runs_{side}"], row[f"steps_{side}"] = len(runs), sum(map(len, runs))
     stopped = any(row["stopped"] == STOPPED_AS_SLOWER for row in (*a, *b))
     return row | {"stopped": stopped, "ratio": row["step_time_b_s"] / row["step_time_a_s"]}

@@ -22,8 +22,8 @@ from ultrabench.analysis.predict.cases import Case
 from ultrabench.analysis.predict.replay import Replay, ReplayedRun, cells_of, replay
 from ultrabench.analysis.predict.validate import GROUPS, without_own_group
 from ultrabench.cli.predict.cases import open_cases
+from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.load import load_config, load_profile
-from ultrabench.sweep.plan import CellKey
 from ultrabench.sweep.predict import search
 from ultrabench.sweep.predict.profile import Profile
 

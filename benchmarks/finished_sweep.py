@@ -14,9 +14,9 @@ from ultrabench.run import RunSpec
 from ultrabench.store import events
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.sweep_json import SweepJson, write_sweep_json
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.grid import broken_rules, layouts
-from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.predict.predict import Prediction
 

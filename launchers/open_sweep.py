@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,8 @@ from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
-from ultrabench.processes import run_module, run_python
+from ultrabench.launchers.required_programs import PROBE_TIMEOUT_S, require_local
+from ultrabench.processes import run_module
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
@@ -42,8 +42,6 @@ from ultrabench.sweep.running.outliers import busy_peak
 from ultrabench.sweep.running.price import within_limit
 from ultrabench.variant import FLAGS, PLACES, variables_of
 
-PROBE_TIMEOUT_S = 600.0
-"""Seconds after which the probe of this machine is ended; beside 20 processes on 2 cores it takes over 120 s."""
 Accepts = Callable[[RunResult], bool]
 """Says whether a result with the status ok counts for a launch."""
 
@@ -314,69 +312,6 @@ def _keep_difference(folder: SweepFolder) -> None:
     if patch:
         name = hashlib.sha256(patch).hexdigest()[:16]
         write_whole(folder.path / f"changes-{name}.patch", patch)
-
-
-def require_local(config: SweepConfig) -> None:
-    """Raises if the local launcher cannot run a sweep on this hardware.
-
-    Raises:
-        ConfigError: the sweep needs more than one real node.
-    """
-    max_nodes = max(config.axes.nodes)
-    if config.launcher.name == "local" and max_nodes > 1 and not config.hardware.simulated:
-        fact = f"sweep.nodes up to {max_nodes} of hardware={config.hardware.name} with launcher=local"
-        remedy = "add launcher=slurm, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
-        raise ConfigError(f"{fact}, which has this machine only", remedy)
-
-
-def require_program(config: SweepConfig) -> None:
-    """Raises ConfigError if a command or an interpreter that the sweep names cannot run, as far as this machine can tell.
-
-    The path of a program must also exist here if nodes of a cluster run the program, since they share the folder of the
-    launch. A bare name is searched only if the program runs here, since launcher.setup may provide it there.
-    """
-    for python in map(str, config.options.values.get("python", ())):
-        _require_interpreter(python, config)
-    if config.kernel.kind != "command":
-        return
-    program, *script = config.kernel.command[:2]
-    files = [program] if "/" in program else []
-    files += [w for w in script if Path(w).suffix in (".py", ".sh")]
-    missing = [w for w in files if "{" not in w and not Path(w).is_file()]
-    is_local_program = config.launcher.name == "local" and program != "python" and not {"/", "{"} & {*program}
-    if is_local_program and shutil.which(program) is None:
-        missing.append(program)
-    if missing:
-        remedy = "mend its path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
-        raise ConfigError(f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); {remedy}")
-
-
-def _require_interpreter(python: str, config: SweepConfig) -> None:
-    """Raises ConfigError if an interpreter of `sweep.python` is absent where the jobs run, or has no ultrabench.
-
-    On the nodes of a cluster an interpreter may exist that is not here. What exists here is asked, unless its path is
-    one inside a container, or launcher.setup sets the PYTHONPATH that it imports from.
-    """
-    setting, launcher = f"sweep.python={python}", config.launcher
-    path = shutil.which(python) if launcher.name == "local" or "/" in python else None
-    if path is None and launcher.name == "local":
-        raise ConfigError(f"{setting} is no program here", "give the path of a Python that has ultrabench")
-    in_job = "container" in config.options.values or any(
-        "container" in word or "PYTHONPATH" in word for word in (*launcher.srun, *launcher.setup)
-    )
-    if path is not None and not in_job and (why := _why_no_agent(path)):
-        remedy = f"install it there ({python} -m pip install ultrabench), or give another interpreter"
-        raise ConfigError(f"{setting} cannot start the agents of ultrabench: {why}", remedy)
-
-
-@functools.cache  # a launch and its plan ask the same
-def _why_no_agent(python: str) -> str | None:
-    """Why this interpreter cannot import the agent; None where it can."""
-    try:
-        run_python("-c", "import ultrabench.agent.__main__", timeout_s=PROBE_TIMEOUT_S, python=python)
-    except ClusterError as error:
-        return str(error)
-    return None
 
 
 @functools.cache  # an acceptance run opens several sweeps

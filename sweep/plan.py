@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from statistics import median
 from typing import Any, NamedTuple
 
-from ultrabench.errors import ConfigError, counted
+from ultrabench.errors import ConfigError
 from ultrabench.hardware import GUESSED, Peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.result import RunResult
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, words_of
+from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, by_cell
 from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.config.sweep_config import WEAK, Axes, SweepConfig
 from ultrabench.sweep.grid import (
@@ -32,108 +31,13 @@ from ultrabench.sweep.grid import (
 )
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
-from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction, Predictor, too_large
-from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, PLACES, Value, Variant
+from ultrabench.sweep.predict.predict import Predictor, too_large
+from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, Value, Variant
 
-
-class CellKey(NamedTuple):
-    """What the runs of a sweep have in common that are ranked together; hardware and kernel are the same in all."""
-
-    model: str
-    nodes: int
-    seq_len: int
-    gbs: int
-    precision: str
-
-
-PRUNED = "memory"
-"""The rule of valid layouts that are not run, because they are predicted to run out of memory."""
 PARALLEL_FROM = 10_000
 """Number of candidates from which a plan is made by one process for each core; fewer take less than five seconds."""
 PART = 250
 """Number of candidates that a process makes at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """One layout of one model on one number of nodes, and whether it runs."""
-
-    run_id: str
-    spec: RunSpec
-    rule: str | None = None
-    """The first structural rule that rejects the layout, `kernel` when the kernel refuses it, or PRUNED."""
-    reason: str | None = None
-    predicted: Prediction | None
-    """The prediction; None where a structural rule rejects the layout."""
-    peak_flops_per_s: float | None = None
-    """Peak rate of one rank, which mfu is relative to; None where it is unknown."""
-    flops_formula: str
-    """The formula that counts the FLOPs of a token."""
-
-    @property
-    def shape(self) -> ModelShape:
-        """The shape of the model."""
-        return self.spec.shape
-
-    @property
-    def layout(self) -> Layout:
-        """The layout to be measured."""
-        return self.spec.layout
-
-    @property
-    def nodes(self) -> int:
-        """The number of nodes that the run uses."""
-        return self.spec.nodes
-
-    @property
-    def cell(self) -> CellKey:
-        """The cell that the candidate is ranked in."""
-        workload = self.spec.workload
-        return CellKey(
-            self.shape.name, self.nodes, workload.seq_len, workload.gbs, self.spec.kernel.precision
-        )
-
-    @property
-    def place(self) -> tuple[Value, ...]:
-        """The container and the interpreter of the allocations in which it runs."""
-        return tuple(self.spec.variant.get(name) for name in PLACES)
-
-    @property
-    def valid(self) -> bool:
-        """Whether no structural rule rejects the layout."""
-        return self.rule in (None, "kernel", PRUNED)
-
-    @property
-    def runs(self) -> bool:
-        """Whether the layout is valid, the kernel can train it, and it has a chance to fit into memory."""
-        return self.rule is None
-
-    @property
-    def prediction(self) -> Prediction:
-        """The prediction of a valid layout."""
-        assert self.predicted is not None
-        return self.predicted
-
-    @property
-    def fits(self) -> bool:
-        """Whether the run is more likely to fit into memory than not."""
-        return self.prediction.p_oom <= LIKELY_OOM
-
-    @property
-    def gpu_hours(self) -> float:
-        """Predicted GPU hours of one run."""
-        return self.prediction.duration_s * self.layout.world_size / 3600
-
-    def tokens_per_s_per_gpu(self, result: RunResult) -> float:
-        """Tokens per second per GPU in an ok result."""
-        return self.spec.tokens_per_step / median(result.step_times_s) / self.layout.world_size
-
-    def mfu(self, tokens_per_s_per_gpu: float) -> float | None:
-        """The mfu at this token rate, a fraction; None where the peak rate is unknown."""
-        if self.peak_flops_per_s is None:
-            return None
-        flops_per_token = self.shape.flops_per_token(self.spec.workload.seq_len, self.flops_formula)
-        return tokens_per_s_per_gpu * flops_per_token / self.peak_flops_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,30 +100,6 @@ class Plan:
                     axis != "nodes" or value in others.nodes for others, _ in all_batches
                 ):
                     yield {"axis": axis, "value": value, "reason": reason}
-
-
-def cell_columns(cells: Iterable[CellKey]) -> list[str]:
-    """The names that tell cells apart in a table: model, nodes, and the others that have several values."""
-    columns = zip(CellKey._fields, zip(*cells, strict=True), strict=False)
-    return [name for name, values in columns if name in ("model", "nodes") or len({*values}) > 1]
-
-
-def cell_label(cell: CellKey, columns: Sequence[str] = ()) -> str:
-    """A cell in words, such as `llama3-8b on 2 nodes, seq_len=4096`.
-
-    Args:
-        columns: what `cell_columns` returns for the cells that are named together.
-    """
-    options = [f"{name}={getattr(cell, name)}" for name in CELL_OPTIONS if name in columns]
-    return ", ".join((f"{cell.model} on {counted(cell.nodes, 'node')}", *options))
-
-
-def by_cell(candidates: Iterable[Candidate]) -> dict[CellKey, list[Candidate]]:
-    """CellKey -> its candidates among these, in their order."""
-    cells: dict[CellKey, list[Candidate]] = {}
-    for candidate in candidates:
-        cells.setdefault(candidate.cell, []).append(candidate)
-    return cells
 
 
 def _counts(candidates: Sequence[Candidate]) -> dict[str, int]:

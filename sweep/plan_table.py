@@ -20,7 +20,8 @@ from ultrabench.run import RunSpec
 from ultrabench.store.folder import write_whole
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import SweepJson
-from ultrabench.sweep.plan import PRUNED, Candidate, kernel_of
+from ultrabench.sweep.candidate import PRUNED, Candidate
+from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.predict.predict import Prediction
 
 Row = dict[str, Any]

@@ -10,18 +10,9 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, fill_in, words_of
+from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, by_cell, cell_columns, cell_label
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import (
-    PRUNED,
-    Candidate,
-    CellKey,
-    Plan,
-    by_cell,
-    cell_columns,
-    cell_label,
-    make_plan,
-    narrowed,
-)
+from ultrabench.sweep.plan import Plan, make_plan, narrowed
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
 from ultrabench.variant import variables_of
 

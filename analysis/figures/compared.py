@@ -8,9 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import MAY_DIFFER
-from ultrabench.analysis.compare import ALPHA, Comparison
+from ultrabench.analysis.compare import Comparison
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.style import label, legend, legend_entry, log_ticks, panel_grid
+from ultrabench.analysis.significance import ALPHA
 from ultrabench.errors import ConfigError, counted
 
 _LOOKS: dict[str | None, dict[str, Any]] = {

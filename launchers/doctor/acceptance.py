@@ -28,10 +28,11 @@ from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import SweepState, final_attempts
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import config_from_tree, load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Candidate, Plan, make_plan
+from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.remedy import require_runs
 from ultrabench.sweep.running.outliers import TOLERANCE

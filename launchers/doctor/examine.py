@@ -9,7 +9,7 @@ from ultrabench.launchers.doctor import checkup, site_checks
 from ultrabench.launchers.doctor.check import Check, CheckStatus, failed, passed, skipped, warned
 from ultrabench.launchers.doctor.checkup import CheckupJob, checkup_folder
 from ultrabench.launchers.launcher import Say
-from ultrabench.launchers.open_sweep import require_local
+from ultrabench.launchers.required_programs import require_local
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import REACH_SLURMCTLD, Site
 from ultrabench.processes import run_module

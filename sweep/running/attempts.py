@@ -17,8 +17,9 @@ from ultrabench.run import AttemptKey
 from ultrabench.standing import near_best
 from ultrabench.store.jobs_seen import Origin
 from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
-from ultrabench.sweep.plan import Candidate, Plan
+from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.predict.search import expected_runs, propose, reasons
 from ultrabench.sweep.running import outliers
 from ultrabench.sweep.running.retry import breaker_reason, decide_retry, proven_oom

@@ -13,8 +13,9 @@ from ultrabench.measure import Measure
 from ultrabench.run import AttemptKey
 from ultrabench.standing import NEAR, Standing
 from ultrabench.store.state import SweepState
+from ultrabench.sweep.candidate import Candidate, CellKey, by_cell
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.plan import Candidate, CellKey, Plan, by_cell
+from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import (
     MAX_CONTENDERS,
     AttemptsLeft,

@@ -11,7 +11,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
-from ultrabench.sweep.plan import Candidate, cell_columns
+from ultrabench.sweep.candidate import Candidate, cell_columns
 from ultrabench.sweep.running.attempts import attempts_after, expected, searching, skips
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.standings import best_of_cells, suspects_of

@@ -14,7 +14,7 @@ from ultrabench.layout import Layout
 from ultrabench.record import from_dict
 from ultrabench.result import Status
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.plan import Candidate, by_cell
+from ultrabench.sweep.candidate import Candidate, by_cell
 from ultrabench.sweep.predict.network import LINKS, network
 from ultrabench.sweep.predict.predict import with_links
 from ultrabench.sweep.predict.profile import Profile

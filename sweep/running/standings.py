@@ -12,7 +12,7 @@ from ultrabench.run import AttemptKey
 from ultrabench.standing import Repeat, Standing, same_environments, standings
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
-from ultrabench.sweep.plan import Candidate, CellKey
+from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.running.outliers import control_times, gemm_rates, impossible, suspect_attempts
 
 Suspects = Mapping[AttemptKey, str]

@@ -13,8 +13,8 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec, Workload
 from ultrabench.store.sweep_json import SweepJson
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import read_hardware
-from ultrabench.sweep.plan import Candidate
 from ultrabench.sweep.predict.predict import Prediction
 
 TINY = ModelShape(

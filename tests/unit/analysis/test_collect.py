@@ -28,8 +28,8 @@ from ultrabench.result import RunResult, Status
 from ultrabench.store.events import AllocationPlanned, Launched, Preflight, Result, Submitted
 from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import fold
+from ultrabench.sweep.candidate import PRUNED, Candidate
 from ultrabench.sweep.config.load import read_hardware
-from ultrabench.sweep.plan import PRUNED, Candidate
 from ultrabench.sweep.running.outliers import with_loss_outliers
 from ultrabench.sweep.running.standings import suspects_of
 

@@ -12,7 +12,8 @@ from tests.configs import refused
 from tests.unit.analysis.tables import row, table_of
 from tests.unit.cli.conftest import one_line, ultrabench  # noqa: F401
 from ultrabench.analysis.collect import parquet
-from ultrabench.analysis.compare import compare, corrected
+from ultrabench.analysis.compare import compare
+from ultrabench.analysis.significance import corrected
 
 LAYOUTS = [(dp, mbs) for dp in (1, 2, 4, 8) for mbs in (1, 2, 4, 8, 16)]
 

@@ -16,8 +16,8 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched
 from ultrabench.store.journal import JournalWriter
 from ultrabench.store.sweep_json import create_sweep_json
+from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.plan import CellKey
 
 OK, CRASHED = (run.run_id for run in QUICK.runs[:2])
 HEAVY = {"torch", "pandas", "scipy", "matplotlib", "seaborn", "hydra", "submitit", "numpy"}

@@ -13,12 +13,12 @@ from ultrabench.agent.lead import may_fit
 from ultrabench.agent.ranks.node import with_values
 from ultrabench.launchers.allocate import shapes
 from ultrabench.launchers.open_sweep import (
-    require_program,
     require_same,
     require_same_batches,
     require_same_flags,
     sweep_json_of,
 )
+from ultrabench.launchers.required_programs import require_program
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey, env_id, fill_in

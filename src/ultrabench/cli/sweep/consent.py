@@ -14,8 +14,9 @@ from ultrabench.launchers.allocation_ends import open_allocations
 from ultrabench.processes import busy_share
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import SweepState
+from ultrabench.sweep.candidate import CellKey, cell_columns
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig
-from ultrabench.sweep.plan import CellKey, Plan, cell_columns
+from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.price import (
     BUDGET_FACTOR,
     CONTROL_SHARE,

@@ -19,15 +19,9 @@ from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import not_accepted
 from ultrabench.launchers.launcher import Launcher
-from ultrabench.launchers.open_sweep import (
-    OpenSweep,
-    folder_of,
-    in_force,
-    open_sweep,
-    require_local,
-    require_program,
-)
+from ultrabench.launchers.open_sweep import OpenSweep, folder_of, in_force, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
+from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.processes import own_name
 from ultrabench.result import ANSWERS, UNSETTLED, RunResult, Status
 from ultrabench.store.folder import SweepFolder, living_launchers

@@ -17,7 +17,7 @@ from ultrabench.errors import counted
 from ultrabench.result import INTERRUPTED, SLOWER, UNSETTLED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
-from ultrabench.sweep.plan import Candidate
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.running.outliers import low_peak
 from ultrabench.sweep.running.progress import SweepProgress, progress
 from ultrabench.variant import CELL_OPTIONS

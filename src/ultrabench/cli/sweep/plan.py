@@ -20,20 +20,20 @@ from ultrabench.launchers.open_sweep import (
     accepted,
     folder_of,
     in_force,
-    require_local,
-    require_program,
     require_same,
     require_same_batches,
     require_same_flags,
     require_same_log,
 )
+from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
+from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, cell_columns
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import PRUNED, Candidate, CellKey, Plan, cell_columns
+from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
 from ultrabench.sweep.remedy import nothing_fits, same_commands

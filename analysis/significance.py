@@ -1,0 +1,111 @@
+"""Which step times of two result tables differ by more than chance: a rank test over steps and a test between runs.
+
+docs/compare.md says what the tests take for chance, and why p-values are corrected as they are.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import log, sqrt
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from ultrabench.analysis.numbers import percent
+
+Runs = Sequence[Sequence[float]]
+"""The step times in seconds of each run of one layout."""
+ALPHA = 0.05
+"""Share of the findings that may be false: corrected p-values up to this are significant."""
+LEAST_FREEDOM = 5
+"""Fewest degrees of freedom with which the spread between runs is estimated."""
+
+
+def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[str]]:
+    """The p-values of layouts with several measured steps on both sides, and sentences about what counts as chance.
+
+    `p_least` is the smallest p-value that the first of two tests can give for these numbers of steps.
+    `p_value` is two-sided: the larger one of Mann-Whitney's test on the steps, which count for fewer where
+    neighbours are alike, and of Student's test on the logarithms of the runs' medians. `p_corrected` is that
+    of Benjamini and Hochberg over all layouts. Both are NaN where a side has a single step or none.
+    """
+    p_values = pd.DataFrame(np.nan, range(len(pairs)), ["p_value", "p_corrected", "p_least"])
+    tested = [number for number, pair in enumerate(pairs) if min(sum(map(len, runs)) for runs in pair) > 1]
+    if not tested:
+        return p_values, []
+    correlation = _correlation(run for number in tested for runs in pairs[number] for run in runs)
+    spread, freedom, about_spread = _between_runs([pairs[number] for number in tested])
+    p_pairs = []
+    for number in tested:
+        a, b = pairs[number]
+        steps_a, steps_b = np.concatenate(a), np.concatenate(b)
+        p = _ranks(steps_a, steps_b, correlation)
+        ranks_apart = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
+        if spread:
+            error = spread * sqrt(1 / len(a) + 1 / len(b))
+            p = max(p, 2 * stats.t.sf(abs(log(step_time(b) / step_time(a))) / error, freedom))
+        p_pairs.append((min(1.0, p), _ranks(*ranks_apart, correlation)))
+    p_values.loc[tested, ["p_value", "p_least"]] = p_pairs
+    p_values.loc[tested, "p_corrected"] = stats.false_discovery_control(p_values.loc[tested, "p_value"])
+    step_worth = f"{(1 - correlation) / (1 + correlation):.2f}"
+    return p_values, [
+        f"Steps next to each other correlate by {correlation:.2f}: one counts as {step_worth}.",
+        about_spread,
+    ]
+
+
+def _ranks(a: Any, b: Any, correlation: float) -> float:
+    """The p-value of Mann-Whitney's test, in which steps count for fewer by the correlation of neighbours."""
+    p_value = stats.mannwhitneyu(a, b).pvalue
+    scale = sqrt((1 - correlation) / (1 + correlation))
+    return float(2 * stats.norm.sf(stats.norm.isf(p_value / 2) * scale))
+
+
+def _correlation(runs: Iterable[Sequence[float]]) -> float:
+    """Correlation of a step's rank in its run with that of the next step, of all runs together, at least 0.
+
+    The estimate of a short run is about (1 + 3 r) / n too low, which is added again (Kendall, 1954).
+    """
+    products, squares, lengths = 0.0, 0.0, list[int]()
+    for run in runs:
+        if len(run) >= 3:
+            deviations = stats.rankdata(run) - (len(run) + 1) / 2
+            products, squares = (
+                products + float(deviations[1:] @ deviations[:-1]),
+                squares + float(deviations @ deviations),
+            )
+            lengths.append(len(run))
+    if not squares:
+        return 0.0
+    r = products / squares
+    return float(np.clip(r + (1 + 3 * r) / np.mean(lengths), 0.0, 0.95))
+
+
+def _between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
+    """The standard deviation of the logarithm of a run's step time between runs, its freedom, and what it is from.
+
+    It is 0 where it is unknown. Without repeats it is that of the ratios of the layouts, by their median absolute
+    deviation, which is as sure as the usual standard deviation of a third as many.
+    """
+    squares, freedom = 0.0, 0
+    for runs in (runs for pair in pairs for runs in pair):
+        logs = np.log([median(run) for run in runs])
+        squares, freedom = squares + float(((logs - logs.mean()) ** 2).sum()), freedom + len(runs) - 1
+    if freedom >= LEAST_FREEDOM:
+        spread = sqrt(squares / freedom)
+        return spread, freedom, f"Repeats of a run differ by {percent(spread)}, which counts as chance."
+    fact = "Too few runs have repeats (use repeats=2)"
+    ratios = np.log([step_time(b) / step_time(a) for a, b in pairs])
+    freedom = (len(ratios) - 1) // 3
+    if freedom >= LEAST_FREEDOM:
+        # 1.4826 median absolute deviations are the standard deviation of a normal distribution.
+        spread = 1.4826 * float(np.median(abs(ratios - np.median(ratios)))) / sqrt(2)
+        about = f"{fact}: chance is what the ratios of most layouts differ by, {percent(spread)}."
+        return spread, freedom, about
+    return 0.0, 0, f"{fact}, and too few layouts were measured: chance between runs is not in the test."
+
+
+def step_time(runs: Runs) -> float:
+    """Step time of a layout in seconds: the geometric mean of the medians of its runs."""
+    return float(np.exp(np.mean(np.log([median(run) for run in runs]))))
