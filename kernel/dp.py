@@ -64,7 +64,9 @@ def apply_dp(
         present = [module for module in modules if module is not None]
         if not present:
             return []
-        replicas, shards = axes = [axis for axis in mesh.mesh_dim_names or () if axis.endswith(("replicate", "shard"))]
+        replicas, shards = axes = [
+            axis for axis in mesh.mesh_dim_names or () if axis.endswith(("replicate", "shard"))
+        ]
         hook = zero_stage == 0 and mesh[replicas].size() > 1
         cut = mesh[shards] if hook or mesh[replicas].size() == 1 else mesh[tuple(axes)]
         wrapped = fully_shard(present, mesh=cut, reshard_after_forward=reshard, mp_policy=policy)[0]
