@@ -6,12 +6,13 @@ outside. A layer that does not fit into one graph is an error, because its rest 
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 
 from ultrabench.kernel.compat import compiler_of
+from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.model import Decoder
 
 OPERATORS: dict[Any, Callable[..., Any]] = {}
@@ -50,12 +51,12 @@ class GraphCounter:
 
     def __init__(self, backend: str) -> None:
         """`backend` is a name that torch.compile knows: inductor, or aot_eager for checks."""
-        self.graphs, self.calls, self._backend = 0, 0, backend
+        self.graphs, self.calls, self.name = 0, 0, backend
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         """Compiles a graph with its backward."""
         self.graphs += 1
-        compiled = compiler_of(self._backend)(graph, inputs, **options)
+        compiled = compiler_of(self.name)(graph, inputs, **options)
 
         def counted(*args: Any) -> Any:
             self.calls += 1
@@ -65,6 +66,13 @@ class GraphCounter:
 
 
 def apply_compile(model: Decoder, backend: GraphCounter) -> None:
-    """Compiles each layer of `model`, in place, with its recomputation and its collectives."""
+    """Compiles each layer of `model`, in place, with its recomputation and its collectives.
+
+    The gradient of the logits is compiled only into generated code, which then reads and writes them in 3 passes:
+    without it torch.compile makes more copies of them than eager calls.
+    """
     for layer in model.layers.values():
         layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
+    if model.head is not None and backend.name == "inductor":
+        to_gradient = torch.compile(logits_to_gradient, fullgraph=True, dynamic=False)
+        model.head.loss = partial(model.head.loss, to_gradient=to_gradient)

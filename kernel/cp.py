@@ -173,10 +173,9 @@ def _ring_forward(
             out, log_sum = part.to(wide, copy=True), part_log_sum.to(wide, copy=True)
             continue
         old_log_sum = log_sum[:, :, query_span]
-        new_log_sum = torch.logaddexp(old_log_sum, part_log_sum)
-        out[:, :, query_span] *= (old_log_sum - new_log_sum).exp()[..., None]
-        out[:, :, query_span] += part * (part_log_sum - new_log_sum).exp()[..., None]
-        log_sum[:, :, query_span] = new_log_sum
+        share = torch.sigmoid(part_log_sum - old_log_sum)[..., None]
+        out[:, :, query_span].lerp_(part.to(out.dtype), share)
+        log_sum[:, :, query_span] = torch.logaddexp(old_log_sum, part_log_sum)
     return out.to(q.dtype), log_sum.contiguous()
 
 

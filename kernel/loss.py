@@ -10,6 +10,7 @@ Under tensor parallelism a rank holds V/tp rows of the head, and each softmax ov
 needs two all-reduces over tp: of a maximum and of two sums for each of its tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,35 @@ sum, and 1.5 GiB higher with 2**29 for both.
 """
 WIDE_LOGITS = 2**27
 """Largest number of logits whose softmax is computed at a time, 1 GiB in two copies of fp32."""
+
+
+def logits_to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of the losses of a chunk; overwrites `logits` with the gradient of that sum."""
+    wide_dtype = torch.promote_types(logits.dtype, torch.float32)
+    is_local = (targets >= 0) & (targets < logits.shape[1])
+    index = targets.where(is_local, 0)[:, None]
+    log_p = torch.log_softmax(logits, 1, dtype=wide_dtype)
+    if group is None:
+        loss = -log_p.gather(1, index).sum()
+    else:
+        # First the log of the sum of this rank's exponentials, then that of all ranks.
+        local_log_sum = logits[:, 0].to(wide_dtype) - log_p[:, 0]
+        highest = local_log_sum.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        target_logit = logits.gather(1, index)[:, 0].to(wide_dtype)
+        sums = torch.stack(((local_log_sum - highest).exp(), (target_logit - highest) * is_local))
+        dist.all_reduce(sums, group=group)
+        log_total = sums[0].log()
+        log_p += (local_log_sum - highest - log_total)[:, None]
+        loss = (log_total - sums[1]).sum()
+    target_grad = log_p.gather(1, index).exp() - is_local[:, None].to(wide_dtype)
+    torch.exp(log_p, out=logits)
+    logits.scatter_(1, index, target_grad.to(logits.dtype))
+    return loss
+
+
+ToGradient = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
+"""What does the same as `logits_to_gradient`."""
 
 
 @dataclass(slots=True)
@@ -45,13 +75,17 @@ def head_loss(
     targets_BS: Tensor,
     shared: HeadGradient | None = None,
     group: dist.ProcessGroup | None = None,
+    to_gradient: ToGradient = logits_to_gradient,
 ) -> Tensor:
     """The mean loss over the tokens of a micro-batch, in at least fp32.
 
     If the ranks of `group` share the vocabulary, each of them has all tokens and a part of the gradient of x.
+
+    Args:
+        to_gradient: `logits_to_gradient`, or that function compiled.
     """
     x_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
-    loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, shared, group)  # type: ignore[no-untyped-call]
+    loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, shared, group, to_gradient)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -73,6 +107,7 @@ class _HeadLoss(torch.autograd.Function):
         targets_T: Tensor,
         shared: HeadGradient | None,
         group: dist.ProcessGroup | None,
+        to_gradient: ToGradient,
     ) -> Tensor:
         (tokens, _), vocabulary = x_TH.shape, weight_VH.shape[0]
         loss = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
@@ -84,7 +119,7 @@ class _HeadLoss(torch.autograd.Function):
             for wide_logits, wide_targets in zip(
                 logits.split(wide_rows), targets.split(wide_rows), strict=True
             ):
-                loss += _to_gradient(wide_logits, wide_targets, group)
+                loss += to_gradient(wide_logits, wide_targets, group)
             torch.mm(logits, weight_VH, out=grad)
             grad_weight = _sum(grad_weight, logits.t() @ x)
         if shared is not None:
@@ -105,28 +140,4 @@ class _HeadLoss(torch.autograd.Function):
             None if t is None else torch.mul(t, scale, out=torch.empty_like(t, dtype=ctx.dtype))
             for t in (grad_x, grad_weight)
         )
-        return *scaled, None, None, None
-
-
-def _to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of the losses of a chunk; overwrites `logits` with the gradient of that sum."""
-    wide_dtype = torch.promote_types(logits.dtype, torch.float32)
-    is_local = (targets >= 0) & (targets < logits.shape[1])
-    index = targets.where(is_local, 0)[:, None]
-    log_p = torch.log_softmax(logits, 1, dtype=wide_dtype)
-    if group is None:
-        loss = -log_p.gather(1, index).sum()
-    else:
-        # First the log of the sum of this rank's exponentials, then that of all ranks.
-        local_log_sum = logits[:, 0].to(wide_dtype) - log_p[:, 0]
-        highest = local_log_sum.clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-        target_logit = logits.gather(1, index)[:, 0].to(wide_dtype)
-        sums = torch.stack(((local_log_sum - highest).exp(), (target_logit - highest) * is_local))
-        dist.all_reduce(sums, group=group)
-        log_total = sums[0].log()
-        log_p += (local_log_sum - highest - log_total)[:, None]
-        loss = (log_total - sums[1]).sum()
-    torch.exp(log_p, out=logits)
-    logits.scatter_add_(1, index, -is_local.to(logits.dtype)[:, None])
-    return loss
+        return *scaled, None, None, None, None

@@ -219,7 +219,7 @@ class Layer(nn.Module):
 class Head(nn.Linear):
     """The product with the weights of the vocabulary."""
 
-    loss: Callable[[Tensor, Tensor, Tensor, HeadGradient | None], Tensor]
+    loss: Callable[..., Tensor]
     """The loss from x_BSH, weights and targets; tensor parallelism cuts these weights along the vocabulary."""
     shared_gradient: HeadGradient | None
     """Where micro-batches add up their gradients, if a schedule runs many forwards first."""

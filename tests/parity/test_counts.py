@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.server import counted, tokens_of_experts
+from tests.parity.server import compiled_losses, counted, tokens_of_experts
 from tests.parity.test_layouts import MOE, SHALLOW, spec_of
 from ultrabench.kernel.requests import TINY
 
@@ -55,6 +55,12 @@ def counts_of(server, case):
 def test_step(server, case):
     counts = counts_of(server, f"{case} gas={GAS}")
     assert counts == STEP[case]
+
+
+def test_the_compiled_loss_of_a_cut_vocabulary_is_that_of_one_process(server):
+    for loss_diff, grad_diff in server.ask(compiled_losses, spec_of("tp=2")):
+        assert loss_diff < 1e-12
+        assert grad_diff < 1e-15
 
 
 @pytest.mark.parametrize("gas", [1, 2])
