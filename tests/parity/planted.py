@@ -48,7 +48,7 @@ def summed_biases(right, params, ranks):
 
 
 @planted(model.Decoder, "initial_value", parity="tp=2 gas=2 biased")
-def biases_of_the_first(right, self, name, size, seed, device, part):
+def biases_of_the_first(right, self, name, size, seed, device, part=()):
     """All ranks of tp start with the biases of the first."""
     first = tuple((dim, 0, length) for dim, _, length in part)
     return right(self, name, size, seed, device, first if name.endswith(".bias") else part)
