@@ -30,7 +30,7 @@ KNOWN = PUBLISHED | {name: pytest.approx(number, rel=0.005) for name, number in 
 
 
 def test_every_file_of_a_model_but_our_own_has_a_known_number_of_parameters():
-    assert files("model").keys() - KNOWN.keys() == {"mini", "tiny", "tiny-gqa"}
+    assert files("model").keys() - KNOWN.keys() == {"mini", "tiny", "tiny-gqa", "tiny-moe"}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -46,6 +46,22 @@ def test_flops_of_a_published_model():
     # Qwen3-0.6B: 16 heads of 128 channels on a hidden size of 1024; Megatron halves their attention.
     products = 28 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072) + 151936 * 1024
     assert load_model("qwen3-0.6b").flops_per_token(4096, "megatron") == 6 * products + 6 * 28 * 2048 * 4096
+
+
+def test_parameters_and_flops_of_published_experts():
+    # Mixtral 8x7B: 46,702,792,704 parameters in its checkpoint; a token passes 2 of 8 experts in each of 32 layers.
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+             "intermediate_size": 14336, "vocab_size": 32000, "tie_word_embeddings": False}  # fmt: skip
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 14336}
+    shape, expert = ModelShape(name="mixtral", **sizes, **experts), 3 * 4096 * 14336
+    assert (shape.num_params, shape.expert_params) == (46_702_792_704, expert)
+    assert shape.num_active_params == 46_702_792_704 - 32 * 6 * expert
+    products = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 4096 * 8 + 2 * expert) + 32000 * 4096
+    assert shape.flops_per_token(4096) == 6 * products + 12 * 32 * 4096 * 4096
+    # A shared expert counts once, and a dense layer has none of them.
+    shared = ModelShape(name="x", **sizes, **experts, n_shared_experts=1, first_k_dense_replace=30)
+    products = 32 * (2 * 4096**2 + 2 * 4096 * 1024) + 30 * expert + 2 * (4096 * 8 + 3 * expert) + 32000 * 4096
+    assert shared.flops_per_token(4096) == 6 * products + 12 * 32 * 4096 * 4096
 
 
 @pytest.mark.parametrize(
