@@ -106,8 +106,10 @@ def remedies(config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: 
     layouts = config.axes.layout
     all_settings = SETTINGS
     if shape.num_experts:
-        most = {"ep": gcd(shape.num_experts, nodes * config.hardware.gpus_per_node // min(layouts["pp"]))}
-        all_settings = (most, *SETTINGS, *(setting | most for setting in SETTINGS))
+        largest_ep = {
+            "ep": gcd(shape.num_experts, nodes * config.hardware.gpus_per_node // min(layouts["pp"]))
+        }
+        all_settings = (largest_ep, *SETTINGS, *(setting | largest_ep for setting in SETTINGS))
     new_settings = ({k: v for k, v in setting.items() if v not in layouts[k]} for setting in all_settings)
     settings = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)
     for axis_values in settings:
