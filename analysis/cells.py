@@ -1,7 +1,7 @@
 """The cells of a ranking (model, nodes, hardware, kernel, precision and batch) and the sentences about them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -80,6 +80,8 @@ class Cell:
     gbs: int | None
     scaling: str | None = None
     num_params: int | None
+    num_active_params: int | None = None
+    """Parameters used for one token; fewer than num_params in a model with experts."""
     peak_source: str | None = None
     step_time_ci95_rel: float | None = None
     """Half the 95 % interval of the best run's median step time, relative to it."""
@@ -95,6 +97,11 @@ class Cell:
     """One of MAY_DIFFER -> its value in the other cell, where it is another one."""
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a token uses only some of the parameters; False where this is unknown."""
+        return self.num_active_params not in (None, self.num_params)
+
+    @property
     def panel(self) -> tuple[object, ...]:
         """What all cells of one panel of a figure share."""
         batch = None if self.gbs is None else batch_text(self.gbs, self.nodes, self.scaling)
@@ -105,6 +112,12 @@ class Cell:
         values = asdict(self)
         layout = values.pop("layout")
         return values | {name: layout.get(name) for name in AXES}
+
+
+def formula_text(formulas: Iterable[str], has_experts: bool) -> str:
+    """A sentence that names the formulas of MFU, and says what is counted of experts if there are any."""
+    of_experts = "; of the experts, those that a token passes count" * has_experts
+    return f"FLOPs of MFU by the formula {', '.join(sorted(formulas))}{of_experts}"
 
 
 def batch_text(gbs: float, nodes: int, scaling: str | None) -> str:

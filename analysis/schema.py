@@ -70,7 +70,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
     "Model": (
         column("model", TEXT, "What people call the model."),
         column("num_params", INT, "All trainable parameters, tied weights counted once."),
-        column("num_active_params", INT, "Parameters used for one token."),
+        column("num_active_params", INT, "Parameters used for one token: without the experts that it does not pass."),
         column("hidden_size", INT, "Width of the residual stream."),
         column("num_hidden_layers", INT, "Decoder layers."),
         column("num_attention_heads", INT, "Query heads."),
@@ -125,7 +125,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("tokens_per_s_per_gpu", FLOAT, "tokens_per_s / gpus."),
         column("mfu", FLOAT, "model_flops_per_s_per_gpu / peak_flops_per_s, a fraction."),
         column("hfu", FLOAT, "Executed FLOPs over the peak, a fraction; null if not counted."),
-        column("flops_formula", TEXT, "FLOPs of a token; palm: 6*N_matmul + 12*L*heads*head_dim*seq_len; megatron: 6*L for 12*L."),
+        column("flops_formula", TEXT, "FLOPs of a token; palm: 6*N_matmul + 12*L*heads*head_dim*seq_len, with the N_matmul parameters in its matrix products, experts only where it passes them; megatron: 6*L for 12*L."),
         column("peak_flops_per_s", FLOAT, "Dense peak rate of one rank."),
         column("peak_source", TEXT, "Where the peak comes from; measured: by this machine itself."),
         column("peak_core_share", FLOAT, "Share of the CPU cores that its measurement had beside other programs; null: it was alone."),

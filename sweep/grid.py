@@ -10,7 +10,7 @@ from math import gcd, prod
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel_config import ANY, KernelConfig
 from ultrabench.layout import (
     BATCH,
     DEGREES,
@@ -253,7 +253,7 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
     sizes = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
     if layout.sequence_parallel == "on":
         sizes["seq_len/cp"] = seq_len // layout.cp
-    sizes["n_shared_experts*moe_intermediate_size"] = shape.n_shared_experts * shape.moe_intermediate_size
+    sizes["n_shared_experts*moe_intermediate_size"] = shape.shared_expert_intermediate_size
     for name, size in sizes.items():
         if size % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={size}"
@@ -332,7 +332,8 @@ def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iter
         if isinstance(value, RopeScaling):
             value = values_of(value)
         alike = name == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
-        if (value if name in kernel.supports else str(value)) not in allowed and not alike:
+        expressed = value in allowed if name in kernel.supports else str(value) in allowed or ANY in allowed
+        if not expressed and not alike:
             shown = ", ".join(map(str, allowed))
             yield f"kernel {kernel.name} supports {name} in [{shown}]; {name}={value}"
 

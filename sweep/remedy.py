@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
+from math import gcd
 from typing import Any
 
 from ultrabench.errors import ConfigError, counted
@@ -19,7 +20,8 @@ from ultrabench.variant import variables_of
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 3}, {"recompute": "full"}, {"zero_stage": 3, "recompute": "full"},
 )  # fmt: skip
-"""Axis -> the value that saves memory; the first of them that helps is named."""
+"""Axis -> the value that saves memory; the first of them that helps is named. In a model with experts the largest ep
+that the ranks of a stage can have comes first, and all of them with it last."""
 MOST_NODES = 1024
 """Largest number of nodes that is tried."""
 MOST_COMMANDS = 1000
@@ -93,7 +95,13 @@ def remedies(config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: 
     with such settings.
     """
     layouts = config.axes.layout
-    new_settings = ({k: v for k, v in setting.items() if v not in layouts[k]} for setting in SETTINGS)
+    all_settings = SETTINGS
+    if shape.num_experts:
+        largest_ep = {
+            "ep": gcd(shape.num_experts, nodes * config.hardware.gpus_per_node // min(layouts["pp"]))
+        }
+        all_settings = (largest_ep, *SETTINGS, *(setting | largest_ep for setting in SETTINGS))
+    new_settings = ({k: v for k, v in setting.items() if v not in layouts[k]} for setting in all_settings)
     settings = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)
     for axis_values in settings:
         if smallest := _smallest(config, shape, nodes, dict(axis_values), advised_p_oom):

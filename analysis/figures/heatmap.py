@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ultrabench.analysis.cells import Cell, layout_words, tried
+from ultrabench.analysis.cells import Cell, formula_text, layout_words, tried
 from ultrabench.analysis.figures.picture import GREY, wrapped
 from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
@@ -268,15 +268,18 @@ def _draw_labels(axes: Axes, grid: Grid, room: float) -> None:
         nudge = 0.09 * len(names) / grid.height
         beside: dict[str, Any] = {"ha": "right", "va": "center"}
         axes.text(x, y - (nudge if params else 0), "\n".join(names), fontsize=11, fontweight="bold", **beside)
-        axes.text(x, y + nudge, params, **beside, **_SMALL)
+        further = 0.09 * params.count("\n") / grid.height
+        axes.text(x, y + nudge + further, params, **beside, **_SMALL)
     shown = _panel_title(grid.cells[0])
     fontsize = min(9.5, 120 * room / len(shown))
     axes.text(0, -0.16 / grid.height, shown, fontsize=fontsize, color=GREY, va="center")
 
 
 def _model(cell: Cell) -> tuple[str, str]:
-    """The name of the cell's model, and its number of parameters as a text."""
-    return cell.model, "" if cell.num_params is None else f"{count(cell.num_params)} params"
+    """The name of the cell's model, and as a text its number of parameters and how many of them a token passes."""
+    params = "" if cell.num_params is None else f"{count(cell.num_params)} params"
+    active = f"\n{count(cell.num_active_params or 0)} active" if cell.has_experts else ""
+    return cell.model, params + active
 
 
 def _panel_title(cell: Cell) -> str:
@@ -297,8 +300,9 @@ def _panel_title(cell: Cell) -> str:
 def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
     """The sentences under the figure that its cells give; `other` is what compare_ratio is relative to."""
     cell_count = counted(len(cells), "cell")
-    if formulas := {cell.flops_formula for cell in cells if cell.shown_column == "mfu" and cell.mfu} - {None}:
-        yield f"FLOPs of MFU by the formula {', '.join(sorted(map(str, formulas)))}."
+    with_mfu = [cell for cell in cells if cell.shown_column == "mfu" and cell.mfu]
+    if formulas := {cell.flops_formula for cell in with_mfu if cell.flops_formula}:
+        yield f"{formula_text(formulas, any(cell.has_experts for cell in with_mfu))}."
     if any(cell.compare_ratio is not None for cell in cells):
         yield f"1.00x: as many tokens/s/GPU as the best of {other}."
     differing = {

@@ -22,6 +22,9 @@ ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
 LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
 """Options that say how a log is read. While no result comes from a log, they may change within a sweep."""
 
+ANY = "*"
+"""What kernel.flags has in place of a value for all values that it does not list."""
+
 RANK_VARIABLES = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "ULTRABENCH_SPEC", "ULTRABENCH_REPORT", "ULTRABENCH_STORE", "ULTRABENCH_TAG",
@@ -64,7 +67,7 @@ class KernelConfig:
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Word of a layout or a model -> each value that the command supports, as text -> more arguments for it."""
+    """Word of a layout or a model -> each value that the command supports, as text, or ANY -> more arguments for it."""
     step_line: str | None = None
     """A regular expression for programs that only log. It is searched in each line of one rank's log, and has
     one of the groups that LOG_PATTERNS lists for it, and optionally the group `loss`."""

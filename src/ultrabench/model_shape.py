@@ -162,6 +162,26 @@ class ModelShape:
         return end // step - start // step if self.num_experts else 0
 
     @property
+    def sparse_layers(self) -> str:
+        """A 1 for each layer with experts and a 0 for each other one, such as `[0,1,1,1]`."""
+        return f"[{','.join(str(int(self.is_sparse(layer))) for layer in range(self.num_hidden_layers))}]"
+
+    @property
+    def shared_expert_intermediate_size(self) -> int:
+        """Width of the block of the shared experts together; 0 means that there are none."""
+        return self.n_shared_experts * self.moe_intermediate_size
+
+    @property
+    def expert_weights(self) -> str:
+        """What weighs the chosen experts of a token: scoring_func, and `/sum` where the weights add up to 1.
+
+        It is `1` where this leaves one expert the weight 1, whatever its score.
+        """
+        if self.norm_topk_prob and self.num_experts_per_tok == 1:
+            return "1"
+        return f"{self.scoring_func}/sum" if self.norm_topk_prob else self.scoring_func
+
+    @property
     def expert_params(self) -> int:
         """Number of parameters of one expert: gate, up and down."""
         return 3 * self.hidden_size * self.moe_intermediate_size

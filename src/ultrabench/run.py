@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import at_least, between, require_allowed
 from ultrabench.errors import ConfigError, counted, unknown_name
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel_config import ANY, KernelConfig
 from ultrabench.layout import ADDED_LATER as ADDED_AXES
 from ultrabench.layout import NEUTRAL, Layout
 from ultrabench.measure import Measure
@@ -184,6 +184,14 @@ class Task(OfAttempt):
         return self.probe or self.spec.kernel.kind != "command"
 
 
+FOLLOWING_SIZES = {
+    "sparse_layers": ("first_k_dense_replace", "decoder_sparse_step"),
+    "shared_expert_intermediate_size": ("n_shared_experts",),
+    "expert_weights": ("scoring_func", "norm_topk_prob"),
+}
+"""Word of a model that follows from its sizes -> the sizes that a command with this word expresses."""
+
+
 def words_of(spec: RunSpec) -> dict[str, Any]:
     """The words that a command may use in braces, and their values: those of the run and those of the user."""
     values = to_dict(spec)
@@ -191,6 +199,7 @@ def words_of(spec: RunSpec) -> dict[str, Any]:
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
         "head_dim": spec.shape.head_width, "world_size": spec.layout.world_size,
         "pipeline_batch": spec.layout.mbs * (spec.layout.gas if spec.layout.pp > 1 else 1),
+        **{name: getattr(spec.shape, name) for name in FOLLOWING_SIZES},
         **in_group(spec.variant, WORDS),
     }}  # fmt: skip
 
@@ -229,7 +238,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
             raise ConfigError(unknown_name(kind, text, words, first=in_group(spec.variant, WORDS)))
         return in_command(words[name])
 
-    flags = (table.get(str(words.get(name)), ()) for name, table in spec.kernel.flags.items())
+    flags = (table.get(str(words.get(name)), table.get(ANY, ())) for name, table in spec.kernel.flags.items())
     parts = chain(spec.kernel.command, *flags, spec.arguments)
     filled = [_IN_BRACES.sub(word, part) for part in parts]
     return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]

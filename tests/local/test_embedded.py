@@ -47,19 +47,19 @@ def test_layouts_on_one_and_two_nodes_train_alike_and_are_measured(bench):
 
 
 def test_experts_train_alike_however_they_are_shared(bench):
-    """Of sweep=moe the layouts on two nodes with tp and ZeRO-3; a run in which ep was ignored would be invalid."""
-    sizes = axes(nodes=[2], tp=[2], zero_stage=[3])
-    quick = ("measure.warmup_steps=1", "measure.loss_step=3", "measure.max_steps=6", "measure.race=null")
-    bench.run("sweep", "launch", "sweep=moe", "name=t", *sizes, *quick, "measure.confirm=1", *AT_ONCE)
+    """Of sweep=moe two layouts on two nodes with tp and ZeRO-3; a run in which ep was ignored would be invalid."""
+    sizes = axes(nodes=[2], tp=[2], zero_stage=[3], mbs=[4], ep=[1, 4])
+    quick = ("measure.warmup_steps=1", "measure.loss_step=3", "measure.max_steps=6")
+    bench.run("sweep", "launch", "sweep=moe", "name=t", *sizes, *quick, "measure.race=null", *AT_ONCE)
     rows = bench.rows()
     assert {(r["status"], r["reason"]) for r in rows} == {("ok", None)}
-    assert sorted((r["tp"], r["ep"]) for r in rows) == [(2, 1), (2, 2), (2, 4)]
+    assert sorted((r["tp"], r["ep"]) for r in rows) == [(2, 1), (2, 4)]
     assert {(r["num_experts"], r["routing"]) for r in rows} == {(8, "balanced")}
     losses = [r["loss_final"] for r in rows]
     assert max(losses) - min(losses) < 1e-6 * min(losses)
-    (cell,) = json.loads(bench.run("heatmap", "t", "--json"))
     bench.run("heatmap", "t", "-o", "map.svg")
-    assert f"ep{cell['ep']}" in (bench.folder / "map.svg").read_text()
+    best = max(rows, key=lambda row: row["tokens_per_s_per_gpu"])
+    assert f"ep{best['ep']}" in (bench.folder / "map.svg").read_text()
 
 
 def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):

@@ -19,6 +19,7 @@ from ultrabench.layout import (
     AXES,
     BATCH,
     DEGREES,
+    DIVIDES,
     NEUTRAL,
     TITLES,
     USUAL,
@@ -147,7 +148,10 @@ def _variants(arguments: Values, chosen: Values, config: SweepConfig, axis: str)
     degrees = [n for n in powers if n * others <= arguments["nodes"] * per_node] or [1]
     if axis == "dp":
         degrees = [n for n in powers if n * others % per_node == 0][:8]
-    values: Iterable[Any] = (chosen[axis],) if axis in chosen else _VALUES.get(axis, degrees)
+    usual = _VALUES.get(axis, degrees)
+    if axis in DIVIDES:
+        usual = [value for value in usual if int(value) <= arguments["nodes"] * per_node]
+    values: Iterable[Any] = (chosen[axis],) if axis in chosen else usual
     variants = dict[str, Values]()
     for value in values:
         idle = (_FOLLOWS.get(axis), *(details_of(axis) if value == NEUTRAL.get(axis) else ()))

@@ -122,11 +122,18 @@ def test_a_model_with_experts_is_read_again_from_its_row(tmp_path):
     layers = {"first_k_dense_replace": 1, "decoder_sparse_step": 1}
     kernel = KernelConfig(name="embedded", precision="bf16", routing="learned")
     sparse = replace(spec_of(Layout(dp=8, ep=4, gas=16), kernel), shape=replace(TINY, **experts, **layers))
-    (row,) = rows_of(make_sweep(tmp_path / "sparse", [sparse], kernel=kernel, models=(sparse.shape,)))
+    folder = make_sweep(tmp_path / "sparse", [sparse], kernel=kernel, models=(sparse.shape,))
+    claim(JournalWriter(folder.journal, "w"), sparse, result=OK)
+    (row,) = rows_of(folder)
     assert values(row, experts | layers) == experts | layers
     assert (row["ep"], row["routing"]) == (4, "learned")
     assert measured.spec_of(row).run_id == sparse.run_id
     assert row["num_active_params"] < row["num_params"] == sparse.shape.num_params
+    # MFU counts 98,304 parameters as in a dense model, but in one of two layers those of the router and of 2 + 1
+    # experts for the feed-forward block.
+    active = 98_304 - 3 * 64 * 128 + 64 * 8 + 3 * 3 * 64 * 32
+    rate = (6 * active + 12 * 2 * 64 * 128) * 10_240
+    assert (row["model_flops_per_s_per_gpu"], row["mfu"]) == pytest.approx((rate, rate / 989e12))
     (dense,) = rows_of(make_sweep(tmp_path / "dense", SPECS[:1]))
     assert {dense[name] for name in (*experts, *layers, "routing")} == {None}
     assert measured.spec_of(dense).run_id == SPECS[0].run_id

@@ -69,6 +69,7 @@ def test_a_value_of_the_axis_that_is_given_is_drawn_alone_or_refused_with_its_ru
         ("pp", {"tp": 2, "gas": 4, "pp_schedule": "zbv"}, ["1", "2", "4"], {"tp": 2, "pp": 4, "gas": 4, "pp_schedule": "zbv"}),
         ("recompute", {"tp": 8}, ["none", "attention", "selective", "every2", "full"], {"tp": 8, "recompute": "full"}),
         ("mbs", {"tp": 8}, ["1", "2", "4", "8", "16", "32"], {"tp": 8, "mbs": 32}),
+        ("ep", {"model": "tiny-moe", "tp": 2}, ["1", "2", "4", "8"], {"model": "tiny-moe", "tp": 2, "ep": 8}),
     ],
 )  # fmt: skip
 def test_what_follows_from_the_axis_changes_with_it(axis, layout, names, same_as):

@@ -120,6 +120,25 @@ def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_noth
     assert all(float(size) < 79.11 for size in re.findall(r", ([\d.]+) GiB", sizes))
 
 
+def test_plan_advises_to_share_experts_where_their_copies_do_not_fit(ultrabench, tmp_path):
+    """Mixtral 8x7B with ZeRO-1: a rank without expert parallelism has 12 bytes and more for each of its experts."""
+    (tmp_path / "ultrabench/model").mkdir(parents=True)
+    (tmp_path / "ultrabench/model/mixtral.yaml").write_text(
+        "hidden_size: 4096\nnum_hidden_layers: 32\nnum_attention_heads: 32\nnum_key_value_heads: 8\n"
+        "intermediate_size: 14336\nvocab_size: 32000\ntie_word_embeddings: false\nnum_experts: 8\n"
+        "num_experts_per_tok: 2\nmoe_intermediate_size: 14336\n"
+    )
+    words = [
+        "sweep", "plan", "model=mixtral", "hardware=h100x8", "sweep.nodes=[4]", "sweep.tp=[1]", "sweep.pp=[1]",
+        "sweep.zero_stage=[1]", "sweep.recompute=[full]",
+    ]  # fmt: skip
+    _, _, err = ultrabench(*words)
+    fits = r"what would fit: sweep.ep=\[8\] \(dp32 tp1 pp1 z1 mbs\d gas\d recompute-full ep8, ([\d.]+) GiB"
+    assert float(re.search(fits, err)[1]) < 79.11
+    (best,) = as_json(ultrabench, *words, "sweep.ep=[1,8]", "--top", "1")["top"]
+    assert best["layout"].endswith(" ep8")
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [("launcher=slurm launcher.pack=4", "launcher.pack=4 besides the control run), time limit"),

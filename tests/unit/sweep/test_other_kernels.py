@@ -23,6 +23,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import values_of
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
 from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.grid import refusal
 from ultrabench.sweep.plan import make_plan
 
 SWEEP = [
@@ -92,6 +93,70 @@ def test_megatron_is_told_layout_and_model():
     }  # fmt: skip
     told = told_to(spec, plan.config)
     assert {name: told[name] for name in expected} == {name: str(value) for name, value in expected.items()}
+
+
+def with_experts(layout=None, **changed):
+    """A run of a small model with experts, sigmoid scores and a dense first layer."""
+    shape = replace(
+        load_config(["model=tiny-moe", "hardware=cpu"]).models[0], scoring_func="sigmoid", **changed
+    )
+    layout = layout or Layout(dp=2, tp=2, ep=2, gas=2, zero_stage=1)
+    kernel = KernelConfig(name="x", precision="bf16")
+    workload = Workload(seq_len=64, gbs=layout.gbs)
+    return RunSpec(
+        layout=layout, shape=shape, workload=workload, kernel=kernel, nodes=1, gpus_per_node=layout.world_size
+    )
+
+
+def test_megatron_is_told_how_experts_are_made_chosen_and_spread():
+    config = load_config(["kernel=megatron", "model=8B"])
+    spec = with_experts(
+        n_shared_experts=2, routed_scaling_factor=2.5, attention_bias=True, partial_rotary_factor=0.5
+    )
+    told = dict(word.lstrip("-").partition("=")[::2] for word in command_of(spec, config))
+    expected = {
+        "num-experts": "8", "moe-router-topk": "2", "moe-ffn-hidden-size": "64", "ffn-hidden-size": "256",
+        "moe-layer-freq": "[0,1,1,1]", "moe-shared-expert-intermediate-size": "128", "expert-model-parallel-size": "2",
+        "expert-tensor-parallel-size": "1", "moe-router-score-function": "sigmoid", "moe-grouped-gemm": "",
+        "moe-router-topk-scaling-factor": "2.5", "add-qkv-bias": "", "rotary-percent": "0.5",
+    }  # fmt: skip
+    assert told.items() >= expected.items()
+    routing = "routing=balanced; its own router chooses the experts of a token"
+    assert list(not_expressed(spec, config.kernel)) == [routing]
+    assert list(not_expressed(replace(spec, kernel=config.kernel), config.kernel)) == []
+    dense = replace(spec, shape=config.models[0], layout=replace(spec.layout, ep=1))
+    assert not [word for word in command_of(dense, config) if "moe" in word or "expert" in word]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"norm_topk_prob": False}, "expert_weights in [softmax, softmax/sum, sigmoid/sum]; expert_weights=sigmoid"),
+        ({"num_experts_per_tok": 1}, "expert_weights in [softmax, softmax/sum, sigmoid/sum]; expert_weights=1"),
+        ({"qk_norm": True, "qk_norm_across_heads": True}, "qk_norm_across_heads in [False]; qk_norm_across_heads=True"),
+    ],
+)  # fmt: skip
+def test_what_megatron_cannot_do_with_experts_is_refused_and_shown_without_changing_the_rest(changed, reason):
+    config = load_config(["kernel=megatron", "model=8B"])
+    spec = with_experts(**changed)
+    reason = f"kernel megatron supports {reason}"
+    assert refusal(config.kernel, spec.layout, spec.shape, 64, "cuda") == reason
+    assert reason in list(not_expressed(spec, config.kernel))
+    assert {"--num-experts=8", "--untie-embeddings-and-output-weights"} <= {*command_of(spec, config)}
+
+
+def test_torchtitan_is_told_ep_and_what_to_register_for_a_model_with_experts():
+    config = load_config(["kernel=torchtitan", "model=llama3-8b"])
+    spec = with_experts(Layout(dp=2, tp=2, ep=4, zero_stage=3))
+    assert "--parallelism.expert-parallel-degree=4" in command_of(spec, config)
+    model, routing = not_expressed(spec, config.kernel)
+    assert "num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64" in model
+    assert "scoring_func=sigmoid" in model
+    assert "sliding_window" not in model
+    assert routing.startswith("routing=balanced; ")
+    full = replace(config.models[0], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+    reason = "kernel torchtitan supports num_experts in [0]; num_experts=8"
+    assert refusal(config.kernel, spec.layout, full, 64, "cuda") == reason
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}

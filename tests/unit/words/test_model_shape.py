@@ -64,6 +64,22 @@ def test_flops_of_a_published_model():
     assert load_model("qwen3-0.6b").flops_per_token(4096, "megatron") == 6 * products + 6 * 28 * 2048 * 4096
 
 
+def test_parameters_and_flops_of_published_experts():
+    # Mixtral 8x7B: 46,702,792,704 parameters in its checkpoint; a token passes 2 of 8 experts in each of 32 layers.
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+             "intermediate_size": 14336, "vocab_size": 32000, "tie_word_embeddings": False}  # fmt: skip
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 14336}
+    shape, expert = ModelShape(name="mixtral", **sizes, **experts), 3 * 4096 * 14336
+    assert (shape.num_params, shape.expert_params) == (46_702_792_704, expert)
+    assert shape.num_active_params == 46_702_792_704 - 32 * 6 * expert
+    products = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 4096 * 8 + 2 * expert) + 32000 * 4096
+    assert shape.flops_per_token(4096) == 6 * products + 12 * 32 * 4096 * 4096
+    # A shared expert counts once, and a dense layer has none of them.
+    shared = ModelShape(name="x", **sizes, **experts, n_shared_experts=1, first_k_dense_replace=30)
+    products = 32 * (2 * 4096**2 + 2 * 4096 * 1024) + 30 * expert + 2 * (4096 * 8 + 3 * expert) + 32000 * 4096
+    assert shared.flops_per_token(4096) == 6 * products + 12 * 32 * 4096 * 4096
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -11,6 +11,7 @@ from ultrabench.cli.tables import FittedTable, duration, say, table, three_digit
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocation_ends import open_allocations
+from ultrabench.model_shape import ModelShape
 from ultrabench.processes import busy_share
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import SweepState
@@ -34,10 +35,11 @@ BUSY = 0.3
 
 def headline(config: SweepConfig) -> str:
     """One line with all that the runs of a sweep share, such as its models, hardware, batch and precision."""
-    sizes = (f"{shape.name} ({count(shape.num_params)} parameters)" for shape in config.models)
-    models, hardware = ", ".join(sizes), config.hardware.name
+    models, hardware = ", ".join(map(_size, config.models)), config.hardware.name
     listed = {name: " or ".join(map(shown, values)) for name, values in config.options.values.items()}
     with_what = f"{listed['precision']}, kernel {config.kernel.name}"
+    if config.kernel.kind == "embedded" and any(shape.num_experts for shape in config.models):
+        with_what += f", routing {config.kernel.routing}"
     if config.kernel.kind == "probe":
         return f"sweep {config.name}: links of {hardware}, {with_what}"
     seq_lens, batches = config.options.values["seq_len"], config.options.values["gbs"]
@@ -51,6 +53,12 @@ def headline(config: SweepConfig) -> str:
     variants = [f"{name} {listed[name]}" for name, of in config.options.of_variants.items() if len(of) > 1]
     varied = f"; varied: {', '.join(variants)}" if variants else ""
     return f"sweep {config.name}: {models} on {hardware}, {batch}, {with_what}{varied}"
+
+
+def _size(shape: ModelShape) -> str:
+    """The name of a model and its parameters, such as `tiny-moe (498 k parameters, 351 k active)`."""
+    active = f", {count(shape.num_active_params)} active" if shape.num_experts else ""
+    return f"{shape.name} ({count(shape.num_params)} parameters{active})"
 
 
 def price_table(

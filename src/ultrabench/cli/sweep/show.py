@@ -18,9 +18,9 @@ from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.predict.layout import ratio_line
-from ultrabench.cli.sweep.top import numbers
+from ultrabench.cli.sweep.top import cell_text, numbers
 from ultrabench.cli.tables import plain, print_json, say, show, style_of, table, warn
-from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.hardware import GIB
 from ultrabench.rank_report import TRACE_PHASE
 from ultrabench.record import to_dict
@@ -94,8 +94,7 @@ def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
     """Lines with the numbers of a run in `sweep top`; none for a run that trains nothing."""
     rows = [row for row in _runs(folder) if row["run_id"] == run_id]
     for row in rows:
-        cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
-        shown = {"rank": f"{row['rank']}, {cell}"} | numbers(row) | {"in doubt": row["suspect"]}
+        shown = {"rank": f"{row['rank']}, {cell_text(row)}"} | numbers(row) | {"in doubt": row["suspect"]}
         if row["attempt"] is None:  # others are in the table of attempts
             shown["reason"] = row["reason"]
         for name, value in shown.items():

@@ -15,7 +15,7 @@ from ultrabench.errors import SweepFolderError, require_known
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import FOLLOWING
 from ultrabench.record import from_dict, to_dict, values_of
-from ultrabench.run import AttemptKey, RunSpec, fill_in
+from ultrabench.run import ADDED_LATER, FOLLOWING_SIZES, AttemptKey, RunSpec, fill_in
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
@@ -27,6 +27,8 @@ from ultrabench.variant import texts, variables_of
 
 IMPLIED = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
+
+_IN_BRACES = re.compile(r"\{(\w+)\}")
 
 
 def show_as(framework: str, run: str, sweep: str | None, as_json: bool, results: Path) -> None:
@@ -79,8 +81,13 @@ def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
 
 
 def without_other_models(spec: RunSpec, kernel: KernelConfig) -> KernelConfig:
-    """The kernel without its flags of a model, which name one of its own list, where the run has another shape."""
+    """The kernel without its flags of a model, which name one of its own list, where the run has another shape.
+
+    A command with sizes of a model in braces trains any model, so that its flags name none.
+    """
     ours = values_of(spec.shape)
+    if ours.keys() & {*_IN_BRACES.findall(" ".join(kernel.command))}:
+        return kernel
     supports = {name: values for name, values in kernel.supports.items() if name in ours}
     flags = {name: table for name, table in kernel.flags.items() if name in ours}
     if not any(unsupported(replace(kernel, supports=supports, flags=flags), spec.layout, spec.shape)):
@@ -97,17 +104,16 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
     others = kernel.flags.keys() - own_kernel.flags.keys()
     supports = {name: values for name, values in kernel.supports.items() if not (others and name in model)}
     yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape)
-    expressed = {
-        *re.findall(r"\{(\w+)\}", " ".join(kernel.command)),
-        *kernel.supports,
-        *kernel.flags,
-        *IMPLIED,
-    }
+    flags = (flag for table in own_kernel.flags.values() for flags in table.values() for flag in flags)
+    words = _IN_BRACES.findall(" ".join((*kernel.command, *flags)))
+    expressed = {*words, *kernel.supports, *kernel.flags, *IMPLIED}
+    expressed |= {size for word in expressed & FOLLOWING_SIZES.keys() for size in FOLLOWING_SIZES[word]}
     if others:
+        expressed |= model.keys()
         other_flags = " ".join(
             flag for name in others for flags in kernel.flags[name].values() for flag in flags
         )
-        size_by_name = {name: value for name, value in to_dict(spec.shape).items() if value is not None}
+        size_by_name = {k: v for k, v in to_dict(spec.shape).items() if v != ADDED_LATER.get(f"shape.{k}")}
         sizes = ", ".join(f"{name}={value}" for name, value in size_by_name.items() if name != "name")
         yield f"the model, since {other_flags} is another; register one with {sizes} and add the flag that names it"
     for record in (spec.layout, spec.shape, spec.workload):
@@ -115,6 +121,8 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
         for name, value in values_of(record).items():
             if name not in expressed and value != usual[name]:
                 yield f"{name}={shown[name]} is no word of its command"
+    if spec.shape.num_experts and spec.kernel.kind == "embedded":
+        yield f"routing={spec.kernel.routing}; its own router chooses the experts of a token"
     for name in ("precision", "compile", "attention"):
         if name not in expressed and (ours := getattr(spec.kernel, name)) != getattr(kernel, name):
             yield f"{name}={ours}; its command has {name}={getattr(kernel, name)}"

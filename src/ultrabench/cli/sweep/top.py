@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.analysis.cells import caveats, layout_words
+from ultrabench.analysis.cells import caveats, formula_text, layout_words
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.numbers import memory, percent, too_wide, with_unit
 from ultrabench.analysis.ranking import DEFAULT_RANK_BY, leaderboard
@@ -36,8 +36,9 @@ def show_top(source: str | None, first: int | None, rank_by: str, as_json: bool,
         return
     for runs in cells:
         _print_cell(name, runs, first or FIRST)
-    formulas = {row["flops_formula"] for runs in cells for row in runs} - {None}
-    notes = [f"FLOPs of MFU by the formula {formula}" for formula in formulas]
+    ranked_rows = [row for runs in cells for row in runs if row["flops_formula"]]
+    formulas = {row["flops_formula"] for row in ranked_rows}
+    notes = [formula_text(formulas, any(row["num_experts"] for row in ranked_rows))] if formulas else []
     if not (source or "").endswith(".parquet"):
         notes.append(_more(find_sweep(source, results).display_name, rank_by, len(cells)))
     say(*caveats(rows), *notes)
@@ -53,7 +54,7 @@ def _more(sweep: str, rank_by: str, cells: int) -> str:
 
 def _print_cell(name: str, runs: list[Row], first: int) -> None:
     top_row, num_hidden = runs[0], len(runs) - first
-    rank_by, node_count = str(top_row["ranked_by"]), counted(top_row["nodes"], "node")
+    rank_by = str(top_row["ranked_by"])
     added_columns = {rank_by: rank_by} if rank_by not in SHOWN_AS else {}
     compared = rank_by
     if any(row["num_repeats"] > 1 for row in runs):  # the other columns show one repeat of each run
@@ -67,10 +68,16 @@ def _print_cell(name: str, runs: list[Row], first: int) -> None:
         texts |= {"environment": row["environment"]} if has_environments else {}
         shown_rows.append({**texts, **numbers(row), "run id": row["run_id"]})
     columns = [name if name in _TEXTS else f">{name}" for name in shown_rows[0]]
-    title = f"{name}: {top_row['model']} on {node_count}, by {compared}"
+    title = f"{name}: {cell_text(top_row)}, by {compared}"
     shown_table = table(title, *columns, rows=[row.values() for row in shown_rows])
     shown_table.always_shown = next(iter(added_columns), SHOWN_AS.get(rank_by, rank_by))
     show(shown_table, f"{num_hidden} more; -n {len(runs)} shows all\n" if num_hidden > 0 else "")
+
+
+def cell_text(row: Row) -> str:
+    """The model and nodes of a run, and the routing of its experts, such as `tiny-moe on 1 node, routing balanced`."""
+    routing = f", routing {row['routing']}" if row["routing"] else ""
+    return f"{row['model']} on {counted(row['nodes'], 'node')}{routing}"
 
 
 def numbers(row: Row) -> dict[str, str | Text | None]:
