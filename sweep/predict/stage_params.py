@@ -50,6 +50,8 @@ class Size(NamedTuple):
 
 
 NOTHING = Size(0, 0, 0)
+OUTSIDE = -1
+"""In place of the number of a layer."""
 
 
 class ParamGroup(NamedTuple):
@@ -58,8 +60,8 @@ class ParamGroup(NamedTuple):
     The experts of a layer are reduced before the rest of it, both after backward of the layer.
     """
 
-    layer: int | None
-    """Number of the layer in the model; None for the groups before and after the layers."""
+    layer: int
+    """Number of the layer in the model; OUTSIDE for the groups before and after the layers."""
     is_sparse: bool
     is_experts: bool
     size: Size
@@ -153,58 +155,44 @@ def _sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int)
     )
 
 
-class _End(NamedTuple):
-    """A layer at an end of a run of like layers of a stage."""
-
-    layer: int
-    is_sparse: bool
-    above: bool | None
-    """Whether the layer after it in the model has experts; None where the stage ends."""
-    below: bool | None
-    """Whether the layer before it has experts; None where the stage begins."""
-    num_done: int
-    """Number of layers of the stage whose backward came before."""
-    sparse_done: int
-    """Number of these that have experts."""
-
-
 def _stage(shape: ModelShape, sizes: _Sizes, stage: Stage, is_tied: bool) -> StageParams:
     last = NOTHING if is_tied else NOTHING.plus(sizes.norm, stage.has_norm).plus(sizes.table, stage.has_head)
     first = sizes.norm.plus(sizes.table) if is_tied else NOTHING.plus(sizes.table, stage.has_embedding)
-    whole = last.plus(first).plus(
-        _of_layers(sizes, stage.num_layers, shape.num_sparse_layers(stage.first_layer, stage.num_layers))
-    )
-    ends = _looked_at(shape, stage)
-    layers = tuple(_layer_groups(sizes, ends, last))
-    top_following = _gathered(sizes, ends[0].is_sparse) if ends else 0
-    before = [ParamGroup(None, False, False, last, NOTHING, 0, 0, top_following)]
+    whole = last.plus(first).plus(_of_layers(shape, sizes, stage.first_layer, stage.num_layers))
+    layers = tuple(_layer_groups(shape, sizes, stage, last))
+    top_following = _gathered(shape, sizes, layers[0].layer) if layers else 0
+    before = ParamGroup(OUTSIDE, False, False, last, NOTHING, 0, 0, top_following)
     below = layers[-1].size.whole if layers else 0
-    after = [ParamGroup(None, False, False, first, whole.plus(first, -1), below, 0, 0)] * (first.whole > 0)
+    after = [ParamGroup(OUTSIDE, False, False, first, whole.plus(first, -1), below, 0, 0)] * (first.whole > 0)
     top_layer = {group.is_sparse: group.layer for group in reversed(layers)}
-    top = (group for group in layers if group.layer == top_layer[group.is_sparse])
-    groups, top_groups = ((*before, *between, *after) for between in (layers, top))
+    top = [group for group in layers if group.layer == top_layer[group.is_sparse]]
+    groups, top_groups = ((before, *between, *after) for between in (layers, top))
     return StageParams(stage, last, first, whole, groups, top_groups, top_following, is_tied)
 
 
-def _gathered(sizes: _Sizes, is_sparse: bool | None) -> int:
-    """Parameters of such a layer that are gathered from several ranks, without those of which the rank has all."""
-    groups = {None: (), False: (sizes.dense,), True: (sizes.rest, sizes.experts)}[is_sparse]
+def _gathered(shape: ModelShape, sizes: _Sizes, layer: int) -> int:
+    """Parameters of a layer that are gathered from several ranks, without groups of which the rank has all."""
+    groups = (sizes.rest, sizes.experts) if shape.is_sparse(layer) else (sizes.dense,)
     return sum([size.whole for size in groups if size.shard < size.whole])
 
 
-def _of_layers(sizes: _Sizes, number: int, sparse: int) -> Size:
-    """The size of so many layers, of which `sparse` have experts."""
+def _of_layers(shape: ModelShape, sizes: _Sizes, first: int, number: int) -> Size:
+    """The size of `number` layers of the model from layer `first` on."""
+    sparse = shape.num_sparse_layers(first, number)
     dense = NOTHING.plus(sizes.dense, number - sparse)
     return dense.plus(sizes.rest, sparse).plus(sizes.experts, sparse) if sparse else dense
 
 
-def _layer_groups(sizes: _Sizes, ends: tuple[_End, ...], last: Size) -> Iterator[ParamGroup]:
-    """The groups of these layers, in the order of backward."""
-    for layer, is_sparse, above, below, num_done, sparse_done in ends:
-        done, before = last.plus(_of_layers(sizes, num_done, sparse_done)), last.whole
-        if above is not None:
-            before = (sizes.rest if above else sizes.dense).whole
-        size, following = sizes.rest if is_sparse else sizes.dense, _gathered(sizes, below)
+def _layer_groups(shape: ModelShape, sizes: _Sizes, stage: Stage, last: Size) -> Iterator[ParamGroup]:
+    """The groups of `_looked_at` layers, in the order of backward."""
+    end = stage.first_layer + stage.num_layers
+    for layer in _looked_at(shape, stage.first_layer, end):
+        is_sparse, is_first = shape.is_sparse(layer), layer == stage.first_layer
+        done, before = last.plus(_of_layers(shape, sizes, layer + 1, end - layer - 1)), last.whole
+        if layer < end - 1:
+            before = (sizes.rest if shape.is_sparse(layer + 1) else sizes.dense).whole
+        following = 0 if is_first else _gathered(shape, sizes, layer - 1)
+        size = sizes.rest if is_sparse else sizes.dense
         if is_sparse:
             yield ParamGroup(layer, True, True, sizes.experts, done, before, size.whole, following)
             done, before = done.plus(sizes.experts), sizes.experts.whole
@@ -212,29 +200,16 @@ def _layer_groups(sizes: _Sizes, ends: tuple[_End, ...], last: Size) -> Iterator
 
 
 @lru_cache(maxsize=4096)
-def _looked_at(shape: ModelShape, stage: Stage) -> tuple[_End, ...]:
+def _looked_at(shape: ModelShape, first: int, end: int) -> list[int]:
     """The layers at the ends of each run of layers that are alike, or that repeat after decoder_sparse_step layers.
 
-    Inside a run, activations fall and gradients grow by the same number of bytes from period to period. The layers come
-    in the order of backward.
+    Inside a run, activations fall and gradients grow by the same number of bytes from period to period. The layers of
+    the stage are those from `first` on to the one before `end`.
     """
-    first, end, step = stage.first_layer, stage.first_layer + stage.num_layers, shape.decoder_sparse_step
-    looked_at = set[int]()
+    looked_at, step = set[int](), shape.decoder_sparse_step
     for start, stop in ((first, shape.first_k_dense_replace), (max(first, shape.first_k_dense_replace), end)):
         looked_at |= {*range(start, start + step), *range(min(stop, end) - 2 * step, min(stop, end))}
-    sparse = [shape.is_sparse(layer) for layer in range(end)]
-    return tuple(
-        _End(
-            layer,
-            sparse[layer],
-            above=sparse[layer + 1] if layer < end - 1 else None,
-            below=sparse[layer - 1] if layer > first else None,
-            num_done=end - layer - 1,
-            sparse_done=sum(sparse[layer + 1 :]),
-        )
-        for layer in sorted(looked_at, reverse=True)
-        if first <= layer < end
-    )
+    return sorted((layer for layer in looked_at if first <= layer < end), reverse=True)
 
 
 def _padded(shards: int, *matrices: tuple[int, int]) -> Size:

@@ -27,6 +27,7 @@ from ultrabench.sweep.predict.micro_batch import MicroBatch, Tokens, micro_batch
 from ultrabench.sweep.predict.pipeline import Turn, turns
 from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER, MemoryLimit, StageMemory
 from ultrabench.sweep.predict.stage_params import (
+    OUTSIDE,
     Cut,
     ParamGroup,
     StageParams,
@@ -212,7 +213,7 @@ def _activations(
     yield kept, 0.0, work
     for held in group_bytes[1:]:
         group = held.group
-        if group.layer is None:
+        if group.layer == OUTSIDE:
             yield state.activations, 0.0, m.whole_hidden + m.word * p.first.whole * (3 if p.is_tied else 1)
             continue
         through = group.layer - stage.first_layer + 1
@@ -243,7 +244,7 @@ def _group_bytes(p: StageParams, handling: Handling) -> tuple[GroupBytes, ...]:
 
 def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupBytes:
     w, is_zero3, sums_shards, reduces_after, has_sums, reduces, frees, regathers = handling
-    size, done, is_layer = group.size, group.done, group.layer is not None
+    size, done, is_layer = group.size, group.done, group.layer != OUTSIDE
     params, reduced, is_sharded = size.whole, done.whole - done.shard, size.shard < size.whole
     in_place = w == 4 and has_sums and not sums_shards
     is_embedding = p.first.whole > 0 and done.whole + params == p.whole.whole
@@ -291,9 +292,10 @@ def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
         group, held_weights, freed, sums, reducing, new, _, _, least_work, phase, update = held
         if update:
             yield update
-        work = max(work, least_work)
+        if work < least_work:
+            work = least_work
         weights = state.other_weights + held_weights
-        gradients = state.other_gradients + sums + (m.table if p.is_tied and group.layer is not None else 0.0)
+        gradients = state.other_gradients + sums + (m.table if p.is_tied and group.layer != OUTSIDE else 0.0)
         if reducing + own + work > new - freed:
             yield _moment(BACKWARD, weights, gradients + reducing, kept, 0.0, work)
         else:
