@@ -97,7 +97,7 @@ def block_times(work: Work, links: Network, peak: float, stream: float, c: TimeC
     if shape.num_experts:
         sparse = _layer(work, _experts(work, links, peak, c), links, peak, stream, c)
     blocks = (*dense, head, *sparse)
-    return Blocks(*zip(*blocks, strict=True), whole=(*map(sum, blocks),))
+    return Blocks._make([*zip(*blocks, strict=True), (*map(sum, blocks),)])
 
 
 def _dense(work: Work, width: int, peak: float, c: TimeConstants) -> _FeedForward:

@@ -99,6 +99,10 @@ class StageParams:
         """Parameters of the group that forward gathers last."""
         return self.last.whole or self.top_following
 
+    def sums_bytes(self, sums_shards: bool) -> float:
+        """Bytes of fp32 sums of the stage's gradients, of its shards or of all."""
+        return 4.0 * (self.whole.shard if sums_shards else self.whole.whole)
+
 
 def params_of_rank(cut: Cut, rank: int) -> tuple[StageParams, ...]:
     """The stages of a rank of the pipeline axis."""

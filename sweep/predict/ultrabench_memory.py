@@ -154,17 +154,12 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
         messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
         copies = cut.shards > 1 and in_flight == 1 and (is_first or cut.frees_each)
         other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
-        sums = 0.0 if is_first else _sums(p, cut.reduces_each)
+        sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
+        regathers = cut.zero_stage == 3 and not turn.after_backward[turn.chunk]
         handling = Handling(
-            m.word,
-            cut.zero_stage == 3,
-            cut.reduces_each,
-            cut.reduces_after,
-            has_sums=sums > 0,
-            reduces=turn.is_last or cut.reduces_each,
-            frees=turn.is_last or cut.frees_each,
-            regathers=cut.zero_stage == 3 and not turn.after_backward[turn.chunk],
-        )
+            m.word, cut.zero_stage == 3, cut.reduces_each, cut.reduces_after, sums > 0,
+            turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each, regathers,
+        )  # fmt: skip
         yield State(
             params=p,
             activations=sum(map(mul, turn.in_flight, kept)) - kept[turn.chunk] + m.hidden * messages,
@@ -176,11 +171,6 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
             other_weights=other_weights,
             other_gradients=other_gradients,
         )
-
-
-def _sums(p: StageParams, sums_shards: bool) -> float:
-    """Bytes of sums of a stage's gradients."""
-    return 4.0 * (p.whole.shard if sums_shards else p.whole.whole)
 
 
 def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn) -> tuple[float, float]:
@@ -248,7 +238,7 @@ def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupByt
     params, reduced, is_sharded = size.whole, done.whole - done.shard, size.shard < size.whole
     in_place = w == 4 and has_sums and not sums_shards
     is_embedding = p.first.whole > 0 and done.whole + params == p.whole.whole
-    old_sums, least_work = _sums(p, sums_shards) * has_sums, 0.0
+    old_sums, least_work = p.sums_bytes(sums_shards) * has_sums, 0.0
     if regathers:
         tied = p.first.whole if p.is_tied else 0
         gathered = (0 if frees else done.whole) + tied + (0 if is_embedding else params)
