@@ -46,9 +46,24 @@ class Parts(NamedTuple):
     ep: float = 0.0
 
 
-Block = tuple[Parts, Parts, Parts, Parts, Parts]
-"""The times of a dense layer, what recomputation adds to them, the times of the head, and those of a layer with
-experts with what recomputation adds to them."""
+Times = tuple[float, ...]
+"""Seconds of a dense layer, what recomputation adds to it, those of the head, and those of a layer with experts and
+what recomputation adds to it."""
+
+
+class Blocks(NamedTuple):
+    """The times of the blocks of a model for one micro-batch, by part as in `Parts`."""
+
+    gemm: Times
+    attention: Times
+    memory_bound: Times
+    tp: Times
+    cp: Times
+    ep: Times
+    whole: Times
+    """The sums of the parts."""
+
+
 _NO_PARTS = Parts(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -71,16 +86,18 @@ class _FeedForward(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def block_times(work: Work, links: Network, peak: float, stream: float, c: TimeConstants) -> Block:
+def block_times(work: Work, links: Network, peak: float, stream: float, c: TimeConstants) -> Blocks:
     """The times of the blocks that `work` describes; `stream` is the rate of the memory that kernels reach."""
     shape, h, logits = work.shape, work.shape.hidden_size, work.shape.vocab_size / work.tp
     dense = _layer(work, _dense(work, shape.intermediate_size, peak, c), links, peak, stream, c)
     head_gemm, head_bytes = 3 * _gemm_s(work.tokens, logits, h, peak, c), c.logit_bytes * work.tokens * logits
     call = _tp_call_s(work.tokens * h * work.word, work.tp, links, c)
     head = Parts(head_gemm, 0.0, head_bytes / stream, call * c.tp_end_calls, 0.0)
-    if not shape.num_experts:
-        return *dense, head, _NO_PARTS, _NO_PARTS
-    return *dense, head, *_layer(work, _experts(work, links, peak, c), links, peak, stream, c)
+    sparse = _NO_PARTS, _NO_PARTS
+    if shape.num_experts:
+        sparse = _layer(work, _experts(work, links, peak, c), links, peak, stream, c)
+    blocks = (*dense, head, *sparse)
+    return Blocks._make([*zip(*blocks, strict=True), (*map(sum, blocks),)])
 
 
 def _dense(work: Work, width: int, peak: float, c: TimeConstants) -> _FeedForward:

@@ -5,6 +5,7 @@ group of their own, with other shards than the rest of the layer.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -49,13 +50,18 @@ class Size(NamedTuple):
 
 
 NOTHING = Size(0, 0, 0)
+OUTSIDE = -1
+"""In place of the number of a layer."""
 
 
-class LayerGroup(NamedTuple):
-    """A group of parameters of a layer; the experts are reduced before the rest, both after backward of the layer."""
+class ParamGroup(NamedTuple):
+    """Parameters of a stage that are gathered, and whose gradients are reduced, at once.
+
+    The experts of a layer are reduced before the rest of it, both after backward of the layer.
+    """
 
     layer: int
-    """Number of the layer in the model."""
+    """Number of the layer in the model; OUTSIDE for the groups before and after the layers."""
     is_sparse: bool
     is_experts: bool
     size: Size
@@ -69,8 +75,9 @@ class LayerGroup(NamedTuple):
     """Parameters of the next layer, which are on their way; 0 where none follows or they are not sharded."""
 
 
-class StageParams(NamedTuple):
-    """What a rank holds of a stage."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StageParams:
+    """What a rank holds of a stage. It is compared by identity, which makes it a cheap key of a cache."""
 
     stage: Stage
     last: Size
@@ -78,10 +85,11 @@ class StageParams(NamedTuple):
     first: Size
     """The embedding, or the group of a tied embedding with norm and head."""
     whole: Size
-    layer_groups: tuple[LayerGroup, ...]
-    """The groups of layers among which is that of the peak: those of the ends of each run of like layers."""
-    top_groups: tuple[LayerGroup, ...]
-    """Those of the first dense layer and of the first one with experts in the order of backward."""
+    groups: tuple[ParamGroup, ...]
+    """The groups among which is that of the peak, in the order of backward: `last`, layers at the ends of each run of like
+    layers, and `first` where it is there."""
+    top_groups: tuple[ParamGroup, ...]
+    """Those without layers below the first dense one and the first one with experts."""
     top_following: int
     """Parameters of the last layer that are gathered from several ranks."""
     is_tied: bool
@@ -91,28 +99,33 @@ class StageParams(NamedTuple):
         """Parameters of the group that forward gathers last."""
         return self.last.whole or self.top_following
 
+    def sums_bytes(self, sums_shards: bool) -> float:
+        """Bytes of fp32 sums of the stage's gradients, of its shards or of all."""
+        return 4.0 * (self.whole.shard if sums_shards else self.whole.whole)
 
-def params_of_ranks(cut: Cut) -> tuple[tuple[StageParams, ...], ...]:
-    """The stages of each rank of the pipeline axis."""
-    degrees = cut.tp, cut.pp, cut.virtual_stages, cut.pp_schedule
-    return _params_of_ranks(cut.shape, *degrees, cut.shards, cut.ep, cut.expert_shards)
+
+def params_of_rank(cut: Cut, rank: int) -> tuple[StageParams, ...]:
+    """The stages of a rank of the pipeline axis."""
+    degrees = cut.tp, cut.shards, cut.ep, cut.expert_shards
+    return _params_of_rank(cut.shape, cut.pp, cut.virtual_stages, cut.pp_schedule, rank, *degrees)
+
+
+@lru_cache(maxsize=16384)
+def _params_of_rank(
+    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str, rank: int, *degrees: int
+) -> tuple[StageParams, ...]:
+    sizes, is_tied = _sizes(shape, *degrees), shape.tie_word_embeddings and pp == 1
+    stages = stages_of_ranks(shape, pp, virtual_stages, pp_schedule)[rank]
+    return tuple(_stage(shape, sizes, stage, is_tied) for stage in stages)
 
 
 @lru_cache(maxsize=4096)
-def _params_of_ranks(
-    shape: ModelShape,
-    tp: int,
-    pp: int,
-    virtual_stages: int,
-    pp_schedule: str,
-    shards: int,
-    ep: int,
-    expert_shards: int,
-) -> tuple[tuple[StageParams, ...], ...]:
+def stages_of_ranks(
+    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str
+) -> list[tuple[Stage, ...]]:
+    """The stages of each rank of the pipeline axis, without their parameters."""
     layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    sizes, is_tied = _sizes(shape, tp, shards, ep, expert_shards), shape.tie_word_embeddings and pp == 1
-    ranks = stages_by_rank(shape, layout)
-    return tuple(tuple(_stage(shape, sizes, stage, is_tied) for stage in stages) for stages in ranks)
+    return stages_by_rank(shape, layout)
 
 
 class _Sizes(NamedTuple):
@@ -149,54 +162,55 @@ def _sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int)
 def _stage(shape: ModelShape, sizes: _Sizes, stage: Stage, is_tied: bool) -> StageParams:
     last = NOTHING if is_tied else NOTHING.plus(sizes.norm, stage.has_norm).plus(sizes.table, stage.has_head)
     first = sizes.norm.plus(sizes.table) if is_tied else NOTHING.plus(sizes.table, stage.has_embedding)
-    groups = tuple(_layer_groups(shape, sizes, stage, last))
-    top_layer = {group.is_sparse: group.layer for group in reversed(groups)}
-    top = tuple(group for group in groups if group.layer == top_layer[group.is_sparse])
     whole = last.plus(first).plus(_of_layers(shape, sizes, stage.first_layer, stage.num_layers))
-    top_following = sum(map(_gathered, _groups_of(shape, sizes, groups[0].layer))) if groups else 0
-    return StageParams(stage, last, first, whole, groups, top, top_following, is_tied)
+    layers = tuple(_layer_groups(shape, sizes, stage, last))
+    top_following = _gathered(shape, sizes, layers[0].layer) if layers else 0
+    before = ParamGroup(OUTSIDE, False, False, last, NOTHING, 0, 0, top_following)
+    below = layers[-1].size.whole if layers else 0
+    after = [ParamGroup(OUTSIDE, False, False, first, whole.plus(first, -1), below, 0, 0)] * (first.whole > 0)
+    top_layer = {group.is_sparse: group.layer for group in reversed(layers)}
+    top = [group for group in layers if group.layer == top_layer[group.is_sparse]]
+    groups, top_groups = ((before, *between, *after) for between in (layers, top))
+    return StageParams(stage, last, first, whole, groups, top_groups, top_following, is_tied)
 
 
-def _groups_of(shape: ModelShape, sizes: _Sizes, layer: int) -> tuple[Size, ...]:
-    return (sizes.rest, sizes.experts) if shape.is_sparse(layer) else (sizes.dense,)
-
-
-def _gathered(size: Size) -> int:
-    """Parameters that are gathered from several ranks; 0 where the rank has all of them."""
-    return size.whole if size.shard < size.whole else 0
+def _gathered(shape: ModelShape, sizes: _Sizes, layer: int) -> int:
+    """Parameters of a layer that are gathered from several ranks, without groups of which the rank has all."""
+    groups = (sizes.rest, sizes.experts) if shape.is_sparse(layer) else (sizes.dense,)
+    return sum([size.whole for size in groups if size.shard < size.whole])
 
 
 def _of_layers(shape: ModelShape, sizes: _Sizes, first: int, number: int) -> Size:
     """The size of `number` layers of the model from layer `first` on."""
-    if not shape.num_experts:
-        return NOTHING.plus(sizes.dense, number)
     sparse = shape.num_sparse_layers(first, number)
-    return NOTHING.plus(sizes.dense, number - sparse).plus(sizes.rest, sparse).plus(sizes.experts, sparse)
+    dense = NOTHING.plus(sizes.dense, number - sparse)
+    return dense.plus(sizes.rest, sparse).plus(sizes.experts, sparse) if sparse else dense
 
 
-def _layer_groups(shape: ModelShape, sizes: _Sizes, stage: Stage, last: Size) -> Iterator[LayerGroup]:
+def _layer_groups(shape: ModelShape, sizes: _Sizes, stage: Stage, last: Size) -> Iterator[ParamGroup]:
     """The groups of `_looked_at` layers, in the order of backward."""
     end = stage.first_layer + stage.num_layers
-    for layer in _looked_at(shape, stage):
+    for layer in _looked_at(shape, stage.first_layer, end):
         is_sparse, is_first = shape.is_sparse(layer), layer == stage.first_layer
         done, before = last.plus(_of_layers(shape, sizes, layer + 1, end - layer - 1)), last.whole
         if layer < end - 1:
             before = (sizes.rest if shape.is_sparse(layer + 1) else sizes.dense).whole
-        following = 0 if is_first else sum(map(_gathered, _groups_of(shape, sizes, layer - 1)))
+        following = 0 if is_first else _gathered(shape, sizes, layer - 1)
         size = sizes.rest if is_sparse else sizes.dense
         if is_sparse:
-            yield LayerGroup(layer, True, True, sizes.experts, done, before, size.whole, following)
+            yield ParamGroup(layer, True, True, sizes.experts, done, before, size.whole, following)
             done, before = done.plus(sizes.experts), sizes.experts.whole
-        yield LayerGroup(layer, is_sparse, False, size, done, before, 0, following)
+        yield ParamGroup(layer, is_sparse, False, size, done, before, 0, following)
 
 
-def _looked_at(shape: ModelShape, stage: Stage) -> list[int]:
+@lru_cache(maxsize=4096)
+def _looked_at(shape: ModelShape, first: int, end: int) -> list[int]:
     """The layers at the ends of each run of layers that are alike, or that repeat after decoder_sparse_step layers.
 
-    Inside a run, activations fall and gradients grow by the same number of bytes from period to period.
+    Inside a run, activations fall and gradients grow by the same number of bytes from period to period. The layers of
+    the stage are those from `first` on to the one before `end`.
     """
-    first, end, step = stage.first_layer, stage.first_layer + stage.num_layers, shape.decoder_sparse_step
-    looked_at = set[int]()
+    looked_at, step = set[int](), shape.decoder_sparse_step
     for start, stop in ((first, shape.first_k_dense_replace), (max(first, shape.first_k_dense_replace), end)):
         looked_at |= {*range(start, start + step), *range(min(stop, end) - 2 * step, min(stop, end))}
     return sorted((layer for layer in looked_at if first <= layer < end), reverse=True)

@@ -17,7 +17,7 @@ from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
-from ultrabench.sweep.predict.block_time import Block, Work, block_times, ring_parts_s, tp_hops_s
+from ultrabench.sweep.predict.block_time import Blocks, Work, block_times, ring_parts_s, tp_hops_s
 from ultrabench.sweep.predict.data_parallel import (
     ParamGroup,
     data_parallel,
@@ -119,7 +119,7 @@ class _PipelineRank(NamedTuple):
     def times(self, layer: float, again: float, head: float, sparse: float, sparse_again: float) -> float:
         """The seconds of the blocks of this rank, from those of one block of each kind."""
         dense = layer * self.layers + again * self.again + head * self.heads
-        return dense + (sparse * self.sparse + sparse_again * self.sparse_again)
+        return dense + (sparse * self.sparse + sparse_again * self.sparse_again) if self.sparse else dense
 
 
 @lru_cache(maxsize=4096)
@@ -162,16 +162,15 @@ class _Moves(NamedTuple):
 
 
 def _passes(
-    ranks: tuple[_PipelineRank, ...], block: Block, move_s: _Moves, host_s: float, c: TimeConstants
+    ranks: tuple[_PipelineRank, ...], blocks: Blocks, move_s: _Moves, host_s: float, c: TimeConstants
 ) -> tuple[_PipelineRank, float, float, float]:
     """The slowest rank, and seconds of a micro-batch: of its GPU at work, of the rank, and of all ranks together.
 
     Those of a rank contain what its GPU waits for the host. `host_s` are the seconds of each layer on the host.
     """
-    block_s = [*map(sum, block)]
     slowest, gpu_s, slowest_s, all_s = ranks[0], 0.0, 0.0, 0.0
     for rank in ranks:
-        gpu = rank.times(*block_s) + move_s.of(rank)
+        gpu = rank.times(*blocks.whole) + move_s.of(rank)
         # A forward that is repeated is launched again; it is a third of forward and backward.
         host = (rank.layers + rank.again / 3) * host_s + rank.stages * c.micro_batch_launch_s
         host += (rank.sparse + rank.sparse_again / 3) * (host_s + c.sparse_launch_s)
@@ -184,7 +183,7 @@ def _passes(
 
 def _micro_batch(
     spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, c: TimeConstants
-) -> tuple[Work, Block, tuple[_PipelineRank, ...], _Moves]:
+) -> tuple[Work, Blocks, tuple[_PipelineRank, ...], _Moves]:
     """What a layer works on, the times of its blocks, what each pipeline rank holds, and seconds of its parameters."""
     layout, stream = spec.layout, hardware.hbm_bytes_per_s * c.hbm_efficiency
     shape, tp, recompute = spec.shape, layout.tp, layout.recompute
@@ -203,11 +202,12 @@ def _micro_batch(
         layout.ep,
         busiest_share(spec.kernel, layout, shape),
     )
-    block = block_times(work, network, peak.flops_per_s, stream, c)
+    blocks = block_times(work, network, peak.flops_per_s, stream, c)
     ranks = _pipeline_ranks(
         shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
     )
-    return work, block, ranks, _Moves(*(c.accumulate_bytes / cut / stream for cut in (tp, layout.ep)))
+    moves = _Moves(c.accumulate_bytes / tp / stream, c.accumulate_bytes / layout.ep / stream)
+    return work, blocks, ranks, moves
 
 
 def predict_step_time(
@@ -224,16 +224,16 @@ def predict_step_time(
         memory_share: predicted peak with the reserve of the allocator, divided by the memory of a GPU.
     """
     layout, c, gas = spec.layout, constants, spec.layout.gas
-    work, block, ranks, move_s = _micro_batch(spec, hardware, peak, network, c)
+    work, blocks, ranks, move_s = _micro_batch(spec, hardware, peak, network, c)
     stream = hardware.hbm_bytes_per_s * c.hbm_efficiency
-    slowest, gpu_s, pass_s, all_s = _passes(ranks, block, move_s, _layer_launch_s(spec, network, c), c)
+    slowest, gpu_s, pass_s, all_s = _passes(ranks, blocks, move_s, _layer_launch_s(spec, network, c), c)
     even = all_s / layout.pp  # a rank's share if none waited
     busy = gas * (1 - c.wait_shared * (1 - even / pass_s))
     # Ranks exchange while they wait for the slowest one, on average for `waits_s`.
     exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, network, c)
     waits_s = busy * pass_s - gas * even
     gemm, attention, memory_bound, tp_s, cp_s, ep_s = (
-        busy * slowest.times(*seconds) for seconds in zip(*block, strict=True)
+        busy * slowest.times(*seconds) for seconds in blocks[:-1]
     )
     groups = _param_groups(ranks, layout)
     layers = max(rank.layers + rank.sparse for rank in ranks)
@@ -272,11 +272,9 @@ def communication_ratios(
     spec: RunSpec, hardware: Hardware, peak: Peak, network: Network, constants: TimeConstants
 ) -> CommunicationRatios:
     """The ratios of communication to computing of a run, hidden or not."""
-    work, block, ranks, move_s = _micro_batch(spec, hardware, peak, network, constants)
-    slowest = _passes(ranks, block, move_s, 0.0, constants)[0]
-    gemm, attention, memory_bound, tp_s, _, ep_s = (
-        slowest.times(*seconds) for seconds in zip(*block, strict=True)
-    )
+    work, blocks, ranks, move_s = _micro_batch(spec, hardware, peak, network, constants)
+    slowest = _passes(ranks, blocks, move_s, 0.0, constants)[0]
+    gemm, attention, memory_bound, tp_s, _, ep_s = (slowest.times(*seconds) for seconds in blocks[:-1])
     compute_s = gemm + attention + memory_bound + move_s.of(slowest)
     groups = _param_groups(ranks, spec.layout)
     dp_s, passes, _ = data_parallel(spec.layout, groups, work.word, network, constants)
@@ -285,7 +283,7 @@ def communication_ratios(
         dp=dp_s / (passes * compute_s),
         tp=tp_s / gemm,
         pp=_exchange_s(spec, work, network, constants) / compute_s,
-        cp=ring_s / block[0].attention,
+        cp=ring_s / blocks.attention[0],
         ep=ep_s / gemm,
     )
 

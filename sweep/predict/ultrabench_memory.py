@@ -26,7 +26,14 @@ from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.micro_batch import MicroBatch, Tokens, micro_batch, route_bytes
 from ultrabench.sweep.predict.pipeline import Turn, turns
 from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER, MemoryLimit, StageMemory
-from ultrabench.sweep.predict.stage_params import NOTHING, Cut, LayerGroup, Size, StageParams, params_of_ranks
+from ultrabench.sweep.predict.stage_params import (
+    OUTSIDE,
+    Cut,
+    ParamGroup,
+    StageParams,
+    params_of_rank,
+    stages_of_ranks,
+)
 from ultrabench.sweep.predict.step_time import BYTES
 
 MOST_ROUNDS = 4
@@ -52,6 +59,30 @@ class UltrabenchMemory:
         require_allowed(self, "memory.")
 
 
+Moment = tuple[float, str, float, float, float, float, float]
+"""All bytes, the phase, and the bytes of gathered weights, gradients, activations, logits and buffers."""
+
+
+class Handling(NamedTuple):
+    """How a backward of a stage treats weights and gradients."""
+
+    word: int
+    """Bytes of a number in forward and backward."""
+    is_zero3: bool
+    sums_shards: bool
+    """Whether the sums of gradients of earlier micro-batches are shards, since each micro-batch reduces its own."""
+    reduces_after: bool
+    """Whether gradients are reduced after the backward instead of during it."""
+    has_sums: bool
+    """Whether an earlier micro-batch has left sums of gradients."""
+    reduces: bool
+    """Whether this backward reduces gradients."""
+    frees: bool
+    """Whether this backward frees parameters."""
+    regathers: bool
+    """Whether ZeRO-3 has freed the layers' parameters, so that backward gathers each one again."""
+
+
 class State(NamedTuple):
     """What a rank holds as the backward of a micro-batch begins, in bytes, beside what that micro-batch keeps."""
 
@@ -67,47 +98,42 @@ class State(NamedTuple):
     """Parameters that this forward gathered last, which exist twice until it ends."""
     sums: float
     """Sums of the stage's gradients of earlier micro-batches."""
-    reduces: bool
-    """Whether this backward reduces gradients."""
-    frees: bool
-    """Whether this backward frees parameters."""
-    regathers: bool
-    """Whether ZeRO-3 has freed the layers' parameters, so that backward gathers each one again."""
+    handling: Handling
     other_weights: float
     """Gathered parameters of the rank's other stages."""
     other_gradients: float
     """Gradients of the rank's other stages."""
 
 
-class Group(NamedTuple):
-    """Parameters of a stage that are gathered, and whose gradients are reduced, at once."""
+class GroupBytes(NamedTuple):
+    """Bytes of the stage's weights and gradients around the backward of a group, which do not depend on tokens."""
 
-    size: Size
-    done: Size
-    """Parameters of the stage whose backward came before."""
-    before: int
-    """Parameters of the group before, whose reduction is under way."""
-    beside: int
-    """Parameters that ZeRO-3 has gathered beside those of the group: of the next layer, and of the layer around experts."""
+    group: ParamGroup
+    weights: float
+    """Gathered parameters as the backward begins."""
+    freed: float
+    """Those of them that are freed as it ends."""
+    gradients: float
+    """Gradients of groups before and sums of earlier micro-batches."""
+    reducing: float
+    """The gradients of the group before, whose reduction is under way."""
+    new: float
+    """The group's own gradients as they are reduced, and those that wait for it."""
+    added: float
+    """Gradients of the group's weights that are not added in place."""
     waiting: float
     """Gradients of the layer around experts, which are not reduced yet."""
-    is_layer: bool
-    has_next: bool
-    kept: float
-    """Activations as its backward begins."""
-    own: float
-    """Those that its backward uses up."""
-    work: float
-    """What its backward needs beside `kept`."""
-
-
-Moment = tuple[float, str, float, float, float, float, float]
-"""All bytes, the phase, and the bytes of gathered weights, gradients, activations, logits and buffers."""
+    least_work: float
+    """What its backward needs at least beside what is kept."""
+    phase: str
+    """The phase as the group's gradients are reduced."""
+    update: Moment | None
+    """The reduction after the backward."""
 
 
 def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
     """The states of a rank among which is that of its peak, for the first `gas` micro-batches of a step."""
-    stages, is_afab = params_of_ranks(cut)[rank], cut.pp_schedule == "afab"
+    stages, is_afab = params_of_rank(cut, rank), cut.pp_schedule == "afab"
     several = len(stages) > 1
     receives, sends = cut.pp > 1 and (several or rank < cut.pp - 1), several or rank > 0
     # All losses of afab share one gradient of the head's weights, which the first backward takes.
@@ -128,16 +154,20 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
         messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
         copies = cut.shards > 1 and in_flight == 1 and (is_first or cut.frees_each)
         other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
+        sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
+        regathers = cut.zero_stage == 3 and not turn.after_backward[turn.chunk]
+        handling = Handling(
+            m.word, cut.zero_stage == 3, cut.reduces_each, cut.reduces_after, sums > 0,
+            turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each, regathers,
+        )  # fmt: skip
         yield State(
             params=p,
             activations=sum(map(mul, turn.in_flight, kept)) - kept[turn.chunk] + m.hidden * messages,
             is_drained=is_afab and not is_first,
             after_forward=turn.after_forward,
             copied=copies * p.gathered_last,
-            sums=0.0 if is_first else 4.0 * (p.whole.shard if cut.reduces_each else p.whole.whole),
-            reduces=turn.is_last or cut.reduces_each,
-            frees=turn.is_last or cut.frees_each,
-            regathers=cut.zero_stage == 3 and not turn.after_backward[turn.chunk],
+            sums=sums,
+            handling=handling,
             other_weights=other_weights,
             other_gradients=other_gradients,
         )
@@ -158,12 +188,10 @@ def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn)
     return weights, gradients
 
 
-def _groups(cut: Cut, m: MicroBatch, state: State, in_place: bool) -> Iterator[Group]:
-    """The groups of the stage at work among which is that of its peak, in the order of backward.
-
-    Args:
-        in_place: whether a layer's gradients are added in place to those of earlier micro-batches.
-    """
+def _activations(
+    cut: Cut, m: MicroBatch, state: State, group_bytes: tuple[GroupBytes, ...]
+) -> Iterator[tuple[float, float, float]]:
+    """Of each group the activations as its backward begins, those that it uses up, and what it needs beside them."""
     p, stage, shape = state.params, state.params.stage, cut.shape
     kept, sent = state.activations + m.kept_by(shape, stage), m.hidden * (not stage.has_norm)
     work = 0.0 if stage.has_norm or stage.has_head else 3 * m.hidden
@@ -172,91 +200,95 @@ def _groups(cut: Cut, m: MicroBatch, state: State, in_place: bool) -> Iterator[G
         work = 2 * m.whole_hidden + m.table_kept * (not state.is_drained) + table
     if stage.has_norm:
         work = max(work, m.hidden * stage.has_head + m.norm + table)
-    yield Group(p.last, NOTHING, 0, p.top_following, 0.0, False, p.top_following > 0, kept, 0.0, work)
-    groups = p.layer_groups
-    if state.sums and not (state.reduces or state.regathers):
-        groups = p.top_groups  # weights and gradients stay as they are, and activations only get less
-    for group in groups:
+    yield kept, 0.0, work
+    for held in group_bytes[1:]:
+        group = held.group
+        if group.layer == OUTSIDE:
+            yield state.activations, 0.0, m.whole_hidden + m.word * p.first.whole * (3 if p.is_tied else 1)
+            continue
         through = group.layer - stage.first_layer + 1
         kept = state.activations + sent + m.layers_kept(shape, stage.first_layer, through)
         own = m.layer_kept(group.layer, is_sparse=group.is_sparse)
-        new, waiting = (0 if in_place else m.word * n for n in (group.size.whole, group.around))
-        beside, has_next = group.around + group.following, group.following > 0
-        if group.is_experts or not group.is_sparse:
-            work = _layer_work(m, group, new, waiting) - own - (sent if through == stage.num_layers else 0)
-        else:  # its backward is over
-            kept, own, work = kept - own, 0.0, new
-        yield Group(group.size, group.done, group.before, beside, waiting, True, has_next, kept, own, work)
-    if p.first.whole:
-        work = m.whole_hidden + m.word * p.first.whole * (3 if p.is_tied else 1)
-        before = p.layer_groups[-1].size.whole if p.layer_groups else 0
-        done = p.whole.plus(p.first, -1)
-        yield Group(p.first, done, before, 0, 0.0, False, False, state.activations, 0.0, work)
+        if group.is_sparse and not group.is_experts:  # its backward is over
+            yield kept - own, 0.0, held.added
+        else:
+            yield kept, own, _layer_work(m, held) - own - (sent if through == stage.num_layers else 0)
 
 
-def _layer_work(m: MicroBatch, group: LayerGroup, new: float, waiting: float) -> float:
-    """What the backward of a layer needs at most, all that it keeps included.
-
-    Args:
-        new: bytes of gradients of the layer's weights, or of its experts' weights.
-        waiting: bytes of gradients of the weights around the experts.
-    """
-    if not group.is_sparse:
+def _layer_work(m: MicroBatch, held: GroupBytes) -> float:
+    """What the backward of a layer needs at most, all that it keeps included."""
+    new = held.added
+    if not held.group.is_sparse:
         return max(m.dense.feed_forward + new / 3, m.dense.attention + new)
     layer = m.sparse
-    return max(layer.feed_forward + new / 3, layer.sent + new, layer.attention + new + waiting)
+    return max(layer.feed_forward + new / 3, layer.sent + new, layer.attention + new + held.waiting)
+
+
+@lru_cache(maxsize=65536)
+def _group_bytes(p: StageParams, handling: Handling) -> tuple[GroupBytes, ...]:
+    """The bytes of the groups of a stage among which is that of its peak, in the order of backward."""
+    # Where weights and gradients stay as they are, activations only get less.
+    groups = p.top_groups if handling.has_sums and not (handling.reduces or handling.regathers) else p.groups
+    return tuple(_bytes_of(p, handling, group) for group in groups)
+
+
+def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupBytes:
+    w, is_zero3, sums_shards, reduces_after, has_sums, reduces, frees, regathers = handling
+    size, done, is_layer = group.size, group.done, group.layer != OUTSIDE
+    params, reduced, is_sharded = size.whole, done.whole - done.shard, size.shard < size.whole
+    in_place = w == 4 and has_sums and not sums_shards
+    is_embedding = p.first.whole > 0 and done.whole + params == p.whole.whole
+    old_sums, least_work = p.sums_bytes(sums_shards) * has_sums, 0.0
+    if regathers:
+        tied = p.first.whole if p.is_tied else 0
+        gathered = (0 if frees else done.whole) + tied + (0 if is_embedding else params)
+        gathered += group.around + group.following
+        if is_layer and not group.following and is_sharded:
+            least_work = w * params
+    else:
+        gathered = p.whole.whole - done.whole * frees - (p.first.whole if is_zero3 and not p.is_tied else 0)
+    update = None
+    if reduces and reduces_after:
+        of_sums = old_sums * sums_shards + 4 * (p.whole.whole - reduced)
+        update = _moment(OPTIMIZER, w * p.whole.whole * (not frees), of_sums + 4 * params, 0.0, 0.0, 0.0)
+    # fully_shard refers to the gradient of a group's last matrix until it is reduced.
+    alone, added = 0 if is_layer or p.is_tied else params, 0 if in_place else w * params
+    if not reduces or reduces_after:
+        is_sum = has_sums and not sums_shards
+        sums, reducing = old_sums + 4.0 * done.whole * (not is_sum), 0
+        new: float = added if is_sum or w == 4 else 4 * params + w * alone
+    elif has_sums and not sums_shards:
+        sums, reducing = old_sums - 4 * reduced, 4 * group.before
+        new = 4 * (params + (size.shard if alone and is_sharded else 0))
+    else:
+        sums, reducing = old_sums or 4.0 * done.shard, 4 * group.before
+        new = max((w + 4) * params, 4 * (params + size.shard) + w * alone * is_sharded)
+    waiting, phase = 0 if in_place else w * group.around, OPTIMIZER if is_embedding and reduces else BACKWARD
+    freed = w * min(gathered, params * frees)
+    return GroupBytes(
+        group, w * gathered, freed, sums, reducing, new + waiting, added, waiting, least_work, phase, update
+    )
 
 
 def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
     """The end of a forward with its loss, and of each group its backward or, if it needs more, its reduction."""
-    p, w, late = state.params, m.word, cut.zero_stage == 3
-    tied = p.first.whole if p.is_tied else 0
+    p, group_bytes = state.params, _group_bytes(state.params, state.handling)
     if p.stage.has_head and state.after_forward:
-        gathered = w * ((p.last.whole + tied if late else p.whole.whole) + state.copied)
-        kept, gradients = (
-            state.activations + m.kept_by(cut.shape, p.stage),
-            state.other_gradients + state.sums,
-        )
-        yield _moment(FORWARD, state.other_weights + gathered, gradients, kept, m.loss, 0.0)
-    in_place = w == 4 and state.sums > 0 and not cut.reduces_each
-    for size, done, before, beside, waiting, is_layer, has_next, kept, own, work in _groups(
-        cut, m, state, in_place
-    ):
-        params, reduced = size.whole, done.whole - done.shard
-        is_embedding = p.first.whole > 0 and done.whole + params == p.whole.whole
-        if state.regathers:
-            gathered = (0 if state.frees else done.whole) + tied + (0 if is_embedding else params) + beside
-            if is_layer and not has_next and size.shard < params:
-                work = max(work, w * params)
-        else:
-            gathered = (
-                p.whole.whole - done.whole * state.frees - (p.first.whole if late and not p.is_tied else 0)
-            )
-        if state.reduces and cut.reduces_after:
-            of_sums = state.sums * cut.reduces_each + 4 * (p.whole.whole - reduced)
-            yield _moment(
-                OPTIMIZER, w * p.whole.whole * (not state.frees), of_sums + 4 * params, 0.0, 0.0, 0.0
-            )
-        # fully_shard refers to the gradient of a group's last matrix until it is reduced.
-        alone = 0 if is_layer or p.is_tied else params
-        is_sharded = size.shard < params
-        if not state.reduces or cut.reduces_after:
-            is_sum = state.sums > 0 and not cut.reduces_each
-            sums, reducing = state.sums + 4.0 * done.whole * (not is_sum), 0
-            new: float = (0 if in_place else w * params) if is_sum or w == 4 else 4 * params + w * alone
-        elif state.sums and not cut.reduces_each:
-            sums, reducing = state.sums - 4 * reduced, 4 * before
-            new = 4 * (params + (size.shard if alone and is_sharded else 0))
-        else:
-            sums, reducing = state.sums or 4.0 * done.shard, 4 * before
-            new = max((w + 4) * params, 4 * (params + size.shard) + w * alone * is_sharded)
-        new += waiting
-        weights, freed = state.other_weights + w * gathered, w * min(gathered, params * state.frees)
-        gradients = state.other_gradients + sums + (m.table if p.is_tied and is_layer else 0.0)
+        tied, all_bytes = p.first.whole if p.is_tied else 0, state.other_gradients + state.sums
+        gathered = m.word * ((p.last.whole + tied if cut.zero_stage == 3 else p.whole.whole) + state.copied)
+        kept = state.activations + m.kept_by(cut.shape, p.stage)
+        yield _moment(FORWARD, state.other_weights + gathered, all_bytes, kept, m.loss, 0.0)
+    for held, (kept, own, work) in zip(group_bytes, _activations(cut, m, state, group_bytes), strict=True):
+        group, held_weights, freed, sums, reducing, new, _, _, least_work, phase, update = held
+        if update:
+            yield update
+        if work < least_work:
+            work = least_work
+        weights = state.other_weights + held_weights
+        gradients = state.other_gradients + sums + (m.table if p.is_tied and group.layer != OUTSIDE else 0.0)
         if reducing + own + work > new - freed:
             yield _moment(BACKWARD, weights, gradients + reducing, kept, 0.0, work)
         else:
-            phase = OPTIMIZER if is_embedding and state.reduces else BACKWARD
             yield _moment(phase, weights - freed, gradients + new, kept - own, 0.0, 0.0)
 
 
@@ -264,21 +296,26 @@ def _moment(phase: str, weights: float, gradients: float, kept: float, logits: f
     return weights + gradients + kept + logits + work, phase, weights, gradients, kept, logits, work
 
 
+Peak = tuple[int, tuple[StageParams, ...], Moment]
+"""A rank of the pipeline axis, its stages, and the moment at which it holds most."""
+
+
 @lru_cache(maxsize=16384)
-def _peaks(cut: Cut, gas: int, m: MicroBatch, every_rank: bool) -> tuple[tuple[int, Moment], ...]:
+def _peaks(cut: Cut, gas: int, m: MicroBatch, every_rank: bool) -> tuple[Peak, ...]:
     """The moment of its peak of each rank, or without those that hold no more than an earlier one."""
-    peaks, most_layers = list[tuple[int, Moment]](), -1
-    for rank, stages in enumerate(params_of_ranks(cut)):
+    peaks, most_layers = list[Peak](), -1
+    all_stages = stages_of_ranks(cut.shape, cut.pp, cut.virtual_stages, cut.pp_schedule)
+    for rank, stages in enumerate(all_stages):
         # An inner rank holds no more than an earlier one with as many layers; than the first one only under 1f1b,
         # where that has more micro-batches in flight, since it sends no gradients.
         is_inner = 0 < rank < cut.pp - 1 and cut.virtual_stages == 1 and m.full_every < 2
-        layers = stages[0].stage.num_layers
+        layers = stages[0].num_layers
         if is_inner and layers <= most_layers and not every_rank:
             continue
         if is_inner or cut.pp_schedule == "1f1b":
             most_layers = max(most_layers, layers)
         moments = (moment for state in _states(cut, gas, m, rank) for moment in _moments(cut, m, state))
-        peaks.append((rank, max(moments)))
+        peaks.append((rank, params_of_rank(cut, rank), max(moments)))
     return tuple(peaks)
 
 
@@ -300,9 +337,9 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
     elif not is_afab:
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     memory, kept_scale = list[StageMemory](), scale * (1 + c.zbv_margin * (layout.pp_schedule == "zbv"))
-    for rank, (_, phase, weights, gradients, kept, logits, work) in _peaks(cut, gas, m, every_rank):
+    for rank, stages, moment in _peaks(cut, gas, m, every_rank):
+        _, phase, weights, gradients, kept, logits, work = moment
         buffers = scale * work + 16 * layout.gas * tokens  # the batch: inputs and targets
-        stages = params_of_ranks(cut)[rank]
         kept, logits = kept_scale * kept, scale * logits
         reserve = c.base_bytes + c.fragmentation * (kept + logits + buffers)
         reserve += c.reduce_stream_bytes * sum([p.whole.shard for p in stages])
@@ -337,9 +374,10 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     cut, layout, scale = _cut(spec), spec.layout, 2 if spec.kernel.precision == "fp64" else 1
     targets = 8 * layout.gas * layout.mbs * spec.workload.seq_len // layout.cp if layout.pp > 1 else 0
     tokens = _tokens(spec)
+    ranks = (params_of_rank(cut, rank) for rank in range(layout.pp))
     return tuple(
         _optimizer_bytes(stages, scale) + _routing_bytes(spec.shape, tokens, stages) + targets
-        for stages in params_of_ranks(cut)
+        for stages in ranks
     )
 
 
