@@ -330,7 +330,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
         layout.gas,
         layout.pp_schedule == "afab",
     )
-    on_rank = _tokens(spec)
+    on_rank = rank_tokens(spec)
     m = micro_batch(spec.shape, on_rank, layout.full_every, min(gas, 3) if is_afab else 1)
     if layout.virtual_stages > 1:
         gas = min(gas, gas % layout.pp + MOST_ROUNDS * layout.pp)
@@ -373,7 +373,7 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     """
     cut, layout, scale = _cut(spec), spec.layout, 2 if spec.kernel.precision == "fp64" else 1
     targets = 8 * layout.gas * layout.mbs * spec.workload.seq_len // layout.cp if layout.pp > 1 else 0
-    tokens = _tokens(spec)
+    tokens = rank_tokens(spec)
     ranks = (params_of_rank(cut, rank) for rank in range(layout.pp))
     return tuple(
         _optimizer_bytes(stages, scale) + _routing_bytes(spec.shape, tokens, stages) + targets
@@ -381,7 +381,7 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     )
 
 
-def _tokens(spec: RunSpec) -> Tokens:
+def rank_tokens(spec: RunSpec) -> Tokens:
     layout = spec.layout
     return Tokens(
         layout.mbs * spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
