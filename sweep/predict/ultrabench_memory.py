@@ -382,6 +382,7 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
 
 
 def rank_tokens(spec: RunSpec) -> Tokens:
+    """The tokens of a micro-batch on a rank."""
     layout = spec.layout
     return Tokens(
         layout.mbs * spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
