@@ -8,7 +8,7 @@ The functions here are the specification, which `ep.py` replaces by sorted token
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from ultrabench.kernel.compat import kept_linear
 from ultrabench.model_shape import ModelShape
+from ultrabench.routing import expert_shares
 
 LEARNED = "learned"
 """The routing by scores of the router; every other routing chooses experts by the position of a token."""
@@ -50,17 +51,6 @@ class Route(NamedTuple):
     receives: tuple[int, ...] = ()
 
 
-@lru_cache(maxsize=4)
-def _edges(exponent: float, experts: int, chosen: int) -> tuple[float, ...]:
-    """Sums of the shares min(1, c (e+1)**-exponent) of the experts, with c such that all shares add up to `chosen`."""
-    weights = [(expert + 1) ** -exponent for expert in range(experts)]
-    whole = 0  # experts that every token chooses
-    while (factor := (chosen - whole) / sum(weights[whole:])) * weights[whole] > 1:
-        whole += 1
-    shares = [1.0] * whole + [factor * weight for weight in weights[whole:]]
-    return (0.0, *accumulate(shares))
-
-
 def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int, ...]:
     """The experts of the token at `position` of any sequence.
 
@@ -71,7 +61,7 @@ def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int,
     experts, chosen = shape.num_experts, shape.num_experts_per_tok
     if routing == "balanced":
         return tuple((position * chosen + j) % experts for j in range(chosen))
-    edges, first = (_edges(float(routing.partition("=")[2]), experts, chosen), position * GOLDEN % 1)
+    edges, first = (0.0, *accumulate(expert_shares(routing, experts, chosen))), position * GOLDEN % 1
     return tuple(min(bisect_right(edges, first + j), experts) - 1 for j in range(chosen))
 
 

@@ -8,6 +8,7 @@ from tests.unit.predict.test_memory import constants
 from tests.unit.predict.test_step_time import GPUS, spec_of, step_time
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
+from ultrabench.routing import expert_shares
 from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.memory import predict_memory
 from ultrabench.sweep.predict.network import network
@@ -61,3 +62,12 @@ def test_the_busiest_rank_has_the_most_popular_experts(routing, share):
     kernel = replace(spec_of(IN_NODE, MIXTRAL).kernel, routing=routing)
     assert busiest_share(kernel, Layout(dp=4, ep=4), shape) == pytest.approx(share)
     assert busiest_share(kernel, Layout(dp=4), shape) == 1
+
+
+def test_a_token_chooses_an_expert_once_however_popular_it_is():
+    """With A=1 and 3 experts of 4 a token chooses the first one, and 2 of the others as 6 to 4 to 3."""
+    shares = expert_shares("skew=1", 4, 3)
+    assert shares == pytest.approx((1, 12 / 13, 8 / 13, 6 / 13))
+    shape = replace(MIXTRAL, num_experts=4, num_experts_per_tok=3)
+    kernel = replace(spec_of(IN_NODE, MIXTRAL).kernel, routing="skew=1")
+    assert busiest_share(kernel, Layout(dp=2, ep=2), shape) == pytest.approx(25 / 13 / 1.5)

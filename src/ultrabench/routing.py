@@ -1,0 +1,21 @@
+"""How routing spreads tokens over experts, where it follows from their positions instead of from a router."""
+
+from functools import lru_cache
+
+SKEW = "skew="
+"""What the exponent of a power law follows in the word of a routing, such as `skew=1.5`."""
+
+
+@lru_cache(maxsize=64)
+def expert_shares(routing: str, experts: int, chosen: int) -> tuple[float, ...]:
+    """Share of the tokens that each expert gets; together they are `chosen`, the number of experts of a token.
+
+    With skew=A expert e gets min(1, c (e + 1)**-A), with c such that they add up: a token chooses an expert once. All
+    other routings are taken as balanced.
+    """
+    power = float(routing.removeprefix(SKEW)) if routing.startswith(SKEW) else 0.0
+    weights = [(expert + 1) ** -power for expert in range(experts)]
+    whole = 0  # experts that every token chooses
+    while (factor := (chosen - whole) / sum(weights[whole:])) * weights[whole] > 1:
+        whole += 1
+    return (*[1.0] * whole, *(factor * weight for weight in weights[whole:]))
