@@ -78,12 +78,13 @@ _MOST_WANTED = (
 )  # fmt: skip
 """Columns that people rank by, which a message names first."""
 
-_PANEL = ("hardware", "kernel", "precision", "routing", "seq_len", "gbs")
-_KEY = [*dict.fromkeys((*_PANEL, "num_params", *MODEL, "nodes"))]
+PANEL = ("hardware", "kernel", "precision", "routing", "seq_len", "gbs")
+"""Columns that are equal in all cells of a panel, unless gbs grows with the nodes."""
+_KEY = [*dict.fromkeys((*PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns that are equal in imported rows whose doubts do not put them into another cell or panel."""
-_OF_CELL = (*_PANEL, "model", "nodes", "num_params", "num_active_params", "scaling")
+_OF_CELL = (*PANEL, "model", "nodes", "num_params", "num_active_params", "scaling")
 """Columns that a cell has from any of its rows."""
 _ORDER = (
     "run_id", "repeat", "attempt", "sweep", "status", "tokens_per_s_per_gpu", "suspect", "rule", "reason", "source",

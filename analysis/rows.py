@@ -213,7 +213,7 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "peak_core_share": peak and peak.core_share,
         **place,
         **sizes_of(shape),
-        "routing": kernel.routing if shape and shape.num_experts and kernel.kind == "embedded" else None,
+        "routing": shape and kernel.routing_of(shape),
     }
 
 

@@ -39,7 +39,7 @@ class ExpertRanks:
     tp: Ranks
     """They know which gradients a split backward pass must compute."""
     routings: list[tuple[Routing, int]]
-    """Of each rank of the group the routing of its tokens, and its number on the tp axis."""
+    """The routing of the tokens of each rank of the group, and the number of that rank on the tp axis."""
     routes: dict[int, Route] = field(default_factory=dict)
     """Number of tokens -> their route, where positions decide."""
 

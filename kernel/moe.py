@@ -8,7 +8,7 @@ The functions here are the specification, which `ep.py` replaces by sorted token
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -51,6 +51,12 @@ class Route(NamedTuple):
     receives: tuple[int, ...] = ()
 
 
+@lru_cache(maxsize=4)
+def _edges(routing: str, experts: int, chosen: int) -> tuple[float, ...]:
+    """The sums of the shares of the first experts, from none of them to all."""
+    return (0.0, *accumulate(expert_shares(routing, experts, chosen)))
+
+
 def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int, ...]:
     """The experts of the token at `position` of any sequence.
 
@@ -61,7 +67,7 @@ def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int,
     experts, chosen = shape.num_experts, shape.num_experts_per_tok
     if routing == "balanced":
         return tuple((position * chosen + j) % experts for j in range(chosen))
-    edges, first = (0.0, *accumulate(expert_shares(routing, experts, chosen))), position * GOLDEN % 1
+    edges, first = _edges(routing, experts, chosen), position * GOLDEN % 1
     return tuple(min(bisect_right(edges, first + j), experts) - 1 for j in range(chosen))
 
 

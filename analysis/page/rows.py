@@ -22,7 +22,7 @@ from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
 from ultrabench.analysis.predict.cases import profile_and_hardware
-from ultrabench.analysis.ranking import Ranking
+from ultrabench.analysis.ranking import PANEL, Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
 from ultrabench.errors import ConfigError
@@ -41,7 +41,7 @@ _VARIABLES = ("env", "variables")
 """Columns of variables, whose values may hold paths and names."""
 _REJECTED = ("model", "nodes", "rule", "reason")
 """Columns that are told of rejected layouts."""
-_CELL = ("model", "nodes", "hardware", "kernel", "precision", "routing", "seq_len", "gbs", "contender")
+_CELL = ("model", "nodes", *PANEL, "contender")
 _run_of = operator.itemgetter(*_CELL)
 _READ = (*_KEY, *AXES, "status", "suspect", "source", "allocation", *_CELL[:-1])
 """Columns that the texts of a row are made of."""

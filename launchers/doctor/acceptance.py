@@ -1,7 +1,6 @@
 """The acceptance run of a cluster: it tests on one and two nodes what a large sweep relies on.
 
-That is equal losses, a recognised lack of memory, and the speed. doctor.json records it; a large sweep on a
-cluster without one gets a warning.
+That is equal losses, a recognised lack of memory, and the speed. doctor.json records it; without one a large sweep warns.
 """
 
 import contextlib

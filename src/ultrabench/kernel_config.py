@@ -12,6 +12,7 @@ import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
 from ultrabench.log_patterns import LOG_PATTERNS, compiled
+from ultrabench.model_shape import ModelShape
 
 KERNEL_VERSION = 4
 """Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
@@ -97,6 +98,10 @@ class KernelConfig:
         if self.step_rank == "last_stage":
             return world_size - world_size // pp
         return self.step_rank % world_size
+
+    def routing_of(self, shape: ModelShape) -> str | None:
+        """How tokens choose their experts; None for a model without experts, and for a program that decides itself."""
+        return self.routing if shape.num_experts and self.kind == "embedded" else None
 
     def compiles(self, pp_schedule: str | None) -> bool:
         """Whether layers are compiled; ours are not under zbv, since torch cannot split their backward then."""

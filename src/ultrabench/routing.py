@@ -1,4 +1,4 @@
-"""How routing spreads tokens over experts, where it follows from their positions instead of from a router."""
+"""How skewed routing spreads tokens over experts."""
 
 from functools import lru_cache
 
@@ -10,10 +10,9 @@ SKEW = "skew="
 def expert_shares(routing: str, experts: int, chosen: int) -> tuple[float, ...]:
     """Share of the tokens that each expert gets; together they are `chosen`, the number of experts of a token.
 
-    With skew=A expert e gets min(1, c (e + 1)**-A), with c such that they add up: a token chooses an expert once. All
-    other routings are taken as balanced.
+    With skew=A expert e gets min(1, c (e + 1)**-A), with c such that they add up: a token chooses an expert once.
     """
-    power = float(routing.removeprefix(SKEW)) if routing.startswith(SKEW) else 0.0
+    power = float(routing.removeprefix(SKEW))
     weights = [(expert + 1) ** -power for expert in range(experts)]
     whole = 0  # experts that every token chooses
     while (factor := (chosen - whole) / sum(weights[whole:])) * weights[whole] > 1:

@@ -155,8 +155,8 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
         raise ConfigError(
             f"{fact}; ultrabench trains {kind} models whose {key} is {trained_value}: {SIZES_ALONE}"
         )
-    renamed = {RENAMED[key]: value for key, value in values.items() if key in RENAMED and value is not None}
-    read = {key: {**values, **renamed}.get(key, value) for key, value in usual.items()}
+    values |= {RENAMED[key]: value for key, value in values.items() if key in RENAMED and value is not None}
+    read = {key: values.get(key, value) for key, value in usual.items()}
     if read.get("num_experts"):
         read.setdefault("moe_intermediate_size", read["intermediate_size"])
     scaling = {key: values[key] for key in field_types(RopeScaling) if key in values}
@@ -166,8 +166,8 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
         "rope_scaling": scaling if values["rope_type"] else None,
     }
     sizes = read | fixed | derived
-    given = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
-    return shape_from({"name": name, **given}, f"model={where}")
+    fields = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
+    return shape_from({"name": name, **fields}, f"model={where}")
 
 
 def _window(read: Mapping[str, Any]) -> Any:

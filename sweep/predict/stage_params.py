@@ -70,7 +70,7 @@ class ParamGroup(NamedTuple):
     before: int
     """Parameters of the group before, whose reduction is under way."""
     around: int
-    """Of experts the parameters of the rest of their layer, whose gradients wait while those of the experts are reduced."""
+    """Parameters of the layer around experts, whose gradients wait while those of the experts are reduced; 0 for others."""
     following: int
     """Parameters of the next layer, which are on their way; 0 where none follows or they are not sharded."""
 

@@ -191,7 +191,7 @@ def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn)
 def _activations(
     cut: Cut, m: MicroBatch, state: State, group_bytes: tuple[GroupBytes, ...]
 ) -> Iterator[tuple[float, float, float]]:
-    """Of each group the activations as its backward begins, those that it uses up, and what it needs beside them."""
+    """The activations of each group as its backward begins, those that it uses up, and what it needs beside them."""
     p, stage, shape = state.params, state.params.stage, cut.shape
     kept, sent = state.activations + m.kept_by(shape, stage), m.hidden * (not stage.has_norm)
     work = 0.0 if stage.has_norm or stage.has_head else 3 * m.hidden
@@ -201,8 +201,8 @@ def _activations(
     if stage.has_norm:
         work = max(work, m.hidden * stage.has_head + m.norm + table)
     yield kept, 0.0, work
-    for held in group_bytes[1:]:
-        group = held.group
+    for of_group in group_bytes[1:]:
+        group = of_group.group
         if group.layer == OUTSIDE:
             yield state.activations, 0.0, m.whole_hidden + m.word * p.first.whole * (3 if p.is_tied else 1)
             continue
@@ -210,18 +210,17 @@ def _activations(
         kept = state.activations + sent + m.layers_kept(shape, stage.first_layer, through)
         own = m.layer_kept(group.layer, is_sparse=group.is_sparse)
         if group.is_sparse and not group.is_experts:  # its backward is over
-            yield kept - own, 0.0, held.added
+            yield kept - own, 0.0, of_group.added
         else:
-            yield kept, own, _layer_work(m, held) - own - (sent if through == stage.num_layers else 0)
+            yield kept, own, _layer_work(m, of_group) - own - (sent if through == stage.num_layers else 0)
 
 
-def _layer_work(m: MicroBatch, held: GroupBytes) -> float:
+def _layer_work(m: MicroBatch, of_group: GroupBytes) -> float:
     """What the backward of a layer needs at most, all that it keeps included."""
-    new = held.added
-    if not held.group.is_sparse:
+    new, layer = of_group.added, m.sparse
+    if not of_group.group.is_sparse:
         return max(m.dense.feed_forward + new / 3, m.dense.attention + new)
-    layer = m.sparse
-    return max(layer.feed_forward + new / 3, layer.sent + new, layer.attention + new + held.waiting)
+    return max(layer.feed_forward + new / 3, layer.sent + new, layer.attention + new + of_group.waiting)
 
 
 @lru_cache(maxsize=65536)
@@ -278,13 +277,15 @@ def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
         gathered = m.word * ((p.last.whole + tied if cut.zero_stage == 3 else p.whole.whole) + state.copied)
         kept = state.activations + m.kept_by(cut.shape, p.stage)
         yield _moment(FORWARD, state.other_weights + gathered, all_bytes, kept, m.loss, 0.0)
-    for held, (kept, own, work) in zip(group_bytes, _activations(cut, m, state, group_bytes), strict=True):
-        group, held_weights, freed, sums, reducing, new, _, _, least_work, phase, update = held
+    for of_group, (kept, own, work) in zip(
+        group_bytes, _activations(cut, m, state, group_bytes), strict=True
+    ):
+        group, gathered_weights, freed, sums, reducing, new, _, _, least_work, phase, update = of_group
         if update:
             yield update
         if work < least_work:
             work = least_work
-        weights = state.other_weights + held_weights
+        weights = state.other_weights + gathered_weights
         gradients = state.other_gradients + sums + (m.table if p.is_tied and group.layer != OUTSIDE else 0.0)
         if reducing + own + work > new - freed:
             yield _moment(BACKWARD, weights, gradients + reducing, kept, 0.0, work)

@@ -38,7 +38,7 @@ def headline(config: SweepConfig) -> str:
     models, hardware = ", ".join(map(_size, config.models)), config.hardware.name
     listed = {name: " or ".join(map(shown, values)) for name, values in config.options.values.items()}
     with_what = f"{listed['precision']}, kernel {config.kernel.name}"
-    if config.kernel.kind == "embedded" and any(shape.num_experts for shape in config.models):
+    if any(map(config.kernel.routing_of, config.models)):
         with_what += f", routing {config.kernel.routing}"
     if config.kernel.kind == "probe":
         return f"sweep {config.name}: links of {hardware}, {with_what}"

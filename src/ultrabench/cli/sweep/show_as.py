@@ -121,8 +121,8 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
         for name, value in values_of(record).items():
             if name not in expressed and value != usual[name]:
                 yield f"{name}={shown[name]} is no word of its command"
-    if spec.shape.num_experts and spec.kernel.kind == "embedded":
-        yield f"routing={spec.kernel.routing}; its own router chooses the experts of a token"
+    if routing := spec.kernel.routing_of(spec.shape):
+        yield f"routing={routing}; its own router chooses the experts of a token"
     for name in ("precision", "compile", "attention"):
         if name not in expressed and (ours := getattr(spec.kernel, name)) != getattr(kernel, name):
             yield f"{name}={ours}; its command has {name}={getattr(kernel, name)}"

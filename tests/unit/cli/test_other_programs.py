@@ -1,0 +1,67 @@
+"""What commands print about other training programs: their commands for a layout, and what a pattern finds in a log."""
+
+import pytest
+
+from tests.unit.cli.conftest import QUICK, as_json
+
+OK = QUICK.runs[0].run_id
+
+
+def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, tmp_path):
+    run = QUICK.runs[0]
+    shown = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "megatron")
+    torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "pretrain_gpt.py"]
+    assert shown["command"][:4] == torchrun
+    assert f"--tensor-model-parallel-size={run.layout.tp}" in shown["command"]
+    assert "precision=fp32; its command has precision=bf16" in " ".join(shown["not_expressed"])
+    out = ultrabench("sweep", "show", OK, "--as", "torchtitan")[1]
+    assert out.startswith(f"# run {OK}, tiny {run.layout.label()}, as kernel=torchtitan\n# not expressed: ")
+    assert "the model, since --config=llama3_8b is another; register one with hidden_size=64" in out
+    assert "None" not in out
+    assert "--config=" not in out.partition("\ntorchrun \\\n")[2]
+    (tmp_path / "ultrabench/kernel").mkdir(parents=True)
+    mine = "kind: command\nprecision: fp32\ncommand: ['./train', '--tp={tp} {pp}']\nenv: {LEVEL: a b}\n"
+    (tmp_path / "ultrabench/kernel/mine.yaml").write_text(mine)
+    run = next(run for run in QUICK.runs if run.layout.zero_stage == 3)
+    out = ultrabench("sweep", "show", run.run_id, "--as", "mine")[1]
+    torchrun = f"torchrun \\\n  --nnodes={run.nodes} \\\n  --nproc-per-node=2 \\\n  --no-python"
+    command = f"{torchrun} \\\n  ./train \\\n  '--tp={run.layout.tp} {run.layout.pp}'\n"
+    assert out.endswith(f"\nLEVEL='a b' \\\n  {command}")
+    assert "\n# not expressed: zero_stage=3 is no word of its command\n" in out
+
+
+def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(
+        "starts\nstep 1 took 0.5 s, memory 1.5GiB, mfu 40%\nstep 2 took 0.25 s, memory 2GiB, mfu 41%\n"
+    )
+    (tmp_path / "ultrabench/kernel").mkdir(parents=True)
+    patterns = {
+        "step": r"took (?P<seconds>\S+) s",
+        "memory": r"memory (?P<allocated_gib>[\d.]+)GiB",
+        "mfu": r"mfu (?P<percent>\d+)%",
+    }
+    lines = (f"{name}_line: '{pattern}'" for name, pattern in patterns.items())
+    (tmp_path / "ultrabench/kernel/mine.yaml").write_text("\n".join(["kind: command", *lines]))
+    found = as_json(ultrabench, "kernel", "try-log", "mine", "train.log")
+    assert [[row["line"] for row in found[name]["lines"]] for name in found] == [[2, 3]] * 3
+    assert found["memory_line"]["lines"][0]["allocated_bytes"] == 1.5 * 2**30
+    assert found["mfu_line"]["lines"][0]["mfu"] == pytest.approx(0.4)
+    code, out, _ = ultrabench("kernel", "try-log", patterns["step"], "train.log")
+    assert (code, "kernel.step_line: 2 steps in train.log" in out, "0.25" in out) == (0, True, True)
+    assert "the number is divided by 100" in found["mfu_line"]["form"]
+    log.write_text("mfu 0.40%\n mfu 0.41\n")
+    for group, form in {
+        "0.4(?P<fraction>0)": "a % follows the number, which is taken as a fraction of 1: name the group (?P<percent>...)",
+        "(?P<fraction>0.41)": "the number is taken as a fraction of 1; for percent name the group (?P<percent>...)",
+        "(?P<percent>0.40)": "the number is divided by 100; for a fraction of 1 name the group (?P<fraction>...)",
+        "(?P<percent>0.41)": "every number is below 1 percent; for a fraction of 1 name the group (?P<fraction>...)",
+    }.items():
+        assert f"kernel.mfu_line: {form}\n" in ultrabench("kernel", "try-log", f"mfu {group}", "train.log")[2]
+    log.write_text("\nmfu 40%\n")
+    code, out, err = ultrabench("kernel", "try-log", r"mfu (?P<fraction>\d+)%", "train.log")
+    assert (code, out) == (1, "")
+    assert "kernel.mfu_line: no line of train.log gives an MFU; nearest:" in err
+    assert "line 2 matches, but an MFU of 40 is above 1; a percentage needs the group (?P<percent>...)" in err
+    code, _, err = ultrabench("kernel", "try-log", "took (?P<secs>.)", "train.log")
+    assert (code, "is neither a kernel nor has a group" in err, err.count("\n")) == (2, True, 1)
