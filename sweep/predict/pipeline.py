@@ -4,7 +4,7 @@ It is the order of torch.distributed.pipelining, which runs the schedules of our
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import product
 from operator import le
@@ -110,26 +110,30 @@ class Turn(NamedTuple):
     """0 before the first backward of a stage has ended, 2 after the last one, 1 between them."""
     after_backward: tuple[bool, ...]
     """Whether the latest pass of a stage was a backward, which leaves its parameters gathered under ZeRO-3."""
-    in_flight: tuple[int, ...]
-    """Number of micro-batches whose activations each stage keeps, the one at work included."""
+    in_flight: tuple[tuple[int, ...], ...]
+    """Numbers of micro-batches whose activations each stage keeps, the one at work included."""
 
 
 @lru_cache(maxsize=4096)
 def turns(pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int) -> tuple[Turn, ...]:
-    """The turns of a rank, without those that keep fewer micro-batches than one that is alike otherwise."""
+    """The turns of a rank, those that differ in `in_flight` alone as one, without numbers that are nowhere the largest."""
     layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    in_flight_by_turn = dict[Turn, list[tuple[int, ...]]]()
-    for turn in dict.fromkeys(_turns(layout, rank)):
-        in_flight_by_turn.setdefault(turn._replace(in_flight=()), []).append(turn.in_flight)
+    counts_by_turn = dict[Turn, dict[tuple[int, ...], None]]()
+    for turn, in_flight in _turns(layout, rank):
+        counts_by_turn.setdefault(turn, {})[in_flight] = None
     return tuple(
-        turn._replace(in_flight=counts)
-        for turn, all_counts in in_flight_by_turn.items()
-        for counts in all_counts
-        if not any(counts != larger and all(map(le, counts, larger)) for larger in all_counts)
+        turn._replace(
+            in_flight=tuple(counts for counts in all_counts if not _is_exceeded(counts, all_counts))
+        )
+        for turn, all_counts in counts_by_turn.items()
     )
 
 
-def _turns(layout: Layout, rank: int) -> Iterator[Turn]:
+def _is_exceeded(counts: tuple[int, ...], all_counts: Iterable[tuple[int, ...]]) -> bool:
+    return any(counts != larger and all(map(le, counts, larger)) for larger in all_counts)
+
+
+def _turns(layout: Layout, rank: int) -> Iterator[tuple[Turn, tuple[int, ...]]]:
     stages, gas = range(layout.virtual_stages), layout.gas
     in_flight, backwards, after_backward = ([0 for _ in stages] for _ in range(3))
     latest_pass = ("", 0)
@@ -139,7 +143,10 @@ def _turns(layout: Layout, rank: int) -> Iterator[Turn]:
             phases = tuple((count > 0) + (count == gas) for count in backwards)
             is_last = kind == "backward" and micro_batch == gas - 1
             after_forward = latest_pass == ("forward", chunk)
-            yield Turn(chunk, after_forward, is_last, phases, (*map(bool, after_backward),), (*in_flight,))
+            yield (
+                Turn(chunk, after_forward, is_last, phases, (*map(bool, after_backward),), ()),
+                (*in_flight,),
+            )
         in_flight[chunk] -= kind in ("backward", "weight")
         backwards[chunk] += kind in ("backward", "weight")
         after_backward[chunk], latest_pass = kind != "forward", (kind, chunk)

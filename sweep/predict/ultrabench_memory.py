@@ -13,7 +13,7 @@ reduced at once, T tokens of a micro-batch on the ranks of tp, t = T/tp. w is th
 backward; masters, moments and sums of gradients have 4 bytes. docs/prediction.md derives the terms.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
@@ -131,8 +131,11 @@ class GroupBytes(NamedTuple):
     """The reduction after the backward."""
 
 
-def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
-    """The states of a rank among which is that of its peak, for the first `gas` micro-batches of a step."""
+def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterable[State]:
+    """The states of a rank among which is that of its peak, for the first `gas` micro-batches of a step.
+
+    Of those in which the stage at work does the same, it is the one with most beside that stage.
+    """
     stages, is_afab = params_of_rank(cut, rank), cut.pp_schedule == "afab"
     several = len(stages) > 1
     receives, sends = cut.pp > 1 and (several or rank < cut.pp - 1), several or rank > 0
@@ -142,17 +145,12 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
         m.kept_by(cut.shape, p.stage) + (m.whole_hidden if is_afab else loss) * p.stage.has_head
         for p in stages
     ]
+    heaviest = dict[tuple[object, ...], tuple[float, State]]()
     every_turn = turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank)
-    later = {(t.chunk, t.in_flight) for t in every_turn if t.backward_phase[t.chunk] and not t.is_last}
+    later_turns = [turn for turn in every_turn if turn.backward_phase[turn.chunk] and not turn.is_last]
+    later = {(turn.chunk, counts) for turn in later_turns for counts in turn.in_flight}
     for turn in every_turn:
-        p, in_flight = stages[turn.chunk], turn.in_flight[turn.chunk]
-        is_first = not turn.backward_phase[turn.chunk]
-        if is_first and not cut.reduces_each and (turn.chunk, turn.in_flight) in later:
-            continue  # a later one holds sums of gradients, too
-        # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
-        answered = gas - in_flight if is_afab else int(not is_first)
-        messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
-        copies = cut.shards > 1 and in_flight == 1 and (is_first or cut.frees_each)
+        p, is_first = stages[turn.chunk], not turn.backward_phase[turn.chunk]
         other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
         sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
         regathers = cut.zero_stage == 3 and not turn.after_backward[turn.chunk]
@@ -160,17 +158,31 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
             m.word, cut.zero_stage == 3, cut.reduces_each, cut.reduces_after, sums > 0,
             turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each, regathers,
         )  # fmt: skip
-        yield State(
-            params=p,
-            activations=sum(map(mul, turn.in_flight, kept)) - kept[turn.chunk] + m.hidden * messages,
-            is_drained=is_afab and not is_first,
-            after_forward=turn.after_forward,
-            copied=copies * p.gathered_last,
-            sums=sums,
-            handling=handling,
-            other_weights=other_weights,
-            other_gradients=other_gradients,
-        )
+        for counts in turn.in_flight:
+            if is_first and not cut.reduces_each and (turn.chunk, counts) in later:
+                continue  # a later one holds sums of gradients, too
+            in_flight = counts[turn.chunk]
+            # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
+            answered = gas - in_flight if is_afab else int(not is_first)
+            messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
+            copies = cut.shards > 1 and in_flight == 1 and (is_first or cut.frees_each)
+            activations = sum(map(mul, counts, kept)) - kept[turn.chunk] + m.hidden * messages
+            beside = activations + other_weights + other_gradients
+            work = turn.chunk, copies, is_first, turn.after_forward, handling
+            if work not in heaviest or heaviest[work][0] < beside:
+                state = State(
+                    params=p,
+                    activations=activations,
+                    is_drained=is_afab and not is_first,
+                    after_forward=turn.after_forward,
+                    copied=copies * p.gathered_last,
+                    sums=sums,
+                    handling=handling,
+                    other_weights=other_weights,
+                    other_gradients=other_gradients,
+                )
+                heaviest[work] = beside, state
+    return [state for _, state in heaviest.values()]
 
 
 def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn) -> tuple[float, float]:
