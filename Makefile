@@ -16,7 +16,7 @@ PARTS := check unit-a-to-c unit-k-to-w parity-c-to-d parity-f-to-w local-a-to-f 
 # The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart gallery test unit env format slurm-test chaos mutations bench gpu-check slurm-bench clean $(PARTS)
+.PHONY: quickstart gallery test unit env format slurm-test parity chaos mutations bench gpu-check slurm-bench clean $(PARTS)
 
 env: $(VENV)/installed
 
@@ -63,6 +63,10 @@ slurm-t: env
 	$(BIN)/pytest tests/slurm/test_t*.py
 slurm-others: env
 	$(BIN)/pytest tests/slurm/test_[!d-nt]*.py
+
+# All parity tests; `make test` leaves out layouts whose traits other layouts have.
+parity: env
+	$(BIN)/pytest -m parity
 
 slurm-test: env
 	$(BIN)/pytest -m slurm
