@@ -135,25 +135,25 @@ def test_recomputation_keeps_what_docs_say(server, tp):
 def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute):
     """The growth of the peak's activations with the number of layers, within 1 %."""
     wide = dataclasses.replace(TINY, num_attention_heads=8, num_key_value_heads=8)
-    shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (4, 8)]
+    shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (2, 4)]
     specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
-    few, many = (server.ask(dry_costs, spec)[0].activation_bytes for spec in specs)
+    few, many = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
     tokens = rank_tokens(in_precision(specs[0], "bf16"))
     form = micro_batch(wide, tokens, specs[0].layout.full_every, losses=1)
-    assert (many - few) / 4 == pytest.approx(form.layer_kept(0, is_sparse=False), rel=0.01)
+    assert (many - few) / 2 == pytest.approx(form.layer_kept(0, is_sparse=False), rel=0.01)
 
 
 def test_a_compiled_model_of_70b_fits(server):
-    """41 GiB by the closed form, which is that of a dry run where the model has a quarter of its layers."""
+    """41 GiB by the closed form, which is that of a dry run where the model has a tenth of its layers."""
     run, _ = dryrun_spec(
         ["model=llama3-70b", "nodes=8", "tp=8", "pp=4", "zero_stage=1", "gas=5"], compiled=True
     )
-    quarter = dataclasses.replace(
-        run, shape=dataclasses.replace(run.shape, num_hidden_layers=run.shape.num_hidden_layers // 4)
+    tenth = dataclasses.replace(
+        run, shape=dataclasses.replace(run.shape, num_hidden_layers=run.shape.num_hidden_layers // 10)
     )
     constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
-    whole, few_layers = (predict_memory(spec, constants)[0].allocated_bytes for spec in (run, quarter))
-    assert few_layers == pytest.approx(server.ask(dry_cost, quarter).peak_bytes, rel=0.01)
+    whole, few_layers = (predict_memory(spec, constants)[0].allocated_bytes for spec in (run, tenth))
+    assert few_layers == pytest.approx(server.ask(dry_cost, tenth).peak_bytes, rel=0.01)
     assert whole <= 41 * GIB
 
 
