@@ -74,8 +74,8 @@ def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
 
 
 def test_a_killed_rank_is_recorded_and_its_run_tried_again(bench):
-    sizes = axes(nodes=1, tp=1, pp=1, mbs=1, gas=4, zero_stage=0)
-    steps = ("measure.max_steps=60", "measure.min_steps=60")
+    sizes = axes(nodes=1, tp=1, pp=1, mbs=2, gas=2, zero_stage=0)
+    steps = ("measure.max_steps=40", "measure.min_steps=40")
     launcher = bench.start("sweep", "launch", *QUICK, *sizes, *steps, *AT_ONCE)
     bench.wait_for(bench.measuring)
     os.kill(processes(bench.folder, "rank")[-1].pid, signal.SIGKILL)
