@@ -208,8 +208,8 @@ class Bench:
     def allocations(self) -> set[str]:
         return {p.name for p in self.folder.glob("results/*/allocations/*")}
 
-    def wait_for(self, what: Any, seconds: float = 60.0) -> None:
-        patience.wait_until(what, seconds, lambda: "\n".join(["what still runs:", *self.leftovers()]))
+    def wait_for(self, what: Any, seconds: float = 60.0, rest_s: float = 0.05) -> None:
+        patience.wait_until(what, seconds, lambda: "\n".join(["what still runs:", *self.leftovers()]), rest_s)
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ python program.py WITNESS BEHAVIOUR RUN_ID REPEAT ATTEMPT
 
 BEHAVIOUR is a word, or one for each micro-batch size such as 1:raise,2:kill. What a limit or a faster run is to end
 goes on until it is killed, so that no load lets it end by itself: endless, stuck (without a step) and hang.
-Two behaviours call a collective in each step: sleep (the last rank never enters the sixth) and receive (nor
-does it send to rank 0, which receives).
+The behaviour receive calls a collective in each step: the last rank never enters the sixth, nor does it send to rank 0,
+which receives.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ NONSENSE = {
     ' "omp_num_threads": "x"}\n{"event": "store", "port": 99999999}\n{"event": "memory", "reserved_bytes": NaN}',
 }
 dist = None
-if behaviour in ("sleep", "receive"):
+if behaviour == "receive":
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Small real sweeps of the embedded kernel: two nodes, a killed rank, memory that runs out, links, a trace."""
+"""Small real sweeps of the embedded kernel: two nodes, experts, memory that runs out, a killed rank, links, a trace."""
 
 import gzip
 import json
@@ -47,13 +47,13 @@ def test_layouts_on_one_and_two_nodes_train_alike_and_are_measured(bench):
 
 
 def test_experts_train_alike_however_they_are_shared(bench):
-    """Of sweep=moe two layouts on two nodes with tp and ZeRO-3; a run in which ep was ignored would be invalid."""
-    sizes = axes(nodes=[2], tp=[2], zero_stage=[3], mbs=[4], ep=[1, 4])
+    """Of sweep=moe two layouts with ZeRO-3; a run in which ep was ignored would be invalid."""
+    sizes = axes(nodes=[1], tp=[1], zero_stage=[3], mbs=[4], ep=[1, 2])
     quick = ("measure.warmup_steps=1", "measure.loss_step=3", "measure.max_steps=6")
     bench.run("sweep", "launch", "sweep=moe", "name=t", *sizes, *quick, "measure.race=null", *AT_ONCE)
     rows = bench.rows()
     assert {(r["status"], r["reason"]) for r in rows} == {("ok", None)}
-    assert sorted((r["tp"], r["ep"]) for r in rows) == [(2, 1), (2, 4)]
+    assert sorted(r["ep"] for r in rows) == [1, 2]
     assert {(r["num_experts"], r["routing"]) for r in rows} == {(8, "balanced")}
     losses = [r["loss_final"] for r in rows]
     assert max(losses) - min(losses) < 1e-6 * min(losses)
@@ -73,44 +73,32 @@ def test_memory_that_runs_out_is_an_answer_and_the_next_run_goes_on(bench):
     assert {(r["cause"], r["confirmed"]) for r in rows if r["mbs"] == 256} == {("cpu_oom", True)}
 
 
-def test_killed_ranks_and_agents_are_recorded_and_their_runs_tried_again(bench):
-    sizes = axes(nodes=2, tp=1, pp=1, mbs=1, gas=2, zero_stage=[0, 1])
-    steps = ("measure.max_steps=60", "measure.min_steps=60")
+def test_a_killed_rank_is_recorded_and_its_run_tried_again(bench):
+    sizes = axes(nodes=1, tp=1, pp=1, mbs=2, gas=2, zero_stage=0)
+    steps = ("measure.max_steps=40", "measure.min_steps=40")
     launcher = bench.start("sweep", "launch", *QUICK, *sizes, *steps, *AT_ONCE)
     bench.wait_for(bench.measuring)
     os.kill(processes(bench.folder, "rank")[-1].pid, signal.SIGKILL)
-    bench.wait_for(lambda: '"status":"crash"' in bench.journal())
-    before = bench.journal().count('"name":"measure"')
-    bench.wait_for(lambda: bench.journal().count('"name":"measure"') > before)
-    agents = bench.agents()
-    assert len(agents) == 2
-    os.kill(max(agents), signal.SIGKILL)
     bench.end(launcher)
-    rows = bench.rows()
-    assert sorted(r["status"] for r in rows if r["is_final"]) == ["ok", "ok"]
-    crash, lost = sorted((r for r in rows if not r["is_final"]), key=lambda r: r["status"])
-    assert crash["status"] == "crash"
+    crash, right = sorted(bench.rows(), key=lambda row: row["attempt"])
+    assert (crash["status"], right["status"]) == ("crash", "ok")
     assert "killed by SIGKILL, which ultrabench did not send" in crash["reason"]
-    assert lost["status"] in ("node_fail", "lost")
 
 
 def test_a_sweep_measures_the_links_and_plot_draws_them(bench):
-    """Those of one and of two simulated nodes."""
+    """Those of two simulated nodes, and of the ranks of one."""
     steps = ("measure.max_steps=6", "measure.min_steps=6", "measure.warmup_steps=2", "measure.loss_step=3")
-    bench.run("sweep", "launch", "sweep=comm", "name=t", *steps, PEAK)
-    assert bench.status()["by_status"] == {"ok": 2}
-    rows = bench.rows()
-    assert [(r["nodes"], r["status"], r["kernel"], r["model"]) for r in rows] == [
-        (1, "ok", "probe", None), (2, "ok", "probe", None)
-    ]  # fmt: skip
+    bench.run("sweep", "launch", "sweep=comm", "name=t", "sweep.nodes=[2]", *steps, PEAK)
+    assert bench.status()["by_status"] == {"ok": 1}
+    (row,) = bench.rows()
+    assert (row["nodes"], row["status"], row["kernel"], row["model"]) == (2, "ok", "probe", None)
     sizes = LONG_SIZES_BYTES["cpu"]
-    for row in rows:
-        across = [b for b in row["bandwidths"] if b["scope"] == "all"]
-        assert [(b["operation"], b["bytes"]) for b in across] == [(o, s) for o in OPERATIONS for s in sizes]
-        assert len(row["bandwidths"]) == 2 * len(across)
-        assert row["memory_copy_bytes_per_s"] > 1e8
-        largest = {b["operation"]: b["busbw_bytes_per_s"] for b in across if b["bytes"] == sizes[-1]}
-        assert {o: row[f"{o}_busbw_bytes_per_s"] for o in OPERATIONS} == largest
+    across = [b for b in row["bandwidths"] if b["scope"] == "all"]
+    assert [(b["operation"], b["bytes"]) for b in across] == [(o, s) for o in OPERATIONS for s in sizes]
+    assert len(row["bandwidths"]) == 2 * len(across)
+    assert row["memory_copy_bytes_per_s"] > 1e8
+    largest = {b["operation"]: b["busbw_bytes_per_s"] for b in across if b["bytes"] == sizes[-1]}
+    assert {o: row[f"{o}_busbw_bytes_per_s"] for o in OPERATIONS} == largest
     assert "drew " in bench.done("plot", "comm", "t").stderr
     assert (bench.folder / "results/t/comm.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(bench.run("heatmap", "t", "--json")) == []

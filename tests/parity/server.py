@@ -112,14 +112,14 @@ def _compare_replicas(spec: CheckSpec, rank: int, folder: Path) -> None:
     require_equal_replicas(trained_a_step(spec, rank, folder))
 
 
-def _compiled_loss(spec: CheckSpec, rank: int, folder: Path) -> tuple[float, float]:
-    """The largest differences of losses and gradients, of generated code and with the vocabulary on one rank."""
+def _compiled_loss(backend: str, spec: CheckSpec, rank: int, folder: Path) -> tuple[float, float]:
+    """The largest differences of losses and gradients, compiled by `backend` and with the vocabulary on one rank."""
     join(rank, spec.layout.world_size, folder)
     generator = torch.Generator().manual_seed(1)
     logits, targets = torch.randn(24, 100, generator=generator, dtype=torch.float64), torch.arange(24) * 4
     whole_loss = logits_to_gradient(whole := logits.clone(), targets, None)
     part = slice(rows := rank * 100 // spec.layout.tp, rows + 100 // spec.layout.tp)
-    to_gradient = torch.compile(logits_to_gradient, fullgraph=True, dynamic=False)
+    to_gradient = torch.compile(logits_to_gradient, fullgraph=True, dynamic=False, backend=backend)
     loss = to_gradient(cut := logits[:, part].clone(), targets - rows, dist.group.WORLD)
     return (loss - whole_loss).abs().item(), (cut - whole[:, part]).abs().max().item()
 
@@ -138,10 +138,13 @@ tokens_of_experts = partial(_of_ranks, _count_tokens)
 """The number of tokens, once for each of its experts, that the sparse layers of each rank counted in a step."""
 real_costs = partial(_of_ranks, _cost)
 """What a step costs each rank, in bf16."""
-compiled_losses = partial(_of_ranks, _compiled_loss)
-"""How far the compiled loss of each rank is from that of one process."""
 compared_replicas = partial(_of_ranks, _compare_replicas)
 """Nothing; ranks that hold different copies of the same parameters after a step are an error."""
+
+
+def compiled_losses(spec: CheckSpec, backend: str) -> list[tuple[float, float]]:
+    """How far the compiled loss of each rank is from that of one process."""
+    return _of_ranks(partial(_compiled_loss, backend), spec)
 
 
 def dry_costs(spec: CheckSpec) -> list[RankCost]:

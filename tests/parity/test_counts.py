@@ -57,8 +57,9 @@ def test_step(server, case):
     assert counts == STEP[case]
 
 
-def test_the_compiled_loss_of_a_cut_vocabulary_is_that_of_one_process(server):
-    for loss_diff, grad_diff in server.ask(compiled_losses, spec_of("tp=2")):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)])
+def test_the_compiled_loss_of_a_cut_vocabulary_is_that_of_one_process(server, backend):
+    for loss_diff, grad_diff in server.ask(compiled_losses, spec_of("tp=2"), backend):
         assert loss_diff < 1e-12
         assert grad_diff < 1e-15
 

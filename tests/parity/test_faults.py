@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.mutations import CHECKS, MUTATIONS, PAGE, checked, find, replicas
+from tests.parity.planted import FAULTS
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline, slowness, wait_until
 from ultrabench.kernel.check.parity import run_check
@@ -15,8 +16,12 @@ from ultrabench.kernel.requests import TOLERANCE
 from ultrabench.processes import descendants
 
 pytestmark = pytest.mark.parity
-PLANTED = {(m.fault, m.by): m for m in reversed(MUTATIONS) if CHECKS[m.by] in (checked, replicas)}
-"""Fault and check -> the first layout with which it is caught; `make mutations` plants it with the others, too."""
+PLANTED = {
+    (m.by, FAULTS[m.fault].place if m.by == "ignored" else FAULTS[m.fault].owner): m
+    for m in reversed(MUTATIONS)
+    if CHECKS[m.by] in (checked, replicas)
+}
+"""Check and what is changed -> the first fault there: one of each class or module, or of each option that is read back."""
 
 
 @pytest.mark.parametrize("mutation", [*reversed(PLANTED.values())], ids=lambda m: f"{m.fault}: {m.where}")

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from collections.abc import Callable, Iterable
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -31,7 +33,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 qwen has wide heads and norms of queries and keys, and biased rotates half of the channels, as GLM-4.5 does.
 """
 
-CASES = [
+LAYOUTS = [
     # One process, wrapped: the forms at degree 1.
     "dp=1 zero_stage=3 gas=2", "dp=1 gas=2 tied",
     # Data parallel alone, every ZeRO stage, degrees that do not divide the parameters; with few tokens in the
@@ -112,8 +114,8 @@ EXPERTS = [
     "dp=2 ep=2 zero_stage=3 gas=2 full moe routing=learned", "dp=2 ep=2 gas=2 every2 moe routing=learned",
     "tp=2 ep=2 full compile moe", "dp=2 ep=2 selective compile moe routing=skew=0.8",
 ]  # fmt: skip
-"""Layouts of a model with experts; the first of each three, and the compiled ones, are tested in every run."""
-CASES += sorted({*EXPERTS[::3], EXPERTS[-1]})
+"""Layouts of a model with experts."""
+CASES = LAYOUTS + EXPERTS
 
 
 def spec_of(case, shallow=SHALLOW):
@@ -143,7 +145,45 @@ def spec_of(case, shallow=SHALLOW):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+def traits(case: str) -> set[str]:
+    """What sets the layout and the model of `case` apart: degrees that are more than 1, values of other axes, and words."""
+    spec = spec_of(case)
+    degrees, others = set[str](), set[str]()
+    for name, value in dataclasses.asdict(spec.layout).items():
+        if isinstance(value, int) and name not in ("zero_stage", "virtual_stages"):
+            degrees |= {name} if value > 1 else set()
+        else:
+            others.add(f"{name}={value}")
+    words = {*CHANGES, "moe", "compile"} & {*case.split()}
+    return degrees | others | words | {spec.routing.split("=")[0]}
+
+
+def cost(case: str) -> float:
+    """About how long `case` takes, in times of a rank; one that traces layers takes five times as long."""
+    spec = spec_of(case)
+    return 1 + spec.layout.world_size * (5 if spec.compile else 1) + spec.layout.gas / 4
+
+
+def covering(cases: Iterable[str], size: int) -> set[str]:
+    """Cheap cases that together have all that some case has: each trait (size 1), or each pair of traits (2)."""
+    missing_by_case = {case: {*combinations(sorted(traits(case)), size)} for case in cases}
+    chosen = set[str]()
+    while any(missing_by_case.values()):
+        best = max(missing_by_case, key=lambda case: len(missing_by_case[case]) / cost(case))
+        chosen.add(best)
+        covered = missing_by_case[best]
+        missing_by_case = {case: missing - covered for case, missing in missing_by_case.items()}
+    return chosen
+
+
+def every_run(cases: list[str], size: int) -> Callable[..., Any]:
+    """Tests `covering` cases in every run, and the others in `make parity`."""
+    chosen = covering(cases, size)
+    marks = {case: () if case in chosen else pytest.mark.campaign for case in cases}
+    return pytest.mark.parametrize("case", [pytest.param(case, marks=marks[case]) for case in cases])
+
+
+@every_run(CASES, size=2)
 def test_layout_equals_one_process(server, case):
     """Losses of all steps, gradients of the first, parameters after the last; one graph for each kind of layer."""
     spec = spec_of(case)

@@ -1,7 +1,7 @@
 """The dry runs of published models with experts hold what a calculation by hand says, to the byte.
 
-The sizes are those of the config.json of each model, and every layer is sparse. To be quick, the models have a quarter of
-their layers here; with all of them the test holds, too.
+The sizes are those of the config.json of each model, and every layer is sparse. To be quick, the models have a
+sixteenth of their layers here, and the rows of experts a smaller share of the activations than with all of them.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ QWEN3 = Published(48, 2048, 32 * 128, 4 * 128, 151936, 128, 8, 768, 2 * 128)
 
 @pytest.mark.parametrize(
     ("name", "model", "dp", "total", "rows_share"),
-    [("mixtral-8x7b", MIXTRAL, 8, 46_702_792_704, 0.64), ("qwen3-30b-a3b", QWEN3, 16, 30_532_122_624, 0.38)],
+    [("mixtral-8x7b", MIXTRAL, 8, 46_702_792_704, 0.42), ("qwen3-30b-a3b", QWEN3, 16, 30_532_122_624, 0.18)],
 )
 def test_a_rank_holds_what_a_calculation_by_hand_says(server, name, model, dp, total, rows_share):
     """With ZeRO-1 and ep=8: 12 bytes of each parameter shard, and 2 of each parameter that is gathered."""
@@ -60,7 +60,7 @@ def test_a_rank_holds_what_a_calculation_by_hand_says(server, name, model, dp, t
     run, _ = dryrun_spec(
         [f"model={name}", f"nodes={dp // 8}", f"dp={dp}", "ep=8", "zero_stage=1", f"seq_len={TOKENS}"]
     )
-    model = dataclasses.replace(model, layers=model.layers // 4)
+    model = dataclasses.replace(model, layers=model.layers // 16)
     run = dataclasses.replace(run, shape=dataclasses.replace(run.shape, num_hidden_layers=model.layers))
     cost = server.ask(dry_cost, run)
     dense, experts = model.dense, model.routed

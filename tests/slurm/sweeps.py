@@ -1,6 +1,7 @@
 """Runs real sweeps on the Slurm of simulated nodes, through the command line."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from tests import patience
 from tests.local.conftest import Bench
@@ -22,6 +23,10 @@ class SlurmBench(Bench):
             behaviour, "launcher=slurm", "launcher.mem=150M", "launcher.poll_s=1", "launcher.grace_s=4",
             "launcher.max_nodes=8", "measure.run_limit_s=60", "launcher.environment=[STEP_S]", *more,
         )  # fmt: skip
+
+    def wait_for(self, what: Any, seconds: float = 60.0, rest_s: float = 0.25) -> None:
+        """Asks less often than on one machine, since most of what is asked starts commands of Slurm."""
+        super().wait_for(what, seconds, rest_s)
 
     def launch(self, behaviour: str, *more: str) -> list[str]:
         """The command line of a launch that asks no questions."""

@@ -8,10 +8,9 @@ from tests.chaos.fault import draw
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 
-KINDS = ("other_user", "other_cluster", "clock_offset", "port_scan", "reforking_children", "fifo_journal", "torn_line",
-         "deleted_logs", "read_only", "node_silent", "kill_follower", "hostile_numbers", "stop_leader",
-         "unreadable_claim", "double_submission", "empty_squeue")  # fmt: skip
-"""Mostly faults that no other test makes; `make chaos` makes all kinds."""
+KINDS = ("other_user", "other_cluster", "clock_offset", "port_scan", "reforking_children", "fifo_journal",
+         "deleted_logs", "hostile_numbers", "unreadable_claim", "double_submission")  # fmt: skip
+"""Faults that no other test makes; `make chaos` makes all kinds."""
 
 
 def test_a_sweep_survives_whatever_clusters_do(sweeps, slurm):

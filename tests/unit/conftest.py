@@ -1,11 +1,6 @@
-"""Settings of the unit tests, made before any of them imports torch or numpy, and a folder without configuration."""
-
-import os
+"""A folder without configuration."""
 
 import pytest
-
-# Idle threads wait by spinning, which costs more than they save with the small tensors of tests.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

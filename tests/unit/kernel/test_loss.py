@@ -46,16 +46,16 @@ def test_half_precision_is_as_near_as_its_rounding(monkeypatch, tokens, logits):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch itself uses it
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_generated_code_gives_the_same_gradient(dtype):
-    logits, targets = torch.randn(24, 50).to(dtype), torch.arange(24)
+def test_generated_code_gives_the_same_gradient():
+    """In bf16; test_counts.py compares ranks that share the vocabulary, in fp64."""
+    logits, targets = torch.randn(24, 50).bfloat16(), torch.arange(24)
     compiled = torch.compile(loss.logits_to_gradient, fullgraph=True, dynamic=False)
     (eager_loss, eager), (compiled_loss, generated) = (
         (function(overwritten := logits.clone(), targets, None), overwritten)
         for function in (loss.logits_to_gradient, compiled)
     )
     assert compiled_loss == pytest.approx(eager_loss)
-    assert (generated - eager).abs().max() <= torch.finfo(dtype).eps
+    assert (generated - eager).abs().max() <= torch.finfo(torch.bfloat16).eps
 
 
 def test_the_weight_of_a_micro_batch_is_not_rounded_to_half_precision(monkeypatch):
