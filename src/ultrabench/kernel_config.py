@@ -49,7 +49,7 @@ class KernelConfig:
     """The kind of program. embedded: ours, forked from a warm server. command: the user's program, started by
     exec. probe: measures devices and links instead of training, and is forked as well."""
     version: int = KERNEL_VERSION
-    precision: Annotated[str, one_of("fp32", "bf16", "fp64")] = "fp32"
+    precision: Annotated[str, one_of("fp32", "bf16", "fp8", "fp64")] = "fp32"
     """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights) or fp64."""
     compile: bool = False
     """Whether the decoder layers are compiled by torch.compile; a configuration may say auto, true on GPUs."""

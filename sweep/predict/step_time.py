@@ -17,7 +17,7 @@ from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
-from ultrabench.sweep.predict.block_time import Blocks, Work, block_times, ring_parts_s, tp_hops_s
+from ultrabench.sweep.predict.block_time import Blocks, Rates, Work, block_times, ring_parts_s, tp_hops_s
 from ultrabench.sweep.predict.data_parallel import (
     ParamGroup,
     data_parallel,
@@ -29,8 +29,8 @@ from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import waiting
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
-BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
-"""Precision -> bytes of one number."""
+BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "fp64": 8}
+"""Precision -> bytes of one number; fp8 is cast for a product alone, all that is kept or sent is bf16."""
 NEARLY_FULL = 0.986
 """Share of a GPU's memory that an allocator can hold; an H100 reports 79.1 GiB, of which the context takes 1.1."""
 FILLING = 0.002
@@ -202,12 +202,22 @@ def _micro_batch(
         layout.ep,
         busiest_share(spec.kernel, layout, shape),
     )
-    blocks = block_times(work, network, peak.flops_per_s, stream, c)
+    blocks = block_times(work, network, _rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
         shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
     )
     moves = _Moves(c.accumulate_bytes / tp / stream, c.accumulate_bytes / layout.ep / stream)
     return work, blocks, ranks, moves
+
+
+def _rates(spec: RunSpec, hardware: Hardware, peak: float, c: TimeConstants) -> Rates:
+    """What a GPU reaches; with fp8, linear layers alone compute in it, the rest in bf16."""
+    stream, linear, cast_bytes = hardware.hbm_bytes_per_s * c.hbm_efficiency, peak * c.gemm_efficiency, 0.0
+    if spec.kernel.precision == "fp8":
+        linear, cast_bytes = peak * c.fp8_efficiency, c.fp8_cast_bytes
+        cast_bytes *= c.compiled_traffic if spec.compiles else 1
+        peak = hardware.peak_flops_per_s.get("bf16", peak)  # CPUs have one rate
+    return Rates(linear, peak * c.gemm_efficiency, peak * c.attention_efficiency, stream, cast_bytes)
 
 
 def predict_step_time(
