@@ -32,6 +32,11 @@ class Peak:
     """Share of the CPU cores that the measurement had, where other programs used the rest; None where it was alone."""
 
 
+def of_peak(precision: str | None) -> str:
+    """What a text has after MFU to name the peak that it is relative to: ` of fp8`, else nothing."""
+    return " of fp8" if precision == "fp8" else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """A node type: its accelerators, the rates that their maker states, and the link between nodes.
@@ -78,7 +83,10 @@ class Hardware:
             raise ConfigError(f"{fact}; a GPU needs its dense rates and its names in `nvidia-smi -L`")
         if "fp8" in self.peak_flops_per_s and "bf16" not in self.peak_flops_per_s:
             fact = f"peak_flops_per_s of hardware={self.name} has fp8 without bf16"
-            raise ConfigError(f"{fact}, in which attention and head of an fp8 run compute; add it", setting="hardware.peak_flops_per_s")
+            raise ConfigError(
+                f"{fact}, in which attention and head of an fp8 run compute; add it",
+                setting="hardware.peak_flops_per_s",
+            )
 
     @property
     def compute_capability(self) -> int | None:

@@ -178,7 +178,9 @@ def _layer(
     if gemm_again and work.recompute != "selective":
         ep_again = ffn.alltoall  # rows are sent again, results are not
     moved_again = traffic * (c.recompute_traffic - 1) * (gemm_again > 0)
-    if rates.cast_bytes:  # both operands of three products in forward and backward, a third of them in forward
+    if (
+        rates.cast_bytes
+    ):  # both operands of three products in forward and backward, a third of them in forward
         operands = _operands(tokens, (q + 2 * kv) / tp, h) + _operands(tokens, h, q / tp) + ffn.operands
         cast_s = 2 * operands * rates.cast_bytes / stream
         traffic, moved_again = traffic + cast_s, moved_again + cast_s / 3 * gemm_again / forward

@@ -134,7 +134,7 @@ def test_what_is_no_hardware_is_refused_in_one_line(change, line):
 def test_a_precision_without_a_rate_is_refused():
     write_config("hardware/toasters", OURS)
     with refused(
-        "toasters.yaml: peak_flops_per_s of hardware=toasters has no rate for fp64, only for bf16; add it"
+        "toasters.yaml: peak_flops_per_s of hardware=toasters has no rate for fp64, only for bf16; choose"
     ):
         load_config(["hardware=toasters", "kernel.precision=fp64", "sweep.nodes=[1]"])
 
