@@ -132,7 +132,7 @@ def spec_of(case, shallow=SHALLOW):
     virtual = default_virtual_stages(schedule)
     recompute = next(filter(re.compile(str(RECOMPUTE.pattern)).match, words), "none")
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **axes}, pp_schedule=schedule, recompute=recompute)
-    precision = next((word for word in words if word in ("bf16", "fp32")), "fp64")
+    precision = next((word for word in words if word in ("bf16", "fp8", "fp32")), "fp64")
     return CheckSpec(
         layout=layout,
         shape=shape,
