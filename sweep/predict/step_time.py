@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.hardware import Hardware, Peak
+from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
@@ -29,8 +30,6 @@ from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import waiting
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
-BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "fp64": 8}
-"""Precision -> bytes of one number; fp8 is cast for a product alone, all that is kept or sent is bf16."""
 NEARLY_FULL = 0.986
 """Share of a GPU's memory that an allocator can hold; an H100 reports 79.1 GiB, of which the context takes 1.1."""
 FILLING = 0.002
@@ -187,7 +186,7 @@ def _micro_batch(
     """What a layer works on, the times of its blocks, what each pipeline rank holds, and seconds of its parameters."""
     layout, stream = spec.layout, hardware.hbm_bytes_per_s * c.hbm_efficiency
     shape, tp, recompute = spec.shape, layout.tp, layout.recompute
-    word_bytes, tokens = BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
+    word_bytes, tokens = ELEMENT_BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
     work = Work(
         shape,
         spec.workload.seq_len,
