@@ -12,6 +12,8 @@ GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
+FP8_ARCHITECTURES = "sm_89 or newer, or gfx942, gfx950 or gfx12"
+"""The architectures with products of scaled fp8 numbers in torch: see `Hardware.has_fp8`."""
 ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "sm_80, sm_90 and so on, or gfx942 and so on")
 
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
@@ -93,6 +95,13 @@ class Hardware:
         """The compute capability of an NVIDIA GPU times ten, such as 90; None for AMD and unknown architectures."""
         kind, _, number = (self.architecture or "").partition("_")
         return int(number) if kind == "sm" else None
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the accelerator has products of scaled fp8 numbers; true where its architecture is unknown, and on CPUs."""
+        if self.compute_capability is not None:
+            return self.compute_capability >= 89
+        return self.architecture is None or self.architecture.startswith(("gfx94", "gfx95", "gfx12"))
 
     def peak(self, precision: str, nodes: int, core_flops_per_s: float | None, cores: int) -> Peak:
         """Peak rate of one rank.
