@@ -34,6 +34,11 @@ class Peak:
     """Share of the CPU cores that the measurement had, where other programs used the rest; None where it was alone."""
 
 
+def of_peak(precision: str | None) -> str:
+    """What a text has after MFU to name the peak that it is relative to: ` of fp8`, else nothing."""
+    return " of fp8" if precision == "fp8" else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """A node type: its accelerators, the rates that their maker states, and the link between nodes.
@@ -78,6 +83,12 @@ class Hardware:
         if self.device == "cuda" and not (self.peak_flops_per_s and self.reported_as):
             fact = f"hardware={self.name} lacks values of peak_flops_per_s or reported_as"
             raise ConfigError(f"{fact}; a GPU needs its dense rates and its names in `nvidia-smi -L`")
+        if "fp8" in self.peak_flops_per_s and "bf16" not in self.peak_flops_per_s:
+            fact = f"peak_flops_per_s of hardware={self.name} has fp8 without bf16"
+            raise ConfigError(
+                f"{fact}, in which attention and head of an fp8 run compute; add it",
+                setting="hardware.peak_flops_per_s",
+            )
 
     @property
     def compute_capability(self) -> int | None:
@@ -108,7 +119,7 @@ class Hardware:
         if rates := self.peak_flops_per_s:
             if precision not in rates:
                 fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
-                advice = "add it to its file with its source, or choose another kernel.precision"
+                advice = "choose another kernel.precision, or add the rate with its source to that file"
                 raise ConfigError(f"{fact}{', '.join(rates)}", advice, setting="hardware.peak_flops_per_s")
             return Peak(flops_per_s=rates[precision], source=self.source)
         ranks = self.gpus_per_node * (nodes if self.simulated else 1)
