@@ -167,6 +167,17 @@ def test_a_compiled_model_of_70b_fits(server):
     assert whole <= 41 * GIB
 
 
+@pytest.mark.parametrize("case", ["gas=2", "tp=2 selective"])
+def test_a_step_in_fp8_multiplies_sends_and_keeps_what_one_in_bf16_does(server, case):
+    """For a moment it also has the factors of a product in 8 bits."""
+    spec = spec_of(f"mbs=4 {case}")
+    fp8, bf16 = (server.ask(dry_cost, in_precision(spec, precision)) for precision in ("fp8", "bf16"))
+    assert (fp8.static_bytes, fp8.collectives) == (bf16.static_bytes, bf16.collectives)
+    assert fp8.hardware_flops == bf16.hardware_flops
+    factors = 2 * spec.layout.mbs * spec.seq_len * max(SHALLOW.intermediate_size, SHALLOW.vocab_size)
+    assert bf16.peak_bytes <= fp8.peak_bytes <= bf16.peak_bytes + factors, (fp8, bf16)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_more_micro_batches_need_no_more_memory(server, schedule):
     """Only their inputs and targets stay, of 8 bytes each, but no messages nor what a loss was computed from."""
