@@ -22,7 +22,7 @@ NOT_FITTED = frozenset({
 """Constants that no fit changes: the code of a framework tells them, or they only scale others."""
 OF_EXPERTS = frozenset({"sparse_launch_s", "routed_bytes", "router_bytes"})
 """Constants that only runs of models with experts tell."""
-OF_FP8 = frozenset({"fp8_efficiency", "fp8_cast_bytes"})
+OF_FP8 = frozenset({"fp8_efficiency", "fp8_cast_bytes", "fp8_launch_s"})
 """Constants that only runs in fp8 tell."""
 FEW_RUNS = 15
 """Number of runs below which the fit keeps closer to the constants before."""

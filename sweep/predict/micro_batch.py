@@ -95,6 +95,8 @@ class Tokens(NamedTuple):
     ep: int
     learned: bool
     """Whether routers choose the experts, instead of the positions of tokens."""
+    fp8: bool
+    """Whether products of linear layers have factors of 8 bits."""
 
 
 @lru_cache(maxsize=16384)
@@ -179,6 +181,12 @@ def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
         # Without sequence parallelism that gradient is copied while it is summed.
         feed_forward = max(feed_forward, layer + hidden + 2 * whole_hidden)
         feed_forward += 0 if tokens.sequence_parallel else 3 * hidden
+    if tokens.fp8:
+        # Before that, the gradient of the product, and its transpose: scaled in bf16, and in 8 bits. The gradient of the
+        # output, which tp gathers, is there then, and no gradient of the weights, a third of which is added elsewhere.
+        gathered = whole_hidden * (tp > 1 and tokens.sequence_parallel)
+        scaled = channel_bytes * 2.5 * f + gathered - tokens.word * f * shape.hidden_size / tp
+        feed_forward = max(feed_forward, layer + hidden + scaled)
     freed = channel_bytes * 4 * f
     feed_forward = max(feed_forward, layer - freed + hidden + norm)  # the norm before it
     return LayerBytes(kept, feed_forward, _attention_bytes(shape, tokens, norm, layer, freed))

@@ -116,17 +116,18 @@ def in_fp8(given, constants):
 
 
 def test_runs_in_fp8_alone_tell_its_constants(fitted):
-    names = ("fp8_efficiency", "fp8_cast_bytes")
+    names = ("fp8_efficiency", "fp8_cast_bytes", "fp8_launch_s")
     assert [getattr(fitted.profile.time, name) for name in names] == [
         getattr(BASE.time, name) for name in names
     ]
     given = in_fp8(measured(BASE.time, 15, noise=0), replace(BASE.time, fp8_efficiency=0.4))
     found = fit_time(given, BASE.time)
-    assert found.fp8_efficiency == pytest.approx(0.4, rel=0.1)
-    assert median_error(given, found) < 0.02 < median_error(given, BASE.time)
+    assert 0.39 < found.fp8_efficiency < 0.5
+    assert median_error(given, found) < median_error(given, BASE.time) / 4
     known = replace(BASE, measured={"precision": ("bf16", "fp8")})
     assert [priors_of_fp8(cases_, BASE) for cases_ in (given[:2], measured(BASE.time, 2))] == [
-        "2 rows in fp8: profile ultrabench was fitted without any, so that fp8_cast_bytes=5, fp8_efficiency=0.57 are priors",
+        "2 rows in fp8: profile ultrabench was fitted without any, so that fp8_cast_bytes=7, fp8_efficiency=0.61, "
+        "fp8_launch_s=0.002 are priors",
         None,
     ]
     assert priors_of_fp8(given, known) is None
