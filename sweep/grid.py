@@ -343,7 +343,9 @@ def _lacking(attention: str, compute_capability: int | None, head_width: int) ->
 def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
     """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say."""
     for name, allowed in (kernel.flags | kernel.supports).items():
-        value = getattr(layout, name, getattr(shape, name, layout))
+        value = (
+            kernel.precision if name == "precision" else getattr(layout, name, getattr(shape, name, layout))
+        )
         if value is layout:
             yield f"kernel.supports or kernel.flags names {name!r}, which is no word of a layout or a model"
             continue

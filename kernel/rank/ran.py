@@ -167,7 +167,7 @@ def _of_products(precision: str, watch: Watch, forwards: int) -> str:
     products = LINEAR_LAYERS * forwards
     if precision == "bf16" and outputs >= products and gradients == 2 * products:
         return "fp8"
-    counts = f" with {outputs} outputs and {gradients} gradients of {products} in fp8"
+    counts = f" with {outputs} of {products} outputs and {gradients} of {2 * products} gradients in fp8"
     return precision + counts * bool(outputs or gradients)
 
 
