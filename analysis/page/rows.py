@@ -198,7 +198,7 @@ def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
     names = ("model", "nodes", "num_params", "reason", "ranked_by")
     fields = {name: getattr(cell, name) for name in names}
-    named = {"setting": setting, "of_peak": of_peak(precision)}
+    named = {"setting": setting, "of_peak": of_peak(cell.precision)}
     return fields | named | {"panel": panels.index(cell.panel)}
 
 

@@ -166,7 +166,8 @@ def _layer(
     traffic *= c.compiled_traffic if work.compiled else 1
     traffic += tokens / tp * ffn.routed_bytes / stream
     call = _tp_call_s(tokens * h * work.word, tp, links, c) * ffn.tp_share
-    kept_down = ffn.down if tp == 1 else 0.0
+    # Only an output that nothing follows is not computed again; eager products of fp8 save what they get after it.
+    kept_down = ffn.down if tp == 1 and (work.compiled or not rates.cast_bytes) else 0.0
     gemm_again = attention_again = tp_again = ep_again = 0.0
     if work.recompute == "attention":
         attention_again = attention

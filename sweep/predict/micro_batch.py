@@ -95,6 +95,8 @@ class Tokens(NamedTuple):
     ep: int
     learned: bool
     """Whether routers choose the experts, instead of the positions of tokens."""
+    fp8: bool
+    """Whether products of linear layers have factors of 8 bits."""
 
 
 @lru_cache(maxsize=16384)
@@ -167,6 +169,10 @@ def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
     channel_bytes, hidden = t * tokens.word, own * shape.hidden_size * tokens.word
     whole_hidden = tokens.whole * shape.hidden_size * tokens.word
     layer = _attention_kept(shape, tokens) + channel_bytes * 4 * f
+    if (
+        tokens.fp8 and tokens.compiled
+    ):  # backward computes outputs of norms again and fuses that with scaling them
+        layer -= hidden * (2 if tp == 1 else 1)
     sums = (1 if tokens.compiled else 2) * (tp > 1)  # what the second one adds to is the output of the layer
     q, kv, lse = shape.q_width, shape.kv_width, 4 * t * shape.num_attention_heads
     selected = (1 + sums) * hidden + channel_bytes * (2 * q + kv + f) + lse
@@ -179,6 +185,12 @@ def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
         # Without sequence parallelism that gradient is copied while it is summed.
         feed_forward = max(feed_forward, layer + hidden + 2 * whole_hidden)
         feed_forward += 0 if tokens.sequence_parallel else 3 * hidden
+    if tokens.fp8 and not (tokens.compiled and tp == 1):
+        # Before that, the gradient of the product, and its transpose: scaled in bf16, and in 8 bits. The gradient of the
+        # output, which tp gathers, is there then, and no gradient of the weights, a third of which is added elsewhere.
+        gathered = whole_hidden * (tp > 1 and tokens.sequence_parallel)
+        scaled = channel_bytes * 2.5 * f + gathered - tokens.word * f * shape.hidden_size / tp
+        feed_forward = max(feed_forward, layer + hidden + scaled)
     freed = channel_bytes * 4 * f
     feed_forward = max(feed_forward, layer - freed + hidden + norm)  # the norm before it
     return LayerBytes(kept, feed_forward, _attention_bytes(shape, tokens, norm, layer, freed))

@@ -310,6 +310,8 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
     usual_s *= c.compiled_launch if spec.compiles else 1
     if spec.layout.recompute == "selective" and not spec.compiles:
         usual_s += c.selective_launch_s
+    if spec.kernel.precision == "fp8" and not spec.compiles:
+        usual_s += c.fp8_launch_s
     if not links.slow:
         return usual_s
     hops = c.tp_calls * tp_hops_s(tp, links, c)

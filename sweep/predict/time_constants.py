@@ -123,10 +123,14 @@ class TimeConstants:
     token on its way to one expert."""
     router_bytes: NonNegative = 0.0
     """Memory traffic of scores and of the choice among them, for each token and expert."""
-    fp8_efficiency: Share = 0.57
-    """Share of the peak of fp8 that a product of endlessly large matrices reaches, in place of gemm_efficiency."""
-    fp8_cast_bytes: NonNegative = 5.0
-    """Memory traffic of scaling and casting a number of an operand to fp8: bf16 is read twice, and fp8 written once."""
+    fp8_efficiency: Share = 0.61
+    """Share of the peak of fp8 that a product of endlessly large matrices reaches, in place of gemm_efficiency. A prior,
+    with which 8B gains what torchtitan published of scales for each row."""
+    fp8_cast_bytes: NonNegative = 7.0
+    """Memory traffic of scaling and casting a number of an operand to fp8, in layers that are not compiled. A prior: 9
+    bytes, or 11 for a transposed one, at 0.85 of the memory's rate, as in bytes at an hbm_efficiency of 0.6."""
+    fp8_launch_s: NonNegative = 0.002
+    """Seconds that the host needs in addition for a layer in fp8 that is not compiled. A prior: 36 operands of 11 kernels."""
     wait_shared: Share = 0.0
     """Share of the time for which a pipeline rank waits that others gain, because they share processors with it."""
     ties_advance: bool = False

@@ -400,7 +400,7 @@ def rank_tokens(spec: RunSpec) -> Tokens:
     return Tokens(
         layout.mbs * spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
         layout.cp_exchange, layout.recompute, min(4, ELEMENT_BYTES[spec.kernel.precision]), spec.compiles,
-        busiest_share(spec.kernel, layout, spec.shape), layout.ep, spec.kernel.routing == "learned",
+        busiest_share(spec.kernel, layout, spec.shape), layout.ep, spec.kernel.routing == "learned", spec.kernel.precision == "fp8",
     )  # fmt: skip
 
 

@@ -67,6 +67,33 @@ def test_our_kernel_allocates_what_dry_runs_of_it_said(model, layout, static, pe
     assert most.allocated_bytes / GIB == pytest.approx(peak, rel=0.01)
 
 
+SMALL = ModelShape(
+    name="small", hidden_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1536,
+    vocab_size=512, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "compiled", "bf16", "fp8"),
+    [
+        (Layout(dp=4, tp=2, zero_stage=3, mbs=2), 2, False, 39.76, 40.77),
+        (Layout(dp=1, tp=2, mbs=4, sequence_parallel="off"), 2, False, 116.00, 116.00),
+        (Layout(dp=4, zero_stage=3, mbs=4, recompute="full"), 3, False, 111.44, 112.95),
+        (Layout(dp=4, zero_stage=1, mbs=4, recompute="selective"), 3, False, 128.07, 129.58),
+        (Layout(dp=2, zero_stage=1, mbs=4), 2, True, 140.78, 132.80),
+        (Layout(dp=2, mbs=4), 4, True, 327.98, 312.02),
+        (Layout(dp=1, tp=2, mbs=4), 4, True, 164.09, 162.10),
+    ],
+)
+def test_fp8_allocates_what_dry_runs_of_it_said(layout, layers, compiled, bf16, fp8):
+    """The MiB of rank 0 of a small model with so few words that the backward of a layer makes its peak."""
+    shape = replace(SMALL, num_hidden_layers=layers)
+    for precision, peak in (("bf16", bf16), ("fp8", fp8)):
+        spec = spec_of(layout, shape, seq_len=512, precision=precision, compiled=compiled)
+        (most, *_) = predict_memory(spec, constants("ultrabench"))
+        assert most.allocated_bytes / 2**20 == pytest.approx(peak, rel=0.006), precision
+
+
 def test_fp64_takes_twice_the_bytes_of_fp32_and_zbv_a_margin():
     plain = Layout(dp=1, pp=2, gas=4, pp_schedule="1f1b")
     zbv = replace(plain, pp_schedule="zbv", virtual_stages=2)

@@ -106,7 +106,9 @@ def test_fp8_gains_about_what_torchtitan_published_of_scales_for_each_row():
     bf16 = step_time(spec_of(layout, "llama3-8b", seq_len=8192, compiled=True), "ultrabench")
     assert bf16.total / fp8_time(layout, seq_len=8192, compiled=True).total == pytest.approx(1.115, abs=0.01)
     eager = step_time(spec_of(layout, "llama3-8b", seq_len=8192), "ultrabench")
-    assert 1 < eager.total / fp8_time(layout, seq_len=8192).total < 1.06  # each cast is a kernel of its own
+    assert (
+        0.9 < eager.total / fp8_time(layout, seq_len=8192).total < 1
+    )  # scaling and casting are kernels of their own
 
 
 def test_fp8_is_in_linear_layers_alone_and_costs_casts():
@@ -121,7 +123,7 @@ def test_fp8_is_in_linear_layers_alone_and_costs_casts():
     numbers = sum(
         4096 * k + k * n + 4096 * n for n, k in sides
     )  # inputs, weights and gradients, each in two products
-    cast_s = shape.num_hidden_layers * 2 * numbers * 5 / (GPUS.hbm_bytes_per_s * time.hbm_efficiency)
+    cast_s = shape.num_hidden_layers * 2 * numbers * 7 / (GPUS.hbm_bytes_per_s * time.hbm_efficiency)
     assert fp8.memory_bound - bf16.memory_bound == pytest.approx(cast_s)
     others = ("attention", "dp", "tp", "optimizer", "rest")
     assert [getattr(fp8, part) for part in others] == [getattr(bf16, part) for part in others]
@@ -129,7 +131,22 @@ def test_fp8_is_in_linear_layers_alone_and_costs_casts():
 
 def test_backward_that_computes_a_layer_anew_casts_a_third_of_its_operands_again():
     none, full, attention = (fp8_time(Layout(dp=8, recompute=word)) for word in ("none", "full", "attention"))
-    assert full.memory_bound > none.memory_bound == attention.memory_bound
+    wide = step_time(spec_of(Layout(dp=8, recompute="full"), "llama3-8b"), "ultrabench")
+    narrow = step_time(spec_of(Layout(dp=8), "llama3-8b"), "ultrabench")
+    casts = none.memory_bound - narrow.memory_bound
+    assert full.memory_bound - wide.memory_bound == pytest.approx(casts * 4 / 3)
+    assert none.memory_bound == attention.memory_bound
+
+
+def test_the_host_launches_more_in_fp8_unless_layers_are_compiled():
+    layout, launch_s = Layout(dp=1), 32 * profile_of("ultrabench").time.fp8_launch_s
+    few = {"seq_len": 64}  # tokens, so that the GPU waits for its host
+    more_s = [
+        fp8_time(layout, compiled=compiled, **few).total
+        - step_time(spec_of(layout, "llama3-8b", compiled=compiled, **few), "ultrabench").total
+        for compiled in (False, True)
+    ]
+    assert more_s == pytest.approx([launch_s, 0], abs=0.1 * launch_s)
 
 
 def ratios(spec, **constants):
