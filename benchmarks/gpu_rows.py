@@ -162,6 +162,7 @@ def measure_row(machine: Machine, variant: Variant, out: Path) -> Finding:
         f"{row['num_hidden_layers']} layers, mbs={row['mbs']}, {row['num_steps_measured']} steps, "
         f"{row['measured_s']:.3g} s +- {row['step_time_ci95_rel']:.1%}"
     )
+    text += f"; in doubt: {row['suspect']}" if row.get("suspect") else ""
     if variant.is_traced:
         text += f"; {write_summary(sweep, row, variant, out)}"
     return Finding(in_time and narrow, text, row)

@@ -77,16 +77,18 @@ def part_of(kernel: Kernel, spec: RunSpec) -> str:
         if tokens in widths:
             widths.remove(tokens)
         return layer_work.FEED_FORWARD if shape.intermediate_size in widths else layer_work.ATTENTION_PRODUCTS
+    of_logits = any(size[1:] == [shape.vocab_size] and size[0] != shape.hidden_size for size in kernel.dims)
+    if of_logits or "softmax" in name:
+        return layer_work.LOSS
+    if name.startswith("triton_"):  # its name may hold those of operators beside it, such as attention
+        return layer_work.POINTWISE
     if any(word in kernel.operator or word in name for word in _FUSED_ATTENTION):
         return layer_work.ATTENTION
     if "embedding" in kernel.operator or "embedding" in name:
         return layer_work.EMBEDDING
     if kernel.operator in _OF_OPTIMIZER:
         return layer_work.OPTIMIZER
-    of_logits = any(size[1:] == [shape.vocab_size] and size[0] != shape.hidden_size for size in kernel.dims)
-    if of_logits or "softmax" in name:
-        return layer_work.LOSS
-    if name.startswith("triton_") or any(_is_of_tokens(size, tokens) for size in kernel.dims):
+    if any(_is_of_tokens(size, tokens) for size in kernel.dims):
         return layer_work.POINTWISE
     return layer_work.REST
 
