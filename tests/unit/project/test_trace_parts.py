@@ -10,10 +10,11 @@ from benchmarks.layer_work import (
     ATTENTION_PRODUCTS,
     FEED_FORWARD,
     HEAD,
+    LOSS,
     OPTIMIZER,
     POINTWISE,
     REST,
-)
+)  # fmt: skip
 from benchmarks.trace_parts import markdown, summary
 from ultrabench.kernel.dryrun.fake_world import fake_world
 from ultrabench.kernel.dryrun.rank_cost import measure_step
