@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -292,8 +293,9 @@ def run_lines(
             continue  # shorter lines have no time either
         except RefusedError as error:
             status, text = "refused" if lines[key].may_be_refused else "fail", str(error)
-        except UltrabenchError as error:
-            status, text = "fail", str(error)
+        except Exception as error:  # the other lines of a lent machine are worth more than a traceback
+            traceback.print_exc()
+            status, text = "fail", f"{type(error).__name__}: {error}"
         results[key] = {"status": status, "found": text, "seconds": round(time.monotonic() - start, 1)}
         results[key] |= {"row": row} if row else {}
         document = {"schema_version": 1, "time": time.time(), "git_commit": checkout.commit(), "hardware": machine.hardware,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import layer_work
 
+from ultrabench.cli.tables import three_digits
 from ultrabench.hardware import Hardware
 from ultrabench.kernel.rank.timeline import Span, length, own_times, union
 from ultrabench.run import RunSpec
@@ -163,8 +164,8 @@ def markdown(document: dict[str, Any]) -> str:
         ms, limit_s = 1e3 * row["seconds"], row.get("bound_s")
         cells = [
             row["part"], f"{ms:.4g}", f"{ms / layers:.3g}" if row["in_layers"] else "",
-            f"{row['flops'] / 1e9:,.0f}" if row["flops"] else "",
-            f"{row['bytes'] / 1e6:,.0f}" if row["bytes"] else "",
+            three_digits(row["flops"] / 1e9) if row["flops"] else "",
+            three_digits(row["bytes"] / 1e6) if row["bytes"] else "",
             row.get("bound_by") or "", f"{1e3 * limit_s:.4g}" if limit_s else "",
             f"{100 * limit_s / row['seconds']:.0f} %" if limit_s and row["seconds"] else "",
         ]  # fmt: skip

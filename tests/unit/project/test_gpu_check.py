@@ -103,10 +103,12 @@ def test_no_line_begins_for_which_the_time_is_too_short(tmp_path):
 
 
 def test_a_refusal_is_an_answer_only_where_it_may_be_one(tmp_path):
-    lines = lines_of([], fp8=RefusedError("no fp8"), check=RefusedError("no GPU"))
+    lines = lines_of(
+        [], fp8=RefusedError("no fp8"), check=RefusedError("no GPU"), broken=ValueError("a fault")
+    )
     results = gpu_check.run_lines(lines, [], machine(), tmp_path / "out.json")
-    assert [result["status"] for result in results.values()] == ["refused", "fail"]
-    assert [result["found"] for result in results.values()] == ["no fp8", "no GPU"]
+    assert [result["status"] for result in results.values()] == ["refused", "fail", "fail"]
+    assert [result["found"] for result in results.values()] == ["no fp8", "no GPU", "ValueError: a fault"]
 
 
 def test_commands_are_refused_in_one_line_and_interrupted_in_time():

@@ -88,7 +88,7 @@ def test_a_table_names_what_bounds_a_part_and_the_share_of_its_rate():
     assert (head["bound_by"], head["bound_s"]) == ("bytes", head["bytes"] / H100.hbm_bytes_per_s)
     share = head["bound_s"] / 15e-6
     assert (
-        f"| head | 0.015 |  | 0 | 0 | bytes | {1e3 * head['bound_s']:.4g} | {100 * share:.0f} % |"
+        f"| head | 0.015 |  | 0.0126 | 0.344 | bytes | {1e3 * head['bound_s']:.4g} | {100 * share:.0f} % |"
         in markdown(document)
     )
 
