@@ -174,7 +174,7 @@ def _rows(
         row |= _speed(base, recorded.attempts[attempt.key].result, shape, formula)
         row["control_ratio"] = control_ratio(recorded.attempts[attempt.key], control)
         speed = row.get("mfu"), shape, base.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
-        return row | doubt_columns(suspicion.doubts(attempt, *speed))
+        return row | doubt_columns(suspicion.doubts(attempt, *speed, base["precision"]))
 
     for n, candidate in enumerate(candidates):
         tried = attempts.pop(run_id := candidate["run_id"], [])

@@ -1,6 +1,6 @@
 """The closed form of the kernel's memory against dry runs of random layouts of random small models.
 
-`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts]` (200, 21; experts: of models with some) prints JSON lines {family, ranks,
+`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts] [fp8]` (200, 21; experts: of models with some) prints JSON lines {family, ranks,
 median, p95, largest}, errors of the peak as fractions, or of the bytes that stay; a dry run takes 1 to 5 s of a core. It imports torch, but only its forked
 children compute, and they need a process of one thread.
 """
@@ -92,7 +92,7 @@ def family(layout: Layout) -> str:
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if word != "experts"]
+    words = [word for word in sys.argv[1:] if word not in ("experts", "fp8")]
     layouts, seed = (int(word) for word in (*words, *("200", "21")[len(words) :]))
     pick, errors = random.Random(seed), defaultdict[str, list[float]](list)
     constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
@@ -101,6 +101,8 @@ def main() -> None:
             continue
         if "experts" in sys.argv and (spec := with_experts(spec, pick)) is None:
             continue
+        if "fp8" in sys.argv:
+            spec = replace(spec, kernel=replace(spec.kernel, precision="fp8"))
         layouts -= 1
         stages, static = predict_memory(spec, constants), static_bytes(spec)
         for stage, stays in zip(stages, static, strict=True):

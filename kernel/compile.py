@@ -5,13 +5,14 @@ them; with recompute=everyN there are two kinds of layers, and a graph for each.
 outside. A layer that does not fit into one graph is an error, because its rest would run eagerly without a sign.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 import torch
 
-from ultrabench.kernel.compat import compiler_of
+from ultrabench.kernel.compat import compiler_of, scaled_products
 from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.model import Decoder
 
@@ -44,7 +45,7 @@ def operator(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
 
 
 class GraphCounter:
-    """A backend of torch.compile that counts the graphs which it is given to compile, and their calls.
+    """A backend of torch.compile that counts the graphs which it is given to compile, their calls, and the products of fp8 in these.
 
     All layers must share one, because graphs of different backends are kept apart.
     """
@@ -52,14 +53,17 @@ class GraphCounter:
     def __init__(self, backend: str) -> None:
         """`backend` is a name that torch.compile knows: inductor, or aot_eager for checks."""
         self.graphs, self.calls, self.name = 0, 0, backend
+        self.scaled_products = Counter[str]()
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         """Compiles a graph with its backward."""
         self.graphs += 1
+        products = scaled_products(graph)
         compiled = compiler_of(self.name)(graph, inputs, **options)
 
         def counted(*args: Any) -> Any:
             self.calls += 1
+            self.scaled_products.update(products)
             return compiled(*args)
 
         return counted

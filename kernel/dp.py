@@ -38,10 +38,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from ultrabench.kernel.compat import reduce_gradients
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import SparseFeedForward
+from ultrabench.kernel_config import IN_16_BITS, PRECISIONS
 
-MASTER_DTYPE = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+MASTER_DTYPE = dict.fromkeys(PRECISIONS, torch.float32) | {"fp64": torch.float64}
 """Precision -> dtype of parameters, gradients and optimizer states."""
-COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+COMPUTE_DTYPE = MASTER_DTYPE | dict.fromkeys(IN_16_BITS, torch.bfloat16)
 """Precision -> dtype of forward and backward."""
 
 
@@ -56,8 +57,9 @@ def apply_dp(
         experts: the mesh of the experts of a sparse layer, which are a group beside the rest of the layer.
     """
     policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if precision in IN_16_BITS:
+        master, compute = MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
 
     def group(*modules: nn.Module | None, reshard: bool, mesh: DeviceMesh = mesh) -> list[FSDPModule]:
         """Makes one group of those modules that exist; `reshard` frees its parameters from forward to backward."""

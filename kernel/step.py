@@ -97,7 +97,8 @@ class TrainStep:
         self.cp_group = cp_group(layout)
         self.expert_mesh = expert_mesh(layout, device.type) if spec.shape.num_experts else None
         stages = stages_by_rank(spec.shape, layout)[self.at.pp]
-        self.tp = Ranks(mesh.get_group("tp"), layout.sequence_parallel == "on")
+        fp8 = spec.kernel.precision == "fp8"
+        self.tp = Ranks(mesh.get_group("tp"), layout.sequence_parallel == "on", fp8)
         self.models = [self._build(stage) for stage in stages]
         self.tied = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_peer = tied_peer(layout, self.at.pp) if self.tied else None

@@ -16,6 +16,9 @@ gathered, and an all-reduce takes the place of each reduce-scatter: two in forwa
 Biases are added to the products of a rank with its own columns. Each rank has all tokens there, so that its gradients of them
 are complete.
 
+In fp8 factors are rounded after they are gathered, and the summands of a rank are added up in bf16. The products of a rank
+without tp are then those here, too: it gathers and sums nothing.
+
 The gradient of a norm's weight is a sum over the tokens of all ranks of tp, which is made once a step; without sequence
 parallelism only that of the norms of q and k is one, over the heads of all ranks.
 """
@@ -30,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ultrabench.kernel import products
 from ultrabench.kernel.compat import all_gather, all_reduce, group_of, reduce_scatter, wait
 from ultrabench.kernel.compile import operator
 from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss, logits_to_gradient
@@ -54,18 +58,22 @@ class Ranks:
 
     group: dist.ProcessGroup
     sequence_parallel: bool = True
+    fp8: bool = False
+    """Whether the factors of products are rounded to 8 bits."""
     wants_inputs: bool = True
     wants_weights: bool = True
 
     def gather(self, x_BsH: Tensor) -> Callable[[], Tensor]:
         """Starts to gather the tokens of all ranks; returns a function that waits for them, B x S x H."""
-        if not self.sequence_parallel:
+        if not self.sequence_parallel or self.group.size() == 1:
             return lambda: x_BsH
         started = all_gather(x_BsH.contiguous(), self.group)
         return lambda: wait(started).view(len(x_BsH), -1, x_BsH.shape[-1])
 
     def scatter(self, x_BSH: Tensor) -> Callable[[], Tensor]:
         """Starts to sum over the ranks; returns a function that waits for this rank's tokens, B x S/tp x H."""
+        if self.group.size() == 1:
+            return lambda: x_BSH
         if not self.sequence_parallel:
             return partial(wait, all_reduce(x_BSH, self.group))
         parts = x_BSH.reshape(self.group.size() * len(x_BSH), -1, x_BSH.shape[-1])
@@ -78,6 +86,7 @@ def _gradient_shapes(
     weights: Sequence[Tensor],
     __: str,
     ___: bool,
+    ____: bool,
     wants_inputs: bool,
     wants_weights: bool,
 ) -> list[Tensor]:
@@ -91,26 +100,51 @@ def _columns_backward(
     weights: Sequence[Tensor],
     group_name: str,
     sequence_parallel: bool,
+    fp8: bool,
     wants_inputs: bool,
     wants_weights: bool,
+) -> list[Tensor]:
+    """`_column_gradients` of the ranks with these options.
+
+    A compiler that saw what it does would keep the tokens that forward has gathered, and scatter last.
+    """
+    ranks = Ranks(group_of(group_name), sequence_parallel, fp8, wants_inputs, wants_weights)
+    return _column_gradients(ranks, x_BsH, grads, weights)
+
+
+def _column_gradients(
+    ranks: Ranks, x_BsH: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
     """The gradient of this rank's tokens, then those of the weights, of which backward may want only one or the other.
 
     It gathers the tokens while it computes the gradient of all tokens, and sums and scatters that one while it
-    computes those of the weights. A compiler that saw this would keep the tokens that forward has gathered, and
-    scatter last.
+    computes those of the weights.
     """
-    ranks, scattered = Ranks(group_of(group_name), sequence_parallel), list[Callable[[], Tensor]]()
-    gathered = ranks.gather(x_BsH) if wants_weights else None
+    scattered: list[Callable[[], Tensor]] = []
+    gathered = ranks.gather(x_BsH) if ranks.wants_weights else None
     flat_grads = [grad.flatten(0, 1) for grad in grads]
-    if wants_inputs:
-        grad_TH = torch.mm(flat_grads[0], weights[0])
-        for grad, weight in zip(flat_grads[1:], weights[1:], strict=True):
-            grad_TH.addmm_(grad, weight)
+    if ranks.wants_inputs:
+        grad_TH = _input_gradient(ranks, flat_grads, weights)
         scattered.append(ranks.scatter(grad_TH.view(len(grads[0]), -1, x_BsH.shape[-1])))
-    x_TH = None if gathered is None else gathered().flatten(0, 1)
-    grad_weights = [] if x_TH is None else [torch.mm(grad.t(), x_TH) for grad in flat_grads]
+    grad_weights = [] if gathered is None else _weight_gradients(ranks, flat_grads, gathered().flatten(0, 1))
     return [*(wait_for() for wait_for in scattered), *grad_weights]
+
+
+def _input_gradient(ranks: Ranks, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of what this rank multiplied by several weights, T x H, a summand over tp."""
+    if ranks.fp8:
+        return products.input_gradient(grads, weights)
+    grad_TH = torch.mm(grads[0], weights[0])
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        grad_TH.addmm_(grad, weight)
+    return grad_TH
+
+
+def _weight_gradients(ranks: Ranks, grads: Sequence[Tensor], x_TH: Tensor) -> list[Tensor]:
+    """The gradients of several weights by which this rank multiplied x."""
+    if ranks.fp8:
+        return products.weight_gradients(grads, x_TH)
+    return [torch.mm(grad.t(), x_TH) for grad in grads]
 
 
 class _Columns(torch.autograd.Function):
@@ -120,13 +154,16 @@ class _Columns(torch.autograd.Function):
     def forward(ctx, ranks: Ranks, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
         ctx.ranks = ranks
         ctx.save_for_backward(x_BsH, *weights)
-        return columns(ranks.gather(x_BsH)(), *weights)
+        return (products.outputs if ranks.fp8 else columns)(ranks.gather(x_BsH)(), *weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
         ranks, (x_BsH, *weights) = ctx.ranks, ctx.saved_tensors
-        options = ranks.sequence_parallel, ranks.wants_inputs, ranks.wants_weights
-        results = iter(_columns_backward(x_BsH, grads, weights, ranks.group.group_name, *options))
+        if ranks.group.size() == 1:
+            results = iter(_column_gradients(ranks, x_BsH, grads, weights))
+        else:
+            options = ranks.sequence_parallel, ranks.fp8, ranks.wants_inputs, ranks.wants_weights
+            results = iter(_columns_backward(x_BsH, grads, weights, ranks.group.group_name, *options))
         grad_x = next(results) if ranks.wants_inputs else None
         return None, grad_x, *(results if ranks.wants_weights else [None] * len(weights))
 
@@ -138,14 +175,20 @@ class _Row(torch.autograd.Function):
     def forward(ctx, ranks: Ranks, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.ranks = ranks
         ctx.save_for_backward(x_BSh, weight)
-        return ranks.scatter(functional.linear(x_BSh, weight))()
+        if ranks.fp8:
+            (y_BSH,) = products.outputs(x_BSh, weight)
+        else:
+            y_BSH = functional.linear(x_BSh, weight)
+        return ranks.scatter(y_BSH)()
 
     @staticmethod
     def backward(ctx, grad_BsH: Tensor):  # type: ignore[no-untyped-def]
         ranks, (x_BSh, weight) = ctx.ranks, ctx.saved_tensors
-        grad = ranks.gather(grad_BsH)()
-        grad_x = grad @ weight if ranks.wants_inputs else None
-        grad_weight = grad.flatten(0, 1).t() @ x_BSh.flatten(0, 1) if ranks.wants_weights else None
+        grads, grad_x, grad_weight = [ranks.gather(grad_BsH)().flatten(0, 1)], None, None
+        if ranks.wants_inputs:
+            grad_x = _input_gradient(ranks, grads, [weight]).view_as(x_BSh)
+        if ranks.wants_weights:
+            (grad_weight,) = _weight_gradients(ranks, grads, x_BSh.flatten(0, 1))
         return None, grad_x, grad_weight
 
 
@@ -186,10 +229,17 @@ def _loss(
 
 
 def apply_tp(model: Decoder, ranks: Ranks) -> None:
-    """Cuts `model` over the tp axis, in place; nothing to do when it has one rank.
+    """Cuts `model` over the tp axis, in place, and gives its blocks the products of its precision.
 
-    The model has no values yet, so that cutting only makes its parameters smaller.
+    The model has no values yet, so that cutting only makes its parameters smaller. With one rank there is nothing to cut.
     """
+    if ranks.group.size() == 1 and not ranks.fp8:
+        return
+    for layer in model.layers.values():
+        for block in layer.modules():
+            if isinstance(block, Block):
+                block.columns = partial(_Columns.apply, ranks)
+                block.row = partial(_Row.apply, ranks)
     if ranks.group.size() == 1:
         return
     for name, module in model.named_modules():
@@ -197,11 +247,6 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
             for parameter, full in list(module.named_parameters()):  # a weight, and the bias of q, k or v
                 part = full.chunk(ranks.group.size(), dim)[0]
                 setattr(module, parameter, nn.Parameter(part.detach().clone()))
-    for layer in model.layers.values():
-        for block in layer.modules():
-            if isinstance(block, Block):
-                block.columns = partial(_Columns.apply, ranks)
-                block.row = partial(_Row.apply, ranks)
     if model.embedding is not None:
         model.embedding.forward = partial(_look_up, ranks, model.embedding)  # type: ignore[method-assign]
     if model.head is not None:

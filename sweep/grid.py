@@ -9,8 +9,8 @@ from itertools import chain, product
 from math import gcd, prod
 
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import ANY, KernelConfig
+from ultrabench.hardware import FP8_ARCHITECTURES, Hardware
+from ultrabench.kernel_config import ANY, IN_16_BITS, KernelConfig
 from ultrabench.layout import (
     BATCH,
     DEGREES,
@@ -31,6 +31,8 @@ from ultrabench.run import Workload
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.sweep_config import Axes
 
+FP8_MULTIPLE = 16
+"""What divides all dims of a product of fp8 on GPUs; each is the sum of one of the three products of a layer (torch._scaled_mm)."""
 MOST_COMBINATIONS = 1_000_000
 """Largest number of combinations of a sweep. With more, planning takes minutes and gigabytes."""
 
@@ -205,10 +207,9 @@ def refusal(
         return next(unsupported(kernel, layout, shape), None)
     attention = _of_attention(kernel, layout, device)
     accelerator = _of_accelerator(kernel, layout, shape.head_width, hardware) if hardware else ()
-    reasons = chain(
-        _of_embedded(layout, shape, seq_len), _of_routing(kernel, layout, shape), attention, accelerator
-    )
-    return next(reasons, None)
+    structure, routing = _of_embedded(layout, shape, seq_len), _of_routing(kernel, layout, shape)
+    products = _of_fp8(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
+    return next(chain(structure, routing, products, attention, accelerator), None)
 
 
 def _of_routing(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
@@ -220,6 +221,22 @@ def _of_routing(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iter
         # The sizes of tensors in the layer then follow from values, which one graph cannot have.
         reason = "kernel.routing=learned with kernel.compile=true; only the router knows how many tokens an expert gets"
         yield f"{reason}: take kernel.compile=false or kernel.routing=balanced"
+
+
+def _of_fp8(layout: Layout, shape: ModelShape, seq_len: int, hardware: Hardware | None) -> Iterator[str]:
+    """The reasons why our own kernel cannot compute the products of a model in fp8."""
+    if hardware and not hardware.has_fp8:
+        yield f"precision=fp8 needs {FP8_ARCHITECTURES}; {hardware.gpu} is {hardware.architecture}: take precision=bf16"
+    if shape.num_experts:
+        yield f"precision=fp8 with num_experts={shape.num_experts}; products of experts have no fp8: take precision=bf16"
+    sizes = {
+        "hidden_size": shape.hidden_size, "intermediate_size/tp": shape.intermediate_size // layout.tp,
+        "num_attention_heads*head_dim/tp": shape.q_width // layout.tp, "mbs*seq_len/cp": layout.mbs * seq_len // layout.cp,
+        "num_key_value_heads*head_dim/tp": shape.kv_width // layout.tp,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        if size % FP8_MULTIPLE:
+            yield f"precision=fp8 needs products whose dims are multiples of {FP8_MULTIPLE}; {name}={size}: take precision=bf16"
 
 
 def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
@@ -276,11 +293,12 @@ def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator
     if layout.cp > 1 and attention == "math":
         yield f"attention=math cannot run with cp={layout.cp}, whose parts it cannot put together; take auto"
     # The fused kernels of GPUs compute in 16 bit only.
-    if device == "cuda" and precision != "bf16":
+    if device == "cuda" and not kernel.in_16_bits:
+        rule = f"needs precision={' or '.join(IN_16_BITS)} on GPUs; precision={precision}"
         if layout.cp > 1:
-            yield f"cp={layout.cp} needs precision=bf16 on GPUs; precision={precision}"
+            yield f"cp={layout.cp} {rule}"
         if attention not in ("auto", "math"):
-            yield f"attention={attention} needs precision=bf16 on GPUs; precision={precision}: take auto or math"
+            yield f"attention={attention} {rule}: take auto or math"
 
 
 def _of_accelerator(
@@ -288,7 +306,7 @@ def _of_accelerator(
 ) -> Iterator[str]:
     """The reason why an accelerator cannot run the attention of our own kernel, if its architecture is known."""
     sm, attention = hardware.compute_capability, kernel.attention
-    if hardware.architecture is None or kernel.precision != "bf16" or attention == "math":
+    if hardware.architecture is None or not kernel.in_16_bits or attention == "math":
         return
     if needed := _lacking("flash" if attention == "auto" else attention, sm, head_width):
         other = (
@@ -325,7 +343,9 @@ def _lacking(attention: str, compute_capability: int | None, head_width: int) ->
 def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
     """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say."""
     for name, allowed in (kernel.flags | kernel.supports).items():
-        value = getattr(layout, name, getattr(shape, name, layout))
+        value = (
+            kernel.precision if name == "precision" else getattr(layout, name, getattr(shape, name, layout))
+        )
         if value is layout:
             yield f"kernel.supports or kernel.flags names {name!r}, which is no word of a layout or a model"
             continue

@@ -20,7 +20,7 @@ from ultrabench.analysis.figures.picture import GREY, wrapped
 from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
-from ultrabench.hardware import GIB
+from ultrabench.hardware import GIB, of_peak
 from ultrabench.sweep.config.sweep_config import WEAK
 
 Line = tuple[str, float, str]
@@ -247,7 +247,8 @@ def _draw_bar(bar: Axes, grid: Grid, end: float) -> None:
     scale.outline.set_visible(False)
     measured = "measured " * any((cell.peak_source or "").startswith("measured") for cell in grid.cells)
     space = "\n" if grid.size[1] < 2 else " "
-    label = {"mfu": f"MFU (% of{space}{measured}peak)", "source_mfu": f"source_mfu{space}(% of peak)"}
+    mfu = f"MFU{of_peak(grid.cells[0].precision)} (% of{space}{measured}peak)"
+    label = {"mfu": mfu, "source_mfu": f"source_mfu{space}(% of peak)"}
     wins = f"{name}\nlowest wins" if column in LOWER_IS_BETTER else name
     bar.set_ylabel(label.get(column, column) + wins, fontsize=9, color=GREY)
     bar.tick_params(labelsize=8, length=2, color=GREY)

@@ -2,7 +2,7 @@
 // The figures of the shown rows; each has its numbers as a table, and is drawn when it comes into view or when nothing else happens.
 
 const MEASURES = {
-  mfu: "MFU (% of peak)", tokens_per_s_per_gpu: "tokens per second and GPU", step_time_s: "step time (s)",
+  mfu: held.cells.some((cell) => cell.of_peak) ? "MFU (% of the peak of each precision)" : "MFU (% of peak)", tokens_per_s_per_gpu: "tokens per second and GPU", step_time_s: "step time (s)",
   memory_gib: "peak memory (GiB)", predicted_step_time_s: "predicted step time (s)",
 };
 const UPWARDS = Object.keys(MEASURES).filter((name) => name === "memory_gib" || name in columns);

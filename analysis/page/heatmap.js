@@ -39,7 +39,7 @@ function memoryOf(row) {
 // Fills the button of a cell with the best of the runs that are shown, in the order of their standing.
 function fillCell(button, cell, runs) {
   const at = runs[0]?.best ? runs[0].row : -1, told = held.cells[cell], mfu = value("mfu", at);
-  const headline = at < 0 ? "" : mfu !== null ? text("mfu", mfu) : `${short(value("tokens_per_s_per_gpu", at) ?? 0)} tok/s/GPU`;
+  const headline = at < 0 ? "" : mfu !== null ? text("mfu", mfu) + told.of_peak : `${short(value("tokens_per_s_per_gpu", at) ?? 0)} tok/s/GPU`;
   const whole = runs.length === runsOf[cell].length;
   const why = whole ? told.reason ?? "" : runs.length ? "no shown layout may win" : "no layout is shown";
   const wide = value("ci_reached", at) === false ? value("step_time_ci95_rel", at) : null;

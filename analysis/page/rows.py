@@ -26,6 +26,7 @@ from ultrabench.analysis.ranking import PANEL, Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
 from ultrabench.errors import ConfigError
+from ultrabench.hardware import of_peak
 from ultrabench.layout import AXES, TEXT_AXES
 from ultrabench.result import UNSETTLED, Status, state, tier
 from ultrabench.sweep.config.files import files
@@ -197,7 +198,8 @@ def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
     names = ("model", "nodes", "num_params", "reason", "ranked_by")
     fields = {name: getattr(cell, name) for name in names}
-    return fields | {"panel": panels.index(cell.panel), "setting": setting}
+    named = {"setting": setting, "of_peak": of_peak(precision)}
+    return fields | named | {"panel": panels.index(cell.panel)}
 
 
 def _rank_first(row: Row) -> tuple[bool, int, int]:

@@ -20,6 +20,7 @@ function shownText(name, row) {
   if (name === "place") return value("stopped", row) === "slower_than_best" ? "slower, stopped early" : isSuspect(row) ? "in doubt" : value("state", row);
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const told = text(name, value(name, row)), sure = value("step_time_ci95_rel", row);
+  if (name === "mfu" && told) return told + (held.cells[value("cell", row)]?.of_peak ?? "");
   if (name === "predicted_step_time_s" && told && value("extrapolated", row)) return `${told} (extrapolated)`;
   return name === "step_time_s" && told && sure !== null ? `${told} +- ${percent(sure)}` : told;
 }

@@ -22,6 +22,8 @@ NOT_FITTED = frozenset({
 """Constants that no fit changes: the code of a framework tells them, or they only scale others."""
 OF_EXPERTS = frozenset({"sparse_launch_s", "routed_bytes", "router_bytes"})
 """Constants that only runs of models with experts tell."""
+OF_FP8 = frozenset({"fp8_efficiency", "fp8_cast_bytes"})
+"""Constants that only runs in fp8 tell."""
 FEW_RUNS = 15
 """Number of runs below which the fit keeps closer to the constants before."""
 RIDGE = {True: 0.15, False: 0.25}
@@ -41,7 +43,9 @@ def fit_time(cases: Sequence[Case], prior: TimeConstants) -> TimeConstants:
     where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants
     that are 0 stay 0.
     """
-    untold = NOT_FITTED if any(case.run.spec.shape.num_experts for case in cases) else NOT_FITTED | OF_EXPERTS
+    specs = [case.run.spec for case in cases]
+    untold = NOT_FITTED if any(spec.shape.num_experts for spec in specs) else NOT_FITTED | OF_EXPERTS
+    untold |= frozenset() if any(spec.kernel.precision == "fp8" for spec in specs) else OF_FP8
     fitted_values = ((name, value) for name, value in values_of(prior).items() if name not in untold)
     names = [name for name, value in fitted_values if isinstance(value, float) and value > 0]
     ridge = RIDGE[len(cases) < FEW_RUNS]

@@ -8,8 +8,9 @@ from typing import Any
 import pandas as pd
 
 from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
-from ultrabench.analysis.predict.fit import fit_time, intervals
+from ultrabench.analysis.predict.fit import OF_FP8, fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, of_version, usable
+from ultrabench.errors import counted
 from ultrabench.layout import AXES, DEGREES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -24,7 +25,7 @@ GROUPS: Mapping[str, Callable[[Case], Hashable]] = {
 }
 """What `--leave-out` can leave out -> the group of a case."""
 SLICES = ("model", "nodes", "parallelism")
-"""Columns of the table, for each value of which there are metrics."""
+"""Columns of the table, for each value of which there are metrics; those of precision only where it differs."""
 CELL = ["model", "num_params", "gbs", "nodes"]
 """Columns of the table whose values the runs of a cell share: they train the same model on the same nodes."""
 MIN_RANKED = 5
@@ -37,6 +38,15 @@ BORDERLINE = (46 / 79.11, 92 / 79.11)
 """Allocated bytes / memory of the device between which P(OOM) is hard to tell: 46 and 92 GiB of an H100."""
 ALLOCATABLE_SHARE = 0.967
 """Largest share of a device's memory that an allocator can hold: 76.5 of 79.1 GiB, CUDA and NCCL need the rest."""
+
+
+def priors_of_fp8(cases: Sequence[Case], profile: Profile) -> str | None:
+    """A sentence about rows in fp8 where no run of the profile's fit had it; None where there are none."""
+    rows = sum(case.run.spec.kernel.precision == "fp8" for case in cases)
+    if not rows or "fp8" in profile.measured.get("precision", ()):
+        return None
+    priors = ", ".join(f"{name}={getattr(profile.time, name):g}" for name in sorted(OF_FP8))
+    return f"{counted(rows, 'row')} in fp8: profile {profile.name} was fitted without any, so that {priors} are priors"
 
 
 def without_own_group(cases: Sequence[Case], prior: Profile, by: str) -> dict[Hashable, Profile]:
@@ -84,6 +94,7 @@ def _row(case: Case, profile: Profile) -> dict[str, Any]:
         "gbs": spec.workload.gbs,
         "nodes": spec.nodes,
         **layout,
+        "precision": spec.kernel.precision,
         "parallelism": " ".join(axis for axis in DEGREES if layout[axis] > 1) or "one rank",
         "status": str(run.status),
         "regime": case.regime,
@@ -118,7 +129,8 @@ def metrics(rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def _metrics(rows: pd.DataFrame) -> dict[str, Any]:
-    by = {name: {str(value): _errors(part) for value, part in rows.groupby(name)} for name in SLICES}
+    slices = (*SLICES, "precision") if rows.precision.nunique() > 1 else SLICES
+    by = {name: {str(value): _errors(part) for value, part in rows.groupby(name)} for name in slices}
     reasons = rows.exclusion[~rows.timed].value_counts()
     return _errors(rows) | {"by": by, "excluded_by_reason": {str(k): int(n) for k, n in reasons.items()}}
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from ultrabench.errors import counted
+from ultrabench.kernel.check.rounded_products import round_products
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.compat import PATIENCE, use_timeout
 from ultrabench.kernel.data import load
@@ -94,13 +95,15 @@ def _own_device(spec: CheckSpec, index: int) -> torch.device:
 def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
     """Trains the plain model on the whole global batch, with clipping and AdamW of torch.
 
-    In bf16 it computes with copies of fp32 parameters, as the layouts do.
+    In 16 bits it computes with copies of fp32 parameters, as the layouts do.
     """
     device = _own_device(spec, 0)
     torch.set_default_dtype(MASTER_DTYPE[precision])
     model = Decoder(spec.shape, split_stages(spec.shape, 1)[0], [range(spec.seq_len)], spec.routing).to(
         device
     )
+    if precision == "fp8":
+        round_products(model)
     params = dict(model.named_parameters())
     with torch.no_grad():
         for name, param in params.items():

@@ -100,7 +100,7 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
         counted[1] += size
 
 
-_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
 """Matrix product -> index of the argument that is the left factor."""
 _ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 

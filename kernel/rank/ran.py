@@ -7,6 +7,7 @@ is found, and so is one that torch ignored.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.compat import ShardState, shard_state
+from ultrabench.kernel.compat import SCALED_PRODUCTS, ShardState, shard_state
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
@@ -27,11 +28,14 @@ from ultrabench.kernel.rank import precisions
 from ultrabench.kernel.rank.failure import IgnoredOptionError
 from ultrabench.kernel.recompute import recompute_of
 from ultrabench.kernel.step import TrainStep
+from ultrabench.kernel_config import PRECISIONS
 from ultrabench.layout import AXES, NEUTRAL
 from ultrabench.record import values_of
 
-_PRECISIONS = {(MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]): precision for precision in MASTER_DTYPE}
-"""Dtypes of the parameters that the optimizer updates and of those in products -> our word."""
+_PRECISIONS = {(MASTER_DTYPE[name], COMPUTE_DTYPE[name]): name for name in PRECISIONS if name != "fp8"}
+"""Dtypes of the parameters that the optimizer updates and of those that layers get -> our word."""
+LINEAR_LAYERS = 7
+"""Number of the weights of a decoder layer without experts: q, k, v, out, gate, up and down."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the two moments in the state of AdamW."""
 TF32_VARIABLE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
@@ -49,6 +53,8 @@ class Watch:
     steps: int = 0
     graph_calls: int = 0
     """How often a forward of a layer was a call of a compiled graph."""
+    scaled_products: Counter[str] = field(default_factory=Counter)
+    """Purpose -> number of products of fp8: output or gradient."""
     gradients: list[Tensor] = field(default_factory=list)
     """Some gradients of each layer in the last step, before they were clipped."""
     rotations: tuple[Tensor, Tensor] | None = None
@@ -61,6 +67,7 @@ class Watch:
 def watched(trainer: TrainStep) -> Iterator[Watch]:
     """Watches all steps of this rank inside the `with` block."""
     watch, graph_calls, update = Watch(), trainer.compiler.calls, trainer.update
+    scaled_products = SCALED_PRODUCTS + trainer.compiler.scaled_products
 
     def see_forward(model: Decoder, args: tuple[Tensor, ...], _: Any) -> None:
         watch.forwards.append((args[0].shape, [shard_state(layer) for layer in model.layers.values()]))
@@ -79,6 +86,7 @@ def watched(trainer: TrainStep) -> Iterator[Watch]:
     trainer.update = see_gradients  # type: ignore[method-assign]
     yield watch
     del trainer.update  # that of the class again
+    watch.scaled_products = SCALED_PRODUCTS + trainer.compiler.scaled_products - scaled_products
     watch.graph_calls = trainer.compiler.calls - graph_calls
     for hook in hooks:
         hook.remove()
@@ -142,12 +150,25 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         "dp": _only(state.copies // cps[0] for state in states),
         "dp_shard": _only(state.shards if 1 < state.shards < state.copies else 0 for state in states),
         "zero_stage": _only(3 if s.resharded else stage_if_sharded if s.shards > 1 else 0 for s in states),
-        "precision": _only(_PRECISIONS.get(state.dtypes, state.dtypes) for state in states),
+        "precision": _of_products(_only(_PRECISIONS.get(s.dtypes, s.dtypes) for s in states), watch, len(states)),
         "recompute": recompute_of(trainer.models, trainer.layout),
         "compile": _compiled(watch.graph_calls, len(states)),
         "attention": _only(core[-1] for core in cores),
         "cp_exchange": _only(core[1] if len(core) > 1 else "ring" for core in cores),
     }  # fmt: skip
+
+
+def _of_products(precision: str, watch: Watch, forwards: int) -> str:
+    """fp8 if all products of layers were; else the precision of what layers get, with the number of those that were.
+
+    A forward of a layer has an output of each linear layer, which recomputation may repeat, and two gradients of each.
+    """
+    outputs, gradients = (watch.scaled_products[purpose] for purpose in ("output", "gradient"))
+    products = LINEAR_LAYERS * forwards
+    if precision == "bf16" and outputs >= products and gradients == 2 * products:
+        return "fp8"
+    counts = f" with {outputs} outputs and {gradients} gradients of {products} in fp8"
+    return precision + counts * bool(outputs or gradients)
 
 
 def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:

@@ -12,6 +12,8 @@ GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
+FP8_ARCHITECTURES = "sm_89 or newer, or gfx942, gfx950 or gfx12"
+"""The architectures with products of scaled fp8 numbers in torch: see `Hardware.has_fp8`."""
 ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "sm_80, sm_90 and so on, or gfx942 and so on")
 
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
@@ -30,6 +32,11 @@ class Peak:
     """Where the rate comes from; `measured` when it was measured on this machine."""
     core_share: float | None = None
     """Share of the CPU cores that the measurement had, where other programs used the rest; None where it was alone."""
+
+
+def of_peak(precision: str | None) -> str:
+    """What a text has after MFU to name the peak that it is relative to: ` of fp8`, else nothing."""
+    return " of fp8" if precision == "fp8" else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +83,25 @@ class Hardware:
         if self.device == "cuda" and not (self.peak_flops_per_s and self.reported_as):
             fact = f"hardware={self.name} lacks values of peak_flops_per_s or reported_as"
             raise ConfigError(f"{fact}; a GPU needs its dense rates and its names in `nvidia-smi -L`")
+        if "fp8" in self.peak_flops_per_s and "bf16" not in self.peak_flops_per_s:
+            fact = f"peak_flops_per_s of hardware={self.name} has fp8 without bf16"
+            raise ConfigError(
+                f"{fact}, in which attention and head of an fp8 run compute; add it",
+                setting="hardware.peak_flops_per_s",
+            )
 
     @property
     def compute_capability(self) -> int | None:
         """The compute capability of an NVIDIA GPU times ten, such as 90; None for AMD and unknown architectures."""
         kind, _, number = (self.architecture or "").partition("_")
         return int(number) if kind == "sm" else None
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the accelerator has products of scaled fp8 numbers; true where its architecture is unknown, and on CPUs."""
+        if self.compute_capability is not None:
+            return self.compute_capability >= 89
+        return self.architecture is None or self.architecture.startswith(("gfx94", "gfx95", "gfx12"))
 
     def peak(self, precision: str, nodes: int, core_flops_per_s: float | None, cores: int) -> Peak:
         """Peak rate of one rank.
@@ -99,7 +119,7 @@ class Hardware:
         if rates := self.peak_flops_per_s:
             if precision not in rates:
                 fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
-                advice = "add it to its file with its source, or choose another kernel.precision"
+                advice = "choose another kernel.precision, or add the rate with its source to that file"
                 raise ConfigError(f"{fact}{', '.join(rates)}", advice, setting="hardware.peak_flops_per_s")
             return Peak(flops_per_s=rates[precision], source=self.source)
         ranks = self.gpus_per_node * (nodes if self.simulated else 1)

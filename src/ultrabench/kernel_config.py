@@ -17,6 +17,15 @@ from ultrabench.model_shape import ModelShape
 KERNEL_VERSION = 4
 """Version of the embedded kernel, raised by hand when its numbers may change; it is part of run_id."""
 
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2, "fp64": 8}
+"""Precision -> bytes of a number in forward and backward.
+
+fp8 is bf16 whose linear layers, other than the head, round the factors of their products to 8 bits.
+"""
+PRECISIONS = tuple(ELEMENT_BYTES)
+IN_16_BITS = tuple(precision for precision, size in ELEMENT_BYTES.items() if size == 2)
+"""Precisions with parameters, activations and attention of 16 bits, and fp32 master weights."""
+
 ROUTING = matching(r"balanced|learned|skew=[0-9]+(\.[0-9]+)?", "balanced, learned, or skew=0.5 and so on")
 ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
 
@@ -49,8 +58,8 @@ class KernelConfig:
     """The kind of program. embedded: ours, forked from a warm server. command: the user's program, started by
     exec. probe: measures devices and links instead of training, and is forked as well."""
     version: int = KERNEL_VERSION
-    precision: Annotated[str, one_of("fp32", "bf16", "fp64")] = "fp32"
-    """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights) or fp64."""
+    precision: Annotated[str, one_of(*PRECISIONS)] = "fp32"
+    """Arithmetic of forward and backward: fp32, bf16 (fp32 master weights), fp8 (bf16 with products of fp8) or fp64."""
     compile: bool = False
     """Whether the decoder layers are compiled by torch.compile; a configuration may say auto, true on GPUs."""
     attention: Annotated[str, one_of(*ATTENTION)] = "auto"
@@ -102,6 +111,11 @@ class KernelConfig:
     def routing_of(self, shape: ModelShape) -> str | None:
         """How tokens choose their experts; None for a model without experts, and for a program that decides itself."""
         return self.routing if shape.num_experts and self.kind == "embedded" else None
+
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether parameters, activations and attention have 16 bits."""
+        return self.precision in IN_16_BITS
 
     def compiles(self, pp_schedule: str | None) -> bool:
         """Whether layers are compiled; ours are not under zbv, since torch cannot split their backward then."""

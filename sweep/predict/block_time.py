@@ -35,6 +35,21 @@ class Work(NamedTuple):
     """Rows of the busiest rank of ep over the mean of all."""
 
 
+class Rates(NamedTuple):
+    """What a GPU reaches in the precision of a run."""
+
+    linear: float
+    """FLOPs per second of large products of linear layers."""
+    product: float
+    """FLOPs per second of other large products: those of the head, routers and experts, which fp8 leaves in bf16."""
+    attention: float
+    """FLOPs per second of attention with wide heads."""
+    stream: float
+    """Bytes per second of the memory."""
+    cast_bytes: float
+    """Memory traffic of scaling and casting a number of an operand of a linear layer; 0 where nothing is cast."""
+
+
 class Parts(NamedTuple):
     """Seconds of one layer or of the head, for one micro-batch."""
 
@@ -73,6 +88,8 @@ class _FeedForward(NamedTuple):
     up: float
     """Seconds of the products up to the activation."""
     down: float
+    operands: float
+    """Numbers in the inputs, weights and outputs of those products that are of linear layers."""
     selected: float
     """Seconds of those products that recompute=selective keeps."""
     token_bytes: float
@@ -86,28 +103,30 @@ class _FeedForward(NamedTuple):
 
 
 @lru_cache(maxsize=65536)
-def block_times(work: Work, links: Network, peak: float, stream: float, c: TimeConstants) -> Blocks:
-    """The times of the blocks that `work` describes; `stream` is the rate of the memory that kernels reach."""
+def block_times(work: Work, links: Network, rates: Rates, c: TimeConstants) -> Blocks:
+    """The times of the blocks that `work` describes."""
     shape, h, logits = work.shape, work.shape.hidden_size, work.shape.vocab_size / work.tp
-    dense = _layer(work, _dense(work, shape.intermediate_size, peak, c), links, peak, stream, c)
-    head_gemm, head_bytes = 3 * _gemm_s(work.tokens, logits, h, peak, c), c.logit_bytes * work.tokens * logits
+    dense = _layer(work, _dense(work, shape.intermediate_size, rates, c), links, rates, c)
+    head_gemm = 3 * _gemm_s(work.tokens, logits, h, rates.product, c)
+    head_bytes = c.logit_bytes * work.tokens * logits
     call = _tp_call_s(work.tokens * h * work.word, work.tp, links, c)
-    head = Parts(head_gemm, 0.0, head_bytes / stream, call * c.tp_end_calls, 0.0)
+    head = Parts(head_gemm, 0.0, head_bytes / rates.stream, call * c.tp_end_calls, 0.0)
     sparse = _NO_PARTS, _NO_PARTS
     if shape.num_experts:
-        sparse = _layer(work, _experts(work, links, peak, c), links, peak, stream, c)
+        sparse = _layer(work, _experts(work, links, rates, c), links, rates, c)
     blocks = (*dense, head, *sparse)
     return Blocks._make([*zip(*blocks, strict=True), (*map(sum, blocks),)])
 
 
-def _dense(work: Work, width: int, peak: float, c: TimeConstants) -> _FeedForward:
+def _dense(work: Work, width: int, rates: Rates, c: TimeConstants) -> _FeedForward:
     """A feed-forward block of this width, cut by tp."""
-    h, tp = work.shape.hidden_size, work.tp
-    up = _gemm_s(work.tokens, 2 * width / tp, h, peak, c)
-    return _FeedForward(up, _gemm_s(work.tokens, h, width / tp, peak, c), up / 2, c.ffn_bytes * width)
+    tokens, h, cut = work.tokens, work.shape.hidden_size, width / work.tp
+    up, down = (_gemm_s(tokens, 2 * cut, h, rates.linear, c), _gemm_s(tokens, h, cut, rates.linear, c))
+    operands = _operands(tokens, 2 * cut, h) + _operands(tokens, h, cut)
+    return _FeedForward(up, down, operands, up / 2, c.ffn_bytes * width)
 
 
-def _experts(work: Work, links: Network, peak: float, c: TimeConstants) -> _FeedForward:
+def _experts(work: Work, links: Network, rates: Rates, c: TimeConstants) -> _FeedForward:
     """Router, experts and shared experts of a layer, on the busiest rank of ep.
 
     Each of its E/ep experts has the rows that the t = T/tp tokens of ep ranks send it, M = t*ep*k/E on average.
@@ -115,14 +134,15 @@ def _experts(work: Work, links: Network, peak: float, c: TimeConstants) -> _Feed
     shape, h, t = work.shape, work.shape.hidden_size, work.tokens / work.tp
     experts, chosen, width = shape.num_experts, shape.num_experts_per_tok, shape.moe_intermediate_size
     rows, rows_of_token = t * work.ep * chosen / experts * work.busiest, chosen * work.busiest
-    shared = _FeedForward(0.0, 0.0, 0.0, 0.0)
+    shared = _FeedForward(0.0, 0.0, 0.0, 0.0, 0.0)
     if shape.n_shared_experts:
-        shared = _dense(work, shape.n_shared_experts * width, peak, c)
-    router = _gemm_s(t, experts, h, peak, c)
+        shared = _dense(work, shape.n_shared_experts * width, rates, c)
+    router = _gemm_s(t, experts, h, rates.product, c)
     sent = rows_of_token * t * h * work.word
     return _FeedForward(
-        up=router + shared.up + experts / work.ep * _gemm_s(rows, 2 * width, h, peak, c),
-        down=shared.down + experts / work.ep * _gemm_s(rows, h, width, peak, c),
+        up=router + shared.up + experts / work.ep * _gemm_s(rows, 2 * width, h, rates.product, c),
+        down=shared.down + experts / work.ep * _gemm_s(rows, h, width, rates.product, c),
+        operands=shared.operands,
         selected=shared.selected or router,
         token_bytes=shared.token_bytes + rows_of_token * c.ffn_bytes * width,
         routed_bytes=rows_of_token * c.routed_bytes * h + c.router_bytes * experts,
@@ -132,14 +152,14 @@ def _experts(work: Work, links: Network, peak: float, c: TimeConstants) -> _Feed
 
 
 def _layer(
-    work: Work, ffn: _FeedForward, links: Network, peak: float, stream: float, c: TimeConstants
+    work: Work, ffn: _FeedForward, links: Network, rates: Rates, c: TimeConstants
 ) -> tuple[Parts, Parts]:
     """The times of a layer with this feed-forward, and what recomputation adds to them."""
     shape, tokens, tp, h = work.shape, work.tokens, work.tp, work.shape.hidden_size
-    q, kv = shape.q_width, shape.kv_width
-    qkv = _gemm_s(tokens, (q + 2 * kv) / tp, h, peak, c)
-    forward = qkv + _gemm_s(tokens, h, q / tp, peak, c) + ffn.up + ffn.down
-    attention = _attention_s(work, peak, c)
+    q, kv, stream = shape.q_width, shape.kv_width, rates.stream
+    qkv = _gemm_s(tokens, (q + 2 * kv) / tp, h, rates.linear, c)
+    forward = qkv + _gemm_s(tokens, h, q / tp, rates.linear, c) + ffn.up + ffn.down
+    attention = _attention_s(work, rates.attention, c)
     head_norms = c.head_norm_bytes * (q + kv) * shape.qk_norm
     own = tokens / tp if work.sequence_parallel else tokens  # tokens of the residual stream and of norms
     traffic = (own * c.hidden_bytes * h + tokens / tp * (ffn.token_bytes + head_norms)) / stream
@@ -158,6 +178,12 @@ def _layer(
     if gemm_again and work.recompute != "selective":
         ep_again = ffn.alltoall  # rows are sent again, results are not
     moved_again = traffic * (c.recompute_traffic - 1) * (gemm_again > 0)
+    if (
+        rates.cast_bytes
+    ):  # both operands of three products in forward and backward, a third of them in forward
+        operands = _operands(tokens, (q + 2 * kv) / tp, h) + _operands(tokens, h, q / tp) + ffn.operands
+        cast_s = 2 * operands * rates.cast_bytes / stream
+        traffic, moved_again = traffic + cast_s, moved_again + cast_s / 3 * gemm_again / forward
     ring_s = _ring_s(work, 3.5 * attention, links, c)
     return (
         Parts(3 * forward, 3.5 * attention, traffic, call * c.tp_calls, ring_s, 4 * ffn.alltoall),
@@ -165,12 +191,18 @@ def _layer(
     )
 
 
-def _gemm_s(m: float, n: float, k: float, peak: float, c: TimeConstants) -> float:
-    """Seconds of a product of M x K and K x N: 2MNK / (peak * e * M/(M+m0) * N/(N+n0) * K/(K+k0))."""
-    return 2 * (m + c.gemm_m0) * (n + c.gemm_n0) * (k + c.gemm_k0) / (peak * c.gemm_efficiency)
+def _gemm_s(m: float, n: float, k: float, rate: float, c: TimeConstants) -> float:
+    """Seconds of a product of M x K and K x N: 2MNK / (rate * M/(M+m0) * N/(N+n0) * K/(K+k0))."""
+    return 2 * (m + c.gemm_m0) * (n + c.gemm_n0) * (k + c.gemm_k0) / rate
 
 
-def _attention_s(work: Work, peak: float, c: TimeConstants) -> float:
+def _operands(m: float, n: float, k: float) -> float:
+    """Numbers in the input, the weights and the output of a linear layer; each is an operand of two of its three
+    products of forward and backward, the output by its gradient."""
+    return m * k + k * n + m * n
+
+
+def _attention_s(work: Work, rate: float, c: TimeConstants) -> float:
     """Seconds of the forward of attention in one layer: 4 FLOPs for each pair of tokens and query channel.
 
     A token attends to s/2 tokens on average, and to w (1 - w/(2s)) within a window of w tokens.
@@ -179,7 +211,7 @@ def _attention_s(work: Work, peak: float, c: TimeConstants) -> float:
     window = min(work.seq_len, shape.sliding_window or work.seq_len)
     pairs = window * (1 - window / (2 * work.seq_len)) * work.tokens
     narrow = math.pow(min(1.0, shape.head_width / NARROW_HEAD), c.attention_width_power)
-    return 4 * shape.q_width / work.tp * pairs / (peak * c.attention_efficiency * narrow)
+    return 4 * shape.q_width / work.tp * pairs / (rate * narrow)
 
 
 def _tp_call_s(size: float, tp: int, links: Network, c: TimeConstants) -> float:

@@ -13,11 +13,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.hardware import Hardware, Peak
+from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
-from ultrabench.sweep.predict.block_time import Blocks, Work, block_times, ring_parts_s, tp_hops_s
+from ultrabench.sweep.predict.block_time import Blocks, Rates, Work, block_times, ring_parts_s, tp_hops_s
 from ultrabench.sweep.predict.data_parallel import (
     ParamGroup,
     data_parallel,
@@ -29,8 +30,6 @@ from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.pipeline import waiting
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
-BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
-"""Precision -> bytes of one number."""
 NEARLY_FULL = 0.986
 """Share of a GPU's memory that an allocator can hold; an H100 reports 79.1 GiB, of which the context takes 1.1."""
 FILLING = 0.002
@@ -187,7 +186,7 @@ def _micro_batch(
     """What a layer works on, the times of its blocks, what each pipeline rank holds, and seconds of its parameters."""
     layout, stream = spec.layout, hardware.hbm_bytes_per_s * c.hbm_efficiency
     shape, tp, recompute = spec.shape, layout.tp, layout.recompute
-    word_bytes, tokens = BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
+    word_bytes, tokens = ELEMENT_BYTES[spec.kernel.precision], layout.mbs * spec.workload.seq_len / layout.cp
     work = Work(
         shape,
         spec.workload.seq_len,
@@ -202,12 +201,22 @@ def _micro_batch(
         layout.ep,
         busiest_share(spec.kernel, layout, shape),
     )
-    blocks = block_times(work, network, peak.flops_per_s, stream, c)
+    blocks = block_times(work, network, _rates(spec, hardware, peak.flops_per_s, c), c)
     ranks = _pipeline_ranks(
         shape, layout.pp, layout.pp_schedule, layout.virtual_stages, recompute, c.ties_advance
     )
     moves = _Moves(c.accumulate_bytes / tp / stream, c.accumulate_bytes / layout.ep / stream)
     return work, blocks, ranks, moves
+
+
+def _rates(spec: RunSpec, hardware: Hardware, peak: float, c: TimeConstants) -> Rates:
+    """What a GPU reaches; with fp8, linear layers alone compute in it, the rest in bf16."""
+    stream, linear, cast_bytes = hardware.hbm_bytes_per_s * c.hbm_efficiency, peak * c.gemm_efficiency, 0.0
+    if spec.kernel.precision == "fp8":
+        linear, cast_bytes = peak * c.fp8_efficiency, c.fp8_cast_bytes
+        cast_bytes *= c.compiled_traffic if spec.compiles else 1
+        peak = hardware.peak_flops_per_s.get("bf16", peak)  # CPUs have one rate
+    return Rates(linear, peak * c.gemm_efficiency, peak * c.attention_efficiency, stream, cast_bytes)
 
 
 def predict_step_time(

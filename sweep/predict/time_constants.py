@@ -37,7 +37,7 @@ class TimeConstants:
     hbm_efficiency: Share
     """Share of the memory's rate that such kernels reach."""
     compiled_traffic: NonNegative
-    """Factor of hidden_bytes and ffn_bytes where layers are compiled."""
+    """Factor of hidden_bytes, ffn_bytes and fp8_cast_bytes where layers are compiled."""
     recompute_traffic: NonNegative
     """Factor of hidden_bytes and ffn_bytes in a layer that backward computes again."""
     accumulate_bytes: NonNegative
@@ -123,6 +123,10 @@ class TimeConstants:
     token on its way to one expert."""
     router_bytes: NonNegative = 0.0
     """Memory traffic of scores and of the choice among them, for each token and expert."""
+    fp8_efficiency: Share = 0.57
+    """Share of the peak of fp8 that a product of endlessly large matrices reaches, in place of gemm_efficiency."""
+    fp8_cast_bytes: NonNegative = 5.0
+    """Memory traffic of scaling and casting a number of an operand to fp8: bf16 is read twice, and fp8 written once."""
     wait_shared: Share = 0.0
     """Share of the time for which a pipeline rank waits that others gain, because they share processors with it."""
     ties_advance: bool = False

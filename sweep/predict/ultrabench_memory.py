@@ -20,6 +20,7 @@ from operator import mul
 from typing import NamedTuple
 
 from ultrabench.allowed import NonNegative, require_allowed
+from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
@@ -34,7 +35,6 @@ from ultrabench.sweep.predict.stage_params import (
     params_of_rank,
     stages_of_ranks,
 )
-from ultrabench.sweep.predict.step_time import BYTES
 
 MOST_ROUNDS = 4
 """Number of rounds of pp micro-batches that are looked at; later ones are like the first ones."""
@@ -387,7 +387,7 @@ def rank_tokens(spec: RunSpec) -> Tokens:
     layout = spec.layout
     return Tokens(
         layout.mbs * spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
-        layout.cp_exchange, layout.recompute, min(4, BYTES[spec.kernel.precision]), spec.compiles,
+        layout.cp_exchange, layout.recompute, min(4, ELEMENT_BYTES[spec.kernel.precision]), spec.compiles,
         busiest_share(spec.kernel, layout, spec.shape), layout.ep, spec.kernel.routing == "learned",
     )  # fmt: skip
 

@@ -15,6 +15,8 @@ from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.running.outliers import control_times, gemm_rates, impossible, suspect_attempts
 
+FP8_OVER_BF16 = 2.0
+"""Rate of products in fp8 over that of the bf16 products that a preflight measures: the ratio of all published peaks."""
 Suspects = Mapping[AttemptKey, str]
 """Ok attempts whose measurement is suspect -> the reasons."""
 
@@ -39,6 +41,7 @@ class Suspicion:
         shape: ModelShape | None,
         seq_len: int,
         tokens_per_s_per_gpu: float,
+        precision: str,
     ) -> list[Doubt]:
         """All doubts about the measurement of an ok attempt.
 
@@ -46,9 +49,11 @@ class Suspicion:
 
         Args:
             mfu: a fraction; None where it is unknown.
+            precision: that of the run; plain matrix products are measured in bf16.
         """
         rate, share = self.gemm_rates.get(attempt.allocation or ""), None
         if rate and shape:
+            rate *= FP8_OVER_BF16 if precision == "fp8" else 1
             share = shape.flops_per_token(seq_len, "megatron") * tokens_per_s_per_gpu / rate
         return [*self.outliers.get(attempt.key, ()), *impossible(mfu, self.device, share)]
 
@@ -75,7 +80,8 @@ def suspects_of(runs: Mapping[str, Candidate], state: SweepState, device: str) -
         run, ok = runs.get(key.run_id), attempt.ok
         if run and ok and ok.step_times_s:
             rate = run.tokens_per_s_per_gpu(ok)
-            doubts = suspicion.doubts(attempt, run.mfu(rate), run.shape, run.spec.workload.seq_len, rate)
+            numbers = run.mfu(rate), run.shape, run.spec.workload.seq_len, rate, run.cell.precision
+            doubts = suspicion.doubts(attempt, *numbers)
             if reason := sentences(doubts):
                 suspects[key] = reason
     return suspects

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import stage
 
-from tests.parity import planted_clock, planted_experts, planted_model, planted_options  # noqa: F401  their faults are in FAULTS, too
+from tests.parity import planted_clock, planted_experts, planted_model, planted_options, planted_products  # noqa: F401  their faults are in FAULTS, too
 from tests.parity.fault import FAULTS, changed, planted
 from ultrabench.kernel import cp, model, pp, recompute, step, tp
 from ultrabench.kernel.dryrun import counts, rank_cost

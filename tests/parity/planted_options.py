@@ -46,9 +46,9 @@ def zero2_as_1(right, decoder, zero_stage, **options):
 
 
 @planted(step, "Ranks", ignored="tp=2 sequence_parallel=off")
-def shared_tokens(right, group, _):
+def shared_tokens(right, group, _, fp8):
     """The ranks of tp share the tokens, whatever is asked for."""
-    return right(group)
+    return right(group, True, fp8)
 
 
 @planted(step, "begin_microbatch", ignored="dp=2 zero_stage=1 gas=2 dp_overlap=off")

@@ -1,6 +1,7 @@
-"""Every form of parallelism and every pair of forms gives what one process gives, in fp64."""
+"""Every form of parallelism and every pair of forms gives what one process gives, in fp64; some also in fp8."""
 
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.requests import TINY, TOLERANCE, CheckSpec
 from ultrabench.layout import PP_SCHEDULES, RECOMPUTE, Layout, default_schedule, default_virtual_stages
 from ultrabench.model_shape import RopeScaling
+from ultrabench.sweep.running.outliers import TOLERANCE as LOSS_TOLERANCE
 
 pytestmark = pytest.mark.parity
 
@@ -86,6 +88,12 @@ CASES = [
 ]  # fmt: skip
 
 
+FP8 = [
+    "dp=2 zero_stage=3 gas=2 full fp8", "tp=2 selective compile qwen biased fp8", "tp=2 mbs=2 sequence_parallel=off tied fp8",
+    "tp=2 pp=2 gas=4 zbv fp8", "dp=2 cp=2 zero_stage=1 gas=2 selective fp8", "pp=2 gas=4 interleaved attention fp8", "full compile fp8",
+]  # fmt: skip
+"""Layouts that are compared with one process whose factors are rounded as theirs, within a multiple of its rounding."""
+CASES += FP8
 MOE = dataclasses.replace(
     TINY, name="moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
     first_k_dense_replace=1,
@@ -132,7 +140,7 @@ def spec_of(case, shallow=SHALLOW):
     virtual = default_virtual_stages(schedule)
     recompute = next(filter(re.compile(str(RECOMPUTE.pattern)).match, words), "none")
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **axes}, pp_schedule=schedule, recompute=recompute)
-    precision = next((word for word in words if word in ("bf16", "fp32")), "fp64")
+    precision = next((word for word in words if word in ("bf16", "fp8", "fp32")), "fp64")
     return CheckSpec(
         layout=layout,
         shape=shape,
@@ -153,3 +161,11 @@ def test_layout_equals_one_process(server, case):
     assert result.passed, f"{result} (tolerance {TOLERANCE})"
     kinds = 2 if spec.layout.full_every > 1 or spec.shape.num_experts else 1
     assert result.graphs == kinds * spec.run.compiles
+
+
+@pytest.mark.parametrize("case", ["tp=2 pp=2 gas=2 mbs=2 fp8", "dp=2 cp=2 zero_stage=3 fp8"])
+def test_losses_of_fp8_stay_within_what_a_sweep_allows(server, case):
+    """The losses of 20 steps together are as near to one process in fp64 as a sweep allows for the last one alone."""
+    result = server.ask(run_check, dataclasses.replace(spec_of(case), steps=20))
+    assert result.error is None
+    assert result.loss_diff < LOSS_TOLERANCE["fp8"] * math.log(TINY.vocab_size) / 2

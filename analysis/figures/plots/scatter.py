@@ -14,6 +14,7 @@ from ultrabench.analysis.figures.runs import final, known, measured, notes
 from ultrabench.analysis.figures.style import categories, label, legend, legend_entry, panel_grid
 from ultrabench.analysis.numbers import count
 from ultrabench.errors import counted
+from ultrabench.hardware import of_peak
 
 _LARGEST, _SMALLEST = 90.0, 5.0
 """Areas of the largest and the smallest marker in square points; between them they are proportional to tokens/s."""
@@ -57,7 +58,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         axes.scatter("at", "height", "area", color="#8a8a8a", marker="x", linewidth=0.7, data=crosses)
         axes.scatter("at", "height", "area", "height", data=good, cmap="viridis", vmin=0, vmax=highest,
                      alpha=0.85, edgecolor="black", linewidth=0.3)  # fmt: skip
-        label(axes, name, f"nodes (largest marker: {count(largest, 'tokens/s')})", shown)
+        height = shown.replace("MFU", f"MFU{of_peak(panel_runs['precision'].iloc[0])}")
+        label(axes, name, f"nodes (largest marker: {count(largest, 'tokens/s')})", height)
         categories(axes, [int(n) for n in nodes])
         axes.set_ylim(0, 1.06 * highest)
     colours = ScalarMappable(Normalize(0, highest), "viridis")

@@ -90,6 +90,7 @@ def test_svg_holds_the_words():
         cell(nodes=16, mfu=0.0012, peak_mem_reserved_bytes=2**20, hardware="cpu", peak_source="measured", **tiny),
         cell(nodes=4, compare_ratio=1.08, as_good_as_best=("b",), **tiny),
         cell(nodes=4, peak_mem_reserved_bytes=None, peak_mem_reserved_rank0_bytes=3 * GIB), ODD,
+        cell(precision="fp8", mfu=0.301),
     ]  # fmt: skip
     options = {"title": "quick & <dirty> $x", "notes": "Layouts: 2 ok.", "compared_with": "old"}
     svg = ET.fromstring(render(lambda: figure(cells, **options), Path("f.svg")))
@@ -97,9 +98,9 @@ def test_svg_holds_the_words():
     expected = (
         "Best layout per cell: quick & <dirty> $x", "$a$_{b}", "$HOME/x^2_y", "43.2 %",
         "dp128 tp32 pp16 z1", "mbs256 gas256 afab", "41.8 GiB", "all 12 oom", "1.34 G params", "1.23 ktok/s",
-        "1.08x of old", "MFU (% of peak)",
+        "1.08x of old", "MFU (% of peak)", "MFU of fp8 (% of",
         "\nok\n", "0.12 %", "\n1 MiB", "3.00 GiB (rank 0)", "measured", "FLOPs of MFU by the formula palm.",
-        "In 1 of 8 cells other layouts are as good within the 95 % interval.",
+        "In 1 of 9 cells other layouts are as good within the 95 % interval.",
     )  # fmt: skip
     assert [word for word in expected if word not in told] == []
 

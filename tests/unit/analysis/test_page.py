@@ -48,6 +48,14 @@ def test_a_peak_that_is_too_low_is_told(public):
     assert told.startswith("MFU up to 1.41 is above 1: the peak is too low")
 
 
+def test_the_cells_of_fp8_name_the_peak_of_their_mfu():
+    cells_of_page = shown(table_of(run(1), run(2, precision="fp8", mfu=0.2)))["cells"]
+    assert sorted((cell["setting"][2], cell["of_peak"]) for cell in cells_of_page) == [
+        ("bf16", ""),
+        ("fp8", " of fp8"),
+    ]
+
+
 def test_the_row_of_a_run_counts_as_in_the_heatmap():
     columns = shown(repeated())["columns"]
     states = [state for state, place in zip(columns["state"], columns["rank"], strict=True) if place]

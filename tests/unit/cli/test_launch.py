@@ -251,6 +251,10 @@ def test_the_line_of_a_finished_run_tells_mfu_memory_and_what_is_wrong_with_it()
 
     text, style = line(peak_mem_reserved_bytes=3 << 29)
     assert (text.startswith("ok, 25.0 % MFU, 1.50 GiB, "), style) == (True, "green")
+    kernel = replace(run.spec.kernel, precision="fp8")
+    (attempt,) = told(SweepState(), run, Status.OK, peak_mem_reserved_bytes=3 << 29).attempts.values()
+    in_fp8 = replace(run, spec=replace(run.spec, kernel=kernel))
+    assert ": ok, 25.0 % MFU of fp8, 1.50 GiB, " in attempt_line(in_fp8, attempt).plain
     assert line("throttled")[0].endswith(" (throttled)")
     text, style = line(stopped="slower_than_best")
     assert ("slower than the best of its cell" in text, style) == (True, "yellow")

@@ -1,8 +1,13 @@
 """What commands print about other training programs: their commands for a layout, and what a pattern finds in a log."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.cli.conftest import QUICK, as_json
+from ultrabench.cli.sweep.show_as import not_expressed, with_precision, without_other_models
+from ultrabench.run import AttemptKey, fill_in
+from ultrabench.sweep.config.load import load_config
 
 OK = QUICK.runs[0].run_id
 
@@ -28,6 +33,23 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
     command = f"{torchrun} \\\n  ./train \\\n  '--tp={run.layout.tp} {run.layout.pp}'\n"
     assert out.endswith(f"\nLEVEL='a b' \\\n  {command}")
     assert "\n# not expressed: zero_stage=3 is no word of its command\n" in out
+
+
+@pytest.mark.parametrize(
+    ("framework", "flags", "line"),
+    [
+        ("megatron", {"--bf16", "--fp8-format=e4m3", "--fp8-recipe=tensorwise"}, "the scale of each row in precision=fp8"),
+        ("torchtitan", set(), "precision=fp8; its command has precision=bf16"),
+        ("nanotron", set(), "precision=fp8; its command has precision=bf16"),
+    ],
+)  # fmt: skip
+def test_a_framework_is_told_of_fp8_or_the_command_says_that_it_is_not(framework, flags, line):
+    config, run = load_config([f"kernel={framework}"]), QUICK.runs[0].spec
+    run = replace(run, kernel=replace(run.kernel, precision="fp8"))
+    kernel = with_precision(config.kernel, "fp8")
+    there = replace(run, kernel=without_other_models(run, kernel))
+    assert set(fill_in(there, AttemptKey(OK, 0, 0), config.measure)) >= flags
+    assert line in "; ".join(not_expressed(run, kernel))
 
 
 def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):

@@ -16,10 +16,10 @@ from ultrabench.analysis.figures.plots.predicted import validated
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
 from ultrabench.analysis.predict.cases import cases, default_profile, exclusions
-from ultrabench.analysis.predict.fit import fit_constants, intervals
+from ultrabench.analysis.predict.fit import fit_constants, fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, nanotron_version, usable
 from ultrabench.analysis.predict.replay import cells_of
-from ultrabench.analysis.predict.validate import metrics, table, without_own_group
+from ultrabench.analysis.predict.validate import metrics, priors_of_fp8, table, without_own_group
 from ultrabench.errors import ConfigError
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
@@ -100,6 +100,38 @@ def test_the_file_of_a_profile_is_read_back(fitted, tmp_path, monkeypatch):
     assert again.measured == fitted.profile.measured
     assert again.measured["tp"] == (1, 8)
     assert to_dict(again.time) == pytest.approx(to_dict(fitted.profile.time), rel=1e-3)
+
+
+def in_fp8(given, constants):
+    """The same cases in fp8, as they would be with these constants."""
+    peak = GPUS.peak("fp8", 1, None, 1)
+
+    def spec(run):
+        return replace(run.spec, kernel=replace(run.spec.kernel, precision="fp8"))
+
+    def time_s(run):
+        return predict_step_time(spec(run), GPUS, peak, network(GPUS, run.spec.nodes), constants).total
+
+    return changed(given, spec=spec, step_time_s=time_s, peak_flops_per_s=peak.flops_per_s)
+
+
+def test_runs_in_fp8_alone_tell_its_constants(fitted):
+    names = ("fp8_efficiency", "fp8_cast_bytes")
+    assert [getattr(fitted.profile.time, name) for name in names] == [
+        getattr(BASE.time, name) for name in names
+    ]
+    given = in_fp8(measured(BASE.time, 15, noise=0), replace(BASE.time, fp8_efficiency=0.4))
+    found = fit_time(given, BASE.time)
+    assert found.fp8_efficiency == pytest.approx(0.4, rel=0.1)
+    assert median_error(given, found) < 0.02 < median_error(given, BASE.time)
+    known = replace(BASE, measured={"precision": ("bf16", "fp8")})
+    assert [priors_of_fp8(cases_, BASE) for cases_ in (given[:2], measured(BASE.time, 2))] == [
+        "2 rows in fp8: profile ultrabench was fitted without any, so that fp8_cast_bytes=5, fp8_efficiency=0.57 are priors",
+        None,
+    ]
+    assert priors_of_fp8(given, known) is None
+    both = metrics(table([*given, *measured(BASE.time, 2)], lambda case: BASE))["all"]["by"]["precision"]
+    assert {name: slice_["rows"] for name, slice_ in both.items()} == {"bf16": 2, "fp8": 15}
 
 
 @pytest.mark.parametrize(("name", "start", "best"), [("smooth_power", 1.2, 0.4), ("gemm_efficiency", 0.9, 3)])

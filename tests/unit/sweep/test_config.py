@@ -241,7 +241,7 @@ def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
         ("hardware.gpus_per_node=0", "hardware.gpus_per_node=0; must be >= 1"),
         ("kernel.compile=maybe", "kernel.compile='maybe'; must be auto, true or false"),
         ("kernel.attention=sdpa", "kernel.attention='sdpa'; must be auto, cudnn, flash, flash3 or math"),
-        ("kernel.precision=fp8", "kernel.precision='fp8'; must be fp32, bf16 or fp64"),
+        ("kernel.precision=fp16", "kernel.precision='fp16'; must be fp32, bf16, fp8 or fp64"),
         ("kernel.recompute=full", "kernel.recompute is an axis of layouts; write sweep.recompute=[full]"),
         ("measure.min_steps=2", "needs 6 <= min_steps <= max_steps"),
         ("measure.min_s=-1", "measure.min_s=-1; must be >= 0 and finite"),

@@ -284,7 +284,7 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.words={api_token: [1]}"], "sweep.words.api_token looks like a secret"),
         (["+kernel.compile=[true,false]"], "kernel.compile lists several values, which only ultrabench's own kernel has"),
         (["+sweep.container=[a,b]"], "sweep.container changes nothing, since no command has {container}"),
-        (["kernel.precision=[fp32,fp8]"], "kernel.precision='fp8'"),
+        (["kernel.precision=[fp32,fp16]"], "kernel.precision='fp16'"),
         (["sweep.seq_len=[]"], "sweep.seq_len is empty; list at least one value"),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@ from ultrabench.store.sweep_json import write_sweep_json
 from ultrabench.sweep.config.files import describe, files, read_yaml
 from ultrabench.sweep.config.load import config_from_tree, load_config, read_hardware
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.running.standings import FP8_OVER_BF16
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -134,9 +135,27 @@ def test_what_is_no_hardware_is_refused_in_one_line(change, line):
 def test_a_precision_without_a_rate_is_refused():
     write_config("hardware/toasters", OURS)
     with refused(
-        "toasters.yaml: peak_flops_per_s of hardware=toasters has no rate for fp64, only for bf16; add it"
+        "toasters.yaml: peak_flops_per_s of hardware=toasters has no rate for fp64, only for bf16; choose"
     ):
         load_config(["hardware=toasters", "kernel.precision=fp64", "sweep.nodes=[1]"])
+
+
+@pytest.mark.parametrize("name", [name for name in RATES if not name.startswith("a100")])
+def test_fp8_is_twice_as_fast_as_bf16_where_it_is_published(name):
+    rates = hardware_of(name).peak_flops_per_s
+    assert rates["fp8"] / rates["bf16"] == pytest.approx(FP8_OVER_BF16, rel=0.013)
+
+
+def test_fp8_is_planned_on_hardware_that_has_it():
+    words = ["model=tiny", "sweep.nodes=[1]", "kernel.precision=fp8"]
+    line = "peak_flops_per_s of hardware=a100-80x8 has no rate for fp8, only for bf16, fp32, fp64; choose another"
+    with refused(line):
+        load_config([*words, "hardware=a100-80x8"])
+    assert load_config([*words, "hardware=h100x8"]).kernel.precision == "fp8"
+    assert load_config([*words, "hardware=cpu"]).hardware.peak("fp8", 1, 1e10, 2).flops_per_s == 1e10
+    write_config("hardware/toasters", OURS.replace("bf16:", "fp8:"))
+    with refused("peak_flops_per_s of hardware=toasters has fp8 without bf16"):
+        hardware_of("toasters")
 
 
 @pytest.mark.parametrize("broken", [b"gpu: X\n  bad: [open\n", b"\xff\xfe", b"- a\n"])

@@ -16,7 +16,7 @@ Arguments = Annotated[list[str], words("[NAME=VALUE]...", _LAYOUT)]
 def check(
     arguments: Arguments,
     device: str = typer.Option("cpu", help="cpu (processes, gloo) or cuda (a GPU each, NCCL)."),
-    precision: str = typer.Option("fp64", help="fp64, fp32 or bf16: the arithmetic of the layout."),
+    precision: str = typer.Option("fp64", help="fp64, fp32, bf16 or fp8: the arithmetic of the layout."),
     compile_: bool = typer.Option(False, "--compile", help="Compile the layers; on CPUs only trace them."),
     dump: str | None = typer.Option(None, help="Folder for the gradients and parameters of both."),
     json_: Json = False,

@@ -73,7 +73,7 @@ def validate(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Compare predictions with measured runs; -o draws them."""
-    from ultrabench.analysis.predict.validate import GROUPS, metrics, without_own_group
+    from ultrabench.analysis.predict.validate import GROUPS, metrics, priors_of_fp8, without_own_group
     from ultrabench.analysis.predict.validate import table as predicted
     from ultrabench.cli.predict.cases import open_cases
     from ultrabench.cli.tables import print_json, say, show
@@ -84,6 +84,8 @@ def validate(
     cases_of_file, used = open_cases([source], profile, results_dir)
     if leave_out is None:
         predictions = predicted(cases_of_file, lambda case: used)
+        if priors := priors_of_fp8(cases_of_file, used):
+            say(priors)
         if used.prior:
             fit = f"profile {used.name}: {used.source}; the errors of runs that it was fitted to are those of the fit"
             say(f"{fit}: --leave-out model or nodes fits without them")

@@ -16,7 +16,7 @@ from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.numbers import count
 from ultrabench.cli.tables import BLOCK, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
-from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak
+from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, of_peak
 from ultrabench.layout import AXES, BATCH, DEGREES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -123,7 +123,11 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     yield _bars("\nstep time, ms", prediction["time"], 1e3)
     if ratios := prediction["communication_over_compute"]:
         yield ratio_line(ratios)
-    mfu = "" if prediction["mfu"] is None else f", MFU {100 * prediction['mfu']:.1f} %"
+    mfu = (
+        ""
+        if prediction["mfu"] is None
+        else f", MFU {100 * prediction['mfu']:.1f} %{of_peak(spec.kernel.precision)}"
+    )
     low, high = (three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
     step = (
         f"step {three_digits(prediction['step_time_s'])} s, 80 % of measured ones between {low} and {high} s"

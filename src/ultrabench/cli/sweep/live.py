@@ -14,6 +14,7 @@ from ultrabench.analysis.numbers import memory, percent, too_wide
 from ultrabench.cli.tables import duration, out, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
+from ultrabench.hardware import of_peak
 from ultrabench.result import INTERRUPTED, SLOWER, UNSETTLED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AttemptState, SweepState
@@ -120,7 +121,10 @@ def _numbers(run: Candidate, result: RunResult) -> str:
         return ", ".join(("ok", *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in links if rate)))
     rate = run.tokens_per_s_per_gpu(result)
     mfu = run.mfu(rate)
-    used = [None if mfu is None else f"{percent(mfu)} MFU", memory(result.peak_mem_reserved_bytes)]
+    used = [
+        None if mfu is None else f"{percent(mfu)} MFU{of_peak(run.cell.precision)}",
+        memory(result.peak_mem_reserved_bytes),
+    ]
     speed = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
     return ", ".join(("ok", *filter(None, used), speed))
 
@@ -182,7 +186,9 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
             of_repeats = f"(median of {standing.num_competing})" if standing.num_competing > 1 else ""
             speed = " ".join(filter(None, (f"{rate:,.0f}", of_repeats, too_wide(width is None, width), mark)))
             promised = run.spec.tokens_per_step / run.prediction.step_time_s / run.layout.world_size
-            numbers = speed, percent(run.mfu(rate)), f"{rate / promised:.2f}"
+            mfu = run.mfu(rate)
+            share = None if mfu is None else f"{percent(mfu)}{of_peak(run.cell.precision)}"
+            numbers = speed, share, f"{rate / promised:.2f}"
             rows.append((*(getattr(run.cell, name) for name in columns), run.spec.label(), *numbers))
         of_cell = ("model", *(f">{name}" for name in columns[1:]))
         heads = (*of_cell, "layout", ">tokens/s/GPU", ">MFU", ">x predicted")

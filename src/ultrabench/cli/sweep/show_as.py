@@ -43,10 +43,11 @@ def show_as(framework: str, run: str, sweep: str | None, as_json: bool, results:
     require_known("framework", frameworks, framework)
     folder, run_id, look = find_run(run, sweep, results)
     spec, config = _spec(folder, run_id, look()), load_config([f"kernel={framework}"])
+    kernel = with_precision(config.kernel, spec.kernel.precision)
     varied = variables_of(spec.variant)
     others = {name: value for name, value in spec.variant.items() if name.removeprefix("env.") not in varied}
-    lacking = [*not_expressed(spec, config.kernel), *texts(others)]
-    spec_there = replace(spec, arguments=(), kernel=without_other_models(spec, config.kernel))
+    lacking = [*not_expressed(spec, kernel), *texts(others)]
+    spec_there = replace(spec, arguments=(), kernel=without_other_models(spec, kernel))
     words = fill_in(spec_there, AttemptKey(run_id, 0, 0), config.measure)
     is_python = config.kernel.command[0] == "python"
     torchrun = ["torchrun", f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.gpus_per_node}"]
@@ -78,6 +79,11 @@ def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
             return from_dict(RunSpec, attempt.spec)
     reason = rows[0]["reason"] if rows else "it was never attempted"
     raise SweepFolderError(f"run {run_id} of {folder.name} is not in the plan: {reason}; name another run")
+
+
+def with_precision(kernel: KernelConfig, precision: str) -> KernelConfig:
+    """The kernel in another precision, if it has flags for it."""
+    return replace(kernel, precision=precision) if precision in kernel.flags.get("precision", ()) else kernel
 
 
 def without_other_models(spec: RunSpec, kernel: KernelConfig) -> KernelConfig:
@@ -124,5 +130,7 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
     if routing := spec.kernel.routing_of(spec.shape):
         yield f"routing={routing}; its own router chooses the experts of a token"
     for name in ("precision", "compile", "attention"):
-        if name not in expressed and (ours := getattr(spec.kernel, name)) != getattr(kernel, name):
+        if name not in words and (ours := getattr(spec.kernel, name)) != getattr(kernel, name):
             yield f"{name}={ours}; its command has {name}={getattr(kernel, name)}"
+    if kernel.precision == "fp8":
+        yield f"the scale of each row in precision=fp8; its command has {' '.join(kernel.flags['precision']['fp8'])}"

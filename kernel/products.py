@@ -1,0 +1,81 @@
+"""Products in fp8: both factors are rounded to 8 bits with a scale for each row, sums are fp32, results bf16.
+
+Shapes: T tokens, K inputs and N outputs of a linear layer. A product sums over the last dim of both factors, and each of
+their rows is scaled by itself, so that an outlier costs only its own row precision:
+
+    y_TN = x_TK w_NK^T    a scale for each token of x, and for each output of w
+    dx_TK = dy_TN w_KN^T  a scale for each token of dy, and for each input of w
+    dw_NK = dy_NT x_KT^T  a scale for each output of dy, and for each input of x
+
+All factors are e4m3, also gradients: with a scale for each row they need 3 bits of fraction more than the range of
+e5m2. Scales are powers of two, rounded down, so that scaling itself rounds nothing. This is the recipe `rowwise` of
+torchao, which torchtitan uses (docs.pytorch.org/ao/main/api_reference/generated/torchao.float8.Float8LinearRecipeName.html).
+
+Forward keeps x and w in bf16, as a product in bf16 does. Weights are gathered in bf16, and tokens of other ranks as well:
+factors are rounded after that.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ultrabench.kernel.compat import fp8_dtype, kept, scaled_mm
+
+SMALLEST = 1e-12
+"""Values of a row that is smaller everywhere are scaled as if its largest were this; 0 has no scale of its own."""
+
+
+class Scaled(NamedTuple):
+    """A factor of a product: its rows, each of which has been multiplied by a scale and rounded to 8 bits."""
+
+    rows: Tensor
+    inverse: Tensor
+    """What a row is multiplied by to undo its scale, M x 1 in fp32."""
+
+
+def scaled(rows: Tensor) -> Scaled:
+    """The rows of a matrix M x K, each times the largest power of two with which it fits into 8 bits."""
+    dtype = fp8_dtype(rows.device)
+    largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
+    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest.clamp(min=SMALLEST))))
+    return Scaled((rows * scale.to(rows.dtype)).to(dtype).contiguous(), scale.reciprocal())
+
+
+def product(a: Scaled, b: Scaled, purpose: str) -> Tensor:
+    """a b^T, M x N in bf16, of factors M x K and N x K; `purpose` is output or gradient."""
+    return scaled_mm(a.rows, b.rows.t(), a.inverse, b.inverse.t(), purpose)
+
+
+_kept_product = kept(product)
+
+
+def outputs(x_BSK: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The products of x with several weights N x K.
+
+    Of several, selective recomputation keeps every second one, from the first on, as it does in other precisions.
+    """
+    x = scaled(x_BSK.flatten(0, 1))
+    results = [
+        (product if n % 2 or len(weights) == 1 else _kept_product)(x, scaled(weight), "output")
+        for n, weight in enumerate(weights)
+    ]
+    return tuple(y_TN.view(*x_BSK.shape[:-1], -1) for y_TN in results)
+
+
+def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of x, T x K, from those of several outputs, T x N, and their weights."""
+    first, *others = (
+        product(scaled(grad), scaled(weight.t()), "gradient")
+        for grad, weight in zip(grads, weights, strict=True)
+    )
+    for other in others:
+        first.add_(other)
+    return first
+
+
+def weight_gradients(grads: Sequence[Tensor], x_TK: Tensor) -> list[Tensor]:
+    """The gradients of several weights, N x K, from those of their outputs, T x N."""
+    x = scaled(x_TK.t())
+    return [product(scaled(grad.t()), x, "gradient") for grad in grads]

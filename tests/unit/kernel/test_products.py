@@ -1,0 +1,104 @@
+"""Products in fp8 are those of rounded factors, each row of which has a scale of its own."""
+
+import pytest
+import torch
+
+from ultrabench.kernel import products
+from ultrabench.kernel.check import rounded_products
+from ultrabench.kernel.compat import SCALED_PRODUCTS, fp8_dtype
+
+TOKENS, INPUTS, OUTPUTS = 32, 48, (64, 16, 16)
+ROUNDED = 2**-8
+"""Half the distance of neighbours in bf16, in which a product is rounded."""
+EIGHT_BITS = 2**-4
+"""Half the distance of neighbours in e4m3, in which the factors are rounded."""
+
+
+def numbers(*size):
+    """Random numbers whose rows and columns have sizes from 2**-8 to 2**8."""
+    exponents = [torch.randint(-8, 8, shape).float().exp2() for shape in ((size[0], 1), (1, size[1]))]
+    return (torch.randn(size) * exponents[0] * exponents[1]).bfloat16()
+
+
+def relative(value, reference):
+    """The L2 norm of a difference, relative to that of what is right."""
+    return ((value.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def factors():
+    """The input of a layer, several weights, and the gradients of their outputs."""
+    torch.manual_seed(0)
+    return (
+        numbers(TOKENS, INPUTS),
+        [numbers(n, INPUTS) for n in OUTPUTS],
+        [numbers(TOKENS, n) for n in OUTPUTS],
+    )
+
+
+def test_products_are_those_of_rounded_factors():
+    """Outputs and both gradients, within the rounding of their sums to bf16."""
+    x, weights, grads = factors()
+    x.requires_grad_()
+    for weight in weights:
+        weight.requires_grad_()
+    expected = [rounded_products.linear(x[None], weight)[0] for weight in weights]
+    torch.autograd.backward(expected, grads)
+    with torch.no_grad():
+        outputs = [y[0] for y in products.outputs(x[None], *weights)]
+        input_gradients = [products.input_gradient([g], [w]) for g, w in zip(grads, weights, strict=True)]
+        weight_gradients = products.weight_gradients(grads, x)
+        together = products.input_gradient(grads, weights)
+    for output, value in zip(outputs, expected, strict=True):
+        assert output.dtype == torch.bfloat16
+        assert relative(output, value) < ROUNDED
+    for gradient, weight in zip(weight_gradients, weights, strict=True):
+        assert relative(gradient, weight.grad) < ROUNDED
+    assert relative(together, sum(gradient.double() for gradient in input_gradients)) < 2 * ROUNDED
+    assert relative(together, x.grad) < 2 * ROUNDED
+
+
+def test_an_outlier_costs_the_precision_of_its_own_row():
+    """All rows of each product are as precise as 8 bits are, although one has numbers a million times as large."""
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(TOKENS, INPUTS), torch.randn(INPUTS, INPUTS), torch.randn(TOKENS, INPUTS)
+    x[3], grad[7] = 2e6 * x[3], 2e6 * grad[7]
+    x, weight, grad = x.bfloat16(), weight.bfloat16(), grad.bfloat16()
+    (y,), grad_x = products.outputs(x[None], weight), products.input_gradient([grad], [weight])
+    (grad_weight,) = products.weight_gradients([grad.t().contiguous()], weight)
+    exact = x.double() @ weight.double().t(), grad.double() @ weight.double()
+    for value, right in zip((*y[0], *grad_x, *grad_weight), (*exact[0], *exact[1], *exact[1]), strict=True):
+        assert relative(value, right) < EIGHT_BITS
+
+
+def test_no_range_is_wasted():
+    """The largest number of each row is in the upper half of the range, scales are powers of two, and rounding is to 8 bits."""
+    torch.manual_seed(0)
+    matrix = numbers(64, 32)
+    matrix[0] = 448.0 * 2**-20
+    rows, inverse = products.scaled(matrix)
+    assert rows.dtype == fp8_dtype(matrix.device)
+    largest, most = rows.float().abs().amax(1), torch.finfo(rows.dtype).max
+    assert (largest > 0.49 * most).all()
+    assert (largest <= most).all()
+    assert torch.equal(inverse.log2(), inverse.log2().round())
+    assert (rows.float()[0] == most).all()
+    assert torch.equal(rows.float() * inverse, rounded_products.rounded(matrix))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_zeros_stay_zeros_and_what_is_not_finite_is_seen(value):
+    x, weight = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
+    x[1], x[2, 3] = 0.0, value
+    (y,) = products.outputs(x[None], weight)
+    assert (y[0, 1] == 0).all()
+    assert not y[0, 2].isfinite().any()
+    assert y[0, 3:].isfinite().all()
+
+
+def test_products_are_counted_by_purpose():
+    x, weights, grads = factors()
+    before = SCALED_PRODUCTS.copy()
+    products.outputs(x[None], *weights)
+    products.input_gradient(grads, weights)
+    products.weight_gradients(grads, x)
+    assert SCALED_PRODUCTS - before == {"output": 3, "gradient": 6}
