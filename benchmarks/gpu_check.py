@@ -51,7 +51,7 @@ CHECKS = {
 """Number of ranks -> layouts; tiny-gqa has tied embeddings, of which middle stages of a pipeline hold none."""
 SCHEDULES = ("1f1b", "afab", "interleaved", "zbv")
 COMPILED = {
-    1: ("dp=1 gas=2", "dp=1 recompute=selective"),
+    1: ("dp=1 gas=2 recompute=selective",),
     2: ("dp=2 zero_stage=3 gas=2", "tp=2", "pp=2 gas=2", "cp=2"),
 }
 MEMORY_RUNS = (
@@ -134,14 +134,22 @@ def check_line(machine: Machine, layout: str, precision: str, *more: str) -> Lin
         graphs = f", {result['graphs']} graphs" if "--compile" in more else ""
         return Finding(result["passed"], f"{missing}{differences(result)}{graphs}")
 
-    return Line(" ".join([layout, precision, *more]), compare, ESTIMATES_S["compile" if more else "check"])
+    return Line(
+        " ".join([layout, precision, *more]),
+        compare,
+        ESTIMATES_S["compile" if more else "check"],
+        precision == "fp8",
+    )
 
 
 def check_lines(machine: Machine, layouts: Sequence[str], *more: str) -> Iterator[Line]:
-    """Layouts in all precisions; the fused attention of GPUs, which a ring needs, computes in 16 bits only."""
+    """Layouts in all precisions, of one process also in fp8; the fused attention of GPUs, which a ring needs, has 16 bits only."""
     for layout in layouts:
         fused = machine.device == "cuda" and ("cp=" in layout or "attention=" in layout)
-        for precision in ("bf16",) if fused else PRECISIONS[machine.device]:
+        precisions = (
+            ("bf16",) if fused else PRECISIONS[machine.device] + ("fp8",) * layout.startswith("dp=1 gas")
+        )
+        for precision in precisions:
             if not (machine.device == "cpu" and "cudnn" in layout):
                 yield check_line(machine, layout, precision, *more)
 

@@ -16,6 +16,7 @@ from gpu_machine import Finding, Line, Machine, Sweep, limits
 from trace_parts import markdown, read_trace, summary
 
 from ultrabench.analysis.schema import FLOAT, SCHEMA, TEXT, column
+from ultrabench.hardware import of_peak
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
@@ -40,7 +41,7 @@ MEASURE = {
     "cuda": ("measure=default", "measure.confirm=1"),
     "cpu": ("measure=quick", "measure.min_s=0.2", "measure.target_ci95_rel=1.0", "measure.max_foreign_load=null",
             "measure.start_deadline_s=600", "launcher.preflight=false",
-            *(f"+hardware.peak_flops_per_s.{name}=1.0e11" for name in ("fp32", "fp8"))),
+            *(f"+hardware.peak_flops_per_s.{name}=1.0e11" for name in ("fp32", "bf16", "fp8"))),
 }  # fmt: skip
 """On GPUs at least 10 s of steps and an interval of 1 %; on CPUs just enough to try every line, with a peak that saves
 its measurement."""
@@ -161,7 +162,7 @@ def measure_row(machine: Machine, variant: Variant, out: Path) -> Finding:
     row = full_row(min(ok_rows, key=lambda row: row["suspect"] is not None), sweep, overrides)
     in_time, narrow = row["measured_s"] >= row["min_s"], row["ci_reached"]
     text = (
-        f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s, MFU {row.get('mfu', 0):.1%} (causal {row.get('mfu_causal', 0):.1%}), "
+        f"{row['tokens_per_s_per_gpu']:,.0f} tokens/s, MFU{of_peak(row['precision'])} {row.get('mfu', 0):.1%} (causal {row.get('mfu_causal', 0):.1%}), "
         f"{row['num_hidden_layers']} layers, mbs={row['mbs']}, {row['num_steps_measured']} steps, "
         f"{row['measured_s']:.3g} s +- {row['step_time_ci95_rel']:.1%}"
     )

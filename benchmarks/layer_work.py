@@ -7,9 +7,9 @@ the feed-forward block and of the vocabulary. What recomputation adds is left ou
 from typing import NamedTuple
 
 from ultrabench.hardware import Hardware
+from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.run import RunSpec
 from ultrabench.sweep.config.load import load_profile
-from ultrabench.sweep.predict.step_time import BYTES
 
 ATTENTION_PRODUCTS, ATTENTION = "products q, k, v, out", "attention"
 FEED_FORWARD, POINTWISE = "products gate, up, down", "norms, rotations, activation, residuals"
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 def step_work(spec: RunSpec) -> dict[str, Work]:
     """Part -> its work in a step, forward and backward."""
-    shape, word, seq_len = spec.shape, BYTES.get(spec.kernel.precision, BYTES["bf16"]), spec.workload.seq_len
+    shape, word, seq_len = spec.shape, ELEMENT_BYTES[spec.kernel.precision], spec.workload.seq_len
     tokens, layers = spec.layout.mbs * seq_len, shape.num_hidden_layers
     h, q, kv, f, vocabulary = (
         shape.hidden_size, shape.q_width, shape.kv_width, shape.intermediate_size, shape.vocab_size,

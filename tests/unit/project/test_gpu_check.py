@@ -37,7 +37,8 @@ def test_every_check_is_one_that_the_cli_takes(words):
 def test_steps_that_need_more_gpus_have_no_lines():
     steps = [step for step in gpu_check.LOOK if names(step, machine(ranks=1))]
     assert steps == ["machine", "check", "compile", "memory", "rows"]
-    on_one = ["dp=1 gas=2 fp32", "dp=1 gas=2 bf16", "dp=1 attention=cudnn bf16", "dp=1 attention=flash bf16"]
+    fused = ["dp=1 attention=cudnn bf16", "dp=1 attention=flash bf16"]
+    on_one = [*(f"dp=1 gas=2 {precision}" for precision in ("fp32", "bf16", "fp8")), *fused]
     assert names("check", machine(ranks=1)) == on_one
     for device, precision in (("cpu", "fp64"), ("cuda", "bf16")):
         last = [f"cp=2 gas=2 {precision}", f"cp=2 attention=flash {precision}"]
@@ -138,7 +139,7 @@ def run(*words):
 @pytest.mark.parity
 def test_a_line_on_processes_of_this_machine(tmp_path):
     out = tmp_path / "out.json"
-    done = run("benchmarks/gpu_check.py", "--cpu", "--only", "check: dp=1 gas", "--out", out)
+    done = run("benchmarks/gpu_check.py", "--cpu", "--only", "check: dp=1 gas=2 fp64", "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = json.loads(out.read_text())["lines"]
     assert {key: line["status"] for key, line in lines.items()} == {"check: dp=1 gas=2 fp64": "pass"}
