@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -358,6 +359,9 @@ def main() -> int:
     asked.add_argument("--results-dir", type=Path, default=Path("results"), help="for the sweeps")
     asked.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/gpu-check-HARDWARE.json")
     words = asked.parse_args()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # commands that end in time need it, in the background too
     require_known("step", LOOK, *(name.partition(":")[0] for name in words.only))
     facts = json.loads(run_module("ultrabench.kernel.rank.environment", timeout_s=300))
     names = {path.stem: values.get("reported_as", []) for path, values in usable("hardware").items()}
