@@ -349,34 +349,41 @@ def require_gpus(facts: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    again = "do a step or `STEP: LINE` again"
-    asked.add_argument("--only", action="append", default=[], metavar="STEP", help=again)
-    asked.add_argument("--minutes", type=float, default=math.inf, help="start no line that would take longer")
-    asked.add_argument("--cpu", action="store_true", help="two processes of this machine instead of GPUs")
-    of_gpu = "the file in configs/hardware/; default: the one that names this GPU"
-    asked.add_argument("--hardware", help=of_gpu)
-    asked.add_argument("--results-dir", type=Path, default=Path("results"), help="for the sweeps")
-    asked.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/gpu-check-HARDWARE.json")
-    words = asked.parse_args()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # commands that end in time need it, in the background too
-    require_known("step", LOOK, *(name.partition(":")[0] for name in words.only))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="STEP", help="do a step or `STEP: LINE` again"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no line that would take longer"
+    )
+    parser.add_argument("--cpu", action="store_true", help="two processes of this machine instead of GPUs")
+    parser.add_argument(
+        "--hardware", help="the file in configs/hardware/; default: the one that names this GPU"
+    )
+    parser.add_argument("--results-dir", type=Path, default=Path("results"), help="for the sweeps")
+    parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/gpu-check-HARDWARE.json")
+    arguments = parser.parse_args()
+    # In the background SIGINT is ignored, also by commands that are to end in time.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    require_known("step", LOOK, *(name.partition(":")[0] for name in arguments.only))
     facts = json.loads(run_module("ultrabench.kernel.rank.environment", timeout_s=300))
     names = {path.stem: values.get("reported_as", []) for path, values in usable("hardware").items()}
-    known = "cpu" if words.cpu else next((n for n, gpus in names.items() if facts["gpu_name"] in gpus), None)
-    if not words.cpu:
+    hardware_name = (
+        "cpu" if arguments.cpu else next((n for n, gpus in names.items() if facts["gpu_name"] in gpus), None)
+    )
+    if not arguments.cpu:
         require_gpus(facts)
-    if (hardware := words.hardware or known) is None:
+    if (hardware := arguments.hardware or hardware_name) is None:
         unknown = f"no file in configs/hardware/ names {facts['gpu_name']!r} in reported_as"
         raise ConfigError(f"{unknown}; nothing was measured or written. Give --hardware NAME")
-    ranks, device = (2, "cpu") if words.cpu else (facts["gpus"], "cuda")
-    end_s = time.monotonic() + 60 * words.minutes
-    machine = Machine(device, ranks, facts, hardware, words.results_dir, end_s)
-    out = words.out or Path(__file__).parent / f"gpu-check-{hardware}.json"
+    ranks, device = (2, "cpu") if arguments.cpu else (facts["gpus"], "cuda")
+    end_s = time.monotonic() + 60 * arguments.minutes
+    machine = Machine(device, ranks, facts, hardware, arguments.results_dir, end_s)
+    out = arguments.out or Path(__file__).parent / f"gpu-check-{hardware}.json"
     lines = {f"{step}: {line.name}": line for step in LOOK for line in lines_of(step, machine, out)}
-    results = run_lines(lines, words.only, machine, out)
+    results = run_lines(lines, arguments.only, machine, out)
     print_results(results, lines, machine)
     say(f"wrote {out}")
     return int(any(result["status"] == "fail" for result in results.values()))

@@ -33,29 +33,30 @@ class Work(NamedTuple):
 
 def step_work(spec: RunSpec) -> dict[str, Work]:
     """Part -> its work in a step, forward and backward."""
-    shape, word, seq_len = spec.shape, ELEMENT_BYTES[spec.kernel.precision], spec.workload.seq_len
+    shape, number_bytes, seq_len = spec.shape, ELEMENT_BYTES[spec.kernel.precision], spec.workload.seq_len
     tokens, layers = spec.layout.mbs * seq_len, shape.num_hidden_layers
     h, q, kv, f, vocabulary = (
         shape.hidden_size, shape.q_width, shape.kv_width, shape.intermediate_size, shape.vocab_size,
     )  # fmt: skip
-    operand = 1 if spec.kernel.precision == "fp8" else word
-    attention = products(tokens, [(h, q), (h, kv), (h, kv), (q, h)], operand, word)
-    feed_forward = products(tokens, [(h, f), (h, f), (f, h)], operand, word)
+    factor_bytes = 1 if spec.kernel.precision == "fp8" else number_bytes
+    attention = products(tokens, [(h, q), (h, kv), (h, kv), (q, h)], factor_bytes, number_bytes)
+    feed_forward = products(tokens, [(h, f), (h, f), (f, h)], factor_bytes, number_bytes)
     # Forward reads 5 and writes 4 numbers of h for two norms and two residuals, the first of which goes with a norm;
     # backward reads 3 and writes 1 for each norm. Rotations read and write q and k in both. The activation reads 2 and writes 1
     # of f forward, and reads 3 and writes 2 backward.
-    pointwise = tokens * word * (17 * h + 4 * (q + kv) + 8 * f)
+    pointwise = tokens * number_bytes * (17 * h + 4 * (q + kv) + 8 * f)
     causal = tokens * shape.attention_flops(seq_len, "megatron") * BACKWARD_RECOMPUTES
     time = load_profile("ultrabench").time
     micro_batch = {
         ATTENTION_PRODUCTS: _times(layers, attention),
         # Forward reads q, k and v and writes the output; backward reads these and its gradient, and writes three.
-        ATTENTION: _times(layers, Work(causal, tokens * word * 6 * (q + kv))),
+        ATTENTION: _times(layers, Work(causal, tokens * number_bytes * 6 * (q + kv))),
         FEED_FORWARD: _times(layers, feed_forward),
         POINTWISE: _times(layers, Work(0, pointwise)),
-        HEAD: products(tokens, [(h, vocabulary)], word, word),
-        LOSS: Work(0, 3 * tokens * vocabulary * word),  # reads the logits twice and writes their gradient
-        EMBEDDING: Work(0, word * (3 * tokens * h + vocabulary * h)),
+        HEAD: products(tokens, [(h, vocabulary)], number_bytes, number_bytes),
+        # The loss reads the logits twice and writes their gradient.
+        LOSS: Work(0, 3 * tokens * vocabulary * number_bytes),
+        EMBEDDING: Work(0, number_bytes * (3 * tokens * h + vocabulary * h)),
     }
     optimizer = Work(0, shape.num_params * (time.optimizer_bytes + time.clip_bytes))
     return {part: _times(spec.layout.gas, work) for part, work in micro_batch.items()} | {
@@ -63,17 +64,17 @@ def step_work(spec: RunSpec) -> dict[str, Work]:
     }
 
 
-def products(tokens: int, weights: list[tuple[int, int]], operand: int, word: int) -> Work:
+def products(tokens: int, weights: list[tuple[int, int]], factor_bytes: int, number_bytes: int) -> Work:
     """The work of the three products with each weight: of forward, for the gradient of the input, for its own.
 
     Args:
-        operand: bytes of a number of a factor.
-        word: bytes of a number of a result.
+        factor_bytes: bytes of a number of a factor.
+        number_bytes: bytes of a number of a result.
     """
     flops = sum(6 * tokens * rows * columns for rows, columns in weights)
     # Each of the three matrices is the result of one product and a factor of the other two.
     numbers = sum(tokens * (rows + columns) + rows * columns for rows, columns in weights)
-    return Work(flops, numbers * (2 * operand + word))
+    return Work(flops, numbers * (2 * factor_bytes + number_bytes))
 
 
 def _times(number: int, work: Work) -> Work:

@@ -83,7 +83,7 @@ def part_of(kernel: Kernel, spec: RunSpec) -> str:
         return layer_work.LOSS
     if name.startswith("triton_"):  # its name may hold those of operators beside it, such as attention
         return layer_work.POINTWISE
-    if any(word in kernel.operator or word in name for word in _FUSED_ATTENTION):
+    if any(text in kernel.operator or text in name for text in _FUSED_ATTENTION):
         return layer_work.ATTENTION
     if "embedding" in kernel.operator or "embedding" in name:
         return layer_work.EMBEDDING
