@@ -25,8 +25,10 @@ from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.plan import predictor
 
-MODELS = {"cuda": {"1B": ("1B", (16,)), "8B": ("llama3-8b", (8,)), "70B": ("llama3-70b", (8, 6, 4, 3, 2))},
-          "cpu": dict.fromkeys(("1B", "8B", "70B"), ("tiny", (2,)))}  # fmt: skip
+MODELS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
+    "cuda": {"1B": ("1B", (16,)), "8B": ("llama3-8b", (8,)), "70B": ("llama3-70b", (8, 6, 4, 3, 2))},
+    "cpu": dict.fromkeys(("1B", "8B", "70B"), ("tiny", (2,))),
+}
 """Device -> size -> the model, and the numbers of its layers to try, since no GPU of 80 GB holds 8 layers of 70B."""
 VOCABULARY = {"llama3-70b": 32000}
 """Model -> another vocabulary: that of Llama 2 70B, which has the same layers, leaves memory for more of them."""

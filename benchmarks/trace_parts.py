@@ -6,7 +6,7 @@ themselves count. What no rule knows is `the rest`, and the table names the long
 
 import gzip
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -114,7 +114,10 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
     """
     steps = [e for e in trace["traceEvents"] if str(e.get("name")).startswith("ProfilerStep#") and e.get("cat") == "user_annotation"]  # fmt: skip
     scale, step_s = 1e-6 / max(1, len(steps)), sum(e["dur"] for e in steps) * 1e-6 / max(1, len(steps))
-    seconds, names = dict.fromkeys(layer_work.PARTS, 0.0), defaultdict[str, Counter[str]](Counter)
+    seconds, names = (
+        dict.fromkeys(layer_work.PARTS, 0.0),
+        defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float)),
+    )
     spans = list[Span]()
     for kernel in kernels_of(trace):
         part = part_of(kernel, spec)
@@ -135,7 +138,10 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
             row |= work[part]._asdict()
             limit = layer_work.bound(part, work[part], hardware, spec.kernel.precision)
             row |= {"bound_by": limit and limit[0], "bound_s": limit and limit[1]}
-        row["longest"] = [{"name": n, "seconds": s} for n, s in names[part].most_common(LONGEST)]
+        row["longest"] = [
+            {"name": n, "seconds": s}
+            for n, s in sorted(names[part].items(), key=lambda named: -named[1])[:LONGEST]
+        ]
         parts.append(row)
     busy_s = length(union(spans)) * scale
     return {
