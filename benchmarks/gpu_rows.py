@@ -42,7 +42,7 @@ MOST_MEMORY = 0.9
 MEASURE = {
     "cuda": ("measure=default", "measure.confirm=1"),
     "cpu": ("measure=quick", "measure.min_s=0.2", "measure.target_ci95_rel=1.0", "measure.max_foreign_load=null",
-            "measure.start_deadline_s=600", "launcher.preflight=false",
+            "measure.start_deadline_s=600", "measure.run_limit_s=1200", "launcher.preflight=false",
             *(f"+hardware.peak_flops_per_s.{name}=1.0e11" for name in ("fp32", "bf16", "fp8"))),
 }  # fmt: skip
 """On GPUs at least 10 s of steps and an interval of 1 %; on CPUs just enough to try every line, with a peak that saves
