@@ -1,6 +1,7 @@
 """The first hour with GPUs: does the kernel train correctly on them, and as fast as others do?
 
     python benchmarks/gpu_check.py                 # everything, in order; the same command continues it
+    python benchmarks/gpu_check.py --minutes 9     # as many lines as fit; the same command continues it
     python benchmarks/gpu_check.py --only memory   # one step again, or one line: --only "compile: tp=2"
     python benchmarks/gpu_check.py --cpu           # what processes of a machine without GPUs can show
 
@@ -10,36 +11,35 @@ the results go to a table and to a JSON file, which keeps the lines that passed 
 
 import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import pyarrow.parquet as pq
+from gpu_machine import Finding, Line, Machine, RefusedError, TimeSpentError
+from gpu_rows import row_lines, write_rows
 from rich.text import Text
 
 from ultrabench import checkout
 from ultrabench.cli.tables import duration, say, show, style_of, table
-from ultrabench.errors import ConfigError, UltrabenchError, require_known
+from ultrabench.errors import ConfigError, UltrabenchError, counted, require_known
 from ultrabench.hardware import GIB
 from ultrabench.kernel.requests import CheckSpec, RankCost, dry_run
-from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.processes import run_module, thread_variables
 from ultrabench.record import from_dict, to_dict
 from ultrabench.run import RunSpec
-from ultrabench.store.folder import SweepFolder
-from ultrabench.store.journal import read_journal
-from ultrabench.store.state import fold
-from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.files import files, read_yaml, usable
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.plan_table import read_rows, runs_of
+
+T = TypeVar("T")
 
 PRECISIONS = {"cuda": ("fp32", "bf16"), "cpu": ("fp64",)}
 CHECKS = {
@@ -51,16 +51,34 @@ CHECKS = {
 }  # fmt: skip
 """Number of ranks -> layouts; tiny-gqa has tied embeddings, of which middle stages of a pipeline hold none."""
 SCHEDULES = ("1f1b", "afab", "interleaved", "zbv")
-COMPILED = ("dp=2 zero_stage=3 gas=2", "tp=2", "pp=2 gas=2", "cp=2")
+COMPILED = {
+    1: ("dp=1 gas=2 recompute=selective",),
+    2: ("dp=2 zero_stage=3 gas=2", "tp=2", "pp=2 gas=2", "cp=2"),
+}
 MEMORY_RUNS = (
-    "model=1B", "measure=quick", "sweep.seq_len=4096", "sweep.gas=null", "sweep.tp=[1,2]", "sweep.pp=[1,2]",
-    "sweep.zero_stage=[0,3]", "sweep.mbs=[1]", "sweep.cp=[1]", "kernel.compile=false",
+    "model=1B", "measure=quick", "measure.min_s=0", "measure.warmup_s=0", "sweep.seq_len=4096", "sweep.gas=null",
+    "sweep.mbs=[1]", "sweep.cp=[1]", "kernel.compile=false",
 )  # fmt: skip
+MEMORY_LAYOUTS = {
+    1: ("sweep.tp=[1]", "sweep.pp=[1]", "sweep.zero_stage=[0]", "sweep.recompute=[none,selective,full]"),
+    2: ("sweep.tp=[1,2]", "sweep.pp=[1,2]", "sweep.zero_stage=[0,3]"),
+}
+"""Fewest ranks -> the layouts of the memory step."""
 SPEED = ("measure=default", "measure.confirm=1")
 SPEED_8B = (
     *SPEED, "model=llama3-8b", "sweep.seq_len=8192", "sweep.gbs=16", "sweep.gas=null", "sweep.mbs=[1,2]", "sweep.tp=[1]",
     "sweep.pp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[3]", "sweep.recompute=[selective]",
 )  # fmt: skip
+ESTIMATES_S = {
+    "machine": 15.0,
+    "check": 15.0,
+    "compile": 30.0,
+    "links": 60.0,
+    "memory": 90.0,
+    "speed 8B": 400.0,
+    "speed 1B": 300.0,
+}
+"""Step -> expected seconds of one of its lines, from the runs of benchmarks/h100; those of rows are in gpu_rows.py."""
 LINK_SHARE = 0.6
 """Least bus bandwidth at the largest size, as a share of the rate of a GPU's links in the file of the hardware."""
 MEMORY_OFF = {"cuda": 0.02, "cpu": 0.04}
@@ -80,61 +98,22 @@ LOOK = {
     "memory": "the same run with trace=true: its memory by kind beside the dry run's",
     "speed 8B": "sm_clock_hz and throttled in runs.parquet, then trace=true: exposed communication, longest kernels",
     "speed 1B": "as for speed 8B; with 1B the host counts more: idle time in the profile",
+    "rows": "the reason; an interval above 1 %: power and clocks, then other programs; not ok: the logs of the run",
 }
 """Step -> what to look at first when one of its lines fails; the steps in their order."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What the lines need to know of this machine."""
-
-    device: str
-    ranks: int
-    facts: dict[str, Any]
-    hardware: str
-    results: Path
-
-    @property
-    def identity(self) -> list[Any]:
-        """What has to be the same for a line that passed to count again."""
-        names = ("gpu_name", "torch_version", "nccl_version", "driver_version")
-        return [self.device, self.ranks, KernelConfig(name="embedded").digest(), *map(self.facts.get, names)]
-
-    def sweep(self, name: str, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, RunSpec]]:
-        """Launches a sweep on this machine; returns its rows, and the spec of each run by its id."""
-        where = [f"name={name}", f"results_dir={self.results}", "sweep.nodes=[1]", "launcher=local"]
-        here = [f"hardware={self.hardware}", f"hardware.gpus_per_node={self.ranks}"]
-        run_ultrabench("sweep", "launch", "--yes", "--reuse", "same", *where, *overrides, *here)
-        run_ultrabench("collect", name, "--results-dir", str(self.results))
-        folder = SweepFolder(self.results / name)
-        state = fold(read_journal(folder.journal, say))
-        runs = runs_of(read_sweep_json(folder), read_rows(folder.plan), state)
-        rows = pq.read_table(folder.path / "runs.parquet").to_pylist()
-        return [row for row in rows if row["is_final"]], {run.run_id: run.spec for run in runs}
-
-
-Line = tuple[str, Callable[[], tuple[bool, str]]]
-"""What is tried, and a function that tries it: whether it passed, and what was found."""
-
-
-def run_ultrabench(*words: str) -> Any:
-    """Runs a command of ultrabench, whose progress goes to stderr; returns its JSON, or its text."""
-    command = [sys.executable, "-P", "-m", "ultrabench", *words]
-    out = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(out) if words[-1] == "--json" and out else out
-
-
-def machine_lines(at: Machine) -> Iterator[Line]:
+def machine_lines(machine: Machine) -> Iterator[Line]:
     """Whether ultrabench can use this machine."""
 
-    def doctor() -> tuple[bool, str]:
-        words = ("launcher=local", f"hardware={at.hardware}", f"hardware.gpus_per_node={at.ranks}")
+    def doctor() -> Finding:
+        words = ("launcher=local", f"hardware={machine.hardware}", f"hardware.gpus_per_node={machine.ranks}")
         nothing = [{"name": "doctor", "status": "fail", "told": ""}]
-        checks = run_ultrabench("doctor", *words, "--json") or nothing
-        bad = [f"{c['name']}: {c['told']}" for c in checks if c["status"] == "fail"]
-        return not bad, "; ".join(bad) or f"{len(checks)} checks"
+        checks = machine.run("doctor", *words, "--json") or nothing
+        failed = [f"{c['name']}: {c['told']}" for c in checks if c["status"] == "fail"]
+        return Finding(not failed, "; ".join(failed) or f"{len(checks)} checks")
 
-    yield f"doctor hardware={at.hardware}", doctor
+    yield Line(f"doctor hardware={machine.hardware}", doctor, ESTIMATES_S["machine"])
 
 
 def differences(result: dict[str, Any]) -> str:
@@ -143,62 +122,79 @@ def differences(result: dict[str, Any]) -> str:
                      for k in ("loss", "grad", "param"))  # fmt: skip
 
 
-def check_line(at: Machine, layout: str, precision: str, *more: str) -> Line:
+def check_line(machine: Machine, layout: str, precision: str, *more: str) -> Line:
     """A layout compared with one process."""
-    options = ["--device", at.device, "--precision", precision, *more]
+    options = ["--device", machine.device, "--precision", precision, *more]
 
-    def compare() -> tuple[bool, str]:
-        result = run_ultrabench("kernel", "check", *layout.split(), *options, "--json")
+    def compare() -> Finding:
+        result = machine.run("kernel", "check", *layout.split(), *options, "--json")
         if not result or result["error"]:
-            return False, (result or {}).get("error") or "refused, see above"
+            return Finding(False, (result or {}).get("error") or "no result, see above")
         lost = len(result["missing_gradients"])
         missing = f"{lost} gradients missing, " if lost else ""
         graphs = f", {result['graphs']} graphs" if "--compile" in more else ""
-        return result["passed"], f"{missing}{differences(result)}{graphs}"
+        return Finding(result["passed"], f"{missing}{differences(result)}{graphs}")
 
-    return " ".join([layout, precision, *more]), compare
+    return Line(
+        " ".join([layout, precision, *more]),
+        compare,
+        ESTIMATES_S["compile" if more else "check"],
+        precision == "fp8",
+    )
 
 
-def check_lines(at: Machine, layouts: Iterator[str] | list[str], *more: str) -> Iterator[Line]:
-    """Layouts in all precisions; the fused attention of GPUs, which a ring needs, computes in 16 bits only."""
+def check_lines(machine: Machine, layouts: Sequence[str], *more: str) -> Iterator[Line]:
+    """Layouts in all precisions, of one process also in fp8; the fused attention of GPUs, which a ring needs, has 16 bits only."""
     for layout in layouts:
-        fused = at.device == "cuda" and ("cp=" in layout or "attention=" in layout)
-        for precision in ("bf16",) if fused else PRECISIONS[at.device]:
-            if not (at.device == "cpu" and "cudnn" in layout):
-                yield check_line(at, layout, precision, *more)
+        fused = machine.device == "cuda" and ("cp=" in layout or "attention=" in layout)
+        precisions = (
+            ("bf16",) if fused else PRECISIONS[machine.device] + ("fp8",) * layout.startswith("dp=1 gas")
+        )
+        for precision in precisions:
+            if not (machine.device == "cpu" and "cudnn" in layout):
+                yield check_line(machine, layout, precision, *more)
 
 
-def links(at: Machine) -> tuple[bool, str]:
+def links(machine: Machine) -> Finding:
     """Every operation over all ranks, at the largest size."""
-    rows, _ = at.sweep("gpu-check-links", "sweep=comm")
+    rows = machine.sweep("gpu-check-links", "sweep=comm").rows
     if not rows or not rows[0]["bandwidths"]:
-        return False, rows[0]["reason"] if rows else "no result"
+        return Finding(False, rows[0]["reason"] if rows else "no result")
     everywhere = (row for row in rows[0]["bandwidths"] if row["scope"] == "all")
     largest = {row["operation"]: row["busbw_bytes_per_s"] for row in everywhere}
-    needed = LINK_SHARE * load_config([f"hardware={at.hardware}"]).hardware.link_bytes_per_s
-    told = ", ".join(f"{name} {rate / 1e9:.3g}" for name, rate in largest.items())
-    slow = at.device == "cuda" and min(largest.values()) < needed
-    return not slow, f"GB/s: {told}" + (f"; at least {needed / 1e9:.3g}" if at.device == "cuda" else "")
+    needed = LINK_SHARE * load_config([f"hardware={machine.hardware}"]).hardware.link_bytes_per_s
+    rates = ", ".join(f"{name} {rate / 1e9:.3g}" for name, rate in largest.items())
+    slow = machine.device == "cuda" and min(largest.values()) < needed
+    least = f"; at least {needed / 1e9:.3g}" if machine.device == "cuda" else ""
+    return Finding(not slow, f"GB/s: {rates}{least}")
 
 
-def memory(at: Machine) -> tuple[bool, str]:
+def memory(machine: Machine) -> Finding:
     """The measured peaks of several layouts beside those of dry runs."""
     failed = []
-    if at.device == "cpu":
+    if machine.device == "cpu":
         spec = CheckSpec(layout=Layout(dp=2, zero_stage=3, gas=2), precision="bf16").run
         peaks = [(spec, max(live_peaks(spec)))]
     else:
-        rows, specs = at.sweep("gpu-check-memory", *MEMORY_RUNS, f"sweep.gbs={2 * at.ranks}")
-        ran = [(specs[row["run_id"]], row) for row in rows if row["run_id"] in specs]
+        layouts = for_ranks(MEMORY_LAYOUTS, machine.ranks)
+        overrides = (*MEMORY_RUNS, *layouts, f"sweep.gbs={2 * machine.ranks}")
+        sweep = machine.sweep("gpu-check-memory", *overrides)
+        ran = [(sweep.specs[row["run_id"]], row) for row in sweep.rows if row["run_id"] in sweep.specs]
         failed = [f"{r['run_id']} {r['status']}: {r['reason']}" for _, r in ran if r["status"] != "ok"]
         peaks = [(spec, r["peak_mem_allocated_bytes"]) for spec, r in ran if r["status"] == "ok"]
     dry = [(spec, peak, max(cost.peak_bytes for cost in dry_run(spec))) for spec, peak in peaks]
     if not dry or failed:
-        return False, "; ".join(failed) or "no run has ended"
-    spec, peak, expected = max(dry, key=lambda one: abs(one[1] / one[2] - 1))
-    told = f"{peak / GIB:.4g} GiB, dry run {expected / GIB:.4g} GiB ({peak / expected - 1:+.1%})"
-    passed = abs(peak / expected - 1) <= MEMORY_OFF[at.device]
-    return passed, f"farthest of {len(dry)}: {spec.layout.label()} {told}"
+        return Finding(False, "; ".join(failed) or "no run has ended")
+    spec, peak, expected = max(dry, key=lambda run: abs(run[1] / run[2] - 1))
+    off = peak / expected - 1
+    sizes = f"{peak / GIB:.4g} GiB, dry run {expected / GIB:.4g} GiB ({off:+.1%})"
+    passed = abs(off) <= MEMORY_OFF[machine.device]
+    return Finding(passed, f"farthest of {len(dry)}: {spec.layout.label()} {sizes}")
+
+
+def for_ranks(values: Mapping[int, T], ranks: int) -> T:
+    """The value for the largest number of ranks that this machine has."""
+    return values[max(number for number in values if number <= ranks)]
 
 
 def live_peaks(spec: RunSpec) -> list[int]:
@@ -210,99 +206,129 @@ def live_peaks(spec: RunSpec) -> list[int]:
     return [from_dict(RankCost, cost).peak_bytes for cost in json.loads(done.stdout)]
 
 
-def speed(at: Machine, name: str, published: float, source: str, *overrides: str) -> tuple[bool, str]:
+def speed(machine: Machine, name: str, published: float, source: str, *overrides: str) -> Finding:
     """The MFU of the fastest of some runs beside that of a published speed on H100s."""
-    rows, _ = at.sweep(name, *overrides)
+    rows = machine.sweep(name, *overrides).rows
     best = max(rows, key=lambda row: row["mfu"] or 0, default={})
     if not best.get("mfu"):
-        return False, f"{best.get('status')}: {best.get('reason')}"
+        return Finding(False, f"{best.get('status')}: {best.get('reason')}")
     rate, mfu = best["tokens_per_s_per_gpu"], best["mfu"]
     theirs = published * mfu / rate * best["peak_flops_per_s"] / H100_FLOPS_PER_S
-    told = f"{rate:,.0f} tokens/s/GPU, MFU {mfu:.1%}; published {published:,.0f}, {theirs:.1%} ({source})"
-    told += f"; in doubt: {best['suspect']}" if best["suspect"] else ""
-    return mfu >= SPEED_SHARE * theirs, told
+    text = f"{rate:,.0f} tokens/s/GPU, MFU {mfu:.1%}; published {published:,.0f}, {theirs:.1%} ({source})"
+    text += f"; in doubt: {best['suspect']}" if best["suspect"] else ""
+    return Finding(mfu >= SPEED_SHARE * theirs, text)
 
 
-def speed_8b(at: Machine) -> Iterator[Line]:
+def speed_8b(machine: Machine) -> Iterator[Line]:
     """Llama 3 8B with fully sharded data parallelism, eager and compiled."""
     for compiled, published in TORCHTITAN_8B.items():
         name = f"gpu-check-8B-{'compiled' if compiled == 'true' else 'eager'}"
-        yield name, partial(speed, at, name, published, TORCHTITAN, *SPEED_8B, f"kernel.compile={compiled}")
+        overrides = (*SPEED_8B, f"kernel.compile={compiled}")
+        attempt = partial(speed, machine, name, published, TORCHTITAN, *overrides)
+        yield Line(name, attempt, ESTIMATES_S["speed 8B"])
 
 
-def speed_1b(at: Machine) -> Iterator[Line]:
+def speed_1b(machine: Machine) -> Iterator[Line]:
     """The run of the Ultra-Scale Playbook on one node."""
-    told = read_yaml(files("published")["h100x8"])
-    row = next(row for row in told["runs"] if row["nodes"] == 1)
+    table_of_runs = read_yaml(files("published")["h100x8"])
+    row = next(row for row in table_of_runs["runs"] if row["nodes"] == 1)
     axes = [f"sweep.{word}=[{row.get(word, 1)}]" for word in ("tp", "pp", "cp", "zero_stage", "mbs", "gas")]
-    batch = (f"model={told['model']}", f"sweep.seq_len={told['seq_len']}", f"sweep.gbs={told['gbs']}")
+    batch = [
+        f"{key}={table_of_runs[name]}"
+        for key, name in (("model", "model"), ("sweep.seq_len", "seq_len"), ("sweep.gbs", "gbs"))
+    ]
     name, published = "gpu-check-1B", row["tokens_per_s_per_gpu"]
-    yield name, partial(speed, at, name, published, told["source"], *SPEED, *batch, *axes)
+    attempt = partial(speed, machine, name, published, table_of_runs["source"], *SPEED, *batch, *axes)
+    yield Line(name, attempt, ESTIMATES_S["speed 1B"])
 
 
-def lines_of(step: str, at: Machine) -> Iterator[Line]:
+def lines_of(step: str, machine: Machine, out: Path) -> Iterator[Line]:
     """The lines of one step that this machine can run; none if it has too few GPUs."""
     if step == "machine":
-        yield from machine_lines(at)
+        yield from machine_lines(machine)
     elif step == "check":
-        yield from check_lines(at, [layout for n, some in CHECKS.items() if n <= at.ranks for layout in some])
-    elif at.ranks >= 2 and step == "schedules":
-        yield from check_lines(at, [f"pp=2 gas=4 pp_schedule={name}" for name in SCHEDULES])
-    elif at.ranks >= 2 and step == "compile":
-        yield from check_lines(at, list(COMPILED), "--compile")
-    elif at.ranks >= 2 and step == "links":
-        yield "all operations", partial(links, at)
-    elif at.ranks >= 2 and step == "memory":
-        yield "dry run", partial(memory, at)
-    elif at.ranks == 8 and at.device == "cuda" and step in ("speed 8B", "speed 1B"):
-        yield from {"speed 8B": speed_8b, "speed 1B": speed_1b}[step](at)
+        yield from check_lines(
+            machine, [layout for n, some in CHECKS.items() if n <= machine.ranks for layout in some]
+        )
+    elif step == "compile":
+        compiled = [layout for n, some in COMPILED.items() if n <= machine.ranks for layout in some]
+        yield from check_lines(machine, compiled, "--compile")
+    elif step == "memory":
+        yield Line("dry run", partial(memory, machine), ESTIMATES_S[step])
+    elif step == "rows":
+        yield from row_lines(machine, out)
+    elif machine.ranks >= 2 and step == "schedules":
+        yield from check_lines(machine, [f"pp=2 gas=4 pp_schedule={name}" for name in SCHEDULES])
+    elif machine.ranks >= 2 and step == "links":
+        yield Line("all operations", partial(links, machine), ESTIMATES_S[step])
+    elif machine.ranks == 8 and machine.device == "cuda" and step in ("speed 8B", "speed 1B"):
+        yield from {"speed 8B": speed_8b, "speed 1B": speed_1b}[step](machine)
 
 
-def load_lines(path: Path, at: Machine) -> dict[str, dict[str, Any]]:
-    """The lines of an earlier call with the same program on the same machine, by `step: line`."""
+def load_results(path: Path, machine: Machine) -> dict[str, dict[str, Any]]:
+    """The results of an earlier call with the same program on the same machine, by `step: line`."""
     document = json.loads(path.read_text()) if path.exists() else {}
-    return document.get("lines", {}) if document.get("identity") == at.identity else {}
+    return document.get("lines", {}) if document.get("identity") == machine.identity else {}
 
 
-def run_lines(only: list[str], at: Machine, out: Path) -> dict[str, dict[str, Any]]:
-    """Tries the lines whose names begin with a text in `only`; if it is empty, those that have not passed yet.
+def due(lines: Mapping[str, Line], results: Mapping[str, dict[str, Any]], only: Sequence[str]) -> list[str]:
+    """The lines to try, in order: those whose names begin with a text in `only`, whatever their result.
+
+    If `only` is empty, they are those without a result, then those that have not passed.
+    """
+    if only:
+        return [key for key in lines if key.startswith(tuple(only))]
+    not_passed = [key for key in lines if results.get(key, {}).get("status") != "pass"]
+    return sorted(not_passed, key=lambda key: key in results)
+
+
+def run_lines(
+    lines: Mapping[str, Line], only: Sequence[str], machine: Machine, out: Path
+) -> dict[str, dict[str, Any]]:
+    """Tries the lines that are due, and skips those whose estimate exceeds the time left; returns all results.
 
     The file is written after each line.
     """
-    lines = load_lines(out, at)
-    for step in LOOK:
-        if only and not any(name.partition(":")[0] == step for name in only):
+    results = load_results(out, machine)
+    for key in due(lines, results, only):
+        if lines[key].estimate_s > machine.remaining_s:
             continue
-        for what, attempt in lines_of(step, at):
-            key = f"{step}: {what}"
-            if not key.startswith(tuple(only)) if only else lines.get(key, {}).get("status") == "pass":
-                continue
-            say(key)
-            start = time.monotonic()
-            try:
-                passed, told = attempt()
-            except UltrabenchError as error:
-                passed, told = False, str(error)
-            lines[key] = {"status": "pass" if passed else "fail", "found": told,
-                          "seconds": round(time.monotonic() - start, 1)}  # fmt: skip
-            document = {"schema_version": 1, "time": time.time(), "git_commit": checkout.commit(), "hardware": at.hardware,
-                        "identity": at.identity, "environment": at.facts, "lines": lines}  # fmt: skip
-            out.write_text(json.dumps(document, indent=1) + "\n")
-    return lines
+        say(key)
+        start, row = time.monotonic(), None
+        try:
+            passed, text, row = lines[key].attempt()
+            status = "pass" if passed else "fail"
+        except TimeSpentError:
+            continue  # shorter lines have no time either
+        except RefusedError as error:
+            status, text = "refused" if lines[key].may_be_refused else "fail", str(error)
+        except Exception as error:  # the other lines of a lent machine are worth more than a traceback
+            traceback.print_exc()
+            status, text = "fail", f"{type(error).__name__}: {error}"
+        results[key] = {"status": status, "found": text, "seconds": round(time.monotonic() - start, 1)}
+        results[key] |= {"row": row} if row else {}
+        document = {"schema_version": 1, "time": time.time(), "git_commit": checkout.commit(), "hardware": machine.hardware,
+                    "identity": machine.identity, "environment": machine.facts, "lines": results}  # fmt: skip
+        out.write_text(json.dumps(document, indent=1) + "\n")
+    if rows := [result["row"] for result in results.values() if "row" in result]:
+        write_rows(rows, out.with_suffix(".parquet"))
+    return results
 
 
-def print_lines(lines: dict[str, dict[str, Any]], at: Machine) -> None:
-    """The table of all lines, and what to look at for each step that failed."""
-    styles = {"pass": "ok", "fail": "crash"}
-    rows = [(key, Text(line["status"], style_of(styles[line["status"]])), duration(line["seconds"]), line["found"])
-            for key, line in lines.items()]  # fmt: skip
-    show(table(f"{at.ranks} x {at.facts['gpu_name']}", "line", "status", ">time", "found", rows=rows))
-    failed = {key.partition(":")[0] for key, line in lines.items() if line["status"] == "fail"}
+def print_results(results: dict[str, dict[str, Any]], lines: Mapping[str, Line], machine: Machine) -> None:
+    """The table of all results, what to look at for each step that failed, and what is left."""
+    styles = {"pass": "ok", "fail": "crash", "refused": None}
+    rows = [(key, Text(result["status"], style_of(styles[result["status"]])), duration(result["seconds"]), result["found"])
+            for key, result in results.items()]  # fmt: skip
+    show(
+        table(f"{machine.ranks} x {machine.facts['gpu_name']}", "line", "status", ">time", "found", rows=rows)
+    )
+    failed = {key.partition(":")[0] for key, result in results.items() if result["status"] == "fail"}
     show(*(f"{step} failed; look at: {look}" for step, look in LOOK.items() if step in failed))
-    left = [step for step in LOOK if not any(key.startswith(f"{step}: ") for key in lines)]
-    if left:
-        needs = "links, schedules, compile and memory need 2 GPUs, speeds 8 of them"
-        show(f"not run: {', '.join(left)} ({needs})")
+    if left := [line.estimate_s for key, line in lines.items() if key not in results]:
+        show(f"left: {counted(len(left), 'line')}, about {duration(sum(left))}; the same command continues")
+    if empty := [step for step in LOOK if not any(key.startswith(f"{step}: ") for key in lines)]:
+        show(f"not run: {', '.join(empty)} (links and schedules need 2 GPUs, speeds 8 of them)")
 
 
 def require_gpus(facts: dict[str, Any]) -> None:
@@ -323,31 +349,44 @@ def require_gpus(facts: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    again = "do a step or `STEP: LINE` again"
-    asked.add_argument("--only", action="append", default=[], metavar="STEP", help=again)
-    asked.add_argument("--cpu", action="store_true", help="two processes of this machine instead of GPUs")
-    of_gpu = "the file in configs/hardware/; default: the one that names this GPU"
-    asked.add_argument("--hardware", help=of_gpu)
-    asked.add_argument("--results-dir", type=Path, default=Path("results"), help="for the sweeps")
-    asked.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/gpu-check-HARDWARE.json")
-    words = asked.parse_args()
-    require_known("step", LOOK, *(name.partition(":")[0] for name in words.only))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="STEP", help="do a step or `STEP: LINE` again"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no line that would take longer"
+    )
+    parser.add_argument("--cpu", action="store_true", help="two processes of this machine instead of GPUs")
+    parser.add_argument(
+        "--hardware", help="the file in configs/hardware/; default: the one that names this GPU"
+    )
+    parser.add_argument("--results-dir", type=Path, default=Path("results"), help="for the sweeps")
+    parser.add_argument("--out", type=Path, help="the JSON file; default: benchmarks/gpu-check-HARDWARE.json")
+    arguments = parser.parse_args()
+    # In the background SIGINT is ignored, also by commands that are to end in time.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    require_known("step", LOOK, *(name.partition(":")[0] for name in arguments.only))
     facts = json.loads(run_module("ultrabench.kernel.rank.environment", timeout_s=300))
     names = {path.stem: values.get("reported_as", []) for path, values in usable("hardware").items()}
-    known = "cpu" if words.cpu else next((n for n, gpus in names.items() if facts["gpu_name"] in gpus), None)
-    if not words.cpu:
+    hardware_name = (
+        "cpu" if arguments.cpu else next((n for n, gpus in names.items() if facts["gpu_name"] in gpus), None)
+    )
+    if not arguments.cpu:
         require_gpus(facts)
-    if (hardware := words.hardware or known) is None:
+    if (hardware := arguments.hardware or hardware_name) is None:
         unknown = f"no file in configs/hardware/ names {facts['gpu_name']!r} in reported_as"
         raise ConfigError(f"{unknown}; nothing was measured or written. Give --hardware NAME")
-    ranks, device = (2, "cpu") if words.cpu else (facts["gpus"], "cuda")
-    at = Machine(device=device, ranks=ranks, facts=facts, hardware=hardware, results=words.results_dir)
-    out = words.out or Path(__file__).parent / f"gpu-check-{hardware}.json"
-    lines = run_lines(words.only, at, out)
-    print_lines(lines, at)
+    ranks, device = (2, "cpu") if arguments.cpu else (facts["gpus"], "cuda")
+    end_s = time.monotonic() + 60 * arguments.minutes
+    machine = Machine(device, ranks, facts, hardware, arguments.results_dir, end_s)
+    out = arguments.out or Path(__file__).parent / f"gpu-check-{hardware}.json"
+    lines = {f"{step}: {line.name}": line for step in LOOK for line in lines_of(step, machine, out)}
+    results = run_lines(lines, arguments.only, machine, out)
+    print_results(results, lines, machine)
     say(f"wrote {out}")
-    return int(any(line["status"] == "fail" for line in lines.values()))
+    return int(any(result["status"] == "fail" for result in results.values()))
 
 
 if __name__ == "__main__":

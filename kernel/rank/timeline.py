@@ -33,7 +33,7 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
     steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
     kernels = [e for e in events if e.get("cat") == "kernel"]
     operators = kernels or [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
-    spans = [_span(e) for e in operators] if kernels else _own_times(operators)
+    spans = [_span(e) for e in operators] if kernels else own_times(operators)
     sending = [s for s in spans if _communicates(s)]
     computing = union(s for s in spans if not _communicates(s))
     scale = 1e-6 / max(1, len(steps))
@@ -69,7 +69,7 @@ def _span(event: dict[str, Any]) -> Span:
     return Span(float(event["ts"]), float(event["ts"]) + float(event["dur"]), event["name"])
 
 
-def _own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
+def own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
     """The spans of torch's operators without those of the operators they call, and all spans of gloo.
 
     The nested spans of a thread are cut into pieces that do not overlap; spans of gloo stay whole.

@@ -85,6 +85,7 @@ def _trace(step: Callable[[], object], device: torch.device, path: Path) -> None
         schedule=schedule(wait=0, warmup=1, active=STEPS, repeat=1),
         on_trace_ready=lambda finished_profiler: finished_profiler.export_chrome_trace(str(path)),
         profile_memory=not on_gpu,  # on GPUs the memory snapshot shows it
+        record_shapes=True,  # they tell which matrix product of a layer an operator is
     ) as profiler:
         for _ in range(1 + STEPS):
             step()
