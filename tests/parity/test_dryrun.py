@@ -40,7 +40,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@every_run(CASES, size=1)
+@every_run((CASES, 1))
 def test_a_dry_run_equals_a_real_step(server, case):
     """Bytes between steps, FLOPs, calls and bytes of every collective exactly; the peak nearly."""
     spec = spec_of(case, TINY)  # in fewer layers, what a collective holds a little longer weighs more

@@ -95,7 +95,6 @@ FP8 = [
     "tp=2 pp=2 gas=4 zbv fp8", "dp=2 cp=2 zero_stage=1 gas=2 selective fp8", "pp=2 gas=4 interleaved attention fp8", "full compile fp8",
 ]  # fmt: skip
 """Layouts that are compared with one process whose factors are rounded as theirs, within a multiple of its rounding."""
-CASES += FP8
 MOE = dataclasses.replace(
     TINY, name="moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
     first_k_dense_replace=1,
@@ -184,14 +183,17 @@ def covering(cases: Iterable[str], size: int) -> set[str]:
     return chosen
 
 
-def every_run(cases: list[str], size: int) -> Callable[..., Any]:
-    """Tests `covering` cases in every run, and the others in `make parity`."""
-    chosen = covering(cases, size)
-    marks = {case: () if case in chosen else pytest.mark.campaign for case in cases}
-    return pytest.mark.parametrize("case", [pytest.param(case, marks=marks[case]) for case in cases])
+def every_run(*groups: tuple[list[str], int]) -> Callable[..., Any]:
+    """Tests cases of each group that are `covering` for its size in every run, and the others in `make parity`."""
+    parameters = []
+    for cases, size in groups:
+        chosen = covering(cases, size)
+        marks = {case: () if case in chosen else pytest.mark.campaign for case in cases}
+        parameters += [pytest.param(case, marks=marks[case]) for case in cases]
+    return pytest.mark.parametrize("case", parameters)
 
 
-@every_run(CASES, size=2)
+@every_run((CASES, 2), (FP8, 1))
 def test_layout_equals_one_process(server, case):
     """Losses of all steps, gradients of the first, parameters after the last; one graph for each kind of layer."""
     spec = spec_of(case)
