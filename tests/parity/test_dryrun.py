@@ -144,12 +144,12 @@ def test_recomputation_keeps_what_docs_say(server, tp):
 def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute):
     """The growth of the peak's activations with the number of layers, within 1 %."""
     wide = dataclasses.replace(TINY, num_attention_heads=8, num_key_value_heads=8)
-    shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (2, 4)]
+    shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (4, 8)]
     specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
-    few, many = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
+    few, many = (server.ask(dry_costs, spec)[0].activation_bytes for spec in specs)
     tokens = rank_tokens(in_precision(specs[0], "bf16"))
     form = micro_batch(wide, tokens, specs[0].layout.full_every, losses=1)
-    assert (many - few) / 2 == pytest.approx(form.layer_kept(0, is_sparse=False), rel=0.01)
+    assert (many - few) / 4 == pytest.approx(form.layer_kept(0, is_sparse=False), rel=0.01)
 
 
 @pytest.mark.campaign
