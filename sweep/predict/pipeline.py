@@ -112,18 +112,21 @@ class Turn(NamedTuple):
     """Whether the latest pass of a stage was a backward, which leaves its parameters gathered under ZeRO-3."""
     in_flight: tuple[int, ...]
     """Number of micro-batches whose activations each stage keeps, the one at work included."""
+    halfway: tuple[int, ...]
+    """Number of those whose backward has computed the gradients of inputs, but not yet of weights."""
 
 
 @lru_cache(maxsize=4096)
 def turns(pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int) -> tuple[Turn, ...]:
     """The turns of a rank, without those that keep fewer micro-batches than one that is alike otherwise."""
     layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    in_flight_by_turn = dict[Turn, list[tuple[int, ...]]]()
+    counts_by_turn = dict[Turn, list[tuple[int, ...]]]()
     for turn in dict.fromkeys(_turns(layout, rank)):
-        in_flight_by_turn.setdefault(turn._replace(in_flight=()), []).append(turn.in_flight)
+        counts = turn.in_flight + turn.halfway
+        counts_by_turn.setdefault(turn._replace(in_flight=(), halfway=()), []).append(counts)
     return tuple(
-        turn._replace(in_flight=counts)
-        for turn, all_counts in in_flight_by_turn.items()
+        turn._replace(in_flight=counts[:virtual_stages], halfway=counts[virtual_stages:])
+        for turn, all_counts in counts_by_turn.items()
         for counts in all_counts
         if not any(counts != larger and all(map(le, counts, larger)) for larger in all_counts)
     )
@@ -131,7 +134,7 @@ def turns(pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int) -
 
 def _turns(layout: Layout, rank: int) -> Iterator[Turn]:
     stages, gas = range(layout.virtual_stages), layout.gas
-    in_flight, backwards, after_backward = ([0 for _ in stages] for _ in range(3))
+    in_flight, halfway, backwards, after_backward = ([0 for _ in stages] for _ in range(4))
     latest_pass = ("", 0)
     for kind, micro_batch, chunk in passes_of(layout, rank):
         in_flight[chunk] += kind == "forward"
@@ -139,8 +142,10 @@ def _turns(layout: Layout, rank: int) -> Iterator[Turn]:
             phases = tuple((count > 0) + (count == gas) for count in backwards)
             is_last = kind == "backward" and micro_batch == gas - 1
             after_forward = latest_pass == ("forward", chunk)
-            yield Turn(chunk, after_forward, is_last, phases, (*map(bool, after_backward),), (*in_flight,))
+            is_gathered = (*map(bool, after_backward),)
+            yield Turn(chunk, after_forward, is_last, phases, is_gathered, (*in_flight,), (*halfway,))
         in_flight[chunk] -= kind in ("backward", "weight")
+        halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")
         after_backward[chunk], latest_pass = kind != "forward", (kind, chunk)
 

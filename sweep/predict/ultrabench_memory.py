@@ -81,6 +81,8 @@ class Handling(NamedTuple):
     """Whether this backward frees parameters."""
     regathers: bool
     """Whether ZeRO-3 has freed the layers' parameters, so that backward gathers each one again."""
+    halves: bool
+    """Whether this backward leaves the gradients of weights to another one, and still has those of the last one in w."""
 
 
 class State(NamedTuple):
@@ -143,11 +145,14 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
         for p in stages
     ]
     every_turn = turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank)
-    later = {(t.chunk, t.in_flight) for t in every_turn if t.backward_phase[t.chunk] and not t.is_last}
+    halfway = [m.halfway(cut.shape, p.stage, p.stage.first_layer) for p in stages]
+    later = {
+        (t.chunk, t.in_flight, t.halfway) for t in every_turn if t.backward_phase[t.chunk] and not t.is_last
+    }
     for turn in every_turn:
         p, in_flight = stages[turn.chunk], turn.in_flight[turn.chunk]
         is_first = not turn.backward_phase[turn.chunk]
-        if is_first and not cut.reduces_each and (turn.chunk, turn.in_flight) in later:
+        if is_first and not cut.reduces_each and (turn.chunk, turn.in_flight, turn.halfway) in later:
             continue  # a later one holds sums of gradients, too
         # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
         answered = gas - in_flight if is_afab else int(not is_first)
@@ -158,11 +163,13 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
         regathers = cut.zero_stage == 3 and not turn.after_backward[turn.chunk]
         handling = Handling(
             m.word, cut.zero_stage == 3, cut.reduces_each, cut.reduces_after, sums > 0,
-            turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each, regathers,
+            turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each, regathers, _halves(cut, p),
         )  # fmt: skip
         yield State(
             params=p,
-            activations=sum(map(mul, turn.in_flight, kept)) - kept[turn.chunk] + m.hidden * messages,
+            activations=sum(map(mul, turn.in_flight + turn.halfway, kept + halfway))
+            - kept[turn.chunk]
+            + m.hidden * messages,
             is_drained=is_afab and not is_first,
             after_forward=turn.after_forward,
             copied=copies * p.gathered_last,
@@ -173,6 +180,11 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
         )
 
 
+def _halves(cut: Cut, p: StageParams) -> bool:
+    """Whether backward of a stage computes gradients of inputs and of weights apart."""
+    return cut.pp_schedule == "zbv" and not p.stage.has_embedding
+
+
 def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn) -> tuple[float, float]:
     """The bytes of gathered parameters and of gradients of the rank's stages that are not at work."""
     weights = gradients = 0.0
@@ -181,6 +193,7 @@ def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn)
             continue
         if backward_phase:
             gradients += 4 * (p.whole.shard if backward_phase == 2 else p.whole.whole)
+            gradients += word * p.whole.whole * (word == 2 and _halves(cut, p))
         if backward_phase < 2 and cut.zero_stage == 3:
             weights += word * (p.whole.whole - p.first.whole if turn.after_backward[number] else p.last.whole)
         elif backward_phase < 2:
@@ -209,7 +222,11 @@ def _activations(
         through = group.layer - stage.first_layer + 1
         kept = state.activations + sent + m.layers_kept(shape, stage.first_layer, through)
         own = m.layer_kept(group.layer, is_sparse=group.is_sparse)
-        if group.is_sparse and not group.is_experts:  # its backward is over
+        if state.handling.halves:
+            kept = state.activations + m.kept_by(shape, stage) + m.halfway(shape, stage, group.layer + 1)
+            half = m.halfway(shape, stage, group.layer) - m.halfway(shape, stage, group.layer + 1)
+            yield kept, 0.0, max(_layer_work(m, of_group) - own, half + m.hidden + m.norm)
+        elif group.is_sparse and not group.is_experts:  # its backward is over
             yield kept - own, 0.0, of_group.added
         else:
             yield kept, own, _layer_work(m, of_group) - own - (sent if through == stage.num_layers else 0)
@@ -227,12 +244,13 @@ def _layer_work(m: MicroBatch, of_group: GroupBytes) -> float:
 def _group_bytes(p: StageParams, handling: Handling) -> tuple[GroupBytes, ...]:
     """The bytes of the groups of a stage among which is that of its peak, in the order of backward."""
     # Where weights and gradients stay as they are, activations only get less.
-    groups = p.top_groups if handling.has_sums and not (handling.reduces or handling.regathers) else p.groups
+    only_falls = handling.has_sums and not (handling.reduces or handling.regathers or handling.halves)
+    groups = p.top_groups if only_falls else p.groups
     return tuple(_bytes_of(p, handling, group) for group in groups)
 
 
 def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupBytes:
-    w, is_zero3, sums_shards, reduces_after, has_sums, reduces, frees, regathers = handling
+    w, is_zero3, sums_shards, reduces_after, has_sums, reduces, frees, regathers, halves = handling
     size, done, is_layer = group.size, group.done, group.layer != OUTSIDE
     params, reduced, is_sharded = size.whole, done.whole - done.shard, size.shard < size.whole
     in_place = w == 4 and has_sums and not sums_shards
@@ -262,7 +280,12 @@ def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupByt
     else:
         sums, reducing = old_sums or 4.0 * done.shard, 4 * group.before
         new = max((w + 4) * params, 4 * (params + size.shard) + w * alone * is_sharded)
-    waiting, phase = 0 if in_place else w * group.around, OPTIMIZER if is_embedding and reduces else BACKWARD
+    if halves:
+        sums, new, added = old_sums + w * (p.whole.whole - done.whole) * has_sums * (w == 2), 0, 0
+    waiting, phase = (
+        0 if in_place or halves else w * group.around,
+        OPTIMIZER if is_embedding and reduces else BACKWARD,
+    )
     freed = w * min(gathered, params * frees)
     return GroupBytes(
         group, w * gathered, freed, sums, reducing, new + waiting, added, waiting, least_work, phase, update
@@ -272,11 +295,14 @@ def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupByt
 def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
     """The end of a forward with its loss, and of each group its backward or, if it needs more, its reduction."""
     p, group_bytes = state.params, _group_bytes(state.params, state.handling)
-    if p.stage.has_head and state.after_forward:
+    if state.after_forward:
         tied, all_bytes = p.first.whole if p.is_tied else 0, state.other_gradients + state.sums
-        gathered = m.word * ((p.last.whole + tied if cut.zero_stage == 3 else p.whole.whole) + state.copied)
+        last = p.last.whole or p.top_following
+        gathered = m.word * ((last + tied if cut.zero_stage == 3 else p.whole.whole) + state.copied)
         kept = state.activations + m.kept_by(cut.shape, p.stage)
-        yield _moment(FORWARD, state.other_weights + gathered, all_bytes, kept, m.loss, 0.0)
+        kept += m.angles * (not p.stage.num_layers)  # those of a stage with layers stay
+        logits, work = (m.loss, 0.0) if p.stage.has_head else (0.0, m.forward(cut.shape, p.stage))
+        yield _moment(FORWARD, state.other_weights + gathered, all_bytes, kept, logits, work)
     for of_group, (kept, own, work) in zip(
         group_bytes, _activations(cut, m, state, group_bytes), strict=True
     ):
@@ -386,7 +412,7 @@ def rank_tokens(spec: RunSpec) -> Tokens:
     """The tokens of a micro-batch on a rank."""
     layout = spec.layout
     return Tokens(
-        layout.mbs * spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
+        layout.mbs * spec.workload.seq_len // layout.cp, spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
         layout.cp_exchange, layout.recompute, min(4, BYTES[spec.kernel.precision]), spec.compiles,
         busiest_share(spec.kernel, layout, spec.shape), layout.ep, spec.kernel.routing == "learned",
     )  # fmt: skip
