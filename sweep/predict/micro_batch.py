@@ -26,6 +26,8 @@ class LayerBytes(NamedTuple):
     """What the way back of the rows and the shared experts need, beside gradients of the experts' weights."""
     forward: float = 0.0
     """What the end of its forward needs beside what it keeps."""
+    routed: float = 0.0
+    """What it needs more there if all of it is computed again: its rows with their products, and two inputs of norms."""
     halfway: float = 0.0
     """The gradients of what its weights made, which a backward of inputs keeps for that of weights."""
 
@@ -74,8 +76,10 @@ class MicroBatch(NamedTuple):
     def forward(self, shape: ModelShape, stage: Stage) -> float:
         """What the end of the forward of a stage without head needs beside what it keeps."""
         last = stage.first_layer + stage.num_layers - 1
-        is_sparse = shape.num_experts and stage.num_layers and shape.is_sparse(last)
-        return self.sparse.forward if is_sparse else 0.0
+        if not (shape.num_experts and stage.num_layers and shape.is_sparse(last)):
+            return 0.0
+        is_whole = not self.full_every or (last + 1) % self.full_every
+        return self.sparse.forward + self.sparse.routed * (not is_whole)
 
     def halfway(self, shape: ModelShape, stage: Stage, first: int) -> float:
         """What a stage keeps beside its activations between both halves of a backward, for its layers from `first` on.
@@ -258,7 +262,10 @@ def _sparse_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
     halfway = _halfway(shape, tokens) + row_bytes + 2 * products + 2 * shared
     # The rows before and after their way, and those of each token side by side; the result of the shared experts.
     forward = (1 + moves) * row_bytes + hidden * (shared > 0)
-    return LayerBytes(kept, experts, attention, sent, forward, halfway)
+    in_forward = row_bytes + 3 * products + 2 * hidden
+    if tokens.recompute == "selective":
+        forward += in_forward
+    return LayerBytes(kept, experts, attention, sent, forward, in_forward, halfway)
 
 
 def route_bytes(shape: ModelShape, tokens: Tokens) -> float:

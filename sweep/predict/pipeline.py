@@ -98,18 +98,17 @@ def _zbv(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
 
 
 class Turn(NamedTuple):
-    """A rank as the backward of a micro-batch begins; each tuple has an item for each of its stages."""
+    """A rank as a forward ends or a backward begins; each tuple has an item for each of its stages."""
 
     chunk: int
     """Index of the stage at work."""
-    after_forward: bool
-    """Whether the rank has just run a forward of the same stage."""
+    is_forward: bool
     is_last: bool
     """Whether it is the stage's last backward in a step, which reduces its gradients."""
     backward_phase: tuple[int, ...]
     """0 before the first backward of a stage has ended, 2 after the last one, 1 between them."""
     after_backward: tuple[bool, ...]
-    """Whether the latest pass of a stage was a backward, which leaves its parameters gathered under ZeRO-3."""
+    """Whether the pass of a stage before was a backward, which leaves its parameters gathered under ZeRO-3."""
     in_flight: tuple[int, ...]
     """Number of micro-batches whose activations each stage keeps, the one at work included."""
     halfway: tuple[int, ...]
@@ -135,19 +134,17 @@ def turns(pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int) -
 def _turns(layout: Layout, rank: int) -> Iterator[Turn]:
     stages, gas = range(layout.virtual_stages), layout.gas
     in_flight, halfway, backwards, after_backward = ([0 for _ in stages] for _ in range(4))
-    latest_pass = ("", 0)
     for kind, micro_batch, chunk in passes_of(layout, rank):
         in_flight[chunk] += kind == "forward"
-        if kind in ("backward", "input"):
+        if kind != "weight":
             phases = tuple((count > 0) + (count == gas) for count in backwards)
             is_last = kind == "backward" and micro_batch == gas - 1
-            after_forward = latest_pass == ("forward", chunk)
-            is_gathered = (*map(bool, after_backward),)
-            yield Turn(chunk, after_forward, is_last, phases, is_gathered, (*in_flight,), (*halfway,))
+            is_gathered, is_forward = (*map(bool, after_backward),), kind == "forward"
+            yield Turn(chunk, is_forward, is_last, phases, is_gathered, (*in_flight,), (*halfway,))
         in_flight[chunk] -= kind in ("backward", "weight")
         halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")
-        after_backward[chunk], latest_pass = kind != "forward", (kind, chunk)
+        after_backward[chunk] = kind != "forward"
 
 
 def timeline(layout: Layout) -> list[TimedPass]:

@@ -86,7 +86,7 @@ class Handling(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a rank holds as the backward of a micro-batch begins, in bytes, beside what that micro-batch keeps."""
+    """What a rank holds as a forward ends or a backward begins, in bytes, beside what that micro-batch keeps."""
 
     params: StageParams
     """The stage at work."""
@@ -94,10 +94,9 @@ class State(NamedTuple):
     """What other micro-batches keep, and messages."""
     is_drained: bool
     """Whether an earlier backward took the gradient of the head's weights that all micro-batches share."""
-    after_forward: bool
-    """Whether a forward of the stage came right before."""
+    is_forward: bool
     copied: int
-    """Parameters that this forward gathered last, which exist twice until it ends."""
+    """Parameters that this forward gathered last, which are still in the buffer of the gather, too."""
     sums: float
     """Sums of the stage's gradients of earlier micro-batches."""
     handling: Handling
@@ -147,17 +146,26 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
     every_turn = turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank)
     halfway = [m.halfway(cut.shape, p.stage, p.stage.first_layer) for p in stages]
     later = {
-        (t.chunk, t.in_flight, t.halfway) for t in every_turn if t.backward_phase[t.chunk] and not t.is_last
+        (t.chunk, t.is_forward, t.in_flight, t.halfway)
+        for t in every_turn
+        if t.backward_phase[t.chunk] and not t.is_last
     }
     for turn in every_turn:
         p, in_flight = stages[turn.chunk], turn.in_flight[turn.chunk]
         is_first = not turn.backward_phase[turn.chunk]
-        if is_first and not cut.reduces_each and (turn.chunk, turn.in_flight, turn.halfway) in later:
+        like = turn.chunk, turn.is_forward, turn.in_flight, turn.halfway
+        if is_first and not cut.reduces_each and like in later:
             continue  # a later one holds sums of gradients, too
+        if turn.is_forward and not (p.stage.has_head or m.forward(cut.shape, p.stage)):
+            continue  # its backward needs more
         # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
         answered = gas - in_flight if is_afab else int(not is_first)
         messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
-        copies = cut.shards > 1 and in_flight == 1 and (is_first or cut.frees_each)
+        copied = 0
+        if cut.frees_each or (is_first and in_flight == 1):
+            copied = p.gathered_last
+        elif cut.zero_stage == 3:  # a backward leaves layers gathered, and a forward norm and head
+            copied = p.first.whole if turn.after_backward[turn.chunk] else p.top_following
         other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
         sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
         regathers = cut.zero_stage == 3 and not turn.after_backward[turn.chunk]
@@ -171,8 +179,8 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
             - kept[turn.chunk]
             + m.hidden * messages,
             is_drained=is_afab and not is_first,
-            after_forward=turn.after_forward,
-            copied=copies * p.gathered_last,
+            is_forward=turn.is_forward,
+            copied=copied * (cut.shards > 1),
             sums=sums,
             handling=handling,
             other_weights=other_weights,
@@ -293,9 +301,9 @@ def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupByt
 
 
 def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
-    """The end of a forward with its loss, and of each group its backward or, if it needs more, its reduction."""
-    p, group_bytes = state.params, _group_bytes(state.params, state.handling)
-    if state.after_forward:
+    """The end of a forward; or of each group its backward or, if it needs more, its reduction."""
+    p = state.params
+    if state.is_forward:
         tied, all_bytes = p.first.whole if p.is_tied else 0, state.other_gradients + state.sums
         last = p.last.whole or p.top_following
         gathered = m.word * ((last + tied if cut.zero_stage == 3 else p.whole.whole) + state.copied)
@@ -303,6 +311,8 @@ def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
         kept += m.angles * (not p.stage.num_layers)  # those of a stage with layers stay
         logits, work = (m.loss, 0.0) if p.stage.has_head else (0.0, m.forward(cut.shape, p.stage))
         yield _moment(FORWARD, state.other_weights + gathered, all_bytes, kept, logits, work)
+        return
+    group_bytes = _group_bytes(p, state.handling)
     for of_group, (kept, own, work) in zip(
         group_bytes, _activations(cut, m, state, group_bytes), strict=True
     ):
