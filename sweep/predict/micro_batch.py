@@ -51,7 +51,7 @@ class MicroBatch(NamedTuple):
     norm: float
     """What the backward of the last norm needs."""
     loss: float
-    """What the forward of head and loss needs at most, the gradients that it makes included."""
+    """What the forward of the head and the loss needs at most, the gradients that it makes included."""
     table: float
     """The gradient of the head's weights that the backward of the loss makes."""
     table_kept: float
@@ -139,7 +139,7 @@ def micro_batch(shape: ModelShape, tokens: Tokens, full_every: int, losses: int)
     whole_hidden = float(tokens.whole * shape.hidden_size * tokens.word)
     norm = 12 * own * shape.hidden_size  # three copies in fp32
     logits, table, table_kept = _head_bytes(shape, tokens, losses)
-    loss = hidden + whole_hidden * (1 + (tokens.tp > 1)) + logits
+    loss = whole_hidden * (1 + (tokens.tp > 1)) + logits
     dense = _dense_layer(shape, tokens, norm)
     sparse = _sparse_layer(shape, tokens, norm) if shape.num_experts else dense
     angles = float(tokens.of_sequence * shape.rotary_width * tokens.word)
@@ -192,7 +192,10 @@ def _attention_bytes(shape: ModelShape, tokens: Tokens, norm: float, layer: floa
         core = channel_bytes * (2.5 * q + 8 * kv) + 4 * t * (q + 4 * kv)
     elif cp > 1:  # keys and values of all ranks, and sums for all of them
         core = channel_bytes * (2.5 * q + (4 + 2 * cp) * kv) + 4 * t * (q + 2 * (cp + 1) * kv)
-    return max(layer + hidden + core - 2 * hidden - freed, 3 * hidden + norm)
+    # With tp the gathered input of q, k and v, and its gradient before it is summed and scattered.
+    gathered = 2 * tokens.whole * shape.hidden_size * tokens.word if tokens.tp > 1 else 0
+    products = 4 * hidden + gathered + channel_bytes * (q + 2 * kv)
+    return max(layer + hidden + core - 2 * hidden - freed, products, 3 * hidden + norm)
 
 
 def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:

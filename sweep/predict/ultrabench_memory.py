@@ -165,7 +165,7 @@ def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterator[State]:
         if cut.frees_each or (is_first and in_flight == 1):
             copied = p.gathered_last
         elif cut.zero_stage == 3:  # a backward leaves layers gathered, and a forward norm and head
-            copied = p.first.whole if turn.after_backward[turn.chunk] else p.top_following
+            copied = p.first.whole if turn.after_backward[turn.chunk] else p.top_gather
         other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
         sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
         regathers = cut.zero_stage == 3 and not turn.after_backward[turn.chunk]
@@ -304,12 +304,14 @@ def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
     """The end of a forward; or of each group its backward or, if it needs more, its reduction."""
     p = state.params
     if state.is_forward:
-        tied, all_bytes = p.first.whole if p.is_tied else 0, state.other_gradients + state.sums
-        last = p.last.whole or p.top_following
-        gathered = m.word * ((last + tied if cut.zero_stage == 3 else p.whole.whole) + state.copied)
+        last = p.first.whole if p.is_tied else p.last.whole or p.top_following
+        gathered = m.word * ((last if cut.zero_stage == 3 else p.whole.whole) + state.copied)
+        all_bytes = state.other_gradients + state.sums
         kept = state.activations + m.kept_by(cut.shape, p.stage)
         kept += m.angles * (not p.stage.num_layers)  # those of a stage with layers stay
-        logits, work = (m.loss, 0.0) if p.stage.has_head else (0.0, m.forward(cut.shape, p.stage))
+        logits, work = 0.0, m.forward(cut.shape, p.stage)
+        if p.stage.has_head:
+            logits, work = m.loss + m.hidden * p.stage.has_norm, 0.0
         yield _moment(FORWARD, state.other_weights + gathered, all_bytes, kept, logits, work)
         return
     group_bytes = _group_bytes(p, state.handling)
