@@ -216,7 +216,7 @@ def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
     feed_forward = layer + hidden + channel_bytes * 2 * f
     if tp > 1:
         # Without sequence parallelism that gradient is copied while it is summed.
-        feed_forward = max(feed_forward, layer + hidden + 2 * whole_hidden)
+        feed_forward = max(feed_forward, layer - channel_bytes * 2 * f + 2 * hidden + 2 * whole_hidden)
         feed_forward += 0 if tokens.sequence_parallel else 3 * hidden
     freed = channel_bytes * 4 * f
     feed_forward = max(feed_forward, layer - freed + hidden + norm)  # the norm before it
@@ -258,7 +258,7 @@ def _sparse_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
     )
     # After them: the gradients of the rows, which are sorted, sent and added up; and the shared experts.
     sent = layer - 3 * products + hidden + max(2 * products + row_bytes, moves * row_bytes)
-    beside = max(2 * shared, 2 * whole_hidden * (tp > 1)) if shared else 0.0
+    beside = max(2 * shared, 2 * (whole_hidden - shared) * (tp > 1)) if shared else 0.0
     sent = max(sent, layer - routed + 2 * hidden + beside)
     sent = max(sent, layer - routed - 4 * shared + hidden + norm)  # the norm before them
     attention = _attention_bytes(shape, tokens, norm, layer, routed + 4 * shared)
