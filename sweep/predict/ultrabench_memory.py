@@ -78,6 +78,8 @@ class GroupBytes(NamedTuple):
     """The group's own gradients as they are reduced, and those that wait for it."""
     added: float
     """Gradients of the group's weights that are not added in place."""
+    at_once: float
+    """Gradients of gate and up of its experts, which exist together before they are added in place."""
     waiting: float
     """Gradients of the layer around experts, which are not reduced yet."""
     least_work: float
@@ -124,7 +126,11 @@ def _layer_work(m: MicroBatch, of_group: GroupBytes) -> float:
     new, layer = of_group.added, m.sparse
     if not of_group.group.is_sparse:
         return max(m.dense.feed_forward + new / 3, m.dense.attention + new)
-    return max(layer.feed_forward + new / 3, layer.sent + new, layer.attention + new + of_group.waiting)
+    return max(
+        layer.feed_forward + new / 3,
+        layer.sent + new + of_group.at_once,
+        layer.attention + new + of_group.waiting,
+    )
 
 
 @lru_cache(maxsize=65536)
@@ -173,9 +179,21 @@ def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupByt
         0 if in_place or halves else w * group.around,
         OPTIMIZER if is_embedding and reduces else BACKWARD,
     )
+    at_once = w * params * 2 / 3 * (in_place and group.is_experts)
     freed = w * min(gathered, params * frees)
     return GroupBytes(
-        group, w * gathered, freed, sums, reducing, new + waiting, added, waiting, least_work, phase, update
+        group,
+        w * gathered,
+        freed,
+        sums,
+        reducing,
+        new + waiting,
+        added,
+        at_once,
+        waiting,
+        least_work,
+        phase,
+        update,
     )
 
 
@@ -197,7 +215,7 @@ def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
     for of_group, (kept, own, work) in zip(
         group_bytes, _activations(cut, m, state, group_bytes), strict=True
     ):
-        group, gathered_weights, freed, sums, reducing, new, _, _, least_work, phase, update = of_group
+        group, gathered_weights, freed, sums, reducing, new, _, _, _, least_work, phase, update = of_group
         if update:
             yield update
         if work < least_work:
