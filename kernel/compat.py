@@ -165,6 +165,10 @@ def wait(tensor: Tensor) -> Tensor:
     return _collectives.wait_tensor(tensor)  # type: ignore[no-any-return]
 
 
+WAIT = _collectives.wait_tensor.default
+"""The operator behind `wait`, which returns its argument; without data torch makes another tensor."""
+
+
 _aten = torch.ops.aten
 silu_backward = _aten.silu_backward
 """The gradient of silu's input. Stays: it is no public function."""

@@ -91,7 +91,8 @@ class ExpertRanks:
         """The rows of this rank's experts, by expert, for sorted rows of this rank's tokens."""
         if arrival is None:
             return rows
-        return wait(all_to_all(rows, receives, sends, self.group)).index_select(0, arrival)
+        rows = wait(all_to_all(rows, receives, sends, self.group))  # which frees what was sent
+        return rows.index_select(0, arrival)
 
     def back(
         self, rows: Tensor, departure: Tensor | None, sends: Sequence[int], receives: Sequence[int]
@@ -192,6 +193,7 @@ class _Products(torch.autograd.Function):
                 turned = weight.unflatten(0, (len(counts), -1)).transpose(1, 2)
                 summand = _grouped_products(grad.contiguous(), turned, ends, counts)
                 grad_rows = summand if grad_rows is None else grad_rows.add_(summand)
+                del summand  # or it would stay beside the gradients of the weights
         if tp.wants_weights:
             grad_weights = [
                 _grouped_weights(grad.contiguous(), rows, ends, counts).flatten(0, 1) for grad in grads

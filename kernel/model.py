@@ -43,11 +43,10 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         x, weight, rstd = ctx.saved_tensors
         normed = x.to(rstd.dtype) * rstd
-        wide = grad.to(rstd.dtype)
-        scaled = wide * weight
-        grad_x = rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        grad_weight = (wide * normed).sum(dim=tuple(range(grad.dim() - 1)))
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        grad_weight = (grad * normed).sum(dim=tuple(range(grad.dim() - 1)))
+        scaled = grad.to(rstd.dtype) * weight
+        scaled -= normed.mul_((scaled * normed).mean(-1, keepdim=True))
+        return scaled.mul_(rstd).to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 class RmsNorm(nn.Module):

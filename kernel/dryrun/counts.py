@@ -6,7 +6,8 @@ DTensor, in forward and backward.
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ultrabench.kernel.compat import group_name, storage_of
+from ultrabench.kernel.compat import WAIT, group_name, storage_of
 from ultrabench.kernel.compile import OPERATORS
 
 _OPS = {
@@ -55,6 +56,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 out = args[start](*args[start + 1 :], **kwargs)
                 return out if start else (torch.empty(0), out)
         out = func(*args, **kwargs)
+        if func is WAIT:
+            out = args[0]
         self.see(func, args, kwargs, out)
         return out
 
@@ -154,13 +157,21 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         self._sizes: dict[_Storage, int] = {}
         self._at_peak: dict[_Storage, int] | None = None
         """The sizes at the peak; None while these are the sizes now."""
+        self._paused = False
         self._freed: list[int] = []
         """Ids of storages that were freed, perhaps by another thread, and are not yet subtracted."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what operators return inside the `with` block."""
+        self._paused = True
+        yield
+        self._paused = False
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts the storages that `func` made."""
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
+            if isinstance(tensor, Tensor) and not (tensor.is_meta or self._paused):
                 storage = storage_of(tensor)
                 self._subtract_freed()  # its id may have belonged to a freed storage
                 if id(storage) not in self._live:

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.dp import MASTER_DTYPE
 from ultrabench.kernel.dryrun.counts import CollectiveCounts, ExecutedFlops, LiveBytes
 from ultrabench.kernel.dryrun.fake_world import ShardedTensors, fake_world, watched_memory
+from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.step import TrainStep
 from ultrabench.record import from_dict
@@ -37,6 +39,20 @@ def make_states(trainer: TrainStep) -> None:
     trainer.optimizer.zero_grad()
 
 
+def _generated_loss(
+    live: LiveBytes, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
+) -> Tensor:
+    """`logits_to_gradient` with the memory of the code that inductor generates of it (torch 2.13, CPU).
+
+    That code makes the gradient beside the logits and, where ranks share the vocabulary, one copy in at least fp32.
+    """
+    buffers = [torch.empty_like(logits)]
+    if group is not None:
+        buffers.append(torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32)))
+    with live.paused():
+        return logits_to_gradient(logits, targets, group)
+
+
 def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_states) -> dict[str, Any]:
     """The RankCost of this rank of the default process group, as JSON values.
 
@@ -50,6 +66,9 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
             progress=lambda: live.name("gradient", sharded.gradients()),
         )  # fmt: skip
         sharded = ShardedTensors(trainer.models, lambda grad: live.name("gradient", [grad]))
+        for model in trainer.models:
+            if spec.compiles and model.head is not None:
+                model.head.loss = partial(model.head.loss, to_gradient=partial(_generated_loss, live))
         prepare(trainer)
         batch = trainer.batch(1)
         live.reset_peak()

@@ -24,6 +24,12 @@ class LayerBytes(NamedTuple):
     """What the backward of its attention and of the norm before it needs, without gradients of weights as above."""
     sent: float = 0.0
     """What the way back of the rows and the shared experts need, beside gradients of the experts' weights."""
+    forward: float = 0.0
+    """What the end of its forward needs beside what it keeps."""
+    routed: float = 0.0
+    """What it needs more there if all of it is computed again: its rows with their products, and two inputs of norms."""
+    halfway: float = 0.0
+    """The gradients of what its weights made, which a backward of inputs keeps for that of weights."""
 
 
 class MicroBatch(NamedTuple):
@@ -35,6 +41,8 @@ class MicroBatch(NamedTuple):
     """The residual stream of the rank's tokens, t*h*w."""
     whole_hidden: float
     """The residual stream of the tokens of all ranks of tp, T*h*w."""
+    angles: float
+    """The cosines and sines of the positions of a sequence, which its layers share."""
     dense: LayerBytes
     sparse: LayerBytes
     """The bytes of a layer with experts."""
@@ -43,7 +51,7 @@ class MicroBatch(NamedTuple):
     norm: float
     """What the backward of the last norm needs."""
     loss: float
-    """What the forward of head and loss needs at most, the gradients that it makes included."""
+    """What the forward of the head and the loss needs at most, the gradients that it makes included."""
     table: float
     """The gradient of the head's weights that the backward of the loss makes."""
     table_kept: float
@@ -65,10 +73,30 @@ class MicroBatch(NamedTuple):
         whole = (number - recomputed - sparse) * self.dense.kept + sparse * self.sparse.kept
         return whole + recomputed * self.hidden
 
+    def forward(self, shape: ModelShape, stage: Stage) -> float:
+        """What the end of the forward of a stage without head needs beside what it keeps."""
+        last = stage.first_layer + stage.num_layers - 1
+        if not (shape.num_experts and stage.num_layers and shape.is_sparse(last)):
+            return 0.0
+        is_whole = not self.full_every or (last + 1) % self.full_every
+        return self.sparse.forward + self.sparse.routed * (not is_whole)
+
+    def halfway(self, shape: ModelShape, stage: Stage, first: int) -> float:
+        """What a stage keeps beside its activations between both halves of a backward, for its layers from `first` on.
+
+        The first stage has no inputs, so that its second half is a whole backward.
+        """
+        number = stage.first_layer + stage.num_layers - first
+        if stage.has_embedding:
+            return 0.0
+        sparse = shape.num_sparse_layers(first, number)
+        return (number - sparse) * self.dense.halfway + sparse * self.sparse.halfway
+
     def kept_by(self, shape: ModelShape, stage: Stage) -> float:
         """What the layers of a stage keep, and its output; and the input of a norm that another stage sent."""
+        layers = self.layers_kept(shape, stage.first_layer, stage.num_layers)
         hiddens = 1 + (stage.has_norm and not (stage.num_layers or stage.has_head))
-        return self.layers_kept(shape, stage.first_layer, stage.num_layers) + hiddens * self.hidden
+        return layers + hiddens * self.hidden + (stage.num_layers > 0) * self.angles
 
 
 @lru_cache(maxsize=4096)
@@ -83,6 +111,8 @@ class Tokens(NamedTuple):
 
     whole: int
     """Those that the ranks of tp have together."""
+    of_sequence: int
+    """Those of one sequence among them."""
     tp: int
     sequence_parallel: bool
     cp: int
@@ -109,15 +139,14 @@ def micro_batch(shape: ModelShape, tokens: Tokens, full_every: int, losses: int)
     own = tokens.whole / tokens.tp if tokens.sequence_parallel else tokens.whole
     hidden = own * shape.hidden_size * tokens.word  # of the residual stream and of norms
     whole_hidden = float(tokens.whole * shape.hidden_size * tokens.word)
-    norm = (
-        own * shape.hidden_size * (20 if tokens.word == 2 else 16)
-    )  # five copies in fp32, of which fp32 has one already
-    logits, table, table_kept = _head_bytes(shape, tokens.tp, tokens.word, tokens.whole, losses)
-    loss = hidden + whole_hidden * (1 + (tokens.tp > 1)) + logits
+    norm = 12 * own * shape.hidden_size  # three copies in fp32
+    logits, table, table_kept = _head_bytes(shape, tokens, losses)
+    loss = whole_hidden * (1 + (tokens.tp > 1)) + logits
     dense = _dense_layer(shape, tokens, norm)
     sparse = _sparse_layer(shape, tokens, norm) if shape.num_experts else dense
+    angles = float(tokens.of_sequence * shape.rotary_width * tokens.word)
     return MicroBatch(
-        tokens.word, hidden, whole_hidden, dense, sparse, full_every, norm, loss, table, table_kept
+        tokens.word, hidden, whole_hidden, angles, dense, sparse, full_every, norm, loss, table, table_kept
     )
 
 
@@ -141,6 +170,13 @@ def _attention_kept(shape: ModelShape, tokens: Tokens) -> float:
     return kept
 
 
+def _halfway(shape: ModelShape, tokens: Tokens) -> float:
+    """The gradients of q, k, v and of the results of both norms, of attention, and of the feed-forward or experts."""
+    t, q, kv = tokens.whole / tokens.tp, shape.q_width, shape.kv_width
+    own = t if tokens.sequence_parallel else tokens.whole
+    return tokens.word * (4 * own * shape.hidden_size + t * (q + 2 * kv + (q + kv) * shape.qk_norm))
+
+
 def _attention_bytes(shape: ModelShape, tokens: Tokens, norm: float, layer: float, freed: float) -> float:
     """What the backward of attention and of the norm before it needs.
 
@@ -158,7 +194,10 @@ def _attention_bytes(shape: ModelShape, tokens: Tokens, norm: float, layer: floa
         core = channel_bytes * (2.5 * q + 8 * kv) + 4 * t * (q + 4 * kv)
     elif cp > 1:  # keys and values of all ranks, and sums for all of them
         core = channel_bytes * (2.5 * q + (4 + 2 * cp) * kv) + 4 * t * (q + 2 * (cp + 1) * kv)
-    return max(layer + hidden + core - 2 * hidden - freed, 3 * hidden + norm)
+    # With tp the gathered input of q, k and v, and its gradient before it is summed and scattered.
+    gathered = 2 * tokens.whole * shape.hidden_size * tokens.word if tokens.tp > 1 else 0
+    products = 4 * hidden + gathered + channel_bytes * (q + 2 * kv)
+    return max(layer + hidden + core - 2 * hidden - freed, products, 3 * hidden + norm)
 
 
 def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
@@ -183,7 +222,7 @@ def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
     feed_forward = layer + hidden + channel_bytes * 2 * f
     if tp > 1:
         # Without sequence parallelism that gradient is copied while it is summed.
-        feed_forward = max(feed_forward, layer + hidden + 2 * whole_hidden)
+        feed_forward = max(feed_forward, layer - channel_bytes * 2 * f + 2 * hidden + 2 * whole_hidden)
         feed_forward += 0 if tokens.sequence_parallel else 3 * hidden
     if tokens.fp8 and not (tokens.compiled and tp == 1):
         # Before that, the gradient of the product, and its transpose: scaled in bf16, and in 8 bits. The gradient of the
@@ -193,7 +232,9 @@ def _dense_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
         feed_forward = max(feed_forward, layer + hidden + scaled)
     freed = channel_bytes * 4 * f
     feed_forward = max(feed_forward, layer - freed + hidden + norm)  # the norm before it
-    return LayerBytes(kept, feed_forward, _attention_bytes(shape, tokens, norm, layer, freed))
+    halfway = _halfway(shape, tokens) + channel_bytes * 2 * f
+    attention = _attention_bytes(shape, tokens, norm, layer, freed)
+    return LayerBytes(kept, feed_forward, attention, halfway=halfway)
 
 
 def _sparse_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
@@ -229,10 +270,17 @@ def _sparse_layer(shape: ModelShape, tokens: Tokens, norm: float) -> LayerBytes:
     )
     # After them: the gradients of the rows, which are sorted, sent and added up; and the shared experts.
     sent = layer - 3 * products + hidden + max(2 * products + row_bytes, moves * row_bytes)
-    beside = max(2 * shared, 2 * whole_hidden * (tp > 1)) if shared else 0.0
+    beside = max(2 * shared, 2 * (whole_hidden - shared) * (tp > 1)) if shared else 0.0
     sent = max(sent, layer - routed + 2 * hidden + beside)
+    sent = max(sent, layer - routed - 4 * shared + hidden + norm)  # the norm before them
     attention = _attention_bytes(shape, tokens, norm, layer, routed + 4 * shared)
-    return LayerBytes(kept, experts, attention, sent)
+    halfway = _halfway(shape, tokens) + row_bytes + 2 * products + 2 * shared
+    # The rows before and after their way, and those of each token side by side; the result of the shared experts.
+    forward = (1 + moves) * row_bytes + hidden * (shared > 0)
+    in_forward = row_bytes + 3 * products + 2 * hidden
+    if tokens.recompute == "selective":
+        forward += in_forward
+    return LayerBytes(kept, experts, attention, sent, forward, in_forward, halfway)
 
 
 def route_bytes(shape: ModelShape, tokens: Tokens) -> float:
@@ -241,19 +289,24 @@ def route_bytes(shape: ModelShape, tokens: Tokens) -> float:
     return 8 * orders * tokens.whole / tokens.tp * shape.num_experts_per_tok
 
 
-def _head_bytes(
-    shape: ModelShape, tp: int, word: int, tokens: int, losses: int
-) -> tuple[float, float, float]:
+def _head_bytes(shape: ModelShape, tokens: Tokens, losses: int) -> tuple[float, float, float]:
     """The bytes of logits and of gradients of the head's weights; that gradient after backward, and before it.
 
     kernel/loss.py makes them. A chunk has its logits, and either the softmax of a part in fp32, twice in bf16, or a new
-    gradient of the weights, beside the sum of those before.
+    gradient of the weights, beside the sum of those before, which is in fp32 from the second one on. Generated code
+    has a new gradient of the logits instead, and a softmax only where ranks share the vocabulary.
     """
-    vocabulary = max(1, shape.vocab_size // tp)
-    rows = min(tokens, max(1, LOGITS // vocabulary))
-    table = vocabulary * shape.hidden_size * word
-    softmax = min(rows * vocabulary, WIDE_LOGITS) * (8 if word == 2 else word)
-    sums = 4.0 * vocabulary * shape.hidden_size if losses > 1 or rows < tokens else 0.0
+    word, vocabulary = tokens.word, max(1, shape.vocab_size // tokens.tp)
+    rows = min(tokens.whole, max(1, LOGITS // vocabulary))
+    summands = min(3, losses * -(-tokens.whole // rows))
+    table, table_sum = vocabulary * shape.hidden_size * word, 4.0 * vocabulary * shape.hidden_size
+    wide = word + 4 * (tokens.tp > 1) if tokens.compiled else 8 if word == 2 else word
+    softmax = wide * min(rows * vocabulary, WIDE_LOGITS)
+    before = (0, table, table_sum)[summands - 1]
     # The first gradient is there in bf16 while it becomes fp32 for the second one.
-    new_gradient = table * (2 if word == 2 and (rows < tokens or losses == 2) else 1)
-    return rows * vocabulary * word + sums + max(softmax, new_gradient), table, sums or table
+    after = table + table_sum * (summands > 1) + table * (summands == 2 and word == 2)
+    return (
+        rows * vocabulary * word + max(before + softmax, after),
+        table,
+        table_sum if summands > 1 else table,
+    )

@@ -4,7 +4,7 @@ It is the order of torch.distributed.pipelining, which runs the schedules of our
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 from operator import le
@@ -98,58 +98,53 @@ def _zbv(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
 
 
 class Turn(NamedTuple):
-    """A rank as the backward of a micro-batch begins; each tuple has an item for each of its stages."""
+    """A rank as a forward ends or a backward begins; each tuple has an item for each of its stages."""
 
     chunk: int
     """Index of the stage at work."""
-    after_forward: bool
-    """Whether the rank has just run a forward of the same stage."""
+    is_forward: bool
     is_last: bool
     """Whether it is the stage's last backward in a step, which reduces its gradients."""
     backward_phase: tuple[int, ...]
     """0 before the first backward of a stage has ended, 2 after the last one, 1 between them."""
     after_backward: tuple[bool, ...]
-    """Whether the latest pass of a stage was a backward, which leaves its parameters gathered under ZeRO-3."""
-    in_flight: tuple[tuple[int, ...], ...]
-    """Numbers of micro-batches whose activations each stage keeps, the one at work included."""
+    """Whether the pass of a stage before was a backward, which leaves its parameters gathered under ZeRO-3."""
+    in_flight: tuple[int, ...]
+    """Number of micro-batches whose activations each stage keeps, the one at work included."""
+    halfway: tuple[int, ...]
+    """Number of those whose backward has computed the gradients of inputs, but not yet of weights."""
 
 
 @lru_cache(maxsize=4096)
 def turns(pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int) -> tuple[Turn, ...]:
-    """The turns of a rank, those that differ in `in_flight` alone as one, without numbers that are nowhere the largest."""
+    """The turns of a rank, without those that keep fewer micro-batches than one that is alike otherwise."""
     layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    counts_by_turn = dict[Turn, dict[tuple[int, ...], None]]()
-    for turn, in_flight in _turns(layout, rank):
-        counts_by_turn.setdefault(turn, {})[in_flight] = None
+    counts_by_turn = dict[Turn, list[tuple[int, ...]]]()
+    for turn in dict.fromkeys(_turns(layout, rank)):
+        counts = turn.in_flight + turn.halfway
+        counts_by_turn.setdefault(turn._replace(in_flight=(), halfway=()), []).append(counts)
     return tuple(
-        turn._replace(
-            in_flight=tuple(counts for counts in all_counts if not _is_exceeded(counts, all_counts))
-        )
+        turn._replace(in_flight=counts[:virtual_stages], halfway=counts[virtual_stages:])
         for turn, all_counts in counts_by_turn.items()
+        for counts in all_counts
+        if not any(counts != larger and all(map(le, counts, larger)) for larger in all_counts)
     )
 
 
-def _is_exceeded(counts: tuple[int, ...], all_counts: Iterable[tuple[int, ...]]) -> bool:
-    return any(counts != larger and all(map(le, counts, larger)) for larger in all_counts)
-
-
-def _turns(layout: Layout, rank: int) -> Iterator[tuple[Turn, tuple[int, ...]]]:
+def _turns(layout: Layout, rank: int) -> Iterator[Turn]:
     stages, gas = range(layout.virtual_stages), layout.gas
-    in_flight, backwards, after_backward = ([0 for _ in stages] for _ in range(3))
-    latest_pass = ("", 0)
+    in_flight, halfway, backwards, after_backward = ([0 for _ in stages] for _ in range(4))
     for kind, micro_batch, chunk in passes_of(layout, rank):
         in_flight[chunk] += kind == "forward"
-        if kind in ("backward", "input"):
+        if kind != "weight":
             phases = tuple((count > 0) + (count == gas) for count in backwards)
             is_last = kind == "backward" and micro_batch == gas - 1
-            after_forward = latest_pass == ("forward", chunk)
-            yield (
-                Turn(chunk, after_forward, is_last, phases, (*map(bool, after_backward),), ()),
-                (*in_flight,),
-            )
+            is_gathered, is_forward = (*map(bool, after_backward),), kind == "forward"
+            yield Turn(chunk, is_forward, is_last, phases, is_gathered, (*in_flight,), (*halfway,))
         in_flight[chunk] -= kind in ("backward", "weight")
+        halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")
-        after_backward[chunk], latest_pass = kind != "forward", (kind, chunk)
+        after_backward[chunk] = kind != "forward"
 
 
 def timeline(layout: Layout) -> list[TimedPass]:

@@ -92,12 +92,14 @@ class StageParams:
     """Those without layers below the first dense one and the first one with experts."""
     top_following: int
     """Parameters of the last layer that are gathered from several ranks."""
+    top_gather: int
+    """Those of them that are gathered last: of a sparse layer its experts, if several ranks share them."""
     is_tied: bool
 
     @property
     def gathered_last(self) -> int:
         """Parameters of the group that forward gathers last."""
-        return self.last.whole or self.top_following
+        return self.last.whole or self.top_gather
 
     def sums_bytes(self, sums_shards: bool) -> float:
         """Bytes of fp32 sums of the stage's gradients, of its shards or of all."""
@@ -164,20 +166,21 @@ def _stage(shape: ModelShape, sizes: _Sizes, stage: Stage, is_tied: bool) -> Sta
     first = sizes.norm.plus(sizes.table) if is_tied else NOTHING.plus(sizes.table, stage.has_embedding)
     whole = last.plus(first).plus(_of_layers(shape, sizes, stage.first_layer, stage.num_layers))
     layers = tuple(_layer_groups(shape, sizes, stage, last))
-    top_following = _gathered(shape, sizes, layers[0].layer) if layers else 0
+    top_groups_gathered = _gathered(shape, sizes, layers[0].layer) if layers else [0]
+    top_following, top_gather = sum(top_groups_gathered), top_groups_gathered[-1]
     before = ParamGroup(OUTSIDE, False, False, last, NOTHING, 0, 0, top_following)
     below = layers[-1].size.whole if layers else 0
     after = [ParamGroup(OUTSIDE, False, False, first, whole.plus(first, -1), below, 0, 0)] * (first.whole > 0)
     top_layer = {group.is_sparse: group.layer for group in reversed(layers)}
     top = [group for group in layers if group.layer == top_layer[group.is_sparse]]
     groups, top_groups = ((before, *between, *after) for between in (layers, top))
-    return StageParams(stage, last, first, whole, groups, top_groups, top_following, is_tied)
+    return StageParams(stage, last, first, whole, groups, top_groups, top_following, top_gather, is_tied)
 
 
-def _gathered(shape: ModelShape, sizes: _Sizes, layer: int) -> int:
-    """Parameters of a layer that are gathered from several ranks, without groups of which the rank has all."""
+def _gathered(shape: ModelShape, sizes: _Sizes, layer: int) -> list[int]:
+    """Parameters of each group of a layer that is gathered from several ranks, [0] if the rank has all of them."""
     groups = (sizes.rest, sizes.experts) if shape.is_sparse(layer) else (sizes.dense,)
-    return sum([size.whole for size in groups if size.shard < size.whole])
+    return [size.whole for size in groups if size.shard < size.whole] or [0]
 
 
 def _of_layers(shape: ModelShape, sizes: _Sizes, first: int, number: int) -> Size:
@@ -195,7 +198,7 @@ def _layer_groups(shape: ModelShape, sizes: _Sizes, stage: Stage, last: Size) ->
         done, before = last.plus(_of_layers(shape, sizes, layer + 1, end - layer - 1)), last.whole
         if layer < end - 1:
             before = (sizes.rest if shape.is_sparse(layer + 1) else sizes.dense).whole
-        following = 0 if is_first else _gathered(shape, sizes, layer - 1)
+        following = 0 if is_first else sum(_gathered(shape, sizes, layer - 1))
         size = sizes.rest if is_sparse else sizes.dense
         if is_sparse:
             yield ParamGroup(layer, True, True, sizes.experts, done, before, size.whole, following)

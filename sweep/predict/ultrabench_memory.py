@@ -13,10 +13,9 @@ reduced at once, T tokens of a micro-batch on the ranks of tp, t = T/tp. w is th
 backward; masters, moments and sums of gradients have 4 bytes. docs/prediction.md derives the terms.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import mul
 from typing import NamedTuple
 
 from ultrabench.allowed import NonNegative, require_allowed
@@ -25,7 +24,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.micro_batch import MicroBatch, Tokens, micro_batch, route_bytes
-from ultrabench.sweep.predict.pipeline import Turn, turns
+from ultrabench.sweep.predict.rank_state import Handling, State, states_of_rank
 from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER, MemoryLimit, StageMemory
 from ultrabench.sweep.predict.stage_params import (
     OUTSIDE,
@@ -63,48 +62,6 @@ Moment = tuple[float, str, float, float, float, float, float]
 """All bytes, the phase, and the bytes of gathered weights, gradients, activations, logits and buffers."""
 
 
-class Handling(NamedTuple):
-    """How a backward of a stage treats weights and gradients."""
-
-    word: int
-    """Bytes of a number in forward and backward."""
-    is_zero3: bool
-    sums_shards: bool
-    """Whether the sums of gradients of earlier micro-batches are shards, since each micro-batch reduces its own."""
-    reduces_after: bool
-    """Whether gradients are reduced after the backward instead of during it."""
-    has_sums: bool
-    """Whether an earlier micro-batch has left sums of gradients."""
-    reduces: bool
-    """Whether this backward reduces gradients."""
-    frees: bool
-    """Whether this backward frees parameters."""
-    regathers: bool
-    """Whether ZeRO-3 has freed the layers' parameters, so that backward gathers each one again."""
-
-
-class State(NamedTuple):
-    """What a rank holds as the backward of a micro-batch begins, in bytes, beside what that micro-batch keeps."""
-
-    params: StageParams
-    """The stage at work."""
-    activations: float
-    """What other micro-batches keep, and messages."""
-    is_drained: bool
-    """Whether an earlier backward took the gradient of the head's weights that all micro-batches share."""
-    after_forward: bool
-    """Whether a forward of the stage came right before."""
-    copied: int
-    """Parameters that this forward gathered last, which exist twice until it ends."""
-    sums: float
-    """Sums of the stage's gradients of earlier micro-batches."""
-    handling: Handling
-    other_weights: float
-    """Gathered parameters of the rank's other stages."""
-    other_gradients: float
-    """Gradients of the rank's other stages."""
-
-
 class GroupBytes(NamedTuple):
     """Bytes of the stage's weights and gradients around the backward of a group, which do not depend on tokens."""
 
@@ -121,6 +78,8 @@ class GroupBytes(NamedTuple):
     """The group's own gradients as they are reduced, and those that wait for it."""
     added: float
     """Gradients of the group's weights that are not added in place."""
+    at_once: float
+    """Gradients of gate and up of its experts, which exist together before they are added in place."""
     waiting: float
     """Gradients of the layer around experts, which are not reduced yet."""
     least_work: float
@@ -129,75 +88,6 @@ class GroupBytes(NamedTuple):
     """The phase as the group's gradients are reduced."""
     update: Moment | None
     """The reduction after the backward."""
-
-
-def _states(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterable[State]:
-    """The states of a rank among which is that of its peak, for the first `gas` micro-batches of a step.
-
-    Of those in which the stage at work does the same, it is the one with most beside that stage.
-    """
-    stages, is_afab = params_of_rank(cut, rank), cut.pp_schedule == "afab"
-    several = len(stages) > 1
-    receives, sends = cut.pp > 1 and (several or rank < cut.pp - 1), several or rank > 0
-    # All losses of afab share one gradient of the head's weights, which the first backward takes.
-    loss = m.whole_hidden + m.table_kept
-    kept = [
-        m.kept_by(cut.shape, p.stage) + (m.whole_hidden if is_afab else loss) * p.stage.has_head
-        for p in stages
-    ]
-    heaviest = dict[tuple[object, ...], tuple[float, State]]()
-    every_turn = turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank)
-    later_turns = [turn for turn in every_turn if turn.backward_phase[turn.chunk] and not turn.is_last]
-    later = {(turn.chunk, counts) for turn in later_turns for counts in turn.in_flight}
-    for turn in every_turn:
-        p, is_first = stages[turn.chunk], not turn.backward_phase[turn.chunk]
-        other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
-        sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
-        regathers = cut.zero_stage == 3 and not turn.after_backward[turn.chunk]
-        handling = Handling(
-            m.word, cut.zero_stage == 3, cut.reduces_each, cut.reduces_after, sums > 0,
-            turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each, regathers,
-        )  # fmt: skip
-        for counts in turn.in_flight:
-            if is_first and not cut.reduces_each and (turn.chunk, counts) in later:
-                continue  # a later one holds sums of gradients, too
-            in_flight = counts[turn.chunk]
-            # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
-            answered = gas - in_flight if is_afab else int(not is_first)
-            messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
-            copies = cut.shards > 1 and in_flight == 1 and (is_first or cut.frees_each)
-            activations = sum(map(mul, counts, kept)) - kept[turn.chunk] + m.hidden * messages
-            beside = activations + other_weights + other_gradients
-            work = turn.chunk, copies, is_first, turn.after_forward, handling
-            if work not in heaviest or heaviest[work][0] < beside:
-                state = State(
-                    params=p,
-                    activations=activations,
-                    is_drained=is_afab and not is_first,
-                    after_forward=turn.after_forward,
-                    copied=copies * p.gathered_last,
-                    sums=sums,
-                    handling=handling,
-                    other_weights=other_weights,
-                    other_gradients=other_gradients,
-                )
-                heaviest[work] = beside, state
-    return [state for _, state in heaviest.values()]
-
-
-def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn) -> tuple[float, float]:
-    """The bytes of gathered parameters and of gradients of the rank's stages that are not at work."""
-    weights = gradients = 0.0
-    for number, (p, backward_phase) in enumerate(zip(stages, turn.backward_phase, strict=True)):
-        if number == turn.chunk:
-            continue
-        if backward_phase:
-            gradients += 4 * (p.whole.shard if backward_phase == 2 else p.whole.whole)
-        if backward_phase < 2 and cut.zero_stage == 3:
-            weights += word * (p.whole.whole - p.first.whole if turn.after_backward[number] else p.last.whole)
-        elif backward_phase < 2:
-            weights += word * p.whole.whole
-    return weights, gradients
 
 
 def _activations(
@@ -221,7 +111,11 @@ def _activations(
         through = group.layer - stage.first_layer + 1
         kept = state.activations + sent + m.layers_kept(shape, stage.first_layer, through)
         own = m.layer_kept(group.layer, is_sparse=group.is_sparse)
-        if group.is_sparse and not group.is_experts:  # its backward is over
+        if state.handling.halves:
+            kept = state.activations + m.kept_by(shape, stage) + m.halfway(shape, stage, group.layer + 1)
+            half = m.halfway(shape, stage, group.layer) - m.halfway(shape, stage, group.layer + 1)
+            yield kept, 0.0, max(_layer_work(m, of_group) - own, half + m.hidden + m.norm)
+        elif group.is_sparse and not group.is_experts:  # its backward is over
             yield kept - own, 0.0, of_group.added
         else:
             yield kept, own, _layer_work(m, of_group) - own - (sent if through == stage.num_layers else 0)
@@ -232,19 +126,24 @@ def _layer_work(m: MicroBatch, of_group: GroupBytes) -> float:
     new, layer = of_group.added, m.sparse
     if not of_group.group.is_sparse:
         return max(m.dense.feed_forward + new / 3, m.dense.attention + new)
-    return max(layer.feed_forward + new / 3, layer.sent + new, layer.attention + new + of_group.waiting)
+    return max(
+        layer.feed_forward + new / 3,
+        layer.sent + new + of_group.at_once,
+        layer.attention + new + of_group.waiting,
+    )
 
 
 @lru_cache(maxsize=65536)
 def _group_bytes(p: StageParams, handling: Handling) -> tuple[GroupBytes, ...]:
     """The bytes of the groups of a stage among which is that of its peak, in the order of backward."""
     # Where weights and gradients stay as they are, activations only get less.
-    groups = p.top_groups if handling.has_sums and not (handling.reduces or handling.regathers) else p.groups
+    only_falls = handling.has_sums and not (handling.reduces or handling.regathers or handling.halves)
+    groups = p.top_groups if only_falls else p.groups
     return tuple(_bytes_of(p, handling, group) for group in groups)
 
 
 def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupBytes:
-    w, is_zero3, sums_shards, reduces_after, has_sums, reduces, frees, regathers = handling
+    w, is_zero3, sums_shards, reduces_after, has_sums, reduces, frees, regathers, halves = handling
     size, done, is_layer = group.size, group.done, group.layer != OUTSIDE
     params, reduced, is_sharded = size.whole, done.whole - done.shard, size.shard < size.whole
     in_place = w == 4 and has_sums and not sums_shards
@@ -274,25 +173,49 @@ def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupByt
     else:
         sums, reducing = old_sums or 4.0 * done.shard, 4 * group.before
         new = max((w + 4) * params, 4 * (params + size.shard) + w * alone * is_sharded)
-    waiting, phase = 0 if in_place else w * group.around, OPTIMIZER if is_embedding and reduces else BACKWARD
+    if halves:
+        sums, new, added = old_sums + w * (p.whole.whole - done.whole) * has_sums * (w == 2), 0, 0
+    waiting, phase = (
+        0 if in_place or halves else w * group.around,
+        OPTIMIZER if is_embedding and reduces else BACKWARD,
+    )
+    at_once = w * params * 2 / 3 * (in_place and group.is_experts)
     freed = w * min(gathered, params * frees)
     return GroupBytes(
-        group, w * gathered, freed, sums, reducing, new + waiting, added, waiting, least_work, phase, update
+        group,
+        w * gathered,
+        freed,
+        sums,
+        reducing,
+        new + waiting,
+        added,
+        at_once,
+        waiting,
+        least_work,
+        phase,
+        update,
     )
 
 
 def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
-    """The end of a forward with its loss, and of each group its backward or, if it needs more, its reduction."""
-    p, group_bytes = state.params, _group_bytes(state.params, state.handling)
-    if p.stage.has_head and state.after_forward:
-        tied, all_bytes = p.first.whole if p.is_tied else 0, state.other_gradients + state.sums
-        gathered = m.word * ((p.last.whole + tied if cut.zero_stage == 3 else p.whole.whole) + state.copied)
+    """The end of a forward; or of each group its backward or, if it needs more, its reduction."""
+    p = state.params
+    if state.is_forward:
+        last = p.first.whole if p.is_tied else p.last.whole or p.top_following
+        gathered = m.word * ((last if cut.zero_stage == 3 else p.whole.whole) + state.copied)
+        all_bytes = state.other_gradients + state.sums
         kept = state.activations + m.kept_by(cut.shape, p.stage)
-        yield _moment(FORWARD, state.other_weights + gathered, all_bytes, kept, m.loss, 0.0)
+        kept += m.angles * (not p.stage.num_layers)  # those of a stage with layers stay
+        logits, work = 0.0, m.forward(cut.shape, p.stage)
+        if p.stage.has_head:
+            logits, work = m.loss + m.hidden * p.stage.has_norm, 0.0
+        yield _moment(FORWARD, state.other_weights + gathered, all_bytes, kept, logits, work)
+        return
+    group_bytes = _group_bytes(p, state.handling)
     for of_group, (kept, own, work) in zip(
         group_bytes, _activations(cut, m, state, group_bytes), strict=True
     ):
-        group, gathered_weights, freed, sums, reducing, new, _, _, least_work, phase, update = of_group
+        group, gathered_weights, freed, sums, reducing, new, _, _, _, least_work, phase, update = of_group
         if update:
             yield update
         if work < least_work:
@@ -327,7 +250,9 @@ def _peaks(cut: Cut, gas: int, m: MicroBatch, every_rank: bool) -> tuple[Peak, .
             continue
         if is_inner or cut.pp_schedule == "1f1b":
             most_layers = max(most_layers, layers)
-        moments = (moment for state in _states(cut, gas, m, rank) for moment in _moments(cut, m, state))
+        moments = (
+            moment for state in states_of_rank(cut, gas, m, rank) for moment in _moments(cut, m, state)
+        )
         peaks.append((rank, params_of_rank(cut, rank), max(moments)))
     return tuple(peaks)
 
@@ -398,9 +323,10 @@ def rank_tokens(spec: RunSpec) -> Tokens:
     """The tokens of a micro-batch on a rank."""
     layout = spec.layout
     return Tokens(
-        layout.mbs * spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
+        layout.mbs * spec.workload.seq_len // layout.cp, spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
         layout.cp_exchange, layout.recompute, min(4, ELEMENT_BYTES[spec.kernel.precision]), spec.compiles,
-        busiest_share(spec.kernel, layout, spec.shape), layout.ep, spec.kernel.routing == "learned", spec.kernel.precision == "fp8",
+        busiest_share(spec.kernel, layout, spec.shape), layout.ep, spec.kernel.routing == "learned",
+        spec.kernel.precision == "fp8",
     )  # fmt: skip
 
 

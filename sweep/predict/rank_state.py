@@ -1,0 +1,141 @@
+"""What a rank of our own kernel holds as a forward ends or a backward begins, beside the micro-batch at work.
+
+The symbols are those of `ultrabench_memory`.
+"""
+
+from collections.abc import Iterable
+from operator import mul
+from typing import NamedTuple
+
+from ultrabench.sweep.predict.micro_batch import MicroBatch
+from ultrabench.sweep.predict.pipeline import Turn, turns
+from ultrabench.sweep.predict.stage_params import Cut, StageParams, params_of_rank
+
+
+class Handling(NamedTuple):
+    """How a backward of a stage treats weights and gradients."""
+
+    word: int
+    """Bytes of a number in forward and backward."""
+    is_zero3: bool
+    sums_shards: bool
+    """Whether the sums of gradients of earlier micro-batches are shards, since each micro-batch reduces its own."""
+    reduces_after: bool
+    """Whether gradients are reduced after the backward instead of during it."""
+    has_sums: bool
+    """Whether an earlier micro-batch has left sums of gradients."""
+    reduces: bool
+    """Whether this backward reduces gradients."""
+    frees: bool
+    """Whether this backward frees parameters."""
+    regathers: bool
+    """Whether ZeRO-3 has freed the layers' parameters, so that backward gathers each one again."""
+    halves: bool
+    """Whether this backward leaves the gradients of weights to another one, and still has those of the last one in w."""
+
+
+class State(NamedTuple):
+    """What a rank holds as a forward ends or a backward begins, in bytes, beside what that micro-batch keeps."""
+
+    params: StageParams
+    """The stage at work."""
+    activations: float
+    """What other micro-batches keep, and messages."""
+    is_drained: bool
+    """Whether an earlier backward took the gradient of the head's weights that all micro-batches share."""
+    is_forward: bool
+    copied: int
+    """Parameters that this forward gathered last, which are still in the buffer of the gather, too."""
+    sums: float
+    """Sums of the stage's gradients of earlier micro-batches."""
+    handling: Handling
+    other_weights: float
+    """Gathered parameters of the rank's other stages."""
+    other_gradients: float
+    """Gradients of the rank's other stages."""
+
+
+def states_of_rank(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterable[State]:
+    """The states of a rank among which is that of its peak, for the first `gas` micro-batches of a step.
+
+    Of those in which the stage at work does the same, it is the one with most beside that stage.
+    """
+    stages, is_afab = params_of_rank(cut, rank), cut.pp_schedule == "afab"
+    several = len(stages) > 1
+    receives, sends = cut.pp > 1 and (several or rank < cut.pp - 1), several or rank > 0
+    # All losses of afab share one gradient of the head's weights, which the first backward takes.
+    loss = m.whole_hidden + m.table_kept
+    kept = [
+        m.kept_by(cut.shape, p.stage) + (m.whole_hidden if is_afab else loss) * p.stage.has_head
+        for p in stages
+    ]
+    every_turn = turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank)
+    halfway = [m.halfway(cut.shape, p.stage, p.stage.first_layer) for p in stages]
+    later = {
+        (t.chunk, t.is_forward, t.in_flight, t.halfway)
+        for t in every_turn
+        if t.backward_phase[t.chunk] and not t.is_last
+    }
+    heaviest = dict[tuple[object, ...], tuple[float, State]]()
+    for turn in every_turn:
+        p, in_flight = stages[turn.chunk], turn.in_flight[turn.chunk]
+        is_first = not turn.backward_phase[turn.chunk]
+        like = turn.chunk, turn.is_forward, turn.in_flight, turn.halfway
+        if is_first and not cut.reduces_each and like in later:
+            continue  # a later one holds sums of gradients, too
+        if turn.is_forward and not (p.stage.has_head or m.forward(cut.shape, p.stage)):
+            continue  # its backward needs more
+        # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
+        answered = gas - in_flight if is_afab else int(not is_first)
+        messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
+        copied = 0
+        if cut.frees_each or (is_first and in_flight == 1):
+            copied = p.gathered_last
+        elif cut.zero_stage == 3:  # a backward leaves layers gathered, and a forward norm and head
+            copied = p.first.whole if turn.after_backward[turn.chunk] else p.top_gather
+        other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
+        sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
+        regathers = cut.zero_stage == 3 and not turn.after_backward[turn.chunk]
+        handling = Handling(
+            m.word, cut.zero_stage == 3, cut.reduces_each, cut.reduces_after, sums > 0,
+            turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each, regathers, _halves(cut, p),
+        )  # fmt: skip
+        activations = sum(map(mul, turn.in_flight + turn.halfway, kept + halfway)) - kept[turn.chunk]
+        activations += m.hidden * messages
+        beside = activations + other_weights + other_gradients
+        work = turn.chunk, turn.is_forward, is_first, copied, handling
+        if work not in heaviest or heaviest[work][0] < beside:
+            state = State(
+                params=p,
+                activations=activations,
+                is_drained=is_afab and not is_first,
+                is_forward=turn.is_forward,
+                copied=copied * (cut.shards > 1),
+                sums=sums,
+                handling=handling,
+                other_weights=other_weights,
+                other_gradients=other_gradients,
+            )
+            heaviest[work] = beside, state
+    return [state for _, state in heaviest.values()]
+
+
+def _halves(cut: Cut, p: StageParams) -> bool:
+    """Whether backward of a stage computes gradients of inputs and of weights apart."""
+    return cut.pp_schedule == "zbv" and not p.stage.has_embedding
+
+
+def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn) -> tuple[float, float]:
+    """The bytes of gathered parameters and of gradients of the rank's stages that are not at work."""
+    weights = gradients = 0.0
+    for number, (p, backward_phase) in enumerate(zip(stages, turn.backward_phase, strict=True)):
+        if number == turn.chunk:
+            continue
+        if backward_phase:
+            gradients += 4 * (p.whole.shard if backward_phase == 2 else p.whole.whole)
+            gradients += word * p.whole.whole * (word == 2 and _halves(cut, p))
+        if backward_phase < 2 and cut.zero_stage == 3:
+            weights += word * (p.whole.whole - p.first.whole if turn.after_backward[number] else p.last.whole)
+        elif backward_phase < 2:
+            weights += word * p.whole.whole
+    return weights, gradients
