@@ -4,7 +4,7 @@ It is the order of torch.distributed.pipelining, which runs the schedules of our
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import product
 from operator import le
@@ -109,29 +109,30 @@ class Turn(NamedTuple):
     """0 before the first backward of a stage has ended, 2 after the last one, 1 between them."""
     after_backward: tuple[bool, ...]
     """Whether the pass of a stage before was a backward, which leaves its parameters gathered under ZeRO-3."""
-    in_flight: tuple[int, ...]
-    """Number of micro-batches whose activations each stage keeps, the one at work included."""
-    halfway: tuple[int, ...]
-    """Number of those whose backward has computed the gradients of inputs, but not yet of weights."""
+    counts: tuple[tuple[int, ...], ...]
+    """Numbers of micro-batches whose activations each stage keeps, the one at work included; then, again for each stage,
+    of those whose backward has computed the gradients of inputs, but not yet of weights."""
 
 
 @lru_cache(maxsize=4096)
 def turns(pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int) -> tuple[Turn, ...]:
-    """The turns of a rank, without those that keep fewer micro-batches than one that is alike otherwise."""
+    """The turns of a rank, those that differ in their counts alone as one, without counts that are nowhere the largest."""
     layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    counts_by_turn = dict[Turn, list[tuple[int, ...]]]()
-    for turn in dict.fromkeys(_turns(layout, rank)):
-        counts = turn.in_flight + turn.halfway
-        counts_by_turn.setdefault(turn._replace(in_flight=(), halfway=()), []).append(counts)
+    counts_by_turn = dict[Turn, dict[tuple[int, ...], None]]()
+    for turn, counts in _turns(layout, rank):
+        counts_by_turn.setdefault(turn, {})[counts] = None
     return tuple(
-        turn._replace(in_flight=counts[:virtual_stages], halfway=counts[virtual_stages:])
+        turn._replace(counts=tuple(counts for counts in all_counts if not _is_exceeded(counts, all_counts)))
         for turn, all_counts in counts_by_turn.items()
-        for counts in all_counts
-        if not any(counts != larger and all(map(le, counts, larger)) for larger in all_counts)
     )
 
 
-def _turns(layout: Layout, rank: int) -> Iterator[Turn]:
+def _is_exceeded(counts: tuple[int, ...], all_counts: Iterable[tuple[int, ...]]) -> bool:
+    return any(counts != larger and all(map(le, counts, larger)) for larger in all_counts)
+
+
+def _turns(layout: Layout, rank: int) -> Iterator[tuple[Turn, tuple[int, ...]]]:
+    """The turns of a rank without their counts, and these."""
     stages, gas = range(layout.virtual_stages), layout.gas
     in_flight, halfway, backwards, after_backward = ([0 for _ in stages] for _ in range(4))
     for kind, micro_batch, chunk in passes_of(layout, rank):
@@ -139,8 +140,8 @@ def _turns(layout: Layout, rank: int) -> Iterator[Turn]:
         if kind != "weight":
             phases = tuple((count > 0) + (count == gas) for count in backwards)
             is_last = kind == "backward" and micro_batch == gas - 1
-            is_gathered, is_forward = (*map(bool, after_backward),), kind == "forward"
-            yield Turn(chunk, is_forward, is_last, phases, is_gathered, (*in_flight,), (*halfway,))
+            turn = Turn(chunk, kind == "forward", is_last, phases, (*map(bool, after_backward),), ())
+            yield turn, (*in_flight, *halfway)
         in_flight[chunk] -= kind in ("backward", "weight")
         halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")

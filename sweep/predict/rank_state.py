@@ -69,54 +69,51 @@ def states_of_rank(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterable[Sta
         m.kept_by(cut.shape, p.stage) + (m.whole_hidden if is_afab else loss) * p.stage.has_head
         for p in stages
     ]
+    kept += [m.halfway(cut.shape, p.stage, p.stage.first_layer) for p in stages]
+    # The forward of another stage needs less than its backward.
+    matters = [p.stage.has_head or m.forward(cut.shape, p.stage) > 0 for p in stages]
     every_turn = turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank)
-    halfway = [m.halfway(cut.shape, p.stage, p.stage.first_layer) for p in stages]
-    later = {
-        (t.chunk, t.is_forward, t.in_flight, t.halfway)
-        for t in every_turn
-        if t.backward_phase[t.chunk] and not t.is_last
-    }
+    later_turns = [turn for turn in every_turn if turn.backward_phase[turn.chunk] and not turn.is_last]
+    later = {(turn.chunk, turn.is_forward, counts) for turn in later_turns for counts in turn.counts}
     heaviest = dict[tuple[object, ...], tuple[float, State]]()
     for turn in every_turn:
-        p, in_flight = stages[turn.chunk], turn.in_flight[turn.chunk]
-        is_first = not turn.backward_phase[turn.chunk]
-        like = turn.chunk, turn.is_forward, turn.in_flight, turn.halfway
-        if is_first and not cut.reduces_each and like in later:
-            continue  # a later one holds sums of gradients, too
-        if turn.is_forward and not (p.stage.has_head or m.forward(cut.shape, p.stage)):
-            continue  # its backward needs more
-        # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
-        answered = gas - in_flight if is_afab else int(not is_first)
-        messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
-        copied = 0
-        if cut.frees_each or (is_first and in_flight == 1):
-            copied = p.gathered_last
-        elif cut.zero_stage == 3:  # a backward leaves layers gathered, and a forward norm and head
-            copied = p.first.whole if turn.after_backward[turn.chunk] else p.top_gather
+        chunk, is_forward, is_first = turn.chunk, turn.is_forward, not turn.backward_phase[turn.chunk]
+        if is_forward and not matters[chunk]:
+            continue
+        p, copied = stages[chunk], 0
+        if cut.zero_stage == 3:  # a backward leaves layers gathered, and a forward norm and head
+            copied = p.first.whole if turn.after_backward[chunk] else p.top_gather
         other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
         sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
-        regathers = cut.zero_stage == 3 and not turn.after_backward[turn.chunk]
+        regathers = cut.zero_stage == 3 and not turn.after_backward[chunk]
         handling = Handling(
             m.word, cut.zero_stage == 3, cut.reduces_each, cut.reduces_after, sums > 0,
             turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each, regathers, _halves(cut, p),
         )  # fmt: skip
-        activations = sum(map(mul, turn.in_flight + turn.halfway, kept + halfway)) - kept[turn.chunk]
-        activations += m.hidden * messages
-        beside = activations + other_weights + other_gradients
-        work = turn.chunk, turn.is_forward, is_first, copied, handling
-        if work not in heaviest or heaviest[work][0] < beside:
-            state = State(
-                params=p,
-                activations=activations,
-                is_drained=is_afab and not is_first,
-                is_forward=turn.is_forward,
-                copied=copied * (cut.shards > 1),
-                sums=sums,
-                handling=handling,
-                other_weights=other_weights,
-                other_gradients=other_gradients,
-            )
-            heaviest[work] = beside, state
+        for counts in turn.counts:
+            if is_first and not cut.reduces_each and (chunk, is_forward, counts) in later:
+                continue  # a later one holds sums of gradients, too
+            in_flight = counts[chunk]
+            # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
+            answered = gas - in_flight if is_afab else int(not is_first)
+            messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
+            is_alone = cut.frees_each or (is_first and in_flight == 1)
+            activations = sum(map(mul, counts, kept)) - kept[chunk] + m.hidden * messages
+            beside = activations + other_weights + other_gradients
+            work = chunk, is_forward, is_first, is_alone, handling
+            if work not in heaviest or heaviest[work][0] < beside:
+                state = State(
+                    params=p,
+                    activations=activations,
+                    is_drained=is_afab and not is_first,
+                    is_forward=is_forward,
+                    copied=(p.gathered_last if is_alone else copied) * (cut.shards > 1),
+                    sums=sums,
+                    handling=handling,
+                    other_weights=other_weights,
+                    other_gradients=other_gradients,
+                )
+                heaviest[work] = beside, state
     return [state for _, state in heaviest.values()]
 
 
