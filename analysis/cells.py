@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 import ultrabench
 from ultrabench.analysis.environments import Environments
+from ultrabench.analysis.numbers import formula_text
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, outcome_order, tier
@@ -123,10 +124,11 @@ class Cell:
         return values | {name: layout.get(name) for name in AXES}
 
 
-def formula_text(formulas: Iterable[str], has_experts: bool) -> str:
-    """A sentence that names the formulas of MFU, and says what is counted of experts if there are any."""
-    of_experts = "; of the experts, those that a token passes count" * has_experts
-    return f"FLOPs of MFU by the formula {', '.join(sorted(formulas))}{of_experts}"
+def formula_of_cells(cells: Iterable[Cell]) -> str | None:
+    """The sentence about the formulas by which the cells have their MFU; None if they have none."""
+    with_mfu = [cell for cell in cells if cell.shown_column == "mfu" and cell.mfu]
+    formulas = {cell.flops_formula for cell in with_mfu if cell.flops_formula}
+    return formula_text(formulas, any(cell.has_experts for cell in with_mfu)) if formulas else None
 
 
 def model_marks(table: pa.Table) -> list[str | None]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ultrabench.analysis.cells import Cell, formula_text, layout_words, tried
+from ultrabench.analysis.cells import Cell, formula_of_cells, layout_words, tried
 from ultrabench.analysis.figures.picture import GREY, wrapped
 from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
@@ -301,9 +301,8 @@ def _panel_title(cell: Cell) -> str:
 def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
     """The sentences under the figure that its cells give; `other` is what compare_ratio is relative to."""
     cell_count = counted(len(cells), "cell")
-    with_mfu = [cell for cell in cells if cell.shown_column == "mfu" and cell.mfu]
-    if formulas := {cell.flops_formula for cell in with_mfu if cell.flops_formula}:
-        yield f"{formula_text(formulas, any(cell.has_experts for cell in with_mfu))}."
+    if formula := formula_of_cells(cells):
+        yield f"{formula}."
     if any(cell.compare_ratio is not None for cell in cells):
         yield f"1.00x: as many tokens/s/GPU as the best of {other}."
     differing = {

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.analysis.cells import caveats, formula_text, layout_words, model_text
+from ultrabench.analysis.cells import caveats, layout_words, model_text
 from ultrabench.analysis.collect import open_results
-from ultrabench.analysis.numbers import memory, percent, too_wide, with_unit
+from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide, with_unit
 from ultrabench.analysis.ranking import DEFAULT_RANK_BY, leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
