@@ -236,7 +236,7 @@ def test_what_changes_nothing_is_taken(change):
         ({"head_dim": 127}, "head_dim=127; rotations need an even width of heads"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is "),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"), ({"num_local_experts": 8}, "num_local_experts is 8"),
-        ({"n_routed_experts": 64}, "n_routed_experts is 64"), 
+        ({"n_routed_experts": 64}, "n_routed_experts is 64"),
         ({"kv_lora_rank": 512}, "whose kv_lora_rank is null: take another model, since no sizes of ultrabench say what multi-head latent"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "model_type 'gemma2' (attn_logit_softcapping is 50.0)"),
         ({"model_type": "gpt_oss", "num_local_experts": 32}, "model_type 'gpt_oss' (num_local_experts is 32, its attention has sinks); ultrabench trains the decoders of"),
