@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 import ultrabench
 from ultrabench.analysis.environments import Environments
+from ultrabench.analysis.numbers import formula_text
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, outcome_order, tier
@@ -23,6 +24,10 @@ class Cell:
     """The best run of a cell, or the reason why there is none; the fields are those of `heatmap --json`."""
 
     model: str
+    model_id: str | None = None
+    """Hash of the shape of the model without its name; None where it is unknown."""
+    model_mark: str | None = None
+    """First digits of model_id where the table has another model of this name; else None."""
     nodes: int
     run_id: str | None = None
     status: str | None
@@ -97,6 +102,11 @@ class Cell:
     """One of MAY_DIFFER -> its value in the other cell, where it is another one."""
 
     @property
+    def title(self) -> str:
+        """What the model is called in this table, such as `mine (3f2a)` where it has another one called mine."""
+        return model_text(self.model, self.model_mark)
+
+    @property
     def has_experts(self) -> bool:
         """Whether a token uses only some of the parameters; False where this is unknown."""
         return self.num_active_params not in (None, self.num_params)
@@ -114,10 +124,38 @@ class Cell:
         return values | {name: layout.get(name) for name in AXES}
 
 
-def formula_text(formulas: Iterable[str], has_experts: bool) -> str:
-    """A sentence that names the formulas of MFU, and says what is counted of experts if there are any."""
-    of_experts = "; of the experts, those that a token passes count" * has_experts
-    return f"FLOPs of MFU by the formula {', '.join(sorted(formulas))}{of_experts}"
+def formula_of_cells(cells: Iterable[Cell]) -> str | None:
+    """The sentence about the formulas by which the cells have their MFU; None if they have none."""
+    with_mfu = [cell for cell in cells if cell.shown_column == "mfu" and cell.mfu]
+    formulas = {cell.flops_formula for cell in with_mfu if cell.flops_formula}
+    return formula_text(formulas, any(cell.has_experts for cell in with_mfu)) if formulas else None
+
+
+def model_marks(table: pa.Table) -> list[str | None]:
+    """For each row the first digits of its model_id that set it apart from other models of its name.
+
+    None where the table has one model of this name, or the shape of the row's model is unknown.
+    """
+    names, ids = table["model"].to_pylist(), table["model_id"].to_pylist()
+    ids_of: dict[str, set[str]] = defaultdict(set)
+    for name, model_id in dict.fromkeys(zip(names, ids, strict=True)):
+        if model_id is not None:
+            ids_of[name].add(model_id)
+    lengths = {name: _digits(of_name) for name, of_name in ids_of.items() if len(of_name) > 1}
+    return [
+        model_id[: lengths[name]] if model_id is not None and name in lengths else None
+        for name, model_id in zip(names, ids, strict=True)
+    ]
+
+
+def _digits(ids: Collection[str]) -> int:
+    """The least number of first digits, 4 or more, in which these ids differ."""
+    return next(n for n in range(4, 17) if len({model_id[:n] for model_id in ids}) == len(ids))
+
+
+def model_text(model: str, mark: str | None) -> str:
+    """The name of a model with its mark, if it has one."""
+    return f"{model} ({mark})" if mark else model
 
 
 def batch_text(gbs: float, nodes: int, scaling: str | None) -> str:
@@ -135,13 +173,15 @@ def compared_with(cells: list[Cell], others: list[Cell]) -> list[Cell]:
     A cell of the same hardware and kernel is preferred; else the fastest of the other cells is used.
     """
     measured = [other for other in others if other.tokens_per_s_per_gpu]
-    # The fastest of equal keys stays.
     measured.sort(key=lambda other: other.tokens_per_s_per_gpu or 0.0)
-    alike = {(_workload(other), _differing(other)): other for other in measured}
-    fastest = {_workload(other): other for other in measured}
+    of_workload = defaultdict[tuple[object, ...], list[Cell]](list)
+    for other in measured:
+        of_workload[_workload(other)].append(other)
     compared = []
     for cell in cells:
-        base = alike.get((_workload(cell), _differing(cell))) or fastest.get(_workload(cell))
+        same = [other for other in of_workload[_workload(cell)] if _same_model(cell, other)]
+        alike = [other for other in same if _differing(other) == _differing(cell)]
+        base = next(reversed(alike or same), None)
         speed, other_speed = cell.tokens_per_s_per_gpu, base and base.tokens_per_s_per_gpu
         ratio = speed / other_speed if speed and other_speed else None
         other_layout = base.layout if base and _differ(cell.layout, base.layout) else None
@@ -161,6 +201,11 @@ def _differ(layout: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _differing(cell: Cell) -> tuple[object, ...]:
     """The values of MAY_DIFFER of a cell."""
     return tuple(getattr(cell, name) for name in MAY_DIFFER)
+
+
+def _same_model(cell: Cell, other: Cell) -> bool:
+    """Whether the shapes of the models of two cells are equal, as far as both are known."""
+    return None in (cell.model_id, other.model_id) or cell.model_id == other.model_id
 
 
 def _workload(cell: Cell) -> tuple[object, ...]:

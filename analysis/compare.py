@@ -11,9 +11,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ultrabench.analysis.cells import MAY_DIFFER
+from ultrabench.analysis.cells import MAY_DIFFER, model_text
 from ultrabench.analysis.environments import CHOSEN, OBSERVED, differing
 from ultrabench.analysis.options import variant_in
+from ultrabench.analysis.other_models import other_models
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
@@ -134,6 +135,7 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
             *_machine([(rows_in_a[key], rows_in_b[key]) for key in common_keys], threshold),
             *_left_out(tried, frame),
             *([f"Not compared: layouts with {other_variants}."] if other_variants else []),
+            *(f"Not compared: {text}." for text in other_models(*tried)),
             *chance_notes,
         ),
     )
@@ -196,6 +198,9 @@ def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str], oth
     if other_variants:
         todo = "to compare variants, list them in one sweep and see ultrabench sweep effects"
         return f"{fact} with one variant: {other_variants}; {todo}"
+    if models := [*other_models(*tried)]:
+        todo = "compare tables of one model, or give each model a name of its own"
+        return f"{fact}; {'; '.join(models[:3])}: {todo}"
     values = {name: [sorted({str(row[name]) for row in rows}) for rows in tried] for name in names}
     differing_values = [
         f"{name} is {' / '.join(a[:3])} in A and {' / '.join(b[:3])} in B"
@@ -215,6 +220,7 @@ def _runs(rows: Sequence[Row]) -> list[list[float]]:
 def _row(a: Sequence[Row], b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
     """What the tables say about one layout."""
     shared = {name: a[0][name] for name in ("model", "num_params", "nodes", "seq_len", "gbs", *MAY_DIFFER)}
+    shared["model"] = model_text(a[0]["model"], a[0]["model_mark"] or b[0]["model_mark"])
     row = shared | {"layout": _label(a[0]), **{name: a[0][name] for name in (*AXES, "variant")}}
     for side, rows, runs in (("a", a, pair[0]), ("b", b, pair[1])):
         row[f"run_id_{side}"] = rows[0]["run_id"]
@@ -271,7 +277,7 @@ def _changed(
         counterpart = next((s for s in others if key_in_b.get(s.repeat) == old_key and not s.suspect), None)
         first_row = sides[1][new_key][0]
         changed.append({
-            "model": first_row["model"],
+            "model": model_text(first_row["model"], first_row["model_mark"] or sides[0][old_key][0]["model_mark"]),
             "nodes": first_row["nodes"],
             "best_a": _label(sides[0][old_key][0]),
             "best_b": _label(first_row),

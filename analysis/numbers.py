@@ -29,6 +29,19 @@ def count(number: float, unit: str = "") -> str:
     return f"{number:.3g} {unit}".rstrip()
 
 
+def params_text(num_params: int, num_active_params: int | None) -> str:
+    """A text such as `498 k parameters, 351 k active`, or `8.03 G parameters` where a token uses all of them."""
+    is_sparse = num_active_params not in (None, num_params)
+    active = f", {count(num_active_params or 0)} active" if is_sparse else ""
+    return f"{count(num_params)} parameters{active}"
+
+
+def formula_text(formulas: Iterable[str], has_experts: bool) -> str:
+    """A sentence that names the formulas of MFU, and says what is counted of experts if there are any."""
+    of_experts = "; of the experts, those that a token passes count" * has_experts
+    return f"FLOPs of MFU by the formula {', '.join(sorted(formulas))}{of_experts}"
+
+
 def memory(held_bytes: float | None, rank0_bytes: float | None = None) -> str | None:
     """Memory as a text in MiB or GiB; it says so if only that of rank 0 is known. None when both are unknown."""
     if held_bytes is None:

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ultrabench.analysis.cells import Cell
+from ultrabench.analysis.cells import Cell, model_marks
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.options import COLUMNS as OPTION_COLUMNS
 from ultrabench.analysis.options import in_rows, varied_options
@@ -84,7 +84,7 @@ _KEY = [*dict.fromkeys((*PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
 _TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")
 """Columns that are equal in imported rows whose doubts do not put them into another cell or panel."""
-_OF_CELL = (*PANEL, "model", "nodes", "num_params", "num_active_params", "scaling")
+_OF_CELL = (*PANEL, "model", "model_id", "model_mark", "nodes", "num_params", "num_active_params", "scaling")
 """Columns that a cell has from any of its rows."""
 _ORDER = (
     "run_id", "repeat", "attempt", "sweep", "status", "tokens_per_s_per_gpu", "suspect", "rule", "reason", "source",
@@ -148,7 +148,8 @@ class Ranking:
         columns = dict.fromkeys(
             (*_KEY, *_OF_CELL, *AXES, *OPTION_COLUMNS, *_WINNER, *_OTHERS, "is_final", rank_by, *more)
         )
-        self._rows = rows.select([*columns])
+        marks = pa.array(model_marks(rows), pa.string())
+        self._rows = rows.append_column("model_mark", marks).select([*columns])
         self.options = varied_options(self._rows)
         """Option beside the layout that varies in the table -> its value in each row."""
         self.frame = self._framed()

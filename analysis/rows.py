@@ -19,7 +19,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, default_schedule
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import from_dict
+from ultrabench.record import canonical_json, from_dict, non_default_values
 from ultrabench.result import Doubt, RunResult, Status, sentences
 from ultrabench.run import RunSpec
 from ultrabench.step_time import ci95_rel
@@ -213,6 +213,8 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
         "peak_core_share": peak and peak.core_share,
         **place,
         **sizes_of(shape),
+        "model_id": shape and shape.model_id,
+        "model_settings": settings_of(shape),
         "routing": shape and kernel.routing_of(shape),
     }
 
@@ -234,6 +236,14 @@ def sizes_of(shape: ModelShape | None) -> Row:
         return {}
     names = (name for name in SIZES if shape.num_experts or name not in OF_EXPERTS)
     return dict.fromkeys(OF_EXPERTS) | {name: getattr(shape, name) for name in names}
+
+
+@functools.cache
+def settings_of(shape: ModelShape | None) -> str | None:
+    """The column `model_settings`."""
+    values = {} if shape is None else non_default_values(shape)
+    settings = {name: value for name, value in values.items() if name not in ("name", *SIZES)}
+    return canonical_json(settings) if settings else None
 
 
 def _not_attempted(candidate: Row, skip: Skip | None) -> Row:

@@ -19,7 +19,8 @@ where one of them was not, the whole cell is ranked by `tokens_per_s_per_gpu`. R
 environments differ: what was chosen (`env`, the program) or what was observed (GPU, versions, `variables`), whose hash is
 `env_id`. They are repeats of one run if they have one environment; environments of one sweep that differ only in the
 driver count as one. Rankings, heatmap and page name what differs. Imported rows (with a `source`) that are
-suspect are in the cell of their model, even if they have another architecture or batch. A run counts with the median of
+suspect are in the cell of their model, even if they have another architecture or batch. Models of one name with another
+`model_id` are in other cells, and are named with its first digits. A run counts with the median of
 its repeats, which are in different allocations. Runs are as good as the best where the intervals overlap; that
 of a run spans the 95 % intervals of all its repeats and, in a ratio, of the control. `heatmap --json` says
 `ranked_by` for each cell; `--rank-by COLUMN` ranks by another column.
@@ -69,6 +70,8 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
     ),
     "Model": (
         column("model", TEXT, "What people call the model."),
+        column("model_id", TEXT, "First 16 hex digits of the hash of its shape without its name; null: unknown, as in imported rows."),
+        column("model_settings", TEXT, "What its shape has beside the columns of this group, without usual values, as a JSON object: rope_theta, scoring_func, ..."),
         column("num_params", INT, "All trainable parameters, tied weights counted once."),
         column("num_active_params", INT, "Parameters used for one token: without the experts that it does not pass."),
         column("hidden_size", INT, "Width of the residual stream."),
@@ -177,7 +180,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
 
 MODEL = tuple(column.name for column in GROUPS["Model"])
 """Columns that say which model a run trains."""
-SIZES = tuple(name for name in MODEL if name not in ("model", "routing"))
+SIZES = tuple(name for name in MODEL if name not in ("model", "model_id", "model_settings", "routing"))
 """Those of them that are fields or properties of its shape."""
 OF_EXPERTS = SIZES[SIZES.index("num_experts") :]
 """Those of them that only models with experts have."""

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ultrabench.analysis.cells import Cell, formula_text, layout_words, tried
+from ultrabench.analysis.cells import Cell, formula_of_cells, layout_words, tried
 from ultrabench.analysis.figures.picture import GREY, wrapped
 from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with_unit
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
@@ -194,7 +194,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         groups = f"{counted(len(cells), 'cell')} in {len(grids)} groups of hardware, kernel, precision, routing, seq_len and gbs"
         rule = f"a heatmap holds {_MOST_PANELS} groups; show them on a page: ultrabench report"
         raise ConfigError(f"{groups}, {rule}; or list them: ultrabench heatmap --json")
-    left_inches = max(1.25, 0.35 + 0.1 * max(min(len(cell.model), _NAME_WIDTH) for cell in cells))
+    left_inches = max(1.25, 0.35 + 0.1 * max(min(len(cell.title), _NAME_WIDTH) for cell in cells))
     width = max(7.0, left_inches + max(grid.size[0] for grid in grids) + _RIGHT)
     room = width - left_inches
     whole = f"Best layout per cell: {title}"
@@ -280,7 +280,7 @@ def _model(cell: Cell) -> tuple[str, str]:
     """The name of the cell's model, and as a text its number of parameters and how many of them a token passes."""
     params = "" if cell.num_params is None else f"{count(cell.num_params)} params"
     active = f"\n{count(cell.num_active_params or 0)} active" if cell.has_experts else ""
-    return cell.model, params + active
+    return cell.title, params + active
 
 
 def _panel_title(cell: Cell) -> str:
@@ -301,9 +301,8 @@ def _panel_title(cell: Cell) -> str:
 def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
     """The sentences under the figure that its cells give; `other` is what compare_ratio is relative to."""
     cell_count = counted(len(cells), "cell")
-    with_mfu = [cell for cell in cells if cell.shown_column == "mfu" and cell.mfu]
-    if formulas := {cell.flops_formula for cell in with_mfu if cell.flops_formula}:
-        yield f"{formula_text(formulas, any(cell.has_experts for cell in with_mfu))}."
+    if formula := formula_of_cells(cells):
+        yield f"{formula}."
     if any(cell.compare_ratio is not None for cell in cells):
         yield f"1.00x: as many tokens/s/GPU as the best of {other}."
     differing = {
@@ -322,9 +321,9 @@ def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
         yield f"In {several} of {cell_count} layouts were measured in several environments; the square names that of the best."
     if suspect_cells := [cell for cell in cells if cell.suspect]:
         where = f"In {len(suspect_cells)} of {cell_count} every measurement is in doubt, and the best of these is shown"
-        yield f"{where}, such as {suspect_cells[0].model} on {counted(suspect_cells[0].nodes, 'node')}: {suspect_cells[0].suspect}."
+        yield f"{where}, such as {suspect_cells[0].title} on {counted(suspect_cells[0].nodes, 'node')}: {suspect_cells[0].suspect}."
     if wide := [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]:
         widest = max(wide, key=lambda cell: cell.step_time_ci95_rel or 0.0)
-        where = f"{widest.model} on {counted(widest.nodes, 'node')}"
+        where = f"{widest.title} on {counted(widest.nodes, 'node')}"
         interval = f"{too_wide(False, widest.step_time_ci95_rel)} ({where})"
         yield f"In {len(wide)} of {cell_count} the interval of the best is wider than its target, up to {interval}."

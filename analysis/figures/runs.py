@@ -133,7 +133,9 @@ def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.Dat
 
 def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with the column `panel`, sorted by the sizes of the models."""
-    panel, columns = frame["model"].astype(str), ["gbs", "nodes", "scaling"]
+    marks = (None if mark != mark else mark for mark in frame["model_mark"])
+    names = [*map(cells.model_text, frame["model"].astype(str), marks)]
+    panel, columns = pd.Series(names, frame.index, object), ["gbs", "nodes", "scaling"]
     batches = [None if gbs != gbs else cells.batch_text(gbs, *of) for gbs, *of in frame[columns].to_numpy()]
     frame = frame.assign(batch=pd.Series(batches, frame.index, object))
     for name, text in _SETTINGS.items():

@@ -7,7 +7,7 @@ from typing import Any
 
 from ultrabench.analysis.measured import shape_of
 from ultrabench.analysis.rows import Row, sizes_of
-from ultrabench.analysis.schema import MODEL, RESULTS_SCHEMA_VERSION
+from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SIZES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB, Hardware
 from ultrabench.layout import AXES, BATCH, DEGREES, NEUTRAL, details_of
@@ -19,7 +19,7 @@ from ultrabench.sweep.config.load import load_hardware, load_model
 from ultrabench.sweep.running.outliers import impossible
 
 _IDENTITY = (
-    *MODEL, *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
+    "model", *SIZES, "routing", *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
 )  # fmt: skip
 """Columns of which the run_id of an imported row is the hash."""
 _PARAMS = ("num_params", "num_active_params")

@@ -62,10 +62,10 @@ function buildHeatmap(place, opened) {
   for (const panel of new Set(held.cells.map((cell) => cell.panel))) {
     const mine = held.cells.map((cell, n) => ({ ...cell, n })).filter((cell) => cell.panel === panel);
     const nodes = [...new Set(mine.map((cell) => cell.nodes))].sort(inOrder);
-    const models = [...new Set(mine.map((cell) => JSON.stringify([cell.num_params, cell.model])))].map(JSON.parse).sort((a, b) => a[0] - b[0]);
+    const models = [...new Set(mine.map((cell) => JSON.stringify([cell.num_params, cell.model, cell.num_active_params])))].map(JSON.parse).sort((a, b) => a[0] - b[0]);
     const head = element("tr", {}, element("th", { scope: "col" }, "model"), ...nodes.map((n) => element("th", { scope: "col" }, counted(n, "node"))));
-    const body = models.map(([params, name]) => {
-      const label = element("th", { scope: "row" }, name, element("span", { class: "small" }, params === null ? "" : `${short(params)} parameters`));
+    const body = models.map(([params, name, active]) => {
+      const label = element("th", { scope: "row" }, name, element("span", { class: "small" }, params === null ? "" : `${short(params)} parameters${active === null || active === params ? "" : `, ${short(active)} active`}`));
       return element("tr", {}, label, ...nodes.map((n) => element("td", {}, ...mine.filter((c) => c.model === name && c.num_params === params && c.nodes === n).map(makeButton))));
     });
     function makeButton(cell) {

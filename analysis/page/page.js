@@ -160,7 +160,7 @@ function buildRest() {
   const forbidden = number ? `, and ${counted(number, "layout")} rejected: ${grouped(number - byKernel)} by rules, ${grouped(byKernel)} by the kernel` : "";
   document.getElementById("about").textContent = `${counted(rows, "row")}${forbidden}. ${held.made_with}${left}`;
   document.getElementById("how").textContent = held.cells.length
-    ? `Each cell shows the fastest layout that is not in doubt, with its MFU, the interval of its step time where that is wider than its target, its peak memory, and what became of the others; its colour is the MFU, from purple (0 %) to yellow (${held.mfu_end} %). Activate a cell to see all of its layouts.`
+    ? `Each cell shows the fastest layout that is not in doubt, with its MFU, the interval of its step time where that is wider than its target, its peak memory, and what became of the others; its colour is the MFU, from purple (0 %) to yellow (${held.mfu_end} %). Activate a cell to see all of its layouts.${held.formula ? ` ${held.formula}.` : ""}`
     : "No row trains a model, so that there is nothing to rank.";
   const { heads, rows: effects, notes } = held.effects;
   if (effects.length) document.getElementById("effects").append(table("Speed with a value relative to that with the baseline", heads, effects));

@@ -13,7 +13,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis import schema
-from ultrabench.analysis.cells import Cell, layout_words, low_peak_in, made_with, repeats_failed
+from ultrabench.analysis.cells import (
+    Cell,
+    formula_of_cells,
+    layout_words,
+    low_peak_in,
+    made_with,
+    repeats_failed,
+)
 from ultrabench.analysis.effects import HEADS, competing, effects_by_axis, notes
 from ultrabench.analysis.effects import cells as effect_cells
 from ultrabench.analysis.environments import Environments
@@ -54,7 +61,7 @@ _LEFT_OUT = ("schema_version", "step_times_s", "bandwidths", "first_values")
 NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
          "driver_version")  # fmt: skip
 """Names in a public page; of a name that is a path only the last part is told."""
-WORDS = (*TEXT_AXES, "scaling", "run_id", "precision", "routing", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
+WORDS = (*TEXT_AXES, "model_id", "scaling", "run_id", "precision", "routing", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
          "kernel_digest", "flops_formula", "attention", "env_id", "control")  # fmt: skip
 """Texts of a public page that ultrabench itself writes; `suspect` is replaced by `in doubt`."""
 PUBLIC = frozenset({*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *WORDS})
@@ -110,6 +117,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
             name: encoded(values) for name, values in columns.items() if any(v is not None for v in values)
         },
         "cells": [_cell(cell, panels) for cell in cells],
+        "formula": formula_of_cells(cells),
         "mfu_end": scale_end(cell.mfu and 100 * cell.mfu for cell in cells),
         "axes": [*AXES, *options],
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
@@ -196,8 +204,8 @@ def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
         text for text in (routing and f"routing {routing}", seq_len and f"seq_len {seq_len:,}", batch) if text
     ]
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
-    names = ("model", "nodes", "num_params", "reason", "ranked_by")
-    fields = {name: getattr(cell, name) for name in names}
+    names = ("nodes", "num_params", "num_active_params", "reason", "ranked_by")
+    fields = {"model": cell.title, **{name: getattr(cell, name) for name in names}}
     named = {"setting": setting, "of_peak": of_peak(cell.precision)}
     return fields | named | {"panel": panels.index(cell.panel)}
 

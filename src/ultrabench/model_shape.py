@@ -1,10 +1,11 @@
 """The shape of a Llama-style decoder, dense or with experts, with the field names of a Hugging Face `config.json`."""
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any
 
 from ultrabench.allowed import Count, Positive, at_least, between, one_of, require_allowed
 from ultrabench.errors import ConfigError
+from ultrabench.record import content_id, values_of
 
 FLOPS_FORMULAS = {"palm": 12, "megatron": 6}
 """Formula -> FLOPs of attention for each pair of a token and a position, in each channel of the query heads.
@@ -130,6 +131,16 @@ class ModelShape:
             raise ConfigError(
                 f"model {self.name}: {dense} leave none of {self.num_hidden_layers} layers sparse; take less"
             )
+
+    @property
+    def model_id(self) -> str:
+        """First 16 hex digits of the hash of the shape without its name: two models with equal ones train alike."""
+        return content_id(self.identity())
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that say what is trained: without the name, and without those of ADDED_LATER that have their default."""
+        values = values_of(self).items()
+        return {k: v for k, v in values if k != "name" and (k not in ADDED_LATER or v != ADDED_LATER[k])}
 
     @property
     def head_width(self) -> int:
@@ -258,3 +269,12 @@ class ModelShape:
         """
         attention = self.num_hidden_layers * self.attention_flops(seq_len, formula)
         return 6 * self.num_matmul_params + attention
+
+
+ADDED_LATER: dict[str, Any] = {
+    field.name: field.default
+    for field in fields(ModelShape)
+    if field.default is not MISSING and field.name not in ("rope_theta", "rms_norm_eps")
+}
+"""Name -> default of each field that was added to the identity after version 1. A field with its default is
+left out of the hash, so that old ids stay valid."""

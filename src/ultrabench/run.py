@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Collection
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
@@ -37,13 +37,11 @@ class Workload:
 
 
 ADDED_LATER: dict[str, Any] = {
-    **{f"shape.{field.name}": field.default for field in fields(ModelShape)
-       if field.default is not MISSING and field.name not in ("rope_theta", "rms_norm_eps")},
     "kernel.routing": "balanced",
     **{f"layout.{name}": NEUTRAL[name] for name in ADDED_AXES},
 }  # fmt: skip
-"""Dotted name -> default of each field that was added to the identity after version 1. A field with its
-default is left out of the hash, so that old run_ids stay valid."""
+"""Dotted name -> default of each field that was added to the identity after version 1, beside those of the shape. A
+field with its default is left out of the hash, so that old run_ids stay valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class RunSpec:
         """The JSON value that run_id hashes: defaults are written out, the name of the model is left out."""
         options = ("name", "version", "precision", "compile", "attention", "routing")
         out: dict[str, Any] = {
-            "shape": {k: v for k, v in values_of(self.shape).items() if k != "name"},
+            "shape": self.shape.identity(),
             "workload": values_of(self.workload),
             "layout": {k: v for k, v in values_of(self.layout).items() if k != "recompute"},
             # Version 1 hashed it as an option of the kernel.

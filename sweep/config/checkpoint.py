@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, nearest_name
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import field_types, from_dict
 
@@ -25,25 +25,27 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28, **_WINDOW},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28, **_WINDOW},
-    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2},
-    "olmoe": {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": None, "num_experts_per_tok": None},
+    "olmoe": {"rms_norm_eps": 1e-5, "num_experts": None, "num_experts_per_tok": None, "norm_topk_prob": False},
     "qwen3_moe": {
-        "num_key_value_heads": 4, **_WINDOW, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "num_key_value_heads": 4, **_WINDOW, "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
         "decoder_sparse_step": 1, "norm_topk_prob": False,
     },
     "glm4_moe": {
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": False, "qk_norm": False,
-        "partial_rotary_factor": 0.5, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
-        "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+        "partial_rotary_factor": 0.5, "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
+        "n_shared_experts": None, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
         "num_nextn_predict_layers": 1,
     },
     "dots1": {
         "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62, "num_experts": None,
-        "num_experts_per_tok": None, "moe_intermediate_size": 1408, "n_shared_experts": None,
+        "num_experts_per_tok": None, "moe_intermediate_size": None, "n_shared_experts": None,
         "first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
     },
 }  # fmt: skip
 """model_type -> the keys that models of this type read beside DEFAULTS, with their values where a key is absent.
+
+Sizes of experts have no such value: a file without them is more likely incomplete than meant for the usual model.
 
 Only models of these types can be trained. The layers for multi-token prediction (num_nextn_predict_layers) are
 read and left out, as transformers leaves them out in training.
@@ -63,6 +65,16 @@ Source: Qwen2Attention, Glm4MoeTopkRouter and so on of transformers.
 """
 RENAMED = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
 """Key of a config.json -> the field of ModelShape that holds it, where their names differ."""
+SIZES_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+"""The sizes that a file of a model_type which reads them must have."""
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")
+"""Keys of multi-head latent attention, whose sizes no ModelShape can have."""
+_LONGEST = 60
+"""Number of characters of a value in a message."""
+_TYPING_ERROR = 0.9
+"""Similarity of difflib from which a key is a typing error of another one: num_local_expert, not num_hidden_layers."""
+_BESIDE_KEYS = {"gpt_oss": "its attention has sinks"}
+"""model_type -> what no key says of a model that ultrabench does not train."""
 SIZES_ALONE = "for its sizes alone write them to ./ultrabench/model/NAME.yaml and give model=NAME"
 """What a user can do with a model that ultrabench does not train."""
 PLAIN: dict[str, Any] = {
@@ -71,13 +83,12 @@ PLAIN: dict[str, Any] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts"), 0),
     **dict.fromkeys(("shared_expert_intermediate_size", "router_jitter_noise"), 0), "mlp_only_layers": [],
     **dict.fromkeys(("n_group", "topk_group", "moe_layer_freq"), 1),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "num_nextn_predict_layers"), 0),
-    **dict.fromkeys(("n_embd", "no_rope_layers"), 0),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), 0),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "n_embd", "no_rope_layers")), "num_nextn_predict_layers": 0,
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv")),
     "quantization_config": {},
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "parallel_residual"), False),
 }  # fmt: skip
-"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null.
+"""Keys that change the model, each with the value that ultrabench can train; a key may be absent or null, and 0 for null.
 
 MODEL_TYPES names the types whose models may have other values of some of these keys.
 """
@@ -146,15 +157,24 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     kind, values = values.get("model_type"), {**values, **_rope(values)}
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         trained = f"the decoders of {', '.join(MODEL_TYPES)} only"
-        changed = ", ".join(f"{key} is {json.dumps(values[key])}" for key in _changed(values))
+        facts = [f"{key} is {_short(values[key])}" for key in _changed(values)]
+        changed = ", ".join(
+            (*facts, *([_BESIDE_KEYS[kind]] if isinstance(kind, str) and kind in _BESIDE_KEYS else []))
+        )
         model_type = f"model_type {kind!r}{f' ({changed})' if changed else ''}"
-        raise ConfigError(f"model={where}: {model_type}; ultrabench trains {trained}: {SIZES_ALONE}")
+        probable = nearest_name(kind, MODEL_TYPES) if isinstance(kind, str) and not changed else None
+        hint = f" did you mean {probable}?" if probable else ""
+        raise ConfigError(
+            f"model={where}: {model_type};{hint} ultrabench trains {trained}: {_remedy(values)}"
+        )
     usual, fixed = {**DEFAULTS, **MODEL_TYPES[kind]}, FIXED.get(kind, {})
     for key, trained_value in _changed(values, {*usual, *fixed}).items():
-        fact = f"model={where}: {key} is {json.dumps(values[key])}"
+        fact = f"model={where}: {key} is {_short(values[key])}"
         raise ConfigError(
-            f"{fact}; ultrabench trains {kind} models whose {key} is {trained_value}: {SIZES_ALONE}"
+            f"{fact}; ultrabench trains {kind} models whose {key} is {trained_value}: {_remedy(values)}"
         )
+    _require_sizes(values, usual, where)
+    words = {field: key for key, field in RENAMED.items() if values.get(key) is not None}
     values |= {RENAMED[key]: value for key, value in values.items() if key in RENAMED and value is not None}
     read = {key: values.get(key, value) for key, value in usual.items()}
     if read.get("num_experts"):
@@ -167,7 +187,50 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     }
     sizes = read | fixed | derived
     fields = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
-    return shape_from({"name": name, **fields}, f"model={where}")
+    try:
+        return shape_from({"name": name, **fields}, f"model={where}")
+    except ConfigError as error:
+        raise ConfigError(_in_words(str(error), words, name, where)) from error
+
+
+def _in_words(message: str, words: Mapping[str, str], name: str, where: str) -> str:
+    """A message about a shape with the name of the file that was read and with the keys of that file.
+
+    Args:
+        words: field of the shape -> key of the file, where they differ.
+    """
+    message = message.replace(f"model {name}: ", f"model={where}: ", 1)
+    for field, key in words.items():
+        message = re.sub(rf"\b{field}\b", key, message)
+    return message
+
+
+def _short(value: Any) -> str:
+    """A value as JSON has it; of a long one its beginning."""
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST].rpartition(' ')[0]} ..."
+
+
+def _remedy(values: Mapping[str, Any]) -> str:
+    """What a user can do with a model that ultrabench does not train, as far as its sizes are those of a ModelShape."""
+    if any(values.get(key) for key in _LATENT):
+        return "take another model, since no sizes of ultrabench say what multi-head latent attention has"
+    return SIZES_ALONE
+
+
+def _require_sizes(values: Mapping[str, Any], usual: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for a size of experts that models of this type have and the file lacks."""
+    for size in (size for size in SIZES_OF_EXPERTS if size in usual):
+        words = [size, *(key for key, field in RENAMED.items() if field == size)]
+        if size == "n_shared_experts" and size in values:  # null: there are none
+            continue
+        if all(values.get(word) is None for word in words):
+            others = values.keys() - {*SIZES_OF_EXPERTS, *RENAMED, *usual}
+            typing_error = next(
+                filter(None, (nearest_name(word, others, _TYPING_ERROR) for word in words)), None
+            )
+            hint = f"did you mean it by {typing_error}?" if typing_error else "give it"
+            raise ConfigError(f"model={where} lacks {' or '.join(words)}, a size of its experts; {hint}")
 
 
 def _window(read: Mapping[str, Any]) -> Any:
@@ -192,13 +255,31 @@ def _changed(values: Mapping[str, Any], read: Collection[str] = ()) -> dict[str,
         read: the keys that a shape is made from, by the names of its fields; they may have any value.
     """
     plain = {key: value for key, value in PLAIN.items() if RENAMED.get(key, key) not in read}
-    changed = {key: json.dumps(value) for key, value in plain.items() if values.get(key) not in (None, value)}
+    changed = {
+        key: json.dumps(value)
+        for key, value in plain.items()
+        if values.get(key) not in (None, value) and (values[key] or value is not None)
+    }
+    if "rope_type" in changed:
+        changed["rope_type"] += ' or "default"'
     layers = values.get("layer_types")
     if layers is not None and (
         not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
     ):
         changed["layer_types"] = "full_attention everywhere"
     return changed
+
+
+def in_our_words(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The settings of a model in YAML, with the names of the fields of a ModelShape for the keys of RENAMED.
+
+    Raises:
+        ConfigError: a size is given under two names.
+    """
+    for key, field in RENAMED.items():
+        if key in values and (twice := [k for k in values if k != key and RENAMED.get(k, k) == field]):
+            raise ConfigError(f"{where}: {key} and {twice[0]} mean the same; give one of them", setting=where)
+    return {RENAMED.get(key, key): value for key, value in values.items()}
 
 
 def shape_from(values: Mapping[str, Any], where: str) -> ModelShape:

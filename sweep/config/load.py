@@ -18,7 +18,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import T, field_types, from_dict, lacking, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redacted
-from ultrabench.sweep.config.checkpoint import read_checkpoint_config, shape_from
+from ultrabench.sweep.config.checkpoint import in_our_words, read_checkpoint_config, shape_from
 from ultrabench.sweep.config.compose import compose_tree, in_defaults, moved, unknown_override
 from ultrabench.sweep.config.files import (
     FOLDERS,
@@ -321,7 +321,9 @@ def load_model(name: str) -> ModelShape:
     """
     if "/" in name or name.endswith(".json") or (name not in files("model") and Path(name).is_dir()):
         return read_checkpoint_config(name)
-    return _load("model", name, lambda values: shape_from(values, f"model {name}"))
+    return _load(
+        "model", name, lambda values: shape_from(in_our_words(values, f"model {name}"), f"model {name}")
+    )
 
 
 def load_profile(name: str) -> Profile:

@@ -75,7 +75,7 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
 
 def test_predict_draws_bars_and_says_what_limits_the_layout(ultrabench):
     out = ultrabench("predict", *WORDS)[1]
-    assert out.startswith("llama3-70b, dp2 tp8 pp4")
+    assert out.startswith("llama3-70b (70.6 G parameters), dp2 tp8 pp4")
     assert "memory at its peak (pipeline rank 0, " in out
     assert re.search("\ngemm .*\u2588{40}\n", out)
     assert re.search(r"P\(OOM\) [^|]*tokens/s/GPU, MFU [^|]*; limited by ", out)

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.configs import refused
+from tests.configs import refused, write_config
 from tests.strategies import LONG
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
@@ -86,6 +87,10 @@ DOTS = {
     "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000, "routed_scaling_factor": 2.5,
     "sliding_window": 5120, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064,
 }  # fmt: skip
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128,
+    "vocab_size": 256, "tie_word_embeddings": False,
+}  # fmt: skip
 PUBLISHED = {
     "llama3.1-8b": LLAMA, "qwen3-0.6b": QWEN, "qwen2.5-7b": QWEN2, "mixtral-8x7b": MIXTRAL, "qwen3-30b-a3b": QWEN_MOE,
     "glm4.5-air": GLM, "olmoe-1b-7b": OLMOE,
@@ -115,14 +120,12 @@ def test_dots_has_its_published_sizes():
     ("base", "without", "read"),
     [
         (QWEN2, ("num_key_value_heads",), {"num_key_value_heads": 32}),
-        (MIXTRAL, ("num_local_experts", "num_experts_per_tok", "rope_theta", "rms_norm_eps"),
-         {"num_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "norm_topk_prob": True}),
-        (QWEN_MOE, ("num_experts", "moe_intermediate_size", "norm_topk_prob", "head_dim"),
-         {"num_experts": 128, "moe_intermediate_size": 768, "norm_topk_prob": False, "head_width": 64}),
-        (GLM, ("n_shared_experts", "first_k_dense_replace", "partial_rotary_factor", "attention_bias", "norm_topk_prob"),
-         {"n_shared_experts": 1, "first_k_dense_replace": 1, "rotary_width": 64, "attention_bias": False, "norm_topk_prob": True}),
-        (OLMOE, ("num_experts", "norm_topk_prob", "num_key_value_heads"),
-         {"num_experts": 64, "norm_topk_prob": False, "num_key_value_heads": 16, "moe_intermediate_size": 1024}),
+        (MIXTRAL, ("rope_theta", "rms_norm_eps"), {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "norm_topk_prob": True}),
+        (QWEN_MOE, ("norm_topk_prob", "head_dim"), {"norm_topk_prob": False, "head_width": 64}),
+        (GLM, ("first_k_dense_replace", "partial_rotary_factor", "attention_bias", "norm_topk_prob"),
+         {"first_k_dense_replace": 1, "rotary_width": 64, "attention_bias": False, "norm_topk_prob": True}),
+        (OLMOE, ("norm_topk_prob", "num_key_value_heads"),
+         {"norm_topk_prob": False, "num_key_value_heads": 16, "moe_intermediate_size": 1024}),
         (DOTS, ("norm_topk_prob", "first_k_dense_replace", "routed_scaling_factor"),
          {"norm_topk_prob": False, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}),
     ],
@@ -224,7 +227,7 @@ def test_what_changes_nothing_is_taken(change):
         ({"attention_bias": True}, "attention_bias is true; ultrabench trains llama models whose attention_bias is"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"hidden_act": "gelu"}, 'whose hidden_act is "silu": for its sizes alone write them to ./ultrabench/'),
-        ({"rope_scaling": {"rope_type": "yarn"}}, '"yarn"; ultrabench trains llama models whose rope_type is "llama3"'),
+        ({"rope_scaling": {"rope_type": "yarn"}}, '"yarn"; ultrabench trains llama models whose rope_type is "llama3" or "default":'),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"'),
         ({"rope_scaling": "dynamic"}, 'rope_type is "dynamic"'),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks factor, low_freq_factor"),
@@ -233,9 +236,12 @@ def test_what_changes_nothing_is_taken(change):
         ({"head_dim": 127}, "head_dim=127; rotations need an even width of heads"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is "),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"), ({"num_local_experts": 8}, "num_local_experts is 8"),
-        ({"n_routed_experts": 64}, "n_routed_experts is 64"), ({"kv_lora_rank": 512}, "kv_lora_rank is 512"),
+        ({"n_routed_experts": 64}, "n_routed_experts is 64"),
+        ({"kv_lora_rank": 512}, "whose kv_lora_rank is null: take another model, since no sizes of ultrabench say what multi-head latent"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "model_type 'gemma2' (attn_logit_softcapping is 50.0)"),
-        ({"model_type": "gpt_oss", "num_local_experts": 32}, "model_type 'gpt_oss' (num_local_experts is 32); ultrabench trains the decoders of"),
+        ({"model_type": "gpt_oss", "num_local_experts": 32}, "model_type 'gpt_oss' (num_local_experts is 32, its attention has sinks); ultrabench trains the decoders of"),
+        ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"] * 12}, 'layer_types is ["sliding_attention", "full_attention", ..., its'),
+        ({"model_type": "mixtrall"}, "model_type 'mixtrall'; did you mean mixtral? ultrabench trains"),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 5632}, "'qwen2_moe' (shared_expert_intermediate_size is 5632)"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "model_type 'deepseek_v3' (kv_lora_rank is 512)"),
         ({"quantization_config": {"quant_method": "awq"}}, """quantization_config is {"quant_method": "awq"}; ultrabench"""),
@@ -255,14 +261,40 @@ def test_what_would_be_another_model_is_refused_by_name(change, line):
         (QWEN_MOE, {"attention_bias": True}, "attention_bias is true; ultrabench trains qwen3_moe models whose attention_bias is false"),
         (QWEN_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; ultrabench trains qwen3_moe models whose mlp_only_layers is []"),
         (GLM, {"n_group": 8}, "n_group is 8"), (GLM, {"topk_group": 4}, "topk_group is 4"), (DOTS, {"attention_bias": True}, "dots1 models whose"),
-        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0"), (MIXTRAL, {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
+        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0; ultrabench trains olmoe models whose clip_qkv is null: "), (MIXTRAL, {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
         (QWEN, {"num_experts": 8}, "num_experts is 8; ultrabench trains qwen3 models whose num_experts is 0"),
-        (MIXTRAL, {"num_local_experts": 1}, "num_experts_per_tok=2; must be in 1..num_experts=1"),
+        (MIXTRAL, {"num_local_experts": 1}, "model=m.json: num_experts_per_tok=2; must be in 1..num_local_experts=1"),
     ],
 )  # fmt: skip
 def test_what_makes_a_model_with_experts_another_one_is_refused_by_name(base, change, line):
     with refused(line):
         load_model(write("m.json", change, base=base))
+
+
+@pytest.mark.parametrize(
+    ("base", "without", "change", "line"),
+    [
+        (MIXTRAL, "num_local_experts", {}, "lacks num_experts or num_local_experts or n_routed_experts, a size of its experts; give it"),
+        (MIXTRAL, "num_local_experts", {"num_local_expert": 8}, "a size of its experts; did you mean it by num_local_expert?"),
+        (MIXTRAL, "num_experts_per_tok", {}, "model=m.json lacks num_experts_per_tok,"), (GLM, "n_shared_experts", {}, "lacks n_shared_experts,"),
+        (QWEN_MOE, "moe_intermediate_size", {"moe_intermediate_sizes": 768}, "lacks moe_intermediate_size, a size of its experts; did you mean"),
+    ],
+)  # fmt: skip
+def test_sizes_of_experts_are_given_or_the_key_is_named(base, without, change, line):
+    with refused(line):
+        load_model(write("m.json", change, (without,), base))
+
+
+@pytest.mark.parametrize("word", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_model_in_yaml_may_have_the_words_of_any_config_json(word):
+    sizes = {**SMALL, word: 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    write_config("model/small", yaml.safe_dump(sizes), Path("ultrabench"))
+    assert load_model("small").num_experts == 8
+    write_config(
+        "model/small", yaml.safe_dump({**sizes, "num_experts": 8, "num_local_experts": 8}), Path("ultrabench")
+    )
+    with refused("num_local_experts and "):
+        load_model("small")
 
 
 def test_a_window_is_refused_where_it_hides_positions():

@@ -13,7 +13,7 @@ from rich.console import RenderableType
 
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
-from ultrabench.analysis.numbers import count
+from ultrabench.analysis.numbers import count, formula_text, params_text
 from ultrabench.cli.tables import BLOCK, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, of_peak
@@ -65,6 +65,8 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     return {
         "label": spec.layout.label(),
         "world_size": spec.layout.world_size,
+        "num_params": spec.shape.num_params,
+        "num_active_params": spec.shape.num_active_params,
         "spec": to_dict(spec),
         "profile": config.profile.name,
         "peak_mem_bytes": part_rows.peak_mem_bytes,
@@ -106,7 +108,8 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         f"pipeline rank {largest['pp_rank']}, {largest['phase']}" if len(stages) > 1 else largest["phase"]
     )
     where = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
-    yield f"{spec.shape.name}, {prediction['label']}, {where}, sequences of {spec.workload.seq_len:,} tokens"
+    size = params_text(prediction["num_params"], prediction["num_active_params"])
+    yield f"{spec.shape.name} ({size}), {prediction['label']}, {where}, sequences of {spec.workload.seq_len:,} tokens"
     yield _bars(f"\nmemory at its peak ({peak_place}), {name}", prediction["memory"], 1 / unit)
     if len(stages) > 1:
         rows, columns = [], ("phase", *MEMORY_PARTS, "peak_bytes")
@@ -134,6 +137,8 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     )
     rate = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}"
     yield f"{step}; {rate}; limited by {prediction['limited_by']}"
+    if prediction["mfu"] is not None and spec.shape.num_experts:
+        yield formula_text([config.measure.flops_formula], has_experts=True)
     if prediction["mfu"] is None:
         guessed = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
         yield f"a core is taken to reach {guessed}; a sweep measures it first, so it predicts other times"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import typer
 
-from ultrabench.analysis.numbers import count
+from ultrabench.analysis.numbers import count, params_text
 from ultrabench.cli.tables import FittedTable, duration, say, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
@@ -57,8 +57,7 @@ def headline(config: SweepConfig) -> str:
 
 def _size(shape: ModelShape) -> str:
     """The name of a model and its parameters, such as `tiny-moe (498 k parameters, 351 k active)`."""
-    active = f", {count(shape.num_active_params)} active" if shape.num_experts else ""
-    return f"{shape.name} ({count(shape.num_params)} parameters{active})"
+    return f"{shape.name} ({params_text(shape.num_params, shape.num_active_params)})"
 
 
 def price_table(

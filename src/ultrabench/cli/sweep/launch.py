@@ -34,6 +34,7 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.remedy import same_commands
 from ultrabench.sweep.running.attempts import Launch, next_attempts
+from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, price_of, within_limit
 from ultrabench.sweep.running.progress import progress, settled_runs
 
@@ -59,7 +60,7 @@ def run_launch(
     plan = within_limit(plan_with_bar(config), limit_s)
     state = fold(read_journal(folder.journal)) if find_sweep_json(folder) else SweepState()
     price = price_of(plan, state, limit_s)
-    for line in same_commands(plan):
+    for line in (*other_shapes(config.models, state), *same_commands(plan)):
         warn(line)
     if config.launcher.name == "local":
         ask_for_this_machine(plan, price, yes)

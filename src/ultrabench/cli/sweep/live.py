@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from ultrabench.analysis.numbers import memory, percent, too_wide
+from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide
 from ultrabench.cli.tables import duration, out, style_of, table, three_digits
 from ultrabench.device_rates import OPERATIONS, summary
 from ultrabench.errors import counted
@@ -193,6 +193,10 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
         of_cell = ("model", *(f">{name}" for name in columns[1:]))
         heads = (*of_cell, "layout", ">tokens/s/GPU", ">MFU", ">x predicted")
         yield table("best so far", *heads, rows=rows)
+        if formulas := {
+            run.flops_formula for run, _ in now.best if run.shape.num_experts and run.peak_flops_per_s
+        }:
+            yield Text(formula_text(formulas, has_experts=True))
     if now.failures:
         yield Text("last failures and OOMs")
     for run, attempt in now.failures:

@@ -38,6 +38,7 @@ from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
 from ultrabench.sweep.remedy import nothing_fits, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
+from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
 from ultrabench.sweep.running.progress import progress
@@ -88,7 +89,11 @@ def show_plan(
     price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
     _tell_expected(summary, plan, price, now.settled - now.skipped.keys())
     advised_cells = {key_of(row) for row in best if row["advised"]}
-    notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *same_commands(plan)]
+    notes = [
+        *nothing_fits(plan, advised_cells, advised_p_oom),
+        *other_shapes(config.models, state),
+        *same_commands(plan),
+    ]
     fresh = [run for run in plan.runs if run.run_id not in rates]
     summary["unmeasured"] = beyond_fit((run.spec for run in fresh), config.profile, config.hardware.gpu)
     notes += _extrapolation(plan, fresh, summary["unmeasured"], best)

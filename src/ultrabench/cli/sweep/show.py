@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ultrabench.analysis.collect import collect
-from ultrabench.analysis.numbers import with_unit
+from ultrabench.analysis.numbers import formula_text, params_text, with_unit
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.predict.layout import ratio_line
@@ -94,12 +94,17 @@ def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
     """Lines with the numbers of a run in `sweep top`; none for a run that trains nothing."""
     rows = [row for row in _runs(folder) if row["run_id"] == run_id]
     for row in rows:
-        shown = {"rank": f"{row['rank']}, {cell_text(row)}"} | numbers(row) | {"in doubt": row["suspect"]}
+        shown: dict[str, str | Text | None] = {"rank": f"{row['rank']}, {cell_text(row)}"}
+        if row["num_params"]:
+            shown["model"] = params_text(row["num_params"], row["num_active_params"])
+        shown |= numbers(row) | {"in doubt": row["suspect"]}
         if row["attempt"] is None:  # others are in the table of attempts
             shown["reason"] = row["reason"]
         for name, value in shown.items():
             if value:
                 yield Text(f"{name:<14}").append(value)
+        if row["mfu"] and row["num_experts"]:
+            yield Text(formula_text([row["flops_formula"]], has_experts=True))
 
 
 def _runs(folder: SweepFolder) -> list[Row]:

@@ -14,8 +14,9 @@ from ultrabench.cli.tables import print_json, show
 from ultrabench.errors import SweepFolderError, require_known
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import FOLLOWING
+from ultrabench.model_shape import ADDED_LATER
 from ultrabench.record import from_dict, to_dict, values_of
-from ultrabench.run import ADDED_LATER, FOLLOWING_SIZES, AttemptKey, RunSpec, fill_in
+from ultrabench.run import FOLLOWING_SIZES, AttemptKey, RunSpec, fill_in
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
@@ -119,7 +120,7 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
         other_flags = " ".join(
             flag for name in others for flags in kernel.flags[name].values() for flag in flags
         )
-        size_by_name = {k: v for k, v in to_dict(spec.shape).items() if v != ADDED_LATER.get(f"shape.{k}")}
+        size_by_name = {k: v for k, v in to_dict(spec.shape).items() if v != ADDED_LATER.get(k)}
         sizes = ", ".join(f"{name}={value}" for name, value in size_by_name.items() if name != "name")
         yield f"the model, since {other_flags} is another; register one with {sizes} and add the flag that names it"
     for record in (spec.layout, spec.shape, spec.workload):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.analysis.cells import caveats, formula_text, layout_words
+from ultrabench.analysis.cells import caveats, layout_words, model_text
 from ultrabench.analysis.collect import open_results
-from ultrabench.analysis.numbers import memory, percent, too_wide, with_unit
+from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide, with_unit
 from ultrabench.analysis.ranking import DEFAULT_RANK_BY, leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
@@ -78,7 +78,7 @@ def _print_cell(name: str, runs: list[Row], first: int) -> None:
 def cell_text(row: Row) -> str:
     """The model and nodes of a run, and the routing of its experts, such as `tiny-moe on 1 node, routing balanced`."""
     routing = f", routing {row['routing']}" if row["routing"] else ""
-    return f"{row['model']} on {counted(row['nodes'], 'node')}{routing}"
+    return f"{model_text(row['model'], row['model_mark'])} on {counted(row['nodes'], 'node')}{routing}"
 
 
 def numbers(row: Row) -> dict[str, str | Text | None]:
