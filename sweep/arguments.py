@@ -18,7 +18,8 @@ from ultrabench.layout import (
 from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import broken_rules, refusal
+from ultrabench.sweep.grid import broken_rules
+from ultrabench.sweep.refusals import refusal
 
 TEXTS = TEXT_AXES | {"attention", "model", "hardware", "precision", "kernel", "profile"}
 """Arguments whose value is a text; the value of any other is a whole number."""

@@ -23,8 +23,8 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import values_of
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.grid import refusal
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.refusals import refusal
 
 SWEEP = [
     "sweep.models=[llama3-8b,llama3-70b]", "max_p_oom=1", "hardware=h100x8", "sweep.nodes=1", "sweep.tp=2", "sweep.pp=[1,2]",

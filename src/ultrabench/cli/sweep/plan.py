@@ -98,6 +98,7 @@ def show_plan(
     if price.jobs:
         priced = f"priced for launcher={config.launcher.name}: {jobs_line(price, config)}"
         notes += [interval_line(price), *too_long(plan), priced]
+    notes += _chosen_ep(plan)
     if as_json:
         print_json(_document(summary, price, notes) | ({"top": best} if top else {}))
         return
@@ -130,6 +131,14 @@ def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[s
     summary |= {"predicted_gpu_hours": round(price.gpu_hours, 4)}
     ends = [round(end, 4) for end in price.interval]
     return summary | {"predicted_gpu_hours_interval": ends, "beside_runs": beside, "notes": notes}
+
+
+def _chosen_ep(plan: Plan) -> Iterator[str]:
+    """A line for each model with experts, which says what sweep.ep=auto means for it."""
+    for shape in plan.config.models:
+        if shape.num_experts and "auto" in plan.config.axes.layout["ep"]:
+            values = sorted({c.layout.ep for c in plan.candidates if c.spec.shape == shape})
+            yield f"sweep.ep=auto is {', '.join(map(str, values))} for the {shape.num_experts} experts of {shape.name}"
 
 
 def _extrapolation(

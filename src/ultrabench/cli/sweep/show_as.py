@@ -21,8 +21,8 @@ from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.grid import unsupported
 from ultrabench.sweep.plan_table import read_rows, runs_of
+from ultrabench.sweep.refusals import unsupported
 from ultrabench.variant import texts, variables_of
 
 IMPLIED = ("name", *FOLLOWING, "gbs")
