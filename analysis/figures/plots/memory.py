@@ -48,7 +48,7 @@ _DEFAULTS = {name: NEUTRAL[name] for name in USUAL if name not in ADDED_LATER} |
 """Axes of layouts that the note names where they are not given -> their values."""
 _FROM_ROWS = ("model", "hardware", "profile", "nodes", "seq_len", *BATCH)
 """Arguments whose defaults are those of the rows."""
-_ALIKE = [*AXES, "model", "hardware", "nodes", "seq_len", "precision", "kernel"]
+_ALIKE = [*AXES, "model", "hardware", "nodes", "seq_len", "precision", "routing", "kernel"]
 """Columns that are equal in a measured run and the layout of its bar."""
 _MOMENTS = {
     FORWARD: "at the end of a forward, before its gradients",
@@ -86,7 +86,7 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
         ConfigError: an argument is wrong, or no value of the axis can run.
     """
     texts = [f"{name}={value}" for name, value in layout.items()]
-    chosen = read_arguments(texts, (*PREDICTED, "precision"), "model=llama3-8b tp=8")
+    chosen = read_arguments(texts, PREDICTED, "model=llama3-8b tp=8")
     runs = None if table is None else final(table)
     row_values = {} if runs is None else _values_of_rows(runs, chosen)
     arguments = PREDICTED | {name: values[0] for name, values in row_values.items()} | chosen
@@ -178,6 +178,7 @@ def _measured(runs: pd.DataFrame, bars: pd.DataFrame, config: SweepConfig) -> tu
     Without AFAB the runs may have another gas, if both are above pp.
     """
     kernel_columns = {"kernel": config.kernel.name, "precision": config.kernel.precision}
+    kernel_columns["routing"] = config.kernel.routing_of(config.models[0])
     bars = bars.assign(hardware=config.hardware.name, **kernel_columns)[["value", *_ALIKE]]
     pairs = runs.merge(bars, how="cross", suffixes=("", "_of_bar"))
     of_bar = {name: pairs[f"{name}_of_bar"] for name in _ALIKE}

@@ -153,12 +153,22 @@ def test_the_grid_is_every_combination_that_fits_once(axes, gpus, gbs):
 
 
 def test_auto_tries_the_degrees_that_share_the_experts_of_a_model_and_changes_no_dense_one():
-    words = ["model=olmoe-1b-7b", "hardware=h100x8", "sweep.nodes=[4]", "sweep.pp=[1,4]", "sweep.zero_stage=[0]"]
+    words = [
+        "model=olmoe-1b-7b",
+        "hardware=h100x8",
+        "sweep.nodes=[4]",
+        "sweep.pp=[1,4]",
+        "sweep.zero_stage=[0]",
+    ]
     candidates = make_plan(load_config(words)).candidates
     by_ranks = {32: {1, 2, 4, 8, 16, 32}, 8: {1, 2, 4, 8}}  # of a pipeline stage
-    assert {(32 // c.layout.pp, c.layout.ep) for c in candidates} == {(n, ep) for n in by_ranks for ep in by_ranks[n]}
+    assert {(32 // c.layout.pp, c.layout.ep) for c in candidates} == {
+        (n, ep) for n in by_ranks for ep in by_ranks[n]
+    }
     assert not {c.rule for c in candidates} & {"ep_divides_dp_cp_tp", "ep_divides_experts"}
-    largest = {c.layout.ep for c in make_plan(load_config([*words[:2], "sweep.nodes=[16]", *words[4:]])).candidates}
+    largest = {
+        c.layout.ep for c in make_plan(load_config([*words[:2], "sweep.nodes=[16]", *words[4:]])).candidates
+    }
     assert max(largest) == 64
     dense = ["model=llama3-8b", "hardware=h100x8", "sweep.nodes=[1]"]
     assert run_ids(dense) == run_ids([*dense, "sweep.ep=[1]"])
