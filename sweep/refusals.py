@@ -10,6 +10,8 @@ from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
 from ultrabench.stages import split_stages
 
+ROUTED = "routing"
+"""The word of kernel.flags for runs of ours, since a program of the user chooses the experts of a token itself."""
 FP8_MULTIPLE = 16
 """What divides all dims of a product of fp8 on GPUs; each is the sum of one of the three products of a layer (torch._scaled_mm)."""
 
@@ -190,6 +192,8 @@ def _lacking(attention: str, compute_capability: int | None, head_width: int) ->
 def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
     """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say."""
     for name, allowed in (kernel.flags | kernel.supports).items():
+        if name == ROUTED:
+            continue
         value = (
             kernel.precision if name == "precision" else getattr(layout, name, getattr(shape, name, layout))
         )

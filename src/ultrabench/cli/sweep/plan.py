@@ -33,7 +33,7 @@ from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, cell_columns
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
 from ultrabench.sweep.remedy import nothing_fits, same_commands
@@ -223,7 +223,7 @@ def _percent(share: float) -> str:
 def recommend(
     plan: Plan, top: int, rates: Mapping[str, float | None], advised_p_oom: float = ADVISED_P_OOM
 ) -> list[Row]:
-    """The `top` best runs of each cell, first by measured and then by expected tokens/s/GPU.
+    """The `top` best runs of each cell, in the order of the cells in the sweep, first by measured and then by expected tokens/s/GPU.
 
     What is expected of a run that is not measured is its predicted rate times the probability that it fits. Where
     no run of a cell is advised, the most likely one to fit stands alone, with `advised` False. A measured run
@@ -234,8 +234,9 @@ def recommend(
         advised_p_oom: P(OOM) above which a run that is not measured is not advised.
     """
     best = list[Row]()
-    for cell, runs in plan.cells.items():
-        rows = list[Row]()
+    runs_by_cell = plan.cells
+    for _, cell in planned_cells(plan.config):
+        rows, runs = list[Row](), runs_by_cell.get(cell, [])
         for run in runs:
             prediction, tokens = run.prediction, run.spec.tokens_per_step / run.layout.world_size
             measured = run.run_id in rates
