@@ -46,7 +46,7 @@ _FOLLOWS = dict.fromkeys(DEGREES, "dp") | {"dp": "nodes"}
 """Axis -> the argument that changes with it."""
 _DEFAULTS = {name: NEUTRAL[name] for name in USUAL if name not in ADDED_LATER} | {"gas": "pp"}
 """Axes of layouts that the note names where they are not given -> their values."""
-_FROM_ROWS = ("model", "hardware", "profile", "nodes", "seq_len", *BATCH)
+_FROM_ROWS = ("model", "hardware", "profile", "nodes", "seq_len", *BATCH, "zero_stage")
 """Arguments whose defaults are those of the rows."""
 _ALIKE = [*AXES, "model", "hardware", "nodes", "seq_len", "precision", "routing", "kernel"]
 """Columns that are equal in a measured run and the layout of its bar."""
@@ -121,8 +121,8 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
 def _values_of_rows(runs: pd.DataFrame, chosen: Values) -> dict[str, list[Any]]:
     """Argument that is not chosen -> its values in the rows, the default first.
 
-    This is the smallest model that has a configuration, with the smallest numbers, but the largest gas, since
-    above pp it changes no memory.
+    This is the smallest model that has a configuration, with the smallest numbers, but the ZeRO stage of most
+    rows, and the largest gas, since above pp it changes no memory.
     """
     values_by_name = {}
     for name in _FROM_ROWS:
@@ -134,6 +134,8 @@ def _values_of_rows(runs: pd.DataFrame, chosen: Values) -> dict[str, list[Any]]:
             values = [value for value in values if value in files(name)]
         else:
             values = sorted(map(int, values), reverse=name == "gas")
+        if name == "zero_stage":  # the rows of one value have the layouts of more bars
+            values.sort(key=lambda value: -int((runs[name] == value).sum()))
         if name in chosen:
             runs = runs[runs[column] == chosen[name]]
         elif values:
