@@ -179,8 +179,12 @@ def _measured(runs: pd.DataFrame, bars: pd.DataFrame, config: SweepConfig) -> tu
 
     Without AFAB the runs may have another gas, if both are above pp.
     """
-    kernel_columns = {"kernel": config.kernel.name, "precision": config.kernel.precision}
-    kernel_columns["routing"] = config.kernel.routing_of(config.models[0])
+    (shape,), kernel = config.models, config.kernel
+    kernel_columns = {
+        "kernel": kernel.name,
+        "precision": kernel.precision,
+        "routing": kernel.routing_of(shape),
+    }
     bars = bars.assign(hardware=config.hardware.name, **kernel_columns)[["value", *_ALIKE]]
     pairs = runs.merge(bars, how="cross", suffixes=("", "_of_bar"))
     of_bar = {name: pairs[f"{name}_of_bar"] for name in _ALIKE}
