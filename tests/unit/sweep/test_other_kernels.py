@@ -153,10 +153,10 @@ def test_torchtitan_is_told_ep_and_what_to_register_for_a_model_with_experts():
     assert "num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64" in model
     assert "scoring_func=sigmoid" in model
     assert "sliding_window" not in model
-    assert "--debug.moe-force-load-balance" in spec_there(spec, config.kernel).arguments
+    assert "--debug.moe-force-load-balance" in spec_there(spec, config.kernel).kernel.command
     learned = replace(spec, kernel=replace(spec.kernel, routing="learned"))
     assert [*not_expressed(learned, config.kernel)][1].startswith("routing=learned; ")
-    assert spec_there(learned, config.kernel).arguments == ()
+    assert spec_there(learned, config.kernel).kernel.command == config.kernel.command
     assert "--debug.moe-force-load-balance" not in command_of(
         spec, config
     )  # its router chooses in a run of its own

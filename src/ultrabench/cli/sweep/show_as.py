@@ -82,8 +82,10 @@ def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
 
 def spec_there(spec: RunSpec, kernel: KernelConfig) -> RunSpec:
     """The run as `kernel` trains it, with its flag for the routing of our run, if it has one."""
-    arguments = kernel.flags.get(ROUTED, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
-    return replace(spec, arguments=arguments, kernel=without_other_models(spec, kernel))
+    flags = kernel.flags.get(ROUTED, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
+    there = without_other_models(spec, kernel)
+    # They come before other flags, of which torchtitan takes that of recompute last.
+    return replace(spec, arguments=(), kernel=replace(there, command=(*there.command, *flags)))
 
 
 def with_precision(kernel: KernelConfig, precision: str) -> KernelConfig:
