@@ -110,8 +110,12 @@ def _first_values(config: Mapping[str, Any]) -> str | None:
     """The column `first_values` of a sweep with this resolved configuration; None where it cannot be read."""
     with contextlib.suppress(ConfigError, LookupError, TypeError, ValueError, AttributeError):
         sweep = config_from_tree(dict(config))
-        in_layouts = {"all": 0, "auto": default_schedule(2, 2)}
-        listed = {name: [in_layouts.get(v, v) for v in of] for name, of in sweep.axes.layout.items()}
+        in_layouts = {
+            ("dp_shard", "all"): 0,
+            ("pp_schedule", "auto"): default_schedule(2, 2),
+            ("ep", "auto"): 1,
+        }
+        listed = {name: [in_layouts.get((name, v), v) for v in of] for name, of in sweep.axes.layout.items()}
         listed |= {name: [*of] for name, of in sweep.options.values.items()}
         return _json_text({name: of[0] for name, of in listed.items() if len(of) > 1})
     return None

@@ -45,7 +45,7 @@ def write_sweep(path: Path, attempts: int) -> SweepFolder:
     workload, per_node, plan = config.workload, config.hardware.gpus_per_node, list[Candidate]()
     for shape, nodes in itertools.product(shapes, NODES):
         on = {"shape": shape, "kernel": config.kernel, "nodes": nodes, "gpus_per_node": per_node}
-        for layout in layouts(config.axes, nodes * per_node, per_node, workload.gbs):
+        for layout in layouts(config.axes, shape, nodes * per_node, per_node, workload.gbs):
             rule, reason = next(broken_rules(layout, shape), (None, None))
             spec = RunSpec(**on, workload=workload, layout=layout)
             told = {"rule": rule, "reason": reason, "predicted": PREDICTED, "flops_formula": "palm"}

@@ -22,9 +22,10 @@ from ultrabench.layout import Layout, default_virtual_stages
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.load import load_profile
-from ultrabench.sweep.grid import broken_rules, refusal
+from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
+from ultrabench.sweep.refusals import refusal
 
 TIMEOUT_S = 3600.0
 RECOMPUTE = ("none", "none", "none", "attention", "selective", "full", "every2")

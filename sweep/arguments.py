@@ -15,18 +15,23 @@ from ultrabench.layout import (
     default_virtual_stages,
     other_degrees,
 )
+from ultrabench.routing import in_quotes
 from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.grid import broken_rules, refusal
+from ultrabench.sweep.grid import broken_rules
+from ultrabench.sweep.refusals import refusal
 
-TEXTS = TEXT_AXES | {"attention", "model", "hardware", "precision", "kernel", "profile"}
+TEXTS = TEXT_AXES | {"attention", "model", "hardware", "precision", "compile", "routing", "kernel", "profile"}
 """Arguments whose value is a text; the value of any other is a whole number."""
 
 PREDICTED: dict[str, Any] = {
     "model": "llama3-8b", "hardware": "h100x8", "kernel": "embedded", "profile": None, "nodes": 1, "seq_len": 4096,
+    "precision": None, "compile": None, "routing": None,
 }  # fmt: skip
 """The arguments of a prediction beside those of layouts, with their usual values; a dry run has some of them."""
+OF_KERNEL = ("precision", "compile", "routing")
+"""Arguments that are settings of the kernel; None is what hardware and kernel usually have."""
 
 _ELSEWHERE = {
     "gbs": "the batch follows: gbs = dp*mbs*gas; give mbs and gas",
@@ -74,8 +79,9 @@ def layout_of(values: Mapping[str, Any]) -> Layout:
 def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[RunSpec, SweepConfig]:
     """The run that arguments such as `model=llama3-8b nodes=8 tp=8` describe, and what they configure besides.
 
-    By default dp is the number of GPUs divided by the other degrees, gas equals pp, and the precision is
-    that of the hardware.
+    By default dp is the number of GPUs divided by the other degrees, gas equals pp, the precision is
+    that of the hardware and settings of the
+    kernel are its usual ones.
 
     Args:
         defaults: the arguments beside those of layouts, with their usual values; nodes and seq_len are among them.
@@ -83,17 +89,19 @@ def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[Run
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
-    words = read_arguments(arguments, (*defaults, "precision"), "model=llama3-8b nodes=8 tp=8")
+    words = read_arguments(arguments, defaults, "model=llama3-8b nodes=8 tp=8")
     values = {**defaults, **words}
     config = config_of(values)
     return run_of(values, config), config
 
 
 def config_of(values: Mapping[str, Any]) -> SweepConfig:
-    """What the arguments of a run configure beside its layout: model, hardware, kernel, profile and precision."""
-    of_run = {*AXES, "nodes", "seq_len", "precision"}
+    """What the arguments of a run configure beside its layout: model, hardware, kernel, profile and settings of the kernel."""
+    of_run = {*AXES, "nodes", "seq_len", *OF_KERNEL}
     overrides = {key: value for key, value in values.items() if key not in of_run}
-    overrides["kernel.precision"] = values.get("precision")
+    overrides |= {f"kernel.{name}": values.get(name) for name in OF_KERNEL}
+    if routing := values.get("routing"):
+        overrides["kernel.routing"] = in_quotes(routing)
     return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
 
 

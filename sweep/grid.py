@@ -9,8 +9,6 @@ from itertools import chain, product
 from math import gcd, prod
 
 from ultrabench.errors import ConfigError
-from ultrabench.hardware import FP8_ARCHITECTURES, Hardware
-from ultrabench.kernel_config import ANY, IN_16_BITS, KernelConfig
 from ultrabench.layout import (
     BATCH,
     DEGREES,
@@ -25,26 +23,31 @@ from ultrabench.layout import (
     details_of,
     other_degrees,
 )
-from ultrabench.model_shape import ModelShape, RopeScaling
+from ultrabench.model_shape import ModelShape
 from ultrabench.record import values_of
 from ultrabench.run import Workload
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.sweep_config import Axes
+from ultrabench.sweep.refusals import schedule_refusals
 
-FP8_MULTIPLE = 16
-"""What divides all dims of a product of fp8 on GPUs; each is the sum of one of the three products of a layer (torch._scaled_mm)."""
+MOST_EP = 64
+"""Largest degree of expert parallelism that ep=auto takes, a power of two."""
 MOST_COMBINATIONS = 1_000_000
 """Largest number of combinations of a sweep. With more, planning takes minutes and gigabytes."""
 
 
-def require_countable(axes: Axes, models: int, options: Mapping[str, Sequence[object]]) -> None:
+def require_countable(
+    axes: Axes, models: Collection[ModelShape], options: Mapping[str, Sequence[object]]
+) -> None:
     """Raises when the axes have too many combinations; gas is not counted, as it follows from the others.
 
     Raises:
         ConfigError: the axes have more than MOST_COMBINATIONS combinations.
     """
     sizes = {name: len(set(values)) for name, values in axes.layout.items() if name != "gas"}
-    sizes |= {"models": models, "nodes": len(set(axes.nodes))}
+    # ep=auto has no value that the degrees rule out; there are as many as the model has that allows most.
+    sizes["ep"] = max((len({*_ep_values(axes, MOST_EP, shape)}) for shape in models), default=1)
+    sizes |= {"models": len(models), "nodes": len(set(axes.nodes))}
     sizes |= {name: len(values) for name, values in options.items()}
     number = prod(sizes.values())
     if number > MOST_COMBINATIONS:
@@ -58,8 +61,8 @@ DERIVED = (FOLLOWING[-1], *IN_SWEEP)
 """Axes whose values in a layout depend on those of other axes."""
 
 
-def layouts(axes: Axes, gpus: int, gpus_per_node: int, gbs: int) -> Iterator[Layout]:
-    """All different layouts whose degrees multiply to `gpus`, with dp*mbs*gas = gbs.
+def layouts(axes: Axes, shape: ModelShape, gpus: int, gpus_per_node: int, gbs: int) -> Iterator[Layout]:
+    """All different layouts of a model whose degrees multiply to `gpus`, with dp*mbs*gas = gbs.
 
     dp follows from the other degrees, and gas from gbs, dp and mbs. Structural rules are applied later.
     """
@@ -76,9 +79,25 @@ def layouts(axes: Axes, gpus: int, gpus_per_node: int, gbs: int) -> Iterator[Lay
             for shard_word in axes.layout["dp_shard"]
         ]
         schedules = _schedules(axes, value_by_axis["pp"], gas)
-        for (schedule, virtual_stages), dp_shard in dict.fromkeys(product(schedules, shards)):
-            value_by_axis |= {"pp_schedule": schedule, "virtual_stages": virtual_stages, "dp_shard": dp_shard}
+        degrees_of_ep = _ep_values(axes, gpus // value_by_axis["pp"], shape)
+        for (schedule, stages), dp_shard, ep in dict.fromkeys(product(schedules, shards, degrees_of_ep)):
+            value_by_axis |= {
+                "pp_schedule": schedule,
+                "virtual_stages": stages,
+                "dp_shard": dp_shard,
+                "ep": ep,
+            }
             yield Layout(dp=dp, gas=gas, **value_by_axis)
+
+
+def _ep_values(axes: Axes, ranks: int, shape: ModelShape) -> list[int]:
+    """The degrees of expert parallelism that the axes ask for among the `ranks` of a pipeline stage.
+
+    auto means 1 and, for a model with experts, all powers of two that divide their number and the ranks, up to MOST_EP.
+    """
+    largest = gcd(shape.num_experts, ranks, MOST_EP) if shape.num_experts else 1
+    fitting = [2**n for n in range(largest.bit_length())]
+    return [*chain(*(fitting if value == "auto" else [value] for value in axes.layout["ep"]))]
 
 
 def _shards(shard_word: int | str, copies: int, in_node: int, zero_stage: int) -> int:
@@ -165,197 +184,6 @@ def _broken_by_experts(layout: Layout, shape: ModelShape) -> Iterator[tuple[str,
     if shape.num_experts and layout.zero_stage and sharing % ep and ep % sharing:
         shards = f"tp*{'dp_shard' if layout.dp_shard else 'dp*cp'}={sharing}"
         yield "ep_fits_dp_shard", f"ep={ep} neither divides {shards} nor is a multiple of it"
-
-
-def schedule_refusals(layout: Layout) -> Iterator[str]:
-    """The reasons why the micro-batches of a layout cannot run in the order of its pipeline schedule."""
-    gas, pp = layout.gas, layout.pp
-    # With fewer than pp-1 micro-batches a pipeline is never filled.
-    if gas < pp - 1:
-        yield f"gas={gas} is less than pp-1={pp - 1}"
-    # 1F1B fills the pipeline with pp micro-batches.
-    if layout.pp_schedule == "1f1b" and gas < pp:
-        yield f"1f1b needs gas >= pp; gas={gas}, pp={pp}"
-    # Torch cuts gas into gas // pp rounds of equal size.
-    rounds = max(1, gas // pp)
-    if layout.pp_schedule == "interleaved" and gas % rounds:
-        near = " or ".join(str(number) for number in _interleaved_near(gas, pp))
-        yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={gas}, pp={pp}: gas={near} is one"
-
-
-def _interleaved_near(gas: int, pp: int) -> Iterator[int]:
-    """The nearest smaller and the nearest larger number of micro-batches that interleaved can run."""
-    for numbers in (range(gas, 0, -1), range(gas, 2 * gas + pp)):
-        yield next(number for number in numbers if number % max(1, number // pp) == 0)
-
-
-def refusal(
-    kernel: KernelConfig,
-    layout: Layout,
-    shape: ModelShape,
-    seq_len: int,
-    device: str,
-    hardware: Hardware | None = None,
-) -> str | None:
-    """Why `kernel` cannot run `layout`, which no structural rule rejects; None when it can.
-
-    Args:
-        device: the torch device type that it would run on, cuda or cpu.
-        hardware: the nodes that it would run on; None where they are unknown.
-    """
-    if kernel.kind != "embedded":
-        return next(unsupported(kernel, layout, shape), None)
-    attention = _of_attention(kernel, layout, device)
-    accelerator = _of_accelerator(kernel, layout, shape.head_width, hardware) if hardware else ()
-    structure, routing = _of_embedded(layout, shape, seq_len), _of_routing(kernel, layout, shape)
-    products = _of_fp8(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
-    return next(chain(structure, routing, products, attention, accelerator), None)
-
-
-def _of_routing(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """The reasons why a model cannot have the routing of `kernel`, or not in compiled layers."""
-    if kernel.routing != "balanced" and not shape.num_experts:
-        # It would be another run of the same training.
-        yield f"routing={kernel.routing} needs a model with experts; {shape.name} has none: take routing=balanced"
-    if shape.num_experts and kernel.routing == "learned" and kernel.compiles(layout.pp_schedule):
-        # The sizes of tensors in the layer then follow from values, which one graph cannot have.
-        reason = "kernel.routing=learned with kernel.compile=true; only the router knows how many tokens an expert gets"
-        yield f"{reason}: take kernel.compile=false or kernel.routing=balanced"
-
-
-def _of_fp8(layout: Layout, shape: ModelShape, seq_len: int, hardware: Hardware | None) -> Iterator[str]:
-    """The reasons why our own kernel cannot compute the products of a model in fp8."""
-    if hardware and not hardware.has_fp8:
-        yield f"precision=fp8 needs {FP8_ARCHITECTURES}; {hardware.gpu} is {hardware.architecture}: take precision=bf16"
-    if shape.num_experts:
-        yield f"precision=fp8 with num_experts={shape.num_experts}; products of experts have no fp8: take precision=bf16"
-    sizes = {
-        "hidden_size": shape.hidden_size, "intermediate_size/tp": shape.intermediate_size // layout.tp,
-        "num_attention_heads*head_dim/tp": shape.q_width // layout.tp, "mbs*seq_len/cp": layout.mbs * seq_len // layout.cp,
-        "num_key_value_heads*head_dim/tp": shape.kv_width // layout.tp,
-    }  # fmt: skip
-    for name, size in sizes.items():
-        if size % FP8_MULTIPLE:
-            yield f"precision=fp8 needs products whose dims are multiples of {FP8_MULTIPLE}; {name}={size}: take precision=bf16"
-
-
-def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
-    """The reasons why our own kernel cannot run a layout that no structural rule rejects."""
-    pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
-    # A window that is as long as the sequence hides nothing.
-    if shape.sliding_window is not None and shape.sliding_window < seq_len:
-        use = f"sliding_window={shape.sliding_window} is in use with seq_len={seq_len}"
-        yield f"{use}; attention has no window: take seq_len <= {shape.sliding_window} or another model"
-    # Context parallelism gives each rank two chunks of the sequence, all of the same length.
-    if layout.cp > 1 and seq_len % (2 * layout.cp):
-        yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
-    # A stage without parameters has nothing to train (it holds only the cast or the loss).
-    for stage in split_stages(shape, layout.num_stages):
-        if stage.num_params(shape) == 0:
-            large = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
-            yield f"{large}: stage {stage.index} has no parameters"
-    # Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1.
-    if zero_stage == 2 and pp > 1:
-        yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"
-    # Torch reduces the gradients of a pipeline by itself; ours are reduced during its last backward.
-    if layout.dp_overlap == "off" and pp > 1:
-        yield f"dp_overlap=off with pp={pp}; ultrabench's kernel has it for pp=1 only"
-    yield from schedule_refusals(layout)
-    if layout.full_every > shape.num_hidden_layers:
-        yield f"recompute={layout.recompute} recomputes none of num_hidden_layers={shape.num_hidden_layers}"
-    # With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters.
-    if schedule == "zbv" and zero_stage == 3:
-        yield "zbv with zero_stage=3 loses gradients in torch; take zero_stage 0 or 1, or another schedule"
-    # Tensor parallelism also splits feed-forward and vocabulary, and sequence parallelism the tokens.
-    sizes = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
-    if layout.sequence_parallel == "on":
-        sizes["seq_len/cp"] = seq_len // layout.cp
-    sizes["n_shared_experts*moe_intermediate_size"] = shape.shared_expert_intermediate_size
-    for name, size in sizes.items():
-        if size % layout.tp:
-            yield f"tp={layout.tp} does not divide {name}={size}"
-    if shape.num_experts and layout.sequence_parallel == "off":
-        # Each rank of tp would send all tokens to the experts.
-        yield "sequence_parallel=off with experts; the ranks of tp share the tokens that they send: take sequence_parallel=on"
-    if shape.qk_norm_across_heads and layout.tp > 1:
-        yield f"qk_norm_across_heads=true is one norm over the heads of all ranks; tp={layout.tp}: take tp=1"
-    # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
-    if schedule == "zbv" and layout.recompute not in ("none", "attention"):
-        yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"
-
-
-def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:
-    """The reasons why the attention of our own kernel cannot run on a device."""
-    attention, precision = kernel.attention, kernel.precision
-    if device == "cpu" and attention in ("cudnn", "flash3"):
-        yield f"attention={attention} needs an NVIDIA GPU; on CPUs take auto, flash or math"
-    # The parts of a ring are put together by their log-sums, which only fused kernels return.
-    if layout.cp > 1 and attention == "math":
-        yield f"attention=math cannot run with cp={layout.cp}, whose parts it cannot put together; take auto"
-    # The fused kernels of GPUs compute in 16 bit only.
-    if device == "cuda" and not kernel.in_16_bits:
-        rule = f"needs precision={' or '.join(IN_16_BITS)} on GPUs; precision={precision}"
-        if layout.cp > 1:
-            yield f"cp={layout.cp} {rule}"
-        if attention not in ("auto", "math"):
-            yield f"attention={attention} {rule}: take auto or math"
-
-
-def _of_accelerator(
-    kernel: KernelConfig, layout: Layout, head_width: int, hardware: Hardware
-) -> Iterator[str]:
-    """The reason why an accelerator cannot run the attention of our own kernel, if its architecture is known."""
-    sm, attention = hardware.compute_capability, kernel.attention
-    if hardware.architecture is None or not kernel.in_16_bits or attention == "math":
-        return
-    if needed := _lacking("flash" if attention == "auto" else attention, sm, head_width):
-        other = (
-            "auto" if attention not in ("auto", "flash") and not _lacking("flash", sm, head_width) else "math"
-        )
-        has = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
-        yield f"attention={attention} needs {needed}; {has}: take {other}{' and cp=1' * (layout.cp > 1 and other == 'math')}"
-
-
-def _lacking(attention: str, compute_capability: int | None, head_width: int) -> str | None:
-    """What an implementation of attention needs and an accelerator lacks; None if nothing is known to be lacking.
-
-    These are torch's checks for training without dropout
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and torch/nn/attention/_fa3.py). Not checked are
-    cuDNN's heads of 129 to 256 on Hopper and Blackwell, which depend on its version, and flash attention on
-    AMD GPUs (compute_capability None), for which torch asks AOTriton.
-    """
-    if attention == "flash3" and compute_capability != 90:
-        return "sm_90"
-    if compute_capability is None:
-        return "an NVIDIA GPU" if attention == "cudnn" else None
-    if not 80 <= compute_capability <= 121:
-        return "sm_80 to sm_121"
-    widest_head = 128 if attention == "cudnn" and compute_capability // 10 not in (9, 10) else 256
-    if head_width > widest_head:
-        return f"head_dim <= {widest_head}"
-    if attention == "cudnn" and head_width % 8:
-        return "a head_dim that is a multiple of 8"
-    if 192 < head_width <= 224 and (compute_capability in range(86, 90) or compute_capability >= 120):
-        return "head_dim <= 192 or > 224"
-    return None
-
-
-def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say."""
-    for name, allowed in (kernel.flags | kernel.supports).items():
-        value = (
-            kernel.precision if name == "precision" else getattr(layout, name, getattr(shape, name, layout))
-        )
-        if value is layout:
-            yield f"kernel.supports or kernel.flags names {name!r}, which is no word of a layout or a model"
-            continue
-        if isinstance(value, RopeScaling):
-            value = values_of(value)
-        alike = name == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
-        expressed = value in allowed if name in kernel.supports else str(value) in allowed or ANY in allowed
-        if not expressed and not alike:
-            shown = ", ".join(map(str, allowed))
-            yield f"kernel {kernel.name} supports {name} in [{shown}]; {name}={value}"
 
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:

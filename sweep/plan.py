@@ -21,17 +21,11 @@ from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, words_of
 from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, by_cell
 from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.config.sweep_config import WEAK, Axes, SweepConfig
-from ultrabench.sweep.grid import (
-    broken_rules,
-    layouts,
-    refusal,
-    require_countable,
-    why_none,
-    without_candidates,
-)
+from ultrabench.sweep.grid import broken_rules, layouts, require_countable, why_none, without_candidates
 from ultrabench.sweep.predict.memory import memory_constants
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.predict.predict import Predictor, too_large
+from ultrabench.sweep.refusals import refusal
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS, Value, Variant
 
 PARALLEL_FROM = 10_000
@@ -129,7 +123,7 @@ def make_plan(
     Raises:
         ConfigError: the axes give no candidate.
     """
-    require_countable(config.axes, len(config.models), config.options.values)
+    require_countable(config.axes, config.models, config.options.values)
     parts = [*_parts(config, core_flops_per_s, cores)]
     variants = [*variants_of(config.options)]
     of, candidates = sum(len(part.layouts) for part in parts) * len(variants), list[Candidate]()
@@ -196,7 +190,7 @@ def _parts(config: SweepConfig, core_flops_per_s: float | None, cores: int) -> I
     per_node = config.hardware.gpus_per_node
     for shape, cell in planned_cells(config):
         peak = config.hardware.peak(cell.precision, cell.nodes, core_flops_per_s, cores)
-        of_cell = [*layouts(config.axes, cell.nodes * per_node, per_node, cell.gbs)]
+        of_cell = [*layouts(config.axes, shape, cell.nodes * per_node, per_node, cell.gbs)]
         for start in range(0, len(of_cell), PART):
             yield _Part(shape, cell, peak, of_cell[start : start + PART])
 

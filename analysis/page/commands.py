@@ -7,6 +7,7 @@ from typing import Any
 
 from ultrabench.analysis.rows import Row
 from ultrabench.layout import AXES
+from ultrabench.routing import in_quotes
 
 _CELL = ("model", "hardware", "kernel", "source", "precision", "routing", "nodes", "seq_len", "gbs")
 
@@ -34,16 +35,22 @@ def _of_cell(*values: Any) -> tuple[str, str]:
     """
     model, hardware, kernel, source, precision, routing, nodes, seq_len, gbs, *profile = values
     names = {"model": model, "hardware": hardware, "kernel": kernel if source is None else None}
+    uncompiled = "false" if routing == "learned" else None  # compiled layers cannot have it
     batch = {"sweep.nodes": [nodes], "sweep.seq_len": seq_len, "sweep.gbs": gbs}
     predicted = {
         "profile": profile[0] if profile else None,
         "precision": precision,
+        "routing": routing,
+        "compile": uncompiled,
         "nodes": nodes,
         "seq_len": seq_len,
     }
-    return _joined(names | {"kernel.precision": precision, "kernel.routing": routing} | batch), _joined(
-        names | predicted
-    )
+    of_kernel = {
+        "kernel.precision": precision,
+        "kernel.routing": routing and in_quotes(routing),
+        "kernel.compile": uncompiled,
+    }
+    return _joined(names | of_kernel | batch), _joined(names | predicted)
 
 
 @functools.cache  # because a layout is run with many models and numbers of nodes

@@ -11,7 +11,7 @@ from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
 from ultrabench.analysis.predict.fit import OF_FP8, fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, of_version, usable
 from ultrabench.errors import counted
-from ultrabench.layout import AXES, DEGREES
+from ultrabench.layout import AXES, DEGREES, DIVIDES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.sweep.predict.memory import limit_share, memory_constants, p_oom, predict_memory
@@ -95,7 +95,7 @@ def _row(case: Case, profile: Profile) -> dict[str, Any]:
         "nodes": spec.nodes,
         **layout,
         "precision": spec.kernel.precision,
-        "parallelism": " ".join(axis for axis in DEGREES if layout[axis] > 1) or "one rank",
+        "parallelism": " ".join(axis for axis in (*DEGREES, *DIVIDES) if layout[axis] > 1) or "one rank",
         "status": str(run.status),
         "regime": case.regime,
         "step_time_s": run.step_time_s,

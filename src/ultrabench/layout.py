@@ -32,6 +32,10 @@ SHARD_WORDS = Annotated[
     Meta(description="all, node or a number >= 2"),
 ]
 """Values of dp_shard in a sweep: all dp*cp ranks, those of them on one node, or a number."""
+EP_WORDS = Annotated[
+    Annotated[int, at_least(1)] | Annotated[str, one_of("auto")], Meta(description="auto or a number >= 1")
+]
+"""Values of ep in a sweep: 1 and powers of two that fit the experts of the model, or a number."""
 
 
 class InSweep(NamedTuple):
@@ -136,7 +140,7 @@ class Layout:
     ep: Count = axis(
         "ep", "Expert-parallel degree: consecutive ranks of dp*cp*tp that share the experts of a layer.", kind=CHOICE,
         title="expert-parallel degree", default=1, implied=(1,), usual=POWERS, divides=("dp", "cp", "tp"),
-        added_later=True,
+        in_sweep=InSweep(EP_WORDS, "auto"), added_later=True,
     )  # fmt: skip
     dp_overlap: Annotated[str, one_of("on", "off")] = axis(
         "overlap-", "Whether gradients are reduced during backward (on) or after it (off).", kind=CHOICE,

@@ -1,9 +1,14 @@
-"""How skewed routing spreads tokens over experts."""
+"""The words of a routing, and how skewed routing spreads tokens over experts."""
 
 from functools import lru_cache
 
 SKEW = "skew="
 """What the exponent of a power law follows in the word of a routing, such as `skew=1.5`."""
+
+
+def in_quotes(routing: str) -> str:
+    """The word of a routing as the value of an override: in double quotes where it has a second `=`."""
+    return f'"{routing}"' if routing.startswith(SKEW) else routing
 
 
 @lru_cache(maxsize=64)

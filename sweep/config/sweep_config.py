@@ -146,7 +146,8 @@ class Axes:
 
     gas is always gbs / (dp * mbs); when values of gas are given, layouts with another gas are left out.
     The pp_schedule auto means 1f1b, or afab where gas < pp. virtual_stages is used by interleaved only.
-    The dp_shard all means all dp*cp ranks, node those of them that are on one node.
+    The dp_shard all means all dp*cp ranks, node those of them that are on one node. The ep auto means 1, and for a
+    model with experts also the powers of two that divide their number and the ranks of a pipeline stage, up to 64.
     """
 
 

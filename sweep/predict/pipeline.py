@@ -47,7 +47,7 @@ class TimedPass(NamedTuple):
 def order(layout: Layout) -> list[list[Pass]]:
     """The passes of each rank of the pp axis in the order in which it runs them.
 
-    The layout must keep the rules of `ultrabench.sweep.grid.schedule_refusals`.
+    The layout must keep the rules of `ultrabench.sweep.refusals.schedule_refusals`.
     """
     return [passes_of(layout, rank) for rank in range(layout.pp)]
 

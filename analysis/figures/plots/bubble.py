@@ -16,8 +16,8 @@ from ultrabench.analysis.figures.runs import final, measured
 from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid, remark
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, FOLLOWING, Layout, default_schedule, details_of
-from ultrabench.sweep.grid import schedule_refusals
 from ultrabench.sweep.predict.pipeline import bubble_share
+from ultrabench.sweep.refusals import schedule_refusals
 
 _PIPELINE = (*FOLLOWING, "pp", *details_of("pp"))
 _ALIKE = ["panel", "gbs", "seq_len", "nodes", *(name for name in AXES if name not in _PIPELINE)]

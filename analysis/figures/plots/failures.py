@@ -14,6 +14,7 @@ from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.runs import final, known
 from ultrabench.analysis.figures.style import categories, label, legend, panel_grid
 from ultrabench.errors import counted
+from ultrabench.layout import TITLES
 from ultrabench.result import PENDING, STATUSES, Status
 
 _ENDS: dict[str, tuple[str, str, str]] = {
@@ -48,7 +49,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     for axes, (name, panel_runs) in zip(panels, of_panel, strict=True):
         numbers = panel_runs.pivot(index="end", columns=axis, values="runs").reindex(columns=values)
         _bars(axes, numbers.fillna(0).astype(int))
-        label(axes, str(name), axis, "runs")
+        label(axes, str(name), TITLES.get(axis, axis), "runs")
         categories(axes, [int(value) for value in values])
         axes.grid(visible=False, axis="x")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))

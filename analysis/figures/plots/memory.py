@@ -46,9 +46,9 @@ _FOLLOWS = dict.fromkeys(DEGREES, "dp") | {"dp": "nodes"}
 """Axis -> the argument that changes with it."""
 _DEFAULTS = {name: NEUTRAL[name] for name in USUAL if name not in ADDED_LATER} | {"gas": "pp"}
 """Axes of layouts that the note names where they are not given -> their values."""
-_FROM_ROWS = ("model", "hardware", "profile", "nodes", "seq_len", *BATCH)
+_FROM_ROWS = ("model", "hardware", "profile", "nodes", "seq_len", *BATCH, "zero_stage")
 """Arguments whose defaults are those of the rows."""
-_ALIKE = [*AXES, "model", "hardware", "nodes", "seq_len", "precision", "kernel"]
+_ALIKE = [*AXES, "model", "hardware", "nodes", "seq_len", "precision", "routing", "kernel"]
 """Columns that are equal in a measured run and the layout of its bar."""
 _MOMENTS = {
     FORWARD: "at the end of a forward, before its gradients",
@@ -86,7 +86,7 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
         ConfigError: an argument is wrong, or no value of the axis can run.
     """
     texts = [f"{name}={value}" for name, value in layout.items()]
-    chosen = read_arguments(texts, (*PREDICTED, "precision"), "model=llama3-8b tp=8")
+    chosen = read_arguments(texts, PREDICTED, "model=llama3-8b tp=8")
     runs = None if table is None else final(table)
     row_values = {} if runs is None else _values_of_rows(runs, chosen)
     arguments = PREDICTED | {name: values[0] for name, values in row_values.items()} | chosen
@@ -121,8 +121,8 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
 def _values_of_rows(runs: pd.DataFrame, chosen: Values) -> dict[str, list[Any]]:
     """Argument that is not chosen -> its values in the rows, the default first.
 
-    This is the smallest model that has a configuration, with the smallest numbers, but the largest gas, since
-    above pp it changes no memory.
+    This is the smallest model that has a configuration, with the smallest numbers, but the ZeRO stage of most
+    rows, and the largest gas, since above pp it changes no memory.
     """
     values_by_name = {}
     for name in _FROM_ROWS:
@@ -134,6 +134,8 @@ def _values_of_rows(runs: pd.DataFrame, chosen: Values) -> dict[str, list[Any]]:
             values = [value for value in values if value in files(name)]
         else:
             values = sorted(map(int, values), reverse=name == "gas")
+        if name == "zero_stage":  # the rows of one value have the layouts of more bars
+            values.sort(key=lambda value: -int((runs[name] == value).sum()))
         if name in chosen:
             runs = runs[runs[column] == chosen[name]]
         elif values:
@@ -177,7 +179,12 @@ def _measured(runs: pd.DataFrame, bars: pd.DataFrame, config: SweepConfig) -> tu
 
     Without AFAB the runs may have another gas, if both are above pp.
     """
-    kernel_columns = {"kernel": config.kernel.name, "precision": config.kernel.precision}
+    (shape,), kernel = config.models, config.kernel
+    kernel_columns = {
+        "kernel": kernel.name,
+        "precision": kernel.precision,
+        "routing": kernel.routing_of(shape),
+    }
     bars = bars.assign(hardware=config.hardware.name, **kernel_columns)[["value", *_ALIKE]]
     pairs = runs.merge(bars, how="cross", suffixes=("", "_of_bar"))
     of_bar = {name: pairs[f"{name}_of_bar"] for name in _ALIKE}

@@ -24,7 +24,7 @@ from ultrabench.analysis.figures.style import (
     remark,
 )
 from ultrabench.errors import counted
-from ultrabench.layout import AXES, DEGREES
+from ultrabench.layout import AXES, DEGREES, TITLES
 
 _FOLLOW = dict.fromkeys(("nodes", *DEGREES), "dp and gas") | {"dp": "nodes and gas"}
 """Axis -> what follows from it where all else is equal; nothing follows from an axis that regroups ranks."""
@@ -122,7 +122,7 @@ def _line_name(line: float) -> str:
 def _across(panel_runs: pd.DataFrame, axis: str) -> str:
     """The name of the axis; that of nodes says how the batch follows from them."""
     if axis != "nodes":
-        return axis
+        return TITLES[axis]
     scaling, batch = panel_runs[["scaling", "batch"]].iloc[0]
     return f"nodes ({scaling or 'strong'}: {batch or 'unknown gbs'})"
 

@@ -15,8 +15,8 @@ from ultrabench.analysis.figures.style import WIDTH, label, legend, panel_grid
 from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.layout import details_of
 from ultrabench.sweep.arguments import layout_of, read_arguments
-from ultrabench.sweep.grid import schedule_refusals
 from ultrabench.sweep.predict.pipeline import timeline
+from ultrabench.sweep.refusals import schedule_refusals
 
 MOST_PASSES = 20_000
 """Largest number of passes of one figure."""

@@ -111,6 +111,11 @@ def test_measured_runs_of_the_layouts_are_marked_in_any_order_of_rows():
     assert "; measured" not in drawn("memory", RUNS[2], axis="tp", **OVER_TP)[2]
 
 
+def test_the_zero_stage_is_that_of_most_rows():
+    rows = [row(str(n), model="8B", tp=2, dp=4, zero_stage=stage) for n, stage in enumerate((0, 1, 1))]
+    assert " zero_stage=1 " in points({}, table_of(*rows), axis="tp")[1]
+
+
 def test_what_is_not_given_is_that_of_the_rows():
     large = row("a", model="8B", tp=2, dp=4, gas=16, kernel="nanotron", seq_len=2048)
     small = {"model": "1B", "num_params": 10**9, "hardware": "a100-80x8", "kernel": "nanotron"}

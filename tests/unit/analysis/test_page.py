@@ -186,3 +186,13 @@ def test_the_commands_of_a_row_describe_its_layout(layout):
     imported = shlex.split(predict_words(told | {"source": "a table", "kernel": "nanotron"}, ["nanotron"]))
     assert read_run(imported, PREDICTED)[0].layout == layout
     assert "profile=nanotron" in imported
+
+
+@pytest.mark.parametrize("routing", ["balanced", "skew=0.5", "learned"])
+def test_the_commands_of_a_row_describe_how_its_experts_are_chosen(routing):
+    axes = {name: getattr(Layout(dp=8, mbs=1, gas=32, ep=8), name) for name in Layout.__slots__}
+    told = run(1, **axes) | {"source": None, "model": "olmoe-1b-7b", "routing": routing}
+    (candidate,) = make_plan(load_config(shlex.split(launch_words(told)))).candidates
+    spec, _ = read_run(shlex.split(predict_words(told, ())), PREDICTED)
+    assert (candidate.spec.kernel.routing, candidate.rule) == (routing, None)
+    assert spec.kernel == candidate.spec.kernel

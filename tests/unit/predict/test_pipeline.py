@@ -8,9 +8,9 @@ import torch
 
 from ultrabench.kernel.pp import SCHEDULES
 from ultrabench.layout import Layout
-from ultrabench.sweep.grid import schedule_refusals
 from ultrabench.sweep.predict.pipeline import COST, bubble_share, order, timeline, turns
 from ultrabench.sweep.predict.stage_memory import in_flight
+from ultrabench.sweep.refusals import schedule_refusals
 
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "input", "BACKWARD_WEIGHT": "weight"}  # fmt: skip
 EVERY_SCHEDULE = pytest.mark.parametrize(

@@ -34,6 +34,11 @@ def test_every_check_is_one_that_the_cli_takes(words):
     assert words in gpu_check.CHECKS[spec.layout.world_size]
 
 
+def test_a_check_takes_every_word_of_a_routing():
+    options = {"device": "cpu", "precision": "fp64", "compile": False, "dump": None}
+    assert check_spec(["model=tiny-moe", "dp=2", "routing=skew=1.5"], options).routing == "skew=1.5"
+
+
 def test_steps_that_need_more_gpus_have_no_lines():
     steps = [step for step in gpu_check.LOOK if names(step, machine(ranks=1))]
     assert steps == ["machine", "check", "compile", "memory", "rows"]

@@ -12,7 +12,7 @@ from tests.strategies import LONG
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import config_from_tree, load_config, load_model
-from ultrabench.sweep.grid import refusal
+from ultrabench.sweep.refusals import refusal
 
 pytestmark = pytest.mark.usefixtures("alone")
 

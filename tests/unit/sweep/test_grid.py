@@ -21,9 +21,10 @@ from ultrabench.layout import Layout, default_schedule
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.config.sweep_config import Axes
-from ultrabench.sweep.grid import broken_rules, layouts, refusal
+from ultrabench.sweep.grid import broken_rules, layouts
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.plan_table import plan_table, runs_of
+from ultrabench.sweep.refusals import refusal
 from ultrabench.sweep.remedy import require_runs
 
 SMALL = ["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[1]"]
@@ -131,13 +132,13 @@ small = st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple)
 axes = st.fixed_dictionaries({
     "tp": small, "pp": small, "cp": small, "mbs": small, "pp_schedule": st.just(("auto",)),
     "zero_stage": st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple), "virtual_stages": st.just((2,)),
-    "dp_shard": st.just(("all",)),
+    "dp_shard": st.just(("all",)), "ep": st.just(("auto",)),
 }).map(lambda layout: Axes(nodes=(1,), layout=layout))  # fmt: skip
 
 
 @given(axes=axes, gpus=st.sampled_from((4, 12, 24)), gbs=st.sampled_from((8, 12, 48)))
 def test_the_grid_is_every_combination_that_fits_once(axes, gpus, gbs):
-    found = list(layouts(axes, gpus, 4, gbs))
+    found = list(layouts(axes, load_model("tiny"), gpus, 4, gbs))
     assert len(found) == len(set(found))
     at = axes.layout
     by_hand = {
@@ -149,6 +150,30 @@ def test_the_grid_is_every_combination_that_fits_once(axes, gpus, gbs):
     }  # fmt: skip
     assert {(x.dp, x.tp, x.pp, x.cp, x.zero_stage, x.mbs, x.gas) for x in found} == by_hand
     assert all(x.pp_schedule == default_schedule(x.pp, x.gas) for x in found)
+
+
+def test_auto_tries_the_degrees_that_share_the_experts_of_a_model_and_changes_no_dense_one():
+    words = [
+        "model=olmoe-1b-7b",
+        "hardware=h100x8",
+        "sweep.nodes=[4]",
+        "sweep.pp=[1,4]",
+        "sweep.zero_stage=[0]",
+    ]
+    candidates = make_plan(load_config(words)).candidates
+    by_ranks = {32: {1, 2, 4, 8, 16, 32}, 8: {1, 2, 4, 8}}  # of a pipeline stage
+    assert {(32 // c.layout.pp, c.layout.ep) for c in candidates} == {
+        (n, ep) for n in by_ranks for ep in by_ranks[n]
+    }
+    assert not {c.rule for c in candidates} & {"ep_divides_dp_cp_tp", "ep_divides_experts"}
+    largest = {
+        c.layout.ep for c in make_plan(load_config([*words[:2], "sweep.nodes=[16]", *words[4:]])).candidates
+    }
+    assert max(largest) == 64
+    dense = ["model=llama3-8b", "hardware=h100x8", "sweep.nodes=[1]"]
+    assert run_ids(dense) == run_ids([*dense, "sweep.ep=[1]"])
+    with refused("auto or a number >= 1"):
+        load_config([*dense, "sweep.ep=[all]"])
 
 
 def test_what_a_list_of_gas_leaves_out_has_a_row_with_its_reason():

@@ -14,7 +14,7 @@ import yaml
 
 from tests.strategies import LONG
 from ultrabench.agent.ranks.rank_progress import RankProgress
-from ultrabench.cli.sweep.show_as import not_expressed, without_other_models
+from ultrabench.cli.sweep.show_as import not_expressed, spec_there, without_other_models
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, Layout
@@ -23,8 +23,8 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import values_of
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.grid import refusal
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.refusals import refusal
 
 SWEEP = [
     "sweep.models=[llama3-8b,llama3-70b]", "max_p_oom=1", "hardware=h100x8", "sweep.nodes=1", "sweep.tp=2", "sweep.pp=[1,2]",
@@ -149,11 +149,17 @@ def test_torchtitan_is_told_ep_and_what_to_register_for_a_model_with_experts():
     config = load_config(["kernel=torchtitan", "model=llama3-8b"])
     spec = with_experts(Layout(dp=2, tp=2, ep=4, zero_stage=3))
     assert "--parallelism.expert-parallel-degree=4" in command_of(spec, config)
-    model, routing = not_expressed(spec, config.kernel)
+    (model,) = not_expressed(spec, config.kernel)
     assert "num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64" in model
     assert "scoring_func=sigmoid" in model
     assert "sliding_window" not in model
-    assert routing.startswith("routing=balanced; ")
+    assert "--debug.moe-force-load-balance" in spec_there(spec, config.kernel).kernel.command
+    learned = replace(spec, kernel=replace(spec.kernel, routing="learned"))
+    assert [*not_expressed(learned, config.kernel)][1].startswith("routing=learned; ")
+    assert spec_there(learned, config.kernel).kernel.command == config.kernel.command
+    assert "--debug.moe-force-load-balance" not in command_of(
+        spec, config
+    )  # its router chooses in a run of its own
     full = replace(config.models[0], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
     reason = "kernel torchtitan supports num_experts in [0]; num_experts=8"
     assert refusal(config.kernel, spec.layout, full, 64, "cuda") == reason

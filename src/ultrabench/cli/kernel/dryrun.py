@@ -15,7 +15,7 @@ from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.arguments import PREDICTED, read_run
 
-DEFAULTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "seq_len")}
+DEFAULTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "seq_len", "precision")}
 MEMORY_KINDS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
 
 

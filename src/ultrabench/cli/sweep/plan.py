@@ -33,7 +33,7 @@ from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, cell_columns
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import Plan
+from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
 from ultrabench.sweep.remedy import nothing_fits, same_commands
@@ -103,6 +103,7 @@ def show_plan(
     if price.jobs:
         priced = f"priced for launcher={config.launcher.name}: {jobs_line(price, config)}"
         notes += [interval_line(price), *too_long(plan), priced]
+    notes += _chosen_ep(plan)
     if as_json:
         print_json(_document(summary, price, notes) | ({"top": best} if top else {}))
         return
@@ -135,6 +136,14 @@ def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[s
     summary |= {"predicted_gpu_hours": round(price.gpu_hours, 4)}
     ends = [round(end, 4) for end in price.interval]
     return summary | {"predicted_gpu_hours_interval": ends, "beside_runs": beside, "notes": notes}
+
+
+def _chosen_ep(plan: Plan) -> Iterator[str]:
+    """A line for each model with experts, which says what sweep.ep=auto means for it."""
+    for shape in plan.config.models:
+        if shape.num_experts and "auto" in plan.config.axes.layout["ep"]:
+            values = sorted({c.layout.ep for c in plan.candidates if c.spec.shape == shape})
+            yield f"sweep.ep=auto is {', '.join(map(str, values))} for the {shape.num_experts} experts of {shape.name}"
 
 
 def _extrapolation(
@@ -219,7 +228,7 @@ def _percent(share: float) -> str:
 def recommend(
     plan: Plan, top: int, rates: Mapping[str, float | None], advised_p_oom: float = ADVISED_P_OOM
 ) -> list[Row]:
-    """The `top` best runs of each cell, first by measured and then by expected tokens/s/GPU.
+    """The `top` best runs of each cell, in the order of the cells in the sweep, first by measured and then by expected tokens/s/GPU.
 
     What is expected of a run that is not measured is its predicted rate times the probability that it fits. Where
     no run of a cell is advised, the most likely one to fit stands alone, with `advised` False. A measured run
@@ -230,8 +239,9 @@ def recommend(
         advised_p_oom: P(OOM) above which a run that is not measured is not advised.
     """
     best = list[Row]()
-    for cell, runs in plan.cells.items():
-        rows = list[Row]()
+    runs_by_cell = plan.cells
+    for _, cell in planned_cells(plan.config):
+        rows, runs = list[Row](), runs_by_cell.get(cell, [])
         for run in runs:
             prediction, tokens = run.prediction, run.spec.tokens_per_step / run.layout.world_size
             measured = run.run_id in rates

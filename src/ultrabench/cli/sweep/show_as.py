@@ -22,8 +22,8 @@ from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_config
-from ultrabench.sweep.grid import unsupported
 from ultrabench.sweep.plan_table import read_rows, runs_of
+from ultrabench.sweep.refusals import ROUTED, unsupported
 from ultrabench.variant import texts, variables_of
 
 IMPLIED = ("name", *FOLLOWING, "gbs")
@@ -48,8 +48,7 @@ def show_as(framework: str, run: str, sweep: str | None, as_json: bool, results:
     varied = variables_of(spec.variant)
     others = {name: value for name, value in spec.variant.items() if name.removeprefix("env.") not in varied}
     lacking = [*not_expressed(spec, kernel), *texts(others)]
-    spec_there = replace(spec, arguments=(), kernel=without_other_models(spec, kernel))
-    words = fill_in(spec_there, AttemptKey(run_id, 0, 0), config.measure)
+    words = fill_in(spec_there(spec, kernel), AttemptKey(run_id, 0, 0), config.measure)
     is_python = config.kernel.command[0] == "python"
     torchrun = ["torchrun", f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.gpus_per_node}"]
     words = [*torchrun, *words[1:]] if is_python else [*torchrun, "--no-python", *words]
@@ -80,6 +79,14 @@ def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
             return from_dict(RunSpec, attempt.spec)
     reason = rows[0]["reason"] if rows else "it was never attempted"
     raise SweepFolderError(f"run {run_id} of {folder.name} is not in the plan: {reason}; name another run")
+
+
+def spec_there(spec: RunSpec, kernel: KernelConfig) -> RunSpec:
+    """The run as `kernel` trains it, with its flag for the routing of our run, if it has one."""
+    flags = kernel.flags.get(ROUTED, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
+    there = without_other_models(spec, kernel)
+    # They come before other flags, of which torchtitan takes that of recompute last.
+    return replace(spec, arguments=(), kernel=replace(there, command=(*there.command, *flags)))
 
 
 def with_precision(kernel: KernelConfig, precision: str) -> KernelConfig:
@@ -128,7 +135,8 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
         for name, value in values_of(record).items():
             if name not in expressed and value != usual[name]:
                 yield f"{name}={shown[name]} is no word of its command"
-    if routing := spec.kernel.routing_of(spec.shape):
+    routing = spec.kernel.routing_of(spec.shape)
+    if routing and routing not in kernel.flags.get(ROUTED, ()):
         yield f"routing={routing}; its own router chooses the experts of a token"
     for name in ("precision", "compile", "attention"):
         if name not in words and (ours := getattr(spec.kernel, name)) != getattr(kernel, name):
