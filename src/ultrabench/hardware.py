@@ -96,6 +96,22 @@ class Hardware:
         kind, _, number = (self.architecture or "").partition("_")
         return int(number) if kind == "sm" else None
 
+    def auto_attention(self, in_16_bits: bool) -> str | None:
+        """What attention=auto of our own kernel becomes: flash, math or cudnn; None where the architecture is unknown.
+
+        On Hopper and Blackwell wide heads take flash instead of cudnn.
+
+        Args:
+            in_16_bits: whether the precision has 16 bits.
+        """
+        if self.device == "cpu":
+            return "flash"
+        if not in_16_bits:
+            return "math"
+        if self.architecture is None:
+            return None
+        return "cudnn" if (self.compute_capability or 0) // 10 in (9, 10) else "flash"
+
     @property
     def has_fp8(self) -> bool:
         """Whether the accelerator has products of scaled fp8 numbers; true where its architecture is unknown, and on CPUs."""

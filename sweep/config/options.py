@@ -12,7 +12,7 @@ from msgspec import Meta
 from ultrabench.allowed import Line
 from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import RANK_VARIABLES, KernelConfig
+from ultrabench.kernel_config import IN_16_BITS, RANK_VARIABLES, KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, as_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import field_types, value_from
@@ -153,6 +153,8 @@ def read_options(
     for rule in rules:
         kind = f"number in sweep.rules {rule.text!r}:"
         require_known(kind, (*numbers, *_numbers_of_runs()), *rule.names, setting="sweep.rules")
+    if kernel.kind == "embedded":
+        _require_different_attention(kernels, hardware)
     for precision in kernels["precision"]:
         hardware.peak(str(precision), 1, None, 1)  # refuses a precision without a rate
     return Options(values=values, arguments=arguments, rules=rules)
@@ -186,6 +188,14 @@ def _require_different(setting: str, received_by_value: Iterable[tuple[str, obje
             fact = f"{setting}: {values[received]} and {value} are the same for the program"
             raise ConfigError(fact, "leave one out, since one run would be made twice", setting=setting)
         values[received] = value
+
+
+def _require_different_attention(kernels: Mapping[str, tuple[Value, ...]], hardware: Hardware) -> None:
+    """Raises ConfigError if auto stands beside what it becomes on the hardware in one of the precisions."""
+    for precision in kernels["precision"]:
+        auto = hardware.auto_attention(precision in IN_16_BITS) or "auto"
+        received = ((str(value), auto if value == "auto" else value) for value in kernels["attention"])
+        _require_different("kernel.attention", received)
 
 
 def _mapping(sweep: Mapping[str, Any], group: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.configs import refused
 from tests.unit.analysis.tables import row, table_of
+from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.effects import competing, effect, effects, pairs
 from ultrabench.analysis.knobs import in_order, knobs
 
@@ -89,6 +90,19 @@ def test_runs_of_other_models_hardware_environments_and_axes_are_no_pair():
         assert effects(competing(table_of(*rows)), "zero_stage") == [], other
     torch = (row("a", env_id="x", torch_version="1"), row("b", env_id="y", torch_version="2", zero_stage=1))
     assert effects(competing(table_of(*torch)), "zero_stage") == []
+
+
+def test_attention_has_the_name_that_its_sweep_lists():
+    rows = (
+        row("a", attention="flash", attention_listed="auto"),
+        row("b", 50.0, attention="math", attention_listed="math"),
+    )
+    (worth,) = effects(competing(table_of(*rows)), "attention")
+    assert (worth.against, worth.value, worth.ratio) == ("auto", "math", pytest.approx(0.5))
+    assert [run["options"] for board in leaderboard(table_of(*rows)) for run in board] == [
+        {"attention": "auto"},
+        {"attention": "math"},
+    ]
 
 
 def with_variants(*pairs_of_row_and_variant):

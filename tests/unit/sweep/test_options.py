@@ -343,6 +343,25 @@ def test_an_interpreter_that_cannot_start_the_agents_is_refused_where_it_can_be_
         require(f"+sweep.python={words[0]}", "launcher=slurm", *words[1:])
 
 
+@pytest.mark.parametrize(
+    ("hardware", "precision", "attention", "different"),
+    [
+        ("cpu", "fp32", "auto,flash", False), ("cpu", "fp32", "auto,math", True),
+        ("h100x8", "bf16", "cudnn,auto", False), ("h100x8", "bf16", "auto,flash", True),
+        ("h100x8", "bf16,fp32", "auto,math", False), ("a100-80x8", "bf16", "flash,auto", False),
+    ],
+)  # fmt: skip
+def test_auto_is_refused_beside_the_attention_that_it_becomes(hardware, precision, attention, different):
+    words = (f"hardware={hardware}", f"kernel.precision=[{precision}]", f"kernel.attention=[{attention}]")
+    if different:
+        assert len({run.spec.kernel.attention for run in plan(*words, program=()).runs}) == 2
+        return
+    with refused(
+        f"kernel.attention: {attention.replace(',', ' and ')} are the same for the program; leave one out"
+    ):
+        plan(*words, program=())
+
+
 def test_our_own_kernel_takes_no_flags():
     with refused("sweep.flags.overlap with kernel=embedded; only a command takes arguments"):
         plan(FLAGS, program=())
