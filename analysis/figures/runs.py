@@ -1,16 +1,13 @@
 """Chooses the runs that figures show: final rows of runs that train a model, and those that were measured."""
 
-from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis import cells
-from ultrabench.analysis.numbers import count
-from ultrabench.analysis.ranking import Ranking
+from ultrabench.analysis.ranking import PANEL, Ranking
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
@@ -20,16 +17,8 @@ _NUMBERS = [
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes",
     "peak_mem_reserved_rank0_bytes", "predicted_step_time_s", "predicted_peak_mem_bytes",
 ]  # fmt: skip
-_SETTINGS: dict[str, Callable[[Any], str]] = {
-    "hardware": str,
-    "kernel": str,
-    "precision": str,
-    "routing": "routing {}".format,
-    "seq_len": "seq_len {:,.0f}".format,
-    "batch": str,
-    "num_params": lambda value: count(value, "params"),
-}
-"""Column that a panel names where it varies among the rows of a model -> the text of its value."""
+_OF_PANEL = [*(name for name in PANEL if name != "gbs"), "batch", "num_params"]
+"""Columns that a panel names where they vary among the rows of a model."""
 
 
 def final(table: pa.Table) -> pd.DataFrame:
@@ -136,9 +125,11 @@ def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
     panel, columns = frame["model"].astype(str), ["gbs", "nodes", "scaling"]
     batches = [None if gbs != gbs else cells.batch_text(gbs, *of) for gbs, *of in frame[columns].to_numpy()]
     frame = frame.assign(batch=pd.Series(batches, frame.index, object))
-    for name, text in _SETTINGS.items():
+    for name in _OF_PANEL:
         if frame.groupby("model")[name].nunique().max() > 1:
-            panel += " | " + frame[name].map(text, na_action="ignore").fillna(f"unknown {name}")
+            panel += " | " + frame[name].map(cells.SETTINGS[name], na_action="ignore").fillna(
+                f"unknown {name}"
+            )
     return frame.assign(panel=panel).sort_values(
         ["num_params", "panel", "nodes", *AXES], kind="stable", ignore_index=True
     )

@@ -10,9 +10,9 @@ import pytest
 
 from tests.configs import refused
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.effects import competing, effect, effects, pairs
 from ultrabench.analysis.knobs import in_order, knobs
+from ultrabench.analysis.ranking import leaderboard
 
 LAYOUTS = [*product((1, 2, 4, 8), (1, 2, 4, 8, 16))]
 """tp and mbs of 20 layouts, each of which runs with two values of zero_stage."""
