@@ -7,11 +7,13 @@ import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis import cells
+from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.ranking import PANEL, Ranking
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
 from ultrabench.result import Status
+from ultrabench.sweep.config.sweep_config import WEAK
 
 _NUMBERS = [
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes",
@@ -33,7 +35,7 @@ def final(table: pa.Table) -> pd.DataFrame:
     Raises:
         ConfigError: there are no such rows.
     """
-    ranking = Ranking(table, more=_NUMBERS)
+    ranking = Ranking(table, more=(*_NUMBERS, "suspect_codes"))
     layouts = ranking.frame
     frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):
@@ -81,9 +83,7 @@ def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:
     """
     good = runs[runs["good"]]
     if not len(good):
-        rule = "all suspect or stopped early, so that none may be the best"
-        todo = "draw them with: ultrabench plot scatter"
-        raise ConfigError(f"{counted(len(runs), 'run')} here, {rule}; {todo}")
+        raise none_left(runs, "none may be the best")
     rank0 = good["peak_mem_reserved_bytes"].isna().all()
     peak_bytes = good["peak_mem_reserved_rank0_bytes" if rank0 else "peak_mem_reserved_bytes"]
     memory_of = "of rank 0" if rank0 else "largest of all ranks"
@@ -130,6 +130,7 @@ def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
             panel += " | " + frame[name].map(cells.SETTINGS[name], na_action="ignore").fillna(
                 f"unknown {name}"
             )
-    return frame.assign(panel=panel).sort_values(
-        ["num_params", "panel", "nodes", *AXES], kind="stable", ignore_index=True
-    )
+    batch_of_all = frame["gbs"] / frame["nodes"].where(frame["scaling"] == WEAK, 1)
+    order = ["num_params", "model", *PANEL[:-1], "batch_of_all", "panel", "nodes", *AXES]
+    frame = frame.assign(panel=panel, batch_of_all=batch_of_all)
+    return frame.sort_values(order, kind="stable", ignore_index=True).drop(columns="batch_of_all")
