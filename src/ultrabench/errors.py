@@ -88,10 +88,29 @@ MOST_NAMES = 12
 
 
 def nearest_name(name: str, names: Iterable[str], similarity: float = NEAR) -> str | None:
-    """The one of `names` that is probably meant by `name`, such as words.etp by etp; None if none is as similar."""
+    """The one of `names` that is probably meant by `name`, such as words.etp by etp
+    or sequence_parallel by sequence; None if none is as similar."""
     names = [*names]
     in_groups = (known for known in names if known.rpartition(".")[2] == name)
-    return next(chain(in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
+    longer = [known for known in names if known.startswith(f"{name}_")]
+    return next(
+        chain(
+            in_groups,
+            longer if len(longer) == 1 else [],
+            difflib.get_close_matches(name, names, n=1, cutoff=similarity),
+        ),
+        None,
+    )
+
+
+def most_similar(value: str, names: Iterable[str]) -> str | None:
+    """The one of a few `names` that `value` is most similar to; None where it is far from all, or two are equally near."""
+    similarities = sorted(
+        ((difflib.SequenceMatcher(None, name, value).ratio(), name) for name in names), reverse=True
+    )
+    (similarity, nearest), second = similarities[0], similarities[1:2]
+    is_alone = not second or second[0][0] < similarity
+    return nearest if similarity >= NEAR and is_alone else None
 
 
 def unknown_name(kind: str, name: object, names: Iterable[str], first: Iterable[str] = ()) -> str:
