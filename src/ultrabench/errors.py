@@ -89,7 +89,7 @@ MOST_NAMES = 12
 
 def nearest_name(name: str, names: Iterable[str], similarity: float = NEAR) -> str | None:
     """The one of `names` that is probably meant by `name`, such as words.etp by etp
-    or sequence_parallel by sequence; None if none is as similar."""
+    or sequence_parallel by sequence, which lacks one word; None if none is as similar."""
     names = [*names]
     in_groups = (known for known in names if known.rpartition(".")[2] == name)
     longer = [known for known in names if known.startswith(f"{name}_")]
