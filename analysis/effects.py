@@ -110,6 +110,9 @@ class Competing:
             raise ConfigError(
                 "runs on other nodes are no pair", "draw them with: ultrabench plot scaling --axis nodes"
             )
+        longer = [known for known in self.knobs if known.startswith(f"{name}_")]
+        if name not in self.knobs and len(longer) == 1:
+            raise ConfigError(f"unknown axis {name!r}; did you mean {longer[0]}? ({varied})")
         require_known("axis", self.knobs, name, first=self.axes)
         if name not in self.axes:
             raise ConfigError(f"{name} did not vary in these runs; {varied}")

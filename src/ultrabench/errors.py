@@ -88,19 +88,10 @@ MOST_NAMES = 12
 
 
 def nearest_name(name: str, names: Iterable[str], similarity: float = NEAR) -> str | None:
-    """The one of `names` that is probably meant by `name`, such as words.etp by etp
-    or sequence_parallel by sequence, which lacks one word; None if none is as similar."""
+    """The one of `names` that is probably meant by `name`, such as words.etp by etp; None if none is as similar."""
     names = [*names]
     in_groups = (known for known in names if known.rpartition(".")[2] == name)
-    longer = [known for known in names if known.startswith(f"{name}_")]
-    return next(
-        chain(
-            in_groups,
-            longer if len(longer) == 1 else [],
-            difflib.get_close_matches(name, names, n=1, cutoff=similarity),
-        ),
-        None,
-    )
+    return next(chain(in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
 
 
 def most_similar(value: str, names: Iterable[str]) -> str | None:
