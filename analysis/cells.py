@@ -1,8 +1,9 @@
 """The cells of a ranking (model, nodes, hardware, kernel, precision and batch) and the sentences about them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pyarrow as pa
@@ -10,7 +11,7 @@ import pyarrow.compute as pc
 
 import ultrabench
 from ultrabench.analysis.environments import Environments
-from ultrabench.analysis.numbers import formula_text
+from ultrabench.analysis.numbers import count, formula_text
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, outcome_order, tier
@@ -156,6 +157,39 @@ def _digits(ids: Collection[str]) -> int:
 def model_text(model: str, mark: str | None) -> str:
     """The name of a model with its mark, if it has one."""
     return f"{model} ({mark})" if mark else model
+
+
+SETTINGS: dict[str, Callable[[Any], str]] = {
+    "hardware": str,
+    "kernel": "kernel {}".format,
+    "precision": str,
+    "routing": "routing {}".format,
+    "seq_len": "seq_len {:,.0f}".format,
+    "gbs": "gbs {:,.0f}".format,
+    "batch": str,
+    "num_params": lambda value: count(value, "params"),
+}
+"""Setting of a cell -> the text of its value. `batch` is what `batch_text` returns, for all numbers of nodes."""
+
+
+def set_apart(cells: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[list[str]]:
+    """For each cell the texts of those settings that others of these cells of the same model have otherwise.
+
+    Args:
+        cells: settings of cells, with their `model`.
+        names: those of SETTINGS that count.
+    """
+    values = defaultdict[tuple[Any, str], set[Any]](set)
+    for cell, name in product(cells, names := [*names]):
+        values[cell["model"], name].add(cell[name])
+    return [
+        [
+            f"unknown {name}" if cell[name] is None else SETTINGS[name](cell[name])
+            for name in names
+            if len(values[cell["model"], name]) > 1
+        ]
+        for cell in cells
+    ]
 
 
 def batch_text(gbs: float, nodes: int, scaling: str | None) -> str:

@@ -16,10 +16,11 @@ import pyarrow as pa
 from scipy.special import stdtr, stdtrit
 
 from ultrabench.analysis.knobs import in_order, is_of_variant, knobs, set_value, value_text
+from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.options import variant_in
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.schema import MODEL
-from ultrabench.errors import ConfigError, counted, require_known
+from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import FOLLOWING, details_of
 from ultrabench.result import NOT_TRIED, Status
 from ultrabench.standing import Standing
@@ -29,6 +30,8 @@ LEVEL = 0.98
 
 It leaves room: of 100 tables without an effect, hardly ever more than 5 then seem to have one.
 """
+FEWEST_PAIRS = 3
+"""Number of differences from which their spread gives an interval; from two it has a width of any size."""
 _NORMAL_95 = float(stdtrit(np.inf, 0.975))
 """Half the 95 % interval of a step time, in standard deviations."""
 _EQUAL = ["hardware", "kernel", *MODEL, "nodes", "gpus", "source"]
@@ -103,6 +106,13 @@ class Competing:
         if name in FOLLOWING:
             rule = "follows from the other axes and the batch; name another axis"
             raise ConfigError(f"{name} {rule}; {varied}")
+        if name == "nodes":
+            raise ConfigError(
+                "runs on other nodes are no pair", "draw them with: ultrabench plot scaling --axis nodes"
+            )
+        longer = [known for known in self.knobs if known.startswith(f"{name}_")]
+        if name not in self.knobs and len(longer) == 1:
+            raise ConfigError(f"unknown axis {name!r}; did you mean {longer[0]}? ({varied})")
         require_known("axis", self.knobs, name, first=self.axes)
         if name not in self.axes:
             raise ConfigError(f"{name} did not vary in these runs; {varied}")
@@ -115,15 +125,13 @@ def competing(table: pa.Table) -> Competing:
     Raises:
         ConfigError: there are none.
     """
-    ranking = Ranking(table, more=("gpus", "first_values"))
+    ranking = Ranking(table, more=("gpus", "first_values", "suspect_codes"))
     frame = ranking.frame
     standings = chain.from_iterable(ranking.standings.values())
     tried = [standing for standing in standings if standing.outcome not in NOT_TRIED]
     winners = [number for number, standing in enumerate(tried) if _why_left_out(standing) is None]
     if not winners:
-        rule = "none is ok, has a speed, is not suspect and was not stopped early"
-        todo = "launch a sweep: ultrabench sweep launch"
-        raise ConfigError(f"{counted(len(tried), 'run')} here, {rule}; {todo}")
+        raise none_left(frame.loc[[standing.repeat for standing in tried]], "none may win")
     knob_values = knobs(ranking.taken(standing.repeat for standing in tried))
     repeats = _repeats(frame, [tried[number].competing for number in winners])
     by_run, rows = repeats.groupby("run"), [tried[number].repeat for number in winners]
@@ -243,7 +251,10 @@ def cells(axis: str, effect: Effect) -> list[str]:
     numbers = (effect.ratio, effect.low, effect.high)
     ratio, low, high = ("" if x is None else f"{x:.3f}" if x < 100 else f"{x:,.0f}" for x in numbers)
     values = value_text(axis, effect.value), value_text(axis, effect.against)
-    return [axis, *values, ratio, f"{low} to {high}" if low else "", f"{effect.pairs:,}"]
+    too_few = "pairs" if effect.pairs < FEWEST_PAIRS else "allocations"
+    needed = f" (least {FEWEST_PAIRS})" if too_few == "pairs" else ""
+    none = f"too few {too_few}{needed}" if effect.pairs else ""
+    return [axis, *values, ratio, f"{low} to {high}" if low else none, f"{effect.pairs:,}"]
 
 
 def notes(measured: Competing, of_axes: Mapping[str, Sequence[Effect]]) -> list[str]:
@@ -326,7 +337,7 @@ def _interval(logs: Any, places: Any, least_variance: float) -> tuple[float, ...
     # Where all pairs go from some allocations to others, only differences between allocations tell of chance.
     confounded = rank > 0 and number - float((u.sum(0) ** 2).sum()) < 1e-9
     freedom = rank - 1 if confounded else max(number - 1 - rank, rank) if rank else number - 1
-    if freedom < 1:
+    if number < FEWEST_PAIRS or freedom < 1:
         return (centre,)
     shares = _SHARES if rank else np.zeros(1)
     spread = shares / (1 - shares) * number / max(squares.sum(), 1e-9)

@@ -60,6 +60,7 @@ def value_text(name: str, value: Any) -> str:
 def _layout_knobs(row: Mapping[str, Any]) -> dict[str, Any]:
     """The knobs of a row that are not of its variant."""
     values = {name: row.get(name) for name in (*AXES, *BESIDE_LAYOUT)}
+    values["attention"] = row.get("attention_listed") or values["attention"]
     pp, gas = values["pp"], values["gas"]
     if pp and gas and values["pp_schedule"] == default_schedule(pp, gas):
         values["pp_schedule"] = default_schedule(

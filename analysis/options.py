@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from ultrabench.variant import KERNEL_OPTIONS
 
-COLUMNS = ("variant", "pp_schedule", *KERNEL_OPTIONS)
+COLUMNS = ("variant", "pp_schedule", *KERNEL_OPTIONS, "attention_listed")
 """Columns of a result table that this module reads."""
 
 
@@ -30,15 +30,14 @@ def varied_options(table: pa.Table) -> dict[str, list[Any]]:
     variants = [*map(variant_in, table["variant"].to_pylist())]
     names = sorted({name for variant in variants for name in variant})
     schedules = pc.count_distinct(table["pp_schedule"], mode="all").as_py()
+    # A sweep calls a listed attention by one name, whatever the device makes of it.
+    columns = {name: table[name] for name in KERNEL_OPTIONS}
+    columns |= {"attention": pc.coalesce(table["attention_listed"], table["attention"])}
     of_kernel = {}
-    for name in KERNEL_OPTIONS:
-        pairs = (
-            table.select(["pp_schedule", name])
-            .filter(pc.is_valid(table[name]))
-            .group_by(["pp_schedule", name])
-        )
-        if pairs.aggregate([]).num_rows > schedules:
-            of_kernel[name] = table[name].to_pylist()
+    for name, column in columns.items():
+        pairs = pa.table({"pp_schedule": table["pp_schedule"], name: column}).filter(pc.is_valid(column))
+        if pairs.group_by(["pp_schedule", name]).aggregate([]).num_rows > schedules:
+            of_kernel[name] = column.to_pylist()
     return of_kernel | {name: [variant.get(name) for variant in variants] for name in names}
 
 

@@ -140,7 +140,7 @@ def _bases(sweep: SweepJson, plan: pa.Table, shapes: Mapping[str, ModelShape]) -
         model, nodes, schedule, precision, variant = program
         options = json.loads(variant or "{}")
         kernel = kernel_of(sweep.kernel, precision or sweep.kernel.precision, options)
-        place = {"nodes": nodes, "pp_schedule": schedule, "variant": _variant_text(options)}
+        place = {"nodes": nodes, "pp_schedule": schedule} | _variant_columns(options)
         bases[program] = _base(sweep, kernel, place, shapes.get(model))
     return bases
 
@@ -223,9 +223,10 @@ def _base(sweep: SweepJson, kernel: KernelConfig, place: Row, shape: ModelShape 
     }
 
 
-def _variant_text(variant: Variant) -> str | None:
-    """The column `variant`: the options that are set and have no columns of their own."""
-    return _json_text(options) if (options := identity(variant)) else None
+def _variant_columns(variant: Variant) -> Row:
+    """The column `variant`, the options that are set and have no columns of their own, and the listed attention."""
+    text = _json_text(options) if (options := identity(variant)) else None
+    return {"variant": text, "attention_listed": variant.get("attention")}
 
 
 def doubt_columns(doubts: Sequence[Doubt]) -> Row:
@@ -267,7 +268,7 @@ def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, 
     except ConfigError as error:
         warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
         return _base(sweep, sweep.kernel, {}, None), None
-    place = place_of(spec) | {"variant": _variant_text(spec.variant)}
+    place = place_of(spec) | _variant_columns(spec.variant)
     return _base(sweep, spec.kernel, place, spec.shape), spec.shape
 
 

@@ -141,6 +141,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("control_ratio", FLOAT, "Speed over that of the allocation's control layout."),
         column("graphs", INT, "Graphs that torch.compile made, the most of any rank; 0: layers ran eagerly."),
         column("attention", TEXT, "Attention that ran: cudnn, flash, flash3 or math."),
+        column("attention_listed", TEXT, "Attention of the run among several that its sweep lists, such as auto; null where it lists one."),
         column("loss_final", FLOAT, "Loss at the step that all layouts of a cell have in common."),
         column("peak_mem_allocated_bytes", INT, "Largest of all ranks."),
         column("peak_mem_reserved_bytes", INT, "Largest of all ranks; on CPUs the resident set."),

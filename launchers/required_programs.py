@@ -61,7 +61,7 @@ def _require_interpreter(python: str, config: SweepConfig) -> None:
         "container" in word or "PYTHONPATH" in word for word in (*launcher.srun, *launcher.setup)
     )
     if path is not None and not in_job and (why := _why_no_agent(path)):
-        remedy = f"install it there ({python} -m pip install ultrabench), or give another interpreter"
+        remedy = f"install it there (in a clone: {python} -m pip install -e .), or give another interpreter"
         raise ConfigError(f"{setting} cannot start the agents of ultrabench: {why}", remedy)
 
 

@@ -5,10 +5,12 @@ from itertools import chain
 
 from ultrabench.hardware import FP8_ARCHITECTURES, Hardware
 from ultrabench.kernel_config import ANY, IN_16_BITS, KernelConfig
-from ultrabench.layout import Layout
+from ultrabench.layout import FOLLOWING, NEUTRAL, Layout, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
+from ultrabench.run import words_in
 from ultrabench.stages import split_stages
+from ultrabench.sweep.config.files import is_foreign_program
 
 ROUTED = "routing"
 """The word of kernel.flags for runs of ours, since a program of the user chooses the experts of a token itself."""
@@ -53,7 +55,7 @@ def refusal(
         hardware: the nodes that it would run on; None where they are unknown.
     """
     if kernel.kind != "embedded":
-        return next(unsupported(kernel, layout, shape), None)
+        return next(chain(unsupported(kernel, layout, shape), _unsaid(kernel, layout)), None)
     attention = _of_attention(kernel, layout, device)
     accelerator = _of_accelerator(kernel, layout, shape.head_width, hardware) if hardware else ()
     structure, routing = _of_embedded(layout, shape, seq_len), _of_routing(kernel, layout, shape)
@@ -204,6 +206,25 @@ def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iter
             value = values_of(value)
         alike = name == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
         expressed = value in allowed if name in kernel.supports else str(value) in allowed or ANY in allowed
-        if not expressed and not alike:
+        if not expressed and not alike and not _has_no_effect(layout, name):
             shown = ", ".join(map(str, allowed))
             yield f"kernel {kernel.name} supports {name} in [{shown}]; {name}={value}"
+
+
+def _has_no_effect(layout: Layout, name: str) -> bool:
+    """Whether a word is an axis without effect on a layout, because another axis has its neutral value."""
+    return any(name in details_of(of) and getattr(layout, of) == neutral for of, neutral in NEUTRAL.items())
+
+
+def _unsaid(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
+    """The reasons why the command of a program of others would run another layout again, since it does not say an axis.
+
+    A program of the user may read the layout elsewhere, so that nothing is refused.
+    """
+    values = values_of(layout).items()
+    unsaid = [(name, value) for name, value in values if name not in FOLLOWING and value != NEUTRAL[name]]
+    said = words_in(kernel) if unsaid else ()
+    for name, value in unsaid:
+        if name not in said and is_foreign_program(kernel.name):
+            rule = f"so that it would run as {name}={NEUTRAL[name]}: add {name} to kernel.flags"
+            yield f"kernel {kernel.name} has no word for {name}={value}, {rule}"

@@ -1,35 +1,26 @@
 """Chooses the runs that figures show: final rows of runs that train a model, and those that were measured."""
 
-from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis import cells
-from ultrabench.analysis.numbers import count
-from ultrabench.analysis.ranking import Ranking
+from ultrabench.analysis.left_out import none_left
+from ultrabench.analysis.ranking import PANEL, Ranking
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
 from ultrabench.result import Status
+from ultrabench.sweep.config.sweep_config import WEAK
 
 _NUMBERS = [
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes",
     "peak_mem_reserved_rank0_bytes", "predicted_step_time_s", "predicted_peak_mem_bytes",
 ]  # fmt: skip
-_SETTINGS: dict[str, Callable[[Any], str]] = {
-    "hardware": str,
-    "kernel": str,
-    "precision": str,
-    "routing": "routing {}".format,
-    "seq_len": "seq_len {:,.0f}".format,
-    "batch": str,
-    "num_params": lambda value: count(value, "params"),
-}
-"""Column that a panel names where it varies among the rows of a model -> the text of its value."""
+_OF_PANEL = [*(name for name in PANEL if name != "gbs"), "batch", "num_params"]
+"""Columns that a panel names where they vary among the rows of a model."""
 
 
 def final(table: pa.Table) -> pd.DataFrame:
@@ -44,7 +35,7 @@ def final(table: pa.Table) -> pd.DataFrame:
     Raises:
         ConfigError: there are no such rows.
     """
-    ranking = Ranking(table, more=_NUMBERS)
+    ranking = Ranking(table, more=(*_NUMBERS, "suspect_codes"))
     layouts = ranking.frame
     frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):
@@ -92,9 +83,7 @@ def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:
     """
     good = runs[runs["good"]]
     if not len(good):
-        rule = "all suspect or stopped early, so that none may be the best"
-        todo = "draw them with: ultrabench plot scatter"
-        raise ConfigError(f"{counted(len(runs), 'run')} here, {rule}; {todo}")
+        raise none_left(runs, "none may be the best")
     rank0 = good["peak_mem_reserved_bytes"].isna().all()
     peak_bytes = good["peak_mem_reserved_rank0_bytes" if rank0 else "peak_mem_reserved_bytes"]
     memory_of = "of rank 0" if rank0 else "largest of all ranks"
@@ -138,9 +127,12 @@ def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
     panel, columns = pd.Series(names, frame.index, object), ["gbs", "nodes", "scaling"]
     batches = [None if gbs != gbs else cells.batch_text(gbs, *of) for gbs, *of in frame[columns].to_numpy()]
     frame = frame.assign(batch=pd.Series(batches, frame.index, object))
-    for name, text in _SETTINGS.items():
+    for name in _OF_PANEL:
         if frame.groupby("model")[name].nunique().max() > 1:
-            panel += " | " + frame[name].map(text, na_action="ignore").fillna(f"unknown {name}")
-    return frame.assign(panel=panel).sort_values(
-        ["num_params", "panel", "nodes", *AXES], kind="stable", ignore_index=True
-    )
+            panel += " | " + frame[name].map(cells.SETTINGS[name], na_action="ignore").fillna(
+                f"unknown {name}"
+            )
+    batch_of_all = frame["gbs"] / frame["nodes"].where(frame["scaling"] == WEAK, 1)
+    order = ["num_params", "model", *PANEL[:-1], "batch_of_all", "panel", "nodes", *AXES]
+    frame = frame.assign(panel=panel, batch_of_all=batch_of_all)
+    return frame.sort_values(order, kind="stable", ignore_index=True).drop(columns="batch_of_all")

@@ -17,6 +17,7 @@ const FIGURES = [
   { id: "memory", title: "Peak memory of the best layouts, measured and predicted by part", points: memoryPoints, draw: drawBars },
   { id: "links", title: "Bandwidth of the links", points: linkPoints, draw: drawLines },
 ];
+const MOST_LETTERS = 90; // of the words across that fit beside one another
 const stale = new Set();
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const views = {}; // figure -> what Bokeh shows of it
@@ -42,18 +43,20 @@ function measured(shown) {
 
 // Points of the figures: the name of a series, x (a word), y (a number), and the row if it is one.
 function everyPoints(shown) {
-  const found = measured(shown).map((row) => ({ series: value("model", row), x: value(state.x, row), y: measure(state.y, row), row }));
+  const found = measured(shown).map((row) => ({ series: named(value("model", row), value("cell", row)), x: value(state.x, row), y: measure(state.y, row), row }));
   const suspects = found.filter(({ row }) => !mayWin(row)).length;
   const note = `${counted(found.length, "layout")} that ended ok; ${suspects} of them, in doubt or stopped early, are drawn as crosses. Choose a point to open its layout.`;
   return { found, note, label: MEASURES[state.y], across: state.x };
 }
 
-// The line of a cell: its model, its nodes unless these are across, and a number where cells of the model differ in more than nodes.
+// The line of a cell: its model, its nodes unless these are across, and what sets it apart from other cells of the model.
 function lineOf(cell) {
-  const settingOf = ({ panel, num_params }) => JSON.stringify([panel, num_params]), { model, nodes } = held.cells[cell];
-  const settings = [...new Set(held.cells.filter((other) => other.model === model).map(settingOf))];
-  const number = settings.length > 1 ? ` #${settings.indexOf(settingOf(held.cells[cell])) + 1}` : "";
-  return `${model}${state.x === "nodes" ? "" : ` on ${nodes}`}${number}`;
+  const { model, nodes } = held.cells[cell];
+  return named(state.x === "nodes" ? model : `${model} on ${nodes}`, cell);
+}
+
+function named(name, cell) {
+  return [name, ...held.cells[cell].apart].join(", ");
 }
 
 // The first run in the standings of its cell for each value across, as in the scaling figure of Python; cells share no line.
@@ -89,7 +92,7 @@ function memoryPoints(shown) {
     const [first] = standings(cell, (n) => kept.has(n));
     if (!first?.best) return [];
     const { row } = first;
-    const x = cellName(cell).replace(",", " on ").replace(",", " #"), parts = partsOf(row);
+    const { model, nodes } = held.cells[cell], x = named(`${model} on ${nodes}`, cell), parts = partsOf(row);
     const measured = [["measured", value("peak_mem_reserved_bytes", row) ?? value("peak_mem_reserved_rank0_bytes", row)]];
     let base = 0; // of a part, the sum of the parts below it
     return [...measured, ...(parts.length ? parts : [["predicted", value("predicted_peak_mem_bytes", row)]])].filter(([, bytes]) => bytes).map(([series, bytes]) => {
@@ -115,7 +118,8 @@ function blank(points, words, hover) {
     Object.assign(axis, { axis_label: label, axis_label_text_color: ink, major_label_text_color: ink, axis_line_color: grid, major_tick_line_color: grid, minor_tick_line_color: null });
   made.xaxis.ticker = new Bokeh.FixedTicker({ ticks: words.map((_, n) => n) });
   made.xaxis.major_label_overrides = new Map(words.map((word, n) => [n, text(points.across, word)]));
-  if (words.length > 12) made.xaxis.major_label_orientation = words.length > 24 ? 1.57 : 0.8;
+  const letters = words.reduce((sum, word) => sum + String(text(points.across, word)).length, 0);
+  if (words.length > 12 || letters > MOST_LETTERS) made.xaxis.major_label_orientation = words.length > 24 ? 1.57 : 0.8;
   made.xgrid.grid_line_color = null;
   made.ygrid.grid_line_color = grid;
   return made;

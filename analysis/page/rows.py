@@ -20,6 +20,7 @@ from ultrabench.analysis.cells import (
     low_peak_in,
     made_with,
     repeats_failed,
+    set_apart,
 )
 from ultrabench.analysis.effects import HEADS, competing, effects_by_axis, notes
 from ultrabench.analysis.effects import cells as effect_cells
@@ -116,7 +117,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "columns": {
             name: encoded(values) for name, values in columns.items() if any(v is not None for v in values)
         },
-        "cells": [_cell(cell, panels) for cell in cells],
+        "cells": [_cell(cell, panels, apart) for cell, apart in zip(cells, _apart(cells), strict=True)],
         "formula": formula_of_cells(cells),
         "mfu_end": scale_end(cell.mfu and 100 * cell.mfu for cell in cells),
         "axes": [*AXES, *options],
@@ -198,7 +199,21 @@ def _with_cells(rows: Sequence[Row]) -> list[Row]:
     return [row | {"cell": cell_of.get(_run_of(row))} for row in rows]
 
 
-def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
+def _apart(cells: Sequence[Cell]) -> list[list[str]]:
+    """For each cell what sets its panel apart from others of its model, such as `seq_len 128`."""
+    names = [*(name for name in PANEL if name != "gbs"), "batch"]
+    settings = [dict(zip(names, cell.panel, strict=True)) for cell in cells]
+    named = [s | {"model": c.title, "num_params": c.num_params} for c, s in zip(cells, settings, strict=True)]
+    apart = set_apart(named, (*names, "num_params"))
+    places = [(cell.title, cell.nodes, *texts) for cell, texts in zip(cells, apart, strict=True)]
+    alike = [[n for n, other in enumerate(places) if other == place] for place in places]  # of other shapes
+    return [
+        [*texts, f"#{same.index(n) + 1}"] if len(same) > 1 else texts
+        for n, (texts, same) in enumerate(zip(apart, alike, strict=True))
+    ]
+
+
+def _cell(cell: Cell, panels: Sequence[tuple[object, ...]], apart: Sequence[str]) -> Row:
     hardware, kernel, precision, routing, seq_len, batch = cell.panel
     sizes = [
         text for text in (routing and f"routing {routing}", seq_len and f"seq_len {seq_len:,}", batch) if text
@@ -206,7 +221,7 @@ def _cell(cell: Cell, panels: Sequence[tuple[object, ...]]) -> Row:
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
     names = ("nodes", "num_params", "num_active_params", "reason", "ranked_by")
     fields = {"model": cell.title, **{name: getattr(cell, name) for name in names}}
-    named = {"setting": setting, "of_peak": of_peak(cell.precision)}
+    named = {"setting": setting, "apart": apart, "of_peak": of_peak(cell.precision)}
     return fields | named | {"panel": panels.index(cell.panel)}
 
 

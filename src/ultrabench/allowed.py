@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args
 from msgspec import Meta, Struct, ValidationError, convert, defstruct
 
 from ultrabench.errors import ConfigError
-from ultrabench.record import field_types, value_from
+from ultrabench.record import NAMES, field_types, value_from
 
 
 def at_least(least: float) -> Meta:
@@ -52,7 +52,8 @@ def matching(pattern: str, text: str) -> Meta:
 def one_of(*names: str) -> Meta:
     """Only the given texts."""
     *others, last = names
-    return matching("|".join(map(re.escape, names)), f"{', '.join(others)} or {last}" if others else last)
+    text = f"{', '.join(others)} or {last}" if others else last
+    return Meta(pattern=rf"\A(?:{'|'.join(map(re.escape, names))})\Z", description=text, extra={NAMES: names})
 
 
 NonNegative = Annotated[float, at_least(0.0)]

@@ -94,6 +94,16 @@ def nearest_name(name: str, names: Iterable[str], similarity: float = NEAR) -> s
     return next(chain(in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
 
 
+def most_similar(value: str, names: Iterable[str]) -> str | None:
+    """The one of a few `names` that `value` is most similar to; None where it is far from all, or two are equally near."""
+    similarities = sorted(
+        ((difflib.SequenceMatcher(None, name, value).ratio(), name) for name in names), reverse=True
+    )
+    (similarity, nearest), second = similarities[0], similarities[1:2]
+    is_alone = not second or second[0][0] < similarity
+    return nearest if similarity >= NEAR and is_alone else None
+
+
 def unknown_name(kind: str, name: object, names: Iterable[str], first: Iterable[str] = ()) -> str:
     """One line that tells that `name` is no `kind`, with the most similar name and the known names nearest to it.
 

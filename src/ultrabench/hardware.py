@@ -10,6 +10,8 @@ GIB = 2**30
 
 GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
+GIVEN = "given as hardware.peak_flops_per_s"
+"""Source of a peak rate of CPUs that a user gives."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
 FP8_ARCHITECTURES = "sm_89 or newer, or gfx942, gfx950 or gfx12"
@@ -96,6 +98,22 @@ class Hardware:
         kind, _, number = (self.architecture or "").partition("_")
         return int(number) if kind == "sm" else None
 
+    def auto_attention(self, in_16_bits: bool) -> str | None:
+        """What attention=auto of our own kernel becomes: flash, math or cudnn; None where the architecture is unknown.
+
+        On Hopper and Blackwell wide heads take flash instead of cudnn.
+
+        Args:
+            in_16_bits: whether the precision has 16 bits.
+        """
+        if self.device == "cpu":
+            return "flash"
+        if not in_16_bits:
+            return "math"
+        if self.architecture is None:
+            return None
+        return "cudnn" if (self.compute_capability or 0) // 10 in (9, 10) else "flash"
+
     @property
     def has_fp8(self) -> bool:
         """Whether the accelerator has products of scaled fp8 numbers; true where its architecture is unknown, and on CPUs."""
@@ -121,7 +139,8 @@ class Hardware:
                 fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
                 advice = "choose another kernel.precision, or add the rate with its source to that file"
                 raise ConfigError(f"{fact}{', '.join(rates)}", advice, setting="hardware.peak_flops_per_s")
-            return Peak(flops_per_s=rates[precision], source=self.source)
+            source = self.source if self.device == "cuda" else GIVEN
+            return Peak(flops_per_s=rates[precision], source=source)
         ranks = self.gpus_per_node * (nodes if self.simulated else 1)
         rate = core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S
         return Peak(flops_per_s=rate * cores / ranks, source="measured" if core_flops_per_s else GUESSED)

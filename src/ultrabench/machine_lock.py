@@ -23,14 +23,16 @@ _CREDENTIALS = struct.Struct("3i")
 class Holder:
     """Who holds the lock of this machine."""
 
-    sweep: str = "unknown"
-    """Folder of the sweep."""
+    sweep: str = ""
+    """Folder of the sweep; empty where its holder does not tell it."""
     allocation: str = ""
     user: str = ""
 
     def __str__(self) -> str:
         """The holder as messages name it."""
-        return f"{self.sweep} of {self.user} (allocation {self.allocation})"
+        of_allocation = f" (allocation {self.allocation})" if self.allocation else ""
+        sweep = self.sweep or "one that does not say its name,"
+        return f"{sweep} of {self.user}{of_allocation}"
 
 
 def _address() -> str:

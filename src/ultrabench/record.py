@@ -7,13 +7,16 @@ import json
 import types
 import typing
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
 
-from ultrabench.errors import ConfigError, require_known
+from ultrabench.errors import ConfigError, most_similar, require_known
 
 T = TypeVar("T")
+NAMES = "names"
+"""Key in the `extra` of a rule whose values are a few texts -> these texts."""
 
 
 # These results are cached, because finding the types of a class takes longer than reading a record.
@@ -150,7 +153,10 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
         (kind is int and value.is_integer()) or kind is float is not type(value)
     ):
         return value_from(hint, kind(value), where)  # 2.0 for an integer, or a float of numpy
-    raise ConfigError(_refusal(kind, rule, value, where), setting=where)
+    names = _names(hint) if isinstance(value, str) else ()
+    near = most_similar(value, names) if names else None
+    meant = f"; did you mean {near}?" if near else ""
+    raise ConfigError(_refusal(kind, rule, value, where) + meant, setting=where)
 
 
 def _is_record(kind: Any) -> bool:
@@ -170,6 +176,12 @@ def _kind_and_rule(hint: Any) -> tuple[Any, str]:
         kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
         return _kind_and_rule(kinds[0]) if len(kinds) == 1 else (hint, "")
     return hint, ""
+
+
+def _names(hint: Any) -> tuple[str, ...]:
+    """The texts that a type of a few texts allows; empty for other types."""
+    of_rules = ((rule.extra or {}).get(NAMES, ()) for rule in getattr(hint, "__metadata__", ()))
+    return (*chain.from_iterable(of_rules), *chain.from_iterable(map(_names, typing.get_args(hint))))
 
 
 _KINDS = {

@@ -206,6 +206,20 @@ _IN_BRACES = re.compile(r"(?<!\$)\{\s*(?P<quote>[\"']?)(?:words\.)?(?P<name>\w+)
 """A word in braces; also with quotes, spaces or its group, which are refused if there is such a word."""
 
 
+def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str]:
+    """The words of a run that the command of a kernel says, with the sizes of a model that others follow from.
+
+    Args:
+        with_tables: whether the words of `supports` and `flags` count, other than those in braces.
+    """
+    flags = (part for table in kernel.flags.values() for parts in table.values() for part in parts)
+    words = {match["name"] for match in _IN_BRACES.finditer(" ".join((*kernel.command, *flags)))}
+    if with_tables:
+        words |= {*kernel.supports, *kernel.flags}
+        words.update(size for word in words & FOLLOWING_SIZES.keys() for size in FOLLOWING_SIZES[word])
+    return frozenset(words)
+
+
 def in_command(value: object) -> str:
     """The value of a word as a command gets it: whole numbers without `.0`."""
     return str(int(value) if isinstance(value, float) and value.is_integer() else value)

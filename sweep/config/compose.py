@@ -81,6 +81,8 @@ def _several(key: str, value: str, **_: str) -> str:
 
 
 _WORDS: tuple[tuple[str, Sentence], ...] = (
+    (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?![A-Za-z_]\w*(?:[.=]|$)).*",
+     "{key}; a name has letters, digits and '_', and begins with no digit".format),
     (rf"[+~]+(?P<group>{_ANY_GROUP})(=.*)?",
      "{override}: a sweep always has a {group}; choose another with {group}=NAME".format),
     (r"[^=]+=[^]\"']*\[[^]\"']*",
@@ -254,6 +256,9 @@ def unknown_override(key: str, value: object = None) -> str:
     if advice := moved(key, (*_MOVED, *_NOT_OVERRIDDEN)):
         return advice
     settings, group = _settings(), key.partition(".")[0]
+    words = key.split(".", 2)
+    if len(words) == 3 and group == "sweep" and (near := nearest_name(words[1], EXAMPLES, 0.6)):
+        return f"unknown override {key!r}; did you mean +sweep.{near}.{words[2]}?"
     if key in settings:
         remedy = f"it: {_typed(f'+{key}', value)}" if group == "sweep" else " or ".join(settings[key])
         return f"{key} is no setting of the {group} that is chosen; add {remedy}"

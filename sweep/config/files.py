@@ -1,6 +1,7 @@
 """The YAML files of a configuration: the folders that hold them, their names and their content."""
 
 import contextlib
+import functools
 import os
 import re
 from pathlib import Path
@@ -39,6 +40,19 @@ def _user_folders() -> list[Path]:
 def is_of_package(path: Path) -> bool:
     """Whether the file of an option is one of the package and not of the user."""
     return path.parent.parent == search_path()[-1]
+
+
+def is_foreign_program(kernel: str) -> bool:
+    """Whether a kernel is one of the package that starts a program of others, which reads its command alone."""
+    path = search_path()[-1] / "kernel" / f"{kernel}.yaml"
+    hidden = any((folder / "kernel" / path.name).is_file() for folder in _user_folders())
+    return not hidden and path.is_file() and _has_command(path)
+
+
+@functools.cache
+def _has_command(path: Path) -> bool:
+    """Whether a file of the package gives the command of its kernel."""
+    return isinstance(read_yaml(path).get("command"), list)
 
 
 def files(group: str) -> dict[str, Path]:

@@ -110,7 +110,11 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     needed = {"preflight": kind != "command" or hardware.device == "cuda"}
     values = {
         **{key: tree[key] for key in WHOLE if key in tree},
-        **{key: sweep[key] for key in OF_SWEEP if sweep.get(key) is not None},
+        **{
+            key: value_from(field_types(SweepConfig)[key], sweep[key], f"sweep.{key}")
+            for key in OF_SWEEP
+            if sweep.get(key) is not None
+        },
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "hardware": hardware,

@@ -12,11 +12,11 @@ from msgspec import Meta
 from ultrabench.allowed import Line
 from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import RANK_VARIABLES, KernelConfig
+from ultrabench.kernel_config import IN_16_BITS, RANK_VARIABLES, KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, as_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import field_types, value_from
-from ultrabench.run import Size, in_command
+from ultrabench.run import AttemptKey, Size, in_command
 from ultrabench.store.kernel_secrets import is_secret
 from ultrabench.variant import (
     CELL_OPTIONS,
@@ -151,8 +151,10 @@ def read_options(
     values |= {name: _texts(sweep[name], name, Line) for name in PLACES if sweep.get(name) is not None}
     numbers = [name for name, of in words.items() if all(isinstance(v, int | float) for v in of)]
     for rule in rules:
-        kind = f"number in sweep.rules {rule.text!r}:"
+        kind = f"word in sweep.rules {rule.text!r}, which compares numbers:"
         require_known(kind, (*numbers, *_numbers_of_runs()), *rule.names, setting="sweep.rules")
+    if kernel.kind == "embedded":
+        _require_different_attention(kernels, hardware)
     for precision in kernels["precision"]:
         hardware.peak(str(precision), 1, None, 1)  # refuses a precision without a rate
     return Options(values=values, arguments=arguments, rules=rules)
@@ -174,7 +176,10 @@ def _texts(
     """
     listed_values = values if isinstance(values, list | tuple) else [values]
     checked_values = [_list([value], kind, name)[0] for value in listed_values]
-    _require_different(f"sweep.{name}", ((repr(v), v if v is None else text_of(v)) for v in checked_values))
+    _require_different(
+        f"sweep.{name}",
+        (("null" if v is None else repr(v), v if v is None else text_of(v)) for v in checked_values),
+    )
     return _list(values, kind, name)
 
 
@@ -186,6 +191,14 @@ def _require_different(setting: str, received_by_value: Iterable[tuple[str, obje
             fact = f"{setting}: {values[received]} and {value} are the same for the program"
             raise ConfigError(fact, "leave one out, since one run would be made twice", setting=setting)
         values[received] = value
+
+
+def _require_different_attention(kernels: Mapping[str, tuple[Value, ...]], hardware: Hardware) -> None:
+    """Raises ConfigError if auto stands beside what it becomes on the hardware in one of the precisions."""
+    for precision in kernels["precision"]:
+        auto = hardware.auto_attention(precision in IN_16_BITS) or "auto"
+        received = ((str(value), auto if value == "auto" else value) for value in kernels["attention"])
+        _require_different("kernel.attention", received)
 
 
 def _mapping(sweep: Mapping[str, Any], group: str) -> dict[str, Any]:
@@ -277,9 +290,14 @@ def _require_used(words: Mapping[str, Any], arguments: _Arguments, kernel: Kerne
         _require_no_word_of_runs(setting, name)
         if not any(f"{{{name}}}" in part for part in parts):
             in_braces = [text for part in parts for text in re.findall(r"\{[^{}]*\}", part)]
-            unknown = [text for text in in_braces if text[1:-1] not in (*words, *_words_of_runs())]
+            unknown = [
+                text
+                for text in in_braces
+                if text[1:-1] not in (*words, *_words_of_runs(), *AttemptKey._fields, "steps")
+            ]
             near = nearest_name(f"{{{name}}}", unknown, 0.55)
-            fact = f"{setting} changes nothing, since the command {f'has {near}' if near else 'does not have it'}"
+            lacks = f"the command has {near} in its place" if near else f"the command does not say {{{name}}}"
+            fact = f"{setting} changes nothing, since {lacks}"
             raise ConfigError(fact, f"use {{{name}}} in kernel.command", setting=setting)
 
 

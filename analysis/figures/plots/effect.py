@@ -8,7 +8,7 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.effects import LEVEL, competing, effects, pairs, require_pairs
+from ultrabench.analysis.effects import FEWEST_PAIRS, LEVEL, competing, effects, pairs, require_pairs
 from ultrabench.analysis.figures.picture import DARK, GREY
 from ultrabench.analysis.figures.runs import final
 from ultrabench.analysis.figures.style import (
@@ -74,7 +74,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """One panel: the values of the axis, their ratios of speeds to the baseline with intervals, and the pairs."""
     baseline, models = drawn[["against", "models"]].iloc[0]
     heading = f"What each value of {axis} is worth, all else equal: {title}, {models}"
-    about = f"Interval: contains the mean ratio with {100 * LEVEL:.0f} %; without one: too few pairs or allocations."
+    about = f"Interval: contains the mean ratio with {100 * LEVEL:.0f} %; without one: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
     whole, middle, (axes,) = panel_grid(1, title=heading, notes=f"{about}\n{notes}", height=3.0)
     axes.axhline(1, color=GREY, linewidth=0.8)
     values = in_order(axis, {baseline, *drawn["value"]})

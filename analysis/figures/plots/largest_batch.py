@@ -20,6 +20,7 @@ from ultrabench.analysis.figures.picture import DARK
 from ultrabench.analysis.figures.runs import final
 from ultrabench.analysis.figures.style import COLOURS, PALE, categories, label, panel_grid
 from ultrabench.analysis.knobs import in_order
+from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.predict.cases import profile_and_hardware
 from ultrabench.errors import ConfigError, counted
@@ -63,8 +64,9 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     tried = frame[frame["status"].isin([Status.OK, Status.OOM]) & frame["suspect"].isna()]
     tried = tried.fillna({APART: NEUTRAL[APART]}).dropna(subset=[*place, "mbs"])
     if not len(tried):
-        fact = f"{counted(len(frame), 'run')} here, none ended ok or out of memory with its {ACROSS}, {UP} and mbs"
-        raise ConfigError(f"{fact}; see why: ultrabench plot failures")
+        raise none_left(
+            frame, f"none ended ok or out of memory without a doubt and with its {ACROSS}, {UP} and mbs"
+        )
     is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
     runs, incomplete = measured_runs(table.filter(is_measured))
     limits = _limits({(run.sweep, run.run_id): run for run in runs})

@@ -10,8 +10,9 @@ import pytest
 
 from tests.configs import refused
 from tests.unit.analysis.tables import row, table_of
-from ultrabench.analysis.effects import competing, effect, effects, pairs
+from ultrabench.analysis.effects import cells, competing, effect, effects, pairs
 from ultrabench.analysis.knobs import in_order, knobs
+from ultrabench.analysis.ranking import leaderboard
 
 LAYOUTS = [*product((1, 2, 4, 8), (1, 2, 4, 8, 16))]
 """tp and mbs of 20 layouts, each of which runs with two values of zero_stage."""
@@ -89,6 +90,31 @@ def test_runs_of_other_models_hardware_environments_and_axes_are_no_pair():
         assert effects(competing(table_of(*rows)), "zero_stage") == [], other
     torch = (row("a", env_id="x", torch_version="1"), row("b", env_id="y", torch_version="2", zero_stage=1))
     assert effects(competing(table_of(*torch)), "zero_stage") == []
+
+
+def test_two_pairs_give_no_interval_and_a_table_says_how_many_do():
+    rows = [row(f"{mbs} {zero}", rate, mbs=mbs, gas=32 // mbs, zero_stage=zero)
+            for mbs, zero, rate in ((1, 0, 100.0), (1, 1, 150.0), (2, 0, 100.0), (2, 1, 20.0), (4, 0, 100.0), (4, 1, 110.0))]  # fmt: skip
+    two, three = (only("zero_stage", *rows[:number]) for number in (4, 6))
+    assert cells("zero_stage", two)[4:] == ["too few pairs (least 3)", "2"]
+    assert three.low < three.ratio < three.high
+    with refused("runs on other nodes are no pair; draw them with: ultrabench plot scaling --axis nodes"):
+        competing(table_of(*rows)).require_axis("nodes")
+    with refused("unknown axis 'sequence'; did you mean sequence_parallel?"):
+        competing(table_of(*rows)).require_axis("sequence")
+
+
+def test_attention_has_the_name_that_its_sweep_lists():
+    rows = (
+        row("a", attention="flash", attention_listed="auto"),
+        row("b", 50.0, attention="math", attention_listed="math"),
+    )
+    (worth,) = effects(competing(table_of(*rows)), "attention")
+    assert (worth.against, worth.value, worth.ratio) == ("auto", "math", pytest.approx(0.5))
+    assert [run["options"] for board in leaderboard(table_of(*rows)) for run in board] == [
+        {"attention": "auto"},
+        {"attention": "math"},
+    ]
 
 
 def with_variants(*pairs_of_row_and_variant):
@@ -203,5 +229,19 @@ def test_runs_that_cannot_win_are_left_out_counted_and_named():
     measured = competing(table_of(*rows))
     assert (len(measured.runs), measured.left_out) == (2, {"failed": 1, "suspect": 1, "stopped": 1})
     assert "a slow value may look better than it is" in measured.note
-    with refused("1 run here, none is ok, has a speed, is not suspect"):
+    load = {"suspect": "other programs used 40 % of the cores", "suspect_codes": ["foreign_load"]}
+    fact = "3 runs here, none may win: 2 suspect (other programs used 40 % of the cores), 1 oom; keep these runs: launch again"
+    with refused(f"{fact} with measure.max_foreign_load=null"):
+        competing(table_of(row("a", **load), row("b", mbs=2, gas=16, **load), rows[3]))
+    with refused(
+        "1 run here, none may win: 1 suspect (x); give the right peak of the hardware (hardware.peak_flops_per_s)"
+    ):
+        competing(table_of(row("a", suspect="x", suspect_codes=["mfu"])))
+    with refused("1 run here, none may win: 1 suspect (x); to measure them again launch with another name="):
         competing(table_of(row("a", suspect="x")))
+    with refused(
+        "1 run here, none may win: 1 stopped early as slower; to measure all in full launch with measure.race=null"
+    ):
+        competing(table_of(rows[4]))
+    with refused("1 run here, none may win: 1 oom; see why: ultrabench plot failures"):
+        competing(table_of(rows[3]))

@@ -92,7 +92,7 @@ def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind,
     ("kind", "axis", "lacking", "told"),
     [
         ("scatter", None, {"tokens_per_s_per_gpu": None}, "no ok run with a speed among 1 row"),
-        ("scaling", None, {"suspect": "x"}, "1 run here, all suspect or stopped early"),
+        ("scaling", None, {"suspect": "x"}, "1 run here, none may be the best: 1 suspect"),
         ("scaling", "tp", {"tp": None}, "1 run here, none with its tp"),
         ("failures", "tp", {"tp": None}, "1 run here, none with its tp"),
         ("pareto", None, {"peak_mem_reserved_bytes": None}, "1 run here, none with its peak memory"),
@@ -185,6 +185,17 @@ def weak_row(run_id, nodes, rate, ci, **more):
     return row(
         run_id, rate, nodes=nodes, gbs=256 * nodes, gas=32, scaling="weak", step_time_ci95_rel=ci, **more
     )
+
+
+def test_panels_are_in_the_order_of_their_numbers():
+    rows = [row(f"{s} {g}", seq_len=s, gbs=g) for s in (128, 64) for g in (1024, 8)]
+    weak = [row(f"{n} {g}", gbs=n * g, nodes=n, scaling="weak", model="9B") for n in (2, 1) for g in (16, 8)]
+    sizes = [f"8B | seq_len {s} | gbs {g}" for s in (64, 128) for g in ("8", "1,024")]
+    assert [*final(table_of(*rows, *weak))["panel"].unique()] == [
+        *sizes,
+        "9B | seq_len 4,096 | gbs 8 a node",
+        "9B | seq_len 4,096 | gbs 16 a node",
+    ]
 
 
 def test_the_batches_of_weak_scaling_share_a_panel():

@@ -56,6 +56,18 @@ def test_the_cells_of_fp8_name_the_peak_of_their_mfu():
     ]
 
 
+def test_cells_name_what_sets_them_apart_from_others_of_their_model():
+    sizes = [{"seq_len": s, "gbs": g} for s in (64, 128) for g in (8, 16)]
+    weak = [{"model": "w", "nodes": n, "gbs": 8 * n, "scaling": "weak"} for n in (1, 2)]
+    cells_of_page = shown(table_of(*(run(n, **of) for n, of in enumerate((*sizes, *weak)))))["cells"]
+    assert [cell["apart"] for cell in cells_of_page if cell["model"] != "w"] == [
+        [f"seq_len {of['seq_len']}", f"gbs {of['gbs']}"] for of in sizes
+    ]
+    assert [cell["apart"] for cell in cells_of_page if cell["model"] == "w"] == [[], []]
+    alike = shown(table_of(run(1, hidden_size=64), run(2, hidden_size=128)))["cells"]
+    assert [cell["apart"] for cell in alike] == [["#1"], ["#2"]]
+
+
 def test_the_row_of_a_run_counts_as_in_the_heatmap():
     columns = shown(repeated())["columns"]
     states = [state for state, place in zip(columns["state"], columns["rank"], strict=True) if place]

@@ -5,7 +5,9 @@ import re
 from dataclasses import replace
 
 import pytest
+from pyarrow import parquet
 
+from tests.unit.analysis.tables import row, table_of
 from tests.unit.cli.conftest import HEAD, QUICK, as_json, record
 from ultrabench.cli.sweep.top import SHOWN_AS
 from ultrabench.errors import counted
@@ -40,6 +42,22 @@ def test_top_shows_the_numbers_of_each_run_in_peoples_units(ultrabench, results)
     assert "suspect, wins only a cell without others" in err
     assert "FLOPs of MFU by the formula palm" in err
     assert "RANK --sweep quick-cpu; ranks go on from cell to cell" in err
+
+
+def test_the_title_of_a_table_names_what_sets_its_cell_apart(ultrabench, tmp_path):
+    weak = [{"nodes": n, "gbs": 8 * n, "scaling": "weak"} for n in (1, 2)]
+    sizes = [{"model": "mini", "seq_len": s, "gbs": g} for s in (64, 128) for g in (8, 16)]
+    rows = [row(f"{n:016x}", **of) for n, of in enumerate((*weak, *sizes))]
+    parquet.write_table(table_of(*rows), tmp_path / "runs.parquet")
+    code, out, err = ultrabench("sweep", "top", str(tmp_path / "runs.parquet"))
+    assert code == 0, err
+    for title in (
+        "on 1 node, gbs 8, by",
+        "on 2 nodes, gbs 16, by",
+        "seq_len 64, gbs 16, by",
+        "seq_len 128, gbs 16, by",
+    ):
+        assert title in " ".join(out.split())
 
 
 def test_a_winner_whose_interval_missed_the_target_is_marked(ultrabench, results):

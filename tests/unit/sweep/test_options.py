@@ -268,6 +268,12 @@ def test_losses_of_different_programs_are_not_compared():
         (["sweep.env=[A]"], "sweep.env: the sweep that is chosen does not have it; write '+sweep.env={NCCL_ALGO: [null, Ring]}'"),
         (["sweep.rule=[a]"], "unknown override 'sweep.rule'; did you mean sweep.rules?"),
         (["+sweep.env={A: [1, '1']}"], "sweep.env.A: 1 and '1' are the same for the program; leave one out"),
+        (["+sweep.env={A: [null, null]}"], "sweep.env.A: null and null are the same for the program"),
+        (["+sweep.env.1BAD=[a]"], "sweep.env.1BAD; a name has letters, digits and '_', and begins with no digit"),
+        (["sweep.evn.X=[a]"], "unknown override 'sweep.evn.X'; did you mean +sweep.env.X?"),
+        (["sweep.scaling=week"], "sweep.scaling='week'; must be strong or weak; did you mean weak?"),
+        (["sweep.strategy=adaptiv"], "did you mean adaptive?"),
+        (["sweep.cp_exchange=[rings]"], "sweep.cp_exchange='rings'; must be ring or allgather; did you mean ring?"),
         (["+sweep.env={A: [1, true]}"], "sweep.env.A: 1 and True are the same for the program"),
         (["+sweep.python=[/a, /a]"], "sweep.python: '/a' and '/a' are the same for the program"),
         (["+sweep.flags={q: {a: [-x], b: [-x]}}"], "sweep.flags.q: a and b are the same for the program"),
@@ -275,11 +281,11 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.env={A: [1]}", "+kernel.env={A: '1'}"], "sweep.env.A and kernel.env.A; give only one"),
         (["+sweep.flags={q: [1]}"], "write {NAME: [ARGUMENT, ...]} for each value, such as sweep.flags: {overlap: {on: "),
         ([FLAGS, "kernel.flags={overlap: {a: []}}"], "sweep.flags.overlap and kernel.flags.overlap; give only one"),
-        (["+sweep.words={zz: [1]}"], "sweep.words.zz changes nothing, since the command does not have it; use {zz}"),
+        (["+sweep.words={zz: [1]}"], "sweep.words.zz changes nothing, since the command does not say {zz}; use {zz}"),
         (["+sweep.words={tp: [1]}"], "tp is a word of every run: choose another name"),
         ([WORDS[0], "+sweep.rules=['etp divide dp']"], "a rule is NAME divides NAME, or has <=, >= or =="),
         ([WORDS[0], "+sweep.rules=['etp divides dpp']"], "did you mean pp?"),
-        (["+sweep.rules=['precision == 2']"], "unknown number in sweep.rules 'precision == 2': 'precision'"),
+        (["+sweep.rules=['precision == 2']"], "unknown word in sweep.rules 'precision == 2', which compares numbers: 'precision'"),
         (["+sweep.flags={tp: {a: []}}"], "sweep.flags.tp; tp is a word of every run: choose another name"),
         (["+sweep.words={api_token: [1]}"], "sweep.words.api_token looks like a secret"),
         (["+kernel.compile=[true,false]"], "kernel.compile lists several values, which only ultrabench's own kernel has"),
@@ -299,9 +305,9 @@ def test_what_cannot_vary_is_refused_in_one_line(words, line):
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
-        ('{"etp"}', 'sweep.words.etp changes nothing, since the command has {"etp"}; use {etp}'),
-        ("{etq}", "sweep.words.etp changes nothing, since the command has {etq}; use {etp}"),
-        ("{words.etp}", "since the command has {words.etp}; use {etp}"),
+        ('{"etp"}', 'sweep.words.etp changes nothing, since the command has {"etp"} in its place; use {etp}'),
+        ("{etq}", "sweep.words.etp changes nothing, since the command has {etq} in its place; use {etp}"),
+        ("{words.etp}", "since the command has {words.etp} in its place; use {etp}"),
         ('{etp} {"tp"}', 'kernel.command has {"tp"}; a word stands in braces alone: write {tp}'),
         ("{etp} { tp }", "kernel.command has { tp }; a word stands in braces alone: write {tp}"),
         ("{etp} {etq}", "unknown word in kernel.command of kernel=command '{etq}' (known: etp, "),
@@ -341,6 +347,25 @@ def test_an_interpreter_that_cannot_start_the_agents_is_refused_where_it_can_be_
     for words in ([f"[{tmp_path}/none,python]"], [f"[{bare}]", "launcher.setup=['export PYTHONPATH=/x']"],
                   [f"[{bare}]", "launcher.srun=['--container-image=x']"]):  # fmt: skip
         require(f"+sweep.python={words[0]}", "launcher=slurm", *words[1:])
+
+
+@pytest.mark.parametrize(
+    ("hardware", "precision", "attention", "different"),
+    [
+        ("cpu", "fp32", "auto,flash", False), ("cpu", "fp32", "auto,math", True),
+        ("h100x8", "bf16", "cudnn,auto", False), ("h100x8", "bf16", "auto,flash", True),
+        ("h100x8", "bf16,fp32", "auto,math", False), ("a100-80x8", "bf16", "flash,auto", False),
+    ],
+)  # fmt: skip
+def test_auto_is_refused_beside_the_attention_that_it_becomes(hardware, precision, attention, different):
+    words = (f"hardware={hardware}", f"kernel.precision=[{precision}]", f"kernel.attention=[{attention}]")
+    if different:
+        assert len({run.spec.kernel.attention for run in plan(*words, program=()).runs}) == 2
+        return
+    with refused(
+        f"kernel.attention: {attention.replace(',', ' and ')} are the same for the program; leave one out"
+    ):
+        plan(*words, program=())
 
 
 def test_our_own_kernel_takes_no_flags():

@@ -17,7 +17,7 @@ from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.cli.sweep.show_as import not_expressed, spec_there, without_other_models
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import AXES, Layout
+from ultrabench.layout import AXES, TEXT_AXES, USUAL, Layout
 from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED, compiled, parse_log_line
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import values_of
@@ -25,11 +25,14 @@ from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.refusals import refusal
+from ultrabench.sweep.remedy import same_commands
 
 SWEEP = [
     "sweep.models=[llama3-8b,llama3-70b]", "max_p_oom=1", "hardware=h100x8", "sweep.nodes=1", "sweep.tp=2", "sweep.pp=[1,2]",
     "sweep.zero_stage=[0,1,2,3]", "sweep.mbs=1", "sweep.gas=[1,2,4]", "sweep.gbs=8", "sweep.seq_len=4096",
 ]  # fmt: skip
+CHOICES = {name: values for name, values in USUAL.items() if name in TEXT_AXES}
+"""Axis whose values are words -> its usual values."""
 ON_CPUS = (
     "[titan] 2026-11-21 16:03:54,469 - root - INFO - step:  3  loss:  6.29930  grad_norm:  3.2757  "
     "memory: -0.00GiB(-0.00%)  tps: 39  tflops: 0.00  mfu: 0.00%"
@@ -93,6 +96,31 @@ def test_megatron_is_told_layout_and_model():
     }  # fmt: skip
     told = told_to(spec, plan.config)
     assert {name: told[name] for name in expected} == {name: str(value) for name, value in expected.items()}
+
+
+@pytest.mark.parametrize("kernel", ["torchtitan", "megatron", "nanotron"])
+def test_no_command_of_another_program_runs_twice(kernel):
+    every = [f"sweep.{name}={[*values]}".replace("'", '"') for name, values in CHOICES.items()]
+    plan, runs, refused = planned(kernel, "sweep.nodes=2", "sweep.cp=[1,2]", *every)
+    assert runs
+    assert not [*same_commands(plan)]
+    said = {name: {getattr(spec.layout, name) for spec in runs} for name in CHOICES}
+    for name, value in {"dp_overlap": "off", "sequence_parallel": "off", "cp_exchange": "allgather"}.items():
+        assert value in said[name] or any(f"{name}={value}" in reason for reason in refused), name
+    assert said["sequence_parallel"] == ({"on"} if kernel == "nanotron" else {"on", "off"})
+
+
+def test_an_axis_that_the_command_of_another_program_does_not_say_is_refused():
+    spec = with_experts(Layout(dp=2, tp=2, gas=2, zero_stage=1, dp_overlap="off"))
+    megatron = load_config(["kernel=megatron", "model=8B"]).kernel
+    without = {name: table for name, table in megatron.flags.items() if name != "dp_overlap"}
+    reasons = [
+        refusal(kernel, spec.layout, spec.shape, 64, "cuda")
+        for kernel in (megatron, replace(megatron, flags=without))
+    ]
+    rule = "so that it would run as dp_overlap=on: add dp_overlap to kernel.flags"
+    assert reasons == [None, f"kernel megatron has no word for dp_overlap=off, {rule}"]
+    assert refusal(replace(megatron, name="mine", flags=without), spec.layout, spec.shape, 64, "cuda") is None
 
 
 def with_experts(layout=None, **changed):

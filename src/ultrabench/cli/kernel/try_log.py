@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ultrabench.cli.tables import print_json, say, show, table
-from ultrabench.errors import ConfigError, counted
+from ultrabench.errors import ConfigError, counted, nearest_name
 from ultrabench.log_patterns import (
     LOG_PATTERNS,
     compiled_any,
@@ -58,9 +58,9 @@ def _patterns(text: str) -> dict[str, re.Pattern[str]]:
     pattern = compiled_any(text)
     if not (options := options_of(pattern)):
         forms = "; ".join(f"{option}: {', '.join(LOG_PATTERNS[option].groups)}" for option in LOG_PATTERNS)
-        raise ConfigError(
-            f"{text!r} is neither a kernel nor has a group (?P<NAME>...) of one of these names: {forms}"
-        )
+        near = nearest_name(text, files("kernel"))
+        rule = f"neither a kernel nor has a group (?P<NAME>...) of one of these names: {forms}"
+        raise ConfigError(f"{text!r} is {rule}", f"did you mean {near}?" if near else "")
     return dict.fromkeys(options, pattern)
 
 

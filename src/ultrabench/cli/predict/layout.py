@@ -125,7 +125,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     yield f"peak {prediction['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * prediction['p_oom']:.1f} %"
     yield _bars("\nstep time, ms", prediction["time"], 1e3)
     if ratios := prediction["communication_over_compute"]:
-        yield ratio_line(ratios)
+        yield ratio_line(ratios, spec.layout.dp_overlap)
     mfu = (
         ""
         if prediction["mfu"] is None
@@ -158,10 +158,17 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         yield table("\nmeasured runs that are most alike", *heads, rows=rows)
 
 
-def ratio_line(ratios: Mapping[str, float]) -> str:
-    """One line with the communication of each axis over the computing beside it, such as `tp 0.21, dp 1.4`."""
+def ratio_line(ratios: Mapping[str, float], dp_overlap: str = "on") -> str:
+    """One line with the communication of each axis over the computing beside it, such as `tp 0.21, dp 1.4`.
+
+    Args:
+        dp_overlap: the value of this axis in the layout.
+    """
     texts = ", ".join(f"{axis} {ratio:.2g}" for axis, ratio in ratios.items())
-    return f"communication over computing: {texts}; above 1, computing cannot hide it"
+    line = f"communication over computing: {texts}; above 1, computing cannot hide it"
+    if dp_overlap == "off" and "dp" in ratios:
+        line += ", and with dp_overlap=off it hides no sum of gradients"
+    return line
 
 
 def _bars(title: str, parts: dict[str, float], scale: float) -> RenderableType:

@@ -65,7 +65,7 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
         *_numbers(folder, run_id),
         Text("\nplan", "bold"),
         *(f"{name:<30} {with_unit(name, value)}" for name, value in planned.items() if value is not None),
-        *([ratio_line(ratios)] if ratios else []),
+        *([ratio_line(ratios, str((row or {}).get("dp_overlap")))] if ratios else []),
         table("\nattempts", *columns, rows=map(_columns, attempts)),
     )
     for attempt in attempts:

@@ -3,7 +3,6 @@
 It is apart from `show`, which so need not import what reads configurations.
 """
 
-import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -16,7 +15,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import FOLLOWING
 from ultrabench.model_shape import ADDED_LATER
 from ultrabench.record import from_dict, to_dict, values_of
-from ultrabench.run import FOLLOWING_SIZES, AttemptKey, RunSpec, fill_in
+from ultrabench.run import AttemptKey, RunSpec, fill_in, words_in
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
@@ -28,8 +27,6 @@ from ultrabench.variant import texts, variables_of
 
 IMPLIED = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
-
-_IN_BRACES = re.compile(r"\{(\w+)\}")
 
 
 def show_as(framework: str, run: str, sweep: str | None, as_json: bool, results: Path) -> None:
@@ -100,7 +97,7 @@ def without_other_models(spec: RunSpec, kernel: KernelConfig) -> KernelConfig:
     A command with sizes of a model in braces trains any model, so that its flags name none.
     """
     ours = values_of(spec.shape)
-    if ours.keys() & {*_IN_BRACES.findall(" ".join(kernel.command))}:
+    if ours.keys() & words_in(replace(kernel, flags={}), with_tables=False):
         return kernel
     supports = {name: values for name, values in kernel.supports.items() if name in ours}
     flags = {name: table for name, table in kernel.flags.items() if name in ours}
@@ -118,10 +115,7 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
     others = kernel.flags.keys() - own_kernel.flags.keys()
     supports = {name: values for name, values in kernel.supports.items() if not (others and name in model)}
     yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape)
-    flags = (flag for table in own_kernel.flags.values() for flags in table.values() for flag in flags)
-    words = _IN_BRACES.findall(" ".join((*kernel.command, *flags)))
-    expressed = {*words, *kernel.supports, *kernel.flags, *IMPLIED}
-    expressed |= {size for word in expressed & FOLLOWING_SIZES.keys() for size in FOLLOWING_SIZES[word]}
+    expressed = {*words_in(own_kernel), *kernel.flags, *IMPLIED}
     if others:
         expressed |= model.keys()
         other_flags = " ".join(
@@ -139,7 +133,9 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
     if routing and routing not in kernel.flags.get(ROUTED, ()):
         yield f"routing={routing}; its own router chooses the experts of a token"
     for name in ("precision", "compile", "attention"):
-        if name not in words and (ours := getattr(spec.kernel, name)) != getattr(kernel, name):
+        if name not in words_in(own_kernel, with_tables=False) and (
+            ours := getattr(spec.kernel, name)
+        ) != getattr(kernel, name):
             yield f"{name}={ours}; its command has {name}={getattr(kernel, name)}"
     if kernel.precision == "fp8":
         yield f"the scale of each row in precision=fp8; its command has {' '.join(kernel.flags['precision']['fp8'])}"

@@ -1,13 +1,14 @@
 """`ultrabench sweep top` shows the runs of a sweep or of a result file, the best first."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.text import Text
 
-from ultrabench.analysis.cells import caveats, layout_words, model_text
+from ultrabench.analysis.cells import caveats, layout_words, model_text, set_apart
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.numbers import formula_text, memory, percent, too_wide, with_unit
-from ultrabench.analysis.ranking import DEFAULT_RANK_BY, leaderboard
+from ultrabench.analysis.ranking import DEFAULT_RANK_BY, PANEL, leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.errors import counted
@@ -24,6 +25,8 @@ MARKS = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
 _TEXTS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""
+OF_CELL = [*(name for name in PANEL if name != "routing"), "num_params"]
+"""Columns that the title of a table names where they set its cell apart from others of its model, beside its routing."""
 FIRST = 10
 """Number of runs of each cell that a table shows by default."""
 
@@ -35,8 +38,9 @@ def show_top(source: str | None, first: int | None, rank_by: str, as_json: bool,
     if as_json:
         print_json([row for runs in cells for row in runs[: first or len(runs)]])
         return
-    for runs in cells:
-        _print_cell(name, runs, first or FIRST)
+    settings = set_apart([runs[0] for runs in cells], OF_CELL)
+    for runs, setting in zip(cells, settings, strict=True):
+        _print_cell(name, runs, setting, first or FIRST)
     ranked_rows = [row for runs in cells for row in runs if row["flops_formula"]]
     formulas = {row["flops_formula"] for row in ranked_rows}
     notes = [formula_text(formulas, any(row["num_experts"] for row in ranked_rows))] if formulas else []
@@ -53,7 +57,7 @@ def _more(sweep: str, rank_by: str, cells: int) -> str:
     return f"more about a run: {command}{hint}"
 
 
-def _print_cell(name: str, runs: list[Row], first: int) -> None:
+def _print_cell(name: str, runs: list[Row], setting: Sequence[str], first: int) -> None:
     top_row, num_hidden = runs[0], len(runs) - first
     rank_by = str(top_row["ranked_by"])
     added_columns = {rank_by: rank_by} if rank_by not in SHOWN_AS else {}
@@ -69,7 +73,7 @@ def _print_cell(name: str, runs: list[Row], first: int) -> None:
         texts |= {"environment": row["environment"]} if has_environments else {}
         shown_rows.append({**texts, **numbers(row), "run id": row["run_id"]})
     columns = [name if name in _TEXTS else f">{name}" for name in shown_rows[0]]
-    title = f"{name}: {cell_text(top_row)}, by {compared}"
+    title = f"{name}: {', '.join((cell_text(top_row), *setting))}, by {compared}"
     shown_table = table(title, *columns, rows=[row.values() for row in shown_rows])
     shown_table.always_shown = next(iter(added_columns), SHOWN_AS.get(rank_by, rank_by))
     show(shown_table, f"{num_hidden} more; -n {len(runs)} shows all\n" if num_hidden > 0 else "")

@@ -1,0 +1,50 @@
+"""Why none of the runs of a table may win, in one line: how many are suspect, stopped or failed, and what to do."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pandas as pd
+
+from ultrabench.errors import ConfigError, counted
+from ultrabench.result import SLOWER, Status
+
+COLUMNS = ("status", "suspect", "suspect_codes", "stopped")
+"""Columns of a result table that this module reads."""
+_LOAD = "keep these runs: launch again with measure.max_foreign_load=null, or measure on an idle machine with another name="
+_REMEDIES = {
+    "foreign_load": _LOAD,
+    "foreign_gpu_processes": _LOAD,
+    "mfu": "give the right peak of the hardware (hardware.peak_flops_per_s) and launch again",
+}
+"""Code of a doubt -> what to do if most suspect runs have it."""
+
+
+def none_left(runs: pd.DataFrame, wanted: str) -> ConfigError:
+    """The refusal of runs that are all left out.
+
+    Args:
+        runs: one row for each run, with the columns COLUMNS.
+        wanted: what no run is, such as `none may win`.
+    """
+    is_ok = runs["status"] == Status.OK
+    suspect = runs[is_ok & runs["suspect"].notna()]
+    stopped = is_ok & runs["suspect"].isna() & (runs["stopped"] == SLOWER)
+    reasons = [(len(suspect), "suspect"), (int(stopped.sum()), "stopped early as slower")]
+    reasons += [(number, str(status)) for status, number in runs.loc[~is_ok, "status"].value_counts().items()]
+    texts = [f"{number:,} {why}" for number, why in reasons if number]
+    if len(suspect):
+        texts[0] += f" ({suspect['suspect'].iloc[0]})"
+    fact = f"{counted(len(runs), 'run')} here, {wanted}{': ' if texts else ''}{', '.join(texts)}"
+    if len(suspect):
+        return ConfigError(fact, _of_suspects(suspect["suspect_codes"]))
+    if stopped.any():
+        return ConfigError(fact, "to measure all in full launch with measure.race=null")
+    todo = "see why: ultrabench plot failures" if len(runs) else "launch a sweep: ultrabench sweep launch"
+    return ConfigError(fact, todo)
+
+
+def _of_suspects(codes_by_run: Iterable[Iterable[str] | None]) -> str:
+    """What to do about suspect runs, by the most frequent of the codes of their doubts."""
+    codes = Counter(code for codes in codes_by_run if codes is not None for code in codes)
+    most_frequent = next((code for code, _ in codes.most_common(1)), "")
+    return _REMEDIES.get(most_frequent, "to measure them again launch with another name=")

@@ -1,0 +1,216 @@
+"""Compares step times: the embedded kernel with the same in plain torch, and forked with exec'd ranks.
+
+The forms are one process, DDP (compared with ZeRO-0) and FSDP2 (compared with ZeRO-3). On CPUs, the default,
+both take steps in turn in the same processes. On GPUs each runs by itself, in the order ours, plain, plain,
+ours:
+
+    python benchmarks/kernel.py --device cuda --models 1B,3B --mbs 1,2,4,8 --compile both
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from sweeps import cold_ranks, report, task_variables, torchrun
+
+from ultrabench.agent.agent_group import free_port
+
+FORMS = {"single": 0, "ddp": 0, "fsdp2": 3}
+"""Form of plain torch -> the ZeRO stage it is compared with."""
+PEAK_FLOPS_PER_S = 989e12
+"""Peak rate of H100 and H200 SXM in dense bf16, from their data sheets."""
+FORKED = """
+import os
+from functools import partial
+from ultrabench.kernel import worker
+from ultrabench.kernel.children import run_forked
+
+def body(rank):
+    own = os.environ["ULTRABENCH_REPORT"] + str(rank)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ULTRABENCH_REPORT=own)
+    assert worker.main() == 0
+
+run_forked({str(rank): partial(body, rank) for rank in range(2)}, 300)
+"""
+"""A program that forks two ranks of a task from a process that has imported the kernel."""
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Runs in a rank; returns the step times of each program in `job["who"]`, and peak bytes on GPUs."""
+    import torch
+    import torch.distributed as dist
+
+    from ultrabench.kernel import compat
+    from ultrabench.kernel.rank import environment
+
+    environment.set_defaults()
+    compat.use_timeout(compat.PATIENCE)
+    torch.set_num_threads(1)
+    cuda = job["device"] == "cuda"
+    device = torch.device("cuda", int(os.environ["RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    steps = {who: {"ours": ours, "plain": plain}[who](job, device) for who in job["who"]}
+    seconds: dict[str, list[float]] = {who: [] for who in steps}
+    for number in range(job["warmup"] + job["steps"]):
+        for who, step in steps.items():
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            loss = step()
+            if number >= job["warmup"]:
+                seconds[who].append(time.perf_counter() - start)
+            assert loss == loss, "no number"
+    peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if cuda else {}
+    dist.destroy_process_group()
+    return {**{who: median(taken) for who, taken in seconds.items()}, **peak}
+
+
+def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
+    """A function that runs a step of the embedded kernel."""
+    from ultrabench.kernel.mesh import build_mesh
+    from ultrabench.kernel.step import TrainStep
+    from ultrabench.kernel_config import KernelConfig
+    from ultrabench.layout import Layout
+    from ultrabench.run import RunSpec, Workload
+    from ultrabench.sweep.config.load import load_model
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    layout = Layout(dp=ranks, mbs=job["mbs"], zero_stage=FORMS[job["form"]])
+    spec = RunSpec(
+        shape=load_model(job["model"]), workload=Workload(seq_len=job["seq_len"], gbs=layout.gbs),
+        layout=layout, nodes=1, gpus_per_node=ranks,
+        kernel=KernelConfig(name="embedded", precision=job["precision"], compile=job["compile"]),
+    )  # fmt: skip
+    trainer = TrainStep(spec, device, build_mesh(layout, device.type))
+    batch = trainer.batch(1)
+    return lambda: float(trainer.update(trainer.accumulate(*batch)))
+
+
+def plain(job: dict[str, Any], device: Any) -> Callable[[], float]:
+    """A function that runs a step of plain torch."""
+    import torch
+    from plain_model import PlainStep
+
+    from ultrabench.sweep.config.load import load_model
+
+    torch.manual_seed(0)
+    shape = load_model(job["model"])
+    trainer = PlainStep(shape, job["seq_len"], job["form"], job["precision"], device, compiled=job["compile"])
+    batch = [torch.randint(shape.vocab_size, (job["mbs"], job["seq_len"]), device=device) for _ in "xy"]
+    return lambda: trainer.step(*batch)
+
+
+def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Runs the ranks of a job; returns what rank 0 measured, or nothing if a rank failed."""
+    command = torchrun(ranks, __file__, "--job", json.dumps(job))
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    return {} if done.returncode else dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """A row of the result: both times, their ratio, and on GPUs the mfu and peak memory of both."""
+    from ultrabench.sweep.config.load import load_model
+
+    found: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
+    # On CPUs both run in the same processes; on GPUs each has the memory for itself.
+    alone = [["ours"], ["plain"], ["plain"], ["ours"]]
+    for turn in alone if job["device"] == "cuda" else [["ours", "plain"]]:
+        seen = ranks_of({**job, "who": turn}, ranks)
+        for who in turn:
+            found[who].append(seen)
+    row = {k: job[k] for k in ("model", "form", "mbs", "seq_len", "precision", "compile")} | {"ranks": ranks}
+    for who, runs in found.items():
+        if not all(runs):
+            row[f"{who}_s"] = None  # it most likely ran out of memory; its log is on stderr
+            continue
+        row[f"{who}_s"] = min(run[who] for run in runs)
+        if job["device"] == "cuda":
+            per_token = load_model(job["model"]).flops_per_token(job["seq_len"])
+            rate = per_token * job["mbs"] * job["seq_len"] / row[f"{who}_s"]
+            row |= {f"{who}_mfu": rate / PEAK_FLOPS_PER_S, f"{who}_peak_bytes": runs[0]["peak_bytes"]}
+    both = row["ours_s"], row["plain_s"]
+    row["ratio"] = both[0] / both[1] if all(both) else None
+    return row
+
+
+def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
+    """Median step seconds of the same run on 2 CPU ranks, forked from a warm process and exec'd."""
+    from ultrabench.kernel_config import KernelConfig
+    from ultrabench.layout import Layout
+    from ultrabench.record import to_dict
+    from ultrabench.run import RunSpec, Task, Workload
+    from ultrabench.sweep.config.load import load_config, load_model
+
+    steps = {"warmup_steps": 5, "min_steps": 60, "max_steps": 60, "target_ci95_rel": 1e-9}
+    layout = Layout(dp=2, zero_stage=1, mbs=4)
+    spec = RunSpec(shape=load_model("mini"), workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout,
+                   kernel=KernelConfig(name="embedded"), nodes=1, gpus_per_node=2)  # fmt: skip
+    task = Task(run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=replace(load_config([]).measure, **steps),
+                device="cpu", rank_mem_bytes=2**32, predicted_step_time_s=0.1, predicted_duration_s=10, limit_s=100)  # fmt: skip
+    found: dict[str, list[float]] = {"forked": [], "execed": []}
+    for turn in range(2 * times):
+        way, path = ("forked", "execed", "execed", "forked")[turn % 4], folder / f"{turn}.json"
+        path.write_text(json.dumps(to_dict(task)))
+        place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        place["MASTER_PORT"] = str(free_port("127.0.0.1"))
+        command = [sys.executable, "-c", FORKED] if way == "forked" else cold_ranks(folder, 2)
+        env = task_variables(path) | (place if way == "forked" else {})
+        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
+        steps_s = [e["seconds"] for e in report(path) if e["event"] == "step" and e["measured"]]
+        found[way].append(median(steps_s))
+    return {way: min(times_s) for way, times_s in found.items()}
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--job", help=argparse.SUPPRESS)
+    asked.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    asked.add_argument("--ranks", type=int, default=None)
+    asked.add_argument("--models", default="mini")
+    asked.add_argument("--mbs", default="4")
+    asked.add_argument("--seq-len", type=int, default=None)
+    asked.add_argument("--compile", default="no", choices=("no", "yes", "both"))
+    asked.add_argument("--steps", type=int, default=None)
+    asked.add_argument("--out", type=Path, help="file that gets a JSON line a row")
+    words = asked.parse_args()
+    if words.job:
+        measured = measure(json.loads(words.job))
+        if os.environ["RANK"] == "0":
+            print(json.dumps(measured))
+        return
+    cuda = words.device == "cuda"
+    ranks = words.ranks or (1 if cuda else 2)
+    jobs = [
+        {"model": model, "form": form, "mbs": int(mbs), "compile": compiled, "device": words.device,
+         "seq_len": words.seq_len or (4096 if cuda else 256), "precision": "bf16" if cuda else "fp32",
+         "warmup": 5 if cuda else 3, "steps": words.steps or (10 if cuda else 12)}
+        for model in words.models.split(",")
+        for form in ("ddp",)
+        for mbs in words.mbs.split(",")
+        for compiled in {"no": [False], "yes": [True], "both": [False, True]}[words.compile]
+    ]  # fmt: skip
+    for job in jobs:
+        row = compare(job, 1 if job["form"] == "single" else ranks)
+        print(json.dumps(row), flush=True)
+        if words.out:
+            with words.out.open("a") as out:
+                out.write(json.dumps(row) + "\n")
+    if not cuda:
+        with tempfile.TemporaryDirectory() as name:
+            both = forked_and_execed(Path(name), 4)
+        print(json.dumps({**both, "ratio": both["forked"] / both["execed"]}))
+
+
+if __name__ == "__main__":
+    main()
