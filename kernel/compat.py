@@ -6,7 +6,6 @@ the profiler and the flight recorder use other private parts.
 
 import datetime
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -177,46 +176,6 @@ silu_backward = _aten.silu_backward
 def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Products of groups of rows, which end at `ends`, with the weight of each, or of groups of columns with rows."""
     return torch._grouped_mm(rows, weights, offs=ends)
-
-
-SCALED_PRODUCTS = Counter[str]()
-"""Purpose -> number of products of fp8 in this process, other than those of compiled layers: see `scaled_products`."""
-
-
-def fp8_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of 8 bits, with 3 of them for the fraction, that products on `device` take.
-
-    That of AMD's gfx942 has no infinity and no negative 0, and half the range.
-    Goes when torch says it.
-    """
-    if torch.version.hip is None or device.type == "cpu":
-        return torch.float8_e4m3fn
-    architecture = torch.cuda.get_device_properties(device).gcnArchName
-    return torch.float8_e4m3fnuz if architecture.startswith("gfx94") else torch.float8_e4m3fn
-
-
-def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, purpose: str) -> Tensor:
-    """The product M x N in bf16 of a, M x K, and b, K x N, whose columns lie in memory one after the other.
-
-    scale_a multiplies rows, M x 1, and scale_b columns, 1 x N. The sums of GPUs are those that their fp8 units make,
-    without which the kernel for rows would be slow. It is counted for its purpose, output or gradient.
-    Stays: torch has no public product of scaled fp8 in all supported versions.
-    """
-    if not torch.compiler.is_compiling():
-        SCALED_PRODUCTS[purpose] += 1
-    with annotate({"purpose": purpose}):
-        return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
-
-
-def scaled_products(graph: torch.fx.GraphModule) -> Counter[str]:
-    """Purpose -> number of products of fp8 in the graph of a layer, in forward and backward.
-
-    Each counts once, also where backward computes it again. Those in operators of ours are in SCALED_PRODUCTS.
-    Stays with `scaled_mm`.
-    """
-    graphs = (module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
-    nodes = (node for each in graphs for node in each.nodes if node.target is torch._scaled_mm)
-    return Counter(node.meta["custom"]["purpose"] for node in nodes)
 
 
 _FUSED_ATTENTION = (

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ultrabench.kernel.compat import compiler_of, scaled_products
+from ultrabench.kernel.compat import compiler_of
+from ultrabench.kernel.fp8 import scaled_products
 from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.model import Decoder
 

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ultrabench.kernel.compat import fp8_dtype, kept, scaled_mm
+from ultrabench.kernel.compat import kept
+from ultrabench.kernel.fp8 import fp8_dtype, scaled_mm
 
 SMALLEST = 1e-12
 """Values of a row that is smaller everywhere are scaled as if its largest were this; 0 has no scale of its own."""

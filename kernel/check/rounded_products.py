@@ -6,7 +6,7 @@ They are what the products of `products.py` are compared with, whose functions t
 import torch
 from torch import Tensor
 
-from ultrabench.kernel.compat import fp8_dtype
+from ultrabench.kernel.fp8 import fp8_dtype
 from ultrabench.kernel.model import Block, Decoder
 
 

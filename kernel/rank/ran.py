@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.compat import SCALED_PRODUCTS, ShardState, shard_state
+from ultrabench.kernel.compat import ShardState, shard_state
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
+from ultrabench.kernel.fp8 import SCALED_PRODUCTS
 from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import SparseFeedForward

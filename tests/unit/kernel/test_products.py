@@ -5,7 +5,7 @@ import torch
 
 from ultrabench.kernel import products
 from ultrabench.kernel.check import rounded_products
-from ultrabench.kernel.compat import SCALED_PRODUCTS, fp8_dtype
+from ultrabench.kernel.fp8 import SCALED_PRODUCTS, fp8_dtype
 
 TOKENS, INPUTS, OUTPUTS = 32, 48, (64, 16, 16)
 ROUNDED = 2**-8

@@ -1,0 +1,98 @@
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from ultrabench.kernel.requests import TINY
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import Layout
+from ultrabench.sweep.config.load import load_config, load_model
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.refusals import refusal
+
+
+@cache
+def configured(hardware):
+    return load_config([f"hardware={hardware}", "model=1B", "sweep.nodes=[1]"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "precision", "cp", "device", "architecture", "reason"),
+    [
+        ("auto", "fp64", 2, "cpu", None, None), ("flash", "fp32", 2, "cpu", None, None), ("math", "fp32", 1, "cpu", None, None),
+        ("auto", "bf16", 2, "cuda", None, None), ("cudnn", "bf16", 2, "cuda", None, None), ("auto", "fp32", 1, "cuda", None, None),
+        ("cudnn", "bf16", 1, "cpu", None, "attention=cudnn needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("flash3", "bf16", 1, "cpu", None, "attention=flash3 needs an NVIDIA GPU; on CPUs take auto, flash or math"),
+        ("math", "bf16", 2, "cuda", None, "attention=math cannot run with cp=2, whose parts it cannot put together"),
+        ("auto", "fp32", 2, "cuda", None, "cp=2 needs precision=bf16 or fp8 on GPUs; precision=fp32"),
+        ("flash", "fp64", 1, "cuda", None, "attention=flash needs precision=bf16 or fp8 on GPUs; precision=fp64: take auto"),
+        ("auto", "bf16", 2, "cuda", "sm_90", "take math and cp=1"),
+        ("flash", "fp8", 2, "cuda", None, None), ("auto", "fp8", 2, "cuda", "sm_90", "take math and cp=1"),
+        ("flash3", "bf16", 2, "cuda", "sm_70", "needs sm_90; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
+        ("auto", "bf16", 2, "cuda", "sm_70", "needs sm_80 to sm_121; H100-SXM is sm_70, head_dim=264: take math and cp=1"),
+    ],
+)  # fmt: skip
+def test_attention_that_a_device_or_a_ring_lacks_is_refused(
+    asked, precision, cp, device, architecture, reason
+):
+    """What an accelerator of unknown architecture has is not checked."""
+    kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
+    hardware = replace(configured("h100x8").hardware, architecture=architecture)
+    shape = replace(load_model("tiny"), head_dim=264)
+    found = refusal(kernel, Layout(dp=1, cp=cp), shape, 64, device, hardware)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "architecture", "reason"),
+    [
+        ({"tp": 2}, {}, "sm_90", None), ({"tp": 2}, {}, "sm_89", None), ({"tp": 2}, {}, "gfx942", None), ({"cp": 2}, {}, None, None),
+        ({}, {}, "sm_80", "needs sm_89 or newer, or gfx942, gfx950 or gfx12; H100-SXM is sm_80: take precision=bf16"),
+        ({}, {}, "gfx90a", "H100-SXM is gfx90a: take precision=bf16"),
+        ({"tp": 4}, {}, "sm_90", "dims are multiples of 16; num_key_value_heads*head_dim/tp=8: take precision=bf16"),
+        ({"tp": 2}, {"intermediate_size": 144}, "sm_90", "multiples of 16; intermediate_size/tp=72: take precision=bf16"),
+        ({}, {"hidden_size": 72, "head_dim": 16}, "sm_90", "multiples of 16; hidden_size=72: take precision=bf16"),
+        ({"cp": 4}, {"num_key_value_heads": 4}, "sm_90", "multiples of 16; mbs*seq_len/cp=8: take precision=bf16"),
+        ({"cp": 4, "mbs": 2}, {"num_key_value_heads": 4}, "sm_90", None),
+        ({}, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, "sm_90",
+         "precision=fp8 with num_experts=4; products of experts have no fp8: take precision=bf16"),
+    ],
+)  # fmt: skip
+def test_products_that_fp8_lacks_are_refused(layout, changes, architecture, reason):
+    """For each rank, and never in bf16."""
+    shape, hardware = (
+        replace(TINY, **changes), replace(configured("h100x8").hardware, architecture=architecture)
+    )  # fmt: skip
+    seq_len = 32 if layout.get("cp") == 4 else 64
+    refusals = [
+        refusal(KernelConfig(name="embedded", precision=precision), Layout(dp=1, **layout), shape, seq_len, "cuda", hardware)
+        for precision in ("fp8", "bf16")
+    ]  # fmt: skip
+    assert (refusals[0] is None) == (reason is None)
+    assert reason is None or reason in refusals[0]
+    assert refusals[1] is None
+
+
+@pytest.mark.parametrize(
+    ("hardware", "asked", "head_dim", "lacking"),
+    [
+        ("h100x8", "flash3", 128, None), ("h200x8", "cudnn", 256, None), ("gb200x4", "cudnn", 128, None),
+        ("a100-40x8", "cudnn", 128, None), ("a100-80x8", "flash", 256, None), ("mi300x-x8", "auto", 512, None),
+        ("h100x8", "math", 512, None), ("mi300x-x8", "flash", 128, None), ("l40s-x8", "flash", 256, None),
+        ("a100-80x8", "flash3", 128, "flash3 needs sm_90; A100-SXM-80GB is sm_80, head_dim=128: take auto"),
+        ("mi300x-x8", "flash3", 128, "flash3 needs sm_90; MI300X is gfx942, head_dim=128: take auto"),
+        ("mi300x-x8", "cudnn", 128, "cudnn needs an NVIDIA GPU; MI300X is gfx942, head_dim=128: take auto"),
+        ("a100-80x8", "cudnn", 136, "cudnn needs head_dim <= 128; A100-SXM-80GB is sm_80, head_dim=136: take auto"),
+        ("h100x8", "cudnn", 264, "cudnn needs head_dim <= 256; H100-SXM is sm_90, head_dim=264: take math"),
+        ("h100x8", "cudnn", 100, "cudnn needs a head_dim that is a multiple of 8; H100-SXM is sm_90, head_dim=100"),
+        ("h100x8", "auto", 264, "auto needs head_dim <= 256; H100-SXM is sm_90, head_dim=264: take math"),
+        ("l40s-x8", "flash", 224, "flash needs head_dim <= 192 or > 224; L40S is sm_89, head_dim=224: take math"),
+    ],
+)  # fmt: skip
+def test_attention_that_an_accelerator_lacks_is_refused_in_the_plan(hardware, asked, head_dim, lacking):
+    config = configured(hardware)
+    shape, kernel = replace(config.models[0], head_dim=head_dim), replace(config.kernel, attention=asked)
+    candidates = make_plan(replace(config, models=(shape,), kernel=kernel)).candidates
+    told = {c.reason for c in candidates if c.rule == "kernel" and c.reason.startswith("attention=")}
+    assert bool(told) == bool(lacking)
+    assert all(reason.startswith(f"attention={lacking}") for reason in told)
