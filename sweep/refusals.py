@@ -10,7 +10,7 @@ from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
 from ultrabench.run import words_in
 from ultrabench.stages import split_stages
-from ultrabench.sweep.config.files import is_foreign_program
+from ultrabench.sweep.config.files import is_command_of_package
 
 ROUTED = "routing"
 """The word of kernel.flags for runs of ours, since a program of the user chooses the experts of a token itself."""
@@ -219,12 +219,12 @@ def _has_no_effect(layout: Layout, name: str) -> bool:
 def _unsaid(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
     """The reasons why the command of a program of others would run another layout again, since it does not say an axis.
 
-    A program of the user may read the layout elsewhere, so that nothing is refused.
+    A command of the user may say it elsewhere, so that nothing is refused.
     """
     values = values_of(layout).items()
     unsaid = [(name, value) for name, value in values if name not in FOLLOWING and value != NEUTRAL[name]]
     said = words_in(kernel) if unsaid else ()
     for name, value in unsaid:
-        if name not in said and is_foreign_program(kernel.name):
+        if name not in said and is_command_of_package(kernel.name, kernel.command):
             rule = f"so that it would run as {name}={NEUTRAL[name]}: add {name} to kernel.flags"
             yield f"kernel {kernel.name} has no word for {name}={value}, {rule}"

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,18 @@ def is_of_package(path: Path) -> bool:
     return path.parent.parent == search_path()[-1]
 
 
-def is_foreign_program(kernel: str) -> bool:
-    """Whether a kernel is one of the package that starts a program of others, which reads its command alone."""
+def is_command_of_package(kernel: str, command: Sequence[str]) -> bool:
+    """Whether a command is that of a kernel of the package which starts a program of others; it says all that it reads."""
     path = search_path()[-1] / "kernel" / f"{kernel}.yaml"
     hidden = any((folder / "kernel" / path.name).is_file() for folder in _user_folders())
-    return not hidden and path.is_file() and _has_command(path)
+    return not hidden and path.is_file() and _command(path) == [*command]
 
 
 @functools.cache
-def _has_command(path: Path) -> bool:
-    """Whether a file of the package gives the command of its kernel."""
-    return isinstance(read_yaml(path).get("command"), list)
+def _command(path: Path) -> list[str] | None:
+    """The command in the file of a kernel, if it has one."""
+    command = read_yaml(path).get("command")
+    return [*map(str, command)] if isinstance(command, list) else None
 
 
 def files(group: str) -> dict[str, Path]:
