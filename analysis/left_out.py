@@ -8,8 +8,6 @@ import pandas as pd
 from ultrabench.errors import ConfigError, counted
 from ultrabench.result import SLOWER, Status
 
-COLUMNS = ("status", "suspect", "suspect_codes", "stopped")
-"""Columns of a result table that this module reads."""
 _LOAD = "keep these runs: launch again with measure.max_foreign_load=null, or measure on an idle machine with another name="
 _REMEDIES = {
     "foreign_load": _LOAD,
@@ -23,7 +21,7 @@ def none_left(runs: pd.DataFrame, wanted: str) -> ConfigError:
     """The refusal of runs that are all left out.
 
     Args:
-        runs: one row for each run, with the columns COLUMNS.
+        runs: one row for each run, with the columns status, suspect, suspect_codes and stopped.
         wanted: what no run is, such as `none may win`.
     """
     is_ok = runs["status"] == Status.OK

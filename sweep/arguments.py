@@ -22,16 +22,16 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.refusals import refusal
 
-TEXTS = TEXT_AXES | {"attention", "model", "hardware", "precision", "compile", "routing", "kernel", "profile"}
+OF_KERNEL = ("precision", "compile", "routing")
+"""Arguments that are settings of the kernel; None is what hardware and kernel usually have."""
+TEXTS = TEXT_AXES | {"attention", "model", "hardware", *OF_KERNEL, "kernel", "profile"}
 """Arguments whose value is a text; the value of any other is a whole number."""
 
 PREDICTED: dict[str, Any] = {
     "model": "llama3-8b", "hardware": "h100x8", "kernel": "embedded", "profile": None, "nodes": 1, "seq_len": 4096,
-    "precision": None, "compile": None, "routing": None,
+    **dict.fromkeys(OF_KERNEL),
 }  # fmt: skip
 """The arguments of a prediction beside those of layouts, with their usual values; a dry run has some of them."""
-OF_KERNEL = ("precision", "compile", "routing")
-"""Arguments that are settings of the kernel; None is what hardware and kernel usually have."""
 
 _ELSEWHERE = {
     "gbs": "the batch follows: gbs = dp*mbs*gas; give mbs and gas",
@@ -79,9 +79,8 @@ def layout_of(values: Mapping[str, Any]) -> Layout:
 def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[RunSpec, SweepConfig]:
     """The run that arguments such as `model=llama3-8b nodes=8 tp=8` describe, and what they configure besides.
 
-    By default dp is the number of GPUs divided by the other degrees, gas equals pp, the precision is
-    that of the hardware and settings of the
-    kernel are its usual ones.
+    By default dp is the number of GPUs divided by the other degrees, gas equals pp, the precision is that of the
+    hardware, and other settings of the kernel are its usual ones.
 
     Args:
         defaults: the arguments beside those of layouts, with their usual values; nodes and seq_len are among them.

@@ -223,8 +223,8 @@ def _unsaid(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
     """
     values = values_of(layout).items()
     unsaid = [(name, value) for name, value in values if name not in FOLLOWING and value != NEUTRAL[name]]
-    said = words_in(kernel) if unsaid else ()
+    words = words_in(kernel) if unsaid else ()
     for name, value in unsaid:
-        if name not in said and is_command_of_package(kernel.name, kernel.command):
+        if name not in words and is_command_of_package(kernel.name, kernel.command):
             rule = f"so that it would run as {name}={NEUTRAL[name]}: add {name} to kernel.flags"
             yield f"kernel {kernel.name} has no word for {name}={value}, {rule}"

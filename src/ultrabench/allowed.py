@@ -44,16 +44,16 @@ def _short(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else re.sub(r"e\+0*", "e", f"{number:g}")
 
 
-def matching(pattern: str, text: str) -> Meta:
+def matching(pattern: str, text: str, extra: dict[str, Any] | None = None) -> Meta:
     """All texts that match the regular expression `pattern` as a whole; `text` describes them."""
-    return Meta(pattern=rf"\A(?:{pattern})\Z", description=text)
+    return Meta(pattern=rf"\A(?:{pattern})\Z", description=text, extra=extra)
 
 
 def one_of(*names: str) -> Meta:
     """Only the given texts."""
     *others, last = names
     text = f"{', '.join(others)} or {last}" if others else last
-    return Meta(pattern=rf"\A(?:{'|'.join(map(re.escape, names))})\Z", description=text, extra={NAMES: names})
+    return matching("|".join(map(re.escape, names)), text, {NAMES: names})
 
 
 NonNegative = Annotated[float, at_least(0.0)]
