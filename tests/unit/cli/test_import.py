@@ -246,7 +246,9 @@ def test_the_map_of_the_page_reads_the_published_runs(ultrabench):
     assert (account["rows"], account["by_status"], len(table)) == (440, {"ok": 440}, 440)
     rows = table.to_pylist()
     # NeMo's own MFU of Llama 3.1 and ours, which count the same FLOPs and peaks, agree where both are known.
-    nemo = [row for row in rows if row["mfu"] and row["source_mfu"] and row["source"].startswith("NVIDIA/dgxc")]
+    nemo = [
+        row for row in rows if row["mfu"] and row["source_mfu"] and row["source"].startswith("NVIDIA/dgxc")
+    ]
     assert Counter(row["precision"] for row in nemo) == {"bf16": 22, "fp8": 22}
     assert all(row["mfu"] == pytest.approx(row["source_mfu"], rel=0.01) for row in nemo)
 
