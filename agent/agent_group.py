@@ -5,7 +5,7 @@ import random
 import signal
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from types import FrameType
 from typing import Any
 
@@ -157,6 +157,11 @@ class AgentGroup:
         clocks = [clock for node in self._cleaned.values() for clock in node.sm_clocks_hz]
         slowdowns = {text for node in self._cleaned.values() for text in node.slowdowns}
         return (median(clocks) if clocks else None), (", ".join(sorted(slowdowns)) or None)
+
+    def power_w(self) -> float | None:
+        """Mean power of a GPU (W) over the measured steps of the last run; None where no GPU tells it."""
+        powers_w = [power_w for node in self._cleaned.values() for power_w in node.powers_w]
+        return mean(powers_w) if powers_w else None
 
     def foreign_load(self) -> tuple[float | None, str | None]:
         """The share of a node's cores that other programs used during the steps of the last run, the largest of all nodes,

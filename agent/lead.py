@@ -243,6 +243,7 @@ class Leader:
             duration_s=time.monotonic() - progress.monotonic_start,
             sm_clock_hz=sm_clock_hz,
             throttled=throttled,
+            power_w_mean=group.power_w(),
             foreign_load=foreign_load,
             foreign_gpu_processes=foreign_gpu_processes,
             hostnames=tuple(group.hosts),

@@ -60,7 +60,14 @@ def scale_end(values: Iterable[float | None]) -> float:
 
 
 _FRACTIONS = ("mfu", "hfu", "p_oom", "_rel", "_share")
-_RATES = {"_bytes_per_s": "B/s", "_flops_per_s": "FLOP/s", "_flops_per_s_per_gpu": "FLOP/s", "_hz": "Hz"}
+_RATES = {
+    "_bytes_per_s": "B/s",
+    "_flops_per_s": "FLOP/s",
+    "_flops_per_s_per_gpu": "FLOP/s",
+    "_hz": "Hz",
+    "power_w_mean": "W",
+    "_j_per_step": "J",
+}
 """Endings of columns -> the unit of their values."""
 
 

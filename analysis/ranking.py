@@ -74,7 +74,7 @@ def _no_valid_layout(rejected: Sequence[Row]) -> str:
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
 _MOST_WANTED = (
-    DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "control_ratio",
+    DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "tokens_per_j", "control_ratio",
 )  # fmt: skip
 """Columns that people rank by, which a message names first."""
 
@@ -106,7 +106,7 @@ _OF_REPEAT = (
 """Columns of a frame, in the order of the fields of Repeat."""
 
 LOWER_IS_BETTER = frozenset({
-    "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final",
+    "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final", "power_w_mean", "energy_j_per_step",
     "peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes",
     "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
 })  # fmt: skip

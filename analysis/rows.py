@@ -343,4 +343,7 @@ def _speed(row: Row, result: RunResult | None, shape: ModelShape | None, formula
         out["mfu"] = rate / peak if peak else None
     if result.hardware_flops_per_step is not None and peak:
         out["hfu"] = result.hardware_flops_per_step / step_time_s / gpus / peak
+    if result.power_w_mean:
+        out["energy_j_per_step"] = energy_j = result.power_w_mean * gpus * step_time_s
+        out["tokens_per_j"] = row["gbs"] * row["seq_len"] / energy_j
     return out

@@ -1,4 +1,4 @@
-"""The GPUs of this node by NVML: which ones ranks may use, who else uses them, their memory and clocks."""
+"""The GPUs of this node by NVML: which ones ranks may use, who else uses them, their memory, clocks and power."""
 
 import contextlib
 import json
@@ -7,9 +7,11 @@ import pwd
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 from ultrabench.processes import RunningClock
@@ -123,8 +125,30 @@ def _ask(query: str, *words: Any) -> Any:
     return None
 
 
+class PowerSample(NamedTuple):
+    """What one GPU says of its power at one moment; an absent value is one that its driver does not know."""
+
+    time_s: float
+    """The monotonic clock."""
+    energy_j: float | None
+    """Energy since the driver was loaded."""
+    power_w: float | None
+
+
+def mean_power_w(samples: Sequence[PowerSample]) -> float | None:
+    """The mean power of a GPU over its samples: from its energy counter, else the mean of its powers; None if unknown."""
+    counted = [sample for sample in samples if sample.energy_j is not None]
+    if len(counted) > 1:
+        first, last = counted[0], counted[-1]
+        energy_j = (last.energy_j or 0.0) - (first.energy_j or 0.0)
+        if energy_j > 0:  # a driver that was loaded again counts from 0
+            return energy_j / (last.time_s - first.time_s)
+    powers_w = [sample.power_w for sample in samples if sample.power_w is not None]
+    return mean(powers_w) if powers_w else None
+
+
 class GpuGauge:
-    """Memory and clocks of the GPUs between and during runs; without a driver nothing is known."""
+    """Memory, clocks and power of the GPUs between and during runs; without a driver nothing is known."""
 
     def __init__(self, gpus: Sequence[VisibleGpu]) -> None:
         if gpus:
@@ -141,12 +165,21 @@ class GpuGauge:
         self.slowdowns: set[str] = set()
         self.foreign: set[str] = set()
         """Processes of somebody else that used the GPUs during the run."""
+        self._power_samples = defaultdict[str, list[PowerSample]](list)
+        """Number of a GPU -> its samples in the measured steps."""
 
-    def sample(self, ours: Callable[[], set[int]] = set) -> None:
+    @property
+    def powers_w(self) -> tuple[float, ...]:
+        """Mean power of each GPU in the measured steps; those whose power is unknown are left out."""
+        powers_w = map(mean_power_w, self._power_samples.values())
+        return tuple(power_w for power_w in powers_w if power_w is not None)
+
+    def sample(self, ours: Callable[[], set[int]] = set, measuring: bool = False) -> None:
         """Samples clocks and processes, at most once in SAMPLE_S seconds.
 
         Args:
             ours: gives the pids of our own processes; in a PID namespace, whose pids the driver does not know, it gives none.
+            measuring: whether the steps are measured, so that the power counts.
         """
         if time.monotonic() - self._sampled < SAMPLE_S:
             return
@@ -159,6 +192,8 @@ class GpuGauge:
             mask = _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
             self.clocks_hz += [mhz * 1e6] if mhz else []
             self.slowdowns |= {text for bit, text in SLOWDOWNS.items() if mask & bit}
+            if measuring:
+                self._power_samples[number].append(_power_sample(handle))
 
     def still_held(self, meanwhile: Callable[[], Any]) -> str | None:
         """Which GPU still has less free memory than before the first run, after a wait of at most FREE_S."""
@@ -176,6 +211,15 @@ class GpuGauge:
                 gib = (now.used - before.used) / 2**30
                 return f"GPU {number} still holds {gib:.1f} GiB after the run: {pids}"
         return None
+
+
+def _power_sample(handle: Any) -> PowerSample:
+    """The energy counter and the power of a GPU now; NVML has them in mJ and mW."""
+    energy_mj, power_mw = (
+        _ask(query, handle) for query in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage")
+    )
+    energy_j, power_w = (value / 1e3 if value else None for value in (energy_mj, power_mw))
+    return PowerSample(time.monotonic(), energy_j, power_w)
 
 
 if __name__ == "__main__":

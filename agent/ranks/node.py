@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -42,6 +43,8 @@ class Cleaned:
     """SM clock of each GPU in each sample."""
     slowdowns: tuple[str, ...]
     """What slowed the clocks."""
+    powers_w: tuple[float, ...] = ()
+    """Mean power of each GPU in the measured steps, where it is known."""
     load: tuple[float, float] | None = None
     """Shares of the host's cores that were used during the steps, and used by this agent; None if unknown."""
     foreign_processes: tuple[str, ...] = ()
@@ -117,6 +120,10 @@ class Node:
         self._evidence: Iterator[list[RankEvent]] = iter(())
         self._exits: dict[int, int] = {}
         """Rank -> exit code that the leader has not been told yet."""
+        self._num_steps = Counter[int]()
+        """Rank -> steps that it has reported in the current run."""
+        self._measuring = False
+        """Whether the steps are measured now, so that warm-up is over."""
         self._oom_kills = 0
         self._full: str | None = None
         """Which node-local folder was full at some moment of the current run."""
@@ -185,6 +192,8 @@ class Node:
         self._gauge.clear()
         self._load.clear()
         self._oom_kills, self._full = oom_kills(), None
+        self._num_steps.clear()
+        self._measuring = False
         varied = variables_of(task.spec.variant)
         if task.forked:
             self._use_server(varied)
@@ -260,9 +269,13 @@ class Node:
             trusted = (line for line in lines if self._task.forked or line["event"] != "probe")
             events += [{"rank": source.reporter, "line": line} for line in trusted]
         events += self._new_progress()
-        has_steps = any(event["line"]["event"] == "step" for event in events if "line" in event)
+        steps = [event for event in events if event.get("line", {}).get("event") == "step"]
+        if has_steps := bool(steps):
+            self._num_steps.update(event["rank"] for event in steps)
+            warm = max(self._num_steps.values()) > self._task.measure.warmup_steps
+            self._measuring = steps[-1]["line"].get("measured", warm)
         if has_steps or any("microbatches" in event for event in events):
-            self._gauge.sample(self._own_pids)
+            self._gauge.sample(self._own_pids, self._measuring)
         if has_steps:
             self._load.sample()
         events += next(self._evidence, [])
@@ -309,8 +322,9 @@ class Node:
         clocks, slowdowns = tuple(self._gauge.clocks_hz), tuple(sorted(self._gauge.slowdowns))
         load, foreign = self._load.shares, tuple(sorted(self._gauge.foreign))
         return Cleaned(
-            unusable=unusable, sm_clocks_hz=clocks, slowdowns=slowdowns, load=load, foreign_processes=foreign
-        )
+            unusable=unusable, sm_clocks_hz=clocks, slowdowns=slowdowns, load=load, foreign_processes=foreign,
+            powers_w=self._gauge.powers_w,
+        )  # fmt: skip
 
     def _own_pids(self) -> set[int]:
         """This agent and its descendants; empty in a PID namespace of its own, whose pids the driver does not know."""

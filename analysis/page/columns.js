@@ -66,6 +66,8 @@ function text(name, given) {
   if (name.endsWith("_bytes_per_s")) return short(given, "B/s");
   if (/_flops_per_s(_per_gpu)?$/.test(name)) return short(given, "FLOP/s");
   if (name.endsWith("_hz")) return short(given, "Hz");
+  if (name === "power_w_mean") return short(given, "W");
+  if (name.endsWith("_j_per_step")) return short(given, "J");
   if (name.includes("tokens_per_s")) return grouped(given);
   const number = Number.isInteger(given) ? String(given) : String(Number(given.toPrecision(4)));
   return name.endsWith("_s") ? `${number} s` : number;

@@ -192,6 +192,8 @@ class RunResult:
     """Median SM clock over all GPUs and all seconds of the measured steps; None where it is unknown."""
     throttled: str | None = None
     """What slowed a GPU's clock during the measured steps, except a power cap; None: nothing or unknown."""
+    power_w_mean: float | None = None
+    """Mean power of a GPU over the measured steps; None where it is unknown."""
     foreign_load: float | None = None
     """Largest share of a node's cores that other programs used during the steps, from 0 to 1; None where unknown."""
     foreign_gpu_processes: str | None = None

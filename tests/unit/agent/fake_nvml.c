@@ -1,16 +1,17 @@
 /* A driver library with the names of NVML, for tests without a GPU. The file named by FAKE_GPUS holds its answers,
-   one line a GPU: uuid, PCI bus, bytes used, bytes in all, MHz, the mask of reasons, and the pid of one process or 0. */
+   one line a GPU: uuid, PCI bus, bytes used, bytes in all, MHz, the mask of reasons, the pid of one process or 0, the
+   energy in mJ and the power in mW, each 0 where the GPU does not know it. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-struct gpu { char uuid[64], bus[32]; unsigned long long used, total, mask; unsigned mhz, pid; };
+struct gpu { char uuid[64], bus[32]; unsigned long long used, total, mask, energy; unsigned mhz, pid, power; };
 static struct gpu now;
 static int look(const char *uuid, int number) {
     FILE *file = fopen(getenv("FAKE_GPUS"), "r");
     int found = 0, at = 0;
-    while (file && !found && fscanf(file, "%63s %31s %llu %llu %u %llu %u", now.uuid, now.bus, &now.used,
-                                    &now.total, &now.mhz, &now.mask, &now.pid) == 7)
+    while (file && !found && fscanf(file, "%63s %31s %llu %llu %u %llu %u %llu %u", now.uuid, now.bus, &now.used,
+                                    &now.total, &now.mhz, &now.mask, &now.pid, &now.energy, &now.power) == 9)
         found = uuid ? strcmp(now.uuid, uuid) == 0 : at++ == number;
     if (file) fclose(file);
     return found;
@@ -61,6 +62,16 @@ int nvmlDeviceGetClockInfo(void *handle, unsigned kind, unsigned *out) {
 int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *out) {
     if (!look(handle, 0)) return 15;
     *out = now.mask;
+    return 0;
+}
+int nvmlDeviceGetTotalEnergyConsumption(void *handle, unsigned long long *out) {
+    if (!look(handle, 0) || !now.energy) return 3;
+    *out = now.energy;
+    return 0;
+}
+int nvmlDeviceGetPowerUsage(void *handle, unsigned *out) {
+    if (!look(handle, 0) || !now.power) return 3;
+    *out = now.power;
     return 0;
 }
 struct process { unsigned pid; unsigned long long used; unsigned gpu, compute; };

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import wait_until
 from tests.unit.agent.test_cleanup import OneNode
 from ultrabench.agent.ranks import gpus
 from ultrabench.agent.ranks.gpus import VisibleGpu, foreign_processes, visible_gpus
@@ -18,8 +19,8 @@ DRIVER = Path(__file__).parent / "fake_nvml.c"
 A, B, C = "00000000:1B:00.0", "00000000:43:00.0", "00000001:C3:00.0"
 
 
-def gpu(letter, bus, used=0, mhz=1980, mask=0, pid=0):
-    return f"GPU-{letter} {bus} {used} {80 * GIB} {mhz} {mask} {pid}\n"
+def gpu(letter, bus, used=0, mhz=1980, mask=0, pid=0, energy_mj=0, power_mw=0):
+    return f"GPU-{letter} {bus} {used} {80 * GIB} {mhz} {mask} {pid} {energy_mj} {power_mw}\n"
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,14 @@ def test_without_a_driver_the_gauge_knows_nothing():
     assert (gauge.still_held(lambda: None), gauge.clocks_hz) == (None, [])
 
 
-CLEAN = {"unusable": None, "sm_clocks_hz": [], "slowdowns": [], "load": None, "foreign_processes": []}
+CLEAN = {
+    "unusable": None,
+    "sm_clocks_hz": [],
+    "slowdowns": [],
+    "load": None,
+    "foreign_processes": [],
+    "powers_w": [],
+}
 STEPS = """
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
 for step in range(3):
@@ -130,3 +138,33 @@ def test_a_gauge_tells_clocks_and_the_faults_that_slow_them(tmp_path, driver):
         driver()  # it fell off the bus
         node.ask("node._gauge.sample()")
         assert node.ask("node.kill()") == CLEAN
+
+
+WARM_UP = """
+report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
+open(f"pids/{os.getpid()}", "w").close()
+for step, measured in enumerate((False, True, True)):
+    while not os.path.exists(f"step{step}"):
+        time.sleep(0.01)
+    print(json.dumps({"event": "step", "step": step, "seconds": 0.1, "measured": measured}), file=report)
+here()
+"""
+
+
+def test_the_power_is_that_of_the_measured_steps(tmp_path, driver):
+    """The 50 kJ before the first measured step do not count."""
+    with closing(OneNode(tmp_path, WARM_UP, "cuda")) as node:
+        node.ask("setattr(gpus, 'SAMPLE_S', 0.0)")
+        node.wait_for(1)
+        for step, energy_j in enumerate((10_000, 60_000, 60_070)):
+            driver(gpu("a", A, energy_mj=energy_j * 1000, power_mw=900_000))
+            (tmp_path / f"step{step}").touch()
+            wait_until(lambda: node.ask("len([e for e in node.rank_events() if 'line' in e])"), 20)
+        first_s, last_s = node.ask("[sample.time_s for sample in node._gauge._power_samples['0']]")
+        assert node.ask("node.kill()")["powers_w"] == pytest.approx([70 / (last_s - first_s)])
+
+
+def test_a_counter_that_began_again_is_not_used():
+    samples = [gpus.PowerSample(0.0, 900.0, 400.0), gpus.PowerSample(1.0, 3.0, 300.0)]
+    assert gpus.mean_power_w(samples) == 350.0  # W, the mean of both powers
+    assert gpus.mean_power_w([gpus.PowerSample(0.0, 900.0, None)]) is None

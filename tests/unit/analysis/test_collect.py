@@ -75,6 +75,8 @@ def test_the_latest_launch_says_how_the_batch_scales(tmp_path):
         (OK, {"status": "ok", "attempt": 0, "evidence": None, "throttled": None, "suspect": None}),
         (replace(OK, sm_clock_hz=1.9e9), {"sm_clock_hz": 1.9e9, "throttled": False}),
         (replace(OK, sm_clock_hz=1.4e9, throttled="thermal"), {"sm_clock_hz": 1.4e9, "throttled": True}),
+        (replace(OK, power_w_mean=500.0), {  # of 8 GPUs
+            "power_w_mean": 500.0, "energy_j_per_step": 500.0 * 8 * 0.2, "tokens_per_j": 10_240 / 500}),
         (replace(OK, status=Status.INVALID, reason="loss is NaN"), {
             "status": "invalid", "gpu_hours": 0.2, "step_time_s": None, "mfu": None, "step_times_s": None,
             "flops_formula": None}),
@@ -86,7 +88,7 @@ def test_the_latest_launch_says_how_the_batch_scales(tmp_path):
             "suspect": "rank 7 took 2.00 x the step time of rank 0; "
                        "mfu 1628.53 is above 1: steps or peak are measured wrongly"}),
     ],
-    ids=["ok", "clock", "throttled", "invalid", "running", "crash", "in doubt"],
+    ids=["ok", "clock", "throttled", "energy", "invalid", "running", "crash", "in doubt"],
 )  # fmt: skip
 def test_the_row_of_an_attempt_tells_its_result(tmp_path, result, expected):
     assert values(rows_of(swept(tmp_path, result)[0])[0], expected) == expected
