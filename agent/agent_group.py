@@ -146,6 +146,8 @@ class AgentGroup:
 
     def examine(self) -> None:
         """Orders all nodes to examine the ranks that still run; waits at most EVIDENCE_S for the evidence."""
+        for rank in self.progress.ranks:
+            rank.evidence = NO_EVIDENCE
         self.order("examine")
         end = self.listen(0.0) + EVIDENCE_S
         while any(rank.evidence is NO_EVIDENCE for rank in self.progress.running):

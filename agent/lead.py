@@ -187,7 +187,10 @@ class Leader:
                 if now - failed_at > PEER_GRACE_S:
                     return None
             elif missed := overdue(task, progress, now):
-                return _hung(group, missed) if missed.status == Status.HANG else missed
+                if missed.status != Status.HANG:
+                    return missed
+                if hung := _hung(group, missed):
+                    return hung
             elif lost := self._lost_race(task, rank0):
                 return lost
         return None
@@ -287,9 +290,15 @@ def best_here_s(task: Task, results: Sequence[tuple[Task, RunResult]], control: 
     return 1 / ranked[0].rate if ranked and ranked[0].may_win and ranked[0].rate else None
 
 
-def _hung(group: AgentGroup, missed: RunResult) -> RunResult:
-    """Collects the evidence of a hang and finds its cause, before the ranks are killed."""
+def _hung(group: AgentGroup, missed: RunResult) -> RunResult | None:
+    """Collects the evidence of a hang and finds its cause, before the ranks are killed.
+
+    It is none, and the run goes on, where a rank moved meanwhile: then the host was slow, and the next deadline is longer.
+    """
+    before = group.progress.positions
     group.examine()
+    if group.progress.positions != before and not group.progress.failed:
+        return None
     cause = find_hang_cause(group.progress.ranks)
     evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in group.progress.ranks]}
     reason, hosts = f"{cause.headline}; {missed.reason}", {rank.host for rank in cause.culprits}

@@ -192,6 +192,11 @@ class AttemptProgress:
             self.probe = {k: v for k, v in line.items() if k not in ("event", "time")}
 
     @property
+    def positions(self) -> list[tuple[object, ...]]:
+        """How far each rank is; a list that has changed means that a rank has moved."""
+        return [(r.phase, len(r.steps), r.step, r.part, r.microbatches, r.code) for r in self.ranks]
+
+    @property
     def slowest_gap_s(self) -> float:
         """Longest time without progress of any single rank, in seconds, of the kinds that count now.
 

@@ -5,7 +5,8 @@ python program.py WITNESS BEHAVIOUR RUN_ID REPEAT ATTEMPT
 BEHAVIOUR is a word, or one for each micro-batch size such as 1:raise,2:kill. What a limit or a faster run is to end
 goes on until it is killed, so that no load lets it end by itself: endless, stuck (without a step) and hang.
 The behaviour receive calls a collective in each step: the last rank never enters the sixth, nor does it send to rank 0,
-which receives.
+which receives. Ranks of until_asked stand still in their sixth step until they are asked for their stacks, and
+take longer for the others than an agent waits for an answer.
 """
 
 import contextlib
@@ -55,6 +56,10 @@ def lose_time():
     time.sleep(1000)
 
 
+if behaviour == "until_asked":
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+    say("stack_dump", pid=os.getpid())
 say("phase", name="train")
 step_s = float(os.environ.get("STEP_S", "0.002"))
 if behaviour == "slow_first" and key[2] == "0":
@@ -114,6 +119,9 @@ for step in itertools.count(1) if behaviour == "endless" else range(1, 13):
     late = dist and rank == dist.get_world_size() - 1
     if (behaviour, step) in (("hang", 6), ("stuck", 1)) or (late and step == 6):
         lose_time()
+    if (behaviour, step) == ("until_asked", 6):
+        signal.pause()
+        step_s = 0.7
     if (behaviour, step, rank) == ("receive", 6, 0):
         dist.recv(torch.ones(4), dist.get_world_size() - 1)
     if dist:

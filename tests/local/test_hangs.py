@@ -48,6 +48,12 @@ def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
     assert all("kernel/step.py" in (bench.folder / path).read_text() for path in stacks)
 
 
+def test_a_run_that_moves_again_while_it_is_examined_goes_on(bench):
+    """It stood still for longer than its deadline, as on a host that had no time for it: one look decides nothing."""
+    bench.run(*bench.launch("until_asked", nodes=2, gbs=8, mbs=2))
+    assert [(row["status"], row["num_steps_measured"]) for row in bench.rows()] == [("ok", 10)]
+
+
 def test_ranks_that_stay_away_from_their_collective_are_named(bench):
     bench.run(*bench.launch("receive", "retry.attempts.hang=0", nodes=2, gbs=8, mbs=2), code=1)
     ((row, told),) = hung(bench).values()
