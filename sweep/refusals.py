@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain
 
-from ultrabench.hardware import FP8_ARCHITECTURES, Hardware
+from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import ANY, IN_16_BITS, KernelConfig
 from ultrabench.layout import FOLLOWING, NEUTRAL, Layout, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
@@ -76,8 +76,8 @@ def _of_routing(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iter
 
 def _of_fp8(layout: Layout, shape: ModelShape, seq_len: int, hardware: Hardware | None) -> Iterator[str]:
     """The reasons why our own kernel cannot compute the products of a model in fp8."""
-    if hardware and not hardware.has_fp8:
-        yield f"precision=fp8 needs {FP8_ARCHITECTURES}; {hardware.gpu} is {hardware.architecture}: take precision=bf16"
+    if hardware and hardware.fp8_refusal:
+        yield hardware.fp8_refusal
     if shape.num_experts:
         yield f"precision=fp8 with num_experts={shape.num_experts}; products of experts have no fp8: take precision=bf16"
     sizes = {

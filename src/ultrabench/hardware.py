@@ -14,8 +14,6 @@ GIVEN = "given as hardware.peak_flops_per_s"
 """Source of a peak rate of CPUs that a user gives."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
-FP8_ARCHITECTURES = "sm_89 or newer, or gfx942, gfx950 or gfx12"
-"""The architectures with products of scaled fp8 numbers in torch: see `Hardware.has_fp8`."""
 ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "sm_80, sm_90 and so on, or gfx942 and so on")
 
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
@@ -115,11 +113,17 @@ class Hardware:
         return "cudnn" if (self.compute_capability or 0) // 10 in (9, 10) else "flash"
 
     @property
-    def has_fp8(self) -> bool:
-        """Whether the accelerator has products of scaled fp8 numbers; true where its architecture is unknown, and on CPUs."""
+    def fp8_refusal(self) -> str | None:
+        """Why the accelerator has no products of scaled fp8 numbers in torch.
+
+        None where it has, where its architecture is unknown, and on CPUs.
+        """
         if self.compute_capability is not None:
-            return self.compute_capability >= 89
-        return self.architecture is None or self.architecture.startswith(("gfx94", "gfx95", "gfx12"))
+            has_fp8 = self.compute_capability >= 89
+        else:
+            has_fp8 = self.architecture is None or self.architecture.startswith(("gfx94", "gfx95", "gfx12"))
+        needs = "precision=fp8 needs sm_89 or newer, or gfx942, gfx950 or gfx12"
+        return None if has_fp8 else f"{needs}; {self.gpu} is {self.architecture}: take precision=bf16"
 
     def peak(self, precision: str, nodes: int, core_flops_per_s: float | None, cores: int) -> Peak:
         """Peak rate of one rank.
@@ -135,6 +139,8 @@ class Hardware:
             ConfigError: the accelerator has no rate for this precision.
         """
         if rates := self.peak_flops_per_s:
+            if precision == "fp8" and self.fp8_refusal:
+                raise ConfigError(self.fp8_refusal, setting="kernel.precision")
             if precision not in rates:
                 fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
                 advice = "choose another kernel.precision, or add the rate with its source to that file"

@@ -56,6 +56,7 @@ MISTAKES = [
     ("sweep plan model.hidden_size=4", "write ultrabench/model/NAME.yaml and give model=NAME"),
     ("sweep plan -o nowhere/plan.parquet", "cannot write nowhere/plan.parquet"),
     ("sweep plan --top 0", "--top"),
+    ("sweep plan hardware=a100-80x8 kernel.precision=[bf16,fp8]", "A100-SXM-80GB is sm_80: take precision=bf16"),
     ("sweep plan kernel=command kernel.command=python", "is not a list; write [A,B]"),
     ("sweep plan kernel=command 'kernel.command=[python,\"--tp={tpp}\"]'",
      "unknown word in kernel.command of kernel=command '{tpp}'; did you mean tp?"),

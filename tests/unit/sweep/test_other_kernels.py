@@ -16,7 +16,7 @@ from tests.strategies import LONG
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.cli.sweep.show_as import not_expressed, spec_there, without_other_models
 from ultrabench.errors import ConfigError
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel_config import PRECISIONS, KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, USUAL, Layout
 from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED, compiled, parse_log_line
 from ultrabench.model_shape import ModelShape
@@ -108,6 +108,31 @@ def test_no_command_of_another_program_runs_twice(kernel):
     for name, value in {"dp_overlap": "off", "sequence_parallel": "off", "cp_exchange": "allgather"}.items():
         assert value in said[name] or any(f"{name}={value}" in reason for reason in refused), name
     assert said["sequence_parallel"] == ({"on"} if kernel == "nanotron" else {"on", "off"})
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "megatron", "nanotron"])
+def test_a_precision_that_the_command_of_another_program_does_not_say_is_refused(name):
+    """Steps in bf16 would stand in a cell of fp8."""
+    model = "llama3-8b" if name == "nanotron" else "llama3.1-8b"  # without or with scaled rotations
+    config, answers = load_config([f"kernel={name}", f"model={model}"]), {}
+    for precision in PRECISIONS:
+        spec = spec_in(precision, config)
+        words = fill_in(spec, AttemptKey("r", 0, 0), config.measure)
+        answers[precision] = words, refusal(spec.kernel, spec.layout, spec.shape, 8192, "cuda")
+    words_of_bf16, reason = answers.pop("bf16")
+    assert reason is None
+    for words, reason in answers.values():
+        assert words != words_of_bf16 or f"kernel {name} supports precision in [bf16" in reason
+
+
+def spec_in(precision, config):
+    """A run of eight GPUs that each of these programs can do."""
+    stages = {"torchtitan": 3, "megatron": 1, "nanotron": 1}
+    return RunSpec(
+        shape=config.models[0], workload=Workload(seq_len=8192, gbs=8), nodes=1, gpus_per_node=8,
+        layout=Layout(dp=8, zero_stage=stages[config.kernel.name], cp_exchange="allgather"),
+        kernel=replace(config.kernel, precision=precision),
+    )  # fmt: skip
 
 
 def test_an_axis_that_the_command_of_another_program_does_not_say_is_refused():
