@@ -127,11 +127,12 @@ def test_a_precision_that_the_command_of_another_program_does_not_say_is_refused
 
 def spec_in(precision, config):
     """A run of eight GPUs that each of these programs can do."""
-    stages = {"torchtitan": 3, "megatron": 1, "nanotron": 1}
+    axes = {"torchtitan": {"zero_stage": 3, "cp_exchange": "allgather"}}.get(
+        config.kernel.name, {"zero_stage": 1}
+    )
     return RunSpec(
         shape=config.models[0], workload=Workload(seq_len=8192, gbs=8), nodes=1, gpus_per_node=8,
-        layout=Layout(dp=8, zero_stage=stages[config.kernel.name], cp_exchange="allgather"),
-        kernel=replace(config.kernel, precision=precision),
+        layout=Layout(dp=8, **axes), kernel=replace(config.kernel, precision=precision),
     )  # fmt: skip
 
 
