@@ -58,62 +58,49 @@ class State(NamedTuple):
 def states_of_rank(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterable[State]:
     """The states of a rank among which is that of its peak, for the first `gas` micro-batches of a step.
 
-    Of those in which the stage at work does the same, it is the one with most beside that stage.
+    Of those in which a stage of these sizes does the same, it is the one with most beside that stage.
     """
     stages, is_afab = params_of_rank(cut, rank), cut.pp_schedule == "afab"
     several = len(stages) > 1
     receives, sends = cut.pp > 1 and (several or rank < cut.pp - 1), several or rank > 0
     # All losses of afab share one gradient of the head's weights, which the first backward takes.
-    loss = m.whole_hidden + m.table_kept
-    kept = [
-        m.kept_by(cut.shape, p.stage) + (m.whole_hidden if is_afab else loss) * p.stage.has_head
-        for p in stages
-    ]
-    kept += [m.halfway(cut.shape, p.stage, p.stage.first_layer) for p in stages]
+    loss = m.whole_hidden + m.table_kept * (not is_afab)
+    # Bytes of a micro-batch: first those that a stage keeps of it, then those between the halves of its backward.
+    counted_bytes = [m.kept_by(cut.shape, p.stage) + loss * p.stage.has_head for p in stages]
+    counted_bytes += [m.halfway(cut.shape, p.stage, p.stage.first_layer) for p in stages]
     # The forward of another stage needs less than its backward.
     matters = [p.stage.has_head or m.forward(cut.shape, p.stage) > 0 for p in stages]
-    every_turn = turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank)
-    later_turns = [turn for turn in every_turn if turn.backward_phase[turn.chunk] and not turn.is_last]
-    later = {(turn.chunk, turn.is_forward, counts) for turn in later_turns for counts in turn.counts}
     heaviest = dict[tuple[object, ...], tuple[float, State]]()
-    for turn in every_turn:
+    for turn in turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank):
         chunk, is_forward, is_first = turn.chunk, turn.is_forward, not turn.backward_phase[turn.chunk]
         if is_forward and not matters[chunk]:
             continue
-        p, copied = stages[chunk], 0
-        if cut.zero_stage == 3:  # a backward leaves layers gathered, and a forward norm and head
-            copied = p.first.whole if turn.after_backward[chunk] else p.top_gather
+        p, copied, after_backward = stages[chunk], 0, turn.after_backward[chunk]
+        if is_forward and cut.zero_stage == 3:  # a backward leaves layers gathered, and a forward norm and head
+            copied = p.first.whole if after_backward else p.top_gather
         other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
         sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
-        regathers = cut.zero_stage == 3 and not turn.after_backward[chunk]
         handling = Handling(
             m.word, cut.zero_stage == 3, cut.reduces_each, cut.reduces_after, sums > 0,
-            turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each, regathers, _halves(cut, p),
+            turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each,
+            cut.zero_stage == 3 and not after_backward, _halves(cut, p),
         )  # fmt: skip
+        is_drained = is_afab and not is_first
+        task = (p,) if is_forward else (p, is_drained, handling)
         for counts in turn.counts:
-            if is_first and not cut.reduces_each and (chunk, is_forward, counts) in later:
-                continue  # a later one holds sums of gradients, too
             in_flight = counts[chunk]
             # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
             answered = gas - in_flight if is_afab else int(not is_first)
             messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
-            is_alone = cut.frees_each or (is_first and in_flight == 1)
-            activations = sum(map(mul, counts, kept)) - kept[chunk] + m.hidden * messages
-            beside = activations + other_weights + other_gradients
-            work = chunk, is_forward, is_first, is_alone, handling
-            if work not in heaviest or heaviest[work][0] < beside:
-                state = State(
-                    params=p,
-                    activations=activations,
-                    is_drained=is_afab and not is_first,
-                    is_forward=is_forward,
-                    copied=(p.gathered_last if is_alone else copied) * (cut.shards > 1),
-                    sums=sums,
-                    handling=handling,
-                    other_weights=other_weights,
-                    other_gradients=other_gradients,
-                )
-                heaviest[work] = beside, state
+            activations = sum(map(mul, counts, counted_bytes)) - counted_bytes[chunk] + m.hidden * messages
+            if is_forward and (cut.frees_each or (is_first and in_flight == 1)):
+                copied = p.gathered_last
+            beside = activations + other_weights + other_gradients + is_forward * (sums + m.word * copied)
+            if task not in heaviest or heaviest[task][0] < beside:
+                heaviest[task] = beside, State(
+                    p, activations, is_drained, is_forward, copied * (cut.shards > 1), sums, handling,
+                    other_weights, other_gradients,
+                )  # fmt: skip
     return [state for _, state in heaviest.values()]
 
 

@@ -4,8 +4,9 @@ fully_shard pads the rows of each matrix to a multiple of the ranks among which 
 group of their own, with other shards than the rest of the layer.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ class Cut(NamedTuple):
     """Whether each backward frees parameters; in a pipeline only the last one of ZeRO-3 does."""
     reduces_after: bool
     """Whether gradients are reduced after a backward instead of during it."""
+    full_every: int
+    """n if every n-th layer keeps its input only; 0 if none does."""
     ep: int
     expert_shards: int
 
@@ -109,16 +112,32 @@ class StageParams:
 def params_of_rank(cut: Cut, rank: int) -> tuple[StageParams, ...]:
     """The stages of a rank of the pipeline axis."""
     degrees = cut.tp, cut.shards, cut.ep, cut.expert_shards
-    return _params_of_rank(cut.shape, cut.pp, cut.virtual_stages, cut.pp_schedule, rank, *degrees)
+    return _params_of_rank(
+        cut.shape, cut.pp, cut.virtual_stages, cut.pp_schedule, rank, cut.full_every, *degrees
+    )
 
 
 @lru_cache(maxsize=16384)
 def _params_of_rank(
-    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str, rank: int, *degrees: int
+    shape: ModelShape,
+    pp: int,
+    virtual_stages: int,
+    pp_schedule: str,
+    rank: int,
+    full_every: int,
+    *degrees: int,
 ) -> tuple[StageParams, ...]:
-    sizes, is_tied = _sizes(shape, *degrees), shape.tie_word_embeddings and pp == 1
     stages = stages_of_ranks(shape, pp, virtual_stages, pp_schedule)[rank]
-    return tuple(_stage(shape, sizes, stage, is_tied) for stage in stages)
+    is_tied = shape.tie_word_embeddings and pp == 1
+    return tuple(_stage(shape, degrees, _like(shape, stage, full_every), is_tied) for stage in stages)
+
+
+def _like(shape: ModelShape, stage: Stage, full_every: int) -> Stage:
+    """The same stage for all stages whose layers are alike, one after the other."""
+    period, first = math.lcm(shape.decoder_sparse_step, full_every or 1), stage.first_layer
+    if first > (start := shape.first_k_dense_replace):
+        first = start + (first - start) % period
+    return replace(stage, index=0, num_blocks=0, first_layer=first)
 
 
 @lru_cache(maxsize=4096)
@@ -161,7 +180,9 @@ def _sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int)
     )
 
 
-def _stage(shape: ModelShape, sizes: _Sizes, stage: Stage, is_tied: bool) -> StageParams:
+@lru_cache(maxsize=16384)
+def _stage(shape: ModelShape, degrees: tuple[int, ...], stage: Stage, is_tied: bool) -> StageParams:
+    sizes = _sizes(shape, *degrees)
     last = NOTHING if is_tied else NOTHING.plus(sizes.norm, stage.has_norm).plus(sizes.table, stage.has_head)
     first = sizes.norm.plus(sizes.table) if is_tied else NOTHING.plus(sizes.table, stage.has_embedding)
     whole = last.plus(first).plus(_of_layers(shape, sizes, stage.first_layer, stage.num_layers))

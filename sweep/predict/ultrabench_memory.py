@@ -16,6 +16,7 @@ backward; masters, moments and sums of gradients have 4 bytes. docs/prediction.m
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import le
 from typing import NamedTuple
 
 from ultrabench.allowed import NonNegative, require_allowed
@@ -239,17 +240,17 @@ Peak = tuple[int, tuple[StageParams, ...], Moment]
 @lru_cache(maxsize=16384)
 def _peaks(cut: Cut, gas: int, m: MicroBatch, every_rank: bool) -> tuple[Peak, ...]:
     """The moment of its peak of each rank, or without those that hold no more than an earlier one."""
-    peaks, most_layers = list[Peak](), -1
+    peaks, larger = list[Peak](), list[tuple[int, ...]]()
     all_stages = stages_of_ranks(cut.shape, cut.pp, cut.virtual_stages, cut.pp_schedule)
     for rank, stages in enumerate(all_stages):
-        # An inner rank holds no more than an earlier one with as many layers; than the first one only under 1f1b,
-        # where that has more micro-batches in flight, since it sends no gradients.
-        is_inner = 0 < rank < cut.pp - 1 and cut.virtual_stages == 1 and m.full_every < 2
-        layers = stages[0].num_layers
-        if is_inner and layers <= most_layers and not every_rank:
+        # An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only
+        # under 1f1b, where that has more micro-batches in flight, since it sends no gradients.
+        is_inner = 0 < rank < cut.pp - 1 and cut.pp_schedule != "zbv" and m.full_every < 2
+        layers = tuple([stage.num_layers for stage in stages])
+        if is_inner and not every_rank and any(all(map(le, layers, others)) for others in larger):
             continue
         if is_inner or cut.pp_schedule == "1f1b":
-            most_layers = max(most_layers, layers)
+            larger.append(layers)
         moments = (
             moment for state in states_of_rank(cut, gas, m, rank) for moment in _moments(cut, m, state)
         )
@@ -296,7 +297,7 @@ def _cut(spec: RunSpec) -> Cut:
     degrees = layout.tp, layout.pp, layout.virtual_stages, layout.pp_schedule
     reduces_each, frees_each, after = alone and stage >= 2, alone and stage == 3, layout.dp_overlap == "off"
     of_experts = layout.ep, layout.expert_shards
-    return Cut(spec.shape, *degrees, stage, layout.zero_shards, reduces_each, frees_each, after, *of_experts)
+    return Cut(spec.shape, *degrees, stage, layout.zero_shards, reduces_each, frees_each, after, layout.full_every, *of_experts)
 
 
 def _optimizer_bytes(stages: tuple[StageParams, ...], scale: int) -> float:
