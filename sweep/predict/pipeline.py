@@ -3,8 +3,8 @@
 It is the order of torch.distributed.pipelining, which runs the schedules of our own kernel.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 from operator import le
@@ -97,55 +97,82 @@ def _zbv(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
     return iter(warm_up + turns + [i0, i1] * rank + [i0, w0] * hops + [w1] * rank + [w0] * rank)
 
 
-class Turn(NamedTuple):
-    """A rank as a forward ends or a backward begins; each tuple has an item for each of its stages."""
+class Work(NamedTuple):
+    """What a rank does as a forward ends or a backward begins."""
 
-    chunk: int
-    """Index of the stage at work."""
+    kind: int
+    """Kind of the stage at work."""
     is_forward: bool
+    is_first: bool
+    """Whether no backward of the stage has ended."""
     is_last: bool
     """Whether it is the stage's last backward in a step, which reduces its gradients."""
-    backward_phase: tuple[int, ...]
-    """0 before the first backward of a stage has ended, 2 after the last one, 1 between them."""
-    after_backward: tuple[bool, ...]
-    """Whether the pass of a stage before was a backward, which leaves its parameters gathered under ZeRO-3."""
-    counts: tuple[tuple[int, ...], ...]
-    """Numbers of micro-batches whose activations each stage keeps, the one at work included; then, again for each stage,
-    of those whose backward has computed the gradients of inputs, but not yet of weights."""
+    after_backward: bool
+    """Whether the stage's pass before was a backward, which leaves its parameters gathered under ZeRO-3."""
+
+
+Load = tuple[int, ...]
+"""What a rank holds, as numbers that each take more memory the larger they are.
+
+They are six numbers for each kind of its stages, first one of all kinds, then the next: micro-batches whose activations
+its stages keep, the one at work included; micro-batches whose backward has computed the gradients of inputs, but not yet
+of weights; and of its stages that are not at work those with gradients, those whose gradients are not yet reduced, those
+with weights to compute with, and those whose pass before was a backward, too. The last number is that of the
+micro-batches that the stage at work keeps; of a rank with several stages it is at most 2, since more do not matter.
+"""
 
 
 @lru_cache(maxsize=4096)
-def turns(pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int) -> tuple[Turn, ...]:
-    """The turns of a rank, those that differ in their counts alone as one, without counts that are nowhere the largest."""
+def loads(
+    pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int, kinds: tuple[int, ...]
+) -> tuple[tuple[Work, tuple[Load, ...]], ...]:
+    """The works of a rank, each with its loads but those that another one exceeds.
+
+    Args:
+        kinds: a number for each stage of the rank, from 0 on, the same for stages that are alike.
+    """
     layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    counts_by_turn = dict[Turn, dict[tuple[int, ...], None]]()
-    for turn, counts in _turns(layout, rank):
-        counts_by_turn.setdefault(turn, {})[counts] = None
+    loads_by_work = defaultdict[Work, dict[Load, None]](dict)
+    for work, load in _loads(layout, rank, kinds):
+        loads_by_work[work][load] = None
     return tuple(
-        turn._replace(counts=tuple(counts for counts in all_counts if not _is_exceeded(counts, all_counts)))
-        for turn, all_counts in counts_by_turn.items()
+        (work, tuple(load for load in of_work if not _is_exceeded(load, of_work)))
+        for work, of_work in loads_by_work.items()
     )
 
 
-def _is_exceeded(counts: tuple[int, ...], all_counts: Iterable[tuple[int, ...]]) -> bool:
-    return any(counts != larger and all(map(le, counts, larger)) for larger in all_counts)
+def _is_exceeded(load: Load, of_work: Iterable[Load]) -> bool:
+    return any(load != larger and all(map(le, load, larger)) for larger in of_work)
 
 
-def _turns(layout: Layout, rank: int) -> Iterator[tuple[Turn, tuple[int, ...]]]:
-    """The turns of a rank without their counts, and these."""
+def _loads(layout: Layout, rank: int, kinds: tuple[int, ...]) -> Iterator[tuple[Work, Load]]:
     stages, gas = range(layout.virtual_stages), layout.gas
     in_flight, halfway, backwards, after_backward = ([0 for _ in stages] for _ in range(4))
     for kind, micro_batch, chunk in passes_of(layout, rank):
         in_flight[chunk] += kind == "forward"
         if kind != "weight":
-            phases = tuple((count > 0) + (count == gas) for count in backwards)
             is_last = kind == "backward" and micro_batch == gas - 1
-            turn = Turn(chunk, kind == "forward", is_last, phases, (*map(bool, after_backward),), ())
-            yield turn, (*in_flight, *halfway)
+            is_first = not backwards[chunk]
+            work = Work(kinds[chunk], kind == "forward", is_first, is_last, bool(after_backward[chunk]))
+            others = [n for n in stages if n != chunk]
+            unreduced = [n for n in others if backwards[n] < gas]
+            groups = (
+                [n for n in others if backwards[n]], [n for n in unreduced if backwards[n]],
+                unreduced, [n for n in unreduced if after_backward[n]],
+            )  # fmt: skip
+            numbers = in_flight, halfway, *([n in group for n in stages] for group in groups)
+            own = min(2, in_flight[chunk]) if others else in_flight[chunk]
+            yield work, (*(total for of_stage in numbers for total in _by_kind(of_stage, kinds)), own)
         in_flight[chunk] -= kind in ("backward", "weight")
         halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")
         after_backward[chunk] = kind != "forward"
+
+
+def _by_kind(of_stage: Sequence[int], kinds: tuple[int, ...]) -> Iterator[int]:
+    """The sum over the stages of each kind."""
+    for kind in range(max(kinds) + 1):
+        yield sum(number for number, other in zip(of_stage, kinds, strict=True) if other == kind)
 
 
 def timeline(layout: Layout) -> list[TimedPass]:

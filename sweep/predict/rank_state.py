@@ -8,7 +8,7 @@ from operator import mul
 from typing import NamedTuple
 
 from ultrabench.sweep.predict.micro_batch import MicroBatch
-from ultrabench.sweep.predict.pipeline import Turn, turns
+from ultrabench.sweep.predict.pipeline import loads
 from ultrabench.sweep.predict.stage_params import Cut, StageParams, params_of_rank
 
 
@@ -61,47 +61,53 @@ def states_of_rank(cut: Cut, gas: int, m: MicroBatch, rank: int) -> Iterable[Sta
     Of those in which a stage of these sizes does the same, it is the one with most beside that stage.
     """
     stages, is_afab = params_of_rank(cut, rank), cut.pp_schedule == "afab"
-    several = len(stages) > 1
+    kinds, several, is_zero3 = [*dict.fromkeys(stages)], len(stages) > 1, cut.zero_stage == 3
     receives, sends = cut.pp > 1 and (several or rank < cut.pp - 1), several or rank > 0
     # All losses of afab share one gradient of the head's weights, which the first backward takes.
     loss = m.whole_hidden + m.table_kept * (not is_afab)
-    # Bytes of a micro-batch: first those that a stage keeps of it, then those between the halves of its backward.
-    counted_bytes = [m.kept_by(cut.shape, p.stage) + loss * p.stage.has_head for p in stages]
-    counted_bytes += [m.halfway(cut.shape, p.stage, p.stage.first_layer) for p in stages]
-    # The forward of another stage needs less than its backward.
-    matters = [p.stage.has_head or m.forward(cut.shape, p.stage) > 0 for p in stages]
+    kept = [m.kept_by(cut.shape, p.stage) + loss * p.stage.has_head for p in kinds]
+    activation_bytes = kept + [m.halfway(cut.shape, p.stage, p.stage.first_layer) for p in kinds]
+    gradient_bytes, weight_bytes = _bytes_of_others(cut, m.word, kinds)
+    load_bytes, number = activation_bytes + gradient_bytes + weight_bytes, len(activation_bytes)
     heaviest = dict[tuple[object, ...], tuple[float, State]]()
-    for turn in turns(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank):
-        chunk, is_forward, is_first = turn.chunk, turn.is_forward, not turn.backward_phase[turn.chunk]
-        if is_forward and not matters[chunk]:
-            continue
-        p, copied, after_backward = stages[chunk], 0, turn.after_backward[chunk]
-        if is_forward and cut.zero_stage == 3:  # a backward leaves layers gathered, and a forward norm and head
-            copied = p.first.whole if after_backward else p.top_gather
-        other_weights, other_gradients = _of_others(cut, m.word, stages, turn) if several else (0.0, 0.0)
+    places = tuple(map(kinds.index, stages))
+    for work, of_work in loads(cut.pp, gas, cut.virtual_stages, cut.pp_schedule, rank, places):
+        kind, is_forward, is_first, is_last, after_backward = work
+        p = kinds[kind]
+        if is_forward and not (p.stage.has_head or m.forward(cut.shape, p.stage)):
+            continue  # it needs less than the backward
         sums = 0.0 if is_first else p.sums_bytes(cut.reduces_each)
         handling = Handling(
-            m.word, cut.zero_stage == 3, cut.reduces_each, cut.reduces_after, sums > 0,
-            turn.is_last or cut.reduces_each, turn.is_last or cut.frees_each,
-            cut.zero_stage == 3 and not after_backward, _halves(cut, p),
+            m.word, is_zero3, cut.reduces_each, cut.reduces_after, sums > 0, is_last or cut.reduces_each,
+            is_last or cut.frees_each, is_zero3 and not after_backward, _halves(cut, p),
         )  # fmt: skip
         is_drained = is_afab and not is_first
         task = (p,) if is_forward else (p, is_drained, handling)
-        for counts in turn.counts:
-            in_flight = counts[chunk]
+        for load in of_work:
+            in_flight = load[-1]
             # The gradient that came, and what was sent and may be waited for: under afab until the step ends.
             answered = gas - in_flight if is_afab else int(not is_first)
             messages = receives * (1 + answered * (is_afab or in_flight > 1)) + sends * answered
-            activations = sum(map(mul, counts, counted_bytes)) - counted_bytes[chunk] + m.hidden * messages
-            if is_forward and (cut.frees_each or (is_first and in_flight == 1)):
-                copied = p.gathered_last
-            beside = activations + other_weights + other_gradients + is_forward * (sums + m.word * copied)
+            is_alone = cut.frees_each or (is_first and in_flight == 1)
+            copied = is_forward * _copied(cut, p, is_alone, after_backward)
+            fixed = m.hidden * messages - kept[kind]
+            beside = sum(map(mul, load, load_bytes), fixed) + is_forward * (sums + m.word * copied)
             if task not in heaviest or heaviest[task][0] < beside:
                 heaviest[task] = beside, State(
-                    p, activations, is_drained, is_forward, copied * (cut.shards > 1), sums, handling,
-                    other_weights, other_gradients,
+                    p, sum(map(mul, load, activation_bytes), fixed), is_drained, is_forward,
+                    copied, sums, handling,
+                    sum(map(mul, load[2 * number :], weight_bytes)), sum(map(mul, load[number:], gradient_bytes)),
                 )  # fmt: skip
     return [state for _, state in heaviest.values()]
+
+
+def _copied(cut: Cut, p: StageParams, is_alone: bool, after_backward: bool) -> int:
+    """Parameters that a forward gathered last. A backward leaves layers gathered, and a forward norm and head."""
+    if cut.shards == 1:
+        return 0
+    if is_alone:
+        return p.gathered_last
+    return (p.first.whole if after_backward else p.top_gather) * (cut.zero_stage == 3)
 
 
 def _halves(cut: Cut, p: StageParams) -> bool:
@@ -109,17 +115,12 @@ def _halves(cut: Cut, p: StageParams) -> bool:
     return cut.pp_schedule == "zbv" and not p.stage.has_embedding
 
 
-def _of_others(cut: Cut, word: int, stages: tuple[StageParams, ...], turn: Turn) -> tuple[float, float]:
-    """The bytes of gathered parameters and of gradients of the rank's stages that are not at work."""
-    weights = gradients = 0.0
-    for number, (p, backward_phase) in enumerate(zip(stages, turn.backward_phase, strict=True)):
-        if number == turn.chunk:
-            continue
-        if backward_phase:
-            gradients += 4 * (p.whole.shard if backward_phase == 2 else p.whole.whole)
-            gradients += word * p.whole.whole * (word == 2 and _halves(cut, p))
-        if backward_phase < 2 and cut.zero_stage == 3:
-            weights += word * (p.whole.whole - p.first.whole if turn.after_backward[number] else p.last.whole)
-        elif backward_phase < 2:
-            weights += word * p.whole.whole
-    return weights, gradients
+def _bytes_of_others(cut: Cut, word: int, kinds: list[StageParams]) -> tuple[list[int], list[int]]:
+    """The bytes of gradients and of gathered parameters of stages that are not at work, in the order of a `Load`."""
+    halves = [word * p.whole.whole * (word == 2 and _halves(cut, p)) for p in kinds]
+    reduced = [4 * p.whole.shard + half for p, half in zip(kinds, halves, strict=True)]
+    gradients = reduced + [4 * (p.whole.whole - p.whole.shard) for p in kinds]
+    if cut.zero_stage < 3:
+        return gradients, [word * p.whole.whole for p in kinds] + [0] * len(kinds)
+    after_forward = [word * p.last.whole for p in kinds]
+    return gradients, after_forward + [word * (p.whole.whole - p.first.whole - p.last.whole) for p in kinds]

@@ -297,7 +297,17 @@ def _cut(spec: RunSpec) -> Cut:
     degrees = layout.tp, layout.pp, layout.virtual_stages, layout.pp_schedule
     reduces_each, frees_each, after = alone and stage >= 2, alone and stage == 3, layout.dp_overlap == "off"
     of_experts = layout.ep, layout.expert_shards
-    return Cut(spec.shape, *degrees, stage, layout.zero_shards, reduces_each, frees_each, after, layout.full_every, *of_experts)
+    return Cut(
+        spec.shape,
+        *degrees,
+        stage,
+        layout.zero_shards,
+        reduces_each,
+        frees_each,
+        after,
+        layout.full_every,
+        *of_experts,
+    )
 
 
 def _optimizer_bytes(stages: tuple[StageParams, ...], scale: int) -> float:
