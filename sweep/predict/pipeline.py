@@ -160,7 +160,7 @@ def _loads(layout: Layout, rank: int, kinds: tuple[int, ...]) -> Iterator[tuple[
                 [n for n in others if backwards[n]], [n for n in unreduced if backwards[n]],
                 unreduced, [n for n in unreduced if after_backward[n]],
             )  # fmt: skip
-            numbers = in_flight, halfway, *([n in group for n in stages] for group in groups)
+            numbers = [in_flight, halfway, *([int(n in group) for n in stages] for group in groups)]
             own = min(2, in_flight[chunk]) if others else in_flight[chunk]
             yield work, (*(total for of_stage in numbers for total in _by_kind(of_stage, kinds)), own)
         in_flight[chunk] -= kind in ("backward", "weight")
