@@ -15,6 +15,7 @@ from ultrabench.analysis.numbers import count, formula_text
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
 from ultrabench.result import PENDING, outcome_order, tier
+from ultrabench.routing import routing_text
 from ultrabench.sweep.config.sweep_config import WEAK
 from ultrabench.sweep.running.outliers import busy_peak, low_peak
 from ultrabench.variant import texts
@@ -163,7 +164,7 @@ SETTINGS: dict[str, Callable[[Any], str]] = {
     "hardware": str,
     "kernel": "kernel {}".format,
     "precision": str,
-    "routing": "routing {}".format,
+    "routing": routing_text,
     "seq_len": "seq_len {:,.0f}".format,
     "gbs": "gbs {:,.0f}".format,
     "batch": str,

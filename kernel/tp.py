@@ -36,7 +36,7 @@ from torch.nn import functional
 from ultrabench.kernel import products
 from ultrabench.kernel.compat import all_gather, all_reduce, group_of, reduce_scatter, wait
 from ultrabench.kernel.compile import operator
-from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss, logits_to_gradient
+from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, is_expert, local
 from ultrabench.kernel.model import Block, Decoder, columns
 
@@ -221,11 +221,11 @@ def _loss(
     weight_VH: Tensor,
     targets_BS: Tensor,
     shared: HeadGradient | None,
-    to_gradient: ToGradient = logits_to_gradient,
+    **compiled: ToGradient,
 ) -> Tensor:
-    """The mean loss over all tokens, with V/tp rows of the head on this rank."""
+    """The mean loss over all tokens, with V/tp rows of the head on this rank; `compiled` may hold a to_gradient."""
     x_BSH = _Exchange.apply(ranks.gather, ranks.scatter, x_BsH)  # type: ignore[no-untyped-call]
-    return head_loss(x_BSH, weight_VH, targets_BS, shared, ranks.group, to_gradient)
+    return head_loss(x_BSH, weight_VH, targets_BS, shared, ranks.group, **compiled)
 
 
 def apply_tp(model: Decoder, ranks: Ranks) -> None:

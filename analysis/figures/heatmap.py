@@ -21,6 +21,7 @@ from ultrabench.analysis.numbers import count, memory, scale_end, too_wide, with
 from ultrabench.analysis.ranking import LOWER_IS_BETTER
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB, of_peak
+from ultrabench.routing import routing_text
 from ultrabench.sweep.config.sweep_config import WEAK
 
 Line = tuple[str, float, str]
@@ -286,9 +287,8 @@ def _model(cell: Cell) -> tuple[str, str]:
 def _panel_title(cell: Cell) -> str:
     """The title of the panel of a cell: hardware, kernel and workload."""
     precision = f" ({cell.precision})" if cell.precision else ""
-    parts = [cell.hardware or "unknown hardware", f"kernel {cell.kernel or '?'}{precision}"]
-    if cell.routing is not None:
-        parts.append(f"routing {cell.routing}")
+    kernel, routing = f"kernel {cell.kernel or '?'}{precision}", routing_text(cell.routing)
+    parts = [cell.hardware or "unknown hardware", kernel, *([routing] if routing else [])]
     if cell.seq_len is not None:
         parts.append(f"seq_len {cell.seq_len:,}")
     if cell.gbs is not None:

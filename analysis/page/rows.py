@@ -37,6 +37,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.hardware import of_peak
 from ultrabench.layout import AXES, TEXT_AXES
 from ultrabench.result import UNSETTLED, Status, state, tier
+from ultrabench.routing import routing_text
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
@@ -214,10 +215,8 @@ def _apart(cells: Sequence[Cell]) -> list[list[str]]:
 
 
 def _cell(cell: Cell, panels: Sequence[tuple[object, ...]], apart: Sequence[str]) -> Row:
-    hardware, kernel, precision, routing, seq_len, batch = cell.panel
-    sizes = [
-        text for text in (routing and f"routing {routing}", seq_len and f"seq_len {seq_len:,}", batch) if text
-    ]
+    hardware, kernel, precision, _, seq_len, batch = cell.panel
+    sizes = filter(None, (routing_text(cell.routing), seq_len and f"seq_len {seq_len:,}", batch))
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
     names = ("nodes", "num_params", "num_active_params", "reason", "ranked_by")
     fields = {"model": cell.title, **{name: getattr(cell, name) for name in names}}

@@ -2,7 +2,8 @@
 
 UltrabenchError        exit 2: the user's mistake; the message is the whole story, on one line
 |-- ConfigError        a name, an override or a value that cannot be used
-|   `-- LayoutError    a layout that a rule rejects or a kernel refuses
+|   |-- LayoutError    a layout that a rule rejects or a kernel refuses
+|   `-- ShapeError     sizes that do not make a model together
 |-- SweepFolderError   a sweep folder that cannot be read, written or continued
 |   `-- DiskError      exit 3: its disk is full, read-only or silent, and may be mended meanwhile
 `-- ClusterError       exit 3: the cluster (or this machine) could not be used
@@ -10,7 +11,7 @@ UltrabenchError        exit 2: the user's mistake; the message is the whole stor
 
 import difflib
 import errno
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
 
@@ -47,6 +48,20 @@ class LayoutError(ConfigError):
     def __init__(self, layout: str, reason: str, remedy: str = "") -> None:
         super().__init__(f"{layout} cannot run: {reason}", remedy)
         self.reason = reason
+
+
+class ShapeError(ConfigError):
+    """Sizes that do not make a model together.
+
+    Args:
+        where: what the message calls the model.
+        rule: what is broken; a size that files may have under another name stands in braces, such as `{num_experts}=1`.
+        words: each of these sizes -> its name in the message.
+    """
+
+    def __init__(self, where: str, rule: str, words: Mapping[str, str]) -> None:
+        super().__init__(f"{where}: {rule.format_map(words)}")
+        self.rule = rule
 
 
 class SweepFolderError(UltrabenchError):

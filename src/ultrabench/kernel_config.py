@@ -71,12 +71,12 @@ class KernelConfig:
     to (e + 1)**-A). With balanced and skew the router's scores weigh the experts but do not choose them."""
     command: tuple[str, ...] = ()
     """Program and arguments; `{tp}` and other words in braces are replaced by values of the run."""
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict, hash=False)
     """More environment variables of the program; they are part of env_id. Secrets are redacted, so that a new
     value of a secret does not change env_id. Those of RANK_VARIABLES cannot be set for a forked program."""
-    supports: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    supports: dict[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
-    flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+    flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model -> each value that the command supports, as text, or ANY -> more arguments for it."""
     step_line: str | None = None
     """A regular expression for programs that only log. It is searched in each line of one rank's log, and has

@@ -1,10 +1,12 @@
 """The shape of a Llama-style decoder, dense or with experts, with the field names of a Hugging Face `config.json`."""
 
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
+from itertools import chain
 from typing import Annotated, Any
 
 from ultrabench.allowed import Count, Positive, at_least, between, one_of, require_allowed
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, ShapeError
 from ultrabench.record import content_id, values_of
 
 FLOPS_FORMULAS = {"palm": 12, "megatron": 6}
@@ -14,6 +16,9 @@ The two products of attention (scores and values) are 4 FLOPs forward and 8 back
 (PaLM, arXiv 2204.02311, appendix B), as torchtitan and nanotron do. megatron counts the half that the causal mask
 leaves (num_floating_point_operations of Megatron-LM).
 """
+
+RENAMED = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
+"""Key of a config.json -> the field of ModelShape that holds it, where their names differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,50 +92,43 @@ class ModelShape:
     """What the scores of the chosen experts are multiplied by at last."""
 
     def __post_init__(self) -> None:
-        require_allowed(self, f"model {self.name}: ")
+        where = f"model {self.name}"
+        require_allowed(self, f"{where}: ")
+        if rule := next(chain(self._broken_by_heads(), self._broken_by_experts()), None):
+            raise ShapeError(where, rule, {field: field for field in RENAMED.values()})
+
+    def _broken_by_heads(self) -> Iterator[str]:
+        """Rules that the sizes of the attention break."""
         heads = f"num_attention_heads={self.num_attention_heads}"
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            rule = f"does not divide hidden_size={self.hidden_size}; change one of them or give head_dim"
-            raise ConfigError(f"model {self.name}: {heads} {rule}")
+            yield f"{heads} does not divide hidden_size={self.hidden_size}; change one of them or give head_dim"
         if self.head_width % 2:
-            rotated = "rotations need an even width of heads"
-            raise ConfigError(f"model {self.name}: head_dim={self.head_width}; {rotated}: choose another")
+            yield f"head_dim={self.head_width}; rotations need an even width of heads: choose another"
         if self.num_attention_heads % self.num_key_value_heads:
-            groups = f"num_key_value_heads={self.num_key_value_heads}"
-            raise ConfigError(f"model {self.name}: {groups} must divide {heads}")
+            yield f"num_key_value_heads={self.num_key_value_heads} must divide {heads}"
         if self.rotary_width % 2:
-            rotated = f"rotates {self.rotary_width} channels of a head"
-            raise ConfigError(
-                f"model {self.name}: partial_rotary_factor={self.partial_rotary_factor:g} {rotated}; must be even"
-            )
+            factor = f"partial_rotary_factor={self.partial_rotary_factor:g}"
+            yield f"{factor} rotates {self.rotary_width} channels of a head; must be even"
         if self.qk_norm_across_heads and not self.qk_norm:
-            raise ConfigError(f"model {self.name}: qk_norm_across_heads=true needs qk_norm=true")
-        self._require_experts()
+            yield "qk_norm_across_heads=true needs {qk_norm}=true"
 
-    def _require_experts(self) -> None:
-        """Raises a ConfigError where the sizes of experts do not go together."""
-        chosen, experts = self.num_experts_per_tok, f"num_experts={self.num_experts}"
+    def _broken_by_experts(self) -> Iterator[str]:
+        """Rules that the sizes of the experts break."""
+        experts = f"{{num_experts}}={self.num_experts}"
+        sizes = ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace")
         if not self.num_experts:
-            needless = (
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-                "n_shared_experts",
-                "first_k_dense_replace",
+            needless = (name for name in sizes if getattr(self, name))
+            yield from (
+                f"{name}={getattr(self, name)} needs {{num_experts}} >= 1; {experts}" for name in needless
             )
-            if name := next((name for name in needless if getattr(self, name)), None):
-                raise ConfigError(
-                    f"model {self.name}: {name}={getattr(self, name)} needs num_experts >= 1; {experts}"
-                )
             return
-        if not 1 <= chosen <= self.num_experts:
-            raise ConfigError(f"model {self.name}: num_experts_per_tok={chosen}; must be in 1..{experts}")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            yield f"num_experts_per_tok={self.num_experts_per_tok}; must be in 1..{experts}"
         if not self.moe_intermediate_size:
-            raise ConfigError(f"model {self.name}: moe_intermediate_size=0; {experts} need a width >= 1")
+            yield f"moe_intermediate_size=0; {experts} need a width >= 1"
         if not self.num_sparse_layers(0, self.num_hidden_layers):
             dense = f"first_k_dense_replace={self.first_k_dense_replace}, decoder_sparse_step={self.decoder_sparse_step}"
-            raise ConfigError(
-                f"model {self.name}: {dense} leave none of {self.num_hidden_layers} layers sparse; take less"
-            )
+            yield f"{dense} leave none of {self.num_hidden_layers} layers sparse; take less"
 
     @property
     def model_id(self) -> str:

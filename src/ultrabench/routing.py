@@ -11,6 +11,11 @@ def in_quotes(routing: str) -> str:
     return f'"{routing}"' if routing.startswith(SKEW) else routing
 
 
+def routing_text(routing: str | None) -> str:
+    """How texts for people name a routing, such as `routing balanced`; empty where there is none."""
+    return f"routing {routing}" if routing else ""
+
+
 @lru_cache(maxsize=64)
 def expert_shares(routing: str, experts: int, chosen: int) -> tuple[float, ...]:
     """Share of the tokens that each expert gets; together they are `chosen`, the number of experts of a token.

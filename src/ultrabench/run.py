@@ -1,5 +1,6 @@
 """A run: one model with one layout on some nodes, named by a hash of its content."""
 
+import functools
 import re
 import sys
 from collections.abc import Collection
@@ -206,6 +207,8 @@ _IN_BRACES = re.compile(r"(?<!\$)\{\s*(?P<quote>[\"']?)(?:words\.)?(?P<name>\w+)
 """A word in braces; also with quotes, spaces or its group, which are refused if there is such a word."""
 
 
+# A plan asks it for each candidate: 181 us with the 100 parts of kernel=megatron, and 2 us with the cache.
+@functools.lru_cache(maxsize=64)
 def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str]:
     """The words of a run that the command of a kernel says, with the sizes of a model that others follow from.
 

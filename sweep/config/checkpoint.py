@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultrabench.errors import ConfigError, nearest_name
-from ultrabench.model_shape import ModelShape, RopeScaling
-from ultrabench.record import field_types, from_dict
+from ultrabench.errors import ConfigError, ShapeError, nearest_name
+from ultrabench.model_shape import RENAMED, ModelShape, RopeScaling
+from ultrabench.record import field_types, from_dict, value_from
 
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")),
@@ -63,8 +63,6 @@ FIXED: dict[str, dict[str, Any]] = {
 
 Source: Qwen2Attention, Glm4MoeTopkRouter and so on of transformers.
 """
-RENAMED = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
-"""Key of a config.json -> the field of ModelShape that holds it, where their names differ."""
 SIZES_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 """The sizes that a file of a model_type which reads them must have."""
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")
@@ -174,7 +172,7 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
             f"{fact}; ultrabench trains {kind} models whose {key} is {trained_value}: {_remedy(values)}"
         )
     _require_sizes(values, usual, where)
-    words = {field: key for key, field in RENAMED.items() if values.get(key) is not None}
+    words = {field: key for key, field in RENAMED.items() if field in usual and values.get(key) is not None}
     values |= {RENAMED[key]: value for key, value in values.items() if key in RENAMED and value is not None}
     read = {key: values.get(key, value) for key, value in usual.items()}
     if read.get("num_experts"):
@@ -187,22 +185,13 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     }
     sizes = read | fixed | derived
     fields = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
+    for field, key in words.items():  # so that a refusal of this value has the name of the file
+        value_from(field_types(ModelShape)[field], values[key], f"model={where}.{key}")
     try:
         return shape_from({"name": name, **fields}, f"model={where}")
-    except ConfigError as error:
-        raise ConfigError(_in_words(str(error), words, name, where)) from error
-
-
-def _in_words(message: str, words: Mapping[str, str], name: str, where: str) -> str:
-    """A message about a shape with the name of the file that was read and with the keys of that file.
-
-    Args:
-        words: field of the shape -> key of the file, where they differ.
-    """
-    message = message.replace(f"model {name}: ", f"model={where}: ", 1)
-    for field, key in words.items():
-        message = re.sub(rf"\b{field}\b", key, message)
-    return message
+    except ShapeError as error:
+        names = {field: words.get(field, field) for field in RENAMED.values()}
+        raise ShapeError(f"model={where}", error.rule, names) from error
 
 
 def _short(value: Any) -> str:

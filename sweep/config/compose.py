@@ -6,7 +6,7 @@ A mistake is found at one of three places, each with its table of patterns and s
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from ultrabench.sweep.config.files import (
     search_path,
     unknown_option,
 )
-from ultrabench.sweep.config.options import EXAMPLES, SWEEP_KEYS
-from ultrabench.sweep.config.sweep_config import NAME
+from ultrabench.sweep.config.options import EXAMPLES, NAME, NAME_RULE, SWEEP_KEYS
+from ultrabench.sweep.config.sweep_config import SWEEP_NAME
 from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
 
 Sentence = Callable[..., str]
@@ -43,6 +43,11 @@ _LIST = rf"\+?(?:kernel\.command|sweep\.(?:nodes|models|{'|'.join(AXES[1:])}))"
 """Pattern of the keys whose values are lists."""
 _MAY_LIST = rf"(?:{_LIST}|\+?sweep\.(?:{'|'.join(CELL_OPTIONS[:2])})|kernel\.(?:precision|{'|'.join(KERNEL_OPTIONS)}))"
 """Pattern of the keys whose values are lists or single values."""
+
+
+def parts_of(overrides: Iterable[str]) -> dict[str, str]:
+    """Key of each override, without the + or ~ in front -> its value."""
+    return {key: value for key, _, value in (o.lstrip("+~").partition("=") for o in overrides)}
 
 
 def as_list(value: str) -> str:
@@ -81,8 +86,7 @@ def _several(key: str, value: str, **_: str) -> str:
 
 
 _WORDS: tuple[tuple[str, Sentence], ...] = (
-    (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?![A-Za-z_]\w*(?:[.=]|$)).*",
-     "{key}; a name has letters, digits and '_', and begins with no digit".format),
+    (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?!{NAME}(?:[.=]|$)).*", f"{{key}}; {NAME_RULE}".format),
     (rf"[+~]+(?P<group>{_ANY_GROUP})(=.*)?",
      "{override}: a sweep always has a {group}; choose another with {group}=NAME".format),
     (r"[^=]+=[^]\"']*\[[^]\"']*",
@@ -102,7 +106,7 @@ _WORDS: tuple[tuple[str, Sentence], ...] = (
     (r"hardware\.gpu=.*", "{override}: a GPU comes with its rates, in a file; name that with hardware=NAME".format),
     (r"[+~]*hydra\b.*", "{override}: Hydra's own settings have no effect here; leave it out".format),
     (r"\+?launcher\.sbatch\.-.*", "{key}; write an option's name without dashes in front".format),
-    (r"name=.*[^\0-\x7f].*", f"{{override}}: must be {NAME.description}".format),
+    (r"name=.*[^\0-\x7f].*", f"{{override}}: must be {SWEEP_NAME.description}".format),
 )  # fmt: skip
 """Pattern of an override that Hydra would accept or not explain, but ultrabench cannot use -> function that makes one
 line of its parts: the override, its key, its value, this as a list (items), and the groups of the pattern."""
@@ -152,25 +156,28 @@ _OF_HYDRA: tuple[tuple[str, Sentence], ...] = (
 
 def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """What was given, which values are known, and what to do, as far as the message of Hydra tells it."""
-    values = {key: value for key, _, value in (o.lstrip("+~").partition("=") for o in overrides)}
     for pattern, sentence in _OF_HYDRA:
         if match := re.search(pattern, str(error)):
-            return ConfigError(
-                sentence(**match.groupdict(), values=values), setting=match[1] if match.re.groups else None
-            )
+            line = sentence(**match.groupdict(), values=parts_of(overrides))
+            return ConfigError(line, setting=match[1] if match.re.groups else None)
     if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
-        rule = "a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own"
-        if (plain_keys := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
-            rule = "a name before a colon has no quotes on a command line, other than in a file"
-        mapping = re.sub(r"\[[^][]*\]", lambda of_key: _quoted(of_key[0]), plain_keys)
-        readable = mapping if value.startswith("{") else _quoted(value)
-        readable = "{NAME: [VALUE, VALUE]}" if readable == value else readable
-        return ConfigError(f"{error.override}: {rule}; write {shlex.quote(f'{key}={readable}')}")
+        return ConfigError(_unreadable(error.override))
     if isinstance(error, yaml.YAMLError):
         return ConfigError(f"a configuration file is no YAML: {' '.join(str(error).split())}; mend it there")
     line = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
     return ConfigError(f"cannot use the overrides {' '.join(overrides)!r}: {line}")
+
+
+def _unreadable(override: str) -> str:
+    """One line for an override that Hydra cannot parse, with a form that it can."""
+    key, _, value = override.partition("=")
+    rule = "a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own"
+    if (plain_keys := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
+        rule = "a name before a colon has no quotes on a command line, other than in a file"
+    mapping = re.sub(r"\[[^][]*\]", lambda of_key: _quoted(of_key[0]), plain_keys)
+    readable = mapping if value.startswith("{") else _quoted(value)
+    readable = "{NAME: [VALUE, VALUE]}" if readable == value else readable
+    return f"{override}: {rule}; write {shlex.quote(f'{key}={readable}')}"
 
 
 def _quoted(value: str) -> str:
@@ -178,10 +185,8 @@ def _quoted(value: str) -> str:
     plain = value.replace('"', "")
     if not re.fullmatch(r"\[[^[]*\]", plain):
         return f'"{plain}"'
-    elements = [element for part in plain.strip("[]").split(",") if (element := part.strip())]
-    quoted = (
-        element if re.fullmatch(r"[\w./=+-]+", element, re.ASCII) else f'"{element}"' for element in elements
-    )
+    elements = filter(None, map(str.strip, plain.strip("[]").split(",")))
+    quoted = (e if re.fullmatch(r"[\w./=+-]+", e, re.ASCII) else f'"{e}"' for e in elements)
     return f"[{','.join(quoted)}]"
 
 
@@ -274,9 +279,8 @@ def _meant(key: str, settings: Mapping[str, Any]) -> str | None:
     """The setting that an unknown key probably means; None where no setting is similar."""
     group, last = key.partition(".")[0], key.rpartition(".")[2]
     last_of = {name: name.rpartition(".")[2] for name in settings}
-    longer = [
-        name for name in settings if name.startswith(f"launcher.{last}_")
-    ]  # launcher.time is time_minutes
+    # A unit may be missing, such as that of launcher.time_minutes.
+    longer = [name for name in settings if name.startswith(f"launcher.{last}_")]
     foreign = [name for pattern, name in _FOREIGN.items() if re.search(pattern, key.lower())]
     near = nearest_name(key, last_of.values(), 0.75)
     similar = (
@@ -350,12 +354,10 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     """
     require_once(overrides)
     _require_usable(overrides)
-    options = {
-        key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides)
-    }
+    options = parts_of(overrides)
     if path := files("sweep").get(options.get("sweep", "")):
         _require_global(path)
-    _require_readable(overrides, files("sweep").get(options.get("sweep", "")))
+    _require_readable(overrides, path)
     for_hydra = [*_usual_sweep(options), *map(_as_models, overrides)]
     GlobalHydra.instance().clear()
     Plugins.instance().register(UserFolders)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -38,9 +39,10 @@ def _user_folders() -> list[Path]:
     return [Path.cwd() / "ultrabench", Path(user).expanduser().absolute()]
 
 
-def is_of_package(path: Path) -> bool:
-    """Whether the file of an option is one of the package and not of the user."""
-    return path.parent.parent == search_path()[-1]
+def file_of_user(group: str, name: str) -> Path | None:
+    """The file of an option; None if there is none, or if it is one of the package."""
+    path = files(group).get(name)
+    return None if path is None or path.parent.parent == search_path()[-1] else path
 
 
 def is_command_of_package(kernel: str, command: Sequence[str]) -> bool:
@@ -136,9 +138,8 @@ def require_few_values(path: Path) -> None:
             return 1
         if id(node) not in values_by_node:
             values_by_node[id(node)] = MOST_VALUES  # until it is counted: a node may contain itself
-            parts = [
-                part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))
-            ]
+            is_mapping = isinstance(node, yaml.MappingNode)
+            parts = itertools.chain.from_iterable(node.value) if is_mapping else node.value
             values_by_node[id(node)] = 1 + sum(map(count, parts))
         return values_by_node[id(node)]
 

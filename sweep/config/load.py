@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -19,18 +19,18 @@ from ultrabench.record import T, field_types, from_dict, lacking, to_dict, value
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redacted
 from ultrabench.sweep.config.checkpoint import in_our_words, read_checkpoint_config, shape_from
-from ultrabench.sweep.config.compose import compose_tree, in_defaults, moved, unknown_override
+from ultrabench.sweep.config.compose import compose_tree, in_defaults, moved, parts_of, unknown_override
 from ultrabench.sweep.config.files import (
     FOLDERS,
     GROUPS,
+    file_of_user,
     files,
-    is_of_package,
     read_text,
     read_yaml,
     unknown_option,
     usable,
 )
-from ultrabench.sweep.config.options import SWEEP_KEYS, read_options, values_of_setting
+from ultrabench.sweep.config.options import SWEEP_KEYS, read_options, values_in, values_of_setting
 from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
 
@@ -44,6 +44,8 @@ OF_SWEEP = ("strategy", "batch", "scaling")
 """Keys of `sweep` that say which of its layouts are run, and what gbs is on more nodes."""
 _NO_AXES = frozenset({*WORKLOAD, *OF_SWEEP, *SWEEP_KEYS})
 """Keys of `sweep` that are no axes of layouts."""
+_COMPILE = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
+"""The values that a configuration may give kernel.compile."""
 CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
 """Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses them."""
 
@@ -58,12 +60,12 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     if len(of_models) > 1:
         rule = "model=NAME means sweep.models=[NAME]; give only one of them, such as sweep.models=[tiny,mini]"
         raise ConfigError(f"{' '.join(of_models)}: {rule}")
-    options = {key: value for key, _, value in (o.lstrip("+").partition("=") for o in overrides)}
+    options = parts_of(overrides)
     try:
         tree = compose_tree(overrides)
         options = tree["names"]
         names = tree["sweep"].pop("models", None) if isinstance(tree.get("sweep"), dict) else None
-        tree["models"] = [to_dict(load_model(str(name))) for name in _as_list(names or [])]
+        tree["models"] = [to_dict(load_model(str(name))) for name in values_in(names or [])]
         return config_from_tree(tree)
     except ConfigError as error:
         prefix = _file_of(error.setting, options, overrides) if error.setting else ""
@@ -73,14 +75,10 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
 def _file_of(setting: str, options: Mapping[str, str], overrides: Sequence[str]) -> str:
     """The prefix `FILE: ` for a message about a setting in a file of the user; empty where an override gives it."""
     group, name = setting.partition(".")[0], setting.rpartition(".")[2]
-    path, of_sweep = (files(group_name).get(options.get(group_name, "")) for group_name in (group, "sweep"))
-    if (
-        path
-        and not is_of_package(path)
-        and not any(o.lstrip("+~").startswith(f"{group}.") for o in overrides)
-    ):
+    path, of_sweep = (file_of_user(kind, options.get(kind, "")) for kind in (group, "sweep"))
+    if path and not any(key.startswith(f"{group}.") for key in parts_of(overrides)):
         return f"{path}: "
-    if of_sweep is None or is_of_package(of_sweep) or any(name in o for o in overrides):
+    if of_sweep is None or any(name in o for o in overrides):
         return ""
     return f"{of_sweep}: " if re.search(rf"\b{re.escape(name)}\b", read_text(of_sweep)) else ""
 
@@ -100,9 +98,10 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         tree = tree | {"kernel": kernel}
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
     options_of_kernel = _kernel_options(kernel, hardware)
-    kernel_config = from_dict(
-        KernelConfig, _kernel(names["kernel"], kernel, options_of_kernel), where="kernel"
-    )
+    first_values = {option: values[0] for option, values in options_of_kernel.items()}
+    settings = {key: value for key, value in kernel.items() if key != "profile" and value is not None}
+    of_kernel = {"name": names["kernel"]} | settings | first_values
+    kernel_config = from_dict(KernelConfig, of_kernel, where="kernel")
     workload = {key: values_of_setting(sweep[key], f"sweep.{key}")[0] for key in WORKLOAD if key in sweep}
     profile = profile_of(tree, hardware.device)
     kind = kernel.get("kind", "embedded")
@@ -156,33 +155,22 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
 
     compile=auto means true on GPUs.
     """
-    kinds, usual = (
-        field_types(KernelConfig),
-        {"precision": hardware.precision, "compile": False, "attention": "auto"},
-    )
+    kinds = field_types(KernelConfig) | {"compile": _COMPILE}
+    meanings: dict[str, dict[Any, Any]] = {
+        "precision": {None: hardware.precision}, "attention": {None: "auto"},
+        "compile": {None: False, "auto": hardware.device == "cuda"},
+    }  # fmt: skip
     options = {}
-    for name, default in usual.items():
+    for name, meaning in meanings.items():
         setting = f"kernel.{name}"
-        values_of_option = [
-            default if value is None else value for value in values_of_setting(values.get(name), setting)
-        ]
-        if name == "compile":
-            values_of_option = [hardware.device == "cuda" if v == "auto" else v for v in values_of_option]
-            if wrong := [value for value in values_of_option if not isinstance(value, bool)]:
-                fact = f"kernel.compile={wrong[0]!r}; must be auto, true or false"
-                raise ConfigError(fact, setting="kernel.compile")
-        if len(values_of_option) > 1 and name != "precision" and values.get("kind", "embedded") != "embedded":
+        listed = values_of_setting(values.get(name), setting)
+        typed = (value if value is None else value_from(kinds[name], value, setting) for value in listed)
+        if len(listed) > 1 and name != "precision" and values.get("kind", "embedded") != "embedded":
             remedy = "list the values under sweep.flags, sweep.words or sweep.env"
             fact = f"kernel.{name} lists several values, which only ultrabench's own kernel has"
             raise ConfigError(fact, remedy, setting=setting)
-        options[name] = tuple(dict.fromkeys(value_from(kinds[name], v, setting) for v in values_of_option))
+        options[name] = tuple(dict.fromkeys(meaning.get(value, value) for value in typed))
     return options
-
-
-def _kernel(name: str, values: dict[str, Any], options: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """The settings of the kernel, with the first value of each of the options."""
-    settings = {key: value for key, value in values.items() if key != "profile" and value is not None}
-    return {"name": name, **settings, **{option: of_option[0] for option, of_option in options.items()}}
 
 
 def _list_of(kind: Any) -> Any:
@@ -195,7 +183,7 @@ _LISTS = {name: _list_of(kind) for name, kind in {"nodes": Count, **TYPES_IN_SWE
 
 def _axes(sweep: dict[str, Any]) -> Axes:
     """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
-    listed = {name: _as_list(values) for name, values in sweep.items() if values is not None}
+    listed = {name: values_in(values) for name, values in sweep.items() if values is not None}
     require_known("field of sweep", ("nodes", *AXES[1:], "models", *_NO_AXES), *listed, setting="sweep")
     if "nodes" not in listed:
         raise ConfigError("sweep lacks nodes: give a list such as sweep.nodes=[1,2]", setting="sweep")
@@ -229,12 +217,7 @@ def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig
 def _sbatch_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options of sbatch as texts: null and true mean one without a value, and false means that it is not given."""
     texts = {str(name): "" if value is None or value is True else value for name, value in options.items()}
-    plain = {name: value for name, value in texts.items() if value is not False}
-    return {name: value if isinstance(value, list | dict) else str(value) for name, value in plain.items()}
-
-
-def _as_list(values: Any) -> list[Any]:
-    return list(values) if isinstance(values, list | tuple) else [values]
+    return {k: v if isinstance(v, list | dict) else str(v) for k, v in texts.items() if v is not False}
 
 
 def profile_of(tree: Mapping[str, Any], device: str) -> Profile:

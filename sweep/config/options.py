@@ -37,7 +37,9 @@ EXAMPLES = {
 GROUPS = (*EXAMPLES,)
 SWEEP_KEYS = (*CELL_OPTIONS[:2], *GROUPS, "rules", *PLACES)
 """Keys of `sweep` that list values of options; those of precision, compile and attention are keys of `kernel`."""
-_NAME = re.compile(r"[A-Za-z_]\w*")
+NAME = r"[A-Za-z_]\w*"
+NAME_RULE = "a name has letters, digits and '_', and begins with no digit"
+"""What NAME allows the names of options that a user chooses."""
 _RULE = re.compile(r"(?P<left>[\w* ]+?) +(?P<relation>divides|<=|>=|==) +(?P<right>[\w* ]+)")
 _RELATIONS = {
     "divides": lambda a, b: a != 0 and b % a == 0,
@@ -105,9 +107,14 @@ class Options:
         return tuple(part for name, value in flags.items() for part in self.arguments[name][str(value)])
 
 
+def values_in(value: Any) -> list[Any]:
+    """The values of a setting that takes one value or a list of values."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 def listed(value: Any) -> list[Any]:
-    """The values of a setting that takes one value or a list of values, each once."""
-    values = list(value) if isinstance(value, list | tuple) else [value]
+    """What `values_in` returns, each value once."""
+    values = values_in(value)
     return [value for index, value in enumerate(values) if value not in values[:index]]
 
 
@@ -174,8 +181,7 @@ def _texts(
     Raises:
         ConfigError: two of them are the same for the program.
     """
-    listed_values = values if isinstance(values, list | tuple) else [values]
-    checked_values = [_list([value], kind, name)[0] for value in listed_values]
+    checked_values = [_list([value], kind, name)[0] for value in values_in(values)]
     _require_different(
         f"sweep.{name}",
         (("null" if v is None else repr(v), v if v is None else text_of(v)) for v in checked_values),
@@ -208,9 +214,8 @@ def _mapping(sweep: Mapping[str, Any], group: str) -> dict[str, Any]:
         fact = f"sweep.{group}={mapping!r} is not a mapping"
         raise ConfigError(fact, f"write one, such as {EXAMPLES[group]}", setting=f"sweep.{group}")
     for name in mapping:
-        if not _NAME.fullmatch(str(name)):
-            rule = "a name has letters, digits and '_', and begins with no digit"
-            raise ConfigError(f"sweep.{group}.{name}; {rule}", setting=f"sweep.{group}")
+        if not re.fullmatch(NAME, str(name)):
+            raise ConfigError(f"sweep.{group}.{name}; {NAME_RULE}", setting=f"sweep.{group}")
     for name in filter(is_secret, map(str, mapping)):
         fact = f"sweep.{group}.{name} looks like a secret; results show swept values: use kernel.env"
         raise ConfigError(fact, setting=f"sweep.{group}.{name}")

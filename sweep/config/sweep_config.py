@@ -156,7 +156,7 @@ def scaled_gbs(gbs: int, nodes: int, smallest: int, scaling: str) -> Fraction:
     return Fraction(gbs * nodes, smallest) if scaling == WEAK else Fraction(gbs)
 
 
-NAME = matching(
+SWEEP_NAME = matching(
     r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}",
     "a text of at most 100 ASCII characters that begins with a letter, a digit or '_' and continues with these, spaces "
     "and any of .+=@,-",
@@ -168,7 +168,7 @@ NAME = matching(
 class SweepConfig:
     """The complete configuration of one sweep."""
 
-    name: Annotated[str, NAME]
+    name: Annotated[str, SWEEP_NAME]
     results_dir: Annotated[str, Meta(min_length=1, description="a folder")]
     cluster: str
     hardware: Hardware

@@ -13,6 +13,7 @@ from ultrabench.hardware import GIB
 from ultrabench.launchers.allocation_ends import open_allocations
 from ultrabench.model_shape import ModelShape
 from ultrabench.processes import busy_share
+from ultrabench.routing import routing_text
 from ultrabench.store.jobs_seen import JobLimits
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import CellKey, cell_columns
@@ -37,9 +38,9 @@ def headline(config: SweepConfig) -> str:
     """One line with all that the runs of a sweep share, such as its models, hardware, batch and precision."""
     models, hardware = ", ".join(map(_size, config.models)), config.hardware.name
     listed = {name: " or ".join(map(shown, values)) for name, values in config.options.values.items()}
-    with_what = f"{listed['precision']}, kernel {config.kernel.name}"
-    if any(map(config.kernel.routing_of, config.models)):
-        with_what += f", routing {config.kernel.routing}"
+    routing = next(filter(None, map(config.kernel.routing_of, config.models)), None)
+    texts = (listed["precision"], f"kernel {config.kernel.name}", routing_text(routing))
+    with_what = ", ".join(filter(None, texts))
     if config.kernel.kind == "probe":
         return f"sweep {config.name}: links of {hardware}, {with_what}"
     seq_lens, batches = config.options.values["seq_len"], config.options.values["gbs"]

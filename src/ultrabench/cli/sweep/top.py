@@ -14,6 +14,7 @@ from ultrabench.cli.tables import print_json, say, show, style_of, table, warn
 from ultrabench.errors import counted
 from ultrabench.hardware import of_peak
 from ultrabench.result import SLOWER, state
+from ultrabench.routing import routing_text
 from ultrabench.store.folder import find_sweep
 
 SHOWN_AS = {
@@ -81,8 +82,8 @@ def _print_cell(name: str, runs: list[Row], setting: Sequence[str], first: int) 
 
 def cell_text(row: Row) -> str:
     """The model and nodes of a run, and the routing of its experts, such as `tiny-moe on 1 node, routing balanced`."""
-    routing = f", routing {row['routing']}" if row["routing"] else ""
-    return f"{model_text(row['model'], row['model_mark'])} on {counted(row['nodes'], 'node')}{routing}"
+    place = f"{model_text(row['model'], row['model_mark'])} on {counted(row['nodes'], 'node')}"
+    return ", ".join(filter(None, (place, routing_text(row["routing"]))))
 
 
 def numbers(row: Row) -> dict[str, str | Text | None]:
