@@ -74,6 +74,8 @@ class KernelConfig:
     env: dict[str, str] = field(default_factory=dict, hash=False)
     """More environment variables of the program; they are part of env_id. Secrets are redacted, so that a new
     value of a secret does not change env_id. Those of RANK_VARIABLES cannot be set for a forked program."""
+    written_from: str | None = None
+    """The version of the program from whose sources the command was written."""
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)

@@ -168,6 +168,11 @@ class Layout:
         return (self.dp_shard or self.dp * self.cp) if self.zero_stage else 1
 
     @property
+    def dp_shard_size(self) -> int:
+        """Number of dp ranks in a shard group, which also has the ranks of cp; all where dp_shard is 0."""
+        return max(1, self.dp_shard // self.cp) if self.dp_shard else self.dp
+
+    @property
     def expert_shards(self) -> int:
         """Number of ranks among which the ZeRO stage shards the same experts.
 

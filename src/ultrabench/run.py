@@ -196,6 +196,7 @@ def words_of(spec: RunSpec) -> dict[str, Any]:
     values = to_dict(spec)
     return {**values["shape"], **values["workload"], **values["layout"], **{
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
+        "dp_shard_size": spec.layout.dp_shard_size, "dp_replicate_size": spec.layout.dp // spec.layout.dp_shard_size,
         "head_dim": spec.shape.head_width, "world_size": spec.layout.world_size,
         "pipeline_batch": spec.layout.mbs * (spec.layout.gas if spec.layout.pp > 1 else 1),
         **{name: getattr(spec.shape, name) for name in FOLLOWING_SIZES},

@@ -18,8 +18,10 @@ from ultrabench.errors import ConfigError, unknown_name
 
 GROUPS = ("sweep", "kernel", "launcher", "measure", "retry", "cluster", "hardware", "model")
 """The groups of a configuration. Where several have a key of the same name, the first of them is probably meant."""
-FOLDERS = {group: group for group in sorted(GROUPS)} | {"profile": "profiles"}
+OVERRIDES = {group: group for group in sorted(GROUPS)} | {"profile": "profiles"}
 """What an override such as profile=NAME names -> the folder of its files."""
+FOLDERS = OVERRIDES | {"framework": "framework"}
+"""What users can name -> the folder of its files; a framework is named by `sweep show --as`."""
 MOST_VALUES = 100_000
 """Largest number of values that a YAML file may stand for; a few aliases of aliases stand for billions."""
 

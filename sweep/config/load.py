@@ -30,6 +30,7 @@ from ultrabench.sweep.config.files import (
     unknown_option,
     usable,
 )
+from ultrabench.sweep.config.framework import Framework, framework_from
 from ultrabench.sweep.config.options import SWEEP_KEYS, read_options, values_in, values_of_setting
 from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
@@ -321,3 +322,12 @@ def load_profile(name: str) -> Profile:
     """
     advice = "; `ultrabench predict calibrate` fits one to runs of yours"
     return _load("profile", name, lambda values: from_dict(Profile, values, where="profile"), advice)
+
+
+def load_framework(name: str) -> Framework:
+    """The framework of that name on the search path.
+
+    Raises:
+        ConfigError: there is no such framework, or a value of its file cannot be used.
+    """
+    return _load("framework", name, framework_from)

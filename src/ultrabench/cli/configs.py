@@ -15,7 +15,7 @@ def configs(
 ) -> None:
     """List the names that overrides take, or print the file of one."""
     from ultrabench.cli.tables import plain, print_json, say, show, table
-    from ultrabench.sweep.config.files import FOLDERS, describe, files, read_text
+    from ultrabench.sweep.config.files import FOLDERS, OVERRIDES, describe, files, read_text
 
     if group is not None:
         require_known("config group", FOLDERS, group := group.removesuffix("s"))
@@ -34,4 +34,5 @@ def configs(
         print_json(described)
         return
     for group_name, options in described.items():
-        show(table(f"{group_name}=", "name", "what it is", rows=options.items()), "")
+        title = f"{group_name}=" if group_name in OVERRIDES else f"{group_name} (sweep show --as)"
+        show(table(title, "name", "what it is", rows=options.items()), "")

@@ -4,23 +4,27 @@ It is apart from `show`, which so need not import what reads configurations.
 """
 
 import shlex
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from ultrabench.cli.sweep.show import find_run
-from ultrabench.cli.tables import print_json, show
+from ultrabench.cli.tables import print_json, say, show
 from ultrabench.errors import SweepFolderError, require_known
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import FOLLOWING
-from ultrabench.model_shape import ADDED_LATER
+from ultrabench.layout import BATCH, FOLLOWING, Layout
+from ultrabench.model_shape import ADDED_LATER, ModelShape
 from ultrabench.record import from_dict, to_dict, values_of
 from ultrabench.run import AttemptKey, RunSpec, fill_in, words_in
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.files import files, read_yaml
-from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.framework import MODEL, Framework, text_of
+from ultrabench.sweep.config.load import load_config, load_framework
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.refusals import ROUTED, unsupported
 from ultrabench.variant import texts, variables_of
@@ -29,41 +33,57 @@ IMPLIED = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
 
 
-def show_as(framework: str, run: str, sweep: str | None, as_json: bool, results: Path) -> None:
-    """Prints the command of another framework that trains the layout of one run, and what it cannot express.
+def show_as(name: str, run: str, sweep: str | None, as_json: bool, results: Path) -> None:
+    """Prints the command or the file by which a framework trains the layout of one run, and what it cannot express.
+
+    A file goes to stdout and what is said about it to stderr, so that a shell can write it.
 
     Raises:
-        ConfigError: no file in configs/kernel/ gives a command for this framework.
+        ConfigError: no file in configs/kernel/ or configs/framework/ has this name.
         SweepFolderError: the run is unknown, or the plan rejects it.
     """
-    commands = {name: read_yaml(path).get("command") for name, path in files("kernel").items()}
-    frameworks = [name for name, words in commands.items() if isinstance(words, list)]
-    require_known("framework", frameworks, framework)
+    commands = {kernel: read_yaml(path).get("command") for kernel, path in files("kernel").items()}
+    kernels = [kernel for kernel, words in commands.items() if isinstance(words, list)]
+    require_known("framework", (*kernels, *files("framework")), name)
     folder, run_id, look = find_run(run, sweep, results)
-    spec, config = _spec(folder, run_id, look()), load_config([f"kernel={framework}"])
-    kernel = with_precision(config.kernel, spec.kernel.precision)
+    spec, config = _spec(folder, run_id, look()), load_config([f"kernel={name}"] if name in kernels else [])
+    framework = Framework(kernel=config.kernel) if name in kernels else load_framework(name)
+    kernel = with_precision(framework.kernel, spec.kernel.precision)
     varied = variables_of(spec.variant)
-    others = {name: value for name, value in spec.variant.items() if name.removeprefix("env.") not in varied}
-    lacking = [*not_expressed(spec, kernel), *texts(others)]
+    others = {key: value for key, value in spec.variant.items() if key.removeprefix("env.") not in varied}
+    document: dict[str, Any] = {
+        "sweep": folder.name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
+        "env": kernel.env | varied, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *texts(others)],
+    }  # fmt: skip
     words = fill_in(spec_there(spec, kernel), AttemptKey(run_id, 0, 0), config.measure)
-    is_python = config.kernel.command[0] == "python"
-    torchrun = ["torchrun", f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.gpus_per_node}"]
-    words = [*torchrun, *words[1:]] if is_python else [*torchrun, "--no-python", *words]
+    if framework.file:
+        document |= {"file": framework.file, "text": text_of(words, framework.file)}
+    else:
+        document |= {"command": _torchrun(spec, words, is_python=kernel.command[0] == "python")}
     if as_json:
-        env, name = (
-            config.kernel.env | varied,
-            {"sweep": folder.name, "run_id": run_id, "framework": framework},
-        )
-        print_json({**name, "command": words, "env": env, "not_expressed": lacking})
-        return
-    variables = [
-        f"{name}={shlex.quote(value)}"
-        for name, value in (config.kernel.env | varied).items()
-        if value is not None
-    ]
-    show(f"# run {run_id}, {spec.shape.name} {spec.label()}, as kernel={framework}")
-    show(*(f"# not expressed: {reason}" for reason in lacking))
-    show(" \\\n  ".join([*variables, *map(shlex.quote, words)]))
+        print_json(document)
+    else:
+        _show(document, f"# run {run_id}, {spec.shape.name} {spec.label()}, as {name}")
+
+
+def _torchrun(spec: RunSpec, words: Sequence[str], *, is_python: bool) -> list[str]:
+    """The command that starts a program on all GPUs of a run."""
+    torchrun = ["torchrun", f"--nnodes={spec.nodes}", f"--nproc-per-node={spec.gpus_per_node}"]
+    return [*torchrun, *words[1:]] if is_python else [*torchrun, "--no-python", *words]
+
+
+def _show(document: Mapping[str, Any], title: str) -> None:
+    """Prints a command behind its comments, or a file, with its comments on stderr."""
+    file, version = document.get("file"), document["written_from"]
+    comments = [title, *([f"# written from {version}"] if version else [])]
+    comments += [f"# not expressed: {reason}" for reason in document["not_expressed"]]
+    variables = [f"{key}={shlex.quote(value)}" for key, value in document["env"].items() if value is not None]
+    if file:
+        say(*comments, *(f"# set {variable}" for variable in variables), f"# the file {file}:")
+        sys.stdout.write(document["text"] + "\n")
+    else:
+        show(*comments)
+        show(" \\\n  ".join([*variables, *map(shlex.quote, document["command"])]))
 
 
 def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
@@ -106,29 +126,41 @@ def without_other_models(spec: RunSpec, kernel: KernelConfig) -> KernelConfig:
     return replace(kernel, flags={w: table for w, table in kernel.flags.items() if w not in ours})
 
 
-def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
-    """What the command of `kernel` does not say of a run, a line for each word.
+def not_expressed(
+    spec: RunSpec, kernel: KernelConfig, elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """What the command or the file of `kernel` does not say of a run, a line for each word.
 
     These are values that it does not support, and values other than the usual one of words that it does not use.
+
+    Args:
+        elsewhere: word -> why a file does not say it; empty for a command.
     """
     own_kernel, model = without_other_models(spec, kernel), values_of(spec.shape)
-    others = kernel.flags.keys() - own_kernel.flags.keys()
+    others, text = kernel.flags.keys() - own_kernel.flags.keys(), "file" if elsewhere else "command"
     supports = {name: values for name, values in kernel.supports.items() if not (others and name in model)}
     yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape)
-    expressed = {*words_in(own_kernel), *kernel.flags, *IMPLIED}
+    words = words_in(own_kernel)
+    expressed = {*words, *kernel.flags, *IMPLIED}
     if others:
         expressed |= model.keys()
         other_flags = " ".join(
             flag for name in others for flags in kernel.flags[name].values() for flag in flags
         )
-        size_by_name = {k: v for k, v in to_dict(spec.shape).items() if v != ADDED_LATER.get(k)}
-        sizes = ", ".join(f"{name}={value}" for name, value in size_by_name.items() if name != "name")
-        yield f"the model, since {other_flags} is another; register one with {sizes} and add the flag that names it"
+        register = f"register one with {_sizes(spec.shape)} and add the flag that names it"
+        yield f"the model, since {other_flags} is another; {register}"
+    if MODEL in elsewhere:
+        expressed |= model.keys()
+        yield f"the model: {elsewhere[MODEL]}, with {_sizes(spec.shape)}"
+    if "dp_shard_size" in words:
+        yield from _shards_lacking(spec.layout)
     for record in (spec.layout, spec.shape, spec.workload):
         usual, shown = {field.name: field.default for field in fields(record)}, to_dict(record)
         for name, value in values_of(record).items():
-            if name not in expressed and value != usual[name]:
-                yield f"{name}={shown[name]} is no word of its command"
+            if name in elsewhere and (value != usual[name] or name in BATCH):
+                yield f"{name}={shown[name]}: {elsewhere[name]}"
+            elif name not in {*expressed, *elsewhere} and value != usual[name]:
+                yield f"{name}={shown[name]} is no word of its {text}"
     routing = spec.kernel.routing_of(spec.shape)
     if routing and routing not in kernel.flags.get(ROUTED, ()):
         yield f"routing={routing}; its own router chooses the experts of a token"
@@ -136,6 +168,22 @@ def not_expressed(spec: RunSpec, kernel: KernelConfig) -> Iterator[str]:
         if name not in words_in(own_kernel, with_tables=False) and (
             ours := getattr(spec.kernel, name)
         ) != getattr(kernel, name):
-            yield f"{name}={ours}; its command has {name}={getattr(kernel, name)}"
+            yield f"{name}={ours}; its {text} has {name}={getattr(kernel, name)}"
     if kernel.precision == "fp8":
-        yield f"the scale of each row in precision=fp8; its command has {' '.join(kernel.flags['precision']['fp8'])}"
+        yield f"the scale of each row in precision=fp8; its {text} has {' '.join(kernel.flags['precision']['fp8'])}"
+
+
+def _sizes(shape: ModelShape) -> str:
+    """The sizes of a model as NAME=VALUE, without those that a model of version 1 has not."""
+    sizes = {name: size for name, size in to_dict(shape).items() if size != ADDED_LATER.get(name)}
+    return ", ".join(f"{name}={size}" for name, size in sizes.items() if name != "name")
+
+
+def _shards_lacking(layout: Layout) -> Iterator[str]:
+    """The reason why a mesh of dp_replicate, dp_shard and cp cannot have the shard groups of a layout.
+
+    A group there has all ranks of cp, and more than one of dp where others replicate it.
+    """
+    shards, cp = layout.dp_shard, layout.cp
+    if cp > 1 and shards and (shards % cp or shards == cp < layout.dp * cp):
+        yield f"dp_shard={shards} with cp={cp}; its groups have a multiple of cp, from 2*cp={2 * cp} on, or all ranks"

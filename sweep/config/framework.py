@@ -1,0 +1,58 @@
+"""A framework that trains the layout of a run from a configuration file, which ultrabench writes but does not start."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from ultrabench.errors import require_known
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.layout import AXES
+from ultrabench.model_shape import ModelShape
+from ultrabench.record import field_types, from_dict
+from ultrabench.run import Workload
+
+MODEL = "model"
+"""The word of `elsewhere` for all sizes of a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """The program that `sweep show --as` names, with the file that it reads."""
+
+    kernel: KernelConfig
+    """Its command; for a framework with a file, the settings in this file."""
+    file: str | None = None
+    """Name of the file, whose suffix says its form: .json, .yaml, or one setting a line. None: only a command."""
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """Word of a layout, a model or a batch, or MODEL -> why the file does not say it."""
+
+    def __post_init__(self) -> None:
+        words = (*AXES, *field_types(ModelShape), *field_types(Workload), MODEL)
+        require_known("word of elsewhere", words, *self.elsewhere)
+
+
+def framework_from(values: Mapping[str, Any]) -> Framework:
+    """The framework that a file of configs/framework/ describes; its `settings` are the words of a command.
+
+    Raises:
+        ConfigError: a key is unknown, or a value cannot be used.
+    """
+    of_file = {key: values[key] for key in ("file", "elsewhere") if key in values}
+    kernel = {key: value for key, value in values.items() if key not in (*of_file, "settings")}
+    kernel |= {"kind": "command", "command": values.get("settings") or []}
+    return from_dict(Framework, {"file": "settings.txt", **of_file, "kernel": kernel}, where="framework")
+
+
+def text_of(settings: Sequence[str], file: str) -> str:
+    """The content of a file with settings KEY.KEY=VALUE: JSON or YAML by its suffix, or else one setting a line."""
+    tree = OmegaConf.to_container(OmegaConf.from_dotlist([*settings])) if settings else {}
+    writers = {
+        ".json": lambda: json.dumps(tree, indent=2),
+        ".yaml": lambda: yaml.safe_dump(tree, sort_keys=False).rstrip(),
+    }
+    return writers.get(Path(file).suffix, lambda: "\n".join(settings))()
