@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from ultrabench.errors import require_known
+from ultrabench.errors import ConfigError, require_known
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES
 from ultrabench.model_shape import ModelShape
@@ -42,9 +42,11 @@ def framework_from(values: Mapping[str, Any]) -> Framework:
     Raises:
         ConfigError: a key is unknown, or a value cannot be used.
     """
+    if not values.get("settings"):
+        raise ConfigError("settings has no values; list them as KEY=VALUE, such as settings: ['tp={tp}']")
     of_file = {key: values[key] for key in ("file", "elsewhere") if key in values}
     kernel = {key: value for key, value in values.items() if key not in (*of_file, "settings")}
-    kernel |= {"kind": "command", "command": values.get("settings") or []}
+    kernel |= {"kind": "command", "command": values["settings"]}
     return from_dict(Framework, {"file": "settings.txt", **of_file, "kernel": kernel}, where="framework")
 
 

@@ -1,5 +1,6 @@
 """What commands print about other training programs: their commands for a layout, and what a pattern finds in a log."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,9 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
     assert f"--tensor-model-parallel-size={run.layout.tp}" in shown["command"]
     assert "precision=fp32; its command has precision=bf16" in " ".join(shown["not_expressed"])
     out = ultrabench("sweep", "show", OK, "--as", "torchtitan")[1]
-    assert out.startswith(f"# run {OK}, tiny {run.layout.label()}, as kernel=torchtitan\n# not expressed: ")
+    assert out.startswith(
+        f"# run {OK}, tiny {run.layout.label()}, as torchtitan\n# written from the sources of torchtitan 0.3.0\n# not expressed: "
+    )
     assert "the model, since --config=llama3_8b is another; register one with hidden_size=64" in out
     assert "None" not in out
     assert "--config=" not in out.partition("\ntorchrun \\\n")[2]
@@ -33,6 +36,34 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
     command = f"{torchrun} \\\n  ./train \\\n  '--tp={run.layout.tp} {run.layout.pp}'\n"
     assert out.endswith(f"\nLEVEL='a b' \\\n  {command}")
     assert "\n# not expressed: zero_stage=3 is no word of its command\n" in out
+
+
+def test_a_file_of_a_framework_goes_to_stdout_and_comments_to_stderr(ultrabench, sweep, tmp_path):
+    run = next(run for run in QUICK.runs if run.layout.zero_stage == 3)
+    shown = as_json(ultrabench, "sweep", "show", run.run_id, "--as", "deepspeed")
+    code, out, err = ultrabench("sweep", "show", run.run_id, "--as", "deepspeed")
+    assert (code, out) == (0, shown["text"] + "\n")
+    assert (shown["file"], json.loads(out)["zero_optimization"]["stage"]) == ("ds_config.json", 3)
+    assert (json.loads(out)["train_batch_size"], json.loads(out)["bf16"]) == (
+        run.layout.gbs,
+        {"enabled": False},
+    )
+    assert f"# written from {shown['written_from']}\n# not expressed: " in err
+    assert f"seq_len={run.spec.workload.seq_len}: your data loader cuts the sequences" in " ".join(
+        shown["not_expressed"]
+    )
+    (tmp_path / "ultrabench/framework").mkdir(parents=True)
+    mine = tmp_path / "ultrabench/framework/mine.yaml"
+    mine.write_text("file: mine.yaml\nsettings: ['degrees.tp={tp}']\n")
+    assert ultrabench("sweep", "show", run.run_id, "--as", "mine")[1] == f"degrees:\n  tp: {run.layout.tp}\n"
+    assert {"mine", "nemo"} <= as_json(ultrabench, "configs", "framework")["framework"].keys()
+    for text, line in {
+        "settings: [a=1]\nelsewhere: {ppp: none}": "unknown word of elsewhere 'ppp'",
+        "file: x.json": "settings has no values",
+    }.items():
+        mine.write_text(text)
+        code, _, err = ultrabench("sweep", "show", run.run_id, "--as", "mine")
+        assert (code, err.count("\n"), "mine.yaml: " in err, line in err) == (2, 1, True, True), err
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,18 @@ def test_help_shows_whole_sentences_at_80_columns(ultrabench, group, monkeypatch
 
 
 def test_configs_json_names_every_group(ultrabench):
-    groups = {"model", "hardware", "sweep", "kernel", "launcher", "measure", "retry", "cluster", "profile"}
+    groups = {
+        "model",
+        "hardware",
+        "sweep",
+        "kernel",
+        "launcher",
+        "measure",
+        "retry",
+        "cluster",
+        "profile",
+        "framework",
+    }
     assert set(as_json(ultrabench, "configs")) == groups
     assert "quick" in as_json(ultrabench, "configs", "sweep")["sweep"]
 

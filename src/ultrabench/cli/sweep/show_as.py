@@ -174,7 +174,7 @@ def not_expressed(
 
 
 def _sizes(shape: ModelShape) -> str:
-    """The sizes of a model as NAME=VALUE, without those that a model of version 1 has not."""
+    """The sizes of a model as NAME=VALUE, without those that most models do not have."""
     sizes = {name: size for name, size in to_dict(shape).items() if size != ADDED_LATER.get(name)}
     return ", ".join(f"{name}={size}" for name, size in sizes.items() if name != "name")
 
