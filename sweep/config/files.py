@@ -115,6 +115,11 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
 
 
+def settings_tree(settings: Sequence[str]) -> Any:
+    """Settings such as `a.b=1` as nested values, each read as YAML."""
+    return OmegaConf.to_container(OmegaConf.from_dotlist([*settings]))
+
+
 def read_text(path: Path) -> str:
     """The text of a configuration file.
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.kernel_config import KernelConfig
@@ -15,6 +14,7 @@ from ultrabench.layout import AXES
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import field_types, from_dict
 from ultrabench.run import Workload
+from ultrabench.sweep.config.files import settings_tree
 
 MODEL = "model"
 """The word of `elsewhere` for all sizes of a model."""
@@ -52,7 +52,7 @@ def framework_from(values: Mapping[str, Any]) -> Framework:
 
 def text_of(settings: Sequence[str], file: str) -> str:
     """The content of a file with settings KEY.KEY=VALUE: JSON or YAML by its suffix, or else one setting a line."""
-    tree = OmegaConf.to_container(OmegaConf.from_dotlist([*settings])) if settings else {}
+    tree = settings_tree(settings)
     writers = {
         ".json": lambda: json.dumps(tree, indent=2),
         ".yaml": lambda: yaml.safe_dump(tree, sort_keys=False).rstrip(),
