@@ -28,7 +28,9 @@ def export(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Export runs to CSV, W&B, MLflow or TensorBoard; again updates them."""
+    """Export runs to CSV, W&B, MLflow or TensorBoard.
+
+    Exporting again updates them."""
     from ultrabench.analysis.export.library import PACKAGES, require_library
 
     require_known("kind of export", ("csv", *sorted(PACKAGES)), kind)
