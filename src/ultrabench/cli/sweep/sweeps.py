@@ -154,7 +154,7 @@ def _require_idle(folder: SweepFolder, participle: str) -> None:
     actors = [f"{launcher} follows it" for launcher in living_launchers(folder)]
     if not actors and open_allocations(state):
         config = launched_config(folder, state)
-        launcher = choose_launcher(config, folder, submits=False)
+        launcher = choose_launcher(config, folder)  # it must know the cluster, to tell its jobs from others
         jobs = living(launcher, state, GRACE_S + config.launcher.grace_s + launcher.rest_s)
         actors = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
     if actors:
