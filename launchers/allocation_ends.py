@@ -309,6 +309,24 @@ def visible(launcher: Launcher, allocations: Allocations) -> dict[str, Allocatio
     return {n: job for n, job in allocations.items() if sees(launcher.by, job.by)}
 
 
+def living(launcher: Launcher, state: SweepState, patience_s: float) -> dict[str, AllocationState]:
+    """The open allocations that may be alive: those that the launcher finds, and those that it cannot see.
+
+    Args:
+        patience_s: seconds to wait for an allocation of which it is not clear yet whether it is over.
+
+    Raises:
+        ClusterError: the batch system does not answer.
+    """
+    unended, end = open_allocations(state), time.monotonic() + patience_s
+    visible_jobs = visible(launcher, unended)
+    jobs = launcher.observe(visible_jobs)
+    while jobs.alive - jobs.running - jobs.queued and time.monotonic() < end:
+        time.sleep(launcher.rest_s)
+        jobs = launcher.observe(visible_jobs)
+    return {n: job for n, job in unended.items() if n in jobs.alive or n not in visible_jobs}
+
+
 def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
     """Ends the allocations that this launcher can see and records it; the sweep can be continued.
 

@@ -52,6 +52,8 @@ class LauncherConfig:
     number of nodes is in flight until a run on that number of nodes has passed."""
     window: Annotated[str, WINDOW] | None
     """Local time of day in which nodes may be used, such as 19:00-07:00; None means always."""
+    track: Annotated[str, one_of("mlflow", "wandb")] | None = None
+    """Tracker to which ended runs are logged while a launcher follows the sweep; None means none."""
     max_jobs: Count = 1
     """Largest number of allocations that are queued or running at the same time."""
     max_nodes: Count | None = None

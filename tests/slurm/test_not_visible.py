@@ -65,3 +65,5 @@ def test_a_cancelled_sweep_ends_its_jobs_and_its_launcher(sweeps, monkeypatch):
     sweeps.run("sweep", "cancel", "t")
     assert "stopped: cancelled" in sweeps.end(launcher, 1, seconds=90)
     assert sweeps.job_ids() == []
+    sweeps.run("sweep", "rm", "t", "--yes")
+    assert not (sweeps.folder / "results" / "t").exists()

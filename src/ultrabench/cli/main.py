@@ -15,6 +15,7 @@ import ultrabench
 from ultrabench.cli.compare import compare
 from ultrabench.cli.configs import configs
 from ultrabench.cli.doctor import doctor
+from ultrabench.cli.export import export
 from ultrabench.cli.import_tables import import_table
 from ultrabench.cli.kernel.commands import kernel_app
 from ultrabench.cli.predict.commands import predict_app
@@ -28,7 +29,7 @@ app.add_typer(kernel_app, name="kernel")
 app.add_typer(predict_app, name="predict")
 app.command("collect")(collect_sweeps)
 app.command("import")(import_table)
-for command in (heatmap, plot, compare, report, doctor, configs):
+for command in (heatmap, plot, compare, report, export, doctor, configs):
     app.command()(command)
 
 

@@ -165,16 +165,21 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
         for path in (Path(sweep), results_dir / sweep):
             if (path / "sweep.json").is_file():
                 return SweepFolder(path.absolute())
-    folders = [head.parent for head in results_dir.glob("*/sweep.json")]
+    folders = sweeps_in(results_dir)
     if sweep is not None and folders:
         raise SweepFolderError(unknown_name("sweep", sweep, (folder.name for folder in folders)))
     if not folders:
         lacking = f"no sweep {sweep!r}, as there is no sweep" if sweep else "no sweep"
         raise SweepFolderError(f"{lacking} in {results_dir}/; start one with: ultrabench sweep launch")
-    return SweepFolder(max(sorted(folders), key=_age).absolute())
+    return SweepFolder(max(sorted(folders), key=last_written).absolute())
 
 
-def _age(folder: Path) -> float:
+def sweeps_in(results_dir: Path) -> list[Path]:
+    """The folders of all sweeps in `results_dir`; one that begins with a dot is being removed, and is none."""
+    return [head.parent for head in results_dir.glob("[!.]*/sweep.json")]
+
+
+def last_written(folder: Path) -> float:
     """Time stamp of the newest journal file of a sweep, or of its sweep.json if it has no journal."""
     times = [p.lstat().st_mtime for p in folder.glob("journal/*.jsonl")]
     return max(times, default=(folder / "sweep.json").stat().st_mtime)

@@ -20,7 +20,8 @@ from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.load import load_config
 
 OK, CRASHED = (run.run_id for run in QUICK.runs[:2])
-HEAVY = {"torch", "pandas", "scipy", "matplotlib", "seaborn", "hydra", "submitit", "numpy"}
+TRACKERS = {"wandb", "mlflow", "tensorboard"}
+HEAVY = {"torch", "pandas", "scipy", "matplotlib", "seaborn", "hydra", "submitit", "numpy", *TRACKERS}
 
 
 def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
@@ -308,7 +309,7 @@ def test_tables_go_to_stdout_and_brackets_are_no_markup(ultrabench, sweep, comma
     assert shown in out
 
 
-DRAWING = {"torch", "matplotlib", "seaborn", "submitit"}
+DRAWING = {"torch", "matplotlib", "seaborn", "submitit", *TRACKERS}
 LIGHT = {
     "--help": HEAVY, "sweep launch --help": HEAVY, "sweep plan --json": DRAWING | {"pandas", "scipy"},
     "sweep status --json": DRAWING, "predict model=8B tp=2 --json": DRAWING, f"sweep show {OK} --json": DRAWING,

@@ -31,6 +31,9 @@ def _finite(max_gpu_hours: float | None) -> float | None:
 
 
 Sweep = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder; default: the newest.")]
+OneSweep = Annotated[str, typer.Argument(metavar="SWEEP", help="Name or folder.")]
+NewName = Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 MaxGpuHours = Annotated[
     float | None, typer.Option(min=0.0, callback=_finite, help="The most GPU hours the sweep may use in all.")
 ]
@@ -186,6 +189,31 @@ def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
     from ultrabench.cli.sweep.control import run_cancel
 
     run_cancel(find_sweep(sweep, results_dir))
+
+
+@sweep_app.command("list")
+def list_sweeps(json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
+    """List all sweeps: what each does, how far it is, and its best run."""
+    start_no_threads()
+    from ultrabench.cli.sweep.sweeps import show_sweeps
+
+    show_sweeps(results_dir, json_)
+
+
+@sweep_app.command()
+def rm(sweep: OneSweep, yes: Yes = False, results_dir: ResultsDir = RESULTS) -> None:
+    """Delete a sweep with its results, unless its jobs live."""
+    from ultrabench.cli.sweep.sweeps import run_rm
+
+    run_rm(find_sweep(sweep, results_dir), yes)
+
+
+@sweep_app.command()
+def rename(sweep: OneSweep, new: NewName, yes: Yes = False, results_dir: ResultsDir = RESULTS) -> None:
+    """Give a sweep another name, unless its jobs live."""
+    from ultrabench.cli.sweep.sweeps import run_rename
+
+    run_rename(find_sweep(sweep, results_dir), new, yes)
 
 
 @sweep_app.command()

@@ -21,6 +21,7 @@ from ultrabench.store.journal import JournalWriter, read_journal
 from ultrabench.store.state import AttemptState, SweepState, final_attempts, fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.running.outliers import for_answers
@@ -141,10 +142,19 @@ def _open(folder: SweepFolder) -> tuple[SweepState, Plan]:
     Raises:
         SweepFolderError: the sweep cannot be read.
     """
-    first = read_sweep_json(folder).config
     state = fold(read_journal(folder.journal, warn))
+    return state, make_plan(launched_config(folder, state))
+
+
+def launched_config(folder: SweepFolder, state: SweepState) -> SweepConfig:
+    """The configuration of the latest launch of a sweep, which is in this folder now.
+
+    Raises:
+        SweepFolderError: the sweep cannot be read.
+    """
+    first = read_sweep_json(folder).config
     place = {"name": folder.name, "results_dir": str(folder.path.parent)}
-    return state, make_plan(config_from_tree((state.config or first) | place))
+    return config_from_tree((state.config or first) | place)
 
 
 def _reopen(

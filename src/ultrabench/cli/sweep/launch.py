@@ -10,9 +10,11 @@ from types import FrameType
 
 import typer
 
+from ultrabench.analysis.export.library import require_library
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.sweep.planning import plan_with_bar
+from ultrabench.cli.sweep.tracking import tracked
 from ultrabench.cli.tables import say, show, three_digits, warn
 from ultrabench.errors import counted
 from ultrabench.launchers.allocation_ends import interrupt
@@ -49,6 +51,8 @@ def run_launch(
     """Launches and follows a sweep; returns the exit code."""
     config = in_force(load_config(overrides), warn)
     require_program(config)
+    if config.launcher.track:
+        require_library(config.launcher.track)
     require_local(config)  # before the plan, which may take seconds
     folder = folder_of(config)
     folder.require_writable()  # before this machine is measured, which takes seconds
@@ -105,7 +109,12 @@ def follow(
     caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
         _handle(_stop, caught)
-        with Display(config.name, runs, config.hardware.device) as display:
+        tracker = None if detach else config.launcher.track
+        if detach and config.launcher.track:
+            say(
+                f"runs are tracked only while a launcher follows; later: ultrabench export {config.launcher.track}"
+            )
+        with tracked(tracker, sweep.folder), Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, display.say)
             reconciler.recorder.withdraw(taken_over, f"taken over by {own_name()}")
             state = reconciler.once()[0] if detach else reconciler.run()

@@ -17,6 +17,15 @@ from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.running.progress import SweepProgress, progress
 
+STANDINGS = {
+    "done": None,
+    "followed": None,
+    "paused": "Paused. To continue: ultrabench sweep resume {sweep}",
+    "cancelled": "Cancelled. Results are kept; run the launch command again to continue.",
+    "unfollowed": "No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: ultrabench sweep resume {sweep}",
+    "stopped": "Nothing is running. To continue: ultrabench sweep resume {sweep}",
+}
+"""What a sweep does -> why nothing new starts in it; None where it is over, or a launcher follows it."""
 WATCH_S = 1.0
 """Seconds between two looks of `sweep status --watch`."""
 
@@ -56,25 +65,22 @@ def _looks(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress, st
             runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
             written_ns = plan_ns
         now = progress(folder.name, runs, state, sweep.hardware.device)
-        yield now, _standing(folder, now, state) if now.left else None
+        standing = STANDINGS[activity(folder, now, state)]
+        yield now, standing and standing.format(sweep=folder.display_name)
         if not (watch and now.left):
             return
         time.sleep(WATCH_S)
 
 
-def _standing(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str | None:
-    """Why nothing new starts in a sweep that is not over; None while a launcher follows it."""
-    resume = f"ultrabench sweep resume {folder.display_name}"
-    if state.paused:
-        return f"Paused. To continue: {resume}"
-    if state.cancelled:
-        return "Cancelled. Results are kept; run the launch command again to continue."
+def activity(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str:
+    """What a sweep does now, as a key of STANDINGS."""
+    if not now.left:
+        return "done"
+    if state.paused or state.cancelled:
+        return "paused" if state.paused else "cancelled"
     if living_launchers(folder):
-        return None
-    if now.at_work or now.waiting:
-        unfollowed = "No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher"
-        return f"{unfollowed}: {resume}"
-    return f"Nothing is running. To continue: {resume}"
+        return "followed"
+    return "unfollowed" if now.at_work or now.waiting else "stopped"
 
 
 def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:

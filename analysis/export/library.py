@@ -1,0 +1,36 @@
+"""Imports the libraries of trackers, which are installed only where they are asked for."""
+
+import importlib
+import importlib.util
+from typing import Any
+
+from ultrabench.errors import ConfigError
+
+PACKAGES = {
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "tensorboard": ("tensorboard",),
+}
+"""Extra of ultrabench -> the packages that it installs and that its tracker imports."""
+
+
+def require_library(extra: str) -> None:
+    """Raises ConfigError with the command of pip if a package of this extra is not installed; imports nothing."""
+    for package in PACKAGES[extra]:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed; pip install 'ultrabench[{extra}]'")
+
+
+def library(module: str) -> Any:
+    """A module of a tracker's package.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = module.partition(".")[0]
+        raise ConfigError(
+            f"cannot import {module} ({error}); pip install -U 'ultrabench[{extra}]'"
+        ) from error

@@ -1,0 +1,125 @@
+"""Logs the runs of a sweep into a tracker as they end.
+
+`python -P -m ultrabench.analysis.export.live KIND FOLDER` reads the journal of the sweep in FOLDER until its standard input
+ends, logs what is left, and ends, too. It is a process of its own with the lowest priority: what a tracker's library does,
+and a tracker that is away, slow or broken, reaches no run and no launcher. A failure becomes one line of tracking.log in
+the folder of the sweep; then it waits, and tries again.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from ultrabench.analysis.collect import collect
+from ultrabench.analysis.export.tracked_runs import TrackedRun, tracked_runs
+from ultrabench.analysis.export.trackers import Tracker, first_line, log_results, open_tracker
+from ultrabench.errors import UltrabenchError
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import JournalReader
+from ultrabench.store.state import Fold
+
+POLL_S = 2.0
+"""Seconds between two looks at the journal."""
+DEADLINE_S = 60.0
+"""Seconds after which a tracker that does not answer counts as away."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 300.0
+"""Seconds to wait after a failure; each further one in a row doubles them, up to the longest."""
+LAST_S = 300.0
+"""Seconds after the end of standard input in which the process ends, whatever the library does."""
+
+
+@dataclass(slots=True)
+class LiveExport:
+    """Logs the runs of one sweep, and remembers which."""
+
+    kind: str
+    folder: SweepFolder
+    journal: JournalReader
+    state: Fold = field(default_factory=Fold)
+    logged: dict[str, TrackedRun] = field(default_factory=dict)
+    """run_id -> the run as it was logged."""
+    num_ended: int = 0
+    """Number of attempts that had ended when all was logged."""
+    tracker: Tracker | None = None
+    failure: str = ""
+    """The latest failure, until all is logged."""
+    pause_s: float = 0.0
+    """Seconds to wait before the next try."""
+
+    def log(self, *, last: bool) -> bool:
+        """Logs what is new and, the last time, page and table; returns False after a failure, which it notes."""
+        try:
+            self._log(last)
+        except Exception as error:
+            self._note(first_line(error))
+            return False
+        self.pause_s, self.failure = 0.0, ""
+        return True
+
+    def _log(self, last: bool) -> None:
+        attempts = self.state.add(self.journal.poll()).attempts.values()
+        num_ended = sum(attempt.result is not None for attempt in attempts)
+        if num_ended == self.num_ended and not (last and num_ended):
+            return
+        table = collect([self.folder], lambda message: None)
+        for run in tracked_runs(table, ranks=False):
+            if self.logged.get(run.run_id) != run:
+                with _deadline(DEADLINE_S):
+                    self._opened().log(run)
+                self.logged[run.run_id] = run
+        if last:
+            with _deadline(DEADLINE_S):
+                log_results(self._opened(), (), table, self.folder.name)
+        self.num_ended = num_ended
+
+    def _opened(self) -> Tracker:
+        self.tracker = self.tracker or open_tracker(self.kind, None, self.folder.path.parent)
+        return self.tracker
+
+    def _note(self, failure: str) -> None:
+        self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
+        if failure != self.failure:
+            self.failure = failure
+            with (self.folder.path / "tracking.log").open("a") as log:
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.kind}: {failure}\n")
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Raises UltrabenchError in the body when it takes longer."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise UltrabenchError(f"no answer in {seconds:.0f} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def main(kind: str, path: Path) -> int:
+    """Follows a sweep until standard input ends; returns 0 if all was logged at last."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it takes only cores that nobody needs
+    live = LiveExport(kind, SweepFolder(path), JournalReader(path / "journal"))
+    while not select.select([sys.stdin], [], [], max(POLL_S, live.pause_s))[0]:
+        live.log(last=False)
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    last_resort = threading.Timer(LAST_S, os._exit, (1,))
+    last_resort.daemon = True
+    last_resort.start()
+    return 0 if live.log(last=True) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,75 @@
+"""Logs the exported runs into MLflow: an experiment, in it one run for each sweep, and below it one for each run."""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ultrabench.analysis.export.library import library, require_library
+from ultrabench.analysis.export.tracked_runs import TrackedRun, sweep_key
+
+_KEY = "ultrabench.key"
+"""Tag by which a run that was logged before is found again."""
+_PARENT = "mlflow.parentRunId"
+
+
+class MLflow:
+    """An experiment; to log a run again updates it and leaves numbers that have not changed alone."""
+
+    def __init__(self, project: str | None, folder: Path) -> None:
+        """Opens MLFLOW_TRACKING_URI or, where it is not set, mlflow.db in `folder`.
+
+        Raises:
+            ConfigError: MLflow is not installed.
+        """
+        require_library("mlflow")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        self._entities, client = library("mlflow.entities"), library("mlflow").MlflowClient
+        for noisy in ("mlflow", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        given_uri = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = given_uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+        artifacts = None if given_uri else (folder.resolve() / "mlartifacts").as_uri()
+        name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ultrabench"
+        self._client, self._parents = client(uri), dict[str, str]()
+        self.where = f"the experiment {name} of {uri}"
+        experiment = self._client.get_experiment_by_name(name)
+        self._experiment = (
+            experiment.experiment_id if experiment else self._client.create_experiment(name, artifacts)
+        )
+
+    def log(self, run: TrackedRun) -> None:
+        """Makes or updates a run: settings as params, which never change, numbers as metrics, the outcome as tags."""
+        tags = {"sweep": run.sweep, "cell": run.cell, **run.tags, _PARENT: self._parent(run.sweep)}
+        logged, entities = self._run(run.key, run.name, tags), self._entities
+        earlier, now_ms = logged.data, int(1000 * time.time())
+        changed = {name: n for name, n in run.metrics.items() if earlier.metrics.get(name) != n}
+        added = {name: value for name, value in run.config.items() if name not in earlier.params}
+        self._client.log_batch(
+            logged.info.run_id,
+            metrics=[entities.Metric(name, number, now_ms, 0) for name, number in changed.items()],
+            params=[entities.Param(name, str(value)) for name, value in added.items()],
+            tags=[entities.RunTag(name, text) for name, text in tags.items()],
+        )
+        self._client.set_terminated(logged.info.run_id, "FINISHED" if run.is_ok else "FAILED")
+
+    def attach(self, sweep: str, paths: Sequence[Path]) -> None:
+        """Keeps files as artifacts of the sweep's run; a file of the same name is replaced."""
+        for path in paths:
+            self._client.log_artifact(self._parent(sweep), str(path))
+        self._client.set_terminated(self._parent(sweep))
+
+    def _parent(self, sweep: str) -> str:
+        """The id of the run of a sweep."""
+        if sweep not in self._parents:
+            self._parents[sweep] = self._run(sweep_key(sweep), sweep, {"sweep": sweep}).info.run_id
+        return self._parents[sweep]
+
+    def _run(self, key: str, name: str, tags: dict[str, str]) -> Any:
+        """The run with this key, which is made if there is none."""
+        is_it = f"tags.`{_KEY}` = '{key}'"
+        for run in self._client.search_runs([self._experiment], is_it, max_results=1):
+            return run
+        return self._client.create_run(self._experiment, tags={_KEY: key, **tags}, run_name=name)

@@ -1,0 +1,57 @@
+"""Writes the exported runs as event files of TensorBoard, one folder for each run."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ultrabench.analysis.export.library import library
+from ultrabench.analysis.export.tracked_runs import TrackedRun, plain_name
+
+_STEPS = "step_times_s"
+"""Name of the curve with the time of each measured step."""
+
+
+class TensorBoard:
+    """A folder of event files for each sweep; to log a run again replaces its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError if TensorBoard is not installed."""
+        self._folder, self.where = folder, f"{folder} (tensorboard --logdir {folder})"
+        self._event = library("tensorboard.compat.proto.event_pb2").Event
+        self._summary = library("tensorboard.compat.proto.summary_pb2").Summary
+        self._writer = library("tensorboard.summary.writer.event_file_writer").EventFileWriter
+        self._hparams = library("tensorboard.plugins.hparams.summary_v2").hparams_pb
+
+    def log(self, run: TrackedRun) -> None:
+        """Writes the event file of a run: its settings as hparams, its numbers as scalars, and its step times."""
+        folder = self._of(run.sweep) / f"{plain_name(run.name)[:150]}-{run.run_id}"
+        time = run.started_at.timestamp() if run.started_at else 0.0
+        beside = folder.with_name(f".{run.run_id}")
+        shutil.rmtree(beside, ignore_errors=True)
+        writer = self._writer(str(beside))
+        for step, summary in self._summaries(run, time):
+            writer.add_event(self._event(wall_time=time, step=step, summary=summary))
+        writer.close()
+        for earlier in folder.parent.glob(f"[!.]*-{run.run_id}"):
+            shutil.rmtree(earlier)
+        beside.rename(folder)
+
+    def _of(self, sweep: str) -> Path:
+        return self._folder / plain_name(sweep)
+
+    def _summaries(self, run: TrackedRun, time: float) -> Iterator[tuple[int, Any]]:
+        settings = {"name": run.name, **run.config, **run.tags}
+        yield 0, self._hparams(settings, trial_id=run.key, start_time_secs=time)
+        for name, number in run.metrics.items():
+            yield 0, self._scalar(name, number)
+        for step, seconds in enumerate(run.step_times_s):
+            yield step, self._scalar(_STEPS, seconds)
+
+    def _scalar(self, tag: str, number: float) -> Any:
+        return self._summary(value=[self._summary.Value(tag=tag, simple_value=number)])
+
+    def attach(self, sweep: str, paths: Sequence[Path]) -> None:
+        """Copies files beside the event files, since TensorBoard keeps none."""
+        for path in paths:
+            shutil.copy(path, self._of(sweep) / path.name)

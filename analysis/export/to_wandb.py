@@ -1,0 +1,60 @@
+"""Logs the exported runs into Weights & Biases, or into its offline files where WANDB_MODE=offline."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ultrabench.analysis.export.library import library
+from ultrabench.analysis.export.tracked_runs import TrackedRun, plain_name, sweep_key
+
+
+class WeightsAndBiases:
+    """A project; to log a run again updates the run of the same id, and replaces its offline files."""
+
+    def __init__(self, project: str | None, folder: Path) -> None:
+        """Files are kept in WANDB_DIR or, where it is not set, in the folder wandb of `folder`.
+
+        Raises:
+            ConfigError: wandb is not installed.
+        """
+        self._wandb = library("wandb")
+        self._project = project or os.environ.get("WANDB_PROJECT") or "ultrabench"
+        self._folder = Path(os.environ.get("WANDB_DIR") or folder)
+        self.where = f"the project {self._project} of W&B"
+        if os.environ.get("WANDB_MODE") == "offline":
+            self.where += f", offline (wandb sync {self._folder}/wandb/offline-run-*)"
+
+    def log(self, run: TrackedRun) -> None:
+        """Makes or updates a run: its settings as config, its numbers and its outcome as summary."""
+        logged = self._begin(run.key, run.name, run.sweep, "run")
+        logged.config.update({"sweep": run.sweep, "cell": run.cell, **run.config}, allow_val_change=True)
+        logged.summary.update({**run.metrics, **run.tags})
+        self._finish(logged, exit_code=0 if run.is_ok else 1)
+
+    def attach(self, sweep: str, paths: Sequence[Path]) -> None:
+        """Keeps files as an artifact of a run of the sweep; equal files make no new version."""
+        logged = self._begin(sweep_key(sweep), sweep, sweep, "sweep")
+        artifact = self._wandb.Artifact(plain_name(sweep), type="results")
+        for path in paths:
+            artifact.add_file(str(path))
+        logged.log_artifact(artifact)
+        self._finish(logged, exit_code=0)
+
+    def _begin(self, key: str, name: str, sweep: str, kind: str) -> Any:
+        quiet = self._wandb.Settings(
+            silent=True, console="off", disable_git=True, x_disable_stats=True, x_disable_meta=True
+        )
+        return self._wandb.init(
+            project=self._project, id=key, name=name, group=sweep, job_type=kind, dir=str(self._folder),
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow", settings=quiet,
+        )  # fmt: skip
+
+    def _finish(self, logged: Any, exit_code: int) -> None:
+        """Ends a run; then its earlier offline files go, which `wandb sync` would upload a second time."""
+        folder = Path(logged.dir).parent
+        logged.finish(exit_code=exit_code)
+        for earlier in folder.parent.glob(f"offline-run-*-{logged.id}"):
+            if earlier != folder:
+                shutil.rmtree(earlier)

@@ -1,0 +1,125 @@
+"""The table of what is exported: one record for each run that was tried, with its layout, its numbers and its outcome.
+
+Every tracker and the CSV file show these records, so that they agree with one another and with `sweep top`.
+"""
+
+import hashlib
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+
+from ultrabench.analysis.cells import layout_words
+from ultrabench.analysis.ranking import Ranking
+from ultrabench.analysis.rows import Row
+from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, TEXT
+from ultrabench.errors import counted
+from ultrabench.result import NOT_TRIED, Status
+
+Value = str | int | float | bool
+"""A setting of a run."""
+_KEY = ("sweep", "run_id", "repeat", "attempt")
+_key_of = operator.itemgetter(*_KEY)
+_OF_MEASUREMENT = ("schema_version", *_KEY, "env_id", "env", "variables", "kernel_digest", "gpu_name")
+"""Columns of the group Identity that say which measurement of a run it was, and not what was run."""
+_CONFIG = [
+    column.name
+    for group in ("Identity", "Model", "Layout")
+    for column in GROUPS[group]
+    if column.name not in (*_OF_MEASUREMENT, "variant", "first_values")
+]
+_OUTCOME = [column for group in ("Outcome", "State of the cluster", "Provenance") for column in GROUPS[group]]
+_METRICS = [column.name for column in _OUTCOME if column.type in (INT, FLOAT)]
+_TAGS = [
+    "env_id", "kernel_digest", "gpu_name",
+    *(column.name for column in _OUTCOME if column.type in (TEXT, BOOL) and column.name != "evidence"),
+]  # fmt: skip
+_RANKS = ("rank", "num_repeats", "num_repeats_failed")
+"""Numbers that `sweep top` adds to the columns of the results."""
+_MARKS = ("best", "as_good_as_best")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """A run as trackers show it, by the repeat that stands for it in its cell."""
+
+    sweep: str
+    run_id: str
+    name: str
+    """Model, nodes and layout, as tables name them."""
+    cell: str
+    """Model and nodes, by which trackers group runs."""
+    config: Mapping[str, Value] = field(default_factory=dict)
+    """What was run: columns of the results, and `variant.NAME` for each option that the sweep varies."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Column of the results, whose name has the unit -> finite number."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Column of the results -> how the run ended and where, in words; empty where there is nothing to say, so that an
+    earlier word is replaced."""
+    step_times_s: tuple[float, ...] = ()
+    started_at: datetime | None = None
+
+    @property
+    def key(self) -> str:
+        """The id of the run in a tracker: a hash of the sweep, since several may have measured it, and its own id."""
+        return f"{sweep_key(self.sweep)}-{self.run_id}"
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the run ended with the status ok."""
+        return self.tags["status"] == Status.OK
+
+
+def sweep_key(sweep: str) -> str:
+    """Eight hex digits that stand for the name of a sweep where a tracker allows fewer characters."""
+    return hashlib.sha256(sweep.encode()).hexdigest()[:8]
+
+
+def plain_name(name: str) -> str:
+    """The name with only those characters that every tracker and file system allows."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).lstrip(".") or "_"
+
+
+def tracked_runs(table: pa.Table, *, ranks: bool = True) -> list[TrackedRun]:
+    """The runs of a result table that have ended, the first ones of `sweep top` first.
+
+    Args:
+        ranks: whether their numbers and tags tell their ranks, which change with every other result.
+
+    Raises:
+        ConfigError: the rows cannot be ranked together.
+    """
+    number_by_key = {key: n for n, key in enumerate(zip(*(table[k].to_pylist() for k in _KEY), strict=True))}
+    marks = [*chain.from_iterable(Ranking(table).boards(_KEY))]
+    rows = table.take([number_by_key[_key_of(row)] for row in marks]).to_pylist()
+    pairs = zip(rows, marks, strict=True)
+    return [_tracked(row, of_row, ranks) for row, of_row in pairs if row["status"] not in NOT_TRIED]
+
+
+def _tracked(row: Row, marks: Row, ranks: bool) -> TrackedRun:
+    options = {f"variant.{name}": str(value) for name, value in marks["options"].items()}
+    numbers = [*_present(marks, _RANKS if ranks else ()), *_present(row, _METRICS)]
+    texts = {name: marks[name] for name in _MARKS if ranks} | {name: row[name] for name in _TAGS}
+    cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
+    return TrackedRun(
+        sweep=row["sweep"] or row["source"] or "",
+        run_id=row["run_id"],
+        name=" ".join((cell, *layout_words(row | {"options": marks["options"]}))),
+        cell=cell,
+        config=dict(_present(row, _CONFIG)) | options,
+        metrics={name: float(number) for name, number in numbers if math.isfinite(number)},
+        tags={name: "" if text is None else str(text) for name, text in texts.items()},
+        step_times_s=tuple(row["step_times_s"] or ()),
+        started_at=row["started_at"],
+    )
+
+
+def _present(columns: Row, names: Iterable[str]) -> list[tuple[str, Any]]:
+    """Name and value of those of the columns that are known."""
+    return [(name, columns[name]) for name in names if columns[name] is not None]

@@ -1,0 +1,94 @@
+"""The trackers, to which runs are exported after a sweep or while it runs."""
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+
+from ultrabench.analysis.collect import parquet
+from ultrabench.analysis.export.tracked_runs import TrackedRun
+from ultrabench.analysis.page.page import page
+from ultrabench.analysis.page.rows import document
+from ultrabench.errors import UltrabenchError
+
+
+class Tracker(Protocol):
+    """Keeps runs; to log a run again updates it, whoever logged it before."""
+
+    where: str
+    """Where the runs are, in words."""
+
+    def log(self, run: TrackedRun) -> None:
+        """Logs a run that has ended."""
+
+    def attach(self, sweep: str, paths: Sequence[Path]) -> None:
+        """Keeps files that belong to a whole sweep."""
+
+
+def open_tracker(kind: str, project: str | None, folder: Path) -> Tracker:
+    """The tracker of an extra of ultrabench, whose library is imported only now.
+
+    Args:
+        project: name of the project or experiment; None for the one that the tracker's own variable names.
+        folder: where local files are kept.
+
+    Raises:
+        ConfigError: the library is not installed.
+        UltrabenchError: the tracker cannot be used.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if kind == "wandb":
+            from ultrabench.analysis.export.to_wandb import WeightsAndBiases
+
+            return WeightsAndBiases(project, folder)
+        if kind == "mlflow":
+            from ultrabench.analysis.export.to_mlflow import MLflow
+
+            return MLflow(project, folder)
+        from ultrabench.analysis.export.to_tensorboard import TensorBoard
+
+        return TensorBoard(folder / "tensorboard")
+    except Exception as error:
+        raise _refused(error) from error
+
+
+def log_results(tracker: Tracker, runs: Iterable[TrackedRun], table: pa.Table, name: str) -> None:
+    """Logs runs, and keeps the page and the table of their sweep.
+
+    Args:
+        name: the name of the sweep or of the file.
+
+    Raises:
+        UltrabenchError: the tracker cannot be used; what was logged stays.
+    """
+    try:
+        for run in runs:
+            tracker.log(run)
+        with tempfile.TemporaryDirectory() as folder:
+            tracker.attach(name, _files(table, name, Path(folder)))
+    except Exception as error:
+        raise _refused(error) from error
+
+
+def _files(table: pa.Table, name: str, folder: Path) -> tuple[Path, Path]:
+    html, rows = folder / "report.html", folder / "runs.parquet"
+    html.write_text(page(document(table, public=False), title=name), encoding="utf-8")
+    rows.write_bytes(parquet(table))
+    return html, rows
+
+
+def _refused(error: Exception) -> UltrabenchError:
+    """The error of a tracker's library, which may be of any class, as one of ours."""
+    if isinstance(error, UltrabenchError):
+        return error
+    return UltrabenchError(
+        f"the tracker failed: {first_line(error)}", "export again when it works: that updates"
+    )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, at most 300 characters of it; its class where it says nothing."""
+    return (next(iter(str(error).strip().splitlines()), "") or type(error).__name__)[:300]

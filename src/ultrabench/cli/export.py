@@ -1,0 +1,64 @@
+"""The command `ultrabench export`: the runs of a sweep as a CSV file or in a tracker of experiments."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source, start_no_threads
+from ultrabench.cli.results import write_result
+from ultrabench.errors import ConfigError, counted, require_known
+
+Kind = Annotated[str, typer.Argument(metavar="KIND", help="csv, mlflow, tensorboard or wandb.")]
+Project = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Project of W&B or experiment of MLflow; default: ultrabench."),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="The CSV file, or the folder for local files of a tracker."),
+]
+
+
+def export(
+    kind: Kind,
+    source: Source = None,
+    output: Output = None,
+    project: Project = None,
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Export runs to CSV, W&B, MLflow or TensorBoard.
+
+    Exporting again updates them."""
+    from ultrabench.analysis.export.library import PACKAGES, require_library
+
+    require_known("kind of export", ("csv", *sorted(PACKAGES)), kind)
+    if project is not None and kind not in ("wandb", "mlflow"):
+        raise ConfigError(f"--project {project}; only wandb and mlflow have projects: leave it out")
+    if kind != "csv":
+        require_library(kind)
+    start_no_threads()
+    from ultrabench.analysis.collect import open_results
+    from ultrabench.analysis.export.to_csv import csv_text
+    from ultrabench.analysis.export.tracked_runs import tracked_runs
+    from ultrabench.analysis.export.trackers import log_results, open_tracker
+    from ultrabench.cli.tables import out, print_json, say, warn
+
+    name, begin, table = open_results(source, results_dir, warn)
+    runs = tracked_runs(table)
+    if not runs:
+        raise ConfigError(f"no run of {name} has ended; see ultrabench sweep status")
+    if kind == "csv":
+        where = str(output or f"{begin}export.csv")
+        write_result(Path(where), csv_text(runs).encode())
+    else:
+        from rich.progress import track
+
+        tracker, console = open_tracker(kind, project, output or Path(begin).parent), out(stderr=True)
+        bar = track(runs, "runs", console=console, transient=True, disable=not console.is_terminal)
+        log_results(tracker, bar, table, name)
+        where = tracker.where
+    if json_:
+        print_json({"kind": kind, "runs": len(runs), "where": where})
+    say(f"exported {counted(len(runs), 'run')} to {where}")

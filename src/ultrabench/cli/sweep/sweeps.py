@@ -1,0 +1,170 @@
+"""The commands on whole sweeps: `ultrabench sweep list`, `rm` and `rename`."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ultrabench.analysis.numbers import percent
+from ultrabench.cli.sweep.control import launched_config
+from ultrabench.cli.sweep.status import activity
+from ultrabench.cli.tables import duration, print_json, say, show, table, warn
+from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
+from ultrabench.launchers.allocation_ends import living, open_allocations
+from ultrabench.launchers.choose import choose_launcher
+from ultrabench.launchers.local import GRACE_S
+from ultrabench.record import value_from
+from ultrabench.standing import Standing
+from ultrabench.store.folder import SweepFolder, last_written, living_launchers, sweeps_in
+from ultrabench.store.journal import read_journal
+from ultrabench.store.state import fold
+from ultrabench.store.sweep_json import read_sweep_json
+from ultrabench.store.sweep_moves import remove_sweep, rename_sweep, require_own_folder
+from ultrabench.sweep.candidate import Candidate, by_cell
+from ultrabench.sweep.config.sweep_config import NAME
+from ultrabench.sweep.plan_table import read_rows, runs_of
+from ultrabench.sweep.running.progress import SweepProgress, progress
+
+DAY_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What `sweep list` says about one sweep."""
+
+    folder: SweepFolder
+    cells: int
+    now: SweepProgress
+    activity: str
+    """A key of STANDINGS of status.py."""
+    age_s: float
+    """Seconds since its journal was last written."""
+
+    @property
+    def best(self) -> tuple[Candidate, Standing] | None:
+        """The best run of the cell whose best run has the largest mfu, since rates of two models say little."""
+
+        def order(best_of_cell: tuple[Candidate, Standing]) -> tuple[bool, float, float]:
+            run, standing = best_of_cell
+            return standing.suspect is None, _mfu(run, standing) or 0.0, standing.rate or 0.0
+
+        return max(self.now.best, key=order, default=None)
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry of `sweep list --json`; `best` has the best run of every cell, as in `sweep status --json`."""
+        document = self.now.as_json()
+        return {
+            "path": str(self.folder.path), "cells": self.cells, "activity": self.activity, "age_s": round(self.age_s, 1),
+            **{name: document[name] for name in ("sweep", "runs", "settled", "by_status", "best")},
+        }  # fmt: skip
+
+
+def show_sweeps(results_dir: Path, as_json: bool) -> None:
+    """Prints a line for each sweep, the one that was written last first; one that cannot be read gives a warning."""
+    summaries = []
+    for path in sorted(sweeps_in(results_dir), key=last_written, reverse=True):
+        try:
+            summaries.append(_summary(SweepFolder(path.absolute())))
+        except (UltrabenchError, OSError) as error:
+            warn(f"{path.name}: {error}")
+    if as_json:
+        print_json([summary.as_json() for summary in summaries])
+    elif summaries:
+        heads = "sweep", ">cells", ">runs settled", "best", ">tokens/s/GPU", ">MFU", ">age", "activity"
+        show(table(f"sweeps in {results_dir}", *heads, rows=map(_row, summaries)))
+    else:
+        say(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
+
+
+def _summary(folder: SweepFolder) -> Summary:
+    sweep, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn))
+    runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
+    now = progress(folder.name, runs, state, sweep.hardware.device)
+    return Summary(
+        folder=folder, cells=len(by_cell(runs)), now=now, activity=activity(folder, now, state),
+        age_s=max(0.0, time.time() - last_written(folder.path)),
+    )  # fmt: skip
+
+
+def _row(summary: Summary) -> tuple[str | Text | None, ...]:
+    now = summary.now
+    numbers: tuple[str | None, ...] = (None, None, None)
+    settled = f"{len(now.settled)} of {now.runs}"
+    if summary.best:
+        run, standing = summary.best
+        label = f"{run.spec.label()}{' (suspect)' if standing.suspect else ''}"
+        numbers = label, f"{standing.rate or 0.0:,.0f}", percent(_mfu(run, standing))
+    days = summary.age_s / DAY_S
+    age = f"{days:.0f} d" if days >= 2 else duration(summary.age_s)
+    return now.sweep, str(summary.cells), settled, *numbers, age, summary.activity
+
+
+def _mfu(run: Candidate, standing: Standing) -> float | None:
+    return None if standing.rate is None else run.mfu(standing.rate)
+
+
+def run_rm(folder: SweepFolder, yes: bool) -> None:
+    """Deletes a sweep for good.
+
+    Raises:
+        SweepFolderError: its jobs may live, it is no folder of its own, or it could not be deleted.
+        typer.Abort: the answer is no.
+    """
+    folder = require_own_folder(folder)
+    _require_idle(folder, "deleted")
+    attempts = counted(len(fold(read_journal(folder.journal)).attempts), "attempt")
+    _ask(f"Delete {folder.path} with {attempts}, logs and results, for good?", yes)
+    _require_idle(folder, "deleted")  # a launch may have begun meanwhile
+    remove_sweep(folder)
+    say(f"deleted {folder.path}")
+
+
+def run_rename(folder: SweepFolder, name: str, yes: bool) -> None:
+    """Renames a sweep, which can be continued under its new name.
+
+    Raises:
+        ConfigError: no sweep can have that name.
+        SweepFolderError: its jobs may live, it is no folder of its own, or the name is taken.
+        typer.Abort: the answer is no.
+    """
+    value_from(Annotated[str, NAME], name, "NEW")
+    folder = require_own_folder(folder)
+    _require_idle(folder, "renamed")
+    _ask(f"Rename {folder.path} to {name}? Files that were exported keep the old name", yes)
+    _require_idle(folder, "renamed")
+    renamed = rename_sweep(folder, name)
+    say(f"renamed {folder.name} to {name}; to continue it: ultrabench sweep resume {renamed.display_name}")
+
+
+def _ask(question: str, yes: bool) -> None:
+    if yes:
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise ConfigError("no terminal to ask on; add --yes")
+    typer.confirm(question, abort=True, err=True)
+
+
+def _require_idle(folder: SweepFolder, participle: str) -> None:
+    """Raises SweepFolderError if a launcher follows a sweep, or a job of it may live."""
+    state = fold(read_journal(folder.journal))
+    actors = [f"{launcher} follows it" for launcher in living_launchers(folder)]
+    if not actors and open_allocations(state):
+        config = launched_config(folder, state)
+        launcher = choose_launcher(config, folder)  # it must know the cluster, to tell its jobs from others
+        jobs = living(launcher, state, GRACE_S + config.launcher.grace_s + launcher.rest_s)
+        actors = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
+    if actors:
+        rule = f"a sweep is {participle} only when nothing of it runs"
+        more = f" and {len(actors) - 3} more" if len(actors) > 3 else ""
+        fact = f"{folder.name} is in use ({'; '.join(actors[:3])}{more})"
+        raise SweepFolderError(f"{fact}; {rule}: ultrabench sweep cancel {folder.display_name}")
+
+
+def _job_text(name: str, job: dict[str, Any] | None, by: dict[str, Any]) -> str:
+    """An allocation in words, such as `job 17_0 (n1-c0ffee.0) of ann on big`."""
+    number = f"job {job['job_id']} ({name})" if job and "job_id" in job else f"allocation {name}"
+    return f"{number} of {by['user']} on {by.get('cluster') or by.get('host')}" if by.get("user") else number

@@ -1,0 +1,63 @@
+"""Starts and ends the process that logs the runs of a launch into a tracker (`launcher.track`)."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from ultrabench.cli.tables import say
+from ultrabench.store.folder import SweepFolder
+
+USUAL_S, LAST_S = 2.0, 20.0
+"""Seconds in which the last runs are usually tracked, and after which the launch leaves them to `ultrabench export`."""
+
+
+@contextlib.contextmanager
+def tracked(kind: str | None, folder: SweepFolder) -> Iterator[None]:
+    """Logs the runs of a sweep into a tracker while the body runs, which never waits for the tracker.
+
+    Afterwards the process has LAST_S to log the last runs; a body that is interrupted ends it at once.
+
+    Args:
+        kind: the tracker; None for none.
+    """
+    if kind is None:
+        yield
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "ultrabench.analysis.export.live", kind, str(folder.path)],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    earlier_failures, is_whole = len(_failures(folder)), False
+    try:
+        yield
+        is_whole = True
+    finally:
+        is_whole = is_whole and _ends(process)
+        if process.stdin:
+            process.stdin.close()
+        process.kill()
+        process.wait()
+        if not is_whole:
+            new_failures = _failures(folder)[earlier_failures:]
+            why = f" ({new_failures[-1]})" if new_failures else ""
+            command = f"ultrabench export {kind} {folder.display_name}"
+            say(f"{kind} may lack some runs{why}; to add them: {command}")
+
+
+def _ends(process: "subprocess.Popen[bytes]") -> bool:
+    """Asks the process to log what is left; returns whether it has done so in time."""
+    assert process.stdin
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(USUAL_S) == 0
+    say(f"waiting for the tracker, at most {LAST_S:.0f} s")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(LAST_S - USUAL_S) == 0
+    return False
+
+
+def _failures(folder: SweepFolder) -> list[str]:
+    """The lines of tracking.log."""
+    log = folder.path / "tracking.log"
+    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []

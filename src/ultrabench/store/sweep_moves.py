@@ -1,0 +1,66 @@
+"""Renames and removes the folder of a sweep."""
+
+import json
+import secrets
+import shutil
+from pathlib import Path
+
+from ultrabench.errors import SweepFolderError
+from ultrabench.store.folder import SweepFolder, write_whole
+
+
+def require_own_folder(folder: SweepFolder) -> SweepFolder:
+    """The folder of a sweep by its real path, after a check that it holds a sweep and nothing else.
+
+    Raises:
+        SweepFolderError: it is a link, or lacks the journal or the plan.
+    """
+    if folder.path.is_symlink():
+        advice = "remove the link by hand, or name the folder itself"
+        raise SweepFolderError(f"{folder.path} is a link to {folder.path.readlink()}; {advice}")
+    for part in (folder.sweep_json, folder.journal):
+        if not part.exists() or part.is_symlink():
+            raise SweepFolderError(f"{folder.path} has no {part.name} of its own; is it a sweep folder?")
+    return SweepFolder(folder.path.resolve())
+
+
+def remove_sweep(folder: SweepFolder) -> None:
+    """Deletes the folder of a sweep and all in it; links in it are deleted, and what they point at stays.
+
+    The folder first gets a name that no sweep can have and then loses its sweep.json, so that a part of it that is left
+    after an error or a crash is not taken for a sweep.
+
+    Raises:
+        SweepFolderError: something could not be deleted; the message names what is left.
+    """
+    aside = folder.path.with_name(f".removed-{folder.name}-{secrets.token_hex(4)}")
+    try:
+        folder.path.rename(aside)
+        SweepFolder(aside).sweep_json.unlink()
+        shutil.rmtree(aside)
+    except OSError as error:
+        rest = aside if aside.exists() else folder.path
+        fact = f"cannot delete {error.filename or rest}: {error.strerror}"
+        raise SweepFolderError(f"{fact}; {rest} is left: free or unlock it, and delete it by hand") from error
+
+
+def rename_sweep(folder: SweepFolder, name: str) -> SweepFolder:
+    """Renames the folder of a sweep and the sweep in its sweep.json; files that were exported keep the old name.
+
+    Raises:
+        SweepFolderError: there is something of that name, or the folder cannot be renamed.
+    """
+    renamed = SweepFolder(folder.path.with_name(name))
+    if renamed.path.exists() or renamed.path.is_symlink():
+        raise SweepFolderError(f"{renamed.path} exists; choose another name, or remove it first")
+    try:
+        folder.path.rename(renamed.path)
+        _name_in_json(renamed.sweep_json, name)
+    except OSError as error:
+        raise SweepFolderError(f"cannot rename {folder.path}: {error.strerror}; unlock it") from error
+    return renamed
+
+
+def _name_in_json(path: Path, name: str) -> None:
+    values = json.loads(path.read_text())
+    write_whole(path, json.dumps(values | {"sweep": name}, indent=1) + "\n")

@@ -1,0 +1,179 @@
+"""`ultrabench export`, and the process behind `launcher.track`, against the readers of the trackers themselves."""
+
+import contextlib
+import csv
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import patience
+from tests.unit.cli.conftest import QUICK, as_json, one_line, record
+from ultrabench.analysis.export.library import PACKAGES
+from ultrabench.cli.sweep import tracking
+
+OK, CRASHED = QUICK.runs[:2]
+
+
+@pytest.fixture
+def measured(sweep):
+    """The sweep of `sweep`, of which one run was measured twice, and a second layout as well."""
+    record(sweep, OK, repeat=1, step_times_s=(0.09,) * 6, peak_mem_reserved_bytes=2**28)
+    record(sweep, QUICK.runs[2], step_times_s=(0.2,) * 6)
+    return sweep
+
+
+def read_back(kind, folder):
+    """What the tracker's own reader finds after two exports, by run: the part of its id that is the run_id."""
+    for package in PACKAGES[kind]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install 'ultrabench[{kind}]'")
+    command = [sys.executable, "-m", "tests.unit.cli.read_back", kind]
+    root = str(__file__).partition("/tests/")[0]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("exported 3 runs to ") == 2
+    return json.loads(done.stdout)
+
+
+def require_same(run, row, config=str, number=float):
+    """That a run of a tracker has the settings and numbers of the row of `sweep top`."""
+    for name in (
+        "model",
+        "nodes",
+        "tp",
+        "pp",
+        "mbs",
+        "zero_stage",
+        "gbs",
+        "seq_len",
+        "precision",
+        "hardware",
+    ):
+        assert run["config"][name] == config(row[name]), name
+    for name in ("step_time_s", "tokens_per_s_per_gpu", "mfu", "num_repeats", "peak_mem_reserved_bytes"):
+        assert (number(run["metrics"][name]) if name in run["metrics"] else None) == row[name], name
+
+
+def test_csv_has_a_line_for_each_run_that_ended_with_the_numbers_of_top(ultrabench, measured):
+    rows = [row for row in as_json(ultrabench, "sweep", "top") if row["status"]]
+    path = measured.path / "export.csv"
+    assert as_json(ultrabench, "export", "csv") == {"kind": "csv", "runs": 3, "where": str(path)}
+    lines = [*csv.DictReader(path.read_text().splitlines())]
+    assert [line["run_id"] for line in lines] == [row["run_id"] for row in rows]
+    for line, row in zip(lines, rows, strict=True):
+        require_same({"config": line, "metrics": {name: n for name, n in line.items() if n}}, row)
+        assert (line["status"], line["reason"]) == (row["status"], row["reason"] or "")
+    before = path.read_bytes()
+    ultrabench("export", "csv", "-o", "again.csv")
+    assert (path.parents[2] / "again.csv").read_bytes() == before
+
+
+def test_wandb_offline_holds_one_run_a_layout_also_after_the_second_export(ultrabench, measured, tmp_path):
+    best, *_ = as_json(ultrabench, "sweep", "top")
+    *runs, of_sweep = sorted(read_back("wandb", tmp_path), key=lambda run: run["files"])
+    by_id = {run["id"].partition("-")[2]: run for run in runs}
+    assert by_id.keys() == {OK.run_id, CRASHED.run_id, QUICK.runs[2].run_id}
+    require_same(by_id[best["run_id"]], best, config=lambda value: value)
+    assert (by_id[OK.run_id]["ended"], by_id[CRASHED.run_id]["ended"]) == (0, 1)
+    assert by_id[CRASHED.run_id]["metrics"]["reason"] == "rank 1: ValueError: [bold]no[/bold]"
+    assert (of_sweep["name"], of_sweep["files"]) == ("quick-cpu", ["report.html", "runs.parquet"])
+
+
+def test_mlflow_on_sqlite_holds_one_run_a_layout_and_one_point_a_number(ultrabench, measured, tmp_path):
+    best, *_ = as_json(ultrabench, "sweep", "top")
+    runs = {run["tags"]["ultrabench.key"].partition("-")[2]: run for run in read_back("mlflow", tmp_path)}
+    of_sweep = runs.pop("")
+    assert runs.keys() == {OK.run_id, CRASHED.run_id, QUICK.runs[2].run_id}
+    require_same(runs[best["run_id"]], best)
+    assert all(run["points"] == [1] for run in runs.values())
+    assert {run["tags"]["mlflow.parentRunId"] for run in runs.values()} == {of_sweep["id"]}
+    assert (runs[OK.run_id]["ended"], runs[CRASHED.run_id]["ended"]) == ("FINISHED", "FAILED")
+    assert of_sweep["files"] == ["report.html", "runs.parquet"]
+
+
+def test_tensorboard_reads_one_event_file_a_layout_with_its_step_times(ultrabench, measured, tmp_path):
+    best, *_ = as_json(ultrabench, "sweep", "top")
+    runs = {run["id"].rpartition("-")[2]: run for run in read_back("tensorboard", tmp_path)}
+    assert runs.keys() == {OK.run_id, CRASHED.run_id, QUICK.runs[2].run_id}
+    run = runs[best["run_id"]]
+    assert run["metrics"].pop("step_times_s") == pytest.approx([best["step_time_s"]] * 6)
+    single = {name: point for name, (point,) in run["metrics"].items()}
+    require_same({**run, "metrics": single}, best, lambda value: value, lambda n: pytest.approx(n, rel=1e-6))
+    beside = {
+        path.name for path in (tmp_path / "results" / "tensorboard" / "quick-cpu").iterdir() if path.is_file()
+    }
+    assert beside == {"report.html", "runs.parquet"}
+
+
+@pytest.mark.parametrize("command", ["export {}", "sweep launch model=tiny launcher.track={}"])
+def test_a_missing_library_gives_the_command_that_installs_it(ultrabench, sweep, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    line = one_line(ultrabench, *command.format("mlflow").split())
+    assert line == "mlflow is not installed; pip install 'ultrabench[mlflow]'"
+
+
+def test_mistakes_of_an_export_are_one_line(ultrabench, sweep):
+    assert "did you mean wandb?" in one_line(ultrabench, "export", "wandbb")
+    assert one_line(ultrabench, "export", "csv", "--project", "p").startswith(
+        "--project p; only wandb and mlflow "
+    )
+    for path in sweep.journal.iterdir():
+        path.unlink()
+    assert one_line(ultrabench, "export", "csv").startswith("no run of quick-cpu has ended")
+
+
+@pytest.fixture
+def tracker(tmp_path, monkeypatch):
+    """Puts a W&B in the way of processes that are started, whose `init` has this body."""
+
+    def make(body):
+        folder = tmp_path / "fake"
+        folder.mkdir()
+        (folder / "wandb.py").write_text(f"Settings = dict\ndef init(**options):\n    {body}\n")
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    return make
+
+
+def test_a_tracker_that_hangs_delays_neither_runs_nor_the_end(sweep, tracker, monkeypatch, capsys):
+    tracker("import os, time; open('called', 'w').write(str(os.getpid())); time.sleep(10_000)")
+    monkeypatch.setattr(tracking, "LAST_S", 1.0)
+    monkeypatch.setattr(tracking, "USUAL_S", 0.5)
+    called = sweep.path.parents[1] / "called"
+    with tracking.tracked("wandb", sweep):
+        patience.wait_until(lambda: called.exists() and called.read_text(), 60)
+        ended = time.monotonic()
+    assert time.monotonic() - ended < patience.slowness() * 5.0
+    assert (
+        "wandb may lack some runs; to add them: ultrabench export wandb quick-cpu\n"
+        in capsys.readouterr().err
+    )
+    assert not Path(f"/proc/{called.read_text()}").exists()
+
+
+def test_a_tracker_that_fails_becomes_one_line_of_its_log(sweep, tracker, capsys):
+    tracker("raise ConnectionError('no route to host\\nat line 1')")
+    with tracking.tracked("wandb", sweep):
+        log = sweep.path / "tracking.log"
+        patience.wait_until(log.exists, 60)
+    (line,) = log.read_text().splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d wandb: no route to host", line)
+    assert f"wandb may lack some runs ({line}); to add them: " in capsys.readouterr().err
+
+
+def test_a_launch_that_is_interrupted_waits_for_no_tracker(sweep, tracker, capsys):
+    tracker("import time; time.sleep(10_000)")
+    began = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt), tracking.tracked("wandb", sweep):
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < patience.slowness() * 5.0
+    assert "waiting for the tracker" not in capsys.readouterr().err
