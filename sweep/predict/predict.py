@@ -111,7 +111,7 @@ class Predictor:
         return predict_memory(spec, self.memory)
 
     def step_time(self, spec: RunSpec, stages: Sequence[StageMemory]) -> StepTime:
-        """The time of one step by part, of a run with this memory of its pipeline ranks."""
+        """The time of one step by part, of a run with this memory of its pipeline ranks; without any, no allocator waits."""
         share = reserved_share(stages, self.hardware)
         return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, share)
 
@@ -139,7 +139,9 @@ class Predictor:
 
 def reserved_share(stages: Sequence[StageMemory], hardware: Hardware) -> float:
     """The share of a GPU's memory that its allocator holds on the rank that needs most; 0 on CPUs, which have none."""
-    peak_bytes = max(stage.peak_bytes for stage in stages) if hardware.device == "cuda" else 0.0
+    peak_bytes = (
+        max((stage.peak_bytes for stage in stages), default=0.0) if hardware.device == "cuda" else 0.0
+    )
     return peak_bytes / hardware.mem_bytes
 
 
@@ -166,6 +168,17 @@ def _limit(times: StepTime, total_s: float) -> str:
         (times.tp + times.cp + times.ep + times.dp + times.pp, "communication"),
     )
     return reason if lost_s > NOTABLE * total_s else "compute"
+
+
+_COMPUTED = ("gemm", "attention")
+"""Parts of a step that train the model; a step loses time to the others."""
+
+
+def largest_loss(times: StepTime) -> tuple[str, float]:
+    """The part of a step to which it loses most time beside products and attention, and its share of the step."""
+    lost_s = {name: seconds for name, seconds in times._asdict().items() if name not in _COMPUTED}
+    name = max(lost_s, key=lambda part: lost_s[part])
+    return name, lost_s[name] / times.total
 
 
 def start_s(hardware: Hardware, nodes: int) -> float:

@@ -85,7 +85,7 @@ def show_plan(
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     now = progress(config.name, plan.runs, state, config.hardware.device)
     rates = measured_rates(plan.runs, for_answers(state), config.hardware.device)
-    best = recommend(plan, top, rates, advised_p_oom) if top else []
+    best = layouts_to_try(plan, top, rates, advised_p_oom) if top else []
     price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
     _tell_expected(summary, plan, price, now.settled - now.skipped.keys())
     advised_cells = {key_of(row) for row in best if row["advised"]}
@@ -225,7 +225,7 @@ def _percent(share: float) -> str:
     return "<1 %" if share < 0.01 else f"{100 * share:.0f} %"
 
 
-def recommend(
+def layouts_to_try(
     plan: Plan, top: int, rates: Mapping[str, float | None], advised_p_oom: float = ADVISED_P_OOM
 ) -> list[Row]:
     """The `top` best runs of each cell, in the order of the cells in the sweep, first by measured and then by expected tokens/s/GPU.
