@@ -131,14 +131,7 @@ def make_plan(
         axes, workload = next(batches(config))
         none = why_none(axes, config.hardware.gpus_per_node, workload)
         raise ConfigError(f"no candidate: {none}; choose divisors")
-    with contextlib.ExitStack() as stack:
-        map_parts: Callable[..., Iterable[list[Candidate]]] = map
-        if of >= PARALLEL_FROM:
-            ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
-            cores_here = len(os.sched_getaffinity(0))
-            pool = ProcessPoolExecutor(cores_here, get_context("fork"), signal.signal, ignored)
-            stack.callback(pool.shutdown, cancel_futures=True)
-            map_parts = pool.map
+    with processes(os.cpu_count() or 1 if of >= PARALLEL_FROM else 1) as map_parts:
         for batch in map_parts(partial(_candidates, config), parts):
             candidates += batch
             advance(len(candidates), of)
@@ -147,6 +140,21 @@ def make_plan(
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in candidates if c.runs), key=_order)
     return Plan(config=config, candidates=(*runs, *(c for c in candidates if not c.runs)))
+
+
+@contextlib.contextmanager
+def processes(number: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """A map that `number` processes share, at most one for each core of this process; with one it is the usual map."""
+    number = min(number, len(os.sched_getaffinity(0)))
+    if number < 2:
+        yield map
+        return
+    ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
+    pool = ProcessPoolExecutor(number, get_context("fork"), signal.signal, ignored)
+    try:
+        yield pool.map
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _order(run: Candidate) -> tuple[bool, float]:

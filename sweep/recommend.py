@@ -5,21 +5,24 @@ step time without what these add, and none needs less memory than the one that r
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import inf
 from typing import Any
 
 from ultrabench.hardware import GIB
+from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
 from ultrabench.sweep.candidate import Candidate, CellKey
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import DERIVED, broken_rules, layouts, shards_of, why_none
-from ultrabench.sweep.plan import CellPlan, cell_plan, narrowed, planned_cells, rejections
-from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Prediction
+from ultrabench.sweep.plan import CellPlan, cell_plan, narrowed, planned_cells, processes, rejections
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
 from ultrabench.sweep.refusals import refusal
 from ultrabench.sweep.remedy import remedies
 
@@ -53,6 +56,10 @@ class Search:
     """Why a layout cannot run, of the last one that a rule or the kernel rejected."""
     least_bytes: float = inf
     """The least memory that a layout needs among those that the search rejected for their memory."""
+    is_tight: bool = False
+    """Whether a layout that was rejected for its memory fits without the reserve of its allocator."""
+    _fit: dict[tuple[Layout, int], bool] = field(default_factory=dict)
+    """Layout and index of the variant -> whether it fits with ZeRO-3."""
 
     def best(self, count: int = 1) -> list[Candidate]:
         """The `count` best runs that are advised, in the order of the plan; fewer where fewer are advised."""
@@ -82,9 +89,11 @@ class Search:
                 if reason := self._reason_of_group(spec):
                     self.reason = reason
                     continue
-                times = planned.predictor.step_time(spec, ())
-                bound = rate(spec, times.total - times.dp - times.optimizer)
-                yield -bound, (0, index, variant), partial(self._members, spec, index, variant)
+                yield (
+                    -self._bound(spec),
+                    (0, index, variant),
+                    partial(self._recomputing, spec, index, variant),
+                )
 
     def _reason_of_group(self, spec: RunSpec) -> str | None:
         """Why no layout of the group can run; None where another value of recomputation or ZeRO may help."""
@@ -95,44 +104,70 @@ class Search:
             return None
         return refusal(kernel, spec.layout, spec.shape, spec.workload.seq_len, hardware.device, hardware)
 
+    def _recomputing(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
+        """The parts of a group by recomputation."""
+        for recompute in {*self.planned.config.axes.layout["recompute"]}:
+            part = replace(spec, layout=replace(spec.layout, recompute=recompute))
+            yield (
+                -self._bound(part),
+                (0, index, variant, recompute),
+                partial(self._members, part, index, variant),
+            )
+
+    def _bound(self, spec: RunSpec) -> float:
+        """A rate that no ZeRO stage of the layout exceeds."""
+        times = self.planned.predictor.step_time(spec, ())
+        return rate(spec, times.total - times.dp - times.optimizer)
+
     def _members(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
-        """The runs of a group for which memory may suffice, with the bounds of their rates."""
-        if not self._may_fit(spec):
-            return
+        """The runs of a part of a group, if memory may suffice, with the bounds of their rates."""
         axes, layout = self.planned.config.axes.layout, spec.layout
         free = [name for name in axes if name not in DERIVED]
         in_node = max(1, spec.gpus_per_node // layout.tp)
-        for recompute in {*axes["recompute"]}:
-            if not self._may_fit(spec, recompute):
-                continue
-            for stage in {*axes["zero_stage"]}:
-                shards = (shards_of(word, layout.dp * layout.cp, in_node, stage) for word in axes["dp_shard"])
-                for order, dp_shard in enumerate(dict.fromkeys(shards)):
-                    member = replace(
-                        spec, layout=replace(layout, recompute=recompute, zero_stage=stage, dp_shard=dp_shard)
-                    )
-                    if rejection := next(rejections(self.planned.config, member), None):
-                        self.reason = rejection[1]
-                        continue
-                    place = (*(getattr(member.layout, name) for name in free), index, order, variant)
-                    bound = rate(member, self.planned.predictor.step_time(member, ()).total)
-                    yield -bound, place, partial(self._settled, member, place)
+        for stage in {*axes["zero_stage"]} if self._may_fit(spec, variant) else ():
+            shards = (shards_of(word, layout.dp * layout.cp, in_node, stage) for word in axes["dp_shard"])
+            for order, dp_shard in enumerate(dict.fromkeys(shards)):
+                member = replace(spec, layout=replace(layout, zero_stage=stage, dp_shard=dp_shard))
+                if rejection := next(rejections(self.planned.config, member), None):
+                    self.reason = rejection[1]
+                    continue
+                place = (*(getattr(member.layout, name) for name in free), index, order, variant)
+                bound = rate(member, self.planned.predictor.step_time(member, ()).total)
+                yield -bound, place, partial(self._settled, member, place)
 
     def _settled(self, spec: RunSpec, place: tuple[int | str, ...]) -> Iterator[Entry]:
         """The run with its rate, if it is advised."""
         run = self.planned.candidate(spec)
-        if self._may_be_taken(run.prediction) and run.runs:
+        prediction = run.prediction
+        occupancy = Occupancy(prediction.peak_mem_bytes, prediction.memory_share, prediction.p_oom)
+        if self._may_be_taken(occupancy) and run.runs:
             yield -expected_rate(run), place, run
 
-    def _may_fit(self, spec: RunSpec, recompute: str = "full") -> bool:
-        """Whether the layout of a group that shards all and recomputes so is advised."""
-        least = replace(spec, layout=replace(spec.layout, recompute=recompute, zero_stage=3))
-        return self._may_be_taken(self.planned.predictor.predict(least))
+    def _may_fit(self, spec: RunSpec, variant: int) -> bool:
+        """Whether the layout fits with ZeRO-3, whose need of memory grows with mbs and falls with recomputation."""
+        layout, least_mbs = spec.layout, min(self.planned.config.axes.layout["mbs"])
+        gas, rest = divmod(layout.mbs * layout.gas, least_mbs)
+        small = layout if rest else replace(layout, mbs=least_mbs, gas=gas)
+        smallest = replace(small, recompute="full")
+        if not self._fit.get((smallest, variant), True):
+            return False
+        if self._fits(spec, small, variant):
+            return self._fits(spec, layout, variant)
+        self._fits(spec, smallest, variant)  # so that the rest of its group need not be looked at
+        return False
 
-    def _may_be_taken(self, prediction: Prediction) -> bool:
-        if prediction.p_oom <= self.most_p_oom and prediction.memory_share <= self.most_share:
+    def _fits(self, spec: RunSpec, layout: Layout, variant: int) -> bool:
+        """Whether a layout fits with ZeRO-3."""
+        if (layout, variant) not in self._fit:
+            least = replace(spec, layout=replace(layout, zero_stage=3))
+            self._fit[layout, variant] = self._may_be_taken(self.planned.predictor.least_occupancy(least))
+        return self._fit[layout, variant]
+
+    def _may_be_taken(self, occupancy: Occupancy) -> bool:
+        if occupancy.p_oom <= self.most_p_oom and occupancy.memory_share <= self.most_share:
             return True
-        self.least_bytes = min(self.least_bytes, prediction.peak_mem_bytes)
+        self.least_bytes = min(self.least_bytes, occupancy.peak_bytes)
+        self.is_tight |= occupancy.p_oom <= self.most_p_oom
         return False
 
 
@@ -162,32 +197,67 @@ class Recommendation:
     """Why there is no run, and what would help."""
 
 
-def recommendation(config: SweepConfig, count: int, shape: ModelShape, cell: CellKey) -> Recommendation:
+@dataclass(slots=True)
+class Remedy:
+    """Finds the best run on other nodes or with other values of axes, each once."""
+
+    best: dict[tuple[CellKey, tuple[tuple[str, Any], ...]], Candidate | None] = field(default_factory=dict)
+    """Cell and values of axes -> the best run that is advised; None where none is."""
+
+    def __call__(
+        self, config: SweepConfig, shape: ModelShape, nodes: int, values: dict[str, Any], most_p_oom: float
+    ) -> Candidate | None:
+        """The best run on this number of nodes where axes have these values only; None where none is advised."""
+        layout = {**config.axes.layout, **{name: (value,) for name, value in values.items()}}
+        axes = replace(config.axes, nodes=(nodes,), layout=layout)
+        there = replace(config, axes=axes, models=(shape,))
+        key = next(planned_cells(there))[1], tuple(values.items())
+        if key not in self.best:
+            runs = cell_search(there, shape, key[0], most_p_oom=most_p_oom).best()
+            self.best[key] = next(iter(runs), None)
+        return self.best[key]
+
+
+def recommendations(config: SweepConfig, count: int) -> list[Recommendation]:
+    """The `count` best runs of each cell, in the order of the cells; two cores look at half of the cells each."""
+    groups = defaultdict[tuple[object, ...], list[tuple[ModelShape, CellKey]]](list)
+    cells = [*planned_cells(config)]
+    for shape, cell in cells:
+        groups[cell._replace(nodes=0)].append((shape, cell))
+    with processes(len(groups)) as map_groups:
+        advised = chain.from_iterable(map_groups(partial(_of_group, config, count), groups.values()))
+    by_cell = {each.cell: each for each in advised}
+    return [by_cell[cell] for _, cell in cells]
+
+
+def _of_group(
+    config: SweepConfig, count: int, cells: Sequence[tuple[ModelShape, CellKey]]
+) -> list[Recommendation]:
+    """The recommendations for cells that differ in their nodes alone, the most nodes first: fewer may advise them."""
+    remedy = Remedy()
+    return [recommendation(config, count, *place, remedy) for place in reversed(cells)]
+
+
+def recommendation(
+    config: SweepConfig, count: int, shape: ModelShape, cell: CellKey, remedy: Remedy | None = None
+) -> Recommendation:
     """The `count` best runs of a cell."""
-    for most_share in (1.0, inf):
-        search = cell_search(config, shape, cell, most_share=most_share)
-        if runs := search.best(count):
-            return Recommendation(shape=shape, cell=cell, runs=tuple(runs), reason=None)
-    return Recommendation(shape=shape, cell=cell, runs=(), reason=_why_none(config, search))
+    search, remedy = cell_search(config, shape, cell), remedy or Remedy()
+    runs = search.best(count)
+    remedy.best[cell, ()] = next(iter(runs), None)
+    if not runs and search.is_tight:
+        runs = cell_search(config, shape, cell, most_share=inf).best(count)
+    reason = None if runs else _why_none(config, search, remedy)
+    return Recommendation(shape=shape, cell=cell, runs=tuple(runs), reason=reason)
 
 
-def _why_none(config: SweepConfig, search: Search) -> str:
+def _why_none(config: SweepConfig, search: Search, remedy: Remedy) -> str:
     planned = search.planned
     shape, cell, limit = planned.shape, planned.cell, config.hardware.mem_bytes / GIB
     if search.least_bytes < inf:
-        remedy = " or ".join(remedies(narrowed(config, cell), shape, cell.nodes, search.most_p_oom, _best))
+        wider = " or ".join(remedies(narrowed(config, cell), shape, cell.nodes, search.most_p_oom, remedy))
         needed = f"nothing is predicted to fit into {limit:.4g} GiB; a GPU needs at least {search.least_bytes / GIB:,.1f} GiB"
-        return f"{needed}; what would fit: {remedy or 'a smaller model'}"
+        return f"{needed}; what would fit: {wider or 'a smaller model'}"
     workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
     axes = replace(config.axes, nodes=(cell.nodes,))
     return search.reason or why_none(axes, config.hardware.gpus_per_node, workload)
-
-
-def _best(
-    config: SweepConfig, shape: ModelShape, nodes: int, values: dict[str, Any], most_p_oom: float
-) -> Candidate | None:
-    """The best run on this number of nodes where axes have these values only; None where none is advised."""
-    axes = replace(config.axes, layout={**config.axes.layout, **{name: (of,) for name, of in values.items()}})
-    of_nodes = replace(config, axes=replace(axes, nodes=(nodes,)))
-    _, cell = next(planned_cells(replace(of_nodes, models=(shape,))))
-    return next(iter(cell_search(of_nodes, shape, cell, most_p_oom=most_p_oom).best()), None)

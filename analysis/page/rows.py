@@ -41,7 +41,7 @@ from ultrabench.routing import routing_text
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
-from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS
+from ultrabench.sweep.predict.stage_memory import LARGEST, MEMORY_PARTS
 from ultrabench.variant import shown, texts
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
@@ -278,7 +278,7 @@ def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
             continue
         constants = memory_constants(profile.framework, profile.memory)
         for run in runs_on_it:
-            stages = predict_memory(run.spec, constants, every_rank=False)
+            stages = predict_memory(run.spec, constants, LARGEST)
             stage = max(stages, key=lambda stage: stage.peak_bytes)
             extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu))
             parts_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {

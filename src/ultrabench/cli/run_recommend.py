@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from rich.console import RenderableType
@@ -18,9 +17,9 @@ from ultrabench.sweep.candidate import Candidate, CellKey, cell_columns, cell_la
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import narrowed, planned_cells
+from ultrabench.sweep.plan import narrowed
 from ultrabench.sweep.predict.predict import largest_loss
-from ultrabench.sweep.recommend import Recommendation, cell_search, rate, recommendation
+from ultrabench.sweep.recommend import Recommendation, cell_search, rate, recommendations
 
 Row = dict[str, Any]
 """One recommended layout, as `--json` prints it."""
@@ -39,8 +38,7 @@ def run_recommend(
     if config.kernel.kind == "probe":
         raise ConfigError(f"kernel={config.kernel.name} trains no model; take kernel=embedded")
     elsewhere = [word for word in words if not _is_in_row(word)]
-    cells = [*map(partial(recommendation, config, top), *zip(*planned_cells(config), strict=True))]
-    rows = [row for cell in cells for row in _rows(config, cell, elsewhere)]
+    rows = [row for cell in recommendations(config, top) for row in _rows(config, cell, elsewhere)]
     for row in rows:
         row.update(_training(row, tokens, price) if tokens and row["layout"] else {})
     if as_json:

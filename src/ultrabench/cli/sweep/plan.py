@@ -203,6 +203,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
         for row in best:
             low, high = (three_digits(row[f"step_time_{end}_s"]) for end in ("low", "high"))
             rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", three_digits(row["step_time_s"])
+            mfu = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
             step, chance = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
             peak, place = (
                 f"{row['peak_mem_bytes'] / GIB:.1f}",
@@ -210,8 +211,8 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
             )
             why = row["why"] if row["advised"] else "most likely to fit, not advised"
             why += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
-            top.append((*place, rate, step, peak, chance, row["limited_by"], why, row["run_id"]))
-        numbers = (">tokens/s/GPU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
+            top.append((*place, rate, mfu, step, peak, chance, row["limited_by"], why, row["run_id"]))
+        numbers = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
         heads = ("model", *(f">{name}" for name in of_cell[1:]), "layout")
         yield table("\nlayouts to try first", *heads, *numbers, "why", "run", rows=top)
 
@@ -253,6 +254,7 @@ def layouts_to_try(
                         "run_id": run.run_id,
                         "layout": run.spec.label(),
                         "tokens_per_s_per_gpu": rate,
+                        "mfu": run.mfu(rate),
                         "expected_tokens_per_s_per_gpu": rate * (1 if measured else 1 - prediction.p_oom),
                         "step_time_s": time_s,
                         "step_time_low_s": time_s if measured else prediction.step_time_low_s,
