@@ -81,7 +81,7 @@ def show_plan(
         warn(f"a launch from here would be refused: {error}")
     plan = within_limit(plan_with_bar(config, **rate))
     if output is not None:
-        write_plan(plan.candidates, output)
+        write_plan(plan.candidates, output, config.hardware.name)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     now = progress(config.name, plan.runs, state, config.hardware.device)
     rates = measured_rates(plan.runs, for_answers(state), config.hardware.device)
