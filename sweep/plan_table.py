@@ -63,6 +63,7 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
             "order": order,
             "run_id": c.run_id,
             **place_of(c.spec),
+            "compile": c.spec.compiles,
             "valid": c.valid,
             "rule": c.rule,
             "reason": c.reason,

@@ -254,6 +254,7 @@ def _derived(rows: Sequence[Row], parts_by_run: Mapping[str, Mapping[str, Any]])
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
         **{f"predicted_{part}_bytes": [parts.get(part) for parts in parts_of_rows] for part in MEMORY_PARTS},
+        "predicted_limit_bytes": [parts.get("limit") for parts in parts_of_rows],
         "extrapolated": [parts.get("extrapolated") for parts in parts_of_rows],
     }
 
@@ -261,7 +262,7 @@ def _derived(rows: Sequence[Row], parts_by_run: Mapping[str, Mapping[str, Any]])
 def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
     """Run id -> part of MEMORY_PARTS -> bytes, for runs that ended ok or out of memory; of the rank that needs most.
 
-    `extrapolated` beside the parts names what no run of the profile's fit had.
+    `extrapolated` beside the parts names what no run of the profile's fit had, `limit` is the memory of a GPU.
 
     They follow from the profile of the kernel as it is now, also where a run was planned with another one.
     Runs of a kernel or hardware without a profile, and those that do not tell their model and layout in full,
@@ -282,7 +283,8 @@ def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
             stage = max(stages, key=lambda stage: stage.peak_bytes)
             extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu))
             parts_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {
-                "extrapolated": extrapolation or None
+                "extrapolated": extrapolation or None,
+                "limit": hardware.mem_bytes,
             }
     return parts_by_run
 
