@@ -3,7 +3,7 @@
 
 const FOLLOW = ["dp", "gas"]; // they follow from the other axes
 const SLIDERS = ["model", "nodes", ...held.axes, "seq_len", "gbs", "precision"].filter((name) => !FOLLOW.includes(name) && distinct(name).length > 1);
-const planned = [...Array(rows).keys()].filter((row) => value("source", row) === "predicted" && value("predicted_limit_bytes", row));
+const planned = [...Array(rows).keys()].filter((row) => value("source", row) === "predicted" && value("rank_mem_bytes", row));
 const COLOURS = ["#3b6fb6", "#d9822b", "#5a9e52", "#a15cab", "#c2b02f", "#4fb0b0", "#9a9a9a"]; // one for each part
 
 // How far a layout is from the places of the sliders, which stand at `places`.
@@ -18,7 +18,7 @@ function nearestLayout(places, moved) {
 }
 
 function memoryBar(row) {
-  const limit = value("predicted_limit_bytes", row), sizes = held.parts.map((part) => value(`predicted_${part}_bytes`, row) ?? 0);
+  const limit = value("rank_mem_bytes", row), sizes = held.parts.map((part) => value(`predicted_${part}_bytes`, row) ?? 0);
   const total = sizes.reduce((sum, size) => sum + size, 0), end = Math.max(limit, total) * 1.02;
   const parts = held.parts.map((part, n) => element("span", { style: `width:${(100 * sizes[n]) / end}%;background:${COLOURS[n]}`, title: `${part} ${memory(sizes[n])}` }));
   const bar = element("div", { class: "memory-bar", role: "img", "aria-label": `${memory(total)} of ${memory(limit)}` }, ...parts, element("i", { style: `left:${(100 * limit) / end}%` }));

@@ -254,7 +254,7 @@ def _derived(rows: Sequence[Row], parts_by_run: Mapping[str, Mapping[str, Any]])
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
         **{f"predicted_{part}_bytes": [parts.get(part) for parts in parts_of_rows] for part in MEMORY_PARTS},
-        "predicted_limit_bytes": [parts.get("limit") for parts in parts_of_rows],
+        "rank_mem_bytes": [parts.get("limit") for parts in parts_of_rows],
         "extrapolated": [parts.get("extrapolated") for parts in parts_of_rows],
     }
 
