@@ -57,7 +57,7 @@ def in_full(overrides: Sequence[str]) -> list[str]:
 def with_fp8(config: SweepConfig, words: Sequence[str]) -> SweepConfig:
     """The sweep in fp8, too, where the hardware and a model have it and no override chooses the precision."""
     hardware, options = config.hardware, config.options
-    has_fp8 = hardware.device == "cuda" and hardware.has_fp8 and "fp8" in hardware.peak_flops_per_s
+    has_fp8 = hardware.device == "cuda" and not hardware.fp8_refusal and "fp8" in hardware.peak_flops_per_s
     chosen = any(word.lstrip("+").startswith("kernel.precision=") for word in words)
     if chosen or not has_fp8 or config.kernel.kind != "embedded" or all(m.num_experts for m in config.models):
         return config
