@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ultrabench.analysis.planned import PREDICTED, is_predicted, predicted_results
 from ultrabench.analysis.rows import Warn, sweep_table
 from ultrabench.analysis.schema import RESULTS_SCHEMA_VERSION, SCHEMA, TEXTS, VERSION_KEY
 from ultrabench.errors import ConfigError, SweepFolderError
@@ -44,7 +45,10 @@ def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, st
         path = Path(source)
         if path.name == "runs.parquet" and SweepFolder(path.parent).sweep_json.exists():
             return _readable(path.resolve().parent.name), f"{path.parent}/", read_parquet(path)
-        return _readable(path.stem), f"{path.with_suffix('')}-", read_parquet(path)
+        table, begin = read_parquet(path), f"{path.with_suffix('')}-"
+        if is_predicted(table):
+            return f"{_readable(path.stem)}, {PREDICTED}", f"{begin}{PREDICTED}-", table
+        return _readable(path.stem), begin, table
     if source is not None and (Path(source).is_file() or source.endswith(_OTHER_FILES)):
         todo = "results are read from a sweep or a .parquet file of ultrabench collect or import"
         if source.endswith(".csv"):
@@ -98,6 +102,8 @@ def read_parquet(path: Path) -> pa.Table:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else reason
         raise SweepFolderError(f"cannot read {path}: {reason}") from error
+    if "decision" in table.column_names:
+        table = predicted_results(table, path.stem)
     version = _version(table)
     if version is None or "run_id" not in table.column_names:
         raise SweepFolderError(f"{path} is no result table; make one: ultrabench collect -o FILE.parquet")

@@ -75,7 +75,7 @@ def layouts(axes: Axes, shape: ModelShape, gpus: int, gpus_per_node: int, gbs: i
             continue
         in_node = max(1, gpus_per_node // value_by_axis["tp"])
         shards = [
-            _shards(shard_word, dp * value_by_axis["cp"], in_node, value_by_axis["zero_stage"])
+            shards_of(shard_word, dp * value_by_axis["cp"], in_node, value_by_axis["zero_stage"])
             for shard_word in axes.layout["dp_shard"]
         ]
         schedules = _schedules(axes, value_by_axis["pp"], gas)
@@ -100,7 +100,7 @@ def _ep_values(axes: Axes, ranks: int, shape: ModelShape) -> list[int]:
     return [*chain(*(fitting if value == "auto" else [value] for value in axes.layout["ep"]))]
 
 
-def _shards(shard_word: int | str, copies: int, in_node: int, zero_stage: int) -> int:
+def shards_of(shard_word: int | str, copies: int, in_node: int, zero_stage: int) -> int:
     """The dp_shard of a layout for a value of the axis; `node` means all where that is the same."""
     if shard_word == "node":
         return in_node if zero_stage and in_node < copies else 0

@@ -125,21 +125,14 @@ def make_plan(
     """
     require_countable(config.axes, config.models, config.options.values)
     parts = [*_parts(config, core_flops_per_s, cores)]
-    variants = [*variants_of(config.options)]
-    of, candidates = sum(len(part.layouts) for part in parts) * len(variants), list[Candidate]()
+    variants = sum(1 for _ in variants_of(config.options))
+    of, candidates = sum(len(part.layouts) for part in parts) * variants, list[Candidate]()
     if not of:
         axes, workload = next(batches(config))
         none = why_none(axes, config.hardware.gpus_per_node, workload)
         raise ConfigError(f"no candidate: {none}; choose divisors")
-    with contextlib.ExitStack() as stack:
-        map_parts: Callable[..., Iterable[list[Candidate]]] = map
-        if of >= PARALLEL_FROM:
-            ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
-            cores_here = len(os.sched_getaffinity(0))
-            pool = ProcessPoolExecutor(cores_here, get_context("fork"), signal.signal, ignored)
-            stack.callback(pool.shutdown, cancel_futures=True)
-            map_parts = pool.map
-        for batch in map_parts(partial(_candidates, config, variants), parts):
+    with processes(os.cpu_count() or 1 if of >= PARALLEL_FROM else 1) as map_parts:
+        for batch in map_parts(partial(_candidates, config), parts):
             candidates += batch
             advance(len(candidates), of)
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
@@ -147,6 +140,21 @@ def make_plan(
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in candidates if c.runs), key=_order)
     return Plan(config=config, candidates=(*runs, *(c for c in candidates if not c.runs)))
+
+
+@contextlib.contextmanager
+def processes(number: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """A map that `number` processes share, at most one for each core of this process; with one it is the usual map."""
+    number = min(number, len(os.sched_getaffinity(0)))
+    if number < 2:
+        yield map
+        return
+    ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
+    pool = ProcessPoolExecutor(number, get_context("fork"), signal.signal, ignored)
+    try:
+        yield pool.map
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _order(run: Candidate) -> tuple[bool, float]:
@@ -220,41 +228,72 @@ def kernel_of(kernel: KernelConfig, precision: str, variant: Variant) -> KernelC
     return replace(kernel, precision=precision, **chosen)
 
 
-def _candidates(config: SweepConfig, variants: Sequence[dict[str, Value]], part: _Part) -> list[Candidate]:
-    """The candidates of a part of the grid."""
-    cell, measured = part.cell, config.kernel.kind != "probe"
-    place = {"nodes": cell.nodes, "gpus_per_node": config.hardware.gpus_per_node}
-    workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
-    programs = [
-        (variant, kernel_of(config.kernel, cell.precision, variant), config.options.arguments_of(variant))
-        for variant in variants
-    ]
-    predicts, candidates = predictor(config, cell.nodes, part.peak), list[Candidate]()
-    for layout, (variant, kernel, arguments) in product(part.layouts, programs):
-        spec = RunSpec(
-            shape=part.shape,
-            workload=workload,
-            layout=layout,
-            kernel=kernel,
-            variant=variant,
-            arguments=arguments,
-            **place,
-        )
-        rule, reason = next(_rejections(config, spec), (None, None))
-        prediction = predicts.predict(spec) if rule in (None, "kernel") else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellPlan:
+    """Makes the candidates of one cell."""
+
+    config: SweepConfig
+    shape: ModelShape
+    cell: CellKey
+    peak: Peak
+    programs: tuple[tuple[dict[str, Value], KernelConfig, tuple[str, ...]], ...]
+    """Variant, kernel and arguments of each combination of the options of variants."""
+    predictor: Predictor
+
+    def specs(self, layout: Layout) -> Iterator[RunSpec]:
+        """The runs of a layout, one for each variant."""
+        cell, config = self.cell, self.config
+        workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
+        for variant, kernel, arguments in self.programs:
+            yield RunSpec(
+                shape=self.shape,
+                workload=workload,
+                layout=layout,
+                kernel=kernel,
+                variant=variant,
+                arguments=arguments,
+                nodes=cell.nodes,
+                gpus_per_node=config.hardware.gpus_per_node,
+            )
+
+    def candidate(self, spec: RunSpec) -> Candidate:
+        """The candidate of a run, with its prediction and the rule that rejects it."""
+        config, peak = self.config, self.peak
+        measured = config.kernel.kind != "probe"
+        rule, reason = next(rejections(config, spec), (None, None))
+        prediction = self.predictor.predict(spec) if rule in (None, "kernel") else None
         if prediction and rule is None and prediction.p_oom > config.max_p_oom:
             rule, reason = PRUNED, too_large(prediction, prediction.p_oom)
-        candidate = Candidate(
+        return Candidate(
             run_id=spec.run_id,
             spec=spec,
             rule=rule,
             reason=reason,
             predicted=prediction,
-            peak_flops_per_s=part.peak.flops_per_s if measured and part.peak.source != GUESSED else None,
+            peak_flops_per_s=peak.flops_per_s if measured and peak.source != GUESSED else None,
             flops_formula=config.measure.flops_formula,
         )
-        candidates.append(candidate)
-    return candidates
+
+
+def cell_plan(config: SweepConfig, shape: ModelShape, cell: CellKey, peak: Peak) -> CellPlan:
+    """What makes the candidates of a cell."""
+    return CellPlan(
+        config=config,
+        shape=shape,
+        cell=cell,
+        peak=peak,
+        programs=tuple(
+            (variant, kernel_of(config.kernel, cell.precision, variant), config.options.arguments_of(variant))
+            for variant in variants_of(config.options)
+        ),
+        predictor=predictor(config, cell.nodes, peak),
+    )
+
+
+def _candidates(config: SweepConfig, part: _Part) -> list[Candidate]:
+    """The candidates of a part of the grid."""
+    planned = cell_plan(config, part.shape, part.cell, part.peak)
+    return [planned.candidate(spec) for layout in part.layouts for spec in planned.specs(layout)]
 
 
 def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:
@@ -270,7 +309,7 @@ def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:
     )
 
 
-def _rejections(config: SweepConfig, spec: RunSpec) -> Iterator[tuple[str, str]]:
+def rejections(config: SweepConfig, spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Each rule that rejects a run, with its reason; the rule is `kernel` where the kernel refuses it."""
     hardware, layout, shape = config.hardware, spec.layout, spec.shape
     listed = config.axes.layout.get("gas", (layout.gas,))

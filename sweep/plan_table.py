@@ -63,6 +63,7 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
             "order": order,
             "run_id": c.run_id,
             **place_of(c.spec),
+            "compile": c.spec.compiles,
             "valid": c.valid,
             "rule": c.rule,
             "reason": c.reason,
@@ -77,14 +78,23 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
     return table.cast(pa.unify_schemas([table.schema, NULLABLE]))
 
 
-def write_plan(candidates: Iterable[Candidate], path: Path) -> None:
+HARDWARE_KEY, KERNEL_KEY = b"ultrabench.hardware", b"ultrabench.kernel"
+"""Keys of the names of hardware and kernel in the metadata of a plan."""
+
+
+def write_plan(candidates: Sequence[Candidate], path: Path, hardware: str = "") -> None:
     """Writes the plan to a temporary file beside `path` and renames it to `path`.
+
+    Args:
+        hardware: the name of the hardware, if the file is to be drawn without its sweep.
 
     Raises:
         SweepFolderError: the file cannot be written.
     """
     buffer = pa.BufferOutputStream()
-    pq.write_table(plan_table(candidates), buffer)
+    kernel = candidates[0].spec.kernel.name if candidates else ""
+    names = {HARDWARE_KEY: hardware.encode(), KERNEL_KEY: kernel.encode()}
+    pq.write_table(plan_table(candidates).replace_schema_metadata(names), buffer)
     try:
         write_whole(path, buffer.getvalue().to_pybytes())
     except OSError as error:

@@ -9,7 +9,7 @@ from ultrabench.layout import FOLLOWING, NEUTRAL, Layout, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
 from ultrabench.run import words_in
-from ultrabench.stages import split_stages
+from ultrabench.stages import stages_without_params
 from ultrabench.sweep.config.files import is_command_of_package
 
 ROUTED = "routing"
@@ -101,10 +101,9 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
     if layout.cp > 1 and seq_len % (2 * layout.cp):
         yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
-    for stage in split_stages(shape, layout.num_stages):
-        if stage.num_params(shape) == 0:
-            large = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
-            yield f"{large}: stage {stage.index} has no parameters"
+    for index in stages_without_params(shape, layout.num_stages):
+        large = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
+        yield f"{large}: stage {index} has no parameters"
     # Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1.
     if zero_stage == 2 and pp > 1:
         yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"

@@ -1,7 +1,7 @@
 """Plans of which nothing can run or fit, and what would make layouts fit into memory."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from math import gcd
@@ -88,12 +88,22 @@ def same_commands(plan: Plan) -> Iterator[str]:
         yield f"{fact}: put that into kernel.command, unless the program reads $ULTRABENCH_SPEC"
 
 
-def remedies(config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: float) -> Iterator[str]:
-    """What to change so that a layout is sure enough to fit, each with the memory of the smallest such layout.
+Pick = Callable[[SweepConfig, ModelShape, int, dict[str, Any], float], Candidate | None]
+"""Finds a run that is sure enough to fit where axes have these values only; None where there is none."""
+
+
+def remedies(
+    config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: float, pick: Pick | None = None
+) -> Iterator[str]:
+    """What to change so that a layout is sure enough to fit, each with the memory of such a layout.
 
     First come settings of layouts on the same nodes, then the least of 2, 4, 8 and so on times the nodes, if need be
     with such settings.
+
+    Args:
+        pick: chooses the layout that is named; by default the smallest.
     """
+    pick = pick or _smallest
     layouts = config.axes.layout
     all_settings = SETTINGS
     if shape.num_experts:
@@ -104,13 +114,13 @@ def remedies(config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: 
     new_settings = ({k: v for k, v in setting.items() if v not in layouts[k]} for setting in all_settings)
     settings = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)
     for axis_values in settings:
-        if smallest := _smallest(config, shape, nodes, dict(axis_values), advised_p_oom):
-            yield f"{_words(axis_values)} ({_layout(smallest)})"
+        if chosen := pick(config, shape, nodes, dict(axis_values), advised_p_oom):
+            yield f"{_words(axis_values)} ({_layout(chosen)})"
             break
     strongest = list(settings)[-1:]  # with the one that saves most
     for factor_log2, axis_values in product(range(1, (MOST_NODES // nodes).bit_length()), ((), *strongest)):
-        if smallest := _smallest(config, shape, nodes << factor_log2, dict(axis_values), advised_p_oom):
-            yield f"{_words((('nodes', nodes << factor_log2), *axis_values))} ({_layout(smallest)})"
+        if chosen := pick(config, shape, nodes << factor_log2, dict(axis_values), advised_p_oom):
+            yield f"{_words((('nodes', nodes << factor_log2), *axis_values))} ({_layout(chosen)})"
             break
 
 

@@ -2,22 +2,21 @@
 
 import functools
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from ultrabench.analysis.rows import Row
 from ultrabench.layout import AXES
 from ultrabench.routing import in_quotes
 
 _CELL = ("model", "hardware", "kernel", "source", "precision", "routing", "nodes", "seq_len", "gbs")
 
 
-def launch_words(row: Row) -> str:
+def launch_words(row: Mapping[str, Any]) -> str:
     """The words of `sweep plan` and `sweep launch` that make a sweep of one layout; unknown values are left out."""
     return f"{_of_cell(*map(row.get, _CELL))[0]} {_of_layout(*map(row.get, AXES))[0]}".strip()
 
 
-def predict_words(row: Row, profiles: Collection[str]) -> str:
+def predict_words(row: Mapping[str, Any], profiles: Collection[str]) -> str:
     """The words of `ultrabench predict` that describe a layout; unknown values are left out.
 
     Args:
@@ -67,6 +66,6 @@ def _of_layout(*values: Any) -> tuple[str, str]:
     return _joined(words), _joined({name: value for name, value in of_sweep.items() if value != "all"})
 
 
-def _joined(words: Row) -> str:
+def _joined(words: Mapping[str, Any]) -> str:
     assignments = (f"{name}={value}" for name, value in words.items() if value is not None)
     return " ".join(shlex.quote(assignment.replace("'", "")) for assignment in assignments)

@@ -183,6 +183,7 @@ function buildRest() {
 function start() {
   buildFilters();
   buildRest();
+  buildMemory(document.getElementById("fit"));
   buildFigures(document.getElementById("figures"));
   document.getElementById("skip").addEventListener("click", (event) => {
     event.preventDefault(); // the fragment keeps the filters

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-_SCRIPTS = ("columns.js", "standing.js", "heatmap.js", "runs.js", "figures.js", "page.js")
+_SCRIPTS = ("columns.js", "standing.js", "heatmap.js", "runs.js", "figures.js", "memory.js", "page.js")
 
 
 def page(held: Mapping[str, Any], *, title: str) -> str:

@@ -41,7 +41,7 @@ from ultrabench.routing import routing_text
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
-from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS
+from ultrabench.sweep.predict.stage_memory import LARGEST, MEMORY_PARTS
 from ultrabench.variant import shown, texts
 
 _KEY = ("sweep", "run_id", "repeat", "attempt")
@@ -254,6 +254,7 @@ def _derived(rows: Sequence[Row], parts_by_run: Mapping[str, Mapping[str, Any]])
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],
         **{f"predicted_{part}_bytes": [parts.get(part) for parts in parts_of_rows] for part in MEMORY_PARTS},
+        "rank_mem_bytes": [parts.get("limit") for parts in parts_of_rows],
         "extrapolated": [parts.get("extrapolated") for parts in parts_of_rows],
     }
 
@@ -261,7 +262,7 @@ def _derived(rows: Sequence[Row], parts_by_run: Mapping[str, Mapping[str, Any]])
 def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
     """Run id -> part of MEMORY_PARTS -> bytes, for runs that ended ok or out of memory; of the rank that needs most.
 
-    `extrapolated` beside the parts names what no run of the profile's fit had.
+    `extrapolated` beside the parts names what no run of the profile's fit had, `limit` is the memory of a GPU.
 
     They follow from the profile of the kernel as it is now, also where a run was planned with another one.
     Runs of a kernel or hardware without a profile, and those that do not tell their model and layout in full,
@@ -278,11 +279,12 @@ def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
             continue
         constants = memory_constants(profile.framework, profile.memory)
         for run in runs_on_it:
-            stages = predict_memory(run.spec, constants, every_rank=False)
+            stages = predict_memory(run.spec, constants, LARGEST)
             stage = max(stages, key=lambda stage: stage.peak_bytes)
             extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu))
             parts_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {
-                "extrapolated": extrapolation or None
+                "extrapolated": extrapolation or None,
+                "limit": hardware.mem_bytes,
             }
     return parts_by_run
 

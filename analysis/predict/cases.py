@@ -16,6 +16,7 @@ from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.network import LINKS, Network, network
 from ultrabench.sweep.predict.predict import reserved_share
 from ultrabench.sweep.predict.profile import Profile, regime
+from ultrabench.sweep.predict.stage_memory import LARGEST
 from ultrabench.sweep.predict.step_time import predict_step_time
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
@@ -91,7 +92,7 @@ def with_memory(cases: Sequence[Case], profile: Profile) -> list[Case]:
     if not profile.time.allocator_loss:
         return [*cases]
     constants = memory_constants(profile.framework, profile.memory)
-    stages = (predict_memory(case.run.spec, constants, every_rank=False) for case in cases)
+    stages = (predict_memory(case.run.spec, constants, LARGEST) for case in cases)
     return [
         replace(c, memory_share=reserved_share(s, c.hardware)) for c, s in zip(cases, stages, strict=True)
     ]

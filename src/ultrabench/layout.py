@@ -1,5 +1,6 @@
 """A training layout: the degrees of parallelism and how the batch is cut."""
 
+import functools
 import math
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -280,6 +281,7 @@ def other_degrees(values: Mapping[str, Any], without: str = DEGREES[0]) -> int:
     return math.prod(values.get(name, 1) for name in DEGREES if name != without)
 
 
+@functools.cache  # checking the rules of a layout asks for each axis
 def details_of(name: str) -> tuple[str, ...]:
     """The axes that have no effect at the neutral value of another one, such as pp_schedule and virtual_stages of pp."""
     details = tuple(detail for detail in AXES if _DETAIL_OF[detail] == name)

@@ -87,6 +87,12 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
     return tuple(stages)
 
 
+@lru_cache(maxsize=4096)
+def stages_without_params(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+    """The indices of the stages that have no parameters: only the cast or the loss."""
+    return tuple(s.index for s in split_stages(shape, num_stages) if s.num_params(shape) == 0)
+
+
 def stages_by_rank(
     shape: ModelShape, layout: Layout, *, ties_advance: bool = False
 ) -> list[tuple[Stage, ...]]:

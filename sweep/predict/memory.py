@@ -8,7 +8,7 @@ from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.megatron_memory import MegatronMemory, megatron_memory
 from ultrabench.sweep.predict.nanotron_memory import NanotronMemory, nanotron_memory
-from ultrabench.sweep.predict.stage_memory import StageMemory
+from ultrabench.sweep.predict.stage_memory import EVERY, StageMemory
 from ultrabench.sweep.predict.ultrabench_memory import UltrabenchMemory, ultrabench_memory
 
 MemoryConstants = UltrabenchMemory | NanotronMemory | MegatronMemory
@@ -27,15 +27,14 @@ def memory_constants(framework: str, values: Mapping[str, Any]) -> MemoryConstan
     return from_dict(FORMS[framework], values, where="memory")
 
 
-def predict_memory(
-    spec: RunSpec, constants: MemoryConstants, every_rank: bool = True
-) -> tuple[StageMemory, ...]:
+def predict_memory(spec: RunSpec, constants: MemoryConstants, which: str = EVERY) -> tuple[StageMemory, ...]:
     """The memory of each rank of the pipeline axis, in its order; `StageMemory.phase` says what makes its peak.
 
-    Without `every_rank`, ranks that need no more than an earlier one may be left out, but never all of a pipeline but one.
+    Args:
+        which: EVERY, LARGEST or ENDS; a form may give more ranks than it is asked for.
     """
     if isinstance(constants, UltrabenchMemory):
-        return ultrabench_memory(spec, constants, every_rank)
+        return ultrabench_memory(spec, constants, which)
     if isinstance(constants, MegatronMemory):
         return megatron_memory(spec, constants)
     return nanotron_memory(spec, constants)

@@ -7,6 +7,7 @@ deadlines.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ultrabench.device_rates import OPERATIONS, ProbeSettings, crossing_share, long_probe
 from ultrabench.hardware import GIB, Hardware, Peak
@@ -15,7 +16,7 @@ from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.memory import MemoryConstants, p_oom, predict_memory
 from ultrabench.sweep.predict.network import Network
 from ultrabench.sweep.predict.profile import Profile
-from ultrabench.sweep.predict.stage_memory import StageMemory
+from ultrabench.sweep.predict.stage_memory import ENDS, LARGEST, StageMemory
 from ultrabench.sweep.predict.step_time import NEARLY_FULL, StepTime, communication_ratios, predict_step_time
 
 LINK_EFFICIENCY = 0.7
@@ -66,6 +67,17 @@ def too_large(prediction: Prediction, chance: float) -> str:
     return f"predicted {needed_gib:,.{0 if needed_gib >= 10 else 2}f} GiB of {limit_gib:.4g}, P(OOM) {100 * chance:.0f} %"
 
 
+class Occupancy(NamedTuple):
+    """How full the memory of a rank is."""
+
+    peak_bytes: float
+    """Its memory with what its allocator holds in reserve."""
+    memory_share: float
+    """peak_bytes divided by the memory that a rank has."""
+    p_oom: float
+    """Probability that it does not fit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictor:
     """Predicts runs; it holds what the predictions of all runs on one number of nodes share."""
@@ -83,35 +95,43 @@ class Predictor:
         """The prediction of a run."""
         if spec.kernel.kind == "probe":
             return self._of_probe(spec)
-        stages = predict_memory(spec, self.memory, every_rank=False)
+        stages = predict_memory(spec, self.memory, LARGEST)
         return self.of_parts(spec, stages, self.step_time(spec, stages))
 
     def of_parts(self, spec: RunSpec, stages: Sequence[StageMemory], times: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
         hardware, begin_s = self.hardware, start_s(self.hardware, spec.nodes)
-        time_s, peak = times.total, max(stage.peak_bytes for stage in stages)
-        chance = p_oom(stages, hardware.mem_bytes, self.memory)
+        time_s, (peak, share, chance) = times.total, self.occupancy(stages)
         low, high = self.profile.interval_of(spec, hardware.gpu, self.links)
-        # The limit of a process counts from what it held before its tensors.
-        base_bytes = self.memory.base_bytes if hardware.device == "cpu" else 0.0
         full = reserved_share(stages, hardware) > NEARLY_FULL
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s * math.exp(low),
             step_time_high_s=time_s * math.exp(high),
             peak_mem_bytes=round(peak),
-            memory_share=peak / (hardware.mem_bytes + base_bytes),
+            memory_share=share,
             p_oom=chance,
             limited_by="memory" if full or chance > LIKELY_OOM else _limit(times, time_s),
             duration_s=begin_s + (self.measure.priced_s(time_s) if chance <= LIKELY_OOM else 0.0),
         )
+
+    def occupancy(self, stages: Sequence[StageMemory]) -> Occupancy:
+        """How full the rank is that needs most memory."""
+        mem_bytes, peak = self.hardware.mem_bytes, max(stage.peak_bytes for stage in stages)
+        # The limit of a process counts from what it held before its tensors.
+        base_bytes = self.memory.base_bytes if self.hardware.device == "cpu" else 0.0
+        return Occupancy(peak, peak / (mem_bytes + base_bytes), p_oom(stages, mem_bytes, self.memory))
+
+    def least_occupancy(self, spec: RunSpec) -> Occupancy:
+        """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""
+        return self.occupancy(predict_memory(spec, self.memory, ENDS))
 
     def stages(self, spec: RunSpec) -> tuple[StageMemory, ...]:
         """The memory of each rank of the pipeline axis."""
         return predict_memory(spec, self.memory)
 
     def step_time(self, spec: RunSpec, stages: Sequence[StageMemory]) -> StepTime:
-        """The time of one step by part, of a run with this memory of its pipeline ranks."""
+        """The time of one step by part, of a run with this memory of its pipeline ranks; without any, no allocator waits."""
         share = reserved_share(stages, self.hardware)
         return predict_step_time(spec, self.hardware, self.peak, self.links, self.profile.time, share)
 
@@ -139,7 +159,9 @@ class Predictor:
 
 def reserved_share(stages: Sequence[StageMemory], hardware: Hardware) -> float:
     """The share of a GPU's memory that its allocator holds on the rank that needs most; 0 on CPUs, which have none."""
-    peak_bytes = max(stage.peak_bytes for stage in stages) if hardware.device == "cuda" else 0.0
+    peak_bytes = (
+        max((stage.peak_bytes for stage in stages), default=0.0) if hardware.device == "cuda" else 0.0
+    )
     return peak_bytes / hardware.mem_bytes
 
 
@@ -166,6 +188,17 @@ def _limit(times: StepTime, total_s: float) -> str:
         (times.tp + times.cp + times.ep + times.dp + times.pp, "communication"),
     )
     return reason if lost_s > NOTABLE * total_s else "compute"
+
+
+_COMPUTED = ("gemm", "attention")
+"""Parts of a step that train the model; a step loses time to the others."""
+
+
+def largest_loss(times: StepTime) -> tuple[str, float]:
+    """The part of a step to which it loses most time beside products and attention, and its share of the step."""
+    lost_s = {name: seconds for name, seconds in times._asdict().items() if name not in _COMPUTED}
+    name = max(lost_s, key=lambda part: lost_s[part])
+    return name, lost_s[name] / times.total
 
 
 def start_s(hardware: Hardware, nodes: int) -> float:

@@ -26,7 +26,15 @@ from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
 from ultrabench.sweep.predict.micro_batch import MicroBatch, Tokens, micro_batch, route_bytes
 from ultrabench.sweep.predict.rank_state import Handling, State, states_of_rank
-from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, OPTIMIZER, MemoryLimit, StageMemory
+from ultrabench.sweep.predict.stage_memory import (
+    BACKWARD,
+    ENDS,
+    EVERY,
+    FORWARD,
+    OPTIMIZER,
+    MemoryLimit,
+    StageMemory,
+)
 from ultrabench.sweep.predict.stage_params import (
     OUTSIDE,
     Cut,
@@ -238,8 +246,8 @@ Peak = tuple[int, tuple[StageParams, ...], Moment]
 
 
 @lru_cache(maxsize=16384)
-def _peaks(cut: Cut, gas: int, m: MicroBatch, every_rank: bool) -> tuple[Peak, ...]:
-    """The moment of its peak of each rank, or without those that hold no more than an earlier one."""
+def _peaks(cut: Cut, gas: int, m: MicroBatch, which: str) -> tuple[Peak, ...]:
+    """The moment of its peak of each rank that `which` asks for."""
     peaks, larger = list[Peak](), list[tuple[int, ...]]()
     all_stages = stages_of_ranks(cut.shape, cut.pp, cut.virtual_stages, cut.pp_schedule)
     for rank, stages in enumerate(all_stages):
@@ -247,7 +255,9 @@ def _peaks(cut: Cut, gas: int, m: MicroBatch, every_rank: bool) -> tuple[Peak, .
         # under 1f1b, where that has more micro-batches in flight, since it sends no gradients.
         is_inner = 0 < rank < cut.pp - 1 and cut.pp_schedule != "zbv" and m.full_every < 2
         layers = tuple([stage.num_layers for stage in stages])
-        if is_inner and not every_rank and any(all(map(le, layers, others)) for others in larger):
+        if which == ENDS and 0 < rank < cut.pp - 1:
+            continue
+        if which != EVERY and is_inner and any(all(map(le, layers, others)) for others in larger):
             continue
         if is_inner or cut.pp_schedule == "1f1b":
             larger.append(layers)
@@ -258,8 +268,8 @@ def _peaks(cut: Cut, gas: int, m: MicroBatch, every_rank: bool) -> tuple[Peak, .
     return tuple(peaks)
 
 
-def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = True) -> tuple[StageMemory, ...]:
-    """The memory of each rank of the pipeline axis, or without those that hold no more than an earlier one.
+def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, which: str = EVERY) -> tuple[StageMemory, ...]:
+    """The memory of the ranks of the pipeline axis that `which` asks for.
 
     In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
@@ -276,7 +286,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, every_rank: bool = Tru
     elif not is_afab:
         gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
     memory, kept_scale = list[StageMemory](), scale * (1 + c.zbv_margin * (layout.pp_schedule == "zbv"))
-    for rank, stages, moment in _peaks(cut, gas, m, every_rank):
+    for rank, stages, moment in _peaks(cut, gas, m, which):
         _, phase, weights, gradients, kept, logits, work = moment
         buffers = scale * work + 16 * layout.gas * tokens  # the batch: inputs and targets
         kept, logits = kept_scale * kept, scale * logits

@@ -30,6 +30,7 @@ from ultrabench.run import RunSpec
 from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.predict.memory import MemoryConstants, memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.predict import LIKELY_OOM
+from ultrabench.sweep.predict.stage_memory import LARGEST
 
 ACROSS = "tp"
 """Axis whose values are the columns of squares."""
@@ -138,7 +139,7 @@ def _limit(spec: RunSpec, constants: MemoryConstants, mem_bytes: int) -> int:
             larger = _with_mbs(spec, mbs)
             rules = {rule for rule, _ in broken_rules(larger.layout, larger.shape)}
             is_filled = "enough_micro_batches" not in rules
-            stages = predict_memory(larger, constants, every_rank=False) if is_filled else ()
+            stages = predict_memory(larger, constants, LARGEST) if is_filled else ()
             if stages and p_oom(stages, mem_bytes, constants) <= LIKELY_OOM:
                 return mbs
     return 0

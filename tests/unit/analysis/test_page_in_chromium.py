@@ -12,9 +12,13 @@ import pytest
 from tests.patience import slowness
 from tests.unit.analysis.page_tables import large, page, repeated, run, small
 from tests.unit.analysis.tables import table_of
+from ultrabench.analysis.collect import read_parquet
 from ultrabench.analysis.figures.plots import scaling
 from ultrabench.analysis.numbers import with_unit
 from ultrabench.analysis.ranking import leaderboard
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.plan_table import write_plan
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -299,3 +303,30 @@ def test_the_page_ranks_what_is_shown_as_python_does_and_finds_the_points_of_the
         script = f"state.x = '{axis}', state.y = 'tokens_per_s_per_gpu', bestPoints(shownRows()).found"
         points = tab.evaluate(f"({script}).map(({{ row, x }}) => [value('run_id', row), x])")
         assert sorted(map(tuple, points)) == expected
+
+
+def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predicted(opened, tmp_path):
+    words = (
+        "model=llama3-8b",
+        "hardware=h100x8",
+        "sweep.tp=[1]",
+        "sweep.mbs=[2]",
+        "sweep.recompute=[none,full]",
+    )
+    plan = make_plan(load_config([*words, "max_p_oom=1"]))
+    write_plan(plan.candidates, tmp_path / "plan.parquet", "h100x8")
+    tab = opened(read_parquet(tmp_path / "plan.parquet"))
+    assert tab.locator("#fit input").count() == 4, "of pp, schedule, ZeRO and recomputation"
+    for pp, recompute in ((4, "full"), (1, "none"), (8, "none")):
+        for name, place in (("pp", [1, 2, 4, 8].index(pp)), ("recompute", ["full", "none"].index(recompute))):
+            tab.locator(f"#fit input[name={name}]").evaluate(
+                f"it => {{ it.value = {place}; it.dispatchEvent(new Event('input')) }}"
+            )
+        told = tab.locator("#fit [aria-live] p").inner_text()
+        (run,) = (run for run in plan.runs if told.startswith(f"{run.layout.label()}: "))
+        assert (run.layout.pp, run.layout.recompute) == (pp, recompute)
+        assert f"{run.prediction.peak_mem_bytes / 2**30:.1f} GiB of 79.1 GiB" in told
+
+
+def test_a_page_of_measurements_has_no_sliders(opened):
+    assert opened(small()).locator("#fit").is_hidden()

@@ -16,6 +16,7 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.stages import split_stages
 from ultrabench.sweep.config.load import load_model
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
+from ultrabench.sweep.predict.stage_memory import ENDS, EVERY, LARGEST
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 
 
@@ -45,9 +46,12 @@ def test_nanotron_reserves_what_published_runs_did(version, model, layout, measu
 def test_a_plan_computes_few_ranks_and_the_largest_one(words):
     layout = Layout(**{"dp": 1, "pp": 16, "pp_schedule": default_schedule(16, words["gas"]), **words})
     spec = spec_of(layout, "llama3-70b")
-    stages, few = (predict_memory(spec, constants("ultrabench"), every_rank=each) for each in (True, False))
+    stages, few, ends = (
+        predict_memory(spec, constants("ultrabench"), which) for which in (EVERY, LARGEST, ENDS)
+    )
     assert 1 < len(few) < 5
     assert set(few) < set(stages)
+    assert ends == (stages[0], stages[-1])
     assert max(s.peak_bytes for s in few) == max(s.peak_bytes for s in stages)
 
 

@@ -43,7 +43,7 @@ class _LayoutFirst(TyperGroup):
 
 predict_app = typer.Typer(
     cls=_LayoutFirst, no_args_is_help=True, rich_markup_mode=None,
-    help="Predict one layout, check predictions against runs, and fit them.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
+    help="Predict one layout, check predictions with runs, fit them.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
 )  # fmt: skip
 _LAYOUT = "Layout, such as tp=2 pp=2 gas=4 recompute=full; model, hardware, nodes, seq_len, kernel, profile."
 _LEAVE_OUT = "Fit anew without each model or number of nodes, and score on it."

@@ -81,11 +81,11 @@ def show_plan(
         warn(f"a launch from here would be refused: {error}")
     plan = within_limit(plan_with_bar(config, **rate))
     if output is not None:
-        write_plan(plan.candidates, output)
+        write_plan(plan.candidates, output, config.hardware.name)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     now = progress(config.name, plan.runs, state, config.hardware.device)
     rates = measured_rates(plan.runs, for_answers(state), config.hardware.device)
-    best = recommend(plan, top, rates, advised_p_oom) if top else []
+    best = layouts_to_try(plan, top, rates, advised_p_oom) if top else []
     price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
     _tell_expected(summary, plan, price, now.settled - now.skipped.keys())
     advised_cells = {key_of(row) for row in best if row["advised"]}
@@ -203,6 +203,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
         for row in best:
             low, high = (three_digits(row[f"step_time_{end}_s"]) for end in ("low", "high"))
             rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", three_digits(row["step_time_s"])
+            mfu = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
             step, chance = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
             peak, place = (
                 f"{row['peak_mem_bytes'] / GIB:.1f}",
@@ -210,8 +211,8 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
             )
             why = row["why"] if row["advised"] else "most likely to fit, not advised"
             why += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
-            top.append((*place, rate, step, peak, chance, row["limited_by"], why, row["run_id"]))
-        numbers = (">tokens/s/GPU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
+            top.append((*place, rate, mfu, step, peak, chance, row["limited_by"], why, row["run_id"]))
+        numbers = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
         heads = ("model", *(f">{name}" for name in of_cell[1:]), "layout")
         yield table("\nlayouts to try first", *heads, *numbers, "why", "run", rows=top)
 
@@ -225,7 +226,7 @@ def _percent(share: float) -> str:
     return "<1 %" if share < 0.01 else f"{100 * share:.0f} %"
 
 
-def recommend(
+def layouts_to_try(
     plan: Plan, top: int, rates: Mapping[str, float | None], advised_p_oom: float = ADVISED_P_OOM
 ) -> list[Row]:
     """The `top` best runs of each cell, in the order of the cells in the sweep, first by measured and then by expected tokens/s/GPU.
@@ -253,6 +254,7 @@ def recommend(
                         "run_id": run.run_id,
                         "layout": run.spec.label(),
                         "tokens_per_s_per_gpu": rate,
+                        "mfu": run.mfu(rate),
                         "expected_tokens_per_s_per_gpu": rate * (1 if measured else 1 - prediction.p_oom),
                         "step_time_s": time_s,
                         "step_time_low_s": time_s if measured else prediction.step_time_low_s,

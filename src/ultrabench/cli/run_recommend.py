@@ -1,0 +1,190 @@
+"""What `ultrabench recommend` prints: the best predicted layout of each cell, its speed, price and command."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import RenderableType
+
+from ultrabench.analysis.page.commands import launch_words
+from ultrabench.cli.sweep.consent import headline
+from ultrabench.cli.tables import print_json, show, table, three_digits
+from ultrabench.errors import ConfigError
+from ultrabench.hardware import GIB
+from ultrabench.layout import AXES
+from ultrabench.sweep.candidate import Candidate, CellKey, cell_columns, cell_label
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.extrapolation import best_published, beyond_fit, published_mfu
+from ultrabench.sweep.plan import narrowed
+from ultrabench.sweep.predict.predict import largest_loss
+from ultrabench.sweep.recommend import Recommendation, cell_search, rate, recommendations
+
+Row = dict[str, Any]
+"""One recommended layout, as `--json` prints it."""
+SHORT = {name: f"sweep.{name}" for name in ("nodes", *AXES[1:], "seq_len", "gbs")} | {
+    "precision": "kernel.precision"
+}
+"""Short key of an override -> its key."""
+
+
+def run_recommend(
+    overrides: list[str], tokens: float | None, price: float | None, top: int, as_json: bool
+) -> None:
+    """Prints the best layouts of each cell that the overrides describe."""
+    words = in_full(overrides)
+    config = with_fp8(load_config(words), words)
+    if config.kernel.kind == "probe":
+        raise ConfigError(f"kernel={config.kernel.name} trains no model; take kernel=embedded")
+    elsewhere = [word for word in words if not _is_in_row(word)]
+    rows = [row for cell in recommendations(config, top) for row in _rows(config, cell, elsewhere)]
+    for row in rows:
+        row.update(_training(row, tokens, price) if tokens and row["layout"] else {})
+    if as_json:
+        print_json({"hardware": config.hardware.name, "profile": config.profile.name, "rows": rows})
+    else:
+        show(*_page(config, rows, tokens))
+
+
+def in_full(overrides: Sequence[str]) -> list[str]:
+    """The overrides as `sweep plan` takes them, such as sweep.nodes=[1,2] for nodes=[1,2], with the default sweep."""
+    pairs = (override.partition("=") for override in overrides)
+    words = [f"{SHORT.get(key, key)}{eq}{value}" for key, eq, value in pairs]
+    return words if any(word.startswith("sweep=") for word in words) else ["sweep=recommend", *words]
+
+
+def with_fp8(config: SweepConfig, words: Sequence[str]) -> SweepConfig:
+    """The sweep in fp8, too, where the hardware and a model have it and no override chooses the precision."""
+    hardware, options = config.hardware, config.options
+    has_fp8 = hardware.device == "cuda" and not hardware.fp8_refusal and "fp8" in hardware.peak_flops_per_s
+    chosen = any(word.lstrip("+").startswith("kernel.precision=") for word in words)
+    if chosen or not has_fp8 or config.kernel.kind != "embedded" or all(m.num_experts for m in config.models):
+        return config
+    precisions = tuple(dict.fromkeys((*options.values["precision"], "fp8")))
+    return replace(config, options=replace(options, values={**options.values, "precision": precisions}))
+
+
+def _is_in_row(word: str) -> bool:
+    """Whether the command of a row says itself what this override says."""
+    key = word.lstrip("+~").partition("=")[0]
+    return key in ("model", "hardware", "sweep", "kernel", "kernel.precision") or key.startswith("sweep.")
+
+
+def _rows(config: SweepConfig, cell: Recommendation, elsewhere: Sequence[str]) -> Iterator[Row]:
+    """The rows of a cell: one for each run, or one with the reason why there is none."""
+    place = {**cell.cell._asdict(), "gpus": cell.cell.nodes * config.hardware.gpus_per_node}
+    if not cell.runs:
+        yield {**place, "layout": None, "reason": cell.reason}
+    of_cell = narrowed(config, cell.cell)
+    predictor = cell_search(config, cell.shape, cell.cell).planned.predictor
+    for run in cell.runs:
+        prediction, spec = run.prediction, run.spec
+        per_gpu = rate(spec, prediction.step_time_s)
+        lost_to, share = largest_loss(predictor.step_time(spec, predictor.stages(spec)))
+        yield {
+            **place,
+            "layout": spec.label(),
+            **{name: getattr(run.layout, name) for name in AXES},
+            "run_id": run.run_id,
+            "mfu": run.mfu(per_gpu),
+            "tokens_per_s": per_gpu * place["gpus"],
+            "tokens_per_s_per_gpu": per_gpu,
+            "step_time_s": prediction.step_time_s,
+            "step_time_low_s": prediction.step_time_low_s,
+            "step_time_high_s": prediction.step_time_high_s,
+            "peak_mem_bytes": prediction.peak_mem_bytes,
+            "rank_mem_bytes": config.hardware.mem_bytes,
+            "p_oom": prediction.p_oom,
+            "limited_by": prediction.limited_by,
+            "lost_to": lost_to,
+            "lost_share": share,
+            "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu),
+            "above_published": _is_above_published(of_cell, run),
+            "command": _command(config, run, place, elsewhere),
+            "reason": None,
+        }
+
+
+def _is_above_published(config: SweepConfig, run: Candidate) -> bool:
+    """Whether the predicted MFU is above the best that is published of the GPU in this precision."""
+    best = best_published(config)
+    if best is None or run.peak_flops_per_s is None:
+        return False
+    return best.below(published_mfu(run.spec, run.prediction.step_time_s, run.peak_flops_per_s, best))
+
+
+def _command(config: SweepConfig, run: Candidate, place: Row, elsewhere: Sequence[str]) -> str:
+    """The command that measures a recommended layout."""
+    kernel = {"hardware": config.hardware.name, "kernel": config.kernel.name}
+    of_layout = {name: getattr(run.layout, name) for name in AXES}
+    words = launch_words({**place, **kernel, **of_layout})
+    return " ".join(("ultrabench sweep launch", words, *map(shlex.quote, elsewhere)))
+
+
+def _training(row: Row, tokens: float, price: float | None) -> Row:
+    """Days and cost of a training of so many tokens, and their 80 % intervals."""
+    days = tokens / row["tokens_per_s"] / 86400
+    low, high = (days * row[f"step_time_{end}_s"] / row["step_time_s"] for end in ("low", "high"))
+    cost_of_day = 24 * row["gpus"] * price if price is not None else None
+    names = {"days": days, "days_low": low, "days_high": high}
+    costs = {
+        name.replace("days", "cost"): cost_of_day and value * cost_of_day for name, value in names.items()
+    }
+    return names | (costs if price is not None else {})
+
+
+def _page(config: SweepConfig, rows: Sequence[Row], tokens: float | None) -> Iterator[RenderableType]:
+    """The table of the recommended layouts, their commands, and the cells without any."""
+    cells = [CellKey(*(row[name] for name in CellKey._fields)) for row in rows]
+    of_cell = cell_columns(cells)
+    yield headline(config)
+    fitting = [row for row in rows if row["layout"]]
+    extra = [name for name in ("days", "cost") if fitting and name in fitting[0]]
+    heads = (
+        "model",
+        *(f">{name}" for name in of_cell[1:]),
+        "layout",
+        ">MFU",
+        ">tokens/s",
+        ">tokens/s/GPU",
+        ">step s",
+        ">peak GiB",
+    )
+    lines = ([*(row[name] for name in of_cell), *_numbers(row, extra)] for row in fitting)
+    if fitting:
+        yield table(
+            "\nbest predicted layouts",
+            *heads,
+            ">P(OOM)",
+            *(f">{name}" for name in extra),
+            "limited by",
+            "note",
+            rows=lines,
+        )
+        yield "step: 80 % interval in brackets; limited by: what costs the layout most, and the part of a step to which it loses most"
+    for row, cell in zip(rows, cells, strict=True):
+        if row["reason"]:
+            yield f"{cell_label(cell, of_cell)}: {row['reason']}"
+    yield "\nto check them on the cluster:"
+    yield from (row["command"] for row in fitting)
+
+
+def _numbers(row: Row, extra: Sequence[str]) -> Iterator[str]:
+    """The cells of a line of the table after those of its place."""
+    step, low, high = (three_digits(row[f"step_time_{part}"]) for part in ("s", "low_s", "high_s"))
+    yield row["layout"]
+    yield "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
+    yield from (f"{row[name]:,.0f}" for name in ("tokens_per_s", "tokens_per_s_per_gpu"))
+    yield f"{step} ({low}-{high})"
+    yield f"{row['peak_mem_bytes'] / GIB:.1f}"
+    yield f"{100 * row['p_oom']:.1f} %"
+    yield from (three_digits(row[name]) for name in extra)
+    yield f"{row['limited_by']}; {row['lost_to']} {100 * row['lost_share']:.0f} %"
+    is_tight = row["peak_mem_bytes"] > row["rank_mem_bytes"]
+    notes = {
+        "no room for the allocator's reserve": is_tight,
+        "extrapolated": row["unmeasured"],
+        "above published": row["above_published"],
+    }
+    yield ", ".join(note for note, applies in notes.items() if applies)

@@ -1,0 +1,263 @@
+"""Finds the best runs of a cell by branch and bound: the first places of a plan without predicting all its candidates.
+
+A group holds the layouts that differ in recomputation and ZeRO alone. No layout of it is faster than its bound, the
+step time without what these add, and none needs less memory than the one that recomputes and shards all.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from math import inf
+from typing import Any
+
+from ultrabench.hardware import GIB
+from ultrabench.layout import Layout
+from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec
+from ultrabench.sweep.candidate import Candidate, CellKey
+from ultrabench.sweep.config.sweep_config import SweepConfig
+from ultrabench.sweep.grid import DERIVED, broken_rules, layouts, shards_of, why_none
+from ultrabench.sweep.plan import CellPlan, cell_plan, narrowed, planned_cells, processes, rejections
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
+from ultrabench.sweep.refusals import refusal
+from ultrabench.sweep.remedy import remedies
+
+Node = Candidate | Callable[[], Iterable["Entry"]]
+"""A run whose rate is exact, or what finds the entries of the runs that are still together in one."""
+Entry = tuple[float, tuple[int | str, ...], Node]
+"""The bound of the expected rate, negative, the place of the layout in the grid, and the node."""
+
+
+def expected_rate(run: Candidate) -> float:
+    """The predicted tokens/s/GPU times the probability that the run fits into memory."""
+    prediction = run.prediction
+    return rate(run.spec, prediction.step_time_s) * (1 - prediction.p_oom)
+
+
+def rate(spec: RunSpec, step_time_s: float) -> float:
+    """The tokens/s/GPU of a run with this step time."""
+    return spec.tokens_per_step / spec.layout.world_size / step_time_s
+
+
+@dataclass(slots=True, kw_only=True)
+class Search:
+    """The search for the best runs of one cell."""
+
+    planned: CellPlan
+    most_p_oom: float
+    """P(OOM) above which no run is taken."""
+    most_share: float = 1.0
+    """Share of a GPU's memory, the reserve of its allocator included, above which no run is taken."""
+    reason: str | None = None
+    """Why a layout cannot run, of the last one that a rule or the kernel rejected."""
+    least_bytes: float = inf
+    """The least memory that a layout needs among those that the search rejected for their memory."""
+    is_tight: bool = False
+    """Whether a layout that was rejected for its memory fits without the reserve of its allocator."""
+    _fit: dict[tuple[Layout, int], bool] = field(default_factory=dict)
+    """Layout and index of the variant -> whether it fits with ZeRO-3."""
+
+    def best(self, count: int = 1) -> list[Candidate]:
+        """The `count` best runs that are advised, in the order of the plan; fewer where fewer are advised."""
+        heap, runs = [*self._groups()], list[Candidate]()
+        heapify(heap)
+        while heap and len(runs) < count:
+            node = heappop(heap)[2]
+            if isinstance(node, Candidate):
+                runs.append(node)
+                continue
+            for entry in node():
+                heappush(heap, entry)
+        return runs
+
+    def _groups(self) -> Iterator[Entry]:
+        """All groups that can hold a layout."""
+        planned, cell, axes = self.planned, self.planned.cell, self.planned.config.axes
+        least = {**axes.layout, "recompute": ("none",), "zero_stage": (0,), "dp_shard": ("all",)}
+        per_node, listed = planned.config.hardware.gpus_per_node, axes.layout.get("gas")
+        of_groups = layouts(
+            replace(axes, layout=least), planned.shape, cell.nodes * per_node, per_node, cell.gbs
+        )
+        for index, layout in enumerate(of_groups):
+            if listed and layout.gas not in listed:
+                continue
+            for variant, spec in enumerate(planned.specs(layout)):
+                if reason := self._reason_of_group(spec):
+                    self.reason = reason
+                    continue
+                yield (
+                    -self._bound(spec),
+                    (0, index, variant),
+                    partial(self._recomputing, spec, index, variant),
+                )
+
+    def _reason_of_group(self, spec: RunSpec) -> str | None:
+        """Why no layout of the group can run; None where another value of recomputation or ZeRO may help."""
+        for _, reason in broken_rules(spec.layout, spec.shape):
+            return reason
+        hardware, kernel = self.planned.config.hardware, spec.kernel
+        if kernel.kind != "embedded":  # it may lack exactly these values
+            return None
+        return refusal(kernel, spec.layout, spec.shape, spec.workload.seq_len, hardware.device, hardware)
+
+    def _recomputing(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
+        """The parts of a group by recomputation."""
+        for recompute in {*self.planned.config.axes.layout["recompute"]}:
+            part = replace(spec, layout=replace(spec.layout, recompute=recompute))
+            yield (
+                -self._bound(part),
+                (0, index, variant, recompute),
+                partial(self._members, part, index, variant),
+            )
+
+    def _bound(self, spec: RunSpec) -> float:
+        """A rate that no ZeRO stage of the layout exceeds."""
+        times = self.planned.predictor.step_time(spec, ())
+        return rate(spec, times.total - times.dp - times.optimizer)
+
+    def _members(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
+        """The runs of a part of a group, if memory may suffice, with the bounds of their rates."""
+        axes, layout = self.planned.config.axes.layout, spec.layout
+        free = [name for name in axes if name not in DERIVED]
+        in_node = max(1, spec.gpus_per_node // layout.tp)
+        for stage in {*axes["zero_stage"]} if self._may_fit(spec, variant) else ():
+            shards = (shards_of(word, layout.dp * layout.cp, in_node, stage) for word in axes["dp_shard"])
+            for order, dp_shard in enumerate(dict.fromkeys(shards)):
+                member = replace(spec, layout=replace(layout, zero_stage=stage, dp_shard=dp_shard))
+                if rejection := next(rejections(self.planned.config, member), None):
+                    self.reason = rejection[1]
+                    continue
+                place = (*(getattr(member.layout, name) for name in free), index, order, variant)
+                bound = rate(member, self.planned.predictor.step_time(member, ()).total)
+                yield -bound, place, partial(self._settled, member, place)
+
+    def _settled(self, spec: RunSpec, place: tuple[int | str, ...]) -> Iterator[Entry]:
+        """The run with its rate, if it is advised."""
+        run = self.planned.candidate(spec)
+        prediction = run.prediction
+        occupancy = Occupancy(prediction.peak_mem_bytes, prediction.memory_share, prediction.p_oom)
+        if self._may_be_taken(occupancy) and run.runs:
+            yield -expected_rate(run), place, run
+
+    def _may_fit(self, spec: RunSpec, variant: int) -> bool:
+        """Whether the layout fits with ZeRO-3, whose need of memory grows with mbs and falls with recomputation."""
+        layout, least_mbs = spec.layout, min(self.planned.config.axes.layout["mbs"])
+        gas, rest = divmod(layout.mbs * layout.gas, least_mbs)
+        small = layout if rest else replace(layout, mbs=least_mbs, gas=gas)
+        smallest = replace(small, recompute="full")
+        if not self._fit.get((smallest, variant), True):
+            return False
+        if self._fits(spec, small, variant):
+            return self._fits(spec, layout, variant)
+        self._fits(spec, smallest, variant)  # so that the rest of its group need not be looked at
+        return False
+
+    def _fits(self, spec: RunSpec, layout: Layout, variant: int) -> bool:
+        """Whether a layout fits with ZeRO-3."""
+        if (layout, variant) not in self._fit:
+            least = replace(spec, layout=replace(layout, zero_stage=3))
+            self._fit[layout, variant] = self._may_be_taken(self.planned.predictor.least_occupancy(least))
+        return self._fit[layout, variant]
+
+    def _may_be_taken(self, occupancy: Occupancy) -> bool:
+        if occupancy.p_oom <= self.most_p_oom and occupancy.memory_share <= self.most_share:
+            return True
+        self.least_bytes = min(self.least_bytes, occupancy.peak_bytes)
+        self.is_tight |= occupancy.p_oom <= self.most_p_oom
+        return False
+
+
+def cell_search(
+    config: SweepConfig,
+    shape: ModelShape,
+    cell: CellKey,
+    *,
+    most_p_oom: float = ADVISED_P_OOM,
+    most_share: float = 1.0,
+) -> Search:
+    """The search for the best runs of a cell."""
+    peak = config.hardware.peak(cell.precision, cell.nodes, None, os.cpu_count() or 1)
+    planned = cell_plan(config, shape, cell, peak)
+    return Search(planned=planned, most_p_oom=min(most_p_oom, config.max_p_oom), most_share=most_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The best runs of a cell, or why there is none."""
+
+    shape: ModelShape
+    cell: CellKey
+    runs: tuple[Candidate, ...]
+    """The best first. Where no run has room for the reserve of its allocator, those that are likely to fit without it."""
+    reason: str | None
+    """Why there is no run, and what would help."""
+
+
+@dataclass(slots=True)
+class Remedy:
+    """Finds the best run on other nodes or with other values of axes, each once."""
+
+    best: dict[tuple[CellKey, tuple[tuple[str, Any], ...]], Candidate | None] = field(default_factory=dict)
+    """Cell and values of axes -> the best run that is advised; None where none is."""
+
+    def __call__(
+        self, config: SweepConfig, shape: ModelShape, nodes: int, values: dict[str, Any], most_p_oom: float
+    ) -> Candidate | None:
+        """The best run on this number of nodes where axes have these values only; None where none is advised."""
+        layout = {**config.axes.layout, **{name: (value,) for name, value in values.items()}}
+        axes = replace(config.axes, nodes=(nodes,), layout=layout)
+        there = replace(config, axes=axes, models=(shape,))
+        key = next(planned_cells(there))[1], tuple(values.items())
+        if key not in self.best:
+            runs = cell_search(there, shape, key[0], most_p_oom=most_p_oom).best()
+            self.best[key] = next(iter(runs), None)
+        return self.best[key]
+
+
+def recommendations(config: SweepConfig, count: int) -> list[Recommendation]:
+    """The `count` best runs of each cell, in the order of the cells; two cores look at half of the cells each."""
+    groups = defaultdict[tuple[object, ...], list[tuple[ModelShape, CellKey]]](list)
+    cells = [*planned_cells(config)]
+    for shape, cell in cells:
+        groups[cell._replace(nodes=0)].append((shape, cell))
+    with processes(len(groups)) as map_groups:
+        advised = chain.from_iterable(map_groups(partial(_of_group, config, count), groups.values()))
+    by_cell = {each.cell: each for each in advised}
+    return [by_cell[cell] for _, cell in cells]
+
+
+def _of_group(
+    config: SweepConfig, count: int, cells: Sequence[tuple[ModelShape, CellKey]]
+) -> list[Recommendation]:
+    """The recommendations for cells that differ in their nodes alone, the most nodes first: fewer may advise them."""
+    remedy = Remedy()
+    return [recommendation(config, count, *place, remedy) for place in reversed(cells)]
+
+
+def recommendation(
+    config: SweepConfig, count: int, shape: ModelShape, cell: CellKey, remedy: Remedy | None = None
+) -> Recommendation:
+    """The `count` best runs of a cell."""
+    search, remedy = cell_search(config, shape, cell), remedy or Remedy()
+    runs = search.best(count)
+    remedy.best[cell, ()] = next(iter(runs), None)
+    if not runs and search.is_tight:
+        runs = cell_search(config, shape, cell, most_share=inf).best(count)
+    reason = None if runs else _why_none(config, search, remedy)
+    return Recommendation(shape=shape, cell=cell, runs=tuple(runs), reason=reason)
+
+
+def _why_none(config: SweepConfig, search: Search, remedy: Remedy) -> str:
+    planned = search.planned
+    shape, cell, limit = planned.shape, planned.cell, config.hardware.mem_bytes / GIB
+    if search.least_bytes < inf:
+        wider = " or ".join(remedies(narrowed(config, cell), shape, cell.nodes, search.most_p_oom, remedy))
+        needed = f"nothing is predicted to fit into {limit:.4g} GiB; a GPU needs at least {search.least_bytes / GIB:,.1f} GiB"
+        return f"{needed}; what would fit: {wider or 'a smaller model'}"
+    workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
+    axes = replace(config.axes, nodes=(cell.nodes,))
+    return search.reason or why_none(axes, config.hardware.gpus_per_node, workload)

@@ -1,0 +1,72 @@
+"""`ultrabench recommend`: its rows, the command that checks one, days and cost, and mistakes."""
+
+import shlex
+
+import pytest
+
+from tests.unit.cli.conftest import as_json, one_line
+from ultrabench.cli.sweep.plan import layouts_to_try
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
+
+WORDS = ("recommend", "model=llama3-8b", "seq_len=8192", "gbs=256", "tp=[1,2]", "pp=1", "cp=1", "mbs=[1,2]")
+
+
+def test_a_row_holds_a_layout_and_the_command_that_plans_it_alone(ultrabench):
+    rows = as_json(
+        ultrabench, *WORDS, "nodes=[1,2]", "cluster=local", "--tokens", "15e12", "--price-per-gpu-hour", "2.5"
+    )["rows"]
+    assert [(row["nodes"], row["precision"]) for row in rows] == [
+        (1, "bf16"),
+        (1, "fp8"),
+        (2, "bf16"),
+        (2, "fp8"),
+    ]
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(row["gpus"] * row["tokens_per_s_per_gpu"])
+        assert row["days"] == pytest.approx(15e12 / row["tokens_per_s"] / 86400)
+        assert row["cost"] == pytest.approx(row["days"] * 24 * row["gpus"] * 2.5)
+        assert row["days_low"] < row["days"] < row["days_high"]
+        _, *verbs, last = shlex.split(row["command"])
+        assert (verbs[:2], last) == (["sweep", "launch"], "cluster=local")
+        (run,) = make_plan(load_config([*verbs[2:], last])).runs
+        assert (run.run_id, run.prediction.step_time_s) == (row["run_id"], row["step_time_s"])
+
+
+def test_the_first_place_is_that_of_a_plan(ultrabench):
+    (row,) = as_json(ultrabench, *WORDS, "precision=bf16")["rows"]
+    words = [f"sweep.{word}" if word[0] != "m" or word.startswith("mbs") else word for word in WORDS[1:]]
+    plan = make_plan(load_config(["sweep=recommend", *words]))
+    assert layouts_to_try(plan, 1, {})[0]["run_id"] == row["run_id"]
+
+
+def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
+    words = (
+        "recommend",
+        "model=llama3-70b",
+        "nodes=[1,4]",
+        "precision=bf16",
+        "tp=8",
+        "pp=1",
+        "cp=1",
+        "gbs=256",
+    )
+    first, second = as_json(ultrabench, *words)["rows"]
+    assert (first["layout"], second["reason"]) == (None, None)
+    code, out, _ = ultrabench(*words)
+    assert code == 0
+    assert "llama3-70b on 1 node: nothing is predicted to fit into 79.11 GiB" in out
+    assert second["layout"] in out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--price-per-gpu-hour", "2"], "--price-per-gpu-hour prices a training; add --tokens"),
+        (["kernel=probe"], "kernel=probe trains no model; take kernel=embedded"),
+        (["nodes=[1]", "sweep.nodes=[2]"], "sweep.nodes is given twice"),
+        (["node=[1]"], "did you mean"),
+    ],
+)
+def test_mistakes_are_one_line(ultrabench, words, line):
+    assert line in one_line(ultrabench, "recommend", *words)
