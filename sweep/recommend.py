@@ -225,7 +225,7 @@ def recommendations(config: SweepConfig, count: int) -> list[Recommendation]:
     for shape, cell in cells:
         groups[cell._replace(nodes=0)].append((shape, cell))
     with processes(len(groups)) as map_groups:
-        advised = chain.from_iterable(map_groups(partial(_of_group, config, count), groups.values()))
+        advised = [*chain.from_iterable(map_groups(partial(_of_group, config, count), groups.values()))]
     by_cell = {each.cell: each for each in advised}
     return [by_cell[cell] for _, cell in cells]
 
