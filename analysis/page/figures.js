@@ -12,7 +12,7 @@ const MARKERS = ["circle", "square", "triangle", "diamond", "inverted_triangle",
 const DASHES = ["solid", "dashed", "dotted", "dotdash"];
 const LINKS = Object.keys(columns).filter((name) => name.endsWith("_busbw_bytes_per_s"));
 const FIGURES = [
-  { id: "every", title: "Every measured layout", points: everyPoints, draw: drawEvery },
+  { id: "every", title: "Every layout", points: everyPoints, draw: drawEvery },
   { id: "best-of", title: "The best of each value", points: bestPoints, draw: drawLines },
   { id: "memory", title: "Peak memory of the best layouts, measured and predicted by part", points: memoryPoints, draw: drawBars },
   { id: "links", title: "Bandwidth of the links", points: linkPoints, draw: drawLines },

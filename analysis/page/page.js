@@ -158,7 +158,7 @@ function buildRest() {
   const number = held.rejected.reduce((sum, one) => sum + one.number, 0);
   const byKernel = held.rejected.reduce((sum, one) => sum + (one.rule === "kernel" ? one.number : 0), 0);
   const forbidden = number ? `, and ${counted(number, "layout")} rejected: ${grouped(number - byKernel)} by rules, ${grouped(byKernel)} by the kernel` : "";
-  document.getElementById("about").textContent = `${counted(rows, "row")}${forbidden}. ${held.made_with}${left}`;
+  document.getElementById("about").textContent = `${held.notice}${counted(rows, "row")}${forbidden}. ${held.made_with}${left}`;
   document.getElementById("how").textContent = held.cells.length
     ? `Each cell shows the fastest layout that is not in doubt, with its MFU, the interval of its step time where that is wider than its target, its peak memory, and what became of the others; its colour is the MFU, from purple (0 %) to yellow (${held.mfu_end} %). Activate a cell to see all of its layouts.${held.formula ? ` ${held.formula}.` : ""}`
     : "No row trains a model, so that there is nothing to rank.";

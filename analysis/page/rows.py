@@ -29,6 +29,7 @@ from ultrabench.analysis.measured import measured_runs
 from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
+from ultrabench.analysis.planned import NOTE, is_predicted
 from ultrabench.analysis.predict.cases import profile_and_hardware
 from ultrabench.analysis.ranking import PANEL, Ranking
 from ultrabench.analysis.rows import Row
@@ -87,6 +88,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     Raises:
         ConfigError: the rows cannot be ranked together.
     """
+    notice = NOTE if is_predicted(table) else ""
     table = _without_texts(table) if public else table
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _ORDER])
     cells, ranks_by_key = _ranked(table)
@@ -113,6 +115,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     columns |= {name: _choices([row["options"][name] for row in ordered_rows]) for name in options}
     return {
         "public": public,
+        "notice": notice,
         "made_with": ". ".join((*low_peak_in(table), *Environments(table).notes, made_with(table))),
         "rows": len(ordered_rows),
         "columns": {

@@ -316,6 +316,7 @@ def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predi
     plan = make_plan(load_config([*words, "max_p_oom=1"]))
     write_plan(plan.candidates, tmp_path / "plan.parquet", "h100x8")
     tab = opened(read_parquet(tmp_path / "plan.parquet"))
+    assert tab.locator("#about").inner_text().startswith("Predicted by a plan, nothing was measured")
     assert tab.locator("#fit input").count() == 4, "of pp, schedule, ZeRO and recomputation"
     for pp, recompute in ((4, "full"), (1, "none"), (8, "none")):
         for name, place in (("pp", [1, 2, 4, 8].index(pp)), ("recompute", ["full", "none"].index(recompute))):
@@ -329,4 +330,6 @@ def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predi
 
 
 def test_a_page_of_measurements_has_no_sliders(opened):
-    assert opened(small()).locator("#fit").is_hidden()
+    tab = opened(small())
+    assert tab.locator("#fit").is_hidden()
+    assert "Predicted" not in tab.locator("#about").inner_text()
