@@ -161,6 +161,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
           for operation in OPERATIONS),
         column("bandwidths", BANDWIDTHS, "All sizes and percentiles, of runs with kernel=probe; see comm.md."),
         column("gemm_flops_per_s", FLOAT, "Matrix product rate of the slowest device."),
+        column("gemm_sm_clock_hz", FLOAT, "Lowest SM clock of all devices during those matrix products; null on CPUs."),
         column("memory_copy_bytes_per_s", FLOAT, "Bytes read and written by a copy, of the slowest device."),
         column("sm_clock_hz", FLOAT, "Median SM clock over the measured steps."),
         column("foreign_load", FLOAT, "Largest share of a node's cores that other programs used during the steps, a fraction."),

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gpu_machine import Finding, Line, Machine, RefusedError, TimeSpentError
+from gpu_rows import FIRST as FIRST_ROWS
 from gpu_rows import row_lines, write_rows
 from rich.text import Text
 
@@ -101,6 +102,11 @@ LOOK = {
     "rows": "the reason; an interval above 1 %: power and clocks, then other programs; not ok: the logs of the run",
 }
 """Step -> what to look at first when one of its lines fails; the steps in their order."""
+FIRST = (
+    "machine: ", "check: dp=1 gas=2 fp8", "compile: dp=1 gas=2 recompute=selective fp8",
+    *(f"rows: {variant.name}" for variant in FIRST_ROWS),
+)  # fmt: skip
+"""Beginnings of the lines that come before all others, because an hour may end early."""
 
 
 def machine_lines(machine: Machine) -> Iterator[Line]:
@@ -265,6 +271,13 @@ def lines_of(step: str, machine: Machine, out: Path) -> Iterator[Line]:
         yield from {"speed 8B": speed_8b, "speed 1B": speed_1b}[step](machine)
 
 
+def lines_in_order(machine: Machine, out: Path) -> dict[str, Line]:
+    """`step: line` -> the line: those of FIRST, then the others step by step."""
+    lines = {f"{step}: {line.name}": line for step in LOOK for line in lines_of(step, machine, out)}
+    first = [key for start in FIRST for key in lines if key.startswith(start)]
+    return {key: lines[key] for key in (*first, *lines)}
+
+
 def load_results(path: Path, machine: Machine) -> dict[str, dict[str, Any]]:
     """The results of an earlier call with the same program on the same machine, by `step: line`."""
     document = json.loads(path.read_text()) if path.exists() else {}
@@ -353,7 +366,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", action="append", default=[], metavar="STEP", help="do a step or `STEP: LINE` again"
+        "--only",
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="do a step or `STEP: LINE` again; sweeps are measured anew",
     )
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="start no line that would take longer"
@@ -382,7 +399,7 @@ def main() -> int:
     end_s = time.monotonic() + 60 * arguments.minutes
     machine = Machine(device, ranks, facts, hardware, arguments.results_dir, end_s)
     out = arguments.out or Path(__file__).parent / f"gpu-check-{hardware}.json"
-    lines = {f"{step}: {line.name}": line for step in LOOK for line in lines_of(step, machine, out)}
+    lines = lines_in_order(machine, out)
     results = run_lines(lines, arguments.only, machine, out)
     print_results(results, lines, machine)
     say(f"wrote {out}")

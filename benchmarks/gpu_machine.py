@@ -119,12 +119,20 @@ class Machine:
             text = out.read()
         return json.loads(text) if words[-1] == "--json" and text else text
 
+    def sweep_name(self, name: str) -> str:
+        """The name of a sweep of the present kernel: that of an interrupted one, which has no table yet, or a new one."""
+        name += f"-{KernelConfig(name='embedded').digest()[:8]}"
+        return f"{name}-{len([*self.results.glob(f'{name}-*/runs.parquet')]) + 1}"
+
     def sweep(self, name: str, *overrides: str, ranks: int | None = None) -> Sweep:
         """Runs a sweep on `ranks` GPUs of this machine, by default all of them.
+
+        Each call measures anew, in a folder of its own, unless an earlier call was interrupted.
 
         Raises:
             RefusedError, TimeSpentError: as for `run`.
         """
+        name = self.sweep_name(name)
         place = [f"name={name}", f"results_dir={self.results}", "sweep.nodes=[1]", "launcher=local"]
         gpus = [f"hardware={self.hardware}", f"hardware.gpus_per_node={ranks or self.ranks}"]
         self.run("sweep", "launch", "--yes", "--reuse", "same", *place, *overrides, *gpus)

@@ -13,9 +13,11 @@ from ultrabench.sweep.config.load import load_profile
 
 ATTENTION_PRODUCTS, ATTENTION = "products q, k, v, out", "attention"
 FEED_FORWARD, POINTWISE = "products gate, up, down", "norms, rotations, activation, residuals"
+CASTS = "casts and scales of fp8"
+"""With the norms, activations and so on that are fused into them where layers are compiled."""
 HEAD, LOSS, EMBEDDING, OPTIMIZER = "head", "loss", "embedding", "clip and optimizer"
 REST = "the rest"
-OF_LAYERS = (ATTENTION_PRODUCTS, ATTENTION, FEED_FORWARD, POINTWISE)
+OF_LAYERS = (ATTENTION_PRODUCTS, ATTENTION, FEED_FORWARD, CASTS, POINTWISE)
 """Parts of every layer; the others are once in a step."""
 PARTS = (*OF_LAYERS, HEAD, LOSS, EMBEDDING, OPTIMIZER, REST)
 PRODUCTS = (ATTENTION_PRODUCTS, FEED_FORWARD)
@@ -41,6 +43,11 @@ def step_work(spec: RunSpec) -> dict[str, Work]:
     factor_bytes = 1 if spec.kernel.precision == "fp8" else number_bytes
     attention = products(tokens, [(h, q), (h, kv), (h, kv), (q, h)], factor_bytes, number_bytes)
     feed_forward = products(tokens, [(h, f), (h, f), (f, h)], factor_bytes, number_bytes)
+    # Forward reads each input and weight and writes it in 8 bits, and so does backward with other scales; of gradients of outputs
+    # backward reads each once and writes it twice. q, k and v share an input, and so do gate and up.
+    inputs_and_weights = tokens * (2 * h + q + f) + 2 * h * (q + kv) + 3 * h * f
+    outputs = tokens * (q + 2 * kv + 2 * h + 2 * f)
+    casts = 2 * (number_bytes + 1) * inputs_and_weights + (number_bytes + 2) * outputs
     # Forward reads 5 and writes 4 numbers of h for two norms and two residuals, the first of which goes with a norm;
     # backward reads 3 and writes 1 for each norm. Rotations read and write q and k in both. The activation reads 2 and writes 1
     # of f forward, and reads 3 and writes 2 backward.
@@ -52,6 +59,7 @@ def step_work(spec: RunSpec) -> dict[str, Work]:
         # Forward reads q, k and v and writes the output; backward reads these and its gradient, and writes three.
         ATTENTION: _times(layers, Work(causal, tokens * number_bytes * 6 * (q + kv))),
         FEED_FORWARD: _times(layers, feed_forward),
+        **({CASTS: _times(layers, Work(0, casts))} if spec.kernel.precision == "fp8" else {}),
         POINTWISE: _times(layers, Work(0, pointwise)),
         HEAD: products(tokens, [(h, vocabulary)], number_bytes, number_bytes),
         # The loss reads the logits twice and writes their gradient.

@@ -25,6 +25,10 @@ _PRODUCTS = ("mm", "addmm", "_scaled_mm")
 _FUSED_ATTENTION = ("flash", "fmha", "sdpa", "attention", "attn")
 """Parts of the names of kernels of attention."""
 _OF_OPTIMIZER = ("_fused_adamw_", "_foreach_norm", "_foreach_mul_", "linalg_vector_norm")
+_OF_SCALES = ("clamp", "log2", "floor", "exp2", "reciprocal", "mul")
+"""Operators of eager layers that compute the scales of a matrix M x K, M x 1, or multiply its rows by them."""
+_OF_FUSED_SCALES = ("exp2", "linalg_vector_norm")
+"""Operators that the name of a generated kernel holds if it computes scales; nothing else in a layer uses them."""
 
 Dims = list[list[int]]
 """The sizes of each argument of an operator; of what is no tensor, an empty list."""
@@ -38,6 +42,8 @@ class Kernel(NamedTuple):
     operator: str
     """The operator that launched it, without its namespace; empty where the trace has none."""
     dims: Dims
+    dtype: str = ""
+    """That of the first argument of the operator, as the profiler names it; of a copy it is what is written."""
 
 
 def kernels_of(trace: dict[str, Any]) -> Iterator[Kernel]:
@@ -63,7 +69,8 @@ def kernels_of(trace: dict[str, Any]) -> Iterator[Kernel]:
 def _kernel(span: Span, operator: dict[str, Any]) -> Kernel:
     sizes = [size if isinstance(size, list) else [] for size in operator["args"].get("Input Dims", [])]
     flat = [[n for n in size if isinstance(n, int)] for size in sizes]
-    return Kernel(span, operator["name"].rpartition("::")[2], flat)
+    dtype = next(iter(operator["args"].get("Input type", [])), "")
+    return Kernel(span, operator["name"].rpartition("::")[2], flat, dtype)
 
 
 def part_of(kernel: Kernel, spec: RunSpec) -> str:
@@ -81,6 +88,8 @@ def part_of(kernel: Kernel, spec: RunSpec) -> str:
     of_logits = any(size[1:] == [shape.vocab_size] and size[0] != shape.hidden_size for size in kernel.dims)
     if of_logits or "softmax" in name:
         return layer_work.LOSS
+    if spec.kernel.precision == "fp8" and _is_cast(kernel):
+        return layer_work.CASTS
     if name.startswith("triton_"):  # its name may hold those of operators beside it, such as attention
         return layer_work.POINTWISE
     if any(text in kernel.operator or text in name for text in _FUSED_ATTENTION):
@@ -92,6 +101,16 @@ def part_of(kernel: Kernel, spec: RunSpec) -> str:
     if any(_is_of_tokens(size, tokens) for size in kernel.dims):
         return layer_work.POINTWISE
     return layer_work.REST
+
+
+def _is_cast(kernel: Kernel) -> bool:
+    """Whether a kernel computes or applies the scales of fp8, or writes fp8 without being a product."""
+    if "_fused_" in kernel.span.name and any(text in kernel.span.name for text in _OF_FUSED_SCALES):
+        return True
+    if kernel.operator == "linalg_vector_norm":  # that of clipping is of gradients in fp32
+        return kernel.dtype == "c10::BFloat16"
+    scales = any(len(size) == 2 and size[1] == 1 for size in kernel.dims)
+    return kernel.dtype.startswith("c10::Float8") or (kernel.operator in _OF_SCALES and scales)
 
 
 def _pairs(dims: Dims) -> Iterator[tuple[list[int], list[int]]]:
@@ -126,14 +145,8 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
         names[part][kernel.span.name] += duration_s
         spans.append(kernel.span)
     work, parts = layer_work.step_work(spec), []
-    for part in layer_work.PARTS:
-        row = {
-            "part": part,
-            "in_layers": part in layer_work.OF_LAYERS,
-            "seconds": seconds[part],
-            "flops": None,
-            "bytes": None,
-        }
+    for part in (name for name in layer_work.PARTS if name in work or name == layer_work.REST):
+        row = {"part": part, "in_layers": part in layer_work.OF_LAYERS, "seconds": seconds[part], "flops": None, "bytes": None}  # fmt: skip
         if part in work:
             row |= work[part]._asdict()
             limit = layer_work.bound(part, work[part], hardware, spec.kernel.precision)

@@ -19,6 +19,8 @@ from ultrabench.kernel.rank.clock import timed
 
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+CLOCK_CALLS = 50
+"""Matrix products that a GPU computes while its clock is read, about 80 ms of an H100."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**25}
 """Bytes of a copy; they are more than any cache holds."""
 COPY_SHARE = 1 / 3
@@ -56,8 +58,8 @@ def probe(
 
     Returns:
         gemm_flops_per_s: rate of square matrix products by rank, all ranks at once (bf16 on GPUs, fp32 on
-        CPUs); memory_copy_bytes_per_s: bytes per second read and written by a copy in the device's memory,
-        by rank; collectives: operation -> {all, intra_node}, lists of {bytes, seconds, busbw_bytes_per_s,
+        CPUs); gemm_sm_clock_hz: the clock of GPUs while they multiply, by rank, left out where unknown;
+        memory_copy_bytes_per_s: bytes per second read and written by a copy in the device's memory, by rank; collectives: operation -> {all, intra_node}, lists of {bytes, seconds, busbw_bytes_per_s,
         busbw_p5_bytes_per_s, busbw_p95_bytes_per_s} in order of size. `all` is over all ranks, and empty if
         there is only one rank. `intra_node` is over the ranks of each node, with all nodes at once, and has
         the values of the slowest node; it is null if a node has only one rank. With one node both are the
@@ -65,7 +67,7 @@ def probe(
     """
     ranks = dist.get_world_size()
     assert ranks % gpus_per_node == 0, f"{ranks} ranks on nodes of {gpus_per_node}"
-    rates = {"gemm_flops_per_s": _gemm_rates(device, settings.device_s)}
+    rates = _gemm_rates(device, settings.device_s)
     progress()
     rates["memory_copy_bytes_per_s"] = _copy_rates(device, settings.device_s * COPY_SHARE)
     progress()
@@ -93,12 +95,27 @@ def _seconds(device: torch.device, call: Callable[[], object], calls: int) -> fl
     return timed(device, call_all)[0] / calls
 
 
-def _gemm_rates(device: torch.device, seconds: float) -> list[float]:
-    """2 * edge^3 / median time of a matrix product, by rank, so that a throttled device is noticed."""
+def _gemm_rates(device: torch.device, seconds: float) -> dict[str, list[float]]:
+    """2 * edge^3 / median time of a matrix product, by rank, so that a throttled device is noticed; and its clock on GPUs."""
     edge = GEMM_EDGE[device.type]
     # The values are random, since a product of zeros takes less power and so runs at a higher clock.
     a, b = torch.randn(2, edge, edge, device=device).to(GEMM_DTYPE[device.type])
-    return _rates(device, partial(torch.mm, a, b), 2 * edge**3, seconds)
+    multiply = partial(torch.mm, a, b)
+    rates = {"gemm_flops_per_s": _rates(device, multiply, 2 * edge**3, seconds)}
+    if device.type == "cuda":
+        for _ in range(CLOCK_CALLS):
+            multiply()
+        if all(clocks := _by_rank(device, _clock_hz(device))):
+            rates["gemm_sm_clock_hz"] = clocks
+    return rates
+
+
+def _clock_hz(device: torch.device) -> float:
+    """The present clock of a GPU; 0 where its driver does not report it."""
+    try:
+        return torch.cuda.clock_rate(device) * 1e6
+    except Exception:  # each vendor's library has errors of its own, and no run may fail for want of a clock
+        return 0.0
 
 
 def _copy_rates(device: torch.device, seconds: float) -> list[float]:
@@ -115,10 +132,15 @@ def _rates(device: torch.device, call: Callable[[], object], work: float, second
     times, end = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         times.append(_seconds(device, call, calls))
-    rates = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
-    rates[dist.get_rank()] = work / median(times)
-    dist.all_reduce(rates)
-    return [float(rate) for rate in rates.tolist()]
+    return _by_rank(device, work / median(times))
+
+
+def _by_rank(device: torch.device, value: float) -> list[float]:
+    """The values of all ranks."""
+    values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    values[dist.get_rank()] = value
+    dist.all_reduce(values)
+    return [float(value) for value in values.tolist()]
 
 
 def _measure(

@@ -24,7 +24,7 @@ from ultrabench.rank_report import is_number, number
 
 _CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
 OPERATIONS = (*_CROSSINGS, "sendrecv")
-DEVICE_RATES = ("gemm_flops_per_s", "memory_copy_bytes_per_s")
+DEVICE_RATES = ("gemm_flops_per_s", "memory_copy_bytes_per_s", "gemm_sm_clock_hz")
 SCOPES = {"all": "", "intra_node": "_intra_node"}
 """Ranks that take part in an operation, all or those of each node -> infix of the names of columns."""
 

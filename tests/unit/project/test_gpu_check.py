@@ -12,8 +12,9 @@ import pytest
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import Finding, Line, Machine, RefusedError, TimeSpentError
-from benchmarks.gpu_rows import VARIANTS, Variant, fitting, write_rows
+from benchmarks.gpu_rows import VARIANTS, Variant, fitting, gemm_shares, write_rows
 from ultrabench.cli.kernel.check import check_spec
+from ultrabench.kernel_config import KernelConfig
 
 ROOT = Path(__file__).parents[3]
 FACTS = {"gpu_name": "NVIDIA H100 80GB HBM3", "gpus": 8, "torch_version": "2.13.0"}
@@ -59,12 +60,33 @@ def test_the_rows_of_one_gpu_are_all_that_are_asked_for():
     assert sum(variant.is_traced for variant in VARIANTS) == 3
 
 
+def test_fp8_is_checked_before_the_rows_that_matter_most_and_these_before_all_else():
+    lines = [*gpu_check.lines_in_order(machine(ranks=1), OUT)]
+    rows = [f"rows: {size} {precision} compiled 4k" for precision in ("bf16", "fp8") for size in ("1B", "8B")]
+    checks = ["check: dp=1 gas=2 fp8", "compile: dp=1 gas=2 recompute=selective fp8 --compile"]
+    assert lines[:7] == ["machine: doctor hardware=h100x8", *checks, *rows]
+    assert sorted(lines) == sorted(
+        {f"{step}: {n}" for step in gpu_check.LOOK for n in names(step, machine(ranks=1))}
+    )
+
+
+def test_a_sweep_that_ended_is_measured_anew_and_another_kernel_has_its_own(tmp_path):
+    here = machine(results=tmp_path)
+    (tmp_path / here.sweep_name("row")).mkdir()
+    assert (tmp_path / here.sweep_name("row")).exists()  # interrupted
+    (tmp_path / here.sweep_name("row") / "runs.parquet").touch()
+    (tmp_path / "row-01234567-1").mkdir()
+    (tmp_path / "row-01234567-1" / "runs.parquet").touch()
+    assert here.sweep_name("row") == f"row-{KernelConfig(name='embedded').digest()[:8]}-2"
+
+
 def test_the_layout_of_a_row_fits_and_one_with_more_does_not(tmp_path):
-    """An H100 has run 1B with 8 sequences compiled in 65 GB, and eight layers of 8B with 2 eager."""
-    compiled, eager = Variant("1B", "bf16", True, "4k"), Variant("8B", "fp8", False, "4k")
-    path, layout = fitting(machine(results=tmp_path), compiled)
-    assert (path.parent.name, layout.mbs, layout.recompute) == ("1B-16-layers", 8, "none")
+    """An H100 has run eight layers of 8B with 2 sequences eager; 1B with 8 fits compiled only, in 65 GB."""
+    compiled, eager = (Variant("8B", "fp8", compiled, "4k") for compiled in (True, False))
+    _, layout = fitting(machine(results=tmp_path), Variant("1B", "bf16", True, "4k"))
+    assert (layout.mbs, layout.recompute) == (4, "none")
     path, layout = fitting(machine(results=tmp_path), eager)
+    assert fitting(machine(results=tmp_path), compiled) == (path, layout)
     assert (path.parent.name, layout.mbs, layout.recompute) == ("8B-8-layers", 2, "none")
 
 
@@ -122,6 +144,17 @@ def test_commands_are_refused_in_one_line_and_interrupted_in_time():
         machine().run("sweep", "plan", "kernel.precision=fp9")
     with pytest.raises(TimeSpentError):
         machine(end_s=time.monotonic() + 0.2).run("kernel", "check", "dp=1", "--json")
+
+
+def test_the_share_of_the_gemm_rate_is_also_known_at_one_clock():
+    row = {
+        "model_flops_per_s_per_gpu": 3e14,
+        "gemm_flops_per_s": 6e14,
+        "gemm_sm_clock_hz": 1.2e9,
+        "sm_clock_hz": 1.5e9,
+    }
+    assert gemm_shares(row) == {"bf16_gemm_share": 0.5, "bf16_gemm_share_at_clock": 0.4}
+    assert gemm_shares(row | {"gemm_sm_clock_hz": None}) == {"bf16_gemm_share": 0.5}
 
 
 def test_rows_are_a_table_of_results_with_their_settings(tmp_path):

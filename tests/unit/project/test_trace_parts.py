@@ -8,6 +8,7 @@ from benchmarks import layer_work
 from benchmarks.layer_work import (
     ATTENTION,
     ATTENTION_PRODUCTS,
+    CASTS,
     FEED_FORWARD,
     HEAD,
     LOSS,
@@ -15,9 +16,10 @@ from benchmarks.layer_work import (
     POINTWISE,
     REST,
 )  # fmt: skip
-from benchmarks.trace_parts import markdown, summary
+from benchmarks.trace_parts import Kernel, markdown, part_of, summary
 from ultrabench.kernel.dryrun.fake_world import fake_world
 from ultrabench.kernel.dryrun.rank_cost import measure_step
+from ultrabench.kernel.rank.timeline import Span
 from ultrabench.kernel.requests import CheckSpec
 from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import load_hardware
@@ -78,6 +80,39 @@ def test_a_kernel_belongs_to_the_part_of_the_operator_that_launched_it():
     }  # fmt: skip
     assert (document["steps"], document["step_time_s"]) == (2, 1e-3)
     assert document["idle_s"] == pytest.approx(1e-3 - 172e-6 / 2)  # no kernel runs beside another one
+
+
+BF16, FP8, FP32 = "c10::BFloat16", "c10::Float8_e4m3fn", "float"
+SCALING = (
+    ("reduce_kernel", "linalg_vector_norm", [[128, 64], [], []], BF16), ("elementwise_kernel", "clamp", [[128, 1], [], []], FP32),
+    ("elementwise_kernel", "exp2", [[128, 1]], FP32), ("elementwise_kernel", "mul", [[128, 64], [128, 1]], BF16),
+    ("elementwise_kernel", "copy_", [[128, 64], [128, 64], []], FP8),
+    ("triton_red_fused__scaled_mm__to_copy_add_clamp_exp2_floor_linalg_vector_norm_log2_mean_mul_pow_reciprocal_rsqrt_t_view_0", "", [], ""),
+)  # fmt: skip
+"""Operators with sizes and dtypes of a trace on a CPU, and a name that inductor makes of them."""
+OTHERS = (
+    ("reduce_kernel", "linalg_vector_norm", [[128, 64], [], []], FP32, OPTIMIZER),
+    ("elementwise_kernel", "copy_", [[128, 64], [128, 64], []], BF16, POINTWISE),
+    ("nvjet_fp8", "_scaled_mm", [[128, 64], [64, 32], [128, 1]], FP8, ATTENTION_PRODUCTS),
+    ("triton_poi_fused_mul_silu_3", "", [], "", POINTWISE),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "dims", "dtype", "part"), [*((*kernel, CASTS) for kernel in SCALING), *OTHERS]
+)
+def test_scales_and_casts_of_fp8_are_a_part_of_their_own(name, operator, dims, dtype, part):
+    fp8 = replace(SPEC, kernel=replace(SPEC.kernel, precision="fp8"))
+    assert part_of(Kernel(Span(0, 1, name), operator, dims, dtype), fp8) == part
+
+
+def test_casts_read_inputs_and_weights_twice_and_gradients_of_outputs_once():
+    tokens, layers = 128, 4
+    inputs, outputs = tokens * (64 + 64 + 64 + 128), tokens * (64 + 32 + 32 + 64 + 128 + 128 + 64)
+    weights = 64 * (64 + 32 + 32 + 64 + 3 * 128)
+    fp8 = replace(SPEC, kernel=replace(SPEC.kernel, precision="fp8"))
+    assert layer_work.step_work(fp8)[CASTS].bytes == layers * (6 * (inputs + weights) + 4 * outputs)
+    assert CASTS not in markdown(summary(trace(*KERNELS), SPEC, H100))
 
 
 def test_a_table_names_what_bounds_a_part_and_the_share_of_its_rate():
