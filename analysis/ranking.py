@@ -74,7 +74,7 @@ def _no_valid_layout(rejected: Sequence[Row]) -> str:
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
 _MOST_WANTED = (
-    DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "tokens_per_j", "control_ratio",
+    DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "tokens_per_j", "cost_per_billion_tokens", "control_ratio",
 )  # fmt: skip
 """Columns that people rank by, which a message names first."""
 
@@ -106,14 +106,14 @@ _OF_REPEAT = (
 """Columns of a frame, in the order of the fields of Repeat."""
 
 LOWER_IS_BETTER = frozenset({
-    "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final", "power_w_mean", "energy_j_per_step",
+    "step_time_s", "step_time_ci95_rel", "init_time_s", "duration_s", "gpu_hours", "loss_final", "power_w_mean", "energy_j_per_step", "cost_per_billion_tokens",
     "peak_mem_allocated_bytes", "peak_mem_reserved_bytes", "peak_mem_reserved_rank0_bytes",
     "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
 })  # fmt: skip
 """Columns in which the best run has the smallest value."""
 _AS_SURE_AS_STEP_TIME = frozenset({
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "hfu", "source_mfu",
-    "model_flops_per_s_per_gpu", "control_ratio",
+    "model_flops_per_s_per_gpu", "control_ratio", "cost_per_billion_tokens",
 })  # fmt: skip
 """Columns that are proportional to the step time or its inverse, so they have the same relative interval."""
 

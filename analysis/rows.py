@@ -34,6 +34,7 @@ from ultrabench.sweep.plan_table import (
     OF_RUNS,
     formula_of,
     place_of,
+    price_of,
     read_plan,
     rows_of,
     runs_of,
@@ -165,7 +166,7 @@ def _rows(
     final = {attempt.key for attempt in final_attempts(state).values()}
     circumstances = {name: _circumstances(allocation) for name, allocation in state.allocations.items()}
     control, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
-    shapes, formula = shapes_of(sweep, state), formula_of(sweep, state)
+    shapes, formula, price = shapes_of(sweep, state), formula_of(sweep, state), price_of(sweep, state)
     candidates, programs = [*rows_of(plan, _OF_CANDIDATES)], _programs(plan)
     is_run = (row["decision"] == "run" and row["model"] in shapes for row in candidates)
     runs = list(runs_of(sweep, rows_of(plan, OF_RUNS, kept=is_run), state))
@@ -176,6 +177,8 @@ def _rows(
         row["is_final"] = attempt.key in final
         # A run that is invalid only because of its loss keeps the speeds that its agent measured.
         row |= _speed(base, recorded.attempts[attempt.key].result, shape, formula)
+        if price is not None and (tokens_per_s := row.get("tokens_per_s_per_gpu")):
+            row["cost_per_billion_tokens"] = 1e9 * price / (3600 * tokens_per_s)
         row["control_ratio"] = control_ratio(recorded.attempts[attempt.key], control)
         speed = row.get("mfu"), shape, base.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
         return row | doubt_columns(suspicion.doubts(attempt, *speed, base["precision"]))

@@ -140,6 +140,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("power_w_mean", FLOAT, "Mean power of a GPU over the measured steps, from its energy counter or its power; null if unknown."),
         column("energy_j_per_step", FLOAT, "power_w_mean * gpus * step_time_s: the GPUs' energy alone, without hosts and network."),
         column("tokens_per_j", FLOAT, "gbs * seq_len / energy_j_per_step."),
+        column("cost_per_billion_tokens", FLOAT, "1e9 * price_per_gpu_hour of the cluster's file / (3600 * tokens_per_s_per_gpu), in its currency; null without a price."),
         column("control", TEXT, "The run_id of the allocation's control layout."),
         column("control_ratio", FLOAT, "Speed over that of the allocation's control layout."),
         column("graphs", INT, "Graphs that torch.compile made, the most of any rank; 0: layers ran eagerly."),

@@ -162,6 +162,12 @@ def formula_of(sweep: SweepJson, state: SweepState) -> str:
     return str((state.config or sweep.config).get("measure", {}).get("flops_formula", "palm"))
 
 
+def price_of(sweep: SweepJson, state: SweepState) -> float | None:
+    """The price of an hour of one GPU, as the file of the cluster gave it at the latest launch; None where it gave none."""
+    price = ((state.config or sweep.config).get("cluster") or {}).get("price_per_gpu_hour")
+    return None if price is None else float(price)
+
+
 def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterator[Candidate]:
     """The runs among the rows of plan.parquet, which leave out what all runs of the sweep share.
 

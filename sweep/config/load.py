@@ -47,8 +47,8 @@ _NO_AXES = frozenset({*WORKLOAD, *OF_SWEEP, *SWEEP_KEYS})
 """Keys of `sweep` that are no axes of layouts."""
 _COMPILE = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
 """The values that a configuration may give kernel.compile."""
-CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", *TEXTS})
-"""Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses them."""
+CLUSTER_KEYS = frozenset({"name", "cpus", "python", "setup", "sbatch", "price_per_gpu_hour", *TEXTS})
+"""Keys that the file of a cluster may have; configs/launcher/slurm.yaml uses all but the price."""
 
 
 def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
@@ -117,6 +117,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
         },
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
+        "price_per_gpu_hour": cluster.get("price_per_gpu_hour"),
         "hardware": hardware,
         "kernel": kernel_config,
         "measure": from_dict(Measure, _filled(tree["measure"], seconds), where="measure"),

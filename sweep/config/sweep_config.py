@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ultrabench.allowed import Count, Line, Positive, at_least, between, matching, one_of, require_allowed
+from ultrabench.allowed import (
+    Count,
+    Line,
+    NonNegative,
+    Positive,
+    at_least,
+    between,
+    matching,
+    one_of,
+    require_allowed,
+)
 from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
@@ -173,6 +183,8 @@ class SweepConfig:
     name: Annotated[str, SWEEP_NAME]
     results_dir: Annotated[str, Meta(min_length=1, description="a folder")]
     cluster: str
+    price_per_gpu_hour: NonNegative | None = None
+    """Price of an hour of one GPU of the cluster, in any currency; None: unknown."""
     hardware: Hardware
     kernel: KernelConfig
     launcher: LauncherConfig

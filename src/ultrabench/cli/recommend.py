@@ -10,7 +10,10 @@ def recommend(
     overrides: Overrides,
     tokens: float | None = typer.Option(None, min=1.0, help="Training tokens, such as 15e12: adds days."),
     price: float | None = typer.Option(
-        None, "--price-per-gpu-hour", min=0.0, help="Price of an hour of one GPU: adds the cost of --tokens."
+        None,
+        "--price-per-gpu-hour",
+        min=0.0,
+        help="Price of an hour of one GPU (default: of the cluster's file): adds the cost of --tokens.",
     ),
     top: int = typer.Option(1, min=1, help="Name the K best layouts per cell."),
     json_: Json = False,

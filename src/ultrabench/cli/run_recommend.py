@@ -37,6 +37,7 @@ def run_recommend(
     config = with_fp8(load_config(words), words)
     if config.kernel.kind == "probe":
         raise ConfigError(f"kernel={config.kernel.name} trains no model; take kernel=embedded")
+    price = config.price_per_gpu_hour if price is None else price
     elsewhere = [word for word in words if not _is_in_row(word)]
     rows = [row for cell in recommendations(config, top) for row in _rows(config, cell, elsewhere)]
     for row in rows:

@@ -69,6 +69,15 @@ def test_the_latest_launch_says_how_the_batch_scales(tmp_path):
     assert [row["scaling"] for row in rows_of(folder)] == ["weak"]
 
 
+def test_the_latest_launch_says_what_tokens_cost(tmp_path):
+    folder, writer = swept(tmp_path, OK, specs=SPECS[:1])
+    assert [row["cost_per_billion_tokens"] for row in rows_of(folder)] == [None]
+    writer.write(Launched(generation=1, config={"cluster": {"price_per_gpu_hour": 3.6864}}))
+    assert [row["cost_per_billion_tokens"] for row in rows_of(folder)] == [
+        pytest.approx(100.0)
+    ]  # at 10,240 tokens/s/GPU
+
+
 @pytest.mark.parametrize(
     ("result", "expected"),
     [

@@ -52,7 +52,7 @@ def test_a_cluster_feeds_the_launcher_and_the_command_line_wins():
 @pytest.mark.parametrize(
     ("key", "told"),
     [("partion", "unknown key of cluster=mine 'partion'; did you mean partition?"),
-     ("nice", "unknown key of cluster=mine 'nice' (known: "), ("constraint", "write +launcher.sbatch.constraint=VALUE")],
+     ("nice", "unknown key of cluster=mine 'nice' (known: "), ("price_per_gpu_hour", "price_per_gpu_hour='hopper'"), ("constraint", "write +launcher.sbatch.constraint=VALUE")],
 )  # fmt: skip
 def test_a_key_that_no_launcher_takes_is_told(key, told):
     with refused(told):
@@ -61,7 +61,7 @@ def test_a_key_that_no_launcher_takes_is_told(key, told):
 
 def test_every_key_of_a_cluster_is_taken():
     text = (Path(ultrabench.__file__).parent / "configs/launcher/slurm.yaml").read_text()
-    assert {"name", "sbatch", *re.findall(r"cluster\.(\w+)", text)} == CLUSTER_KEYS
+    assert {"name", "sbatch", "price_per_gpu_hour", *re.findall(r"cluster\.(\w+)", text)} == CLUSTER_KEYS
 
 
 @pytest.mark.parametrize("text", ["", "name: null\n"])
