@@ -91,7 +91,7 @@ class Predictor:
         hardware, begin_s = self.hardware, start_s(self.hardware, spec.nodes)
         time_s, peak = times.total, max(stage.peak_bytes for stage in stages)
         chance = p_oom(stages, hardware.mem_bytes, self.memory)
-        low, high = self.profile.interval_of(spec, hardware.gpu, self.links)
+        low, high = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
         # The limit of a process counts from what it held before its tensors.
         base_bytes = self.memory.base_bytes if hardware.device == "cpu" else 0.0
         full = reserved_share(stages, hardware) > NEARLY_FULL
@@ -148,7 +148,7 @@ def with_links(
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
     times = predict_step_time(spec, hardware, peak, links, profile.time, prediction.memory_share)
-    low, high = profile.interval_of(spec, hardware.gpu, links)
+    low, high = profile.interval_of(spec, hardware.gpu_at_limit, links)
     return replace(
         prediction,
         step_time_s=times.total,
