@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ultrabench.analysis.measured import MeasuredRun
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.result import OTHER_SIZES, Status
 from ultrabench.sweep.config.files import files, read_yaml
@@ -73,7 +73,7 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
         elif run.step_time_s is not None and not 0 < run.step_time_s < math.inf:
             left_out["with a step time that is not above 0 s"] += 1
         elif run.hardware not in hardware_by_name:
-            left_out[f"on hardware={run.hardware}, which no file describes"] += 1
+            left_out[unknown_name("hardware", run.hardware, files("hardware"))] += 1
         else:
             comparable.append(_case(run, hardware_by_name[run.hardware]))
     return comparable, left_out

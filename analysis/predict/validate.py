@@ -20,7 +20,7 @@ from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.predict.profile import Profile
 
 GROUPS: Mapping[str, Callable[[Case], Hashable]] = {
-    "model": lambda case: case.run.spec.shape.model_id,
+    "model": lambda case: case.run.spec.shape.name,
     "nodes": lambda case: case.run.spec.nodes,
 }
 """What `--leave-out` can leave out -> the group of a case."""

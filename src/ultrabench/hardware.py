@@ -1,5 +1,6 @@
 """Describes the hardware of a node: its accelerators, their rates and the links between them."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -105,25 +106,19 @@ class Hardware:
             raise ConfigError(f"{fact}; add the watts of its data sheet", setting="hardware.power_limit_w")
 
     @property
-    def is_power_limited(self) -> bool:
-        """Whether a power limit below that of the data sheet slows down the accelerator."""
-        return bool(self.power_limit_w and self.rated_power_w and self.power_limit_w < self.rated_power_w)
-
-    @property
     def clock_share(self) -> float:
         """Share of its usual compute rate that an accelerator keeps under its power limit; 1.0 without a lower one.
 
         The rate of its memory and its links stays.
         """
-        if not self.is_power_limited:
-            return 1.0
-        assert self.power_limit_w and self.rated_power_w
-        return float((self.power_limit_w / self.rated_power_w) ** CUBE_ROOT)
+        rated_power_w = self.rated_power_w or math.inf
+        limit_w = min(self.power_limit_w or rated_power_w, rated_power_w)
+        return 1.0 if limit_w == rated_power_w else math.pow(limit_w / rated_power_w, CUBE_ROOT)
 
     @property
     def gpu_at_limit(self) -> str:
         """The accelerator as profiles name it: `gpu`, with a lower power limit where there is one."""
-        return f"{self.gpu} at {self.power_limit_w:g} W" if self.is_power_limited else self.gpu
+        return f"{self.gpu} at {self.power_limit_w:g} W" if self.clock_share < 1 else self.gpu
 
     @property
     def compute_capability(self) -> int | None:
