@@ -102,7 +102,7 @@ class Predictor:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
         hardware, begin_s = self.hardware, start_s(self.hardware, spec.nodes)
         time_s, (peak, share, chance) = times.total, self.occupancy(stages)
-        low, high = self.profile.interval_of(spec, hardware.gpu, self.links)
+        low, high = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
         full = reserved_share(stages, hardware) > NEARLY_FULL
         return Prediction(
             step_time_s=time_s,
@@ -170,7 +170,7 @@ def with_links(
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
     times = predict_step_time(spec, hardware, peak, links, profile.time, prediction.memory_share)
-    low, high = profile.interval_of(spec, hardware.gpu, links)
+    low, high = profile.interval_of(spec, hardware.gpu_at_limit, links)
     return replace(
         prediction,
         step_time_s=times.total,
