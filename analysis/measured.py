@@ -106,7 +106,7 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
     Raises:
         ConfigError: a size is unknown, or sizes contradict each other.
     """
-    shape: ModelShape = _part(ModelShape, "row.shape", row, _SHAPE, name=row.get("model"))
+    shape: ModelShape = _part(ModelShape, f"model={row.get('model')}", row, _SHAPE, name=row.get("model"))
     return shape
 
 

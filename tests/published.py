@@ -10,6 +10,8 @@ FOLDER = Path(os.environ.get("ULTRABENCH_PUBLISHED", Path(__file__).parents[2] /
 PLAYBOOK = FOLDER / "data" / "playbook_runs.csv"
 RUNS = FOLDER / "data" / "published_runs.csv"
 
+FRAMEWORKS = FOLDER / "data" / "published_frameworks.csv"
+
 
 def needs(path):
     """A mark that skips a test where the file is absent."""

@@ -110,6 +110,7 @@ def _fill_layout(row: Row) -> None:
         row["gpus"] = _product(row, "nodes", "gpus_per_node") or _product(row, *DEGREES)
     _fill_quotient(row, "gpus_per_node", "gpus", "nodes")
     _fill_quotient(row, "nodes", "gpus", "gpus_per_node")
+    _fill_quotient(row, "dp", "gpus", "tp", "pp", "cp")
     _fill_quotient(row, "gas", "gbs", "dp", "mbs")
     if row.get("pp") == 1:
         row |= {name: NEUTRAL[name] for name in details_of("pp")}

@@ -284,7 +284,7 @@ def _predicted_parts(table: pa.Table) -> dict[str, dict[str, Any]]:
         for run in runs_on_it:
             stages = predict_memory(run.spec, constants, LARGEST)
             stage = max(stages, key=lambda stage: stage.peak_bytes)
-            extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu))
+            extrapolation = "; ".join(beyond_fit([run.spec], profile, hardware.gpu_at_limit))
             parts_by_run[run.run_id] = {part: round(getattr(stage, part)) for part in MEMORY_PARTS} | {
                 "extrapolated": extrapolation or None,
                 "limit": hardware.mem_bytes,

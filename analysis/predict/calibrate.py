@@ -86,7 +86,7 @@ def measured(timed: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]
     """The features of these runs and of those that `base` was fitted to, in the form of `Profile.measured`."""
     values_by_feature = {name: {*values} for name, values in base.measured.items()}
     for case in timed:
-        for name, value in features(case.run.spec, case.hardware.gpu).items():
+        for name, value in features(case.run.spec, case.hardware.gpu_at_limit).items():
             values_by_feature.setdefault(name, set()).add(value)
     ends = ((name, sorted(values)) for name, values in values_by_feature.items())
     return {n: (*v,) if isinstance(v[0], str) else (v[0], v[-1]) for n, v in ends}

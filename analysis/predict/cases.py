@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ultrabench.analysis.measured import MeasuredRun
-from ultrabench.errors import ConfigError
+from ultrabench.errors import ConfigError, unknown_name
 from ultrabench.hardware import Hardware, Peak
 from ultrabench.result import OTHER_SIZES, Status
 from ultrabench.sweep.config.files import files, read_yaml
@@ -46,7 +46,7 @@ class Case:
     def interval_s(self, profile: Profile) -> tuple[float, float, float]:
         """The predicted step time in seconds, and the ends of the interval in which 80 % of such runs lie."""
         time_s = self.predict_s(profile.time)
-        low, high = profile.interval_of(self.run.spec, self.hardware.gpu, self.links)
+        low, high = profile.interval_of(self.run.spec, self.hardware.gpu_at_limit, self.links)
         return time_s, time_s * math.exp(low), time_s * math.exp(high)
 
     def log_error(self, constants: TimeConstants) -> float:
@@ -61,10 +61,11 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
     Suspect runs are among them. The second value counts the others by reason.
 
     Raises:
-        ConfigError: no configuration describes the hardware of a run.
+        ConfigError: the file of a run's hardware cannot be used.
     """
     comparable, left_out = list[Case](), Counter[str]()
-    hardware_by_name = {name: load_hardware(str(name)) for name in {run.hardware for run in runs}}
+    names = {run.hardware for run in runs} & files("hardware").keys()
+    hardware_by_name = {name: load_hardware(str(name)) for name in names}
     for run in runs:
         if run.status not in (Status.OK, Status.OOM):
             left_out[f"status {run.status}"] += 1
@@ -72,6 +73,8 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
             left_out["not final"] += 1
         elif run.step_time_s is not None and not 0 < run.step_time_s < math.inf:
             left_out["with a step time that is not above 0 s"] += 1
+        elif run.hardware not in hardware_by_name:
+            left_out[unknown_name("hardware", run.hardware, files("hardware"))] += 1
         else:
             comparable.append(_case(run, hardware_by_name[run.hardware]))
     return comparable, left_out
@@ -161,6 +164,18 @@ def default_profile(cases: Sequence[Case]) -> str:
     )
     rule = f"no profile is that of all of them: give --profile, one of {profiles}"
     raise ConfigError(f"the runs are of {used}; {rule}")
+
+
+def usual_profiles(cases: Sequence[Case]) -> dict[str, str]:
+    """Name of each kernel of these runs -> the name of the profile for it.
+
+    Raises:
+        ConfigError: a kernel has none.
+    """
+    cases_by_kernel: dict[str, list[Case]] = {}
+    for case in cases:
+        cases_by_kernel.setdefault(case.run.spec.kernel.name, []).append(case)
+    return {kernel: default_profile(of_kernel) for kernel, of_kernel in cases_by_kernel.items()}
 
 
 def profile_and_hardware(run: MeasuredRun) -> tuple[Profile, Hardware]:

@@ -26,8 +26,21 @@ GROUPS: Mapping[str, Callable[[Case], Hashable]] = {
 """What `--leave-out` can leave out -> the group of a case."""
 SLICES = ("model", "nodes", "parallelism")
 """Columns of the table, for each value of which there are metrics; those of precision only where it differs."""
-CELL = ["model", "num_params", "gbs", "nodes"]
+CELL = ["model_id", "gbs", "nodes"]
 """Columns of the table whose values the runs of a cell share: they train the same model on the same nodes."""
+ROW_COLUMNS = (
+    "run_id",
+    "source",
+    "profile",
+    "hardware",
+    "nodes",
+    "model",
+    "precision",
+    "layout",
+    "compile",
+    "exclusion",
+)
+"""Columns of the table that say which run `row_errors` describes."""
 MIN_RANKED = 5
 """Smallest number of runs with a step time of a cell whose order means something."""
 TOP_LAYOUTS = 5
@@ -89,16 +102,24 @@ def _row(case: Case, profile: Profile) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
         "job_id": run.job_id,
+        "source": run.source,
+        "profile": profile.name,
+        "hardware": case.hardware.name,
         "model": spec.shape.name,
+        "model_id": spec.shape.model_id,
         "num_params": spec.shape.num_params,
         "gbs": spec.workload.gbs,
         "nodes": spec.nodes,
         **layout,
         "precision": spec.kernel.precision,
         "parallelism": " ".join(axis for axis in (*DEGREES, *DIVIDES) if layout[axis] > 1) or "one rank",
+        "layout": spec.label(),
         "status": str(run.status),
         "regime": case.regime,
+        "compile": spec.kernel.compile,
         "step_time_s": run.step_time_s,
+        "tokens_per_s_per_gpu": run.step_time_s
+        and spec.tokens_per_step / run.step_time_s / spec.layout.world_size,
         "predicted_step_time_s": time_s,
         "predicted_low_s": low_s,
         "predicted_high_s": high_s,
@@ -118,6 +139,24 @@ def _memory(case: Case, profile: Profile) -> dict[str, float]:
         "allocated_share": max(stage.allocated_bytes for stage in stages) / size,
         "p_oom": p_oom(stages, size, constants),
     }
+
+
+def row_errors(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """What is measured and predicted of each run that has a step time, in tokens/s/GPU, as JSON values.
+
+    `error` is predicted / measured - 1, and `inside` whether the measured speed lies in the 80 % interval.
+    """
+    timed = rows[(rows.status == Status.OK) & rows.step_time_s.notna()]
+    tokens = timed.tokens_per_s_per_gpu * timed.step_time_s
+    speeds = {
+        "predicted_tokens_per_s_per_gpu": tokens / timed.predicted_step_time_s,
+        "low_tokens_per_s_per_gpu": tokens / timed.predicted_high_s,
+        "high_tokens_per_s_per_gpu": tokens / timed.predicted_low_s,
+        "error": timed.step_time_s / timed.predicted_step_time_s - 1,
+        "inside": timed.step_time_s.between(timed.predicted_low_s, timed.predicted_high_s),
+    }
+    described = timed.assign(**speeds)[[*ROW_COLUMNS, "tokens_per_s_per_gpu", *speeds]]
+    return described.to_dict("records")
 
 
 def metrics(rows: pd.DataFrame) -> dict[str, Any]:

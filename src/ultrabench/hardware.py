@@ -1,5 +1,6 @@
 """Describes the hardware of a node: its accelerators, their rates and the links between them."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,11 +15,20 @@ GIVEN = "given as hardware.peak_flops_per_s"
 """Source of a peak rate of CPUs that a user gives."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
+<<<<<<< HEAD
+=======
+FP8_ARCHITECTURES = "sm_89 or newer, or gfx942, gfx950 or gfx12"
+"""The architectures with products of scaled fp8 numbers in torch: see `Hardware.has_fp8`."""
+CUBE_ROOT = 1 / 3
+"""Exponent of the compute rate in power_limit_w / rated_power_w. A prior: power grows as clock * voltage**2, and voltage in
+proportion to the clock. No run under a limit was measured."""
+>>>>>>> published
 ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "sm_80, sm_90 and so on, or gfx942 and so on")
 
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
 PeakRate = Annotated[float, between(1e9, 1e18, "FLOPs per second, such as 9.89e14")]
 Memory = Annotated[int, between(2**28, 2**44, "bytes, such as 80000000000")]
+Power = Annotated[float, between(1.0, 1e5, "watts, such as 700")]
 MemoryRate = Annotated[float, between(1e9, 1e15, "bytes per second, such as 3.35e12")]
 LinkRate = Annotated[float, between(1e8, 1e14, "bytes per second, such as 4.5e11")]
 
@@ -75,6 +85,10 @@ class Hardware:
     """Seconds of steps after which the clocks of the accelerator are steady; measure.warmup_s where that is null."""
     min_s: NonNegative = 0.0
     """Seconds of steps in which the clocks of the accelerator average out; measure.min_s where that is null."""
+    rated_power_w: Power | None = None
+    """Watts of one accelerator in its data sheet, at which profiles were measured; None: unknown."""
+    power_limit_w: Power | None = None
+    """Watts to which this site limits each accelerator; None: no lower limit than rated_power_w."""
     simulated: bool = False
     """Whether several nodes of this type are processes of one host."""
 
@@ -89,6 +103,25 @@ class Hardware:
                 f"{fact}, in which attention and head of an fp8 run compute; add it",
                 setting="hardware.peak_flops_per_s",
             )
+
+        if self.power_limit_w and not self.rated_power_w:
+            fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} without rated_power_w"
+            raise ConfigError(f"{fact}; add the watts of its data sheet", setting="hardware.power_limit_w")
+
+    @property
+    def clock_share(self) -> float:
+        """Share of its usual compute rate that an accelerator keeps under its power limit; 1.0 without a lower one.
+
+        The rate of its memory and its links stays.
+        """
+        rated_power_w = self.rated_power_w or math.inf
+        limit_w = min(self.power_limit_w or rated_power_w, rated_power_w)
+        return 1.0 if limit_w == rated_power_w else math.pow(limit_w / rated_power_w, CUBE_ROOT)
+
+    @property
+    def gpu_at_limit(self) -> str:
+        """The accelerator as profiles name it: `gpu`, with a lower power limit where there is one."""
+        return f"{self.gpu} at {self.power_limit_w:g} W" if self.clock_share < 1 else self.gpu
 
     @property
     def compute_capability(self) -> int | None:

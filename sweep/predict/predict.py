@@ -101,8 +101,16 @@ class Predictor:
     def of_parts(self, spec: RunSpec, stages: Sequence[StageMemory], times: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
         hardware, begin_s = self.hardware, start_s(self.hardware, spec.nodes)
+<<<<<<< HEAD
         time_s, (peak, share, chance) = times.total, self.occupancy(stages)
         low, high = self.profile.interval_of(spec, hardware.gpu, self.links)
+=======
+        time_s, peak = times.total, max(stage.peak_bytes for stage in stages)
+        chance = p_oom(stages, hardware.mem_bytes, self.memory)
+        low, high = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
+        # The limit of a process counts from what it held before its tensors.
+        base_bytes = self.memory.base_bytes if hardware.device == "cpu" else 0.0
+>>>>>>> published
         full = reserved_share(stages, hardware) > NEARLY_FULL
         return Prediction(
             step_time_s=time_s,
@@ -170,7 +178,7 @@ def with_links(
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
     times = predict_step_time(spec, hardware, peak, links, profile.time, prediction.memory_share)
-    low, high = profile.interval_of(spec, hardware.gpu, links)
+    low, high = profile.interval_of(spec, hardware.gpu_at_limit, links)
     return replace(
         prediction,
         step_time_s=times.total,

@@ -210,12 +210,17 @@ def _micro_batch(
 
 
 def _rates(spec: RunSpec, hardware: Hardware, peak: float, c: TimeConstants) -> Rates:
-    """What a GPU reaches; with fp8, linear layers alone compute in it, the rest in bf16."""
+    """What a GPU reaches; with fp8, linear layers alone compute in it, the rest in bf16.
+
+    A power limit slows down the clock of all products, not the memory.
+    """
+    peak *= hardware.clock_share
     stream, linear, cast_bytes = hardware.hbm_bytes_per_s * c.hbm_efficiency, peak * c.gemm_efficiency, 0.0
     if spec.kernel.precision == "fp8":
         linear, cast_bytes = peak * c.fp8_efficiency, c.fp8_cast_bytes
         cast_bytes *= c.compiled_traffic if spec.compiles else 1
-        peak = hardware.peak_flops_per_s.get("bf16", peak)  # CPUs have one rate
+        if bf16 := hardware.peak_flops_per_s.get("bf16"):  # CPUs have one rate
+            peak = bf16 * hardware.clock_share
     return Rates(linear, peak * c.gemm_efficiency, peak * c.attention_efficiency, stream, cast_bytes)
 
 

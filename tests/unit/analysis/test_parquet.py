@@ -101,7 +101,7 @@ def test_an_attempt_becomes_the_run_that_it_measured(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"intermediate_size": None}, "row.shape lacks intermediate_size"),
+    [({"intermediate_size": None}, "model=8B lacks intermediate_size"),
      ({"zero_stage": 4}, "zero_stage=4; must be 0 to 3"),
      ({"dp": 16}, "has 16 ranks; 1 node of 8 have 8")],
 )  # fmt: skip

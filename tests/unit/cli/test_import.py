@@ -4,11 +4,12 @@ import csv
 import re
 from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import pytest
 import yaml
 
-from tests.published import FOLDER, PLAYBOOK, RUNS, needs
+from tests.published import FOLDER, FRAMEWORKS, PLAYBOOK, RUNS, needs
 from tests.unit.cli.conftest import as_json, one_line
 from ultrabench.analysis.collect import read_parquet
 from ultrabench.analysis.measured import measured_runs
@@ -217,9 +218,8 @@ def test_mistakes(ultrabench, words, told):
     assert told in one_line(ultrabench, "import", *words.split())
 
 
-def example():
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    return text
+def example(number=0):
+    return re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[number]
 
 
 def test_the_map_of_the_page_reads_such_a_table(ultrabench):
@@ -251,6 +251,28 @@ def test_the_map_of_the_page_reads_the_published_runs(ultrabench):
     ]
     assert Counter(row["precision"] for row in nemo) == {"bf16": 22, "fp8": 22}
     assert all(row["mfu"] == pytest.approx(row["source_mfu"], rel=0.01) for row in nemo)
+
+
+@needs(FRAMEWORKS)
+def test_the_second_map_of_the_page_reads_what_frameworks_publish_and_every_other_row_is_judged(ultrabench):
+    Path("map.yaml").write_text(example(1))
+    account, _ = imported(ultrabench, "--map", "map.yaml", str(FRAMEWORKS))
+    assert (account["rows"], account["suspect"]) == (18, 0)
+    words = "predict", "validate", "out.parquet"
+    judged, err = as_json(ultrabench, *words), ultrabench(*words)[2]
+    refused = (
+        "2: row.kernel.precision='mxfp8'",
+        "3: model=gpt-oss-120b lacks hidden_size",
+        "1 unknown hardware 'GB300'",
+    )
+    assert all(reason in err for reason in refused)
+    assert {row["profile"]: row["hardware"] for row in judged["rows"] if "llama3.1-8b" in row["model"]} == {
+        "ultrabench": "h100-96gb-x8"
+    }
+    assert Counter(row["profile"] for row in judged["rows"]) == {"megatron": 6, "ultrabench": 6}
+    errors = [abs(1 / (1 + row["error"]) - 1) for row in judged["rows"]]  # of step times, as in the median
+    assert median(errors) == pytest.approx(judged["healthy"]["step_time"]["median_error"])
+    assert sum(row["inside"] for row in judged["rows"]) / 12 == judged["healthy"]["interval"]["coverage"]
 
 
 def published_cells():

@@ -142,7 +142,10 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench):
     assert "9 runs; left out: none" in err
     assert "step time of healthy rows, profile ultrabench: 9 runs (0 excluded)" in out
     assert out.count("memory and OOM of all rows") == 1
-    assert max(map(len, out.splitlines())) <= 85
+    written = pq.read_table("r.parquet").to_pylist()
+    errors = [row["step_time_s"] / row["predicted_step_time_s"] - 1 for row in written]
+    assert [row["error"] for row in document["rows"]] == pytest.approx(errors)
+    assert "tokens/s/GPU of each run" in out
 
 
 @pytest.mark.parametrize("profile", sorted(files("profiles")))
@@ -161,7 +164,7 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     used = as_json(ultrabench, *words)
     assert used["all"]["step_time"]["median_error"] < document["before"]["median_error"] / 2
     err = ultrabench(*words)[2]
-    assert used["profile"]["source"] in err
+    assert used["profiles"][0]["source"] in err
     assert "are those of the fit" in err
 
 

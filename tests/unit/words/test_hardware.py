@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.configs import refused, write_config
+from ultrabench.cli.predict.layout import document
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.open_sweep import folder_of, in_force, require_same, sweep_json_of
 from ultrabench.record import to_dict
 from ultrabench.store.sweep_json import write_sweep_json
+from ultrabench.sweep.arguments import PREDICTED, read_run
 from ultrabench.sweep.config.files import describe, files, read_yaml
-from ultrabench.sweep.config.load import config_from_tree, load_config, read_hardware
+from ultrabench.sweep.config.load import config_from_tree, load_config, load_hardware, read_hardware
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.running.standings import FP8_OVER_BF16
 
@@ -37,6 +39,7 @@ def hardware_of(name):
 
 RATES = {
     "h100x8": (989e12, 79.1, 450e9), "h100-pcie-x8": (756e12, 79.1, 64e9), "h100-nvl-x8": (835e12, 93.0, 64e9),
+    "h100-96gb-x8": (989e12, 95.04, 450e9),
     "h200x8": (989e12, 139.8, 450e9), "a100-80x8": (312e12, 79.2, 300e9), "a100-40x8": (312e12, 39.5, 300e9),
     "b200x8": (2.25e15, 178.4, 900e9), "gb200x4": (2.5e15, 184.3, 900e9), "l40s-x8": (362.05e12, 44.5, 32e9),
     "mi300x-x8": (1307.4e12, 192, 448e9),
@@ -71,7 +74,7 @@ def test_a_gpu_of_the_users_own_is_planned_and_recorded():
 
 def test_a_sweep_from_before_architectures_goes_on(tmp_path):
     config = load_config(["hardware=h100x8", "model=tiny"])
-    older = replace(config, hardware=replace(config.hardware, architecture=None))
+    older = replace(config, hardware=replace(config.hardware, architecture=None, rated_power_w=None))
     require_same(sweep_json_of(older, {}), config, tmp_path)
 
 
@@ -123,6 +126,7 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
         (("1.0e14", "148"), "bf16=148; must be 1e9 to 1e18 FLOPs per second, such as 9.89e14"),
         (("24000000000", "96"), "mem_bytes=96; must be 268,435,456 to 17,592,186,044,416 bytes, such as 8"),
         (("gpu: ", "architecture: hopper\ngpu: "), "architecture='hopper'; must be sm_80, sm_90 and so on"),
+        (("gpu: ", "power_limit_w: 500.0\ngpu: "), "power_limit_w=500 without rated_power_w; add the watts"),
         (("gpu: ", "device: tpu\ngpu: "), "hardware.device='tpu'; must be cuda or cpu"),
     ],
 )  # fmt: skip
@@ -130,6 +134,29 @@ def test_what_is_no_hardware_is_refused_in_one_line(change, line):
     write_config("hardware/toasters", OURS.replace(*change))
     with refused(line):
         hardware_of("toasters")
+
+
+def test_a_power_limit_slows_down_products_alone_and_counts_as_another_gpu():
+    write_config("hardware/limited", "gpu: H100-SXM\npower_limit_w: 350.0\n")
+    write_config("hardware/usual", "gpu: H100-SXM\npower_limit_w: 700.0\n")
+    h100, limited, usual = map(load_hardware, ("h100x8", "limited", "usual"))
+    assert (h100.clock_share, usual.clock_share, usual.gpu_at_limit) == (1.0, 1.0, "H100-SXM")
+    assert limited.clock_share == pytest.approx(0.5 ** (1 / 3))
+    words = ["model=llama3-8b", "nodes=1", "zero_stage=3", "recompute=full", "compile=false"]
+    times, widths = [], []
+    for name in ("h100x8", "usual", "limited"):
+        prediction = document(*read_run([*words, f"hardware={name}"], PREDICTED))
+        times.append(prediction["time"])
+        widths.append(prediction["step_time_high_s"] / prediction["step_time_s"])
+    assert times[0] == times[1]
+    changed = {
+        part: times[2][part] / times[0][part] for part in ("gemm", "attention", "memory_bound", "optimizer")
+    }
+    assert changed == pytest.approx(
+        {"gemm": 2 ** (1 / 3), "attention": 2 ** (1 / 3), "memory_bound": 1, "optimizer": 1}
+    )
+    assert widths[0] == widths[1] < widths[2]
+    assert "gpu=H100-SXM at 350 W (H100-SXM)" in prediction["unmeasured"]
 
 
 def test_a_precision_without_a_rate_is_refused():

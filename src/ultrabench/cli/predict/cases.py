@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.measured import measured_runs
-from ultrabench.analysis.predict.cases import Case, cases, default_profile, with_memory
+from ultrabench.analysis.predict.cases import Case, cases, default_profile, usual_profiles, with_memory
 from ultrabench.cli.tables import say, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.sweep.config.load import load_profile
@@ -23,6 +23,33 @@ def open_cases(
     Args:
         profile: its name; None means that of the program which the runs used.
     """
+    usable_cases = _usable_cases(sources, results_dir)
+    constants = load_profile(profile or default_profile(usable_cases))
+    return with_memory(usable_cases, constants), constants
+
+
+def open_cases_by_profile(
+    source: str | None, profile: str | None, results_dir: Path
+) -> list[tuple[list[Case], Profile]]:
+    """The runs of a sweep or file that predictions can be compared with, by the profile of these predictions.
+
+    Args:
+        profile: its name; None means for each run that of the program which it used.
+    """
+    usable_cases = _usable_cases([source], results_dir)
+    usual = {} if profile else usual_profiles(usable_cases)
+    cases_by_name: dict[str, list[Case]] = {}
+    for case in usable_cases:
+        cases_by_name.setdefault(profile or usual[case.run.spec.kernel.name], []).append(case)
+    profiles = {name: load_profile(name) for name in cases_by_name}
+    return [
+        (with_memory(of_profile, profiles[name]), profiles[name])
+        for name, of_profile in cases_by_name.items()
+    ]
+
+
+def _usable_cases(sources: Sequence[str | None], results_dir: Path) -> list[Case]:
+    """The runs that predictions can be compared with; the others are counted on stderr."""
     runs, unknown = [], Counter[str]()
     for source in sources:
         runs_with_results, unusable = measured_runs(open_results(source, results_dir, warn)[2])
@@ -37,5 +64,4 @@ def open_cases(
     if not usable_cases:
         rows = counted(len(runs) + unknown.total(), "row")
         raise ConfigError(f"none of {rows} is of a run that can be predicted and ended ok or out of memory")
-    constants = load_profile(profile or default_profile(usable_cases))
-    return with_memory(usable_cases, constants), constants
+    return usable_cases

@@ -21,6 +21,8 @@ TIME = ("runs", "> 2x", "median", "90 %", "in 80 %", "rank corr.", "top 5", "reg
 """Columns of the errors of step times; `> 2x` counts rows that took more than twice as long as predicted."""
 MEMORY = ("median", "90 %", "OOM right", "borderline", "wrong prune", "OOM caught")
 """Columns of the errors of memory."""
+FEW_ROWS = 30
+"""Largest number of runs that `validate` lists one by one; --json lists all, and --rows writes them."""
 MINE = Path("ultrabench/profiles/mine.yaml")
 ProfileName = Annotated[
     str | None, typer.Option("--profile", metavar="NAME", help="Default: that of the runs' program.")
@@ -73,30 +75,46 @@ def validate(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Compare predictions with measured runs; -o draws them."""
-    from ultrabench.analysis.predict.validate import GROUPS, metrics, priors_of_fp8, without_own_group
+    import pandas as pd
+
+    from ultrabench.analysis.predict.validate import (
+        GROUPS,
+        metrics,
+        priors_of_fp8,
+        row_errors,
+        without_own_group,
+    )
     from ultrabench.analysis.predict.validate import table as predicted
-    from ultrabench.cli.predict.cases import open_cases
+    from ultrabench.cli.predict.cases import open_cases, open_cases_by_profile
     from ultrabench.cli.tables import print_json, say, show
     from ultrabench.sweep.config.load import load_profile
 
     if leave_out is not None:
         require_known("group for --leave-out", GROUPS, leave_out)
-    cases_of_file, used = open_cases([source], profile, results_dir)
     if leave_out is None:
-        predictions = predicted(cases_of_file, lambda case: used)
-        if priors := priors_of_fp8(cases_of_file, used):
-            say(priors)
-        if used.prior:
-            fit = f"profile {used.name}: {used.source}; the errors of runs that it was fitted to are those of the fit"
-            say(f"{fit}: --leave-out model or nodes fits without them")
+        groups = open_cases_by_profile(source, profile, results_dir)
+        predictions = pd.concat(
+            [predicted(of_profile, lambda case, used=used: used) for of_profile, used in groups],
+            ignore_index=True,
+        )
+        profiles = [used for _, used in groups]
+        for of_profile, used in groups:
+            if priors := priors_of_fp8(of_profile, used):
+                say(priors)
+            if used.prior:
+                fit = f"profile {used.name}: {used.source}; the errors of runs that it was fitted to are those of the fit"
+                say(f"{fit}: --leave-out model or nodes fits without them")
     else:
+        cases_of_file, used = open_cases([source], profile, results_dir)
+        profiles = [used]
         prior = load_profile(used.prior) if used.prior else used
         limits = {name: value for name, value in used.memory.items() if name.endswith("limit")}
         memory = " and memory (not its limits)" if used.framework == "nanotron" else ""
         say(f"--leave-out {leave_out}: step time{memory} fitted anew without each, from profile {prior.name}")
         fitted = without_own_group(cases_of_file, replace(prior, memory=prior.memory | limits), leave_out)
         predictions = predicted(cases_of_file, lambda case: fitted[GROUPS[leave_out](case)])
-    measured = metrics(predictions)
+    names = ", ".join(used.name for used in profiles)
+    measured, errors = metrics(predictions), row_errors(predictions)
     if rows is not None:
         import pyarrow as pa
 
@@ -106,22 +124,44 @@ def validate(
     if output is not None:
         from ultrabench.analysis.figures.plots.predicted import validated
 
-        draw(output, lambda: validated(predictions, used.name))
+        draw(output, lambda: validated(predictions, names))
     if json_:
-        scored = {"name": used.name, "source": used.source, "prior": used.prior, "leave_out": leave_out}
-        print_json(measured | {"profile": scored})
+        scored = [
+            {"name": used.name, "source": used.source, "prior": used.prior, "leave_out": leave_out}
+            for used in profiles
+        ]
+        print_json(measured | {"profiles": scored, "rows": errors})
         return
+    if len(errors) <= FEW_ROWS:
+        _show_rows(errors)
     for scope, all_ in measured.items():
         if scope == "all" and not measured["healthy"]["excluded"]:
             show("step time of all rows: the same, since none is excluded", "")
             continue
         reasons = ", ".join(f"{n:,} {why}" for why, n in all_["excluded_by_reason"].items())
         runs = f"{all_['step_time']['rows']:,} runs ({all_['excluded']:,} excluded)"
-        title = f"step time of {scope} rows, profile {used.name}: {runs}"
+        title = f"step time of {scope} rows, profile {names}: {runs}"
         _show(f"{title}: {reasons}" if reasons else title, TIME, all_, _time)
         shares = ", ".join(f"{k} {_percent(v)}" for k, v in all_["interval"]["regimes"].items())
         show(f"{scope} rows in their 80 % interval by regime: {shares or 'none'}", "")
-    _show(f"memory and OOM of all rows, profile {used.name}", MEMORY, measured["all"], _memory)
+    _show(f"memory and OOM of all rows, profile {names}", MEMORY, measured["all"], _memory)
+
+
+def _show_rows(errors: list[dict[str, Any]]) -> None:
+    """Prints what was measured and predicted of each run, in tokens/s/GPU."""
+    from ultrabench.cli.tables import show, table
+
+    rows = []
+    for e in errors:
+        speed, predicted, low, high = (
+            f"{e[f'{end}tokens_per_s_per_gpu']:,.0f}" for end in ("", "predicted_", "low_", "high_")
+        )
+        run = f"{e['model']} {e['precision']}{' compiled' * e['compile']}"
+        where = f"{counted(e['nodes'], 'node')} {e['hardware']}"
+        interval = f"{low}-{high}{'' if e['inside'] else ' (outside)'}"
+        rows.append((run, where, e["layout"], speed, predicted, interval, f"{e['error']:+.0%}"))
+    heads = ("run", "on", "layout", ">measured", ">predicted", ">80 % interval", ">error")
+    show(table("tokens/s/GPU of each run", *heads, rows=rows), "")
 
 
 def _show(

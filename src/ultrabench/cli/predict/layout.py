@@ -87,7 +87,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "limited_by": part_rows.limited_by,
         "tokens_per_s_per_gpu": rate,
         "mfu": None if peak.source == GUESSED else rate * flops / peak.flops_per_s,
-        "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu),
+        "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
         "against_published": _against_published(spec, config, part_rows.step_time_s, peak),
     }
 

@@ -95,7 +95,9 @@ def show_plan(
         *same_commands(plan),
     ]
     fresh = [run for run in plan.runs if run.run_id not in rates]
-    summary["unmeasured"] = beyond_fit((run.spec for run in fresh), config.profile, config.hardware.gpu)
+    summary["unmeasured"] = beyond_fit(
+        (run.spec for run in fresh), config.profile, config.hardware.gpu_at_limit
+    )
     notes += _extrapolation(plan, fresh, summary["unmeasured"], best)
     if now.settled:
         price_note = "the price is that of what is left" if price.jobs else "nothing is left to run"
@@ -155,7 +157,7 @@ def _extrapolation(
         runs: the runs of the plan that are not measured.
         unmeasured: their features that no run of the fit had.
     """
-    config, profile, gpu = plan.config, plan.config.profile, plan.config.hardware.gpu
+    config, profile, gpu = plan.config, plan.config.profile, plan.config.hardware.gpu_at_limit
     if unmeasured:
         number = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
         unlike = f"extrapolated: {number:,} of {counted(len(runs), 'run')} are unlike those that profile {profile.name} was"

@@ -25,7 +25,7 @@ from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.store.sweep_moves import remove_sweep, rename_sweep, require_own_folder
 from ultrabench.sweep.candidate import Candidate, by_cell
-from ultrabench.sweep.config.sweep_config import NAME
+from ultrabench.sweep.config.sweep_config import SWEEP_NAME
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.running.progress import SweepProgress, progress
 
@@ -131,7 +131,7 @@ def run_rename(folder: SweepFolder, name: str, yes: bool) -> None:
         SweepFolderError: its jobs may live, it is no folder of its own, or the name is taken.
         typer.Abort: the answer is no.
     """
-    value_from(Annotated[str, NAME], name, "NEW")
+    value_from(Annotated[str, SWEEP_NAME], name, "NEW")
     folder = require_own_folder(folder)
     _require_idle(folder, "renamed")
     _ask(f"Rename {folder.path} to {name}? Files that were exported keep the old name", yes)
