@@ -15,14 +15,9 @@ GIVEN = "given as hardware.peak_flops_per_s"
 """Source of a peak rate of CPUs that a user gives."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
-<<<<<<< HEAD
-=======
-FP8_ARCHITECTURES = "sm_89 or newer, or gfx942, gfx950 or gfx12"
-"""The architectures with products of scaled fp8 numbers in torch: see `Hardware.has_fp8`."""
 CUBE_ROOT = 1 / 3
 """Exponent of the compute rate in power_limit_w / rated_power_w. A prior: power grows as clock * voltage**2, and voltage in
 proportion to the clock. No run under a limit was measured."""
->>>>>>> published
 ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "sm_80, sm_90 and so on, or gfx942 and so on")
 
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.

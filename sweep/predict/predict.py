@@ -101,16 +101,8 @@ class Predictor:
     def of_parts(self, spec: RunSpec, stages: Sequence[StageMemory], times: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
         hardware, begin_s = self.hardware, start_s(self.hardware, spec.nodes)
-<<<<<<< HEAD
         time_s, (peak, share, chance) = times.total, self.occupancy(stages)
-        low, high = self.profile.interval_of(spec, hardware.gpu, self.links)
-=======
-        time_s, peak = times.total, max(stage.peak_bytes for stage in stages)
-        chance = p_oom(stages, hardware.mem_bytes, self.memory)
         low, high = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
-        # The limit of a process counts from what it held before its tensors.
-        base_bytes = self.memory.base_bytes if hardware.device == "cpu" else 0.0
->>>>>>> published
         full = reserved_share(stages, hardware) > NEARLY_FULL
         return Prediction(
             step_time_s=time_s,
