@@ -156,7 +156,7 @@ def row_errors(rows: pd.DataFrame) -> list[dict[str, Any]]:
         "inside": timed.step_time_s.between(timed.predicted_low_s, timed.predicted_high_s),
     }
     described = timed.assign(**speeds)[[*ROW_COLUMNS, "tokens_per_s_per_gpu", *speeds]]
-    return described.to_dict("records")
+    return [{str(name): value for name, value in row.items()} for row in described.to_dict("records")]
 
 
 def metrics(rows: pd.DataFrame) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -13,6 +14,9 @@ from ultrabench.analysis.numbers import percent
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source, require_parquet, words
 from ultrabench.cli.results import Output, draw, write_result
 from ultrabench.errors import ConfigError, counted, require_known
+
+if TYPE_CHECKING:
+    from ultrabench.sweep.predict.profile import Profile
 
 Metrics = dict[str, Any]
 """Errors of predictions, as `ultrabench.analysis.predict.validate.metrics` gives them."""
@@ -93,10 +97,8 @@ def validate(
         require_known("group for --leave-out", GROUPS, leave_out)
     if leave_out is None:
         groups = open_cases_by_profile(source, profile, results_dir)
-        predictions = pd.concat(
-            [predicted(of_profile, lambda case, used=used: used) for of_profile, used in groups],
-            ignore_index=True,
-        )
+        tables = [predicted(of_profile, partial(_same, used)) for of_profile, used in groups]
+        predictions = pd.concat(tables, ignore_index=True)
         profiles = [used for _, used in groups]
         for of_profile, used in groups:
             if priors := priors_of_fp8(of_profile, used):
@@ -145,6 +147,11 @@ def validate(
         shares = ", ".join(f"{k} {_percent(v)}" for k, v in all_["interval"]["regimes"].items())
         show(f"{scope} rows in their 80 % interval by regime: {shares or 'none'}", "")
     _show(f"memory and OOM of all rows, profile {names}", MEMORY, measured["all"], _memory)
+
+
+def _same(profile: "Profile", case: object) -> "Profile":
+    """The profile, whatever the case is."""
+    return profile
 
 
 def _show_rows(errors: list[dict[str, Any]]) -> None:
