@@ -184,5 +184,8 @@ def profile_and_hardware(run: MeasuredRun) -> tuple[Profile, Hardware]:
     Raises:
         ConfigError: no profile or no hardware has their names.
     """
-    (case,), _ = cases([run])
+    comparable, left_out = cases([run])
+    if not comparable:
+        raise ConfigError(*left_out)
+    (case,) = comparable
     return load_profile(default_profile([case])), case.hardware

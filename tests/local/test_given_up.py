@@ -19,7 +19,7 @@ driver, library = test_gpus.driver, test_gpus.library
 KEEPS_MEMORY = """
 import json, os
 if os.environ["RANK"] == "1":
-    open(os.environ["FAKE_GPUS"], "w").write(f"GPU-a 00000000:1B:00.0 {41 * 2**30} {80 * 2**30} 1980 0 0\\n")
+    open(os.environ["FAKE_GPUS"], "w").write(f"GPU-a 00000000:1B:00.0 {41 * 2**30} {80 * 2**30} 1980 0 0 0 0\\n")
 report = open(os.environ["ULTRABENCH_REPORT"], "a")
 print(json.dumps({"event": "step", "step": 1, "seconds": 0.1, "loss": 1.0}), file=report)
 print(json.dumps({"event": "done"}), file=report)
@@ -45,7 +45,7 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
     agents = []
     for node in range(2):
         gpus = tmp_path / f"gpus{node}"
-        gpus.write_text(f"GPU-a {test_gpus.A} {2**30} {80 * 2**30} 1980 0 0\n")
+        gpus.write_text(f"GPU-a {test_gpus.A} {2**30} {80 * 2**30} 1980 0 0 0 0\n")
         place = {"SUBMITIT_LOCAL_GLOBALID": str(node), "FAKE_GPUS": str(gpus)}
         agents.append(
             patience.Process(

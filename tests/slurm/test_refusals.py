@@ -48,7 +48,9 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / name, DRIVER], check=True)
     for node in range(1, 9):
         pid = os.getpid() if node == 1 else 0
-        lines = [f"GPU-{gpu} 00000000:1{gpu}:00.0 {gpu * 2**31} {2**36} 1980 0 {gpu * pid}" for gpu in (0, 1)]
+        lines = [
+            f"GPU-{gpu} 00000000:1{gpu}:00.0 {gpu * 2**31} {2**36} 1980 0 {gpu * pid} 0 0" for gpu in (0, 1)
+        ]
         (folder / f"gpu{node:02d}").write_text("\n".join(lines) + "\n")
     setup = f"export LD_LIBRARY_PATH={folder} FAKE_GPUS={folder}/$SLURMD_NODENAME"
     more = ("hardware=h100x8", "hardware.gpus_per_node=2", "launcher.preflight=false", "sweep.nodes=1",

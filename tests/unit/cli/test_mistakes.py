@@ -68,7 +68,7 @@ MISTAKES = [
     ("plot schedule pp=2 pp=4", "pp is given twice"),
     ("sweep plan sweep.nodes=1,2", "a list has brackets and commas; write sweep.nodes=[1,2]"),
     ("sweep plan foo=1", "(known: max_p_oom, model, profile, trace, sweep,"),
-    ("sweep plan launcher.sbtch=1", "did you mean launcher.sbatch? (known: launcher.sbatch, launcher.setup,"),
+    ("sweep plan launcher.sbtch=1", "did you mean launcher.sbatch? (known: launcher.sbatch, launcher.track,"),
     ("sweep plan --show-script --json", "leave out --json, -o and --top"),
     ("sweep plan kernel=command 'kernel.command=[bash,-c,\"echo ${HOME}\"]'",
      "for a variable of the shell on the nodes write \\${HOME}"),
