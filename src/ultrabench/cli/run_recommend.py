@@ -100,7 +100,7 @@ def _rows(config: SweepConfig, cell: Recommendation, elsewhere: Sequence[str]) -
             "limited_by": prediction.limited_by,
             "lost_to": lost_to,
             "lost_share": share,
-            "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu),
+            "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
             "above_published": _is_above_published(of_cell, run),
             "command": _command(config, run, place, elsewhere),
             "reason": None,
