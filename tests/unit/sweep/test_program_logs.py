@@ -1,0 +1,121 @@
+"""What the patterns of configs/kernel/torchtitan.yaml, megatron.yaml, nanotron.yaml and of a user read in a log.
+
+The lines are quoted from published logs, whose addresses are in tests/fixtures/logs; ON_CPUS is from torchtitan 0.3.0
+as it ran under ultrabench.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ultrabench.agent.ranks.rank_progress import RankProgress
+from ultrabench.errors import ConfigError
+from ultrabench.kernel_config import KernelConfig
+from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED, compiled, parse_log_line
+from ultrabench.sweep.config.load import load_config
+
+ON_CPUS = (
+    "[titan] 2026-11-21 16:03:54,469 - root - INFO - step:  3  loss:  6.29930  grad_norm:  3.2757  "
+    "memory: -0.00GiB(-0.00%)  tps: 39  tflops: 0.00  mfu: 0.00%"
+)
+OTHERS = (
+    "[titan] 2026-11-21 15:53:23,735 - root - INFO - Training starts at step 1",
+    "[titan] 2025-07-21 15:57:42,774 - root - INFO - validate step: 10  loss:  4.9925  memory:  0.00GiB(0.00%)  tps: 9",
+    "(min, max) time across ranks (ms): forward-backward: (5444.9, 5445.0)",
+)
+LOGS = Path(__file__).parents[2] / "fixtures/logs"
+MIB, GIB = 2.0**20, 2.0**30
+STEPS = {
+    "torchtitan": [(4096 / 5856, 6.1384), (4096 / 10050, 7.62585), (4096 / 7282, 3.24405)],
+    "megatron": [(5.6301, 2.02153), (0.744, 1.020935)],
+    "nanotron": [(4.71, 5.32), (0.00915, 5.27), (11.5, 2.38)],
+}
+PEAKS = {
+    "torchtitan": (round(66.91 * GIB), None), "megatron": (61480 * MIB, round(54250.98583984375 * MIB)),
+    "nanotron": (496 * MIB, round(309.29 * MIB)),
+}  # fmt: skip
+"""Peaks of reserved and allocated bytes."""
+
+
+def read_log(kernel, lines):
+    """What the agent reads in the log of a rank: its steps, and the progress with the rest."""
+    progress, steps = RankProgress(), []
+    for option in LOG_PATTERNS:
+        if text := getattr(kernel, option):
+            pattern = compiled(option, text)
+            for line in filter(None, (parse_log_line(line, pattern, 4096, option) for line in lines)):
+                if line["event"] == OBSERVED:
+                    progress.observe(line)
+                else:
+                    steps.append(line)
+    return steps, progress
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_published_logs_tell_time_loss_memory_and_mfu(name):
+    kernel = load_config([f"kernel={name}", "model=8B"]).kernel
+    lines = [line for line in (LOGS / f"{name}.txt").read_text().splitlines() if line[0] != "#"]
+    steps, progress = read_log(kernel, lines)
+    read = [
+        {"event": "step", "measured_by": "log", "seconds": pytest.approx(s), "loss": n}
+        for s, n in STEPS[name]
+    ]
+    assert steps == read
+    assert (progress.memory["reserved_bytes"], progress.memory.get("allocated_bytes")) == PEAKS[name]
+    mfus = [0.3429, 0.1399, 0.0017] if name == "torchtitan" else []
+    assert progress.mfus == pytest.approx(mfus)
+    nothing, progress = read_log(kernel, OTHERS)
+    assert (nothing, progress.memory, progress.mfus) == ([], {}, [])
+
+
+def test_a_line_of_torchtitan_without_memory_and_mfu_is_a_step():
+    kernel = load_config(["kernel=torchtitan", "model=8B"]).kernel
+    (step,), progress = read_log(kernel, [ON_CPUS.replace("mfu: 0.00%", "mfu: N/A")])
+    assert (step["seconds"], step["loss"]) == (pytest.approx(4096 / 39), 6.2993)
+    assert (progress.memory, progress.mfus) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("step_rank", "rank"), [(0, 0), (-1, 11), ("last_stage", 8)],
+)  # fmt: skip
+def test_the_rank_whose_log_has_the_steps_follows_from_the_layout(step_rank, rank):
+    kernel = KernelConfig(name="x", kind="command", command=("x",), step_rank=step_rank)
+    assert kernel.logging_rank(12, pp=3) == rank
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "quantities"),
+    [
+        ("peak 1,024 bytes", r"peak (?P<allocated_bytes>\S+) bytes", {"allocated_bytes": 1024}),
+        ("peak 1.5 GB", r"peak (?P<reserved_gb>\S+) GB", {"reserved_bytes": 1_500_000_000}),
+        ("peak 1.5 MB", r"peak (?P<reserved_mb>\S+) MB", {"reserved_bytes": 1_500_000}),
+        ("peak 547M", r"peak (?P<reserved_bytes>\S+)", {"reserved_bytes": 547_000_000}),
+        ("peak 1.5 GiB", r"peak (?P<reserved_gib>\S+) GiB", {"reserved_bytes": round(1.5 * GIB)}),
+        ("peak -0.0 GiB", r"peak (?P<reserved_gib>\S+) GiB", None),
+        ("peak nan GiB", r"peak (?P<reserved_gib>\S+) GiB", None),
+        ("peak N/A GiB", r"peak (?P<reserved_gib>\S+) GiB", None),
+    ],
+)  # fmt: skip
+def test_the_group_names_the_unit_of_memory(text, option, quantities):
+    line = parse_log_line(text, compiled("memory_line", option), 1.0, "memory_line")
+    assert line == (quantities and {"event": OBSERVED, **quantities})
+
+
+@pytest.mark.parametrize(
+    ("option", "pattern", "line"),
+    [
+        ("step_line", "(?P<loss>.)", "lacks a group, one of .*milliseconds"),
+        ("memory_line", "(?P<gib>.)", r"kernel\.memory_line=.* lacks a group, one of .*reserved_gib"),
+        ("mfu_line", "(?P<mfu>.)", r"kernel\.mfu_line=.* lacks a group, one of .*fraction.*percent"),
+        ("mfu_line", "(", r"kernel\.mfu_line='\(' is no regular expression"),
+    ],
+)  # fmt: skip
+def test_a_pattern_needs_a_group_that_says_what_it_reads(option, pattern, line):
+    with pytest.raises(ConfigError, match=line):
+        KernelConfig(name="x", kind="command", command=("x",), **{option: pattern})
+
+
+def test_a_time_that_is_no_time_is_not_a_step():
+    for text in ("tps: 0", "tps: ,"):
+        assert parse_log_line(text, re.compile(r"tps: (?P<tokens_per_s_per_gpu>[\d,]+)"), 10.0) is None
