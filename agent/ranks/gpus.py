@@ -137,12 +137,11 @@ class PowerSample(NamedTuple):
 
 def mean_power_w(samples: Sequence[PowerSample]) -> float | None:
     """The mean power of a GPU over its samples: from its energy counter, else the mean of its powers; None if unknown."""
-    counted = [sample for sample in samples if sample.energy_j is not None]
-    if len(counted) > 1:
-        first, last = counted[0], counted[-1]
-        energy_j = (last.energy_j or 0.0) - (first.energy_j or 0.0)
-        if energy_j > 0:  # a driver that was loaded again counts from 0
-            return energy_j / (last.time_s - first.time_s)
+    counters = [(sample.time_s, sample.energy_j) for sample in samples if sample.energy_j is not None]
+    if len(counters) > 1:
+        (first_s, first_j), (last_s, last_j) = counters[0], counters[-1]
+        if last_j > first_j:  # a driver that was loaded again counts from 0
+            return (last_j - first_j) / (last_s - first_s)
     powers_w = [sample.power_w for sample in samples if sample.power_w is not None]
     return mean(powers_w) if powers_w else None
 

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,7 +20,7 @@ from ultrabench.agent.ranks import cleanup
 from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED, ForkServer, cpu_text, rank_cpus
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.host_load import HostLoad
-from ultrabench.agent.ranks.rank_progress import RankEvent
+from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankEvent
 from ultrabench.errors import ClusterError
 from ultrabench.log_patterns import LOG_PATTERNS, compiled, parse_log_line
 from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
@@ -120,10 +119,7 @@ class Node:
         self._evidence: Iterator[list[RankEvent]] = iter(())
         self._exits: dict[int, int] = {}
         """Rank -> exit code that the leader has not been told yet."""
-        self._num_steps = Counter[int]()
-        """Rank -> steps that it has reported in the current run."""
-        self._measuring = False
-        """Whether the steps are measured now, so that warm-up is over."""
+        self._measured = MeasuredPhase(allocation.tasks[0].measure.warmup_steps)
         self._oom_kills = 0
         self._full: str | None = None
         """Which node-local folder was full at some moment of the current run."""
@@ -192,8 +188,7 @@ class Node:
         self._gauge.clear()
         self._load.clear()
         self._oom_kills, self._full = oom_kills(), None
-        self._num_steps.clear()
-        self._measuring = False
+        self._measured = MeasuredPhase(task.measure.warmup_steps)
         varied = variables_of(task.spec.variant)
         if task.forked:
             self._use_server(varied)
@@ -270,13 +265,10 @@ class Node:
             events += [{"rank": source.reporter, "line": line} for line in trusted]
         events += self._new_progress()
         steps = [event for event in events if event.get("line", {}).get("event") == "step"]
-        if has_steps := bool(steps):
-            self._num_steps.update(event["rank"] for event in steps)
-            warm = max(self._num_steps.values()) > self._task.measure.warmup_steps
-            self._measuring = steps[-1]["line"].get("measured", warm)
-        if has_steps or any("microbatches" in event for event in events):
-            self._gauge.sample(self._own_pids, self._measuring)
-        if has_steps:
+        self._measured.observe(steps)
+        if steps or any("microbatches" in event for event in events):
+            self._gauge.sample(self._own_pids, self._measured.lasts)
+        if steps:
             self._load.sample()
         events += next(self._evidence, [])
         # Exits come last, so that the leader learns what a rank reported before it learns that it ended.

@@ -1,6 +1,7 @@
 """How far the ranks of one attempt have come and how they ended, from the events that their nodes send."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +104,22 @@ class RankProgress:
         marked = [s for s in self.steps if "measured" in s]
         steps = [s for s in marked if s["measured"]] if marked else self.steps[measure.warmup_steps :]
         return [s["seconds"] for s in steps if "seconds" in s]
+
+
+class MeasuredPhase:
+    """Whether the ranks of a node are in measured steps, by the same rule as `RankProgress.measured_steps`."""
+
+    def __init__(self, warmup_steps: int) -> None:
+        self._warmup_steps, self._num_steps = warmup_steps, Counter[int]()
+        self.lasts = False
+        """Whether the latest step counts, so that warm-up is over."""
+
+    def observe(self, steps: Sequence[RankEvent]) -> None:
+        """Takes the steps that ranks have reported, the latest last."""
+        self._num_steps.update(event["rank"] for event in steps)
+        if steps:
+            is_warm = max(self._num_steps.values()) > self._warmup_steps
+            self.lasts = steps[-1]["line"].get("measured", is_warm)
 
 
 class AttemptProgress:

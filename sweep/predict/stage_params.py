@@ -133,7 +133,7 @@ def _params_of_rank(
 
 
 def _like(shape: ModelShape, stage: Stage, full_every: int) -> Stage:
-    """The same stage for all stages whose layers are alike, one after the other."""
+    """The stage that stands for all stages with layers of the same kinds in the same order, so that their sizes are computed once."""
     period, first = math.lcm(shape.decoder_sparse_step, full_every or 1), stage.first_layer
     if first > (start := shape.first_k_dense_replace):
         first = start + (first - start) % period

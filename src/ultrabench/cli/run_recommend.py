@@ -16,7 +16,7 @@ from ultrabench.layout import AXES
 from ultrabench.sweep.candidate import Candidate, CellKey, cell_columns, cell_label
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
-from ultrabench.sweep.extrapolation import best_published, beyond_fit, published_mfu
+from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import narrowed
 from ultrabench.sweep.predict.predict import largest_loss
 from ultrabench.sweep.recommend import Recommendation, cell_search, rate, recommendations
@@ -77,7 +77,7 @@ def _rows(config: SweepConfig, cell: Recommendation, elsewhere: Sequence[str]) -
     place = {**cell.cell._asdict(), "gpus": cell.cell.nodes * config.hardware.gpus_per_node}
     if not cell.runs:
         yield {**place, "layout": None, "reason": cell.reason}
-    of_cell = narrowed(config, cell.cell)
+    published = best_published(narrowed(config, cell.cell)) if cell.runs else None
     predictor = cell_search(config, cell.shape, cell.cell).planned.predictor
     for run in cell.runs:
         prediction, spec = run.prediction, run.spec
@@ -101,15 +101,14 @@ def _rows(config: SweepConfig, cell: Recommendation, elsewhere: Sequence[str]) -
             "lost_to": lost_to,
             "lost_share": share,
             "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
-            "above_published": _is_above_published(of_cell, run),
+            "above_published": _is_above_published(published, run),
             "command": _command(config, run, place, elsewhere),
             "reason": None,
         }
 
 
-def _is_above_published(config: SweepConfig, run: Candidate) -> bool:
-    """Whether the predicted MFU is above the best that is published of the GPU in this precision."""
-    best = best_published(config)
+def _is_above_published(best: BestRate | None, run: Candidate) -> bool:
+    """Whether the predicted MFU is above the best that is published of the GPU in this precision, if one is."""
     if best is None or run.peak_flops_per_s is None:
         return False
     return best.below(published_mfu(run.spec, run.prediction.step_time_s, run.peak_flops_per_s, best))

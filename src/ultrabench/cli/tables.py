@@ -79,6 +79,11 @@ def warn(message: str) -> None:
     say(Text(f"warning: {message}", "yellow"))
 
 
+def can_ask() -> bool:
+    """Whether standard input is a terminal, on which a question can be answered."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def print_json(document: Any) -> None:
     """Prints the only JSON document of a command with `--json`."""
     sys.stdout.write(json.dumps(document, indent=1) + "\n")

@@ -1,13 +1,12 @@
 """Shows the price of what is left of a sweep, and asks whether that much of a cluster may be used."""
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import typer
 
 from ultrabench.analysis.numbers import count, params_text
-from ultrabench.cli.tables import FittedTable, duration, say, table, three_digits, warn
+from ultrabench.cli.tables import FittedTable, can_ask, duration, say, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocation_ends import open_allocations
@@ -153,7 +152,7 @@ def ask_for_budget(
             raise ConfigError(f"--max-gpu-hours {max_gpu_hours:g}; {why}: {advice}")
         return max_gpu_hours
     budget = used + BUDGET_FACTOR * price.gpu_hours
-    if sys.stdin is None or not sys.stdin.isatty():
+    if not can_ask():
         number = f"{budget:.3g}" if budget < 100 else f"{math.ceil(budget)}"
         failure = (
             f"no terminal to ask whether {three_digits(price.gpu_hours)} predicted GPU hours may be used"
@@ -181,7 +180,7 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
         smallest = f"the smallest needs {needed:,.0f} GiB a rank"
         limit = plan.config.hardware.mem_bytes / GIB
         lines.append(f"no run is predicted to fit: {smallest}, which has {limit:.0f}")
-    if lines and not yes and price.jobs and sys.stdin is not None and sys.stdin.isatty():
+    if lines and not yes and price.jobs and can_ask():
         say(headline(plan.config))
         typer.confirm(f"{'; '.join(lines)}. Launch?", abort=True, err=True)
 

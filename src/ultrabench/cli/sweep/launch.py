@@ -15,7 +15,7 @@ from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, h
 from ultrabench.cli.sweep.live import Display, panel
 from ultrabench.cli.sweep.planning import plan_with_bar
 from ultrabench.cli.sweep.tracking import tracked
-from ultrabench.cli.tables import say, show, three_digits, warn
+from ultrabench.cli.tables import can_ask, say, show, three_digits, warn
 from ultrabench.errors import counted
 from ultrabench.launchers.allocation_ends import interrupt
 from ultrabench.launchers.choose import choose_launcher
@@ -189,7 +189,7 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     """
     waiting = (a for a in sweep.state().allocations.values() if a.ended is None and not a.agents)
     others = [allocation for allocation in waiting if not sees(launcher.by, allocation.by)]
-    if not others or sys.stdin is None or not sys.stdin.isatty():
+    if not others or not can_ask():
         return []
     whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others}
     text = f"{counted(len(others), 'job')} of {', '.join(sorted(whose))} have not started. Submit others instead?"

@@ -1,6 +1,5 @@
 """The commands on whole sweeps: `ultrabench sweep list`, `rm` and `rename`."""
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.text import Text
 from ultrabench.analysis.numbers import percent
 from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.status import activity
-from ultrabench.cli.tables import duration, print_json, say, show, table, warn
+from ultrabench.cli.tables import can_ask, duration, print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
 from ultrabench.launchers.allocation_ends import living, open_allocations
 from ultrabench.launchers.choose import choose_launcher
@@ -143,7 +142,7 @@ def run_rename(folder: SweepFolder, name: str, yes: bool) -> None:
 def _ask(question: str, yes: bool) -> None:
     if yes:
         return
-    if sys.stdin is None or not sys.stdin.isatty():
+    if not can_ask():
         raise ConfigError("no terminal to ask on; add --yes")
     typer.confirm(question, abort=True, err=True)
 
