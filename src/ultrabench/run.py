@@ -194,11 +194,14 @@ FOLLOWING_SIZES = {
 def words_of(spec: RunSpec) -> dict[str, Any]:
     """The words that a command may use in braces, and their values: those of the run and those of the user."""
     values = to_dict(spec)
+    pipeline_microbatches = spec.layout.gas if spec.layout.pp > 1 else 1
     return {**values["shape"], **values["workload"], **values["layout"], **{
         "nodes": spec.nodes, "gpus_per_node": spec.gpus_per_node, "precision": spec.kernel.precision,
         "dp_shard_size": spec.layout.dp_shard_size, "dp_replicate_size": spec.layout.dp // spec.layout.dp_shard_size,
         "head_dim": spec.shape.head_width, "world_size": spec.layout.world_size,
-        "pipeline_batch": spec.layout.mbs * (spec.layout.gas if spec.layout.pp > 1 else 1),
+        "pipeline_batch": spec.layout.mbs * pipeline_microbatches, "pipeline_microbatches": pipeline_microbatches,
+        "microbatch_tokens": spec.layout.mbs * spec.workload.seq_len,
+        "step_tokens": spec.workload.gbs * spec.workload.seq_len,
         **{name: getattr(spec.shape, name) for name in FOLLOWING_SIZES},
         **in_group(spec.variant, WORDS),
     }}  # fmt: skip

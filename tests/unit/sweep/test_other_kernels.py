@@ -67,6 +67,21 @@ def test_torchtitan_is_told_the_layout_and_trains_only_its_own_model():
     assert told_to(flat, plan.config)["training.local-batch-size"] == "1"
 
 
+def test_torchtitan_after_0_3_0_is_told_batches_in_tokens_and_no_context_parallelism():
+    plan, runs, _ = planned("torchtitan-main")
+    flat, piped = (told_to(next(s for s in runs if s.layout.pp == pp), plan.config) for pp in (1, 2))
+    counts = {"training.num-tokens-per-train-step": str(8 * 4096), "training.max-context-length": "4096",
+              "training.num-tokens-per-microbatch-per-dp-rank": "4096", "config": "llama3_8b"}  # fmt: skip
+    assert piped.items() >= {**counts, "parallelism.num-pp-microbatches": "4"}.items()
+    assert flat.items() >= {**counts, "parallelism.num-pp-microbatches": "1"}.items()
+    assert not {"training.seq-len", "training.global-batch-size", "parallelism.context-parallel-degree"} & {
+        *flat
+    }
+    _, runs, refused = planned("torchtitan-main", "sweep.cp=2", "sweep.cp_exchange=[allgather]")
+    assert not runs
+    assert any("supports cp in [1]" in reason for reason in refused), refused
+
+
 def test_megatron_is_told_layout_and_model():
     plan, runs, _ = planned("megatron")
     assert {s.layout.zero_stage for s in runs} == {1}
