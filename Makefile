@@ -16,7 +16,7 @@ PARTS := parity-c-to-f parity-l-to-w slurm-d-to-n local-a-to-f unit-a-to-c unit-
 # The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart gallery test unit env format slurm-test parity chaos mutations bench gpu-check slurm-bench clean $(PARTS)
+.PHONY: quickstart gallery docs test unit env format slurm-test parity chaos mutations bench gpu-check slurm-bench clean $(PARTS)
 
 env: $(VENV)/installed
 
@@ -34,7 +34,11 @@ quickstart: env
 	$(BIN)/ultrabench collect
 	$(BIN)/ultrabench heatmap
 
-check: env
+# The manual as a site; a broken link or a page without a place fails.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --site-dir build/site
+
+check: env docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -87,7 +91,7 @@ bench: env
 	$(BIN)/python benchmarks/progress.py
 	$(BIN)/python benchmarks/hang.py 10
 
-# The first hour with GPUs; see docs/first-gpu-hour.md.
+# The first hour with GPUs; see benchmarks/first-gpu-hour.md.
 gpu-check: env
 	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK)
 
@@ -98,7 +102,7 @@ gallery: env
 chaos: env
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) $(if $(KINDS),--kinds $(KINDS))
 
-# Plants every fault of docs/mutations.md and writes its table anew; `make test` plants a part of them.
+# Plants every fault of tests/mutations.md and writes its table anew; `make test` plants a part of them.
 mutations: env
 	$(BIN)/python -m tests.mutations
 

@@ -28,7 +28,7 @@ _NEEDED = ("run_id", "model", "nodes", "status", "is_final")
 
 
 def read(source: str | Path | None = None, *, results_dir: str | Path = "results") -> pd.DataFrame:
-    """The result rows of a sweep or a parquet file, with the columns of docs/results-schema.md.
+    """The result rows of a sweep or a parquet file, with the columns of docs/reference/columns.md.
 
     Whole numbers stay whole where some are unknown: their columns have the type Int64.
 

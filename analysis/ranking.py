@@ -198,7 +198,7 @@ class Ranking:
         ordered = [*chain.from_iterable(self.standings.values())]
         oks = [standing for standing in ordered if standing.outcome == Status.OK]
         if oks and all(standing.rate is None for standing in oks):
-            rule = "rank by another of docs/results-schema.md"
+            rule = "rank by another of docs/reference/columns.md"
             raise ConfigError(f"no ok run has a value in {self._rank_by}; {rule}")
         ranked = enumerate(self.taken((standing.repeat for standing in ordered), columns), 1)
         options = iter(in_rows(self.options, (standing.repeat for standing in ordered)))

@@ -1,4 +1,4 @@
-"""The columns of runs.parquet: one table that gives the Arrow schema and docs/results-schema.md.
+"""The columns of runs.parquet: one table that gives the Arrow schema and docs/reference/columns.md.
 
 A row is one attempt of one repeat of a run, or a candidate that was never attempted (`repeat` and
 `attempt` are null). Every candidate of the plan has at least one row. `is_final` marks the one row
@@ -103,7 +103,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("seq_len", INT, "Tokens of a sequence."),
         column("precision", TEXT, "Arithmetic of forward and backward; fp8: of linear layers but the head, and bf16 of all else."),
         column("compile", BOOL, "Whether torch.compile was used; never with pp_schedule=zbv."),
-        column("variant", TEXT, "Options that the sweep varies beside the layout, as a JSON object; see docs/options.md."),
+        column("variant", TEXT, "Options that the sweep varies beside the layout, as a JSON object; see docs/reference/configuration.md."),
         column("first_values", TEXT, "First value that the sweep lists of each axis with several, as a JSON object."),
     ),
     "Outcome": (
@@ -198,7 +198,7 @@ SCHEMA: pa.Schema = pa.schema(
 
 
 def markdown() -> str:
-    """The text of docs/results-schema.md: this module's docstring and a table for each group of columns."""
+    """The text of docs/reference/columns.md: this module's docstring and a table for each group of columns."""
     heading = f"# The columns of runs.parquet\n\nSchema version {RESULTS_SCHEMA_VERSION}; printed by"
     about = str(__doc__).partition("\n\n")[2]
     parts = [f"{heading} `python -m ultrabench.analysis.schema`.\n\n{about}"]

@@ -1,6 +1,6 @@
 """Which step times of two result tables differ by more than chance: a rank test over steps and a test between runs.
 
-docs/compare.md says what the tests take for chance, and why p-values are corrected as they are.
+docs/guide/compare.md says what the tests take for chance, and why p-values are corrected as they are.
 """
 
 from collections.abc import Iterable, Sequence

@@ -5,7 +5,7 @@
     python benchmarks/gpu_check.py --only memory   # one step again, or one line: --only "compile: tp=2"
     python benchmarks/gpu_check.py --cpu           # what processes of a machine without GPUs can show
 
-docs/first-gpu-hour.md explains each step and what to look at when it fails. Every line is a command of ultrabench;
+benchmarks/first-gpu-hour.md explains each step and what to look at when it fails. Every line is a command of ultrabench;
 the results go to a table and to a JSON file, which keeps the lines that passed with the same program and machine.
 """
 

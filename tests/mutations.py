@@ -1,6 +1,6 @@
 """Plants faults into the kernel, one after the other, and shows which check catches each.
 
-`python -m tests.mutations [--only NAME]` writes the tables of docs/mutations.md, or prints those of one fault; it ends
+`python -m tests.mutations [--only NAME]` writes the tables of tests/mutations.md, or prints those of one fault; it ends
 with 1 if a fault is not caught, or if a check fails without one. The faults are those of tests/parity/planted*.py,
 which name the checks that must see them.
 """
@@ -28,7 +28,7 @@ from tests.parity.test_layouts import spec_of
 from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.requests import TOLERANCE, CheckResult
 
-PAGE = ROOT / "docs" / "mutations.md"
+PAGE = ROOT / "tests" / "mutations.md"
 RULE = "|---|---|---|---|---|---|\n"
 """The line of the page after which its rows begin."""
 MARGIN = 2.0

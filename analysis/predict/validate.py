@@ -160,7 +160,7 @@ def row_errors(rows: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def metrics(rows: pd.DataFrame) -> dict[str, Any]:
-    """The metrics of docs/prediction.md for the healthy rows and for all, as JSON values.
+    """The metrics of docs/design/prediction.md for the healthy rows and for all, as JSON values.
 
     Excluded rows do not count for step times; for memory and P(OOM) all rows do, because links do not change them.
     """

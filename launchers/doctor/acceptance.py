@@ -51,7 +51,7 @@ MIN_SPEED_SHARE = 0.7
 It leaves room for a slower training program, and still finds a network that runs at half its rate.
 """
 GRADIENT_TOLERANCE = {"fp8": 5e-2, "bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-9}
-"""Precision -> largest relative difference of two gradient norms that count as equal; see docs/doctor.md."""
+"""Precision -> largest relative difference of two gradient norms that count as equal; see docs/guide/cluster.md."""
 EQUAL_NUMBERS = {"loss": ("loss_final", TOLERANCE), "gradient": ("gradient_norm", GRADIENT_TOLERANCE)}
 """Numbers of a result that must be equal in all layouts: word -> field and tolerances."""
 PUBLISHED = ("nodes", *DEGREES, "zero_stage", *BATCH)

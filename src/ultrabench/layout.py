@@ -26,7 +26,7 @@ RECOMPUTE = matching(
     "none|attention|selective|full|every([2-9]|[1-9][0-9])",
     "none, attention, selective, full, or every2, every3 and so on to every99",
 )
-"""What backward computes again; docs/kernel.md says what each word keeps. everyN is full for each N-th layer."""
+"""What backward computes again; docs/reference/kernel.md says what each word keeps. everyN is full for each N-th layer."""
 
 SHARD_WORDS = Annotated[
     Annotated[int, at_least(2)] | Annotated[str, one_of("all", "node")],

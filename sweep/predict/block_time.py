@@ -1,6 +1,6 @@
 """The time of each block of a model for one micro-batch in closed form: dense layers, layers with experts, and the head.
 
-The symbols are those of `step_time`; docs/prediction.md derives each term.
+The symbols are those of `step_time`; docs/design/prediction.md derives each term.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The time of the collectives of data parallelism in one optimizer step; docs/prediction.md derives the terms."""
+"""The time of the collectives of data parallelism in one optimizer step; docs/design/prediction.md derives the terms."""
 
 import math
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The predicted memory, step time and price of a run; docs/prediction.md derives the terms.
+"""The predicted memory, step time and price of a run; docs/design/prediction.md derives the terms.
 
 The prediction orders runs, leaves out those that are sure to run out of memory, sizes allocations and scales
 deadlines.

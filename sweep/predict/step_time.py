@@ -1,4 +1,4 @@
-"""The time of one optimizer step in closed form, by part; docs/prediction.md derives each term.
+"""The time of one optimizer step in closed form, by part; docs/design/prediction.md derives each term.
 
 Symbols: h, f, V are the sizes of the model, s is the sequence length; T = mbs*s/cp are the tokens of a
 micro-batch on one rank, m = gas is the number of micro-batches, i the rank on the axis pp, t_i its time for one

@@ -10,7 +10,7 @@ The peak of a rank is the largest sum over the moments of a step of
 
 Symbols: n parameters of the rank (whole, cut by tp only), D shards, P parameters of a group that is gathered and
 reduced at once, T tokens of a micro-batch on the ranks of tp, t = T/tp. w is the size of a number in forward and
-backward; masters, moments and sums of gradients have 4 bytes. docs/prediction.md derives the terms.
+backward; masters, moments and sums of gradients have 4 bytes. docs/design/prediction.md derives the terms.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Writes the report of long campaigns: docs/chaos.md with other numbers."""
+"""Writes the report of long campaigns: tests/chaos/README.md with other numbers."""
 
 import os
 import platform
@@ -12,11 +12,11 @@ from typing import Any
 import ultrabench
 from tests.chaos.fault import EXPLAINS
 
-PAGE = Path(__file__).parents[2] / "docs/chaos.md"
+PAGE = Path(__file__).parents[2] / "tests/chaos/README.md"
 
 
 def write_report(path: Path, seed: int, campaigns: list[dict[str, Any]]) -> None:
-    """Writes a copy of docs/chaos.md to `path`, whose tables have the numbers of `campaigns`."""
+    """Writes a copy of tests/chaos/README.md to `path`, whose tables have the numbers of `campaigns`."""
     faults = [fault for campaign in campaigns for fault in campaign["faults"]]
     problems = [problem for campaign in campaigns for problem in campaign["problems"]]
     rows = {

@@ -1,6 +1,6 @@
 """Faults of parallelism, recomputation and the dry run, and the names of all faults: FAULTS.
 
-Each function takes the place of what `planted` names, which it gets as `right`. docs/mutations.md shows which check
+Each function takes the place of what `planted` names, which it gets as `right`. tests/mutations.md shows which check
 catches those that name one; the others are planted by the test that a comment names.
 """
 

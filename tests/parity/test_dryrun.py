@@ -118,7 +118,7 @@ def flops_of_one_rank_a_stage(spec):
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_recomputation_keeps_what_docs_say(server, tp):
-    """Numbers of each token by the table of docs/kernel.md, in bf16; the log-sums of attention are in the tolerance."""
+    """Numbers of each token by the table of docs/reference/kernel.md, in bf16; the log-sums of attention are in the tolerance."""
     h, q, kv, f, layers, tokens = 64, 64, 32, 128, SHALLOW.num_hidden_layers, 16 * 64 // tp
     whole, half = 4 * h + 2 * q + 2 * kv + 4 * f, h + 2 * q + kv + f + (2 * h if tp > 1 else 0)
     kept = {"attention": whole, "selective": half, "every2": (whole + h) / 2, "full": h}

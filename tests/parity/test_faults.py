@@ -28,7 +28,7 @@ PLANTED = {
 def test_planted_fault_is_caught(server, mutation):
     """By the check that is meant to see it, far above rounding; `make mutations` plants the others.
 
-    docs/mutations.md shows what the check says of an option that is ignored.
+    tests/mutations.md shows what the check says of an option that is ignored.
     """
     found = find(server, mutation)
     assert found.by == mutation.by, found

@@ -34,7 +34,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     Raises:
         ConfigError: the memory of no run is known.
     """
-    todo = "a program reports it as docs/kernels.md tells"
+    todo = "a program reports it as docs/start/your-program.md tells"
     all_runs = measured(final(table))
     runs, left_out = known(may_be_best(all_runs), "memory_gib", "peak memory", todo)
     runs = runs.sort_values([*_SCALES], ascending=[True, False], kind="stable")

@@ -17,7 +17,7 @@ from ultrabench.errors import SweepFolderError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 
-PAGE = Path(__file__).parents[3] / "docs" / "results-schema.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "columns.md"
 
 
 def test_parquet_and_back_and_through_pandas(tmp_path):

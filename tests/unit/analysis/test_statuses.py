@@ -9,7 +9,7 @@ import pytest
 
 from ultrabench.result import STATUSES, Status
 
-FAILURES_PAGE = Path(__file__).parents[3] / "docs/failures.md"
+FAILURES_PAGE = Path(__file__).parents[3] / "docs/guide/failures.md"
 
 
 def test_a_status_that_its_table_lists_appears_everywhere(tmp_path):

@@ -11,7 +11,12 @@ SOURCES = sorted(
     [*PACKAGE.glob("**/*.py")] + [path for room in ROOMS for path in (ROOT / room).glob("**/*.py")]
 )
 OUR_FOLDERS = (*ROOMS, "src", "docs", "tests", "examples", "benchmarks", ".ci")
-PAGES = sorted([*ROOT.glob("*.md"), *(p for f in ("docs", "results") for p in (ROOT / f).glob("**/*.md"))])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(p for f in ("docs", "results", "benchmarks", "tests") for p in (ROOT / f).glob("**/*.md")),
+    ]
+)
 MACHINE_PATH = re.compile(r"(?<![\w./$~}])/(?:work|root|Users|home/\w+|workspace)/")
 
 

@@ -44,7 +44,7 @@ InResults = Annotated[
 PlanFile = Annotated[Path | None, table_file("Write all candidates as parquet.")]
 Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
 InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="The same as --sweep.")]
-_AS = "Print how to train the run's layout with another framework, such as megatron or deepspeed (see docs/kernels.md)."
+_AS = "Print how to train the run's layout with another framework, such as megatron or deepspeed (see docs/start/your-program.md)."
 InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder of its sweep; by default any.")]
 
 
