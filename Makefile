@@ -36,7 +36,7 @@ quickstart: env
 
 # The manual as a site; a broken link or a page without a place fails.
 docs: env
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir build/site
 
 check: env docs
 	$(BIN)/ruff format --check .
