@@ -95,7 +95,7 @@ bench: env
 gpu-check: env
 	$(BIN)/python benchmarks/gpu_check.py $(GPU_CHECK)
 
-# The pictures of docs/gallery.md, from results in examples/gallery.
+# The pictures of examples/gallery/README.md, from results in examples/gallery.
 gallery: env
 	$(BIN)/python examples/gallery/draw.py
 

@@ -104,7 +104,7 @@ def read_map(path: Path) -> TableMap:
         doubts = {reason: _rule(rule) for reason, rule in doubts.items()}
         return from_dict(TableMap, {**values, "columns": columns, "doubts": doubts}, where="")
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}; see docs/importing.md") from error
+        raise ConfigError(f"{path}: {error}; see docs/guide/results.md") from error
 
 
 def built_in(name: str) -> Path:

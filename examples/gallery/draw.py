@@ -1,4 +1,4 @@
-"""Runs the commands of docs/gallery.md and takes screenshots of its page: `make gallery`."""
+"""Runs the commands of examples/gallery/README.md and takes screenshots of its page: `make gallery`."""
 
 import re
 import shlex
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/gallery.md"
+PAGE = ROOT / "examples/gallery/README.md"
 WIDTHS = {1400: 1000, 400: 800}
 """Width of a screenshot -> its height, in pixels."""
 

@@ -1,6 +1,6 @@
 """ultrabench measures which parallel layout trains a model fastest on a cluster.
 
-`ultrabench.read`, `ultrabench.best` and `ultrabench.plot` are for notebooks (docs/notebook.md); they are imported
+`ultrabench.read`, `ultrabench.best` and `ultrabench.plot` are for notebooks (docs/guide/results.md); they are imported
 when they are first used.
 """
 

@@ -1,4 +1,4 @@
-"""The figures of runs, from tables made by hand, and those of docs/gallery.md."""
+"""The figures of runs, from tables made by hand, and those of examples/gallery/README.md."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What `import ultrabench` offers notebooks, and the examples of docs/notebook.md."""
+"""What `import ultrabench` offers notebooks, and the examples of docs/guide/results.md."""
 
 import importlib
 import re
@@ -17,7 +17,7 @@ from ultrabench.analysis.notebook import table_of
 from ultrabench.errors import UltrabenchError
 from ultrabench.store.journal import JournalWriter
 
-PAGE = Path(__file__).parents[3] / "docs/notebook.md"
+PAGE = Path(__file__).parents[3] / "docs/guide/results.md"
 
 
 @pytest.fixture

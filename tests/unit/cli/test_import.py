@@ -15,7 +15,7 @@ from ultrabench.analysis.collect import read_parquet
 from ultrabench.analysis.measured import measured_runs
 from ultrabench.hardware import GIB
 
-PAGE = (Path(__file__).parents[3] / "docs" / "importing.md").read_text()
+EXAMPLES = Path(__file__).parents[3] / "examples" / "import"
 OK = {
     "job_id": "14100001", "name": "1.34G_dp4_tp1_pp2_acc8_mbs8", "nodes": "1.0", "seq_len": "4096", "mbs": "8",
     "batch_accum": "8.0", "gbs": "256.0", "tok/s/gpu": "32768", "AllReduce (GB/s)": "425.5", "AllGather (GB/s)": "241",
@@ -218,11 +218,11 @@ def test_mistakes(ultrabench, words, told):
     assert told in one_line(ultrabench, "import", *words.split())
 
 
-def example(number=0):
-    return re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[number]
+def example(name="published_runs"):
+    return (EXAMPLES / f"{name}.yaml").read_text()
 
 
-def test_the_map_of_the_page_reads_such_a_table(ultrabench):
+def test_an_example_map_reads_such_a_table(ultrabench):
     columns = set(re.findall(r"(?:column: |^  \w+: )([a-z_]+)(?=[,}\n])", example(), re.MULTILINE))
     row = dict.fromkeys(sorted(columns), "") | {
         "source": "a paper", "gpu": "H100-SXM-80GB (DGX)", "nodes": "1.0", "gpus": "8.0", "model": "llama3-8B",
@@ -240,7 +240,7 @@ def test_the_map_of_the_page_reads_such_a_table(ultrabench):
 
 
 @needs(RUNS)
-def test_the_map_of_the_page_reads_the_published_runs(ultrabench):
+def test_an_example_map_reads_the_published_runs(ultrabench):
     Path("map.yaml").write_text(example())
     account, table = imported(ultrabench, "--map", "map.yaml", str(RUNS))
     assert (account["rows"], account["by_status"], len(table)) == (440, {"ok": 440}, 440)
@@ -254,8 +254,8 @@ def test_the_map_of_the_page_reads_the_published_runs(ultrabench):
 
 
 @needs(FRAMEWORKS)
-def test_the_second_map_of_the_page_reads_what_frameworks_publish_and_every_other_row_is_judged(ultrabench):
-    Path("map.yaml").write_text(example(1))
+def test_an_example_map_reads_what_frameworks_publish_and_every_other_row_is_judged(ultrabench):
+    Path("map.yaml").write_text(example("published_frameworks"))
     account, _ = imported(ultrabench, "--map", "map.yaml", str(FRAMEWORKS))
     assert (account["rows"], account["suspect"]) == (18, 0)
     words = "predict", "validate", "out.parquet"
