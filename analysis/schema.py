@@ -160,7 +160,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         *(column(f"{operation}{scope}_busbw_bytes_per_s", FLOAT, f"Bus bandwidth {where}.")
           for scope, where in (("", "over all ranks"), ("_intra_node", "inside a node"))
           for operation in OPERATIONS),
-        column("bandwidths", BANDWIDTHS, "All sizes and percentiles, of runs with kernel=probe; see comm.md."),
+        column("bandwidths", BANDWIDTHS, "All sizes and percentiles, of runs with kernel=probe; see guide/inside.md."),
         column("gemm_flops_per_s", FLOAT, "Matrix product rate of the slowest device."),
         column("gemm_sm_clock_hz", FLOAT, "Lowest SM clock of all devices during those matrix products; null on CPUs."),
         column("memory_copy_bytes_per_s", FLOAT, "Bytes read and written by a copy, of the slowest device."),
