@@ -105,7 +105,7 @@ CAUSES = (
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "agent_gone", "preempted", "unmeasured",
     "wrong_gpu", "replicas_differ", "option_ignored", "bad_report",
 )  # fmt: skip
-"""All values of `RunResult.cause`; docs/guide/failures.md explains each of them."""
+"""All values of `RunResult.cause`; docs/reference/rules.md explains each of them."""
 
 UNMEASURED = "unmeasured"
 """Cause of an invalid run whose program ended well without a step that counts."""

@@ -17,7 +17,7 @@ from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.result import CAUSES, RunResult, Status
 
 CORPUS = Path(__file__).parents[2] / "corpus"
-PAGE = Path(__file__).parents[3] / "docs/guide/failures.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/rules.md"
 TASK = replace(task("x.py", "cpu"), measure=measure(warmup_steps=2, loss_step=3))
 STACK = 'Traceback (most recent call last):\n  File "/src/train.py", line 88, in <module>\n    main()\n'
 

@@ -5,11 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from tests.configs import retry
 from ultrabench.result import STATUSES, Status
 
-FAILURES_PAGE = Path(__file__).parents[3] / "docs/guide/failures.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/rules.md"
 
 
 def test_a_status_that_its_table_lists_appears_everywhere(tmp_path):
@@ -22,10 +21,11 @@ def test_a_status_that_its_table_lists_appears_everywhere(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("status", [status for status in Status if status != Status.REJECTED])
-def test_the_page_about_failures_explains_each_status(status):
-    table = FAILURES_PAGE.read_text().partition("**Settled**")[0]
-    assert f"`{status}`" in table
+def test_the_page_of_rules_has_each_status_with_its_number_of_further_attempts():
+    table = PAGE.read_text().split("| status | meaning |")[1].split("\n\n")[0]
+    rows = (line.split("|") for line in table.splitlines()[2:])
+    further = {row[1].strip(" `"): int(row[3]) for row in rows}
+    assert further == {status: retry().attempts.get(status, 0) for status in Status}
 
 
 def test_the_table_has_every_status_and_looks_differ():

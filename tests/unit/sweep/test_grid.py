@@ -25,6 +25,7 @@ from ultrabench.sweep.plan_table import plan_table, runs_of
 from ultrabench.sweep.refusals import refusal
 from ultrabench.sweep.remedy import require_runs
 
+RULES_PAGE = Path(__file__).parents[3] / "docs/reference/rules.md"
 SMALL = ["sweep=playbook", "sweep.models=[8B]", "sweep.nodes=[1]"]
 
 
@@ -241,6 +242,20 @@ def test_experts_are_shared_by_ranks_of_one_stage_that_fit_shard_groups(layout, 
 def test_a_dense_model_has_no_expert_parallelism():
     reason = ("ep_needs_experts", "ep=2 needs a model with experts; tiny has none")
     assert [*broken_rules(Layout(dp=2, ep=2), load_model("tiny"))] == [reason]
+
+
+@given(
+    st.builds(
+        Layout, dp=st.sampled_from((1, 2, 12)), tp=st.sampled_from((1, 3, 4)), cp=st.sampled_from((1, 2)),
+        zero_stage=st.integers(0, 3), dp_shard=st.sampled_from((0, 1, 6)), ep=st.sampled_from((1, 3, 4)),
+        dp_overlap=st.sampled_from(("on", "off")), sequence_parallel=st.sampled_from(("on", "off")),
+        cp_exchange=st.sampled_from(("ring", "allgather")),
+    )
+)  # fmt: skip
+def test_the_page_of_rules_has_each_rule(layout):
+    table = RULES_PAGE.read_text().split("| rule | rejects |")[1].split("\n\n")[0]
+    for shape in (MOE, load_model("tiny")):
+        assert all(f"`{rule}`" in table for rule, _ in broken_rules(layout, shape))
 
 
 MOE = replace(
