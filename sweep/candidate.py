@@ -10,7 +10,7 @@ from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import RunResult
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM, LIKELY_OOM, Prediction
 from ultrabench.variant import CELL_OPTIONS, PLACES, Value
 
 
@@ -132,3 +132,9 @@ def by_cell(candidates: Iterable[Candidate]) -> dict[CellKey, list[Candidate]]:
     for candidate in candidates:
         cells.setdefault(candidate.cell, []).append(candidate)
     return cells
+
+
+def advised(runs: Iterable[Candidate], most_p_oom: float = ADVISED_P_OOM) -> list[Candidate]:
+    """The runs that are likely enough to fit; those with room for the reserve of their allocator if there are any."""
+    likely = [run for run in runs if run.prediction.p_oom <= most_p_oom]
+    return [run for run in likely if run.prediction.memory_share <= 1] or likely

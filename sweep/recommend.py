@@ -5,7 +5,7 @@ step time without what these add, and none needs less memory than the one that r
 """
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,8 +52,8 @@ class Search:
     """P(OOM) above which no run is taken."""
     most_share: float = 1.0
     """Share of a GPU's memory, the reserve of its allocator included, above which no run is taken."""
-    reason: str | None = None
-    """Why a layout cannot run, of the last one that a rule or the kernel rejected."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why layouts cannot run that a rule or the kernel rejected -> how often the search met it."""
     least_bytes: float = inf
     """The least memory that a layout needs among those that the search rejected for their memory."""
     is_tight: bool = False
@@ -87,7 +87,7 @@ class Search:
                 continue
             for variant, spec in enumerate(planned.specs(layout)):
                 if reason := self._reason_of_group(spec):
-                    self.reason = reason
+                    self.reasons[reason] += 1
                     continue
                 yield (
                     -self._bound(spec),
@@ -129,7 +129,7 @@ class Search:
             for order, dp_shard in enumerate(dict.fromkeys(shards)):
                 member = replace(spec, layout=replace(layout, zero_stage=stage, dp_shard=dp_shard))
                 if rejection := next(rejections(self.planned.config, member), None):
-                    self.reason = rejection[1]
+                    self.reasons[rejection[1]] += 1
                     continue
                 place = (*(getattr(member.layout, name) for name in free), index, order, variant)
                 bound = rate(member, self.planned.predictor.step_time(member, ()).total)
@@ -213,7 +213,7 @@ class Remedy:
         there = replace(config, axes=axes, models=(shape,))
         key = next(planned_cells(there))[1], tuple(values.items())
         if key not in self.best:
-            runs = cell_search(there, shape, key[0], most_p_oom=most_p_oom).best()
+            runs, _ = _advised(there, shape, key[0], most_p_oom=most_p_oom)
             self.best[key] = next(iter(runs), None)
         return self.best[key]
 
@@ -242,13 +242,27 @@ def recommendation(
     config: SweepConfig, count: int, shape: ModelShape, cell: CellKey, remedy: Remedy | None = None
 ) -> Recommendation:
     """The `count` best runs of a cell."""
-    search, remedy = cell_search(config, shape, cell), remedy or Remedy()
-    runs = search.best(count)
+    runs, search = _advised(config, shape, cell, count)
+    remedy = remedy or Remedy()
     remedy.best[cell, ()] = next(iter(runs), None)
-    if not runs and search.is_tight:
-        runs = cell_search(config, shape, cell, most_share=inf).best(count)
     reason = None if runs else _why_none(config, search, remedy)
     return Recommendation(shape=shape, cell=cell, runs=tuple(runs), reason=reason)
+
+
+def _advised(
+    config: SweepConfig,
+    shape: ModelShape,
+    cell: CellKey,
+    count: int = 1,
+    *,
+    most_p_oom: float = ADVISED_P_OOM,
+) -> tuple[list[Candidate], Search]:
+    """The `count` best of the runs that `candidate.advised` gives for the cell, and the search that met all reasons."""
+    search = cell_search(config, shape, cell, most_p_oom=most_p_oom)
+    runs = search.best(count)
+    if not runs and search.is_tight:
+        runs = cell_search(config, shape, cell, most_p_oom=most_p_oom, most_share=inf).best(count)
+    return runs, search
 
 
 def _why_none(config: SweepConfig, search: Search, remedy: Remedy) -> str:
@@ -256,8 +270,10 @@ def _why_none(config: SweepConfig, search: Search, remedy: Remedy) -> str:
     shape, cell, limit = planned.shape, planned.cell, config.hardware.mem_bytes / GIB
     if search.least_bytes < inf:
         wider = " or ".join(remedies(narrowed(config, cell), shape, cell.nodes, search.most_p_oom, remedy))
-        needed = f"nothing is predicted to fit into {limit:.4g} GiB; a GPU needs at least {search.least_bytes / GIB:,.1f} GiB"
+        needed = f"nothing is predicted to fit into {limit:.4g} GiB; a GPU needs at least {search.least_bytes / GIB:,.1f} GiB with the reserve of its allocator"
         return f"{needed}; what would fit: {wider or 'a smaller model'}"
     workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
     axes = replace(config.axes, nodes=(cell.nodes,))
-    return search.reason or why_none(axes, config.hardware.gpus_per_node, workload)
+    return next((reason for reason, _ in search.reasons.most_common(1)), None) or why_none(
+        axes, config.hardware.gpus_per_node, workload
+    )

@@ -53,11 +53,6 @@ class Prediction:
     """Seconds of a whole run. A run that does not fit into memory has only the seconds of its start."""
 
 
-def advisable(prediction: Prediction, most_p_oom: float = ADVISED_P_OOM) -> bool:
-    """Whether a layout is likely enough to fit to be advised, with room for the reserve of its allocator."""
-    return prediction.p_oom <= most_p_oom and prediction.memory_share <= 1
-
-
 def too_large(prediction: Prediction, chance: float) -> str:
     """Why a layout is not run whose P(OOM) is `chance`, such as `predicted 668 GiB of 80, P(OOM) 100 %`."""
     needed_gib, limit_gib = (

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import typer
 from rich.console import RenderableType
 
 from ultrabench.analysis.page.commands import launch_words
@@ -46,6 +47,8 @@ def run_recommend(
         print_json({"hardware": config.hardware.name, "profile": config.profile.name, "rows": rows})
     else:
         show(*_page(config, rows, tokens))
+    if not any(row["layout"] for row in rows):
+        raise typer.Exit(1)
 
 
 def in_full(overrides: Sequence[str]) -> list[str]:
@@ -162,11 +165,14 @@ def _page(config: SweepConfig, rows: Sequence[Row], tokens: float | None) -> Ite
             "note",
             rows=lines,
         )
-        yield "step: 80 % interval in brackets; limited by: what costs the layout most, and the part of a step to which it loses most"
+        yield f"MFU: relative to the peak of the precision, FLOPs by the formula {config.measure.flops_formula}; step: 80 % interval in brackets"
+        yield "peak: with the reserve of the allocator, which P(OOM) leaves out, since a full GPU gets it back"
+        yield "limited by: what costs the layout most, and the part of a step to which it loses most"
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, of_cell)}: {row['reason']}"
-    yield "\nto check them on the cluster:"
+    if fitting:
+        yield "\nto check them on the cluster:"
     yield from (row["command"] for row in fitting)
 
 

@@ -30,12 +30,12 @@ from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
-from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, cell_columns
+from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, advised, cell_columns
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import Plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
-from ultrabench.sweep.predict.predict import ADVISED_P_OOM, advisable
+from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 from ultrabench.sweep.remedy import nothing_fits, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.other_shapes import other_shapes
@@ -212,6 +212,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
                 (*(row[name] for name in of_cell), row["layout"]),
             )
             why = row["why"] if row["advised"] else "most likely to fit, not advised"
+            why += ", no room for the allocator's reserve" * (not row["has_room"])
             why += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
             top.append((*place, rate, mfu, step, peak, chance, row["limited_by"], why, row["run_id"]))
         numbers = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
@@ -245,6 +246,9 @@ def layouts_to_try(
     runs_by_cell = plan.cells
     for _, cell in planned_cells(plan.config):
         rows, runs = list[Row](), runs_by_cell.get(cell, [])
+        likely_ids = {
+            run.run_id for run in advised((r for r in runs if r.run_id not in rates), advised_p_oom)
+        }
         for run in runs:
             prediction, tokens = run.prediction, run.spec.tokens_per_step / run.layout.world_size
             measured = run.run_id in rates
@@ -265,7 +269,8 @@ def layouts_to_try(
                         "p_oom": prediction.p_oom,
                         "limited_by": prediction.limited_by,
                         "why": "measured" if measured else "predicted",
-                        "advised": measured or advisable(prediction, advised_p_oom),
+                        "advised": measured or run.run_id in likely_ids,
+                        "has_room": prediction.memory_share <= 1,
                     }
                 )
         likely = [row for row in rows if row["advised"]]
