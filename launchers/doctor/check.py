@@ -11,6 +11,7 @@ class CheckStatus(StrEnum):
     WARN = "warn"  # some sweeps do not run, or do not run as well as they could
     FAIL = "fail"
     SKIP = "skip"  # left out, because an earlier check failed
+    UNKNOWN = "unknown"  # what would tell it is missing
 
 
 FAIL, WARN = CheckStatus.FAIL, CheckStatus.WARN
