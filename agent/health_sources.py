@@ -22,6 +22,8 @@ PORT_COUNTERS = {
     "local_link_integrity_errors": 0xF, "excessive_buffer_overrun_errors": 0xF,
 }  # fmt: skip
 """Counter of a port -> the number at which it stops counting. Source: drivers/infiniband/core/sysfs.c of Linux."""
+DOWN, ACTIVE, DISABLED = 1, 4, 3
+"""Values of `state`, and one of `phys_state`, of a port. Source: the same file."""
 NVLINKS = 18
 """Largest number of NVLinks of a GPU: nvml.h, NVML_NVLINK_MAX_LINKS."""
 LINK_ERRORS = {"replay": 0, "recovery": 1}
@@ -53,9 +55,9 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> float | None:
-    """The number with which a file begins; None without one."""
+    """The number with which a file begins, such as 4 of `4: ACTIVE`; None without one."""
     with contextlib.suppress(LookupError, ValueError):
-        return float(_text(path).split()[0])
+        return float(_text(path).split()[0].rstrip(":"))
     return None
 
 
@@ -65,45 +67,36 @@ def _settings(root: Path) -> Values:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limited = f"{limit >> 10} KiB" if limit != resource.RLIM_INFINITY else "unlimited"
     matters = 0 if limited == "unlimited" else 1 if has_ports else None
+    switches = {"NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", *(("NCCL_IB_DISABLE",) if has_ports else ())}
+    choices = {"nccl_p2p_level=loc", *(("nccl_net=socket",) if has_ports else ())}
     found = {
         f"{name}={value}": 1.0
         for name, value in sorted(os.environ.items())
-        if (name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") and value not in ("", "0"))
-        or (name == "NCCL_P2P_LEVEL" and value in ("LOC", "0"))
-        or (name == "NCCL_IB_DISABLE" and value not in ("", "0") and has_ports)
-        or (name == "NCCL_NET" and value.lower() == "socket" and has_ports)
+        if (name in switches and value not in ("", "0")) or f"{name}={value}".lower() in choices
     }
     return {"locked memory": {limited: matters}, "NCCL variables": {"NCCL_*": 0.0, **found}}
 
 
 def _folders(root: Path, scratch: Path) -> Values:
     """The free space of shared memory and of the temporary folder."""
-
-    def free_gib(folder: Path) -> float | None:
+    values: Values = {}
+    for name, folder in {"/dev/shm": root / "dev/shm", "scratch": scratch}.items():
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)
-            return disk.f_bavail * disk.f_frsize / 2**30
-        return None
-
-    shared_memory = root / "dev/shm"
-    return {
-        "/dev/shm": {str(shared_memory): free_gib(shared_memory)},
-        "scratch": {str(scratch): free_gib(scratch)},
-    }
+            values[name] = {str(folder): disk.f_bavail * disk.f_frsize / 2**30}
+    return values
 
 
 def _cpus(root: Path) -> Values:
     """The governors of the cores, and whether Linux moves memory between NUMA nodes."""
     system = root / "sys/devices/system"
     governors = Counter(map(_text, system.glob("cpu/cpu[0-9]*/cpufreq/scaling_governor")))
+    slow_cores: dict[str, float | None] = {
+        name: (0 if name == "performance" else n) if name else None for name, n in governors.items()
+    }
     nodes = len(list(system.glob("node/node[0-9]*")))
     balancing = 0.0 if nodes == 1 else _number(root / "proc/sys/kernel/numa_balancing")
-    return {
-        "CPU governor": {
-            name: (0 if name == "performance" else n) if name else None for name, n in governors.items()
-        },
-        "NUMA balancing": {"kernel.numa_balancing": balancing},
-    }
+    return {"CPU governor": slow_cores, "NUMA balancing": {"kernel.numa_balancing": balancing}}
 
 
 def _near(root: Path, gpus: Sequence[Any]) -> Values:
@@ -115,7 +108,7 @@ def _near(root: Path, gpus: Sequence[Any]) -> Values:
     nodes, far = numa_nodes(root / "sys", tuple(os.sched_getaffinity(0))), dict[str, float | None]()
     for number, _, bus_id, *_ in gpus:
         node = numa_node_of(root / "sys", bus_id)
-        far[f"GPU {number} on NUMA node {node}"] = None if node < 0 or not nodes else float(node not in nodes)
+        far[f"GPU {number} on NUMA node {node}"] = None if node < 0 or not nodes else node not in nodes
     return {"NUMA": far}
 
 
@@ -124,15 +117,14 @@ def _ports(root: Path) -> Values:
     values: Values = defaultdict(dict)
     rates = defaultdict[str, dict[str, float | None]](dict)
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        device, place = port.parents[1], f"{port.parents[1].name}:{port.name}"
-        state, counters = _number_before_colon(port / "state"), port / "counters"
-        if _number_before_colon(port / "phys_state") == 3:  # Disabled
+        device, counters, place = port.parents[1], port / "counters", f"{port.parents[1].name}:{port.name}"
+        state, downed = _number(port / "state"), _number(counters / "link_downed")
+        if _number(port / "phys_state") == DISABLED:
             continue
-        downed = _number(counters / "link_downed")
-        lost = None if downed is None and state == 1 else state == 1 and downed != 0
-        values["InfiniBand link lost"][place] = lost if lost is None or state is None else float(lost)
-        values["InfiniBand ports"][place] = None if state is None else float(state != 4 and not lost)
-        if state == 4:  # active
+        lost = None if state is None or (state == DOWN and downed is None) else state == DOWN and downed != 0
+        values["InfiniBand link lost"][place] = lost
+        values["InfiniBand ports"][place] = None if state is None else state != ACTIVE and not lost
+        if state == ACTIVE:
             rates[_text(device / "board_id")][place] = _number(port / "rate")
         for counter, largest in PORT_COUNTERS.items():
             count = _number(counters / counter)
@@ -144,23 +136,16 @@ def _ports(root: Path) -> Values:
     return values
 
 
-def _number_before_colon(path: Path) -> int | None:
-    """The number of a state such as `4: ACTIVE`: 1 is down and 4 active; of phys_state 3 is disabled."""
-    with contextlib.suppress(ValueError):
-        return int(_text(path).partition(":")[0])
-    return None
-
-
 def _access(root: Path) -> Values:
     """Adapters without a driver here, and devices that this user cannot open, as in a container without them."""
     missing = dict[str, float | None]()
     for adapter in sorted((root / "sys/bus/pci/devices").glob("*")):
         # Class 0x0207 is InfiniBand; a virtual function may belong to somebody else.
         if _text(adapter / "class").startswith("0x0207") and not (adapter / "physfn").exists():
-            missing[f"PCI {adapter.name}"] = float(not (adapter / "infiniband").is_dir())
+            missing[f"PCI {adapter.name}"] = not (adapter / "infiniband").is_dir()
     for verbs in sorted((root / "sys/class/infiniband_verbs").glob("uverbs*")):
         node = root / "dev/infiniband" / verbs.name
-        missing[f"/dev/infiniband/{verbs.name}"] = float(not os.access(node, os.R_OK | os.W_OK))
+        missing[f"/dev/infiniband/{verbs.name}"] = not os.access(node, os.R_OK | os.W_OK)
     return {"InfiniBand access": missing}
 
 
@@ -189,7 +174,7 @@ def _gpus(gpus: Sequence[Any]) -> Values:
                     count = ask("nvmlDeviceGetNvLinkErrorCounter", link, code)
                     values[check][f"{place} link {link} {error}"] = count
         limits = [ask(f"nvmlDeviceGetPowerManagement{name}Limit") for name in ("Default", "")]
-        values["power limit"][place] = (limits[0] - limits[1]) / 1e3 if all(limits) else None
+        values["power limit"][place] = max(0, limits[0] - limits[1]) / 1e3 if all(limits) else None
         mask = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         values["GPU clocks"][place] = None if mask is None else 0.0
         slowdowns = (text for bit, text in SLOWDOWNS.items() if (mask or 0) & bit)

@@ -54,6 +54,11 @@ def skipped(name: str, told: str) -> Check:
     return Check(name=name, status=CheckStatus.SKIP, told=told)
 
 
+def unknown(told: str) -> Check:
+    """A check whose facts cannot be read."""
+    return Check(status=CheckStatus.UNKNOWN, told=told)
+
+
 Problem = tuple[object, CheckStatus, str] | tuple[object, CheckStatus, str, str]
 """Whether the problem exists, how serious it is, its remedy, and optional text to add to the findings."""
 

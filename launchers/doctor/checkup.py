@@ -21,10 +21,10 @@ from ultrabench.launchers.doctor.check import (
     FAIL,
     WARN,
     Check,
-    CheckStatus,
     failed,
     first_problem,
     passed,
+    unknown,
     warned,
 )
 from ultrabench.launchers.launcher import Say
@@ -147,7 +147,7 @@ def check_health(name: str, report: Report, config: SweepConfig) -> Check:
     """One check of the table of `node_health`, for which the node took two readings."""
     check, finding = CHECKS[name], findings_of(report.get("health", {}))[name]
     if finding.health is Health.UNKNOWN:
-        return Check(status=CheckStatus.UNKNOWN, told=f"no source here; limit: {check.limit}")
+        return unknown(f"no source here; limit: {check.limit}")
     told = "; ".join(filter(None, (places_text(name, finding), f"limit: {check.limit}")))
     if finding.health is Health.OK:
         return passed(told)

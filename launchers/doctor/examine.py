@@ -35,12 +35,8 @@ SITE: Table = {
 """Checks of the answers of Slurm, in order."""
 OF_NODES = ("nodes", "GPUs", "node size")
 """The checks of SITE that need the answers of sinfo."""
-HERE: Table = {
-    "torch": checkup.check_torch,
-    "GPUs": checkup.check_devices,
-    "room": checkup.check_room,
-    **{name: partial(checkup.check_health, name) for name in CHECKS},
-}
+HERE: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
+HERE |= {name: partial(checkup.check_health, name) for name in CHECKS}
 """Checks of this machine for launcher=local."""
 NODE: Table = {
     "folder on the node": checkup.check_folder,

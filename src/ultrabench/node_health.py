@@ -4,6 +4,7 @@ A reading holds what a node shows without privileges: name of a check -> place, 
 None where the source is missing. A fact that is there or not has the numbers 1 and 0. `agent/health_reader.py` reads.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
@@ -45,6 +46,8 @@ class HealthCheck(NamedTuple):
     """Whether only runs on several nodes need it."""
 
 
+MOST_PLACES = 8
+"""Largest number of places of a finding; those with the worst numbers are kept."""
 LEAST_FREE_GIB = 1.0
 """Free GiB below which a folder gets a warning."""
 CRC_ERRORS_PER_S = 100.0
@@ -131,14 +134,14 @@ def _finding(name: str, check: HealthCheck, first: Reading, last: Reading) -> Fi
         seconds = last.time_s - first.time_s if check.amount is Amount.PER_SECOND else 1.0
         again = first is not last and name in last.values
         numbers = {k: _growth(before.get(k) if again else None, n, seconds) for k, n in numbers.items()}
-    known = {place: round(number, 3) for place, number in numbers.items() if number is not None}
     sign = -1 if check.at_least else 1
-    if places := {place: n for place, n in known.items() if sign * n > sign * check.bound}:
+    known = [(place, round(number, 3)) for place, number in numbers.items() if number is not None]
+    known.sort(key=lambda place_and_number: -sign * place_and_number[1])
+    if places := {place: n for place, n in known[:MOST_PLACES] if sign * n > sign * check.bound}:
         return Finding(Health.FAIL if check.hard else Health.WARN, places)
     if not known or len(known) < len(numbers):
         return Finding()
-    worst = max(known.items(), key=lambda place_and_number: sign * place_and_number[1])
-    return Finding(Health.OK, dict([worst]) if check.unit else {})
+    return Finding(Health.OK, dict(known[:1]) if check.unit else {})
 
 
 def _growth(before: float | None, now: float | None, seconds: float) -> float | None:
@@ -149,21 +152,19 @@ def _growth(before: float | None, now: float | None, seconds: float) -> float | 
 
 
 def to_facts(findings: Findings) -> dict[str, dict[str, dict[str, float]]]:
-    """The findings as the journal keeps them: health -> name of a check -> its places."""
-    by_health = {health: {n: f for n, f in findings.items() if f.health is health} for health in Health}
-    return {
-        str(health): {name: dict(finding.places) for name, finding in of_health.items()}
-        for health, of_health in by_health.items()
-        if of_health
-    }
+    """The findings as the journal keeps them: health -> name of a check -> its places; without what is unknown."""
+    facts = defaultdict[str, dict[str, dict[str, float]]](dict)
+    for name, finding in findings.items():
+        if finding.health is not Health.UNKNOWN:
+            facts[str(finding.health)][name] = dict(finding.places)
+    return facts
 
 
 def findings_of(facts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Findings:
     """The findings that `to_facts` has written; a check of which nothing was written is unknown."""
     written = ((name, h, places) for h in Health for name, places in facts.get(h, {}).items())
-    return dict.fromkeys(CHECKS, Finding()) | {
-        name: Finding(h, p) for name, h, p in written if name in CHECKS
-    }
+    known = {name: Finding(h, places) for name, h, places in written if name in CHECKS}
+    return dict.fromkeys(CHECKS, Finding()) | known
 
 
 def places_text(name: str, finding: Finding) -> str:
