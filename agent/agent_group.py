@@ -104,6 +104,8 @@ class AgentGroup:
             if self.listen(POLL_S) > end or self.lost or self._left:
                 break
         for node, host in enumerate(self.hosts):
+            if node in self._cleaned and (health := self._cleaned[node].health):
+                self.facts[node]["health"] = health
             unusable = self._cleaned[node].unusable if node in self._cleaned else None
             if unusable and node not in self._left:
                 self.give_up(host, unusable)

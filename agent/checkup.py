@@ -7,19 +7,19 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import ultrabench
 from ultrabench import checkout
+from ultrabench.agent.health_reader import HealthReader
 from ultrabench.agent.node_identity import identify_node
 from ultrabench.agent.ranks.gpus import foreign_processes, visible_gpus
 from ultrabench.errors import ClusterError, UltrabenchError
 from ultrabench.kernel_config import KernelConfig
+from ultrabench.node_health import examine, to_facts
 from ultrabench.processes import run_module
 from ultrabench.record import from_dict
 from ultrabench.store.claim import claim
@@ -54,7 +54,9 @@ def look(folder: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         request = json.loads((folder / "request.json").read_text())
     owner = identity.owner("checkup")
-    return {
+    gpus = visible_gpus()
+    reader = HealthReader(gpus)
+    facts = {
         "host": identity.host,
         "job_id": identity.job and identity.job.job_id,
         "token": request.get("token"),
@@ -67,15 +69,17 @@ def look(folder: Path) -> dict[str, Any]:
         **_digest(request),
         "git_commit": checkout.commit(),
         "utc_offset": time.strftime("%z"),
-        "gpus": len(visible_gpus()),
+        "gpus": len(gpus),
         # This comes before torch is tried, which is itself a process on the GPUs.
         "foreign": foreign_processes(lambda pid: False),
         "cores": len(os.sched_getaffinity(0)),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
-        "temp_folder": tempfile.gettempdir(),
-        "temp_free_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
-        **_probe(),
     }
+    first = reader.read()
+    facts |= _probe()  # this takes seconds, in which counters may grow
+    facts["health"] = to_facts(examine(first, reader.read_again()))
+    reader.close()
+    return facts
 
 
 def _digest(request: dict[str, Any]) -> dict[str, str | None]:

@@ -12,9 +12,11 @@ from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.layout import dominates
+from ultrabench.node_health import Health, complaints
 from ultrabench.rank_report import TRACE_PHASE
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
@@ -100,7 +102,7 @@ class Leader:
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
     def _unfit(self) -> Ending | None:
-        """Why nothing may run on these nodes: foreign processes, full disks, or other sources of the program."""
+        """Why nothing may run on these nodes: foreign processes, full disks, faults, or other sources of the program."""
         facts = self._group.facts
         foreign = {
             str(f["host"]): f"other processes use the GPUs: {', '.join(f['foreign'])}"
@@ -108,20 +110,32 @@ class Leader:
             if f["foreign"]
         }
         short = {str(f["host"]): str(f["short_of_space"]) for f in facts if f["short_of_space"]}
-        if complaints := short | foreign:
-            for host, complaint in sorted(complaints.items()):
-                self._group.give_up(host, complaint)
-            reason = "; ".join(f"{host}: {complaint}" for host, complaint in sorted(complaints.items()))
-            # The result of the first unclaimed task records it.
-            if task := next(filter(self._claim, self._allocation.tasks), None):
-                result = RunResult(
-                    status=Status.NODE_FAIL, reason=reason, cause=None if foreign else "disk_full",
-                    started_at=time.time(), suspect_hosts=tuple(sorted(complaints)), hostnames=tuple(self._group.hosts),
-                )  # fmt: skip
-                self._write_result(task, result)
-            return Ending(reason)
+        if faults := self._faults():
+            self._write_preflight()
+        if complaint_by_host := faults | short | foreign:
+            cause = None if foreign else "disk_full" if short else "node_failure"
+            return self._refuse(complaint_by_host, cause)
         refusals = (self._other_sources(str(f["host"]), f["kernel_digest"]) for f in self._group.facts)
         return next(filter(None, refusals), None)
+
+    def _faults(self) -> dict[str, str]:
+        """Host -> its fault, for faults that one observation proves; none where no preflight is wanted."""
+        facts, nodes = self._group.facts if self._allocation.preflight else [], self._allocation.nodes
+        faults = {str(f["host"]): complaints(f.get("health", {}), Health.FAIL, nodes=nodes) for f in facts}
+        return {host: f"the node is faulty: {fault}" for host, fault in faults.items() if fault}
+
+    def _refuse(self, complaint_by_host: dict[str, str], cause: str | None) -> Ending:
+        """Gives up the hosts with these complaints, which the result of the first unclaimed task records."""
+        for host, complaint in sorted(complaint_by_host.items()):
+            self._group.give_up(host, complaint)
+        reason = "; ".join(f"{host}: {complaint}" for host, complaint in sorted(complaint_by_host.items()))
+        if task := next(filter(self._claim, self._allocation.tasks), None):
+            result = RunResult(
+                status=Status.NODE_FAIL, reason=reason, cause=cause, started_at=time.time(),
+                suspect_hosts=tuple(sorted(complaint_by_host)), hostnames=tuple(self._group.hosts),
+            )  # fmt: skip
+            self._write_result(task, result)
+        return Ending(reason)
 
     def _other_sources(self, host: str, digest: str) -> Ending | None:
         """Why nothing may run on a host: its training program is not that of the sweep; None if it is."""
@@ -131,16 +145,25 @@ class Leader:
         return None if digest == expected_digest else Ending(f"{digest_here}, {remedy}")
 
     def _preflight(self) -> Ending | None:
-        """Measures devices and links; returns why nothing may run if that fails."""
-        facts: dict[str, Any] = {"nodes": self._group.facts, "allocation": self._allocation.name}
-        if self._allocation.preflight:
-            result = self._measure(self._allocation.probe, -1)
-            self._group.finish(keep_all=result.status != Status.OK)
-            if result.status != Status.OK:
-                return Ending(f"the preflight failed: {result.reason}")
-            facts |= {"probe": result.probe, "environment": self._group.progress.environment}
-        self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=facts))
-        return None
+        """Measures devices and links; returns why nothing may run if that fails or shows a fault."""
+        if not self._allocation.preflight:
+            self._write_preflight()
+            return None
+        result = self._measure(self._allocation.probe, -1)
+        self._group.finish(keep_all=result.status != Status.OK)
+        if result.status != Status.OK:
+            return Ending(f"the preflight failed: {result.reason}")
+        self._write_preflight(probe=result.probe, environment=self._group.progress.environment)
+        faults = self._faults()
+        return self._refuse(faults, "node_failure") if faults else None
+
+    def _write_preflight(self, **measured: Any) -> None:
+        """Writes what is known about the nodes into the journal, and warnings about them into the job's log."""
+        found = {"nodes": self._group.facts, "allocation": self._allocation.name, **measured}
+        self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=found))
+        for facts in self._group.facts:
+            if problems := complaints(facts.get("health", {}), Health.FAIL, Health.WARN):
+                log_line(f"the health of {facts['host']}: {problems}")
 
     def _not_now(self, task: Task) -> Ending | None:
         """Why `task` must not begin now; None if it may."""

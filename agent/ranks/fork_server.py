@@ -151,13 +151,13 @@ def rank_cpus(ranks: int, bus_ids: Sequence[str] | None, sysfs: Path = Path("/sy
         sysfs: the folder in which Linux describes its devices.
     """
     everything = tuple(sorted(os.sched_getaffinity(0)))
-    nodes = _numa_nodes(sysfs, everything)
+    nodes = numa_nodes(sysfs, everything)
     if len(nodes) < 2:
         return None
     if bus_ids is None:
         order = sorted(nodes)
         return [nodes[order[rank * len(order) // ranks]] for rank in range(ranks)]
-    near = [nodes.get(_numa_node_of(sysfs, bus_id), everything) for bus_id in bus_ids[:ranks]]
+    near = [nodes.get(numa_node_of(sysfs, bus_id), everything) for bus_id in bus_ids[:ranks]]
     return near + [everything] * (ranks - len(near))
 
 
@@ -168,7 +168,7 @@ def cpu_text(cpus: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _numa_nodes(sysfs: Path, allowed: Cpus) -> dict[int, Cpus]:
+def numa_nodes(sysfs: Path, allowed: Cpus) -> dict[int, Cpus]:
     """NUMA node -> its allowed CPUs; nodes without any, such as those of memory alone, are left out."""
     nodes: dict[int, Cpus] = {}
     for cpu in allowed:
@@ -178,7 +178,7 @@ def _numa_nodes(sysfs: Path, allowed: Cpus) -> dict[int, Cpus]:
     return nodes
 
 
-def _numa_node_of(sysfs: Path, bus_id: str) -> int:
+def numa_node_of(sysfs: Path, bus_id: str) -> int:
     """The NUMA node of a PCI device; -1 if Linux does not know it."""
     domain, _, rest = bus_id.strip().lower().partition(":")
     with contextlib.suppress(OSError, ValueError):

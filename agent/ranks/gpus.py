@@ -91,11 +91,11 @@ def _listed() -> list[VisibleGpu]:
 
 def print_gpus() -> None:
     """Prints the fields of all GPUs of this host as JSON, for `_listed`."""
-    _ask("nvmlInit")
+    ask_nvml("nvmlInit")
     gpus = []
-    for number in range(_ask("nvmlDeviceGetCount") or 0):
-        handle = _ask("nvmlDeviceGetHandleByIndex", number)
-        uuid, pci = _ask("nvmlDeviceGetUUID", handle), _ask("nvmlDeviceGetPciInfo", handle)
+    for number in range(ask_nvml("nvmlDeviceGetCount") or 0):
+        handle = ask_nvml("nvmlDeviceGetHandleByIndex", number)
+        uuid, pci = ask_nvml("nvmlDeviceGetUUID", handle), ask_nvml("nvmlDeviceGetPciInfo", handle)
         if uuid and pci:
             processes = [(p.pid, _described(p, number)) for p in _processes(handle)]
             gpus.append(VisibleGpu(str(number), uuid, pci.busId, processes))
@@ -104,7 +104,7 @@ def print_gpus() -> None:
 
 def _described(process: Any, number: int) -> str:
     """One line of a process on the GPU with this number; its user is unknown in another container."""
-    program = Path(_ask("nvmlSystemGetProcessName", process.pid) or "unknown program").name
+    program = Path(ask_nvml("nvmlSystemGetProcessName", process.pid) or "unknown program").name
     user, used = "unknown user", process.usedGpuMemory
     with contextlib.suppress(OSError, KeyError):
         user = f"user {pwd.getpwuid(os.stat(f'/proc/{process.pid}').st_uid).pw_name}"
@@ -113,14 +113,14 @@ def _described(process: Any, number: int) -> str:
 
 
 def _processes(handle: Any) -> list[Any]:
-    return _ask("nvmlDeviceGetComputeRunningProcesses", handle) or []
+    return ask_nvml("nvmlDeviceGetComputeRunningProcesses", handle) or []
 
 
-def _ask(query: str, *words: Any) -> Any:
-    """The driver's answer to a function of NVML; None without a driver, or where it has no answer."""
+def ask_nvml(query: str, *words: Any) -> Any:
+    """The driver's answer to a function of NVML; None without a driver, or where it or pynvml has no such function."""
     import pynvml  # 0.05 s of CPU, which an agent saves where no GPU is used
 
-    with contextlib.suppress(pynvml.NVMLError):
+    with contextlib.suppress(pynvml.NVMLError, AttributeError):
         return getattr(pynvml, query)(*words)
     return None
 
@@ -151,9 +151,9 @@ class GpuGauge:
 
     def __init__(self, gpus: Sequence[VisibleGpu]) -> None:
         if gpus:
-            _ask("nvmlInit")
-        handles = ((gpu.number, _ask("nvmlDeviceGetHandleByUUID", gpu.uuid)) for gpu in gpus)
-        self._gpus = [(number, h, _ask("nvmlDeviceGetMemoryInfo", h)) for number, h in handles if h]
+            ask_nvml("nvmlInit")
+        handles = ((gpu.number, ask_nvml("nvmlDeviceGetHandleByUUID", gpu.uuid)) for gpu in gpus)
+        self._gpus = [(number, h, ask_nvml("nvmlDeviceGetMemoryInfo", h)) for number, h in handles if h]
         self._sampled = 0.0
         self.clear()
 
@@ -187,8 +187,8 @@ class GpuGauge:
         for number, handle, _ in self._gpus:
             if pids:
                 self.foreign |= {_described(p, int(number)) for p in _processes(handle) if p.pid not in pids}
-            mhz = _ask("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
-            mask = _ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+            mhz = ask_nvml("nvmlDeviceGetClockInfo", handle, CLOCK_SM)
+            mask = ask_nvml("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
             self.clocks_hz += [mhz * 1e6] if mhz else []
             self.slowdowns |= {text for bit, text in SLOWDOWNS.items() if mask & bit}
             if measuring:
@@ -204,7 +204,7 @@ class GpuGauge:
 
     def _held(self) -> str | None:
         for number, handle, before in self._gpus:
-            now = _ask("nvmlDeviceGetMemoryInfo", handle)
+            now = ask_nvml("nvmlDeviceGetMemoryInfo", handle)
             if before and now and now.used > before.used + MEMORY_SLACK * now.total:
                 pids = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no known process"
                 gib = (now.used - before.used) / 2**30
@@ -215,7 +215,8 @@ class GpuGauge:
 def _power_sample(handle: Any) -> PowerSample:
     """The energy counter and the power of a GPU now; NVML has them in mJ and mW."""
     energy_mj, power_mw = (
-        _ask(query, handle) for query in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage")
+        ask_nvml(query, handle)
+        for query in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage")
     )
     energy_j, power_w = (value / 1e3 if value else None for value in (energy_mj, power_mw))
     return PowerSample(time.monotonic(), energy_j, power_w)

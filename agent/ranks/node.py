@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ultrabench import checkout, processes
 from ultrabench.agent.diagnose.hang_evidence import dump_variables, hang_evidence
 from ultrabench.agent.disk_retry import DiskRetry
+from ultrabench.agent.health_reader import HealthReader
 from ultrabench.agent.node_identity import NodeIdentity
 from ultrabench.agent.ranks import cleanup
 from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED, ForkServer, cpu_text, rank_cpus
@@ -23,6 +24,7 @@ from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankEvent
 from ultrabench.errors import ClusterError
 from ultrabench.log_patterns import LOG_PATTERNS, compiled, parse_log_line
+from ultrabench.node_health import Reading, examine, to_facts
 from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
@@ -48,6 +50,8 @@ class Cleaned:
     """Shares of the host's cores that were used during the steps, and used by this agent; None if unknown."""
     foreign_processes: tuple[str, ...] = ()
     """Processes of somebody else that used the GPUs during the steps."""
+    health: dict[str, dict[str, dict[str, float]]] | None = None
+    """After a preflight the health of the node, with what its counters counted meanwhile; as `to_facts` writes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,7 @@ class Node:
         self._base = {**{k: os.environ[k] for k in visible_names}, processes.TAG_VARIABLE: self.tag}
         self._on_gpus = allocation.tasks[0].device == "cuda"
         gpus = visible_gpus()[:gpus_per_node] if self._on_gpus else []
+        self._health = HealthReader(gpus)  # it reads while this node goes on
         self._gauge, self._load = GpuGauge(gpus), HostLoad()
         self._cpus = rank_cpus(gpus_per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
         self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // gpus_per_node)
@@ -151,7 +156,16 @@ class Node:
             "short_of_space": self._short_of_space(),
             "kernel_digest": self.digest(),
             "git_commit": checkout.commit(),
+            "health": to_facts(examine(self._first_reading, self._first_reading)),
         }
+
+    @cached_property
+    def _first_reading(self) -> Reading:
+        """The health of this node before the first run; without a preflight nothing is read later."""
+        reading = self._health.read()
+        if not self.allocation.preflight:
+            self._health.close()
+        return reading
 
     def _is_ours(self, pid: int) -> bool:
         """Whether a process has the tag of this agent, which started it or one of its ancestors."""
@@ -307,6 +321,10 @@ class Node:
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
         self._load.sample(at_once=True)
+        health = None
+        if self._task.probe and self._health.is_open:
+            health = to_facts(examine(self._first_reading, self._health.read_again()))
+            self._health.close()
         unusable = self._end_processes()
         if processes.state(self._server.pid) in STOPPED:
             self._server.replace()
@@ -315,7 +333,7 @@ class Node:
         load, foreign = self._load.shares, tuple(sorted(self._gauge.foreign))
         return Cleaned(
             unusable=unusable, sm_clocks_hz=clocks, slowdowns=slowdowns, load=load, foreign_processes=foreign,
-            powers_w=self._gauge.powers_w,
+            powers_w=self._gauge.powers_w, health=health,
         )  # fmt: skip
 
     def _own_pids(self) -> set[int]:
@@ -374,6 +392,7 @@ class Node:
     def close(self) -> None:
         """Kills every process, the fork server too."""
         self._server.stop()
+        self._health.close()
         self._end_processes()
 
     def remove_scratch(self) -> None:

@@ -11,6 +11,7 @@ class CheckStatus(StrEnum):
     WARN = "warn"  # some sweeps do not run, or do not run as well as they could
     FAIL = "fail"
     SKIP = "skip"  # left out, because an earlier check failed
+    UNKNOWN = "unknown"  # what would tell it is missing
 
 
 FAIL, WARN = CheckStatus.FAIL, CheckStatus.WARN
@@ -51,6 +52,11 @@ def warned(told: str, remedy: str) -> Check:
 def skipped(name: str, told: str) -> Check:
     """A check that was left out because another check failed."""
     return Check(name=name, status=CheckStatus.SKIP, told=told)
+
+
+def unknown(told: str) -> Check:
+    """A check whose facts cannot be read."""
+    return Check(status=CheckStatus.UNKNOWN, told=told)
 
 
 Problem = tuple[object, CheckStatus, str] | tuple[object, CheckStatus, str, str]

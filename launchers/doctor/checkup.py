@@ -17,12 +17,22 @@ import ultrabench
 from ultrabench import checkout
 from ultrabench.errors import ClusterError, counted
 from ultrabench.hardware import GIB
-from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed, warned
+from ultrabench.launchers.doctor.check import (
+    FAIL,
+    WARN,
+    Check,
+    failed,
+    first_problem,
+    passed,
+    unknown,
+    warned,
+)
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
 from ultrabench.launchers.slurm.query import CommandError, ask
 from ultrabench.launchers.slurm.states import pending_remedy
+from ultrabench.node_health import CHECKS, LEAST_FREE_GIB, Health, findings_of, places_text
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.store.allocation import Allocation
@@ -31,8 +41,8 @@ from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
-LITTLE_BYTES = GIB
-"""Free space, in bytes, below which a folder gets a warning."""
+LITTLE_BYTES = LEAST_FREE_GIB * GIB
+"""Free space, in bytes, below which the results folder gets a warning."""
 CLOCK_WARN_S = 1.0
 """Seconds by which the clock of a node may be off without a warning."""
 CLOCK_FAIL_S = 30.0
@@ -123,16 +133,25 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
 
 
 def check_room(report: Report, config: SweepConfig) -> Check:
-    """Checks that the node has cores for the ranks, and space for their logs in the temporary folder."""
-    free, cores, ranks = report["temp_free_bytes"], report["cores"], config.hardware.gpus_per_node
+    """Checks that the node has cores for the ranks."""
+    cores, ranks = report["cores"], config.hardware.gpus_per_node
     few = config.hardware.device == "cuda" and cores < ranks
     return first_problem(
-        f"{cores} cores, NUMA nodes: {report['numa_nodes']}, {free / GIB:.1f} GiB free in {report['temp_folder']}",
-        (free < LITTLE_BYTES, WARN,
-         "ranks keep their logs there: name another folder with launcher.setup=['export TMPDIR=FOLDER']"),
+        f"{cores} cores, NUMA nodes: {report['numa_nodes']}",
         (few, WARN, "ranks share cores: ask for more with launcher.cpus=, or keep launcher.exclusive=true",
          counted(ranks, "rank")),
     )  # fmt: skip
+
+
+def check_health(name: str, report: Report, config: SweepConfig) -> Check:
+    """One check of the table of `node_health`, for which the node took two readings."""
+    check, finding = CHECKS[name], findings_of(report.get("health", {}))[name]
+    if finding.health is Health.UNKNOWN:
+        return unknown(f"no source here; limit: {check.limit}")
+    told = "; ".join(filter(None, (places_text(name, finding), f"limit: {check.limit}")))
+    if finding.health is Health.OK:
+        return passed(told)
+    return failed(told, check.remedy) if finding.health is Health.FAIL else warned(told, check.remedy)
 
 
 def check_clock(report: Report, config: SweepConfig) -> Check:

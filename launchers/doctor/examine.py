@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
@@ -12,6 +13,7 @@ from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.required_programs import require_local
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import REACH_SLURMCTLD, Site
+from ultrabench.node_health import CHECKS
 from ultrabench.processes import run_module
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
@@ -34,6 +36,7 @@ SITE: Table = {
 OF_NODES = ("nodes", "GPUs", "node size")
 """The checks of SITE that need the answers of sinfo."""
 HERE: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
+HERE |= {name: partial(checkup.check_health, name) for name in CHECKS}
 """Checks of this machine for launcher=local."""
 NODE: Table = {
     "folder on the node": checkup.check_folder,

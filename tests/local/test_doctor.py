@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.local.conftest import PEAK
+from ultrabench.node_health import CHECKS
 
 pytestmark = pytest.mark.local
 
@@ -17,9 +18,10 @@ def test_this_machine(bench):
     first, head, *checks = bench.run("doctor", "launcher=local").splitlines()
     assert first.startswith("doctor: launcher=local hardware=cpu")
     assert head.split() == ["check", "status", "found"]
-    for name, line in zip(("nodes", "results folder", "torch", "GPUs", "room"), checks, strict=True):
+    for name, line in zip(("nodes", "results folder", "torch", "GPUs", "room"), checks, strict=False):
         assert re.match(rf"{name} +pass ", line), line
     assert "torch 2." in checks[2]
+    assert re.match(r"not known +unknown +\d+ checks have no source here: ", checks[-1])
     assert list(bench.folder.iterdir()) == [], "it leaves nothing behind"
     assert bench.leftovers() == []
 
@@ -40,8 +42,8 @@ HERE = ("launcher=local", "--deep", PEAK, "sweep.nodes=[1]", "sweep.pp=[1,2]", "
 
 def test_an_acceptance_run_in_small(bench):
     checks = {c["name"]: c for c in json.loads(bench.run("doctor", *HERE, "--json", seconds=290))}
-    assert list(checks)[5:] == ["same loss", "same gradient", "out of memory", "published speed"]
-    assert {c["status"] for c in checks.values()} == {"pass"}
+    assert list(checks)[-4:] == ["same loss", "same gradient", "out of memory", "published speed"]
+    assert {c["status"] for c in checks.values() if c["name"] not in CHECKS} == {"pass"}
     for name, told in {
         "same loss": "2 layouts have the loss of one GPU at step 5",
         "same gradient": "2 layouts have the gradient of one GPU at step 1",
@@ -52,7 +54,7 @@ def test_an_acceptance_run_in_small(bench):
     assert path.parent.name == "doctor-local-cpu"
     document = json.loads(path.read_text())
     assert document["passed"]
-    assert document["checks"] == list(checks.values())[5:]
+    assert document["checks"] == list(checks.values())[-4:]
     assert 0 < document["gpu_hours"] < 3
     assert "no sweep in" in bench.done("sweep", "status").stderr, "it is nobody's newest"
 

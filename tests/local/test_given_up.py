@@ -1,15 +1,17 @@
-"""Nodes that cannot be cleaned are given up."""
+"""Nodes that cannot be cleaned, or that are faulty, are given up."""
 
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests import patience
 from tests.unit.agent import one_node, test_gpus
-from ultrabench.store.events import AllocationEnded, Claimed
+from ultrabench.node_health import findings_of
+from ultrabench.store.events import AllocationEnded, Claimed, Failed, Preflight
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 
@@ -40,13 +42,44 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
     sweep.create()
     program = tmp_path / "program.py"
     program.write_text(KEEPS_MEMORY)
-    allocation = allocation_of(sweep.path, program)
+    events, _ = run_agents(allocation_of(sweep.path, program))
+    (end,) = (e for e in events if isinstance(e, AllocationEnded))
+    assert end.reason == "local-1 is given up: GPU 0 still holds 40.0 GiB after the run: no known process"
+    assert end.avoid == ("local-1",)
+    assert [e.repeat for e in events if isinstance(e, Claimed)] == [0]
+
+
+def test_a_faulty_node_is_refused_and_the_journal_keeps_the_health_of_all(tmp_path, driver):
+    sweep, program = SweepFolder(tmp_path / "sweep"), tmp_path / "program.py"
+    sweep.create()
+    program.touch()
+    (tmp_path / "health0").write_text("GPU-a ecc 0\nGPU-a power 500000\nGPU-a default_power 700000\n")
+    (tmp_path / "health1").write_text("GPU-a ecc 3\n")
+    events, said = run_agents(replace(allocation_of(sweep.path, program), preflight=True))
+    (end,) = (e for e in events if isinstance(e, AllocationEnded))
+    fault = "local-1: the node is faulty: ECC errors (GPU 0: 3 errors)"
+    assert (end.reason, end.avoid) == (fault, ("local-1",))
+    (result,) = (e.result for e in events if isinstance(e, Failed))
+    assert (result.status, result.cause, result.suspect_hosts) == ("node_fail", "node_failure", ("local-1",))
+    (preflight,) = (e for e in events if isinstance(e, Preflight))
+    sound, faulty = (findings_of(facts["health"])["ECC errors"] for facts in preflight.found["nodes"])
+    assert (sound.health, faulty.health, faulty.places) == ("ok", "fail", {"GPU 0": 3})
+    assert "the health of local-0: power limit (GPU 0: 200 W below)" in said
+
+
+def run_agents(allocation):
+    """Runs both agents of an allocation, each with its own GPU; returns the events, and what the leader said."""
+    sweep = SweepFolder(Path(allocation.sweep_dir))
     allocation.write()
     agents = []
     for node in range(2):
-        gpus = tmp_path / f"gpus{node}"
+        gpus = sweep.path.parent / f"gpus{node}"
         gpus.write_text(f"GPU-a {test_gpus.A} {2**30} {80 * 2**30} 1980 0 0 0 0\n")
-        place = {"SUBMITIT_LOCAL_GLOBALID": str(node), "FAKE_GPUS": str(gpus)}
+        place = {
+            "SUBMITIT_LOCAL_GLOBALID": str(node),
+            "FAKE_GPUS": str(gpus),
+            "FAKE_HEALTH": str(sweep.path.parent / f"health{node}"),
+        }
         agents.append(
             patience.Process(
                 [sys.executable, "-P", "-m", "ultrabench.agent", str(allocation.folder)],
@@ -55,8 +88,4 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
         )  # fmt: skip
     said = [agent.communicate(timeout=120)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [1, 0], said
-    events = [line.event for line in read_journal(sweep.journal)]
-    (end,) = (e for e in events if isinstance(e, AllocationEnded))
-    assert end.reason == "local-1 is given up: GPU 0 still holds 40.0 GiB after the run: no known process"
-    assert end.avoid == ("local-1",)
-    assert [e.repeat for e in events if isinstance(e, Claimed)] == [0]
+    return [line.event for line in read_journal(sweep.journal)], said[0]

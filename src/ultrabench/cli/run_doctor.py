@@ -17,7 +17,7 @@ from ultrabench.record import to_dict
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
-STYLES = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+STYLES = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim", "unknown": "dim"}
 
 
 def run_doctor(
@@ -106,8 +106,11 @@ def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: C
 
 def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
     names = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
-    rows = []
-    for check in checks:
+    rows, unknown = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
+    for check in (check for check in checks if check.name not in unknown):
         remedy = f"; remedy: {check.remedy}" if check.remedy else ""
         rows.append((check.name, Text(check.status, STYLES[check.status]), check.told + remedy))
+    if unknown:
+        told = f"{len(unknown)} checks have no source here: {', '.join(unknown)}"
+        rows.append(("not known", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), told))
     show(table(f"doctor: {names}", "check", "status", "found", rows=rows))

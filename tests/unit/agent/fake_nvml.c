@@ -1,6 +1,7 @@
 /* A driver library with the names of NVML, for tests without a GPU. The file named by FAKE_GPUS holds its answers,
    one line a GPU: uuid, PCI bus, bytes used, bytes in all, MHz, the mask of reasons, the pid of one process or 0, the
-   energy in mJ and the power in mW, each 0 where the GPU does not know it. */
+   energy in mJ and the power in mW, each 0 where the GPU does not know it. The file named by FAKE_HEALTH holds lines of
+   a uuid, the name of a fact and its number; a fact without a line is not supported. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -73,6 +74,42 @@ int nvmlDeviceGetPowerUsage(void *handle, unsigned *out) {
     if (!look(handle, 0) || !now.power) return 3;
     *out = now.power;
     return 0;
+}
+static int fact(const char *uuid, const char *name, unsigned long long *out) {
+    char whose[64], which[64];
+    FILE *file = getenv("FAKE_HEALTH") ? fopen(getenv("FAKE_HEALTH"), "r") : NULL;
+    int found = 0;
+    while (file && !found && fscanf(file, "%63s %63s %llu", whose, which, out) == 3)
+        found = !strcmp(whose, uuid) && !strcmp(which, name);
+    if (file) fclose(file);
+    return found ? 0 : 3;
+}
+static int small_fact(const char *uuid, const char *name, unsigned *out) {
+    unsigned long long number = 0;
+    int code = fact(uuid, name, &number);
+    *out = number;
+    return code;
+}
+int nvmlDeviceGetTotalEccErrors(void *handle, int kind, int counter, unsigned long long *out) {
+    return kind != 1 ? 2 : fact(handle, counter ? "ecc_in_life" : "ecc", out);
+}
+int nvmlDeviceGetRemappedRows(void *handle, unsigned *corrected, unsigned *lost, unsigned *pending, unsigned *failed) {
+    *corrected = *lost = 0;
+    return small_fact(handle, "remap_pending", pending) | small_fact(handle, "remap_failed", failed);
+}
+int nvmlDeviceGetNvLinkState(void *handle, unsigned link, unsigned *active) {
+    unsigned links = 0, code = small_fact(handle, "links", &links);
+    *active = 1;
+    return code ? code : link < links ? 0 : 2;
+}
+int nvmlDeviceGetNvLinkErrorCounter(void *handle, unsigned link, int counter, unsigned long long *out) {
+    char name[64];
+    snprintf(name, sizeof name, "link%u_error%d", link, counter);
+    return fact(handle, name, out);
+}
+int nvmlDeviceGetPowerManagementLimit(void *handle, unsigned *out) { return small_fact(handle, "power", out); }
+int nvmlDeviceGetPowerManagementDefaultLimit(void *handle, unsigned *out) {
+    return small_fact(handle, "default_power", out);
 }
 struct process { unsigned pid; unsigned long long used; unsigned gpu, compute; };
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, struct process *out) {

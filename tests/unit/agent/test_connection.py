@@ -231,6 +231,7 @@ def node(tmp_path):
     leading = Node(two, NodeIdentity(node=0, host="local-0"))
     yield leading
     leading._server.stop()
+    leading._health.close()
     shutil.rmtree(leading.scratch)
 
 

@@ -94,6 +94,7 @@ CLEAN = {
     "load": None,
     "foreign_processes": [],
     "powers_w": [],
+    "health": None,
 }
 STEPS = """
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)

@@ -1,0 +1,75 @@
+"""The agent's side of the readings of its node's health; another process reads, which may hang without harm."""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ultrabench.agent.ranks.gpus import VisibleGpu
+from ultrabench.node_health import Numbers, Reading
+
+READ_S = 10.0
+"""Seconds for the first reading, in which the driver may have to start."""
+AGAIN_S = 2.0
+"""Seconds for a further reading."""
+ROOT = Path("/")
+
+
+class HealthReader:
+    """Reads the health of this node, for the first time as soon as it is made; `read` waits for the answer."""
+
+    def __init__(self, gpus: Sequence[VisibleGpu], root: Path = ROOT) -> None:
+        """`root` is the folder with dev, proc and sys."""
+        module, words = (
+            "ultrabench.agent.health_sources",
+            (str(root), tempfile.gettempdir(), json.dumps(gpus)),
+        )
+        pipe, command = subprocess.PIPE, [sys.executable, "-P", "-m", module, *words]
+        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)
+        self._ask(READ_S)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can read again: it was not closed, and has answered in time."""
+        return self._child.stdout is not None and not self._child.stdout.closed
+
+    def _ask(self, limit_s: float) -> None:
+        self._until_s = time.monotonic() + limit_s
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or was closed
+            assert self._child.stdin is not None
+            self._child.stdin.write(b"\n")
+
+    def read_again(self) -> Reading:
+        """A further reading, in at most AGAIN_S seconds."""
+        self._ask(AGAIN_S)
+        return self.read()
+
+    def read(self) -> Reading:
+        """The reading that was asked for last; what was not read in time is not in it, and nothing more is read then."""
+        pipe, text = self._child.stdout, b""
+        assert pipe is not None
+        while self.is_open and not text.endswith(b"\n\n"):
+            left_s = max(0.0, self._until_s - time.monotonic())
+            part = os.read(pipe.fileno(), 2**16) if select.select([pipe], [], [], left_s)[0] else b""
+            if not part:
+                self.close()
+            text += part
+        values = dict[str, Numbers]()
+        for line in filter(None, text.splitlines()):
+            with contextlib.suppress(ValueError):  # the last line of an answer that was cut short
+                values |= json.loads(line)
+        return Reading(time.monotonic(), values)
+
+    def close(self) -> None:
+        """Ends the process; one that hangs inside Linux is left."""
+        self._child.kill()
+        for pipe in filter(None, (self._child.stdin, self._child.stdout)):
+            pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(timeout=1.0)

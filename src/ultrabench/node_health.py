@@ -1,0 +1,180 @@
+"""The health of a node before work: the table of checks with limits and remedies, and what readings say of each check.
+
+A reading holds what a node shows without privileges: name of a check -> place, such as a GPU or a port -> number, or
+None where the source is missing. A fact that is there or not has the numbers 1 and 0. `agent/health_reader.py` reads.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from enum import Enum, StrEnum
+from typing import Any, NamedTuple
+
+
+class Health(StrEnum):
+    """What is known about one check of a node, the worst first."""
+
+    FAIL = "fail"
+    WARN = "warn"
+    UNKNOWN = "unknown"
+    OK = "ok"
+
+
+class Amount(Enum):
+    """What of a number is compared with the limit."""
+
+    NOW = 0
+    NEW = 1
+    """The growth of a counter between two readings: its total may be older than any fault of today."""
+    PER_SECOND = 2
+    """The same growth in a second."""
+
+
+class HealthCheck(NamedTuple):
+    """One row of the table."""
+
+    limit: str
+    remedy: str
+    unit: str = ""
+    """Unit of the numbers; empty for facts that are there or not."""
+    hard: bool = False
+    """Whether the fact refuses its node; it must be one that a single observation proves."""
+    amount: Amount = Amount.NOW
+    bound: float = 0.0
+    """Largest number that is ok, or smallest one if `at_least`."""
+    at_least: bool = False
+    between_nodes: bool = False
+    """Whether only runs on several nodes need it."""
+
+
+MOST_PLACES = 8
+"""Largest number of places of a finding; those with the worst numbers are kept."""
+LEAST_FREE_GIB = 1.0
+"""Free GiB below which a folder gets a warning."""
+CRC_ERRORS_PER_S = 100.0
+"""CRC errors per second of an NVLink that its retries hide. Source: dcgm_gpu_hardware_limits.h of NVIDIA's DCGM."""
+CHECKS = {
+    "ECC errors": HealthCheck(
+        "no uncorrected error since the driver was loaded", "have the node drained and the GPU reset", "errors", hard=True),
+    "ECC errors in its life": HealthCheck(
+        "no uncorrected error in the life of a GPU", "watch it: a GPU that has new ones again is replaced", "errors"),
+    "row remapping failed": HealthCheck("no failure", "have the GPU replaced: it has no spare rows left", hard=True),
+    "row remapping pending": HealthCheck("no rows that wait for it", "have the GPU reset, so that it uses the spare rows"),
+    "NVLink errors": HealthCheck(
+        "no new replay or recovery of a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board examined",
+        "new errors", amount=Amount.NEW),
+    "NVLink CRC errors": HealthCheck(
+        f"at most {CRC_ERRORS_PER_S:.0f} a second on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board examined",
+        "a second", amount=Amount.PER_SECOND, bound=CRC_ERRORS_PER_S),
+    "power limit": HealthCheck(
+        "not below the default of the GPU", "have the default restored, or predict with it: hardware.power_limit_w=", "W below"),
+    "GPU clocks": HealthCheck("no slowdown by heat or power supply", "have cooling and power supply of the node examined"),
+    "InfiniBand link lost": HealthCheck(
+        "no port is down that was up since the driver was loaded", "have cable, port and switch examined",
+        hard=True, between_nodes=True),
+    "InfiniBand ports": HealthCheck(
+        "every port that is not disabled is active", "have cable and subnet manager examined, or an unused port disabled"),
+    "InfiniBand rate": HealthCheck(
+        "as fast as the other ports of the same board type", "have cable and switch port examined", "Gb/s below"),
+    "InfiniBand errors": HealthCheck(
+        "no new error of a port", "have the cable cleaned or replaced", "new errors", amount=Amount.NEW),
+    "InfiniBand access": HealthCheck(
+        "every adapter has a driver, and its /dev/infiniband/uverbs* can be opened",
+        "give the container /dev/infiniband (enroot: the hook 99-mellanox.sh, apptainer: --bind /dev/infiniband)"),
+    "locked memory": HealthCheck(
+        "`ulimit -l` is unlimited where InfiniBand is used", "`ulimit -l unlimited` in launcher.setup=, or ask the site"),
+    "NUMA": HealthCheck(
+        "the job has cores of each GPU's NUMA node", "launcher.exclusive=true, or cores of both sockets by launcher.cpus="),
+    "NUMA balancing": HealthCheck("kernel.numa_balancing is 0", "have it set to 0: it stops processes to move their memory"),
+    "CPU governor": HealthCheck("every core has `performance`", "have it set: cpupower frequency-set -g performance", "cores"),
+    "/dev/shm": HealthCheck(
+        f"at least {LEAST_FREE_GIB:g} GiB free", "remove old files, or give the container the node's /dev/shm "
+        "(apptainer: without --contain, docker: --ipc=host, enroot: --mount /dev/shm:/dev/shm)",
+        "GiB free", bound=LEAST_FREE_GIB, at_least=True),
+    "scratch": HealthCheck(
+        f"at least {LEAST_FREE_GIB:g} GiB free in the temporary folder",
+        "ranks keep their logs there: name another folder with launcher.setup=['export TMPDIR=FOLDER']",
+        "GiB free", bound=LEAST_FREE_GIB, at_least=True),
+    "NCCL variables": HealthCheck(
+        "none turns off InfiniBand, peer access or shared memory", "unset it in launcher.setup= or in the container image"),
+}  # fmt: skip
+"""The only table of checks: name in the journal and in doctor -> the check. docs/doctor.md shows it."""
+
+Numbers = Mapping[str, float | None]
+
+
+class Reading(NamedTuple):
+    """What a node showed at one moment."""
+
+    time_s: float
+    """The monotonic clock of the node."""
+    values: Mapping[str, Numbers]
+
+
+class Finding(NamedTuple):
+    """What is known about one check of a node."""
+
+    health: Health = Health.UNKNOWN
+    places: Mapping[str, float] = {}
+    """Places beyond the limit with their numbers; where all is ok, the place with the worst number."""
+
+
+Findings = dict[str, Finding]
+"""Name of each check -> its finding."""
+
+
+def examine(first: Reading, last: Reading) -> Findings:
+    """The findings of two readings; where only one exists it is both, and a counter above 0 is unknown."""
+    return {name: _finding(name, check, first, last) for name, check in CHECKS.items()}
+
+
+def _finding(name: str, check: HealthCheck, first: Reading, last: Reading) -> Finding:
+    before = first.values.get(name, {})
+    numbers = last.values.get(name) or before
+    if check.amount is not Amount.NOW:
+        seconds = last.time_s - first.time_s if check.amount is Amount.PER_SECOND else 1.0
+        again = first is not last and name in last.values
+        numbers = {k: _growth(before.get(k) if again else None, n, seconds) for k, n in numbers.items()}
+    sign = -1 if check.at_least else 1
+    known = [(place, round(number, 3)) for place, number in numbers.items() if number is not None]
+    known.sort(key=lambda place_and_number: -sign * place_and_number[1])
+    if places := {place: n for place, n in known[:MOST_PLACES] if sign * n > sign * check.bound}:
+        return Finding(Health.FAIL if check.hard else Health.WARN, places)
+    if not known or len(known) < len(numbers):
+        return Finding()
+    return Finding(Health.OK, dict(known[:1]) if check.unit else {})
+
+
+def _growth(before: float | None, now: float | None, seconds: float) -> float | None:
+    """How much a counter grew in a unit of time; None if that is unknown, also where somebody has reset it."""
+    if now == 0:
+        return 0.0
+    return None if before is None or now is None or now < before else (now - before) / seconds
+
+
+def to_facts(findings: Findings) -> dict[str, dict[str, dict[str, float]]]:
+    """The findings as the journal keeps them: health -> name of a check -> its places; without what is unknown."""
+    facts = defaultdict[str, dict[str, dict[str, float]]](dict)
+    for name, finding in findings.items():
+        if finding.health is not Health.UNKNOWN:
+            facts[str(finding.health)][name] = dict(finding.places)
+    return facts
+
+
+def findings_of(facts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Findings:
+    """The findings that `to_facts` has written; a check of which nothing was written is unknown."""
+    written = ((name, h, places) for h in Health for name, places in facts.get(h, {}).items())
+    known = {name: Finding(h, places) for name, h, places in written if name in CHECKS}
+    return dict.fromkeys(CHECKS, Finding()) | known
+
+
+def places_text(name: str, finding: Finding) -> str:
+    """The places of a finding, such as `GPU 3: 2 errors`."""
+    unit = CHECKS[name].unit
+    return ", ".join(f"{place}: {n:.4g} {unit}" if unit else place for place, n in finding.places.items())
+
+
+def complaints(facts: Mapping[str, Any], *healths: Health, nodes: int = 2) -> str:
+    """The findings with these healths that concern runs on so many nodes, as a line; empty where there are none."""
+    findings = ((name, f) for name, f in findings_of(facts).items() if f.health in healths)
+    concerned = ((name, f) for name, f in findings if nodes > 1 or not CHECKS[name].between_nodes)
+    return "; ".join(f"{name} ({places_text(name, finding)})" for name, finding in concerned)
