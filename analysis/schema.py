@@ -193,6 +193,12 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
     ),
 }  # fmt: skip
 
+CHECKPOINT = tuple(
+    column.name
+    for column in GROUPS["Outcome"]
+    if column.name.startswith("checkpoint_") and column.type != TEXT
+)
+"""Columns with the numbers of a checkpoint."""
 MODEL = tuple(column.name for column in GROUPS["Model"])
 """Columns that say which model a run trains."""
 SIZES = tuple(name for name in MODEL if name not in ("model", "model_id", "model_settings", "routing"))
