@@ -13,7 +13,7 @@ from ultrabench.agent.connection import POLL_S, Inbox, Message, Peers, listen
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, LOGS_RETRY_S, Cleaned, Finished, Node
 from ultrabench.agent.ranks.rank_progress import NO_EVIDENCE, AttemptProgress
-from ultrabench.rank_report import read_part
+from ultrabench.rank_report import CHECKPOINT_PHASE, read_part
 from ultrabench.record import from_dict
 from ultrabench.result import AGENT_GONE
 from ultrabench.run import Task
@@ -107,7 +107,10 @@ class AgentGroup:
             if node in self._cleaned and (health := self._cleaned[node].health):
                 self.facts[node]["health"] = health
             unusable = self._cleaned[node].unusable if node in self._cleaned else None
-            if unusable and node not in self._left:
+            if unusable and self.progress.ranks[0].phase == CHECKPOINT_PHASE:
+                # A file system that does not answer holds its callers inside Linux; other nodes would fare alike.
+                self._stop.reason = self._stop.reason or f"{host} still saves a checkpoint: {unusable}"
+            elif unusable and node not in self._left:
                 self.give_up(host, unusable)
             elif node not in self._cleaned and node not in self._left:
                 self.lost = self.lost or f"{host} is given up: it did not report that it is clean"

@@ -1,5 +1,6 @@
 """The leading agent: it runs the tasks of the allocation, watches their ranks and writes the journal."""
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,13 +14,14 @@ from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.disk_retry import log_line
-from ultrabench.agent.ranks.node import Node
+from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
+from ultrabench.errors import ClusterError
 from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints
-from ultrabench.rank_report import TRACE_PHASE
+from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
 from ultrabench.record import canonical_json, to_dict
-from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
+from ultrabench.result import DISK_SLOW, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
 from ultrabench.store.allocation import inside
@@ -36,7 +38,8 @@ from ultrabench.store.events import (
     Start,
     Started,
 )
-from ultrabench.store.journal import JournalWriter
+from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.state import fold
 from ultrabench.variant import variables_of
 
 SLOWEST_GAP_FACTOR = 10.0
@@ -75,6 +78,7 @@ class Leader:
     def run(self) -> Ending:
         """Runs every task that nobody else has claimed; returns why the allocation ends."""
         self._write_lost_tasks()
+        self._remove_left_checkpoints()
         end = self._unfit() or self._not_now(self._allocation.tasks[0]) or self._preflight()
         for task in self._allocation.tasks:
             if end := end or self._not_now(task):
@@ -100,6 +104,26 @@ class Leader:
             if mine and claimed_by.get("job") != self._me["job"]:
                 reason = f"job {self._start.job_id} was requeued while it ran"
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
+
+    def _remove_left_checkpoints(self) -> None:
+        """Removes the checkpoints of attempts that have ended, which agents that were killed have left."""
+        folder, allocation = self._node.folder, self._allocation
+        given = allocation.tasks[0].measure.checkpoint_folder
+        pattern = folder.checkpoint(Path(allocation.work_dir, given or folder.path), "*")
+
+        def remove() -> None:
+            left = {
+                path.name.removeprefix(pattern.name[:-1]): path for path in pattern.parent.glob(pattern.name)
+            }
+            attempts = fold(read_journal(folder.journal, log_line)).attempts if left else {}
+            for key in (str(key) for key, attempt in attempts.items() if attempt.result):
+                if key in left:
+                    shutil.rmtree(left[key], ignore_errors=True)
+
+        try:
+            self._node.disk.retry(remove, CLEANING_S, subject=str(pattern.parent))
+        except (ClusterError, OSError) as error:
+            log_line(f"checkpoints of earlier runs may be left: {error}")
 
     def _unfit(self) -> Ending | None:
         """Why nothing may run on these nodes: foreign processes, full disks, faults, or other sources of the program."""
@@ -332,9 +356,14 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | No
     """How a run ends that has missed a deadline at `now`, by the leader's time; None while there is time.
 
     Until a program of the user has reported something, only its time limit applies. A run that has measured
-    enough steps until its time limit is ok.
+    enough steps until its time limit is ok. Checkpoints have a limit of their own, and their run stays ok.
     """
     measure, rank, phase = task.measure, progress.ranks[0], progress.ranks[0].phase
+    if phase == CHECKPOINT_PHASE:  # all is measured, and what a file system delays is no hang
+        if now - rank.phase_since <= measure.checkpoint_limit_s:
+            return None
+        reason = f"saving and loading the state did not end within {measure.checkpoint_limit_s:g} s"
+        return RunResult(status=Status.OK, reason=reason, cause=DISK_SLOW)
     if now - progress.started > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
         reason += f"; {len(rank.steps)} steps done" if rank.steps else ""

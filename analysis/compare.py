@@ -17,7 +17,7 @@ from ultrabench.analysis.options import variant_in
 from ultrabench.analysis.other_models import other_models
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.rows import Row
-from ultrabench.analysis.schema import MODEL
+from ultrabench.analysis.schema import CHECKPOINT, MODEL
 from ultrabench.analysis.significance import ALPHA, Runs, corrected, step_time
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, labels
@@ -49,7 +49,7 @@ class Comparison:
     rows: pd.DataFrame
     """One row for each layout that was tried in both, sorted by ratio: model, batch and layout, status and
     median step time of both, `ratio` B / A, `p_value`, `p_corrected`, `p_least` (the smallest p-value that so
-    many steps can give), `stopped` (whether a run was stopped early as slower than the best of its cell), and
+    many steps can give), the columns of CHECKPOINT of both, `stopped` (whether a run was stopped early as slower than the best of its cell), and
     `finding`, which is null where there is none."""
     winners: pd.DataFrame
     """One row for each cell that another layout wins: `best_a`, `best_b`, `as_good` (whether the best of A is as
@@ -96,6 +96,16 @@ class Comparison:
         return float(ratios.median()) if len(ratios) else None
 
     @property
+    def checkpoints(self) -> list[Row]:
+        """For each column of CHECKPOINT the medians in A and B of the layouts that have it in both, and their number."""
+        medians = []
+        for name in CHECKPOINT:
+            sides = self.rows.reindex(columns=[f"{name}_a", f"{name}_b"]).dropna().set_axis([*"ab"], axis=1)
+            if len(sides):
+                medians.append({"column": name, **sides.median(), "layouts": len(sides)})
+        return medians
+
+    @property
     def regressions(self) -> int:
         """Number of layouts that are slower or fail in B."""
         return int(self.rows["finding"].isin([SLOWER, FAILING]).sum())
@@ -110,7 +120,9 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
     Raises:
         ConfigError: no layout was tried in both.
     """
-    columns = dict.fromkeys(("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE))
+    columns = dict.fromkeys(
+        ("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE, *CHECKPOINT)
+    )
     rankings = [Ranking(table, more=[*columns]) for table in (a, b)]
     tried = [*map(_tried, rankings)]
     workload_columns, layout_columns = _columns(tried)
@@ -227,6 +239,8 @@ def _row(a: Sequence[Row], b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
         row[f"status_{side}"] = "ok" if runs else _end(rows)
         row[f"step_time_{side}_s"] = step_time(runs) if runs else np.nan
         row[f"runs_{side}"], row[f"steps_{side}"] = len(runs), sum(map(len, runs))
+        known = {name: [r[name] for r in rows if r[name] is not None] for name in CHECKPOINT}
+        row |= {f"{name}_{side}": median(values) for name, values in known.items() if values}
     stopped = any(row["stopped"] == STOPPED_AS_SLOWER for row in (*a, *b))
     return row | {"stopped": stopped, "ratio": row["step_time_b_s"] / row["step_time_a_s"]}
 

@@ -62,6 +62,7 @@ def scale_end(values: Iterable[float | None]) -> float:
 _FRACTIONS = ("mfu", "hfu", "p_oom", "_rel", "_share")
 _RATES = {
     "_bytes_per_s": "B/s",
+    "_bytes_per_s_per_node": "B/s",
     "_flops_per_s": "FLOP/s",
     "_flops_per_s_per_gpu": "FLOP/s",
     "_hz": "Hz",

@@ -317,6 +317,9 @@ def _measured(result: RunResult, gpus: int | None) -> Row:
         row["throttled"] = result.throttled is not None
     if result.started_at is not None:
         row["started_at"] = datetime.fromtimestamp(result.started_at, UTC)
+    if result.checkpoint_bytes and result.checkpoint_save_s and result.hostnames:
+        rate = result.checkpoint_bytes / result.checkpoint_save_s / len(result.hostnames)
+        row["checkpoint_bytes_per_s_per_node"] = rate
     if result.duration_s is not None and gpus is not None:
         row["gpu_hours"] = result.duration_s * gpus / 3600
     return _known(row)

@@ -151,6 +151,15 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("peak_mem_reserved_bytes", INT, "Largest of all ranks; on CPUs the resident set."),
         column("peak_mem_reserved_rank0_bytes", INT, "Value of rank 0 alone, as other benchmarks publish it."),
         column("allocator_retries", INT, "How often the allocator of a rank found its GPU full and gave unused memory back; the rank waits each time."),
+        column("checkpoint_save_s", FLOAT, "Time of a synchronous save of parameters and optimizer, of the slowest rank; null here and in the next seven columns: not asked for, or see checkpoint_cause."),
+        column("checkpoint_load_s", FLOAT, "Time of loading it; memory of the nodes may serve the files, so that storage alone is slower."),
+        column("checkpoint_bytes", INT, "Bytes of the files of one save."),
+        column("checkpoint_bytes_per_s_per_node", FLOAT, "checkpoint_bytes / nodes / checkpoint_save_s."),
+        column("checkpoint_async_blocking_s", FLOAT, "Time for which an asynchronous save keeps training from its next step."),
+        column("checkpoint_async_s", FLOAT, "Time until the asynchronous save has ended."),
+        column("checkpoint_async_lost_steps", FLOAT, "What the steps beside the asynchronous save take longer, in units of step_time_s; without the time in which it blocks."),
+        column("checkpoint_cause", TEXT, "Why a run has no numbers of a checkpoint: disk_full, disk_slow, or another cause; the run itself stays ok."),
+        column("checkpoint_reason", TEXT, "One line of evidence for checkpoint_cause."),
         column("init_time_s", FLOAT, "From the start of the ranks to the end of the first step."),
         column("predicted_step_time_s", FLOAT, "Prediction made before the run."),
         column("predicted_peak_mem_bytes", INT, "Prediction made before the run."),
@@ -184,6 +193,12 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
     ),
 }  # fmt: skip
 
+CHECKPOINT = tuple(
+    column.name
+    for column in GROUPS["Outcome"]
+    if column.name.startswith("checkpoint_") and column.type != TEXT
+)
+"""Columns with the numbers of a checkpoint."""
 MODEL = tuple(column.name for column in GROUPS["Model"])
 """Columns that say which model a run trains."""
 SIZES = tuple(name for name in MODEL if name not in ("model", "model_id", "model_settings", "routing"))

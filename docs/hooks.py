@@ -18,7 +18,7 @@ def on_page_markdown(markdown, page, config, **_):
         if re.match(r"[a-z]+:", link["target"]):
             return link[0]
         path = (folder / link["target"]).resolve()
-        if path.is_relative_to(docs) and path.is_file() or not path.exists():
+        if (path.is_relative_to(docs) and path.is_file()) or not path.exists():
             return link[0]
         if not config.repo_url:
             return link["text"]

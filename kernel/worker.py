@@ -15,6 +15,8 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.rank.trace import look_inside
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
-from ultrabench.rank_report import STEP_PARTS, TRACE_PHASE, Report
+from ultrabench.rank_report import CHECKPOINT_PHASE, STEP_PARTS, TRACE_PHASE, Report
 from ultrabench.record import from_dict
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel
@@ -61,14 +63,15 @@ class Timing:
         self.loss_final: float | None = None
         self.done_steps = 0
 
-    def step(self) -> None:
-        """Runs and times one step; making its data before and reading its loss after are not timed."""
+    def step(self) -> float:
+        """Runs one step; returns its seconds, without making its data before and reading its loss after."""
         number, graphs = self.done_steps + 1, self.trainer.compiler.graphs
         self.report.enter(DATA, number)
         batch = self.trainer.batch(number)
         seconds, mean_loss = timed(self.device, partial(self._train, number, batch))
         self._record(number, seconds, float(mean_loss))
         self.compiled = self.trainer.compiler.graphs > graphs
+        return seconds
 
     def _train(self, number: int, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Forward, backward and optimizer of a step, which are what is timed; returns the mean loss."""
@@ -176,6 +179,25 @@ class Timing:
             omp_num_threads=torch.get_num_threads(),
             graphs=self.trainer.compiler.graphs,
         )
+        if self.task.checkpoint:
+            self._checkpoint(Path(self.task.checkpoint))
+
+    def _checkpoint(self, folder: Path) -> None:
+        """Measures checkpoints; it comes after all else is reported, and whatever fails here is reported alone."""
+        from ultrabench.kernel.rank import checkpoint  # other runs save its memory and 0.1 s
+
+        dist.barrier()  # no rank begins before all are done
+        self.report.phase(CHECKPOINT_PHASE)
+        self.measuring = False
+        gc.disable()
+        try:
+            saves = checkpoint.Checkpoint(self.trainer, folder)
+            numbers: dict[str, Any] = saves.save_and_load()
+            numbers |= saves.save_beside(self.step, median(self.step_times_s))
+        except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
+            traceback.print_exc()
+            numbers = {"message": failure.one_line(checkpoint.root_of(error))}
+        self.report.write("checkpoint", **numbers)
 
 
 def run(task: Task, report: Report) -> None:

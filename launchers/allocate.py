@@ -58,14 +58,15 @@ def allocations(
             control=job.control,
             window=config.launcher.window,
             by=by,
-            tasks=tuple(_task(plan, attempt, job) for attempt in job.attempts),
+            tasks=tuple(_task(plan, folder, attempt, job) for attempt in job.attempts),
         )
         for number, job in enumerate(jobs)
     ]
 
 
-def _task(plan: Plan, attempt: PlannedAttempt, job: PlannedJob) -> Task:
+def _task(plan: Plan, folder: SweepFolder, attempt: PlannedAttempt, job: PlannedJob) -> Task:
     config, run = plan.config, attempt.candidate
+    place = Path.cwd() / (config.measure.checkpoint_folder or folder.path)
     best, tokens = job.best.get(run.cell), run.spec.tokens_per_step / run.layout.world_size
     same_control = best is not None and best.by_control and best.control == job.control
     return Task(
@@ -81,6 +82,7 @@ def _task(plan: Plan, attempt: PlannedAttempt, job: PlannedJob) -> Task:
         best_step_time_s=tokens / best.rate if best and best.rate else None,
         best_control_ratio=best.control_ratio if best and same_control else None,
         profile=config.trace,
+        checkpoint=str(folder.checkpoint(place, attempt.key)) if config.measure.checkpoint else None,
     )
 
 

@@ -16,6 +16,7 @@ from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
 from ultrabench.log_patterns import TRY_LOG, misread, nearest_lines
 from ultrabench.measure import Measure
+from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.record import content_id
 from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import Task
@@ -132,6 +133,7 @@ def classify(
         peak_mem_reserved_bytes=_largest(progress.ranks, "reserved_bytes"),
         peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),
         allocator_retries=_largest(progress.ranks, "allocator_retries"),
+        **_checkpoint(progress, task, end or result, lost),
         init_time_s=progress.first_step - progress.started if progress.first_step else None,
         started_at=progress.started_at,
         probe=progress.probe,
@@ -260,6 +262,29 @@ def _loss(rank: RankProgress, measure: Measure) -> float | None:
 
 def _largest(ranks: Sequence[RankProgress], name: str) -> int | None:
     return max((rank.memory[name] for rank in ranks if name in rank.memory), default=None)
+
+
+def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str | None) -> dict[str, Any]:
+    """The columns of a checkpoint: its numbers, or why a run that was asked for one has none.
+
+    Args:
+        end: how the run ended.
+    """
+    reports = [rank.checkpoint for rank in progress.ranks if rank.checkpoint]
+    messages = [quoted(report["message"]) for report in reports if "message" in report]
+    exits = [_of_exit(rank) for rank in progress.ranks if rank.code and not rank.killed_by_us]
+    cause, reason = end.cause or "stopped", end.reason or "the ranks ended before it"
+    if reports and not messages:
+        return {f"checkpoint_{name}": reports[0].get(name) for name in CHECKPOINT_NUMBERS}
+    if not task.checkpoint or not progress.ranks[0].done:  # what ended the run is told as its own end
+        return {}
+    if messages:
+        cause, reason = (by_text(messages[0]) or (BY_NAME["exception"], ""))[0].name, messages[0]
+    elif lost:
+        cause, reason = "node_failure", lost
+    elif exits:
+        cause, reason = exits[0][0].name, exits[0][1]
+    return {"checkpoint_cause": cause, "checkpoint_reason": reason}
 
 
 def _evidence(rank: RankProgress) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankEvent
 from ultrabench.errors import ClusterError
 from ultrabench.log_patterns import LOG_PATTERNS, compiled, parse_log_line
 from ultrabench.node_health import Reading, examine, to_facts
-from ultrabench.rank_report import NewLines, Progress, parse_line, read_progress
+from ultrabench.rank_report import CHECKPOINT_PHASE, NewLines, Progress, parse_line, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
 from ultrabench.store.allocation import Allocation
@@ -125,6 +125,8 @@ class Node:
         self._exits: dict[int, int] = {}
         """Rank -> exit code that the leader has not been told yet."""
         self._measured = MeasuredPhase(allocation.tasks[0].measure.warmup_steps)
+        self._trains = True
+        """Whether the run has not begun to save its state, which is no work that its numbers are about."""
         self._oom_kills = 0
         self._full: str | None = None
         """Which node-local folder was full at some moment of the current run."""
@@ -201,7 +203,7 @@ class Node:
         self._sources = self._sources_of(task)
         self._gauge.clear()
         self._load.clear()
-        self._oom_kills, self._full = oom_kills(), None
+        self._oom_kills, self._full, self._trains = oom_kills(), None, True
         self._measured = MeasuredPhase(task.measure.warmup_steps)
         varied = variables_of(task.spec.variant)
         if task.forked:
@@ -280,10 +282,13 @@ class Node:
         events += self._new_progress()
         steps = [event for event in events if event.get("line", {}).get("event") == "step"]
         self._measured.observe(steps)
-        if steps or any("microbatches" in event for event in events):
+        if self._trains and (steps or any("microbatches" in event for event in events)):
             self._gauge.sample(self._own_pids, self._measured.lasts)
-        if steps:
+        if self._trains and steps:
             self._load.sample()
+        if self._trains and any(event.get("line", {}).get("name") == CHECKPOINT_PHASE for event in events):
+            self._load.sample(at_once=True)
+            self._trains = False
         events += next(self._evidence, [])
         # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
         ranks_behind = {source.rank for source in self._sources if source.lines.behind}
@@ -320,7 +325,8 @@ class Node:
 
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
-        self._load.sample(at_once=True)
+        if self._trains:
+            self._load.sample(at_once=True)
         health = None
         if self._task.probe and self._health.is_open:
             health = to_facts(examine(self._first_reading, self._health.read_again()))
@@ -377,6 +383,8 @@ class Node:
 
     def _remove_files(self) -> None:
         shutil.rmtree(self._run, ignore_errors=True)
+        if self._task.checkpoint and self.identity.node == 0:
+            shutil.rmtree(self._task.checkpoint, ignore_errors=True)
         self._shared_memory.remove()
 
     def _keep_logs(self, failed: bool) -> list[str]:

@@ -29,6 +29,8 @@ class RankProgress:
     phase: str = "start"
     phase_at: float | None = None
     """When the phase began, by the rank's clock."""
+    phase_since: float = 0.0
+    """When the phase became known, in seconds for which the leader has run."""
     microbatches: int = 0
     """Micro-batches that its device has finished."""
     step: int = 0
@@ -49,6 +51,8 @@ class RankProgress:
     """The options that it read back from the objects of its first step; empty before."""
     done: dict[str, Any] = field(default_factory=dict)
     """The report line by which it says that it is done; empty before."""
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    """The report line with its measured checkpoint, or with the message of its failure; empty before."""
     error: dict[str, Any] = field(default_factory=dict)
     """The line of its report with its first error; empty without one."""
     code: int | None = None
@@ -186,7 +190,7 @@ class AttemptProgress:
     def _take_line(self, rank: RankProgress, line: dict[str, Any], now: float) -> None:
         event = line.get("event")
         if event == "phase":
-            rank.phase, rank.phase_at = line.get("name", ""), line.get("time")
+            rank.phase, rank.phase_at, rank.phase_since = line.get("name", ""), line.get("time"), now
             if not rank.steps:
                 rank.first_gaps_s = {}
         elif event == "step":
@@ -199,6 +203,8 @@ class AttemptProgress:
             rank.ran = line.get("options", {})
         elif event == "done":
             rank.done = line
+        elif event == "checkpoint":
+            rank.checkpoint = line
         elif event == "error":
             rank.error = rank.error or line
         elif event == "store":

@@ -43,6 +43,10 @@ KINDS = {
         "throughput against peak memory, with the layouts that no other beats in both", draws_runs=True
     ),
     "predicted": Kind("predicted against measured step time and memory of each run", draws_runs=True),
+    "checkpoint": Kind(
+        "what saving and loading the state costs over node counts, of measure.checkpoint=true",
+        draws_runs=True,
+    ),
     "failures": Kind(
         "how runs ended over nodes or a degree",
         ("nodes", *(name for name in (*DEGREES, *USUAL) if name not in TEXT_AXES)),

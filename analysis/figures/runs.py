@@ -9,6 +9,7 @@ import pyarrow as pa
 from ultrabench.analysis import cells
 from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.ranking import PANEL, Ranking
+from ultrabench.analysis.schema import CHECKPOINT
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
@@ -17,7 +18,7 @@ from ultrabench.sweep.config.sweep_config import WEAK
 
 _NUMBERS = [
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes",
-    "peak_mem_reserved_rank0_bytes", "predicted_step_time_s", "predicted_peak_mem_bytes",
+    "peak_mem_reserved_rank0_bytes", "predicted_step_time_s", "predicted_peak_mem_bytes", *CHECKPOINT,
 ]  # fmt: skip
 _OF_PANEL = [*(name for name in PANEL if name != "gbs"), "batch", "num_params"]
 """Columns that a panel names where they vary among the rows of a model."""

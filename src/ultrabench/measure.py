@@ -3,9 +3,16 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from msgspec import Meta
+
 from ultrabench.allowed import Count, Positive, above, at_least, between, one_of, require_allowed
 from ultrabench.errors import ConfigError
 from ultrabench.model_shape import FLOPS_FORMULAS
+
+STATE_BYTES = 12
+"""Bytes of a parameter and its two moments in a checkpoint, in fp32."""
+NODE_BYTES_PER_S = 1e9
+"""Bytes that a node writes to a file system in a second, for the price of a run; measured ones differ widely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +59,22 @@ class Measure:
     it is if somebody else uses a GPU of the run. None means that neither is judged. The default is for sweeps that
     began before there was this key."""
 
+    checkpoint: bool = False
+    """Whether each run saves and loads its sharded state after the measured steps."""
+    checkpoint_folder: Annotated[str, Meta(min_length=1, description="a folder")] | None = None
+    """Folder that all nodes see, in which the state is saved and removed again; None means that of the sweep."""
+    checkpoint_limit_s: Positive = 600.0
+    """Longest time in seconds of all saves and loads of a run; after it they are given up, and the steps stand."""
+
     def priced_s(self, step_time_s: float) -> float:
         """Seconds of all steps of a run for its price, if a step takes `step_time_s`."""
         measured_steps = (self.min_steps + self.max_steps) // 2
         warmup_s = max(self.warmup_steps * step_time_s, self.warmup_s)
         return warmup_s + max(measured_steps * step_time_s, self.min_s)
+
+    def checkpoint_s(self, num_params: int, nodes: int) -> float:
+        """Seconds of two saves and a load of the state for the price of a run."""
+        return min(self.checkpoint_limit_s, 3 * STATE_BYTES * num_params / nodes / NODE_BYTES_PER_S)
 
     def __post_init__(self) -> None:
         require_allowed(self, "measure.")

@@ -97,7 +97,7 @@ CHECKS = {
     "NCCL variables": HealthCheck(
         "none turns off InfiniBand, peer access or shared memory", "unset it in launcher.setup= or in the container image"),
 }  # fmt: skip
-"""The only table of checks: name in the journal and in doctor -> the check. docs/doctor.md shows it."""
+"""The only table of checks: name in the journal and in doctor -> the check. docs/guide/cluster.md shows it."""
 
 Numbers = Mapping[str, float | None]
 

@@ -27,6 +27,9 @@ COLLECTIVES_SUFFIX = ".collectives"
 TRACE_PHASE = "profile"
 """Name of the phase in which a rank is traced, and of the folder beside the report for the trace."""
 
+CHECKPOINT_PHASE = "checkpoint"
+"""Name of the phase in which a rank saves and loads its state; all else is reported before it."""
+
 STEP_PARTS = ("data", "forward_backward", "optimizer")
 """Parts of a step, in order."""
 _RECORD = struct.Struct("@qqq")
@@ -58,7 +61,8 @@ class Report:
 
     Each line is one JSON object with an `event`. This class adds the `time` in seconds since 1970. The events
     are phase {name}, store {port}, environment {...}, step {seconds, tokens, loss, gradient_norm},
-    ran {options}, memory {allocated_bytes, reserved_bytes, allocator_retries}, error {kind, message}, done {...} and stack_dump {pid}.
+    ran {options}, memory {allocated_bytes, reserved_bytes, allocator_retries}, error {kind, message}, done {...}, stack_dump {pid}
+    and checkpoint {save_s, load_s, async_blocking_s, async_s, async_lost_steps, bytes}, or {message} where it failed.
     A program of the user may write the same lines itself. With stack_dump a process promises to write its
     Python stacks beside the report on SIGUSR1, and its last collectives on SIGUSR2.
     """
@@ -212,6 +216,10 @@ def _loss(value: Any) -> float | None:
 _NAME, _WORDS = partial(_text, 200), partial(_text, 2**14)
 _AMOUNTS = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "torch_bytes", "data_bytes")
 _BYTES: dict[str, Callable[[Any], Any]] = dict.fromkeys((*_AMOUNTS, "limit_bytes"), _count)
+CHECKPOINT_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("save_s", "load_s", "async_blocking_s", "async_s", "async_lost_steps"), number), "bytes": _count,
+}  # fmt: skip
+"""What the event checkpoint has; the results have the same names after `checkpoint_`."""
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "phase": {"name": _NAME, "time": number},
     "step": {"step": _count, "seconds": number, "loss": _loss, "gradient_norm": number, "measured": bool},
@@ -225,6 +233,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "error": {"kind": _NAME, "message": _WORDS, "traceback": _WORDS, **_BYTES},
     "done": {"stopped": _NAME, "hardware_flops_per_step": number, "graphs": _count},
     "stack_dump": {"pid": _count},
+    "checkpoint": {**CHECKPOINT_NUMBERS, "message": _WORDS},
 }  # fmt: skip
 """Event -> field that is used -> function that turns any value into a valid one of bounded size, or None."""
 

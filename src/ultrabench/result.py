@@ -103,9 +103,12 @@ CAUSES = (
     "disk_full", "missing_library", "import_error", "illegal_memory_access", "assertion", "nccl_usage", "port_taken", "bus_error",
     "segfault", "killed", "signal", "abort", "exception", "exit_code", "exited_early", "nccl_timeout", "nccl_error",
     "gloo_error", "connection_error", "hang", "time_limit", "stopped", "node_failure", "agent_gone", "preempted", "unmeasured",
-    "wrong_gpu", "replicas_differ", "option_ignored", "bad_report",
+    "wrong_gpu", "replicas_differ", "option_ignored", "bad_report", "disk_slow",
 )  # fmt: skip
-"""All values of `RunResult.cause`; docs/reference/rules.md explains each of them."""
+"""All values of `RunResult.cause` and `checkpoint_cause`; docs/reference/rules.md explains each of them."""
+
+DISK_SLOW = "disk_slow"
+"""Cause of a checkpoint that was given up after its limit; the run is ok."""
 
 UNMEASURED = "unmeasured"
 """Cause of an invalid run whose program ended well without a step that counts."""
@@ -182,6 +185,21 @@ class RunResult:
     """Peak of reserved bytes of rank 0, as other benchmarks publish it."""
     allocator_retries: int | None = None
     """How often the allocator of a rank found its GPU full and gave back what it held without need, at most."""
+    checkpoint_save_s: float | None = None
+    """Seconds of a synchronous save of the sharded state, of the slowest rank, as all of these."""
+    checkpoint_load_s: float | None = None
+    checkpoint_async_blocking_s: float | None = None
+    """Seconds for which an asynchronous save kept training from its next step."""
+    checkpoint_async_s: float | None = None
+    """Seconds until the asynchronous save had ended."""
+    checkpoint_async_lost_steps: float | None = None
+    """What the steps during the asynchronous save took longer, in median steps of the run."""
+    checkpoint_bytes: int | None = None
+    """Bytes of the files of a save, all ranks together."""
+    checkpoint_cause: str | None = None
+    """Why there are no numbers of a checkpoint that was asked for, one of CAUSES."""
+    checkpoint_reason: str | None = None
+    """One line of evidence for this cause."""
     init_time_s: float | None = None
     """Seconds from the start of the ranks to the end of the first step."""
     started_at: float | None = None

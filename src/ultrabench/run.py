@@ -176,6 +176,8 @@ class Task(OfAttempt):
     """Whether devices and links of the allocation are measured instead of training."""
     profile: bool = False
     """Whether some more steps are profiled after the measured ones."""
+    checkpoint: str | None = None
+    """Folder in which the state is saved and loaded after the measured steps, and removed; None: it is not saved."""
 
     @property
     def forked(self) -> bool:

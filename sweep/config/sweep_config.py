@@ -237,6 +237,9 @@ class SweepConfig:
         if self.trace and self.kernel.kind != "embedded":
             advice = "only ultrabench's own kernel looks inside itself: use what the program has for that"
             raise ConfigError(f"trace=true with kernel={self.kernel.name}; {advice}")
+        if self.measure.checkpoint and self.kernel.kind != "embedded":
+            advice = "only ultrabench's own kernel saves its state: a program of yours may report the event checkpoint"
+            raise ConfigError(f"measure.checkpoint=true with kernel={self.kernel.name}; {advice}")
         if self.kernel.kind != "embedded" and (self.measure.warmup_s or self.measure.min_s):
             fact = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
             advice = "only ultrabench's own training counts seconds: give measure.warmup_steps and measure.max_steps"

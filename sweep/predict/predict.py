@@ -99,6 +99,9 @@ class Predictor:
         time_s, (peak, share, chance) = times.total, self.occupancy(stages)
         low, high = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
         full = reserved_share(stages, hardware) > NEARLY_FULL
+        work_s = self.measure.priced_s(time_s)
+        if self.measure.checkpoint:
+            work_s += self.measure.checkpoint_s(spec.shape.num_params, spec.nodes)
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s * math.exp(low),
@@ -107,7 +110,7 @@ class Predictor:
             memory_share=share,
             p_oom=chance,
             limited_by="memory" if full or chance > LIKELY_OOM else _limit(times, time_s),
-            duration_s=begin_s + (self.measure.priced_s(time_s) if chance <= LIKELY_OOM else 0.0),
+            duration_s=begin_s + (work_s if chance <= LIKELY_OOM else 0.0),
         )
 
     def occupancy(self, stages: Sequence[StageMemory]) -> Occupancy:

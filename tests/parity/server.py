@@ -1,6 +1,7 @@
 """Answers every question of the parity tests in forked processes; it imports torch once and never computes itself."""
 
 import gc
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from ultrabench.kernel.dryrun.rank_cost import measure_step, rank_cost
 from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.moe import SparseFeedForward
+from ultrabench.kernel.rank import checkpoint
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.requests import CheckSpec, RankCost
 from ultrabench.kernel.step import TrainStep
@@ -124,6 +126,32 @@ def _compiled_loss(backend: str, spec: CheckSpec, rank: int, folder: Path) -> tu
     return (loss - whole_loss).abs().item(), (cut - whole[:, part]).abs().max().item()
 
 
+def _checkpointed(blind: bool, spec: CheckSpec, rank: int, folder: Path) -> tuple[list[str], dict[str, int]]:
+    """The names of what differs after a load or in an async save, and the bytes of the state by name; `blind` makes the
+    names those of parameters alone."""
+    join(rank, spec.layout.world_size, folder)
+    trainer = TrainStep(spec.run, torch.device("cpu"), build_mesh(spec.layout, "cpu"), backend="aot_eager")
+    steps = iter(range(1, 100))
+
+    def train() -> float:
+        trainer.update(trainer.accumulate(*trainer.batch(next(steps))))
+        return 1.0
+
+    train()
+    saves = checkpoint.Checkpoint(trainer, folder / "checkpoint")
+    if blind:
+        saves.tensors = {re.sub("@[^.]*", "", name): tensor for name, tensor in saves.tensors.items()}
+    before = {name: tensor.clone() for name, tensor in saves.tensors.items()}
+    saves.save_and_load()
+    loaded = {name: tensor.clone() for name, tensor in saves.tensors.items()}
+    saves._remove = lambda path: None  # type: ignore[method-assign]
+    saves.save_beside(train, 1.0)
+    checkpoint.load(saves.tensors, checkpoint_id=folder / "checkpoint/async", process_group=saves.group)
+    pairs = ((name, state[name]) for state in (loaded, saves.tensors) for name in before)
+    differing = [name for name, tensor in pairs if not torch.equal(before[name], tensor)]
+    return differing, {name: tensor.nbytes for name, tensor in before.items()}
+
+
 def _of_ranks(body: Callable[[CheckSpec, int, Path], Any], spec: CheckSpec) -> list[Any]:
     """What each rank finds."""
     with tempfile.TemporaryDirectory() as name:
@@ -140,6 +168,11 @@ real_costs = partial(_of_ranks, _cost)
 """What a step costs each rank, in bf16."""
 compared_replicas = partial(_of_ranks, _compare_replicas)
 """Nothing; ranks that hold different copies of the same parameters after a step are an error."""
+
+
+def checkpointed(spec: CheckSpec, blind: bool = False) -> list[tuple[list[str], dict[str, int]]]:
+    """What differs after the state of each rank was saved and loaded, and the bytes of its parts by name."""
+    return _of_ranks(partial(_checkpointed, blind), spec)
 
 
 def compiled_losses(spec: CheckSpec, backend: str) -> list[tuple[float, float]]:

@@ -54,7 +54,7 @@ def compare(
             "only_a": comparison.only[0],
             "only_b": comparison.only[1],
         }
-        names = ("threshold", "differing", "regressions", "median_ratio", "notes", "warning")
+        names = ("threshold", "differing", "regressions", "median_ratio", "checkpoints", "notes", "warning")
         tables = {"winners": comparison.winners, "rows": comparison.rows}
         rows = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
         print_json(sides | {name: getattr(comparison, name) for name in names} | rows)
@@ -82,6 +82,7 @@ def _write(comparison: "Comparison", path: Path) -> None:
 def _print(comparison: "Comparison") -> None:
     """Prints what differs, layouts with a finding or a large ratio, cells with another winner, and the notes."""
     from ultrabench.analysis.compare import FAILING, FASTER, RUNNING_AGAIN, SLOWER
+    from ultrabench.analysis.numbers import with_unit
     from ultrabench.cli.tables import show, table
 
     counts = comparison.rows["finding"].value_counts()
@@ -108,6 +109,12 @@ def _print(comparison: "Comparison") -> None:
     if winners:
         cells = [(w["model"], w["nodes"], w["best_a"], w["best_b"], _kept(w)) for w in winners[:MOST_ROWS]]
         show(table(f"\nother winners{_more(winners)}", *titles, rows=cells))
+    medians = [
+        [c["column"], *(with_unit(c["column"], c[side]) for side in "ab"), c["layouts"]]
+        for c in comparison.checkpoints
+    ]
+    if medians:
+        show(table("\ncheckpoints, medians, not tested", "column", ">A", ">B", ">layouts", rows=medians))
     show("", *comparison.notes)
 
 

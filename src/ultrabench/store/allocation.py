@@ -58,7 +58,9 @@ class Allocation:
         """The preflight as a task; its index is -1."""
         name = f"preflight-{self.name}"
         task = next((task for task in self.tasks if task.spec.shape.num_experts), self.tasks[0])
-        return replace(task, run_id=name, repeat=0, attempt=0, probe=True, limit_s=PROBE_LIMIT_S)
+        return replace(
+            task, run_id=name, repeat=0, attempt=0, probe=True, limit_s=PROBE_LIMIT_S, checkpoint=None
+        )
 
     def task(self, index: int) -> Task:
         """The task with this index; the preflight has index -1."""

@@ -11,8 +11,10 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ultrabench.errors import ClusterError, SweepFolderError, unknown_name
+from ultrabench.record import content_id
 from ultrabench.run import AttemptKey
 
 SIGN_OF_LIFE_S = 30.0
@@ -66,6 +68,10 @@ class SweepFolder:
     def log_folder(self, key: AttemptKey) -> Path:
         """Folder of the logs and the evidence of one attempt."""
         return self.path / "logs" / key.run_id / f"{key.repeat}.{key.attempt}"
+
+    def checkpoint(self, folder: Path, key: AttemptKey | Literal["*"]) -> Path:
+        """Where in `folder`, which sweeps may share, an attempt saves its state; * makes a pattern for all of them."""
+        return folder / f"checkpoint-{content_id(str(self.path))[:8]}-{key}"
 
     def require_writable(self) -> None:
         """Makes a folder where this one is or will be, and removes it again.

@@ -52,6 +52,18 @@ def test_deadlines(change, until, status, reason):
     assert reason in found.reason
 
 
+def test_a_checkpoint_has_a_limit_of_its_own_and_is_no_hang():
+    """It may be silent, and last beyond the limit of the run, which stays ok."""
+    limited = replace(TASK, limit_s=100.0, measure=replace(TASK.measure, checkpoint_limit_s=50.0))
+    progress = AttemptProgress(1, ("n0",))
+    progress.add([{"rank": 0, **STEP}, {"rank": 0, **phase("checkpoint")}], now=90.0)
+    assert overdue(limited, progress, 140.0) is None
+    missed = overdue(limited, progress, 140.1)
+    assert (missed.status, missed.cause, missed.suspect_hosts) == ("ok", "disk_slow", ())
+    progress.add([{"rank": 0, **phase("teardown")}], now=140.2)
+    assert overdue(limited, progress, 140.2).status != "ok", "the limit of the run counts again"
+
+
 STEP = {"line": {"event": "step", "seconds": 1.0}}
 
 

@@ -197,9 +197,9 @@ def test_a_driver_that_fails_or_hangs_is_unknown_and_the_rest_is_known(
 
 
 def test_the_docs_show_the_table_of_checks():
-    text = (Path(__file__).parents[3] / "docs/doctor.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/guide/cluster.md").read_text()
     rows = [
         f"| {name} | {check.limit} | {'refuses' if check.hard else 'warns'} | {check.remedy} |"
         for name, check in CHECKS.items()
     ]
-    assert "\n".join(rows) in text, "docs/doctor.md needs:\n" + "\n".join(rows)
+    assert "\n".join(rows) in text, "docs/guide/cluster.md needs:\n" + "\n".join(rows)

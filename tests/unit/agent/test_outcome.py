@@ -104,6 +104,51 @@ def test_how_it_ended(ranks, status, reason):
     assert result.reason is None or "\n" not in result.reason
 
 
+NUMBERS = {
+    "save_s": 2.0,
+    "load_s": 1.0,
+    "async_blocking_s": 0.1,
+    "async_s": 3.0,
+    "async_lost_steps": 0.5,
+    "bytes": 96,
+}
+SAVED = replace(DONE, checkpoint={"event": "checkpoint", **NUMBERS})
+FULL = replace(DONE, checkpoint={"message": "OSError: [Errno 122] Disk quota exceeded"})
+SLOW = RunResult(status=Status.OK, reason="saving did not end within 9 s", cause="disk_slow")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "cause", "reason"),
+    [
+        ([SAVED, SAVED], {}, None, None),
+        ([FULL, FULL], {}, "disk_full", "Disk quota exceeded"),
+        ([replace(DONE, checkpoint={"message": "PermissionError: x"})], {}, "exception", "PermissionError: x"),
+        ([replace(DONE, code=None), replace(DONE, code=-9, killed_by_us=True)], {"end": SLOW}, "disk_slow", "within 9 s"),
+        ([DONE, replace(DONE, code=-9)], {}, "killed", "killed by SIGKILL, which ultrabench did not send"),
+        ([replace(DONE, code=None)] * 3, {"lost": GONE}, "node_failure", "gpu03"),
+        ([replace(DONE, code=None)], {"end": CANCELLED}, "stopped", "by SIGTERM"),
+    ],
+)  # fmt: skip
+def test_whatever_becomes_of_a_checkpoint_the_run_is_ok(ranks, words, cause, reason):
+    task = replace(TASK, checkpoint="/scratch/x")
+    result = classify(progress_of(ranks), task, words.get("end"), lost=words.get("lost"))
+    assert (result.status, result.cause, result.suspect_hosts, len(result.step_times_s)) == (
+        "ok",
+        None,
+        (),
+        6,
+    )
+    assert result.checkpoint_cause == cause
+    assert reason is result.checkpoint_reason or reason in result.checkpoint_reason
+    told = {name: getattr(result, f"checkpoint_{name}") for name in NUMBERS}
+    assert told == (NUMBERS if cause is None else dict.fromkeys(NUMBERS))
+
+
+def test_a_run_that_fails_before_its_checkpoint_tells_only_its_own_end():
+    result = classify(progress_of([logged(KEY_ERROR)]), replace(TASK, checkpoint="/scratch/x"), None)
+    assert (result.status, result.checkpoint_cause) == ("crash", None)
+
+
 @pytest.mark.parametrize(
     ("ranks", "words", "status", "cause", "suspects"),
     [

@@ -34,8 +34,13 @@ def piped(run_id, rate=80.0, pp=2, dp=4, **more):
     return row(run_id, rate, pp=pp, dp=dp, gas=256 // dp, **{"pp_schedule": "1f1b"} | more)
 
 
+SAVED = {
+    "checkpoint_save_s": 8.0, "checkpoint_load_s": 4.0, "checkpoint_bytes": 96 * 10**9, "checkpoint_bytes_per_s_per_node": 12e9,
+    "checkpoint_async_blocking_s": 0.5, "checkpoint_async_s": 9.0, "checkpoint_async_lost_steps": -0.2,
+}  # fmt: skip
+"""The columns of a run that saved its state."""
 PIPELINES = (
-    row("like"), piped("a"), piped("b", 50.0, pp=4, dp=2, pp_schedule="interleaved", virtual_stages=3),
+    row("like", **SAVED), piped("a"), piped("b", 50.0, pp=4, dp=2, pp_schedule="interleaved", virtual_stages=3),
     piped("c", 70.0, mbs=2), piped("d", 10.0, suspect="mfu 1.2 is above 1"), piped("e", status="oom", pp=8, dp=1),
 )  # fmt: skip
 """Runs with pipelines: a and b have their like, c differs in mbs, d is in doubt, and e ran out of memory."""

@@ -84,6 +84,23 @@ def test_differences_between_repeats_count_as_chance():
     assert "not in the test" in said[1]
 
 
+def test_checkpoints_are_compared_where_both_have_them(ultrabench, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    a = rows_of(1, checkpoint_save_s=2.0, checkpoint_async_lost_steps=-0.5)
+    b = rows_of(2, checkpoint_save_s=3.0, checkpoint_async_lost_steps=1.0, checkpoint_load_s=1.0)
+    b[0]["checkpoint_save_s"] = None
+    for name, rows in (("a.parquet", a), ("b.parquet", b)):
+        write(name, rows)
+    code, out, _ = ultrabench("compare", "a.parquet", "b.parquet")
+    lines = [line.split() for line in out.splitlines() if line.startswith("checkpoint_")]
+    assert lines == [
+        ["checkpoint_save_s", "2", "s", "3", "s", "19"],
+        ["checkpoint_async_lost_steps", "-0.5", "1", "20"],
+    ]
+    assert code == 0, "they are no finding"
+    assert compared(rows_of(1), rows_of(2)).checkpoints == []
+
+
 def test_a_single_step_is_not_tested():
     found = compared(*(rows_of(seed, step_times_s=None) for seed in (1, 2)))
     assert found.rows["p_value"].isna().all()

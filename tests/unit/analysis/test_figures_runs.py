@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from tests.configs import refused
-from tests.unit.analysis.tables import PIPELINES, piped, row, table_of
+from tests.unit.analysis.tables import PIPELINES, SAVED, piped, row, table_of
 from tests.unit.cli.conftest import ultrabench  # noqa: F401
 from ultrabench.analysis.figures.kinds import KINDS, prepared
 from ultrabench.analysis.figures.picture import render, styled
@@ -79,6 +79,8 @@ def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publishe
                                 "Predictions of the table, made before the runs; those of a profile of today"]),
         ("failures", SEVERAL, ["How 7 runs ended, over nodes: sweep", "out of memory", "ok, but suspect", "waits or runs"]),
         ("largest-batch", SEVERAL, ["Predicted: 80B", "Measured: 8B", "at most gbs / dp", "in 0 of 2 squares"]),
+        ("checkpoint", [row("a", **SAVED), row("b", nodes=2, **SAVED), *SEVERAL],
+         ["Checkpoints over node counts: sweep", "GB/s a node", "steps lost beside", "Left out: 5 runs without checkpoint"]),
         ("bubble", PIPELINES, ["Points (2)", "1 measured run with", "and 1 ok row with pp", "measured, interleaved"]),
     ],
 )  # fmt: skip
@@ -95,6 +97,12 @@ def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind,
         ("scaling", None, {"suspect": "x"}, "1 run here, none may be the best: 1 suspect"),
         ("scaling", "tp", {"tp": None}, "1 run here, none with its tp"),
         ("failures", "tp", {"tp": None}, "1 run here, none with its tp"),
+        (
+            "checkpoint",
+            None,
+            {},
+            "1 run here, none with its checkpoint; measure it with: ultrabench sweep launch measure.checkpoint=true",
+        ),
         ("pareto", None, {"peak_mem_reserved_bytes": None}, "1 run here, none with its peak memory"),
         ("predicted", None, {"predicted_step_time_s": None}, "ultrabench predict validate FILE.parquet -o"),
         ("bubble", None, {}, "no run with pp > 1 among 1 row; plan them with"),
@@ -355,7 +363,7 @@ def overlaps(figure):
 def test_no_text_is_cut_or_overlaps(kind, axis, models):
     rows = [
         row(f"{m}.{n}", 900.0 / (n + 1), nodes=2**n, model=f"model-{m}", num_params=10**9 * (m + 1),
-            predicted_peak_mem_bytes=2**36)
+            predicted_peak_mem_bytes=2**36, **SAVED)
         for m in range(models) for n in range(9 if models > 1 else 1)
     ]  # fmt: skip
     with styled():

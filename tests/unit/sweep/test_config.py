@@ -154,6 +154,7 @@ def test_every_option_of_every_group_says_what_it_is(group):
         (["hardware=h100"], "unknown hardware 'h100'; did you mean h100x8? (known: h100x8, h200x8, "),
         (["sweep.strategy=greedy"], "strategy='greedy'; must be exhaustive or adaptive"),
         (["sweep=comm", "sweep.strategy=adaptive"], "a probe trains nothing: leave it out"),
+        (["measure.checkpoint=true", *COMMAND], "measure.checkpoint=true with kernel=command; only ultrabench's own kernel saves its state"),
         (["sweep.dp_shard=[nod]"], "sweep.dp_shard='nod'; must be all, node or a number"),
         (["profile=true"], "profile=true; a profile is a file of constants that predict: to trace runs, write trace=true"),
         *(([given], f"unknown override {given.lstrip('+').partition('=')[0]!r}; did you mean {meant}?") for given, meant in [

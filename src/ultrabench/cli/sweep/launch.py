@@ -161,8 +161,10 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     yield f"{config.name}: {runs_left}, {cost} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "none of them is predicted to fit into the memory of a rank"
-    if config.trace and settled(sweep.plan, sweep.state(), sweep.accepts):
-        yield "trace=true, but all is measured: only new runs are profiled; add repeats=N or name=NAME"
+    later = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}
+    if any(later.values()) and settled(sweep.plan, sweep.state(), sweep.accepts):
+        asked = " ".join(setting for setting, given in later.items() if given)
+        yield f"{asked}, but all is measured: only new runs have it; add repeats=N or name=NAME"
     for other in living_launchers(sweep.folder, sweep.journal.path):
         yield f"{other} follows this sweep, too; both may go on: no run is made twice"
 

@@ -1,0 +1,145 @@
+"""Measures how long the sharded state of training takes to save and to load, by torch.distributed.checkpoint."""
+
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from ultrabench.kernel.moe import balances
+from ultrabench.kernel.rank.clock import Result, timed
+from ultrabench.kernel.step import TrainStep
+from ultrabench.kernel.tp import cut_dim
+
+SYNC, ASYNC = "sync", "async"
+"""Folders of the two saves inside that of the run."""
+
+
+class NotLoadedError(RuntimeError):
+    """The loaded state differs from the state that was saved."""
+
+
+class Writer(FileSystemWriter):
+    """Writes files, and names the error of the file system, which torch hides behind an error of its archive."""
+
+    def write_data(self, *args: Any) -> Any:
+        """What torch's writer returns; the error that it raises is the one of the file system, if there is one."""
+        try:
+            return super().write_data(*args)
+        except Exception as error:
+            link: BaseException | None = error
+            while link is not None and not isinstance(link, OSError):
+                link = link.__cause__ or link.__context__
+            raise link or error from None
+
+
+def state(trainer: TrainStep) -> dict[str, Tensor]:
+    """The parameters, moments and steps of the optimizer and biases of routers on this rank, in the trainer's memory.
+
+    A name is that of the parameter and its place in the full one, so that ranks have a name in common only if they
+    hold copies, which one of them saves. With tp the copies of norms and routers may differ by rounding (see
+    `replicas.py`), so that each rank saves its own.
+    """
+    tensors = {name: bias for model in trainer.models for name, bias in balances(model).items()}
+    for name, shard in trainer.shards.items():
+        place = ",".join(f"{dim}:{start}+{length}" for dim, start, length in trainer.parts[name])
+        if cut_dim(name) is None and trainer.layout.tp > 1:
+            place = f"rank{dist.get_rank()}"
+        if shard.numel():
+            moments = trainer.optimizer.state[shard]
+            tensors |= {f"{name}@{place}": shard, **{f"{name}@{place}.{k}": v for k, v in moments.items()}}
+    return tensors
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one type hold the same bits, also where these are no numbers."""
+    return torch.equal(*(t.cpu().contiguous().flatten().view(torch.uint8) for t in (a, b)))
+
+
+class Checkpoint:
+    """The saves and the load of one run; all ranks have to call every method together."""
+
+    def __init__(self, trainer: TrainStep, folder: Path) -> None:
+        """`folder` is a new one that all ranks see; what is saved there is removed again."""
+        self.device, self.folder, self.tensors = trainer.device, folder, state(trainer)
+        # The thread of an async save needs a group of its own, and that of CPUs.
+        self.group = dist.new_group(backend="gloo")
+
+    def _largest(self, value: float) -> float:
+        """The largest value of all ranks."""
+        value_of_ranks = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(value_of_ranks, dist.ReduceOp.MAX)
+        return float(value_of_ranks)
+
+    def _timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
+        """The seconds of the slowest rank for work that all begin together, and what `work` returns here."""
+        dist.barrier()
+        seconds, result = timed(self.device, work)
+        return self._largest(seconds), result
+
+    def _remove(self, path: Path) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)  # the agent removes what is left
+
+    def save_and_load(self) -> dict[str, float]:
+        """Saves and loads; meanwhile the host holds a copy of the state of its ranks, to compare it.
+
+        Raises:
+            NotLoadedError: a loaded tensor differs in a bit from the saved one.
+            CheckpointException: a rank could not write or read; it is no Exception, and has the errors of all ranks.
+        """
+        path, tensors, size = self.folder / SYNC, self.tensors, 0
+        save_s, _ = self._timed(partial(save, tensors, storage_writer=Writer(path), process_group=self.group))
+        if dist.get_rank() == 0:
+            size = sum(file.stat().st_size for file in path.iterdir())
+        saved = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor.zero_()
+        load_s, _ = self._timed(partial(load, tensors, checkpoint_id=path, process_group=self.group))
+        differing = [name for name, tensor in tensors.items() if not same_bits(tensor, saved.pop(name))]
+        if self._largest(len(differing)):
+            raise NotLoadedError(f"the loaded state differs: {differing or 'not here, but on other ranks'}")
+        self._remove(path)
+        return {"save_s": save_s, "load_s": load_s, "bytes": size}
+
+    def save_beside(self, train: Callable[[], float], step_time_s: float) -> dict[str, float]:
+        """Saves while training goes on, and trains until all ranks have saved.
+
+        Args:
+            train: trains a step and returns its seconds.
+            step_time_s: seconds of a step that no save disturbs.
+
+        Raises:
+            CheckpointException: as in `save_and_load`.
+        """
+        ends, writer = list[float](), Writer(self.folder / ASYNC)
+
+        def begin() -> tuple[float, Any]:
+            start = time.perf_counter()
+            return start, async_save(self.tensors, storage_writer=writer, process_group=self.group)
+
+        blocking_s, (start, saving) = self._timed(begin)
+        saving.add_done_callback(lambda _: ends.append(time.perf_counter()))
+        times_s = [train()]
+        while self._largest(not ends):
+            times_s.append(train())
+        saving.result()
+        whole_s = self._largest(ends[0] - start)
+        self._remove(self.folder)
+        lost_steps = sum(seconds / step_time_s - 1 for seconds in times_s)
+        return {"async_blocking_s": blocking_s, "async_s": whole_s, "async_lost_steps": lost_steps}
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The first error of a rank, where torch wraps the errors of all ranks."""
+    failures = getattr(error, "failures", None) or {}
+    return next((wrapped for wrapped, _ in failures.values()), error)
