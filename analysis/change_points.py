@@ -11,7 +11,7 @@ from scipy import stats
 
 LEAST = 3
 """Fewest values of a level, so that one or two bad values make none."""
-_WINDOW, _FAR = 5, 4.0
+_WINDOW, _FAR = 5, 5.0
 """A value is an outlier at so many standard deviations from the median of the so many values around it."""
 
 
@@ -50,19 +50,18 @@ def strongest(values: Any) -> tuple[float, tuple[int, ...]]:
     return float(min(1.0, p_values[best])), tuple(int(edge) for edge in (first[best], end[best]) if edge < n)
 
 
-def change_points(values: Any, level: float) -> list[int]:
+def change_points(values: Any, level: float, level_of_parts: float) -> list[int]:
     """The numbers of the first values of new levels, in order, found in ever smaller parts.
 
     Args:
         level: largest p-value of the first change.
+        level_of_parts: that of further ones, which the parts share by their lengths; it halves with each depth.
     """
     p_value, edges = strongest(values)
     if p_value > level or not edges:
         return []
-    half = (
-        level / 2 / len(values)
-    )  # the parts share it, so that all depths together have twice the level at most
     changes = {*edges}
     for first, end in pairwise((0, *edges, len(values))):
-        changes |= {first + edge for edge in change_points(values[first:end], half * (end - first))}
+        share = level_of_parts * (end - first) / len(values)
+        changes |= {first + edge for edge in change_points(values[first:end], share, share / 2)}
     return sorted(changes)

@@ -225,7 +225,7 @@ def _find_changes(series: Sequence[Series]) -> int:
     level = max((p for p, q in zip(p_values, corrected, strict=True) if q <= ALPHA), default=-1.0)
     for one_series in tested:
         logs, nights = one_series.logs, one_series.counted_nights
-        bounds = [0, *change_points(logs, level), len(logs)]
+        bounds = [0, *change_points(logs, level, ALPHA / 2 / len(tested)), len(logs)]
         means = [logs[first:end].mean() for first, end in pairwise(bounds)]
         changes = zip(bounds[1:], np.expm1(np.diff(means)), strict=False)
         one_series.changes = {nights[first]: float(change) for first, change in changes}

@@ -22,7 +22,7 @@ CONTROL = "0"
 def is_found(values):
     """Whether the only change of a series begins in night 12, where the last night before may be taken for one."""
     counted = np.flatnonzero(~outliers(values))
-    return [abs(counted[n] - NIGHT_12) <= 2 for n in change_points(values[counted], 0.05)] == [True]
+    return [abs(counted[n] - NIGHT_12) <= 2 for n in change_points(values[counted], 0.05, 0.02)] == [True]
 
 
 def test_a_loss_of_5_percent_in_night_12_is_found_in_95_of_100_seeds_and_none_where_nothing_was_planted():
@@ -42,15 +42,15 @@ def test_a_single_bad_night_is_no_change_wherever_it_is(loss):
     for seed in range(100):
         values = np.random.default_rng(seed).normal(0, 0.015, 20)
         values[seed % 20] -= loss
-        false += bool(change_points(values[~outliers(values)], 0.05))
+        false += bool(change_points(values[~outliers(values)], 0.05, 0.02))
     assert false <= 5
 
 
 def test_a_gain_that_is_lost_again_is_two_changes():
     values = np.random.default_rng(1).normal(0, 0.01, 20)
     values[5:15] += 0.05
-    assert change_points(values, 0.05) == [5, 15]
-    assert change_points(values[:5], 1.0) == []
+    assert change_points(values, 0.05, 0.02) == [5, 15]
+    assert change_points(values[:5], 1.0, 1.0) == []
     assert strongest(np.zeros(8))[0] == 1
 
 
