@@ -112,9 +112,9 @@ class History:
         verb = ("lose" if move.change < 0 else "gain") + "s" * (number == 1)
         before, first = (self.nights[n] for n in (move.night - 1, move.night))
         commits = pc.unique(first.table["git_commit"].drop_null()).to_pylist()
-        same = f"commit {', '.join(commits) or 'unknown'} and the same versions before and after"
+        unchanged = f"commit {', '.join(commits) or 'unknown'} and the same versions before and after"
         differences = (f"{name} {old} -> {new}" for name, (old, new) in self.differing(move.night).items())
-        since = "; ".join(differences) or same
+        since = "; ".join(differences) or unchanged
         together = " together, so look first at what they share" * shared
         return (
             f"{first.name}: {who} {verb} {percent(abs(move.change))}{together} (since {before.name}: {since})"

@@ -59,10 +59,10 @@ class BesidePublished:
         theirs = f"{rate.tokens_per_s_per_gpu:,.0f}, {rate.what}{at_nodes}; {rate.source}"
         if self.share is not None:
             return f"{ours}, {self.share:.0%} of the published rate ({theirs})"
-        values = (
-            f"{name} is {a} here and {b or 'not stated'} there" for name, (a, b) in self.differing.items()
+        pairs = (
+            f"{name} {a} ({'not stated' if b is None else b})" for name, (a, b) in self.differing.items()
         )
-        return f"{ours}; no published rate matches. The nearest ({theirs}) differs: {', '.join(values)}"
+        return f"{ours}; no published rate matches. The nearest ({theirs}) differs: {', '.join(pairs)}"
 
 
 def published_rates() -> list[PublishedRate]:
@@ -95,12 +95,9 @@ def beside_published(table: pa.Table) -> Iterator[BesidePublished]:
     id_of = {r.model: load_model(r.model).model_id for r in rates if r.model in known_models}
     if not rates:
         return
-    without_formula = (
-        table.set_column(  # cells of several formulas of MFU are refused, and their rates are not
-            table.column_names.index("flops_formula"), "flops_formula", pa.nulls(len(table), pa.string())
-        )
-    )
-    for cell in rank(without_formula):
+    # MFU is not compared, so that several formulas of it are no reason to refuse the table.
+    formula = table.column_names.index("flops_formula"), "flops_formula", pa.nulls(len(table), pa.string())
+    for cell in rank(table.set_column(*formula)):
         if not cell.tokens_per_s_per_gpu or cell.suspect:
             continue
         ours = {"model": cell.model, "gpu": gpu_of.get(str(cell.hardware), cell.hardware)}

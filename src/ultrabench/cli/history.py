@@ -79,13 +79,15 @@ def _print(history: "History") -> None:
     from ultrabench.cli.tables import show, table
 
     span = f"{history.nights[0].name} to {history.nights[-1].name}"
-    found = counted(len(history.moves), "significant change")
-    show(f"{counted(len(history.nights), 'night')}, {span}: {counted(len(history.series), 'run')}, {found}")
+    num_changes = counted(len(history.moves), "significant change")
+    show(
+        f"{counted(len(history.nights), 'night')}, {span}: {counted(len(history.series), 'run')}, {num_changes}"
+    )
     show(*(f"  {history.text(move)}" for move in history.moves))
     latest_first = sorted(history.series, key=lambda s: -max(s.changes, default=-1))
-    more = f" ({MOST_RUNS} of {len(latest_first):,}; all: --json)" * (len(latest_first) > MOST_RUNS)
+    remark = f" ({MOST_RUNS} of {len(latest_first):,}; all: --json)" * (len(latest_first) > MOST_RUNS)
     heads = ("model", ">nodes", "layout", ">nights", ">first rate", ">last rate", "unit", ">change", "since")
-    show(table(f"\nruns{more}", *heads, rows=(_cells(history, s) for s in latest_first[:MOST_RUNS])))
+    show(table(f"\nruns{remark}", *heads, rows=(_cells(history, s) for s in latest_first[:MOST_RUNS])))
     show(*(f"\n{note}" for note in history.notes[:1]), *history.notes[1:])
 
 

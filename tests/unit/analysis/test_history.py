@@ -1,18 +1,22 @@
 """`ultrabench history`: planted changes are found in the right night, and none where nothing changed for good."""
 
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import yaml
 
 from tests.unit.analysis.tables import row, table_of
 from tests.unit.cli.conftest import one_line, sweep, ultrabench  # noqa: F401
 from ultrabench.analysis.change_points import change_points, outliers, strongest
 from ultrabench.analysis.collect import parquet
 from ultrabench.analysis.history import Night, history
+from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.plan import make_plan
 
 FIRST = datetime(2026, 11, 1, 2, tzinfo=UTC)
 NIGHT_12 = 11
@@ -127,3 +131,20 @@ def test_a_folder_of_folders_of_sweeps_is_read_once(sweep, ultrabench, tmp_path)
     assert code == 0
     assert out.startswith("1 night, ")
     assert "1 night: too few" in err
+
+
+def test_the_files_of_a_night_are_ready_to_use(monkeypatch):
+    folder = Path(__file__).parents[3] / "examples/nightly"
+    monkeypatch.chdir(folder)
+    plan = make_plan(load_config(["sweep=nightly"]))
+    assert 2 <= len(plan.runs) <= 12
+    assert plan.config.measure.race is None
+    (job,) = yaml.safe_load((folder / "github-actions.yaml").read_text())["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    script = "examples/nightly/nightly.sh"
+    lines = (folder / "scrontab").read_text().splitlines()
+    assert script in commands[-1]
+    assert script in lines[-1]
+    assert lines[-1].startswith("0 2 * * * ")
+    assert all(line.startswith(("# ", "#SCRON --")) for line in lines[:-1])
+    assert os.access(folder.parents[1] / script, os.X_OK)
