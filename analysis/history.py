@@ -30,6 +30,7 @@ CELL = ("model", "nodes", *PANEL)
 _KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant"))]
 """Columns that are equal in all nights of a run; its id changes with the version of the program."""
 _UNITS = ("control_ratio", "tokens_per_s_per_gpu")
+"""What a rate is: the first where there is a control, else the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Changes of runs in one direction that begin less than LEAST nights apart, as noise may shift where each one begins."""
+    """Changes of runs in one direction that begin in about the same night; noise shifts where each one begins."""
 
     night: int
     """Number of the night in which most of them begin."""
@@ -104,10 +105,8 @@ class History:
         """What a move says, such as `2026-11-12 02:00: all 20 runs lose 5.1 % together`, and what differs since then."""
         number, total = len(move.series), len(self.series)
         shared = number > 1 and number == total
-        one_series = self.series[move.series[0]]
-        name = (
-            f"{one_series.cell['model']} {one_series.layout} on {counted(one_series.cell['nodes'], 'node')}"
-        )
+        first_of = self.series[move.series[0]]
+        name = f"{first_of.cell['model']} {first_of.layout} on {counted(first_of.cell['nodes'], 'node')}"
         who = f"all {total:,} runs" if shared else name if number == 1 else f"{number:,} of {total:,} runs"
         verb = ("lose" if move.change < 0 else "gain") + "s" * (number == 1)
         before, first = (self.nights[n] for n in (move.night - 1, move.night))
@@ -184,7 +183,7 @@ def history(nights: Sequence[Night]) -> History:
     return History(
         nights=nights,
         series=series,
-        moves=[*_moves(series)],
+        moves=sorted(_moves(series), key=lambda move: move.night),
         notes=[*_notes(series, nights, num_tested)],
         warning=None if num_tested else too_few,
     )
@@ -247,21 +246,14 @@ def _add_changes_of_controls(series: Sequence[Series]) -> None:
 
 
 def _moves(series: Sequence[Series]) -> Iterator[Move]:
-    """The changes of all series, those together that have one direction and begin less than LEAST nights apart."""
-    changes = sorted((c > 0, night, n, c) for n, s in enumerate(series) for night, c in s.changes.items())
-    groups = list[list[tuple[bool, int, int, float]]]()
-    for change in changes:
-        if groups and change[0] == groups[-1][-1][0] and change[1] - groups[-1][0][1] < LEAST:
-            groups[-1].append(change)
-        else:
-            groups.append([change])
-    for group in sorted(groups, key=lambda group: (group[0][1], group[0][0])):
-        night = Counter(change[1] for change in group).most_common(1)[0][0]
-        yield Move(
-            night=night,
-            change=median(change[-1] for change in group),
-            series=tuple(sorted({change[2] for change in group})),
-        )
+    """The changes of all series, those in one direction together that begin within LEAST nights of where most do."""
+    changes = [(c > 0, night, n, c) for n, s in enumerate(series) for night, c in s.changes.items()]
+    while changes:
+        is_gain, night = Counter(change[:2] for change in changes).most_common(1)[0][0]
+        group = [c for c in changes if c[0] == is_gain and abs(c[1] - night) <= LEAST]
+        changes = [change for change in changes if change not in group]
+        members = tuple(sorted({change[2] for change in group}))
+        yield Move(night=night, change=median(change[3] for change in group), series=members)
 
 
 def _notes(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:
