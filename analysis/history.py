@@ -258,6 +258,8 @@ def _moves(series: Sequence[Series]) -> Iterator[Move]:
 
 def _notes(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:
     """Sentences about nights and runs that do not count."""
+    if any(s.control for s in series):
+        yield "Rates of runs with a control layout are over its rate; that of the control is in tokens/s/GPU."
     if untested := len(series) - num_tested:
         yield f"{untested:,} of {counted(len(series), 'run')} not tested: fewer than {2 * LEAST} nights with a rate."
     bad = Counter(nights[n].name for s in series for n in s.bad_nights)

@@ -1,9 +1,11 @@
 """Draws the rates of runs over nights, with a panel for each cell; runs that changed have colours."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import SETTINGS, set_apart
@@ -35,31 +37,35 @@ def figure(history: History) -> Figure:
     )
     changed = {f"{name}, {s.layout}": s for name, of_cell in cells.items() for s in of_cell if s.changes}
     look_of = looks([*changed][:_MOST_NAMED], ordered=False, linewidth=1.2, markersize=3.5)
-    others = [n for n in range(len(history.nights)) if history.differing(n)]
-    ticks = range(0, len(history.nights), -(-len(history.nights) // _MOST_TICKS))
     for axes, (name, of_cell) in zip(panels, cells.items(), strict=True):
         for series in sorted(of_cell, key=lambda s: bool(s.changes)):
-            first = series.counted_nights[: min(series.changes, default=None)]
+            first_change = min(series.changes, default=len(series.rates))
             rates = np.array([rate or np.nan for rate in series.rates])
-            unit = np.nanmedian(rates[first or [*range(len(rates))]])
+            unit = np.median(rates[[n for n in series.counted_nights if n < first_change]])
             axes.plot(rates / unit, **look_of.get(f"{name}, {series.layout}", _OTHERS))
-        for night in others:
-            axes.axvline(night - 0.5, **_OTHER_VERSION)
-        for number, move in enumerate(history.moves, 1):
-            if any(history.series[n] in of_cell for n in move.series):
-                axes.axvline(move.night - 0.5, color=GREY, linestyle="--", linewidth=0.8)
-                axes.annotate(
-                    f" {number}",
-                    (move.night - 0.5, 1),
-                    xycoords=("data", "axes fraction"),
-                    va="top",
-                    fontsize=8,
-                )
-        axes.set_xticks(ticks, [history.nights[n].name for n in ticks])
+        _mark_nights(axes, history, of_cell)
         label(axes, name, "night", "rate over that at first")
-        axes.yaxis.set_major_formatter("{x:.3g} x")
     handles = [legend_entry(name, **look) for name, look in look_of.items()]
     if handles:
         handles.append(legend_entry("no change, or not named", **_OTHERS))
     legend(middle, [*handles, legend_entry("another commit, version or place", **_OTHER_VERSION)])
     return whole
+
+
+def _mark_nights(axes: Axes, history: History, of_cell: Sequence[Series]) -> None:
+    """Names nights, and marks those with other versions and those in which changes of this cell begin."""
+    for night in range(len(history.nights)):
+        if history.differing(night):
+            axes.axvline(night - 0.5, **_OTHER_VERSION)
+    for number, move in enumerate(history.moves, 1):
+        if any(history.series[n] in of_cell for n in move.series):
+            axes.axvline(move.night - 0.5, color=GREY, linestyle="--", linewidth=0.8)
+            beside: dict[str, Any] = {
+                "textcoords": "offset points",
+                "xycoords": ("data", "axes fraction"),
+                "va": "top",
+            }
+            axes.annotate(str(number), (move.night - 0.5, 1), (3, 0), fontsize=8, **beside)
+    ticks = range(0, len(history.nights), -(-len(history.nights) // _MOST_TICKS))
+    axes.set_xticks(ticks, [history.nights[n].name for n in ticks])
+    axes.yaxis.set_major_formatter("{x:.3g} x")
