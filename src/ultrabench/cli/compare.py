@@ -35,7 +35,9 @@ def compare(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Compare results B with A: which layouts are slower or fail? B may be `published`: the rates of others.
+    """Compare results B with A: which layouts are slower or fail?
+
+    B may be the word `published`: then the best runs of A are compared with the rates that others published.
 
     The exit code is 1 if a layout is significantly slower than the threshold allows, or fails only in B."""
     if b == PUBLISHED:

@@ -31,7 +31,7 @@ def history(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Show the rate of each run over nights: when did it change, and with what?
+    """Show the rates of runs over nights: when did one change?
 
     The exit code is 1 if the last significant change of a run is a loss of more than --fail-above."""
     start_no_threads()
