@@ -233,7 +233,7 @@ def _row(a: Sequence[Row], b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
     """What the tables say about one layout."""
     shared = {name: a[0][name] for name in ("model", "num_params", "nodes", "seq_len", "gbs", *MAY_DIFFER)}
     shared["model"] = model_text(a[0]["model"], a[0]["model_mark"] or b[0]["model_mark"])
-    row = shared | {"layout": _label(a[0]), **{name: a[0][name] for name in (*AXES, "variant")}}
+    row = shared | {"layout": run_label(a[0]), **{name: a[0][name] for name in (*AXES, "variant")}}
     for side, rows, runs in (("a", a, pair[0]), ("b", b, pair[1])):
         row[f"run_id_{side}"] = rows[0]["run_id"]
         row[f"status_{side}"] = "ok" if runs else _end(rows)
@@ -245,7 +245,7 @@ def _row(a: Sequence[Row], b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
     return row | {"stopped": stopped, "ratio": row["step_time_b_s"] / row["step_time_a_s"]}
 
 
-def _label(row: Row) -> str:
+def run_label(row: Row) -> str:
     """The layout and the variant of a row as a short text."""
     return " ".join((*labels(row), *texts(variant_in(row["variant"]))))
 
@@ -293,8 +293,8 @@ def _changed(
         changed.append({
             "model": model_text(first_row["model"], first_row["model_mark"] or sides[0][old_key][0]["model_mark"]),
             "nodes": first_row["nodes"],
-            "best_a": _label(sides[0][old_key][0]),
-            "best_b": _label(first_row),
+            "best_a": run_label(sides[0][old_key][0]),
+            "best_b": run_label(first_row),
             "as_good": any(s.as_good for s in others if key_in_b.get(s.repeat) == old_key),
             "cost": best.value / counterpart.value if best.value and counterpart and counterpart.value else np.nan,
         })  # fmt: skip

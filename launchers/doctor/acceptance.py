@@ -347,10 +347,11 @@ def published(config: SweepConfig) -> Published | None:
     if (path := files("published").get(config.hardware.name)) is None:
         return None
     content = read_yaml(path)
-    if "runs" not in content:  # it has a best rate only
+    runs = [run for run in content.get("runs", ()) if "model" not in run]  # others are read by compare alone
+    if not runs:
         return None
     try:
-        rows = [dict.fromkeys(DEGREES[1:], 1) | row for row in content["runs"]]
+        rows = [dict.fromkeys(DEGREES[1:], 1) | run for run in runs]
         rows = [row for row in rows if _fits(row, config)]
         axes = {name: sorted({row[name] for row in rows}) for name in PUBLISHED if name != "dp"}
         speeds = {tuple(row[name] for name in PUBLISHED): float(row["tokens_per_s_per_gpu"]) for row in rows}

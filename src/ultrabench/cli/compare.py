@@ -9,7 +9,7 @@ import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir
 from ultrabench.cli.results import draw, write_result
-from ultrabench.errors import counted
+from ultrabench.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from ultrabench.analysis.compare import Comparison
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 Results = Annotated[str, typer.Argument(metavar="SWEEP or FILE.parquet", show_default=False)]
 Record = dict[Any, Any]
 """Column -> value of one row."""
+PUBLISHED = "published"
+"""Word that stands for the rates of configs/published/ in the place of results B."""
 MOST_ROWS = 10
 """Number of layouts and of cells that are printed."""
 MOST_UNPROVEN = 5
@@ -35,7 +37,11 @@ def compare(
 ) -> int:
     """Compare results B with A: which layouts are slower or fail?
 
+    B may be the word `published`: then the best runs of A are compared with the rates that others published.
+
     The exit code is 1 if a layout is significantly slower than the threshold allows, or fails only in B."""
+    if b == PUBLISHED:
+        return _beside_published(a, output, json_, results_dir)
     from ultrabench.analysis.collect import open_results, told_apart
     from ultrabench.analysis.compare import compare as compared
     from ultrabench.cli.tables import print_json, say, warn
@@ -63,6 +69,36 @@ def compare(
     if comparison.warning:
         warn(comparison.warning)
     return int(comparison.regressions > 0)
+
+
+def _beside_published(source: str, output: Path | None, json_: bool, results_dir: Path) -> int:
+    """Prints the best run of each cell beside the nearest published rate; those that match come first."""
+    from dataclasses import asdict
+
+    from ultrabench.analysis.collect import open_results
+    from ultrabench.analysis.published import beside_published
+    from ultrabench.cli.tables import print_json, show, warn
+
+    if output is not None:
+        raise ConfigError(f"-o {output} with {PUBLISHED}; published rates are printed only: use --json")
+    name, _, table = open_results(source, results_dir, warn)
+    entries = sorted(beside_published(table), key=lambda entry: entry.share is None)
+    num_matched = sum(entry.share is not None for entry in entries)
+    if json_:
+        rows = [
+            {
+                "cell": e.cell.to_json(),
+                "published": asdict(e.published),
+                "differing": e.differing,
+                "share": e.share,
+            }
+            for e in entries
+        ]
+        print_json({"name": name, "matched": num_matched, "rows": rows})
+        return 0
+    show(f"{name}: {num_matched} of {counted(len(entries), 'cell')} with a rate match a published one")
+    show(*(f"  {entry.text}" for entry in entries))
+    return 0
 
 
 def _write(comparison: "Comparison", path: Path) -> None:

@@ -1,0 +1,67 @@
+"""Where the level of a series of numbers changes for good, by Student's test of all its segments.
+
+docs/history.md says how often a change is found, or seems to be one.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+LEAST = 3
+"""Fewest values of a level, so that one or two bad values make none."""
+_WINDOW, _FAR = 5, 5.0
+"""A value is an outlier at so many standard deviations from the median of the so many values around it."""
+
+
+def outliers(values: Any) -> Any:
+    """Whether each value is far from those around it; the noise is that of the differences of neighbours."""
+    if len(values) < 2 * LEAST:
+        return np.zeros(len(values), bool)
+    # 1.4826 median absolute deviations are the standard deviation of a normal distribution.
+    noise = 1.4826 * np.median(abs(np.diff(values))) / np.sqrt(2)
+    windows = np.lib.stride_tricks.sliding_window_view(values, _WINDOW)
+    window_of = np.clip(np.arange(len(values)) - _WINDOW // 2, 0, len(windows) - 1)
+    return abs(values - np.median(windows, axis=1)[window_of]) > _FAR * noise
+
+
+def strongest(values: Any) -> tuple[float, tuple[int, ...]]:
+    """The p-value of the strongest change, and the numbers of the first values of the levels that it begins.
+
+    A change lasts until the end, or ends again, so that a segment i:j differs from all other values. The p-value is
+    that of Student's test, times the number of possible segments: half of the probability of error is for
+    changes that last, half for those that end. It is 1 where there are too few values.
+    """
+    n = len(values)
+    sums = np.concatenate([[0.0], np.cumsum(values - np.mean(values))]) if n else np.zeros(1)
+    first, end = np.triu_indices(n + 1, LEAST)
+    possible = (first >= LEAST) & ((end == n) | (n - end >= LEAST))
+    first, end = first[possible], end[possible]
+    if not len(first):
+        return 1.0, ()
+    inside, outside = end - first, n - (end - first)
+    between = (sums[end] - sums[first]) ** 2 * n / (inside * outside)
+    within = np.maximum(((values - np.mean(values)) ** 2).sum() - between, np.finfo(float).tiny)
+    lasts = end == n
+    number_of_segments = np.where(lasts, lasts.sum(), (~lasts).sum())
+    p_values = 4 * number_of_segments * stats.t.sf(np.sqrt(between / within * (n - 2)), n - 2)
+    best = int(np.argmin(p_values))
+    return float(min(1.0, p_values[best])), tuple(int(edge) for edge in (first[best], end[best]) if edge < n)
+
+
+def change_points(values: Any, level: float, level_of_parts: float) -> list[int]:
+    """The numbers of the first values of new levels, in order, found in ever smaller parts.
+
+    Args:
+        level: largest p-value of the first change.
+        level_of_parts: that of further ones, which the parts share by their lengths; it halves with each depth.
+    """
+    p_value, edges = strongest(values)
+    if p_value > level or not edges:
+        return []
+    changes = {*edges}
+    for first, end in pairwise((0, *edges, len(values))):
+        share = level_of_parts * (end - first) / len(values)
+        changes |= {first + edge for edge in change_points(values[first:end], share, share / 2)}
+    return sorted(changes)

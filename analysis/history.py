@@ -1,0 +1,272 @@
+"""The rates of the same runs over nights: which of their changes last, and what changed in these nights."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from scipy import stats
+
+from ultrabench.analysis.change_points import LEAST, change_points, outliers, strongest
+from ultrabench.analysis.collect import open_results
+from ultrabench.analysis.compare import run_label
+from ultrabench.analysis.environments import differing
+from ultrabench.analysis.numbers import percent
+from ultrabench.analysis.ranking import PANEL
+from ultrabench.analysis.rows import Warn
+from ultrabench.analysis.schema import SIZES
+from ultrabench.analysis.significance import ALPHA
+from ultrabench.errors import ConfigError, SweepFolderError, counted
+from ultrabench.layout import AXES
+
+CELL = ("model", "nodes", *PANEL)
+_KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant"))]
+"""Columns that are equal in all nights of a run; its id changes with the version of the program."""
+_UNITS = ("control_ratio", "tokens_per_s_per_gpu")
+"""What a rate is: the first where there is a control, else the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Night:
+    """One sweep of a history."""
+
+    name: str
+    """Time of its first run (UTC), or the name of the sweep where that is unknown."""
+    sweep: str
+    table: pa.Table
+
+
+@dataclass(slots=True, kw_only=True)
+class Series:
+    """The rate of one run in each night."""
+
+    cell: dict[str, Any]
+    """Column of CELL -> its value."""
+    layout: str
+    """The layout and the variant as a short text."""
+    run_id: str
+    """The id in the last night that has one."""
+    control: str | None
+    """The layout beside which it was measured in the same allocations, in all nights; None: there is none."""
+    rates: list[float | None]
+    """For each night the rate over that of the control, or tokens/s/GPU where there is none; None: not measured."""
+    bad_nights: list[int] = field(default_factory=list)
+    """Numbers of single nights that are far from those around them and do not count."""
+    changes: dict[int, float] = field(default_factory=dict)
+    """Number of the first night with another rate -> the new rate over the old one, less 1."""
+
+    @property
+    def counted_nights(self) -> list[int]:
+        """The numbers of the nights that count."""
+        return [n for n, rate in enumerate(self.rates) if rate and n not in self.bad_nights]
+
+    @property
+    def logs(self) -> Any:
+        """The logarithms of the rates of these nights."""
+        return np.log([self.rates[n] or np.nan for n in self.counted_nights])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Changes of runs in one direction that begin in about the same night; noise shifts where each one begins."""
+
+    night: int
+    """Number of the night in which most of them begin."""
+    change: float
+    """The median of the changes, a fraction."""
+    series: tuple[int, ...]
+    """Numbers of the series that changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The series of all runs, the moves that they have in common, and sentences about what does not count."""
+
+    nights: Sequence[Night]
+    series: Sequence[Series]
+    moves: Sequence[Move]
+    notes: Sequence[str]
+    warning: str | None
+    """Why no change can be found; None if some run has enough nights."""
+
+    def differing(self, night: int) -> dict[str, tuple[str, str]]:
+        """Column with a commit, a version or a place -> its values in the night before and in this one, if they differ."""
+        values = differing(self.nights[night - 1].table, self.nights[night].table) if night else {}
+        return {name: pair for name, pair in values.items() if name != "sweep"}
+
+    def text(self, move: Move) -> str:
+        """What a move says, such as `2026-11-12 02:00: all 20 runs lose 5.1 % together`, and what differs since then."""
+        number, total = len(move.series), len(self.series)
+        shared = number > 1 and number == total
+        first_of = self.series[move.series[0]]
+        name = f"{first_of.cell['model']} {first_of.layout} on {counted(first_of.cell['nodes'], 'node')}"
+        who = f"all {total:,} runs" if shared else name if number == 1 else f"{number:,} of {total:,} runs"
+        verb = ("lose" if move.change < 0 else "gain") + "s" * (number == 1)
+        before, first = (self.nights[n] for n in (move.night - 1, move.night))
+        commits = pc.unique(first.table["git_commit"].drop_null()).to_pylist()
+        unchanged = f"commit {', '.join(commits) or 'unknown'} and the same versions before and after"
+        differences = (f"{name} {old} -> {new}" for name, (old, new) in self.differing(move.night).items())
+        since = "; ".join(differences) or unchanged
+        together = " together, so look first at what they share" * shared
+        return (
+            f"{first.name}: {who} {verb} {percent(abs(move.change))}{together} (since {before.name}: {since})"
+        )
+
+    def losses(self, above: float) -> list[Move]:
+        """The moves that are the last one of some run and a loss of more than `above`, a fraction."""
+        last_of_run = {number: move for move in self.moves for number in move.series}
+        return [move for move in self.moves if move in last_of_run.values() and move.change < -above]
+
+
+def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[Night]:
+    """The sweeps that these words name, in the order of their first runs.
+
+    Args:
+        sources: each a sweep, a parquet file, or a folder that holds sweeps or the folders of results of several nights.
+
+    Raises:
+        SweepFolderError: there is no such sweep, or a folder holds none.
+    """
+    paths, nights = dict[Path, str](), list[Night]()
+    for source in sources:
+        folder = Path(source)
+        if not folder.is_dir() or (folder / "sweep.json").exists():
+            paths[folder.resolve()] = source
+            continue
+        heads = [*folder.glob("[!.]*/sweep.json"), *folder.glob("[!.]*/[!.]*/sweep.json")]
+        if not heads:
+            raise SweepFolderError(
+                f"{folder} holds no sweep", "name a sweep, its .parquet file, or a folder of sweeps"
+            )
+        paths |= {head.parent.resolve(): str(head.parent) for head in heads}
+    for source in paths.values():
+        table = open_results(source, results_dir, warn)[-1]
+        for sweep in table["sweep"].unique().to_pylist():
+            part = table.filter(pc.equal(table["sweep"], sweep)) if sweep else table
+            started = pc.min(part["started_at"]).as_py()
+            name = f"{started:%Y-%m-%d %H:%M}" if started else str(sweep)
+            nights.append(Night(name=name, sweep=str(sweep), table=part))
+    return sorted(nights, key=lambda night: (night.name, night.sweep))
+
+
+def history(nights: Sequence[Night]) -> History:
+    """The rates of all runs over these nights, and their significant changes.
+
+    Raises:
+        ConfigError: no night has a rate.
+    """
+    if not nights:
+        raise ConfigError("no night is left", "give an earlier date with --since")
+    names = [*_KEY, "run_id", "status", "suspect", "is_final", "control", *_UNITS]
+    frame = pd.concat(
+        [night.table.select(names).to_pandas().assign(night=n) for n, night in enumerate(nights)]
+    )
+    good = frame["is_final"] & (frame["status"] == "ok") & frame["suspect"].isna() & frame["model"].notna()
+    measured = frame[good & (frame["tokens_per_s_per_gpu"] > 0)]
+    if measured.empty:
+        raise ConfigError(
+            "no night has a rate that counts", "ultrabench sweep status SWEEP says how runs ended"
+        )
+    label_of_run = {row["run_id"]: run_label(row) for row in _records(measured.drop_duplicates("run_id"))}
+    groups = measured.groupby(_KEY, dropna=False)
+    series = [_series(rows, label_of_run, len(nights)) for _, rows in groups]
+    num_tested = _find_changes(series)
+    _add_changes_of_controls(series)
+    too_few = f"{counted(len(nights), 'night')}: too few to find a change, which needs {LEAST} nights before it and {LEAST} after"
+    return History(
+        nights=nights,
+        series=series,
+        moves=sorted(_moves(series), key=lambda move: move.night),
+        notes=[*_notes(series, nights, num_tested)],
+        warning=None if num_tested else too_few,
+    )
+
+
+def _records(frame: pd.DataFrame) -> list[dict[Any, Any]]:
+    """The rows as dicts, None where a value is unknown."""
+    return frame.astype(object).where(frame.notna(), None).to_dict("records")
+
+
+def _series(rows: pd.DataFrame, label_of_run: Mapping[str, str], num_nights: int) -> Series:
+    """The series of the rows of one run in all nights."""
+    last = _records(rows.sort_values("night", kind="stable").tail(1))[0]
+    controls = {label_of_run.get(control) for control in rows["control"]}
+    has_control = len(controls) == 1 and None not in controls and rows["control_ratio"].notna().all()
+    control = next(iter(controls)) if has_control and run_label(last) not in controls else None
+    rates = rows.groupby("night")[_UNITS[0] if control else _UNITS[1]].median()
+    return Series(
+        cell={name: last[name] for name in CELL},
+        layout=run_label(last),
+        run_id=last["run_id"],
+        control=control,
+        rates=[float(rates[n]) if n in rates.index else None for n in range(num_nights)],
+    )
+
+
+def _find_changes(series: Sequence[Series]) -> int:
+    """Finds the bad nights and the changes of each series; returns how many have enough nights.
+
+    The p-values of the strongest changes are corrected by Benjamini and Hochberg over all series.
+    """
+    for one_series in series:
+        nights = one_series.counted_nights
+        one_series.bad_nights = [nights[n] for n in np.flatnonzero(outliers(one_series.logs))]
+    tested = [one_series for one_series in series if len(one_series.counted_nights) >= 2 * LEAST]
+    p_values = [strongest(one_series.logs)[0] for one_series in tested]
+    corrected = stats.false_discovery_control(p_values) if tested else ()
+    level = max((p for p, q in zip(p_values, corrected, strict=True) if q <= ALPHA), default=-1.0)
+    for one_series in tested:
+        logs, nights = one_series.logs, one_series.counted_nights
+        bounds = [0, *change_points(logs, level, ALPHA / 2 / len(tested)), len(logs)]
+        means = [logs[first:end].mean() for first, end in pairwise(bounds)]
+        changes = zip(bounds[1:], np.expm1(np.diff(means)), strict=False)
+        one_series.changes = {nights[first]: float(change) for first, change in changes}
+    return len(tested)
+
+
+def _add_changes_of_controls(series: Sequence[Series]) -> None:
+    """Adds the changes of a control layout to those of the runs that are measured relative to it.
+
+    Where they all became slower, only the rate of the control changed; where only the control did, theirs rose beside it.
+    """
+    cells = {(str(s.cell), s.layout): dict(s.changes) for s in series if s.control is None}
+    for one_series in series:
+        for night, change in cells.get((str(one_series.cell), one_series.control or ""), {}).items():
+            near = next((n for n in one_series.changes if abs(n - night) < LEAST), night)
+            total = (1 + one_series.changes.pop(near, 0.0)) * (1 + change) - 1
+            if abs(total) > abs(change) / 2:
+                one_series.changes[near] = total
+
+
+def _moves(series: Sequence[Series]) -> Iterator[Move]:
+    """The changes of all series, those in one direction together that begin within LEAST nights of where most do."""
+    changes = [(c > 0, night, n, c) for n, s in enumerate(series) for night, c in s.changes.items()]
+    while changes:
+        is_gain, night = Counter(change[:2] for change in changes).most_common(1)[0][0]
+        group = [c for c in changes if c[0] == is_gain and abs(c[1] - night) <= LEAST]
+        changes = [change for change in changes if change not in group]
+        members = tuple(sorted({change[2] for change in group}))
+        yield Move(night=night, change=median(change[3] for change in group), series=members)
+
+
+def _notes(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:
+    """Sentences about nights and runs that do not count."""
+    if any(s.control for s in series):
+        yield "Rates of runs with a control layout are over its rate; that of the control is in tokens/s/GPU."
+    if untested := len(series) - num_tested:
+        yield f"{untested:,} of {counted(len(series), 'run')} not tested: fewer than {2 * LEAST} nights with a rate."
+    bad = Counter(nights[n].name for s in series for n in s.bad_nights)
+    if bad:
+        shown = [f"{name} ({counted(number, 'run')})" for name, number in sorted(bad.items())[-3:]]
+        yield f"Single bad nights, which are no change: {', '.join(shown)}{' and earlier ones' * (len(bad) > 3)}."
+    absent = [s.layout for s in series if s.rates[-1] is None]
+    if absent:
+        shown = [*absent[:3], *["..."] * (len(absent) > 3)]
+        yield f"{len(absent):,} of {counted(len(series), 'run')} without a rate in the last night: {', '.join(shown)}."

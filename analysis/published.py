@@ -1,0 +1,121 @@
+"""Compares the best rates of a result table with those that others published, from the files in configs/published/."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from ultrabench.analysis.cells import Cell, layout_words
+from ultrabench.analysis.ranking import rank
+from ultrabench.record import from_dict
+from ultrabench.sweep.config.files import files, read_yaml, usable
+from ultrabench.sweep.config.load import load_model
+
+_MATCHED = ("model", "gpu", "precision", "seq_len", "gbs")
+"""What has to be equal in two rates that are compared, the most telling first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRate:
+    """A rate that others published: one of the `runs` of a file, which may lack what the top of the file says for all."""
+
+    model: str
+    gpu: str
+    precision: str
+    seq_len: int
+    gbs: int | None
+    """Sequences of a global batch; None where the source does not say."""
+    nodes: int
+    tokens_per_s_per_gpu: float
+    what: str
+    """What was trained, and by which program."""
+    source: str
+    """The address of the publication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BesidePublished:
+    """The best run of a cell beside the published rate that is nearest to it."""
+
+    cell: Cell
+    published: PublishedRate
+    differing: dict[str, tuple[object, object]]
+    """What has to be equal and is not -> its values here and in the publication."""
+
+    @property
+    def share(self) -> float | None:
+        """The rate over the published one, a fraction; None where these are of different things."""
+        measured = self.cell.tokens_per_s_per_gpu
+        return None if self.differing or not measured else measured / self.published.tokens_per_s_per_gpu
+
+    @property
+    def text(self) -> str:
+        """One sentence with the rates, the share or what differs, and the source."""
+        cell, rate = self.cell, self.published
+        run = f"{cell.title} on {cell.nodes:,} x {cell.hardware}, {' '.join(layout_words(cell.layout))}"
+        ours = f"{run}: {cell.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        at_nodes = f", on {rate.nodes:,} instead of {cell.nodes:,} nodes" * (rate.nodes != cell.nodes)
+        theirs = f"{rate.tokens_per_s_per_gpu:,.0f}, {rate.what}{at_nodes}; {rate.source}"
+        if self.share is not None:
+            return f"{ours}, {self.share:.0%} of the published rate ({theirs})"
+        pairs = (
+            f"{name} {a} ({'not stated' if b is None else b})" for name, (a, b) in self.differing.items()
+        )
+        return f"{ours}; no published rate matches. The nearest ({theirs}) differs: {', '.join(pairs)}"
+
+
+def published_rates() -> list[PublishedRate]:
+    """The runs of all files of published rates.
+
+    Raises:
+        ConfigError: a value in a file is missing or cannot be used.
+    """
+    rates = list[PublishedRate]()
+    for path in files("published").values():
+        content = read_yaml(path)
+        shared = {name: content[name] for name in ("gpu", *_MATCHED, "what", "source") if name in content}
+        for run in content.get("runs", ()):
+            rates.append(
+                from_dict(PublishedRate, shared | run, where=f"runs of {path.name}", skip_unknown=True)
+            )
+    return rates
+
+
+def beside_published(table: pa.Table) -> Iterator[BesidePublished]:
+    """The best run of each cell of a result table beside the nearest published rate.
+
+    Cells without a measured rate, or with suspect ones alone, are left out.
+
+    Raises:
+        ConfigError: a file of published rates cannot be used.
+    """
+    gpu_of = {path.stem: str(values.get("gpu")) for path, values in usable("hardware").items()}
+    rates, known_models = published_rates(), files("model")
+    id_of = {r.model: load_model(r.model).model_id for r in rates if r.model in known_models}
+    if not rates:
+        return
+    # MFU is not compared, so that several formulas of it are no reason to refuse the table.
+    formula = table.column_names.index("flops_formula"), "flops_formula", pa.nulls(len(table), pa.string())
+    for cell in rank(table.set_column(*formula)):
+        if not cell.tokens_per_s_per_gpu or cell.suspect:
+            continue
+        ours = {"model": cell.model, "gpu": gpu_of.get(str(cell.hardware), cell.hardware)}
+        ours |= {name: getattr(cell, name) for name in _MATCHED[2:]}
+
+        def nearness(entry: BesidePublished) -> tuple[object, ...]:
+            equal = (name not in entry.differing for name in _MATCHED)
+            return *equal, -abs(entry.cell.nodes - entry.published.nodes)
+
+        yield max((_beside(cell, ours, rate, id_of.get(rate.model)) for rate in rates), key=nearness)
+
+
+def _beside(cell: Cell, ours: dict[str, Any], rate: PublishedRate, model_id: str | None) -> BesidePublished:
+    """A cell beside a rate; models are equal by their shapes where both are known, else by their names."""
+    pairs = {name: (ours[name], getattr(rate, name)) for name in _MATCHED}
+    if None not in (cell.model_id, model_id):
+        is_same = cell.model_id == model_id
+        other_name = f"{cell.model} of another shape" if cell.model == rate.model else cell.model
+        pairs["model"] = (rate.model if is_same else other_name, rate.model)
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return BesidePublished(cell=cell, published=rate, differing=differing)

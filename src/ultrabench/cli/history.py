@@ -1,0 +1,100 @@
+"""The command `ultrabench history`, which says when the rates of the same runs changed for good over nights."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, start_no_threads
+from ultrabench.cli.results import draw
+from ultrabench.errors import counted
+
+if TYPE_CHECKING:
+    from ultrabench.analysis.history import History, Series
+
+Folders = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FOLDER]...",
+        help="Sweeps, .parquet files or folders of sweeps; default: the results folder.",
+    ),
+]
+MOST_RUNS = 20
+"""Number of runs that are printed, those with the latest changes first."""
+
+
+def history(
+    folders: Folders = None,
+    fail_above: float = typer.Option(2.0, min=0.0, metavar="PERCENT", help="Loss of rate to ignore."),
+    since: str = typer.Option("", metavar="DATE", help="Leave out earlier nights, as in --since 2026-11-12."),
+    output: Path | None = typer.Option(None, "-o", "--output", help="A figure as .png, .svg or .pdf."),
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> int:
+    """Show the rates of runs over nights: when did one change?
+
+    The exit code is 1 if the last significant change of a run is a loss of more than --fail-above."""
+    start_no_threads()
+    from ultrabench.analysis.history import history as history_of
+    from ultrabench.analysis.history import read_nights
+    from ultrabench.cli.tables import print_json, say, warn
+
+    nights = read_nights(folders or [str(results_dir)], results_dir, warn)
+    over_nights = history_of([night for night in nights if night.name >= since])
+    losses = over_nights.losses(fail_above / 100)
+    if output is not None:
+        from ultrabench.analysis.figures.nights import figure
+
+        draw(output, lambda: figure(over_nights))
+        say(f"drew {counted(len(over_nights.series), 'run')} to {output}")
+    if json_:
+        print_json(_document(over_nights) | {"fail_above": fail_above, "losses": len(losses)})
+    else:
+        _print(over_nights)
+    if over_nights.warning:
+        warn(over_nights.warning)
+    if losses:
+        say(f"a loss of more than {fail_above:g} %: {over_nights.text(losses[-1])}")
+    return int(bool(losses))
+
+
+def _document(history: "History") -> dict[str, Any]:
+    """The nights, the rates and changes of each run, and the moves."""
+    from dataclasses import asdict
+
+    return {
+        "nights": [
+            {"name": night.name, "sweep": night.sweep, "differing": history.differing(number)}
+            for number, night in enumerate(history.nights)
+        ],
+        "runs": [asdict(series) for series in history.series],
+        "moves": [asdict(move) | {"text": history.text(move)} for move in history.moves],
+        "notes": history.notes,
+        "warning": history.warning,
+    }
+
+
+def _print(history: "History") -> None:
+    """Prints the moves and a line for each run, those with the latest changes first."""
+    from ultrabench.cli.tables import show, table
+
+    span = f"{history.nights[0].name} to {history.nights[-1].name}"
+    num_changes = counted(len(history.moves), "significant change")
+    show(
+        f"{counted(len(history.nights), 'night')}, {span}: {counted(len(history.series), 'run')}, {num_changes}"
+    )
+    show(*(f"  {history.text(move)}" for move in history.moves))
+    latest_first = sorted(history.series, key=lambda s: -max(s.changes, default=-1))
+    remark = f" ({MOST_RUNS} of {len(latest_first):,}; all: --json)" * (len(latest_first) > MOST_RUNS)
+    heads = ("model", ">nodes", "layout", ">nights", ">first rate", ">last rate", "unit", ">change", "since")
+    show(table(f"\nruns{remark}", *heads, rows=(_cells(history, s) for s in latest_first[:MOST_RUNS])))
+    show(*(f"\n{note}" for note in history.notes[:1]), *history.notes[1:])
+
+
+def _cells(history: "History", series: "Series") -> tuple[object, ...]:
+    """The columns of one run: its rates, and its last change."""
+    nights, last = series.counted_nights, max(series.changes, default=None)
+    rates = [f"{series.rates[n]:,.4g}" for n in (nights[0], nights[-1])] if nights else [None, None]
+    change = (None, None) if last is None else (f"{series.changes[last]:+.1%}", history.nights[last].name)
+    unit = f"x {series.control}" if series.control else "tokens/s/GPU"
+    return series.cell["model"], series.cell["nodes"], series.layout, len(nights), *rates, unit, *change
