@@ -34,6 +34,7 @@ from ultrabench.analysis.predict.cases import profile_and_hardware
 from ultrabench.analysis.ranking import PANEL, Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
+from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import of_peak
 from ultrabench.layout import AXES, TEXT_AXES
@@ -58,7 +59,7 @@ _READ = (*_KEY, *AXES, "status", "suspect", "source", "allocation", *_CELL[:-1])
 """Columns that the texts of a row are made of."""
 _UNRANKED = dict.fromkeys(("rank", "cell", "repeats_failed", "environment"))
 """The columns that rank a row in its cell, null for a row that does not stand for its run."""
-_LEFT_OUT = ("schema_version", "step_times_s", "bandwidths", "first_values")
+_LEFT_OUT = ("schema_version", "step_times_s", "bandwidths", "first_values", *NODE_RATES)
 """Columns that stay out of the page, since they are long or the same in all rows; the parquet file has them."""
 
 NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",

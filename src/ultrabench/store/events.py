@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, get_args
@@ -324,8 +324,8 @@ DAMAGED = (ConfigError, RecursionError, ValueError)
 """Exceptions that `decode` raises for text that is no event."""
 
 
-def decode(text: bytes, path: object = "the journal") -> Line | None:
-    """The line that `text` holds; None for an event that only later versions know.
+def decode(text: bytes, path: object = "the journal", kinds: Container[str] | None = None) -> Line | None:
+    """The line that `text` holds; None for an event that only later versions know, or that is not in `kinds`.
 
     Raises:
         SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.
@@ -337,7 +337,7 @@ def decode(text: bytes, path: object = "the journal") -> Line | None:
         _require_known(_version_of(text).v, path)
         raise
     _require_known(head.v, path)
-    if (event_of := _event_of.get(head.event)) is None:
+    if (event_of := _event_of.get(head.event)) is None or (kinds is not None and head.event not in kinds):
         return None
     _require_undamaged(text)
     event = event_of(text)

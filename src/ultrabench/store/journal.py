@@ -7,7 +7,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,8 @@ class JournalReader:
 
     folder: Path
     warn: Callable[[str], None] = lambda message: None
+    kinds: Container[str] | None = None
+    """Names of the events that are read, as in journal lines; None means all."""
     _files: dict[Path, NewLines] = field(default_factory=dict)
     _closed: set[Path] = field(default_factory=set)
     """Files of agents whose last event, the end of the allocation, was read."""
@@ -117,7 +119,7 @@ class JournalReader:
                 if not text.strip():
                     continue
                 try:
-                    line = decode(text, path)
+                    line = decode(text, path, self.kinds)
                 except DAMAGED:
                     run = re.search(rb'"run_id":"(\w+)"', text)
                     about = f" about run {run[1].decode()}" if run else ""
@@ -130,6 +132,12 @@ class JournalReader:
             has_more = file.behind
 
 
-def read_journal(folder: Path, warn: Callable[[str], None] = lambda message: None) -> Iterator[Line]:
-    """All lines of a sweep's journal folder; their order is not that of their times."""
-    return JournalReader(folder, warn).poll()
+def read_journal(
+    folder: Path, warn: Callable[[str], None] = lambda message: None, kinds: Container[str] | None = None
+) -> Iterator[Line]:
+    """All lines of a sweep's journal folder; their order is not that of their times.
+
+    Args:
+        kinds: names of the events that are read, as in journal lines; None means all.
+    """
+    return JournalReader(folder, warn, kinds).poll()
