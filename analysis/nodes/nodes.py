@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from scipy.special import bdtrc
 
+from ultrabench.allowed import require_safe_names
 from ultrabench.analysis.nodes.measurements import CONTROL, Node, Row, measurements, nodes_of
 from ultrabench.analysis.nodes.relative import (
     CONFIDENCE,
@@ -64,34 +65,39 @@ class NodeReport:
 
     def as_json(self) -> dict[str, Any]:
         """The entry of `ultrabench nodes --json`."""
-        rates = {name: {"rate": self.rate(name), **to_dict(speed)} for name, speed in self.speeds.items()}
-        seen = [datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds") for at in self.seen_s]
+        speeds = {name: to_dict(speed) for name, speed in self.speeds.items()}
+        rates = {name: {"rate": self.rate(name), **speeds.get(name, {})} for name in {**self.rates, **speeds}}
+        first, last = (_time(f(self.seen_s)) if self.seen_s else None for f in (min, max))
         return {
             **self.node._asdict(), "slow": self.slow, "failing": self.failing, "runs": len(self.runs),
             "attempts": self.attempts, "rates": rates, "throttled": self.throttled, "xids": self.failures[XID],
-            "failures": dict(self.failures.most_common()), "first_seen": min(seen, default=None), "last_seen": max(seen, default=None),
+            "failures": dict(self.failures.most_common()), "first_seen": first, "last_seen": last,
         }  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def reports(rows: Sequence[Row]) -> list[NodeReport]:
     """A report of each node in the rows, the marked ones first, then the slowest."""
     by_node: dict[Node, NodeReport] = {}
     for row in rows:
-        at, alone = row["started_at"], len(row.get("suspect_hosts") or ()) == 1
+        started_s, alone = row["started_at"], len(row.get("suspect_hosts") or ()) == 1
         for node in nodes_of(row):
             report = by_node.get(node) or by_node.setdefault(node, NodeReport(node=node))
             report.attempts += 1
             report.runs.add((row["sweep"], row["run_id"]))
             report.throttled += bool(row["throttled"])
-            report.seen_s += [] if at is None else [at]
+            report.seen_s += [] if started_s is None else [started_s]
             if alone and row["status"] in FAILURES and row["suspect_hosts"][0] == node.host:
                 report.failures[row["cause"] or row["status"]] += 1
-                said = row["status"] == Status.NODE_FAIL and row["cause"] != AGENT_GONE
-                report.failed_at_s += [at] if said and at is not None else []
+                node_said_so = row["status"] == Status.NODE_FAIL and row["cause"] != AGENT_GONE
+                report.failed_at_s += [started_s] if node_said_so and started_s is not None else []
     measured = [*measurements(rows)]
-    for one in measured:
-        if len(one.nodes) == 1 and one.rate != CONTROL:
-            by_node[one.nodes[0]].rates[one.rate].append(one.value)
+    for measurement in measured:
+        if len(measurement.nodes) == 1 and measurement.rate != CONTROL:
+            by_node[measurement.nodes[0]].rates[measurement.rate].append(measurement.value)
     for (rate, node), speed in relative_speeds(measured).items():
         by_node[node].speeds[rate] = speed
     _mark_failing([*by_node.values()])
@@ -115,10 +121,10 @@ def _mark_failing(nodes: Sequence[NodeReport]) -> None:
         days = {id(r): len({day_of[t] for t in r.seen_s}) for r in here}
         failed = {id(r): len({day_of[t] for t in r.failed_at_s}) for r in here}
         for report in here:
-            own, own_failed = days[id(report)], failed[id(report)]
-            share = (sum(failed.values()) - own_failed + 1) / (sum(days.values()) - own + 1)
-            by_chance = float(bdtrc(own_failed - 1, own, min(1.0, share))) if own_failed else 1.0
-            report.failing = own_failed >= FEWEST_DAYS and by_chance * len(here) < 1 - CONFIDENCE
+            num_days, num_failed = days[id(report)], failed[id(report)]
+            share = (sum(failed.values()) - num_failed + 1) / (sum(days.values()) - num_days + 1)
+            by_chance = float(bdtrc(num_failed - 1, num_days, min(1.0, share))) if num_failed else 1.0
+            report.failing = num_failed >= FEWEST_DAYS and by_chance * len(here) < 1 - CONFIDENCE
 
 
 def exclude_list(nodes: Iterable[NodeReport]) -> str:
@@ -128,6 +134,7 @@ def exclude_list(nodes: Iterable[NodeReport]) -> str:
         ConfigError: they belong to several clusters.
     """
     marked = sorted(report.node for report in nodes if report.marked)
+    require_safe_names(node.host for node in marked)
     if len(clusters := sorted({str(node.cluster) for node in marked})) > 1:
         fact = f"the marked nodes belong to {len(clusters)} clusters ({', '.join(clusters)})"
         raise ConfigError(f"{fact}; Slurm excludes nodes of one: name the sweeps of one cluster")

@@ -11,9 +11,9 @@ were always measured together cannot be told apart, and get no answer.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, inf, log
+from math import exp, inf, log, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from ultrabench.analysis.nodes.measurements import Measurement, Node
 CONFIDENCE = 0.95
 """Probability that all intervals of an answer hold together."""
 DAY_S = 20 * 3600.0
-"""Seconds from the first measurement of a day to the last; measurements of a node on one day count as one."""
+"""Seconds from the first measurement of a day to the last; measurements of a node on one day count as measurement."""
 FEWEST_DAYS = 2
 """Smallest number of days after which a node has an interval."""
 FEWEST_NODES = 3
@@ -68,9 +68,9 @@ def relative_speeds(measured: Iterable[Measurement]) -> dict[tuple[str, Node], R
     It spans what noise and the usual differences between nodes explain.
     """
     groups: dict[tuple[object, ...], list[Measurement]] = defaultdict(list)
-    for one in measured:
-        if one.value > 0:
-            groups[one.rate, one.hardware, one.nodes[0].cluster].append(one)
+    for measurement in measured:
+        if measurement.value > 0:
+            groups[measurement.rate, measurement.hardware, measurement.nodes[0].cluster].append(measurement)
     effects = {
         (str(rate), node): e for (rate, *_), group in groups.items() for node, e in _fit(group).items()
     }
@@ -84,7 +84,7 @@ def relative_speeds(measured: Iterable[Measurement]) -> dict[tuple[str, Node], R
 
 
 def days_of(times_s: Iterable[float]) -> dict[float, int]:
-    """Time -> the number of its day; a day begins with the first measurement after the end of the last one."""
+    """Time -> the number of its day; a day begins with the first one after the last day's end."""
     day, begin_s, days = -1, -inf, dict[float, int]()
     for time_s in sorted(times_s):
         if time_s - begin_s >= DAY_S:
@@ -93,59 +93,86 @@ def days_of(times_s: Iterable[float]) -> dict[float, int]:
     return days
 
 
-def _fit(group: Sequence[Measurement]) -> dict[Node, _Effect]:
-    """The effect of each node that one rate on one kind of hardware identifies, relative to their median."""
-    day_of = days_of(one.time_s for one in group)
+class _Rows(NamedTuple):
+    """What was measured as the rows of a regression: of one day, setting and set of nodes, the mean of the logarithms."""
+
+    nodes: list[Node]
+    """The node of each column."""
+    took_part: Any
+    """Whether a node (column) took part in a row."""
+    y: Any
+    day: list[int]
+    constants: list[list[int]]
+    """The rows that share a constant."""
+
+
+def _rows(group: Iterable[Measurement], day_of: Mapping[float, int]) -> _Rows:
     logs: dict[tuple[int, tuple[object, ...], tuple[Node, ...]], list[float]] = defaultdict(list)
-    for one in group:
-        logs[day_of[one.time_s], one.setting, tuple(sorted(set(one.nodes), key=str))].append(log(one.value))
+    for _, _, setting, nodes, time_s, value in group:
+        logs[day_of[time_s], setting, nodes].append(log(value))
     columns = {node: n for n, node in enumerate(sorted({n for _, _, nodes in logs for n in nodes}, key=str))}
-    x, y = np.zeros((len(logs), len(columns))), np.array([np.mean(values) for values in logs.values()])
-    for row, (_, _, nodes) in enumerate(logs):
-        x[row, [columns[node] for node in nodes]] = 1
-    rows_by_constant: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for row, (day, setting, _) in enumerate(logs):
-        rows_by_constant[day, setting].append(row)
-    is_on = x > 0
-    for rows in rows_by_constant.values():
-        x[rows], y[rows] = x[rows] - x[rows].mean(axis=0), y[rows] - y[rows].mean()
+    took_part = np.zeros((len(logs), len(columns)), dtype=bool)
+    constants: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for row, (day, setting, nodes) in enumerate(logs):
+        took_part[row, [columns[node] for node in nodes]] = True
+        constants[day, setting].append(row)
+    y = np.array([sum(values) / len(values) for values in logs.values()])
+    return _Rows([*columns], took_part, y, [day for day, *_ in logs], [*constants.values()])
+
+
+def _fit(group: Sequence[Measurement]) -> dict[Node, _Effect]:
+    """The effect of each node that one rate on one kind of hardware identifies, relative to their median.
+
+    The variance of an effect comes from the residuals of the node's own days, which are independent of one another, and
+    is at least what the residuals of all nodes say.
+    """
+    rows = _rows(group, days_of({measurement.time_s for measurement in group}))
+    x, y = rows.took_part.astype(float), rows.y
+    for numbers in rows.constants:
+        x[numbers] -= x[numbers].mean(axis=0)
+        y[numbers] -= y[numbers].mean()
     squares = x.T @ x
-    inverse = np.linalg.pinv(squares, hermitian=True)
-    same = np.eye(len(columns)) - squares @ inverse
-    """The projection on what the measurements leave open: 1/n on a set of n nodes that are compared with one another,
-    and at least 1/2 more on nodes that cannot be told apart."""
-    effects = inverse @ (x.T @ y)
-    freedom = len(y) - len(rows_by_constant) - round(float(np.trace(squares @ inverse)))
-    compared = is_on & (abs(x) > 1e-9)
-    scores = np.zeros((max(day_of.values()) + 1, len(columns)))
-    days = np.zeros_like(scores, dtype=bool)
-    of_rows = [day for day, _, _ in logs]
-    np.add.at(scores, of_rows, (x * (y - x @ effects)[:, None]) @ inverse)
-    np.logical_or.at(days, of_rows, compared)
-    number = days.sum(axis=0)
-    told_apart = (np.diag(same) < 0.5 - 1e-6) & (number > 0)
-    enough = told_apart & (number >= FEWEST_DAYS) & (freedom > 0)
-    own = (scores**2).sum(axis=0) * number / np.maximum(number - 1, 1) * len(y) / max(freedom, 1)
+    inverse = np.linalg.pinv(squares, rcond=1e-10, hermitian=True)
+    effects, leverage = inverse @ (x.T @ y), np.diag(inverse)
+    scores = np.zeros((max(rows.day) + 1, len(rows.nodes)))
+    was_compared = np.zeros_like(scores, dtype=bool)
+    np.add.at(scores, rows.day, (x * (y - x @ effects)[:, None]) @ inverse)
+    np.logical_or.at(was_compared, rows.day, rows.took_part & (abs(x) > 1e-9))
+    days, freedom = (
+        was_compared.sum(axis=0),
+        len(y) - len(rows.constants) - round(np.trace(squares @ inverse)),
+    )
+    # The projection on what stays open: 1/n among n nodes that are compared, 1/2 more where two cannot be told apart.
+    still_open = np.eye(len(rows.nodes)) - squares @ inverse
+    told_apart = (np.diag(still_open) < 0.5 - 1e-6) & (days > 0)
+    enough = told_apart & (days >= FEWEST_DAYS) & (freedom > 0)
+    variances = (scores**2).sum(axis=0) * days / np.maximum(days - 1, 1) * len(y) / max(freedom, 1)
     if enough.any():
-        pooled = np.mean(own[enough] / np.diag(inverse)[enough])
-        own = np.maximum(own, pooled * np.diag(inverse))
-    found = {}
-    for node, column in columns.items():
-        peers = told_apart & (same[column] > 1e-6)
-        if told_apart[column] and peers.sum() >= FEWEST_NODES:
-            found[node] = _relative(column, effects, own, peers, enough, number)
-    return found
+        variances = np.maximum(variances, np.mean(variances[enough] / leverage[enough]) * leverage)
+    peers_of = {n: told_apart & (still_open[n] > 1e-6) for n in np.flatnonzero(told_apart)}
+    effect_by_node = {}
+    for peers in {peers.tobytes(): peers for peers in peers_of.values()}.values():
+        for n, effect in _among(peers, effects, variances, enough, days).items():
+            effect_by_node[rows.nodes[n]] = effect
+    return effect_by_node
 
 
-def _relative(column: int, effects: Any, own: Any, peers: Any, enough: Any, days: Any) -> _Effect:
-    """The effect of a node relative to its peers, with an error that spans its noise and the spread of the peers."""
-    effect = float(effects[column] - np.median(effects[peers]))
-    sure = peers & enough
-    if not enough[column] or sure.sum() < FEWEST_NODES:
-        return _Effect(effect, int(days[column]))
-    between = max(0.0, spread(effects[sure]) ** 2 - float(np.median(own[sure])))
-    freedom = max(1.0, _QN_FREEDOM * (sure.sum() - 1))
-    return _Effect(effect, int(days[column]), (between + float(own[column])) ** 0.5, freedom)
+def _among(peers: Any, effects: Any, variances: Any, enough: Any, days: Any) -> dict[int, _Effect]:
+    """Column -> the effect relative to the median of `peers`, nodes that can be compared with one another.
+
+    The error spans the noise of the node and the spread between its peers.
+    """
+    sure, columns = peers & enough, np.flatnonzero(peers)
+    if len(columns) < FEWEST_NODES:
+        return {}
+    middle = np.median(effects[peers])
+    among = {int(n): _Effect(float(effects[n] - middle), int(days[n])) for n in columns}
+    if sure.sum() >= FEWEST_NODES:
+        between = max(0.0, spread(effects[sure]) ** 2 - float(np.median(variances[sure])))
+        freedom = max(1.0, _QN_FREEDOM * (sure.sum() - 1))
+        for n in np.flatnonzero(sure):
+            among[int(n)] = among[int(n)]._replace(error=sqrt(between + variances[n]), freedom=freedom)
+    return among
 
 
 def spread(values: Any) -> float:

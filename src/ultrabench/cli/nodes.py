@@ -9,7 +9,7 @@ from ultrabench.cli.options import RESULTS, Json, ResultsDir, start_no_threads
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
 from ultrabench.store.folder import SweepFolder, find_sweep, sweeps_in
 
-if TYPE_CHECKING:  # for other commands these would be slow imports
+if TYPE_CHECKING:  # for other commands this would be a slow import
     from ultrabench.analysis.nodes.measurements import Row
 
 Sweeps = Annotated[
@@ -37,20 +37,20 @@ def nodes(
     if exclude and json_:
         raise ConfigError("--exclude-list and --json; an answer has one form: leave one of them out")
     rows = _rows(sweeps, results_dir)
-    found = reports(rows)
+    node_reports = reports(rows)
     if exclude:
-        typer.echo(exclude_list(found))
+        typer.echo(exclude_list(node_reports))
     elif json_:
-        print_json([report.as_json() for report in found])
+        print_json([report.as_json() for report in node_reports])
     else:
-        marked = sum(report.marked for report in found)
-        title = f"{counted(len(found), 'node')}, {marked} marked"
-        show(table(title, *HEADS, rows=map(cells, found)), "", NOTE)
+        marked = sum(report.marked for report in node_reports)
+        title = f"{counted(len(node_reports), 'node')}, {marked} marked"
+        show(table(title, *HEADS, rows=map(cells, node_reports)), "", NOTE)
 
 
 def _rows(names: list[str] | None, results_dir: Path) -> "list[Row]":
     """The rows of the named sweeps, or of all in the folder, of which those that cannot be read give a warning."""
-    from ultrabench.analysis.nodes.measurements import journal_rows
+    from ultrabench.analysis.nodes.measurements import Row, journal_rows
     from ultrabench.cli.tables import warn
 
     if names:

@@ -7,13 +7,13 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ultrabench.errors import DiskError, SweepFolderError, may_pass
 from ultrabench.rank_report import NewLines
-from ultrabench.store.events import DAMAGED, AllocationEnded, Event, Line, decode, encode
+from ultrabench.store.events import DAMAGED, AllocationEnded, Decoders, Event, Line, decode, encode
 
 MAX_LINE_BYTES = 64 << 20
 """Longest line in bytes that is read; longer ones are skipped, since an event has only a few KiB."""
@@ -69,8 +69,8 @@ class JournalReader:
 
     folder: Path
     warn: Callable[[str], None] = lambda message: None
-    kinds: Container[str] | None = None
-    """Names of the events that are read, as in journal lines; None means all."""
+    kinds: Decoders | None = None
+    """The events that are read, as `decode` takes them; None means all."""
     _files: dict[Path, NewLines] = field(default_factory=dict)
     _closed: set[Path] = field(default_factory=set)
     """Files of agents whose last event, the end of the allocation, was read."""
@@ -133,11 +133,11 @@ class JournalReader:
 
 
 def read_journal(
-    folder: Path, warn: Callable[[str], None] = lambda message: None, kinds: Container[str] | None = None
+    folder: Path, warn: Callable[[str], None] = lambda message: None, kinds: Decoders | None = None
 ) -> Iterator[Line]:
     """All lines of a sweep's journal folder; their order is not that of their times.
 
     Args:
-        kinds: names of the events that are read, as in journal lines; None means all.
+        kinds: the events that are read, as `decode` takes them; None means all.
     """
     return JournalReader(folder, warn, kinds).poll()
