@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import bdtrc
 
 from ultrabench.allowed import require_safe_names
-from ultrabench.analysis.nodes.measurements import CONTROL, Node, Row, measurements, nodes_of
+from ultrabench.analysis.nodes.measurements import CONTROL, RATES, Node, Row, measurements, nodes_of
 from ultrabench.analysis.nodes.relative import (
     CONFIDENCE,
     FEWEST_DAYS,
@@ -52,7 +52,7 @@ class NodeReport:
     @property
     def slow(self) -> list[str]:
         """The rates in which it is slow."""
-        return [rate for rate, speed in self.speeds.items() if speed.slow]
+        return [rate for rate in RATES if rate in self.speeds and self.speeds[rate].slow]
 
     @property
     def marked(self) -> bool:

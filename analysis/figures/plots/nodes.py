@@ -11,6 +11,7 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
+from ultrabench.analysis.figures.runs import final
 from ultrabench.analysis.figures.style import label, panel_grid
 from ultrabench.analysis.nodes.measurements import RATES, measurements, table_rows
 from ultrabench.analysis.nodes.nodes import reports
@@ -32,6 +33,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     rows = table_rows(table)
     measured, node_reports = [*measurements(rows)], reports(rows)
     if not measured:
+        final(table)  # says why where there are no runs at all
         todo = "rates are measured at the start of each allocation unless measure.preflight=false"
         raise ConfigError(f"{counted(len(rows), 'row')} without a rate of a node; {todo}")
     day_of = days_of(measurement.time_s for measurement in measured)

@@ -121,6 +121,4 @@ def test_the_table_of_results_says_the_same_as_the_journals(ultrabench, nights, 
     assert ultrabench("collect", *(folder.name for folder in nights), "-o", "all.parquet")[0] == 0
     assert ultrabench("plot", "nodes", "all.parquet", "-o", "nodes.svg")[::2] == (0, "drew nodes.svg\n")
     picture = (tmp_path / "nodes.svg").read_text()
-    assert all(
-        f"<!-- {text} -->" in picture for text in (f"{SLOW} (slow)", f"{FAILING} (failing)", "products")
-    )
+    assert all(text in picture for text in (f"{SLOW} (slow)", f"{FAILING} (failing)", "products"))
