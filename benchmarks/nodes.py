@@ -5,19 +5,16 @@ Usage: nodes.py [ATTEMPTS]..., by default 1000 4000 16000 100000.
 
 from pathlib import Path
 
-from finished_sweep import PACKED, ended_sweeps
+from finished_sweep import HOSTS, PACKED, ended_sweeps
 from timing import print_row, ultrabench
 
 from ultrabench.store import events
-
-NODES = 64
-"""Number of nodes of the cluster, on two of which each allocation runs."""
 
 
 def add_preflights(sweep: Path, attempts: int) -> None:
     """Adds a preflight of two nodes to each allocation of a sweep."""
     for number, first in enumerate(range(0, attempts, PACKED)):
-        hosts = [{"host": f"n{(number + other) % NODES:02}"} for other in (1, 2)]
+        hosts = [{"host": f"n{(number + other) % HOSTS:02}"} for other in (1, 2)]
         probe = {name: [1e12 + number % 7] * 16 for name in ("gemm_flops_per_s", "memory_copy_bytes_per_s")}
         event = events.Preflight(allocation=f"a{first}", found={"nodes": hosts, "probe": probe})
         line = events.encode(events.Line(event=event, writer=f"p{first}", seq=0, time=0.0))

@@ -15,7 +15,7 @@ HEADS = (
 NOTE = (
     "A rate is that of the slowest device, and relative to the median node; in brackets the interval, which holds with "
     "95 % for all nodes and rates together. A node is slow where an interval ends below 1 and the node is more than "
-    f"{SMALLEST:.0%} slower. Without an interval: fewer than {FEWEST_DAYS} days, or too few nodes."
+    f"{100 * SMALLEST:g} % slower. Without an interval: fewer than {FEWEST_DAYS} days, or too few nodes."
 )
 
 
