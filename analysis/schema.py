@@ -173,6 +173,8 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("gemm_flops_per_s", FLOAT, "Matrix product rate of the slowest device."),
         column("gemm_sm_clock_hz", FLOAT, "Lowest SM clock of all devices during those matrix products; null on CPUs."),
         column("memory_copy_bytes_per_s", FLOAT, "Bytes read and written by a copy, of the slowest device."),
+        column("node_gemm_flops_per_s", FLOATS, "Matrix product rate of each node in the preflight, of its slowest device."),
+        column("node_memory_copy_bytes_per_s", FLOATS, "Bytes read and written by a copy, of the slowest device of each node."),
         column("sm_clock_hz", FLOAT, "Median SM clock over the measured steps."),
         column("foreign_load", FLOAT, "Largest share of a node's cores that other programs used during the steps, a fraction."),
         column("foreign_gpu_processes", TEXT, "Processes of others on the GPUs during the steps; null: none, or unknown."),

@@ -23,6 +23,8 @@ from ultrabench.sweep.predict.predict import Prediction
 NODES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 PACKED = 100
 """Attempts of one allocation, which has a journal file of its own."""
+HOSTS = 64
+"""Number of hosts of the cluster, on two of which each allocation runs."""
 PREDICTED = Prediction(
     step_time_s=5.0, step_time_low_s=4.0, step_time_high_s=6.0, peak_mem_bytes=40 << 30, memory_share=0.5, p_oom=0.2,
     limited_by="compute", duration_s=90.0,
@@ -84,7 +86,7 @@ def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[event
     step_s = spec.tokens_per_step * spec.shape.flops_per_token(spec.workload.seq_len) / gpus / share / 989e12
     steps = tuple(step_s * (1 + 0.002 * math.sin(n + k)) for k in range(10))
     known = {
-        "duration_s": 60.0, "started_at": 1.7e9 + 60 * n, "hostnames": ("n1", "n2"), "gpu_name": "NVIDIA H100 80GB HBM3",
+        "duration_s": 60.0, "started_at": 1.7e9 + 60 * n, "hostnames": tuple(f"n{(n // PACKED + k) % HOSTS:02}" for k in (1, 2)), "gpu_name": "NVIDIA H100 80GB HBM3",
         "torch_version": "2.13.0", "env_id": "e" * 16, "kernel_digest": "d" * 16, "measured_by": "report",
     }  # fmt: skip
     if n % 6 < 3:

@@ -52,6 +52,7 @@ KINDS = {
         ("nodes", *(name for name in (*DEGREES, *USUAL) if name not in TEXT_AXES)),
         draws_runs=True,
     ),
+    "nodes": Kind("rates of each node over time, slow and failing nodes first"),
     "bubble": Kind(
         "bubble of pipeline schedules over micro-batches, and what pipelines cost in measured runs"
     ),

@@ -165,6 +165,9 @@ function buildRest() {
   const { heads, rows: effects, notes } = held.effects;
   if (effects.length) document.getElementById("effects").append(table("Speed with a value relative to that with the baseline", heads, effects));
   document.getElementById("effects").append(...notes.map((note) => element("p", {}, note)), ...(effects.length ? [] : [element("p", {}, "No two runs that may win differ in one axis only.")]));
+  const nodes = document.getElementById("nodes");
+  nodes.hidden = !held.nodes.rows.length;
+  nodes.append(table("Slow and failing nodes first", held.nodes.heads, held.nodes.rows), element("p", {}, held.nodes.note));
   const rejected = held.rejected.map((r) => [r.model ?? "", text("nodes", r.nodes), grouped(r.number), r.rule ?? "", r.example ?? ""]);
   document.getElementById("rejected").append(rejected.length
     ? table("Rejected layouts", ["model", "nodes", "layouts", "rule", "for example"], rejected)

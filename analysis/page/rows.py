@@ -26,6 +26,11 @@ from ultrabench.analysis.effects import HEADS, competing, effects_by_axis, notes
 from ultrabench.analysis.effects import cells as effect_cells
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.measured import measured_runs
+from ultrabench.analysis.nodes.measurements import table_rows
+from ultrabench.analysis.nodes.nodes import reports
+from ultrabench.analysis.nodes.table import HEADS as NODE_HEADS
+from ultrabench.analysis.nodes.table import NOTE as NODE_NOTE
+from ultrabench.analysis.nodes.table import cells as node_cells
 from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
@@ -34,6 +39,7 @@ from ultrabench.analysis.predict.cases import profile_and_hardware
 from ultrabench.analysis.ranking import PANEL, Ranking
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_name
+from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import of_peak
 from ultrabench.layout import AXES, TEXT_AXES
@@ -58,7 +64,7 @@ _READ = (*_KEY, *AXES, "status", "suspect", "source", "allocation", *_CELL[:-1])
 """Columns that the texts of a row are made of."""
 _UNRANKED = dict.fromkeys(("rank", "cell", "repeats_failed", "environment"))
 """The columns that rank a row in its cell, null for a row that does not stand for its run."""
-_LEFT_OUT = ("schema_version", "step_times_s", "bandwidths", "first_values")
+_LEFT_OUT = ("schema_version", "step_times_s", "bandwidths", "first_values", *NODE_RATES)
 """Columns that stay out of the page, since they are long or the same in all rows; the parquet file has them."""
 
 NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_version", "cuda_version", "nccl_version",
@@ -128,6 +134,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
         "parts": [*MEMORY_PARTS],
         "effects": _effects(table),
+        "nodes": _nodes(table, public),
         "rejected": _rejected(rejected),
         "ranking": str(schema.__doc__).split("\n\n")[1:],
         "schema": {group: _meanings(columns_of_group, names) for group, columns_of_group in GROUPS.items()},
@@ -324,6 +331,14 @@ def _effects(table: pa.Table) -> Row:
     of_axes = effects_by_axis(measured)
     rows = [effect_cells(axis, effect) for axis, of_axis in of_axes.items() for effect in of_axis]
     return {"heads": HEADS, "rows": rows, "notes": notes(measured, of_axes)}
+
+
+def _nodes(table: pa.Table, public: bool) -> Row:
+    """The table of nodes as texts; without rows where no preflight measured any, and on a public page."""
+    is_unknown = all(table[name].null_count == len(table) for name in NODE_RATES)
+    found = [] if public or is_unknown else reports(table_rows(table))
+    rows = [["" if cell is None else str(cell) for cell in node_cells(report)] for report in found]
+    return {"heads": [head.removeprefix(">") for head in NODE_HEADS], "rows": rows, "note": NODE_NOTE}
 
 
 def _meanings(columns: Iterable[pa.Field], names: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -25,6 +25,8 @@ from ultrabench.rank_report import is_number, number
 _CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
 OPERATIONS = (*_CROSSINGS, "sendrecv")
 DEVICE_RATES = ("gemm_flops_per_s", "memory_copy_bytes_per_s", "gemm_sm_clock_hz")
+NODE_RATES = tuple(f"node_{name}" for name in DEVICE_RATES[:2])
+"""Columns of the rates of each node, its slowest device."""
 SCOPES = {"all": "", "intra_node": "_intra_node"}
 """Ranks that take part in an operation, all or those of each node -> infix of the names of columns."""
 
@@ -94,6 +96,22 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
     # The largest size comes last, so that its bandwidth replaces those of smaller ones.
     for row in sorted(bandwidths(probe), key=itemgetter("bytes")):
         columns[f"{row['operation']}{SCOPES[row['scope']]}_busbw_bytes_per_s"] = row["busbw_bytes_per_s"]
+    return columns
+
+
+def rates_by_node(probe: dict[str, Any], nodes: int) -> dict[str, list[float]]:
+    """Column of NODE_RATES -> the rate of the slowest device of each node, in node order; unreadable ones are left out.
+
+    Args:
+        probe: what `summary` takes.
+        nodes: number of nodes, which have equally many ranks each.
+    """
+    columns = {}
+    for name in NODE_RATES:
+        rates: Any = probe.get(name.removeprefix("node_"))
+        if nodes and slowest(rates) is not None and len(rates) % nodes == 0:
+            ranks = len(rates) // nodes
+            columns[name] = [float(min(rates[n : n + ranks])) for n in range(0, len(rates), ranks)]
     return columns
 
 

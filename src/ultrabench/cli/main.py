@@ -19,6 +19,7 @@ from ultrabench.cli.export import export
 from ultrabench.cli.history import history
 from ultrabench.cli.import_tables import import_table
 from ultrabench.cli.kernel.commands import kernel_app
+from ultrabench.cli.nodes import nodes
 from ultrabench.cli.predict.commands import predict_app
 from ultrabench.cli.recommend import recommend
 from ultrabench.cli.results import collect_sweeps, heatmap, plot, report
@@ -31,7 +32,7 @@ app.add_typer(kernel_app, name="kernel")
 app.add_typer(predict_app, name="predict")
 app.command("collect")(collect_sweeps)
 app.command("import")(import_table)
-for command in (recommend, heatmap, plot, compare, history, report, export, doctor, configs):
+for command in (recommend, heatmap, plot, compare, history, nodes, report, export, doctor, configs):
     app.command()(command)
 
 

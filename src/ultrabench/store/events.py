@@ -3,7 +3,7 @@
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, get_args
@@ -319,25 +319,34 @@ class _Head(_Version):
 
 _version_of = msgspec.json.Decoder(_Version).decode
 _head_of = msgspec.json.Decoder(_Head).decode
-_event_of = {name: msgspec.json.Decoder(kind).decode for name, kind in EVENTS.items()}
+Decoders = Mapping[str, Callable[[bytes], Any]]
+DECODERS: Decoders = {name: msgspec.json.Decoder(kind).decode for name, kind in EVENTS.items()}
+"""Name of an event, as in journal lines -> what makes the event of the text of a line."""
+_FIRST_EVENT = re.compile(rb'"event":"(\w+)"')
+"""The name of the event in a line that `encode` has written; no earlier field of an event holds such a text."""
 DAMAGED = (ConfigError, RecursionError, ValueError)
 """Exceptions that `decode` raises for text that is no event."""
 
 
-def decode(text: bytes, path: object = "the journal") -> Line | None:
-    """The line that `text` holds; None for an event that only later versions know.
+def decode(text: bytes, path: object = "the journal", kinds: Decoders | None = None) -> Line | None:
+    """The line that `text` holds; None for an event that only later versions know, or that is not in `kinds`.
+
+    Args:
+        kinds: name of each event that is read -> what decodes it, such as an entry of `DECODERS`; None means DECODERS.
 
     Raises:
         SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.
         DAMAGED: the text is no event.
     """
+    if kinds is not None and (name := _FIRST_EVENT.search(text)) and name[1].decode() not in kinds:
+        return None  # without reading it, since most lines of a sweep are of other events
     try:
         head = _head_of(text)
     except msgspec.ValidationError:
         _require_known(_version_of(text).v, path)
         raise
     _require_known(head.v, path)
-    if (event_of := _event_of.get(head.event)) is None:
+    if (event_of := (DECODERS if kinds is None else kinds).get(head.event)) is None:
         return None
     _require_undamaged(text)
     event = event_of(text)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ultrabench.errors import DiskError, SweepFolderError, may_pass
 from ultrabench.rank_report import NewLines
-from ultrabench.store.events import DAMAGED, AllocationEnded, Event, Line, decode, encode
+from ultrabench.store.events import DAMAGED, AllocationEnded, Decoders, Event, Line, decode, encode
 
 MAX_LINE_BYTES = 64 << 20
 """Longest line in bytes that is read; longer ones are skipped, since an event has only a few KiB."""
@@ -69,6 +69,8 @@ class JournalReader:
 
     folder: Path
     warn: Callable[[str], None] = lambda message: None
+    kinds: Decoders | None = None
+    """The events that are read, as `decode` takes them; None means all."""
     _files: dict[Path, NewLines] = field(default_factory=dict)
     _closed: set[Path] = field(default_factory=set)
     """Files of agents whose last event, the end of the allocation, was read."""
@@ -117,7 +119,7 @@ class JournalReader:
                 if not text.strip():
                     continue
                 try:
-                    line = decode(text, path)
+                    line = decode(text, path, self.kinds)
                 except DAMAGED:
                     run = re.search(rb'"run_id":"(\w+)"', text)
                     about = f" about run {run[1].decode()}" if run else ""
@@ -130,6 +132,12 @@ class JournalReader:
             has_more = file.behind
 
 
-def read_journal(folder: Path, warn: Callable[[str], None] = lambda message: None) -> Iterator[Line]:
-    """All lines of a sweep's journal folder; their order is not that of their times."""
-    return JournalReader(folder, warn).poll()
+def read_journal(
+    folder: Path, warn: Callable[[str], None] = lambda message: None, kinds: Decoders | None = None
+) -> Iterator[Line]:
+    """All lines of a sweep's journal folder; their order is not that of their times.
+
+    Args:
+        kinds: the events that are read, as `decode` takes them; None means all.
+    """
+    return JournalReader(folder, warn, kinds).poll()

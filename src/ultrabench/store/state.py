@@ -143,7 +143,11 @@ class SweepState:
 _Rank = tuple[Any, ...]
 """Precedence of a line of the journal for a field; the largest counts."""
 _TRUST = {"agent": 2, "slurm": 1}
-"""Source of a failure -> its precedence; a higher one wins, and that of a local launcher is 0."""
+
+
+def trust(is_ok: bool, source: str) -> int:
+    """The precedence of a report of a result by its source; a higher one wins, and a failure that a launcher reports has 0."""
+    return 3 if is_ok else _TRUST.get(source, 0)
 
 
 def fold(lines: Iterable[events.Line]) -> SweepState:
@@ -199,8 +203,8 @@ class Fold:
             case events.Phase():
                 _set(attempt, ranks, rank, "phase", event.name)
             case events.Result():
-                trust = 3 if type(event) is events.Result else _TRUST.get(event.source, 0)
-                _set(attempt, ranks, (trust, line.checksum), "result", event.result)
+                precedence = trust(type(event) is events.Result, event.source)
+                _set(attempt, ranks, (precedence, line.checksum), "result", event.result)
         for name in _names_shared(type(event), AttemptState):
             _set(attempt, ranks, rank, name, getattr(event, name))
 

@@ -51,7 +51,7 @@ def test_a_table_without_anything_to_draw_is_one_line(ultrabench, tmp_path, kind
     assert (told if kind != "comm" else "no bandwidths by size here") in said
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OF_RESULTS if kind != "comm"])
+@pytest.mark.parametrize("kind", [kind for kind in OF_RESULTS if kind not in ("comm", "nodes")])
 def test_a_figure_is_drawn_without_the_columns_that_it_can_do_without(ultrabench, tmp_path, kind):
     """The missing columns are null, as those of rows of other programs are."""
     lacking = ["gas", "virtual_stages", "gbs", "num_params", "hardware", "precision", "mfu", "torch_version"]

@@ -1,0 +1,193 @@
+"""What result rows measure of nodes: the rates of each preflight, and the control run of each allocation.
+
+A row is a dict of COLUMNS. The command reads the rows from journals, the page and the figure from a result table.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ultrabench.device_rates import NODE_RATES, rates_by_node, summary
+from ultrabench.result import Status
+from ultrabench.store.events import DECODERS, Line
+from ultrabench.store.folder import SweepFolder
+from ultrabench.store.journal import read_journal
+from ultrabench.store.state import AllocationState, fold, trust
+from ultrabench.store.sweep_json import read_sweep_json
+
+Row = dict[str, Any]
+LINKS = ("allreduce_intra_node_busbw_bytes_per_s", "allreduce_busbw_bytes_per_s")
+CONTROL = "control_steps_per_s"
+"""The rate of the control run, the reciprocal of its step time."""
+RATES = dict(
+    zip(
+        (*NODE_RATES, *LINKS, CONTROL),
+        ("products", "memory", "links inside", "links", "control"),
+        strict=True,
+    )
+)
+"""Rate that is compared between nodes -> what it is of."""
+_OF_RESULT = (
+    "status", "cause", "suspect_hosts", "hostnames", "throttled", "gpu_name", "torch_version", "cuda_version",
+)  # fmt: skip
+_OF_ALLOCATION = ("control", *NODE_RATES, *LINKS)
+COLUMNS = (
+    "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "started_at", "step_time_s", *_OF_RESULT, *_OF_ALLOCATION,
+)  # fmt: skip
+"""The columns of results that say something about nodes."""
+_SETTING = ("kernel", "gpu_name", "torch_version", "cuda_version")
+"""Columns that must be equal where rates are compared, beside cluster and hardware."""
+_result_values = operator.attrgetter(*_OF_RESULT)
+
+
+class Node(NamedTuple):
+    """A node of a cluster; a name without a cluster is that of this machine."""
+
+    cluster: str | None
+    host: str
+
+
+class _Result(msgspec.Struct, gc=False):
+    """What is read of a result; its other fields would take most of the time."""
+
+    status: str
+    cause: str | None = None
+    suspect_hosts: tuple[str, ...] = ()
+    hostnames: tuple[str, ...] = ()
+    throttled: str | None = None
+    gpu_name: str | None = None
+    torch_version: str | None = None
+    cuda_version: str | None = None
+    started_at: float | None = None
+    step_times_s: tuple[float, ...] = ()
+
+
+class _Ended(msgspec.Struct, gc=False):
+    """What is read of the events Result and Failed."""
+
+    run_id: str
+    repeat: int
+    attempt: int
+    result: _Result
+    allocation: str | None = None
+    source: str = "agent"
+
+
+_ENDED = dict.fromkeys(("result", "failed"), msgspec.json.Decoder(_Ended).decode)
+_READ = {name: DECODERS[name] for name in ("allocation_planned", "preflight")} | _ENDED
+"""The events that the columns follow from."""
+
+
+class Measurement(NamedTuple):
+    """A rate that an allocation measured on one node, or on several of which the slowest decides."""
+
+    rate: str
+    """A key of RATES."""
+    hardware: str
+    setting: tuple[object, ...]
+    """What must be equal where this rate is compared: versions, the control layout, the number of nodes."""
+    nodes: tuple[Node, ...]
+    time_s: float
+    """When the first attempt of the allocation began, in seconds since 1970."""
+    value: float
+
+
+def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[Row]:
+    """A row for each attempt of a sweep that has a result, straight from its journal.
+
+    Raises:
+        SweepFolderError: the folder is no sweep folder, or was written with a newer schema.
+    """
+    sweep, lines = read_sweep_json(folder), list[Line]()
+    ends: dict[tuple[object, ...], tuple[tuple[int, int], _Ended]] = {}
+    for line in read_journal(folder.journal, warn, _READ):
+        if isinstance(line.event, _Ended):
+            key = line.event.run_id, line.event.repeat, line.event.attempt
+            rank = trust(line.event.result.status == Status.OK, line.event.source), line.checksum
+            if key not in ends or ends[key][0] < rank:
+                ends[key] = rank, line.event
+        else:
+            lines.append(line)
+    of_sweep = {"sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name}
+    of_sweep["kernel"] = sweep.kernel.name
+    of_allocation = {
+        name: of_sweep | _rates(allocation) for name, allocation in fold(lines).allocations.items()
+    }
+    for _, end in ends.values():
+        result = end.result
+        yield {
+            **of_allocation.get(end.allocation or "", of_sweep),
+            "allocation": end.allocation,
+            "run_id": end.run_id,
+            "started_at": result.started_at,
+            "step_time_s": median(result.step_times_s) if result.step_times_s else None,
+            **dict(zip(_OF_RESULT, _result_values(result), strict=True)),
+        }
+
+
+def table_rows(table: Any) -> list[Row]:
+    """The rows of a result table, with the times of their starts as seconds since 1970."""
+    rows: list[Row] = table.select(COLUMNS).to_pylist()
+    return [row | {"started_at": _seconds(row["started_at"])} for row in rows]
+
+
+def _seconds(time: datetime | None) -> float | None:
+    return None if time is None else time.astimezone(UTC).timestamp()
+
+
+def _rates(allocation: AllocationState) -> Row:
+    """The columns of _OF_ALLOCATION that an allocation has."""
+    probe, nodes = allocation.preflight.get("probe"), allocation.preflight.get("nodes")
+    rates: Row = {"control": allocation.control}
+    if isinstance(probe, dict) and isinstance(nodes, list):
+        rates |= summary(probe) | rates_by_node(probe, len(nodes))
+    return rates
+
+
+def nodes_of(row: Row) -> tuple[Node, ...]:
+    """The nodes on which an attempt ran; empty where they are unknown."""
+    return _nodes(row["cluster"], tuple(row["hostnames"] or ()))
+
+
+@functools.cache  # because there are many attempts on the same nodes
+def _nodes(cluster: str | None, hosts: tuple[str, ...]) -> tuple[Node, ...]:
+    return tuple(Node(cluster, host) for host in hosts)
+
+
+def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
+    """What the rows measure of nodes.
+
+    The preflight of an allocation counts once. `links` are those between nodes; a bandwidth inside nodes is that of
+    the slowest node. Sweeps that measure only links have another probe, and are left out.
+    """
+    timed = (
+        row for row in rows if row["started_at"] is not None and row["hostnames"] and row["kernel"] != "probe"
+    )
+    seen = set[tuple[object, object]]()
+    for row in sorted(timed, key=lambda row: (row["status"] != Status.OK, row["started_at"])):
+        is_control = row["run_id"] == row.get("control") and row["status"] == Status.OK and row["step_time_s"]
+        place = row["sweep"], row["allocation"]
+        if place in seen and not is_control:
+            continue
+        nodes, started_s, setting = (
+            nodes_of(row),
+            row["started_at"],
+            tuple(row.get(name) for name in _SETTING),
+        )
+        if is_control:
+            rate = 1 / row["step_time_s"]
+            yield Measurement(CONTROL, row["hardware"], (*setting, row["run_id"]), nodes, started_s, rate)
+        if place in seen:
+            continue
+        seen.add(place)
+        for name in NODE_RATES:
+            for node, value in zip(nodes, row.get(name) or (), strict=False):
+                yield Measurement(name, row["hardware"], setting, (node,), started_s, value)
+        for name in LINKS:
+            if (value := row.get(name)) and (name == LINKS[0] or len(nodes) > 1):
+                yield Measurement(name, row["hardware"], (*setting, len(nodes)), nodes, started_s, value)

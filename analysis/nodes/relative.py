@@ -1,0 +1,184 @@
+"""How fast nodes are relative to the other nodes of their kind, with intervals that hold for all of them together.
+
+The logarithm of a rate that was measured on the nodes S of an allocation is
+
+    y = c + sum of b_h over h in S + noise,
+
+with a constant c for each day and setting, so that only what was measured alike on one day is compared. A
+measurement on several nodes is as slow as its slowest node. The sum says the same where at most one of them is
+slow, so that a slow node is told from its partners by the allocations in which they were without it. Nodes that
+were always measured together cannot be told apart, and get no answer.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, inf, log, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.special import stdtrit
+
+from ultrabench.analysis.nodes.measurements import Measurement, Node
+
+CONFIDENCE = 0.95
+"""Probability that all intervals of an answer hold together."""
+DAY_S = 20 * 3600.0
+"""Seconds from the first measurement of a day to the last; measurements of a node on one day count as measurement."""
+FEWEST_DAYS = 2
+"""Smallest number of days after which a node has an interval."""
+FEWEST_NODES = 3
+"""Smallest number of nodes of which one can be called slow."""
+SMALLEST = 0.01
+"""Relative difference up to which a node is never called slow, since it is worth no exclusion."""
+_QN, _QN_FREEDOM = 2.2219, 0.8
+"""Factor of the scale Q_n for a normal distribution, and its efficiency (Rousseeuw and Croux, 1993)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeSpeed:
+    """A rate of a node relative to the median node."""
+
+    relative: float
+    days: int
+    """Number of days on which it was compared with other nodes."""
+    low: float | None = None
+    """Ends of the interval, which holds with 95 % for all nodes and rates together; None after too few days."""
+    high: float | None = None
+
+    @property
+    def slow(self) -> bool:
+        """Whether the interval says that the node is slower than the others."""
+        return self.high is not None and self.high < 1 and self.relative < 1 - SMALLEST
+
+
+class _Effect(NamedTuple):
+    """The logarithm of a relative speed, its standard error and the degrees of freedom of that."""
+
+    effect: float
+    days: int
+    error: float | None = None
+    freedom: float = inf
+
+
+def relative_speeds(measured: Iterable[Measurement]) -> dict[tuple[str, Node], RelativeSpeed]:
+    """(rate, node) -> its speed relative to the median of the nodes that it can be compared with.
+
+    An interval is that of Student, with a probability that is divided by the number of all intervals (Bonferroni).
+    It spans what noise and the usual differences between nodes explain.
+    """
+    groups: dict[tuple[object, ...], list[Measurement]] = defaultdict(list)
+    for measurement in measured:
+        if measurement.value > 0:
+            groups[measurement.rate, measurement.hardware, measurement.nodes[0].cluster].append(measurement)
+    effects = {
+        (str(rate), node): e for (rate, *_), group in groups.items() for node, e in _fit(group).items()
+    }
+    level = 1 - (1 - CONFIDENCE) / 2 / max(1, sum(e.error is not None for e in effects.values()))
+    speeds = {}
+    for key, (effect, days, error, freedom) in effects.items():
+        width = None if error is None else error * float(stdtrit(freedom, level))
+        ends = {} if width is None else {"low": exp(effect - width), "high": exp(min(effect + width, 700.0))}
+        speeds[key] = RelativeSpeed(relative=exp(effect), days=days, **ends)
+    return speeds
+
+
+def days_of(times_s: Iterable[float]) -> dict[float, int]:
+    """Time -> the number of its day; a day begins with the first one after the last day's end."""
+    day, begin_s, days = -1, -inf, dict[float, int]()
+    for time_s in sorted(times_s):
+        if time_s - begin_s >= DAY_S:
+            day, begin_s = day + 1, time_s
+        days[time_s] = day
+    return days
+
+
+class _Rows(NamedTuple):
+    """What was measured as the rows of a regression: of one day, setting and set of nodes, the mean of the logarithms."""
+
+    nodes: list[Node]
+    """The node of each column."""
+    took_part: Any
+    """Whether a node (column) took part in a row."""
+    y: Any
+    day: list[int]
+    constants: list[list[int]]
+    """The rows that share a constant."""
+
+
+def _rows(group: Iterable[Measurement], day_of: Mapping[float, int]) -> _Rows:
+    logs: dict[tuple[int, tuple[object, ...], tuple[Node, ...]], list[float]] = defaultdict(list)
+    for _, _, setting, nodes, time_s, value in group:
+        logs[day_of[time_s], setting, nodes].append(log(value))
+    columns = {node: n for n, node in enumerate(sorted({n for _, _, nodes in logs for n in nodes}, key=str))}
+    took_part = np.zeros((len(logs), len(columns)), dtype=bool)
+    constants: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for row, (day, setting, nodes) in enumerate(logs):
+        took_part[row, [columns[node] for node in nodes]] = True
+        constants[day, setting].append(row)
+    y = np.array([sum(values) / len(values) for values in logs.values()])
+    return _Rows([*columns], took_part, y, [day for day, *_ in logs], [*constants.values()])
+
+
+def _fit(group: Sequence[Measurement]) -> dict[Node, _Effect]:
+    """The effect of each node that one rate on one kind of hardware identifies, relative to their median.
+
+    The variance of an effect comes from the residuals of the node's own days, which are independent of one another, and
+    is at least what the residuals of all nodes say.
+    """
+    rows = _rows(group, days_of({measurement.time_s for measurement in group}))
+    x, y = rows.took_part.astype(float), rows.y
+    for numbers in rows.constants:
+        x[numbers] -= x[numbers].mean(axis=0)
+        y[numbers] -= y[numbers].mean()
+    squares = x.T @ x
+    inverse = np.linalg.pinv(squares, rcond=1e-10, hermitian=True)
+    effects, leverage = inverse @ (x.T @ y), np.diag(inverse)
+    scores = np.zeros((max(rows.day) + 1, len(rows.nodes)))
+    was_compared = np.zeros_like(scores, dtype=bool)
+    np.add.at(scores, rows.day, (x * (y - x @ effects)[:, None]) @ inverse)
+    np.logical_or.at(was_compared, rows.day, rows.took_part & (abs(x) > 1e-9))
+    days, freedom = (
+        was_compared.sum(axis=0),
+        len(y) - len(rows.constants) - round(np.trace(squares @ inverse)),
+    )
+    # The projection on what stays open: 1/n among n nodes that are compared, 1/2 more where two cannot be told apart.
+    still_open = np.eye(len(rows.nodes)) - squares @ inverse
+    told_apart = (np.diag(still_open) < 0.5 - 1e-6) & (days > 0)
+    enough = told_apart & (days >= FEWEST_DAYS) & (freedom > 0)
+    variances = (scores**2).sum(axis=0) * days / np.maximum(days - 1, 1) * len(y) / max(freedom, 1)
+    if enough.any():
+        variances = np.maximum(variances, np.mean(variances[enough] / leverage[enough]) * leverage)
+    peers_of = {n: told_apart & (still_open[n] > 1e-6) for n in np.flatnonzero(told_apart)}
+    effect_by_node = {}
+    for peers in {peers.tobytes(): peers for peers in peers_of.values()}.values():
+        for n, effect in _among(peers, effects, variances, enough, days).items():
+            effect_by_node[rows.nodes[n]] = effect
+    return effect_by_node
+
+
+def _among(peers: Any, effects: Any, variances: Any, enough: Any, days: Any) -> dict[int, _Effect]:
+    """Column -> the effect relative to the median of `peers`, nodes that can be compared with one another.
+
+    The error spans the noise of the node and the spread between its peers.
+    """
+    sure, columns = peers & enough, np.flatnonzero(peers)
+    if len(columns) < FEWEST_NODES:
+        return {}
+    middle = np.median(effects[peers])
+    among = {int(n): _Effect(float(effects[n] - middle), int(days[n])) for n in columns}
+    if sure.sum() >= FEWEST_NODES:
+        between = max(0.0, spread(effects[sure]) ** 2 - float(np.median(variances[sure])))
+        freedom = max(1.0, _QN_FREEDOM * (sure.sum() - 1))
+        for n in np.flatnonzero(sure):
+            among[int(n)] = among[int(n)]._replace(error=sqrt(between + variances[n]), freedom=freedom)
+    return among
+
+
+def spread(values: Any) -> float:
+    """The standard deviation of most values by their pairwise differences, which up to half of them may spoil."""
+    n, half = len(values), len(values) // 2 + 1
+    differences = abs(values[:, None] - values)[np.triu_indices(n, 1)]
+    place = half * (half - 1) // 2 - 1
+    correction = n / (n + 1.4) if n % 2 else n / (n + 3.8)
+    return float(_QN * np.partition(differences, place)[place] * correction)

@@ -1,0 +1,47 @@
+"""The table of nodes that the command and the page show."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from ultrabench.analysis.nodes.measurements import RATES
+from ultrabench.analysis.nodes.nodes import XID, NodeReport
+from ultrabench.analysis.nodes.relative import FEWEST_DAYS, SMALLEST
+from ultrabench.analysis.numbers import with_unit
+
+HEADS = (
+    "node", "mark", ">runs", ">attempts", *RATES.values(), ">throttled", ">Xids", "failures",
+    "first seen", "last seen",
+)  # fmt: skip
+NOTE = (
+    "A rate is that of the slowest device, and relative to the median node; in brackets the interval, which holds with "
+    "95 % for all nodes and rates together. A node is slow where an interval ends below 1 and the node is more than "
+    f"{100 * SMALLEST:g} % slower. Without an interval: fewer than {FEWEST_DAYS} days, or too few nodes."
+)
+
+
+def cells(report: NodeReport) -> list[object]:
+    """The cells of a node under HEADS."""
+    speeds = [_speed(report, rate) for rate in RATES]
+    marks = ["failing"] * report.failing + [f"slow: {', '.join(RATES[rate] for rate in report.slow)}"] * bool(
+        report.slow
+    )
+    failures = ", ".join(f"{cause} {number}" for cause, number in report.failures.most_common())
+    counts = report.throttled or None, report.failures[XID] or None
+    return [
+        report.node.host, "; ".join(marks), len(report.runs), report.attempts, *speeds, *counts, failures,
+        _day(report, min), _day(report, max),
+    ]  # fmt: skip
+
+
+def _day(report: NodeReport, which: Callable[[list[float]], float]) -> str | None:
+    return f"{datetime.fromtimestamp(which(report.seen_s), UTC):%Y-%m-%d}" if report.seen_s else None
+
+
+def _speed(report: NodeReport, name: str) -> str | None:
+    """A rate of a node, and that relative to other nodes with its interval, such as `612 TFLOP/s 0.96 (0.95-0.97)`."""
+    shown, speed = [with_unit(name, report.rate(name))], report.speeds.get(name)
+    if speed is not None:
+        shown.append(f"{speed.relative:.3f}")
+        if speed.low is not None and speed.high is not None:
+            shown.append(f"({speed.low:.3f}-{speed.high:.3f})")
+    return " ".join(filter(None, shown)) or None

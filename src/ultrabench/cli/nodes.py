@@ -1,0 +1,67 @@
+"""The command `ultrabench nodes`, which says which nodes of a cluster are slow or failing."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, start_no_threads
+from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
+from ultrabench.store.folder import SweepFolder, find_sweep, sweeps_in
+
+if TYPE_CHECKING:  # for other commands this would be a slow import
+    from ultrabench.analysis.nodes.measurements import Row
+
+Sweeps = Annotated[
+    list[str] | None, typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: all sweeps.")
+]
+
+
+def nodes(
+    sweeps: Sweeps = None,
+    exclude: bool = typer.Option(
+        False, "--exclude-list", help="Print the marked nodes for sbatch --exclude."
+    ),
+    json_: Json = False,
+    results_dir: ResultsDir = RESULTS,
+) -> None:
+    """Show the nodes of all sweeps: which of them are slow or failing?
+
+    A node is marked only where it is slower than the others by more than chance and their usual differences, on
+    at least two days."""
+    start_no_threads()
+    from ultrabench.analysis.nodes.nodes import exclude_list, reports
+    from ultrabench.analysis.nodes.table import HEADS, NOTE, cells
+    from ultrabench.cli.tables import print_json, show, table
+
+    if exclude and json_:
+        raise ConfigError("--exclude-list and --json; an answer has one form: leave one of them out")
+    rows = _rows(sweeps, results_dir)
+    node_reports = reports(rows)
+    if exclude:
+        typer.echo(exclude_list(node_reports))
+    elif json_:
+        print_json([report.as_json() for report in node_reports])
+    else:
+        marked = sum(report.marked for report in node_reports)
+        title = f"{counted(len(node_reports), 'node')}, {marked} marked"
+        show(table(title, *HEADS, rows=map(cells, node_reports)), "", NOTE)
+
+
+def _rows(names: list[str] | None, results_dir: Path) -> "list[Row]":
+    """The rows of the named sweeps, or of all in the folder, of which those that cannot be read give a warning."""
+    from ultrabench.analysis.nodes.measurements import Row, journal_rows
+    from ultrabench.cli.tables import warn
+
+    if names:
+        folders = {(folder := find_sweep(name, results_dir)).path.resolve(): folder for name in names}
+        return [row for folder in folders.values() for row in journal_rows(folder, warn)]
+    rows, paths = list[Row](), sorted(sweeps_in(results_dir))
+    for path in paths:
+        try:
+            rows += journal_rows(SweepFolder(path.absolute()), warn)
+        except (UltrabenchError, OSError) as error:
+            warn(f"{path.name}: {error}")
+    if not paths:
+        raise SweepFolderError(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
+    return rows

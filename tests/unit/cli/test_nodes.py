@@ -1,0 +1,124 @@
+"""`ultrabench nodes` on recorded sweeps with a planted slow node and a planted failing one."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.sweep_folder import claimed, finished, write
+from tests.unit.analysis.sweeps import OK, SPECS, make_sweep
+from tests.unit.cli.conftest import one_line
+from ultrabench.analysis.collect import collect
+from ultrabench.analysis.nodes.measurements import CONTROL, LINKS, NODE_RATES, journal_rows, table_rows
+from ultrabench.analysis.nodes.nodes import reports
+from ultrabench.analysis.page.rows import document
+from ultrabench.result import AGENT_GONE, RunResult, Status
+from ultrabench.run import AttemptKey
+from ultrabench.store.events import AllocationPlanned, Preflight
+
+HOSTS = [f"n{number:02}" for number in range(1, 9)]
+SLOW, FAILING, UNLUCKY = "n03", "n05", "n07"
+TWO_SLOW = 4e11
+NIGHT_S = 24 * 3600.0
+
+
+def recorded(spec, result, repeat, allocation):
+    key = AttemptKey(spec.run_id, repeat, 0)
+    yield claimed(spec, key, allocation)
+    yield finished(spec, key, result, allocation=allocation)
+
+
+def night(day, host, number, *, xids=(FAILING,)):
+    """The events of an allocation of one node: a preflight, its control run, and a run that may fail."""
+    name, speed = f"{host}.{day}", (0.96 if host == SLOW else 1.0) * (1 + 0.002 * math.sin(number + 3 * day))
+    at = {"hostnames": (host,), "started_at": 1.7e9 + day * NIGHT_S + 60 * number, "gpu_name": "H100"}
+    probe = {
+        "gemm_flops_per_s": [7e14 * speed * (1 + 0.01 * rank) for rank in range(8)],
+        "memory_copy_bytes_per_s": [2.9e12] * 8,
+        "collectives": {
+            "allreduce": {"all": [], "intra_node": [{"bytes": 8, "busbw_bytes_per_s": TWO_SLOW}]}
+        },
+    }
+    yield AllocationPlanned(allocation=name, nodes=1, limit_s=60.0, tasks=(), control=SPECS[0].run_id)
+    yield Preflight(allocation=name, found={"nodes": [{"host": host}], "probe": probe})
+    yield from recorded(SPECS[0], replace(OK, **at, step_times_s=(0.1 / speed,) * 6), number, name)
+    end = replace(OK, **at, throttled="power brake" if host == SLOW else None)
+    if host in xids and day:
+        end = RunResult(status=Status.NODE_FAIL, cause="xid", suspect_hosts=(host,), **at)
+    if host == UNLUCKY:
+        many = (host,) if day == 1 else tuple(HOSTS)
+        end = RunResult(
+            status=Status.NODE_FAIL, cause="ecc_error" if day == 1 else AGENT_GONE, suspect_hosts=many, **at
+        )
+    yield from recorded(SPECS[1], end, number, name)
+
+
+@pytest.fixture
+def nights(tmp_path):
+    """Four sweeps, one each night, each of which runs on all nodes one by one."""
+    folders = []
+    for day in range(4):
+        folders.append(make_sweep(tmp_path / "results" / f"night{day}", SPECS[:2]))
+        write(folders[-1], *(event for n, host in enumerate(HOSTS) for event in night(day, host, n)))
+    return folders
+
+
+def test_the_slow_and_the_failing_node_are_marked_and_no_other(ultrabench, nights):
+    code, out, err = ultrabench("nodes", "--json")
+    assert (code, err) == (0, "")
+    failing, slow, *others = json.loads(out)
+    assert (failing["host"], failing["failing"], failing["slow"], failing["xids"]) == (FAILING, True, [], 3)
+    assert (slow["host"], slow["failing"], {*slow["slow"]}) == (SLOW, False, {NODE_RATES[0], CONTROL})
+    products = slow["rates"][NODE_RATES[0]]
+    assert products["rate"] == pytest.approx(0.96 * 7e14, rel=0.005)
+    assert 0.94 < products["low"] < products["relative"] < products["high"] < 1
+    assert slow["rates"][LINKS[0]]["relative"] == pytest.approx(1)
+    assert (slow["runs"], slow["attempts"], slow["throttled"], slow["failures"]) == (8, 8, 4, {})
+    assert (slow["first_seen"], slow["last_seen"]) == (
+        "2023-11-14T22:15:20+00:00",
+        "2023-11-17T22:15:20+00:00",
+    )
+    assert [node["host"] for node in others if node["slow"] or node["failing"]] == []
+    unlucky = next(node for node in others if node["host"] == UNLUCKY)
+    assert unlucky["failures"] == {"ecc_error": 1}, "a failure that points at all nodes is no node's own"
+
+
+def test_slurm_is_given_the_marked_nodes(ultrabench, nights):
+    assert ultrabench("nodes", "--exclude-list") == (0, f"{SLOW},{FAILING}\n", "")
+    assert ultrabench("nodes", "night0", "--exclude-list") == (0, "\n", ""), "one night is one observation"
+    assert "leave one of them out" in one_line(ultrabench, "nodes", "--json", "--exclude-list")
+
+
+def test_the_table_names_marks_rates_and_failures(ultrabench, nights):
+    code, out, _ = ultrabench("nodes")
+    lines = out.splitlines()
+    assert (code, lines[0].strip()) == (0, "8 nodes, 2 marked")
+    assert "failing" in lines[2]
+    assert "xid 3" in lines[2]
+    assert "slow: products, control" in lines[3]
+    assert "672 TFLOP/s 0.960 (" in lines[3]
+
+
+def test_a_sweep_that_cannot_be_read_is_passed_over_unless_it_is_named(ultrabench, nights):
+    nights[0].sweep_json.write_text("{")
+    code, out, err = ultrabench("nodes")
+    assert (code, "8 nodes" in out, "night0: cannot read" in err) == (0, True, True)
+    assert "cannot read" in one_line(ultrabench, "nodes", "night0")
+    assert "no sweep" in one_line(ultrabench, "nodes", "--results-dir", "elsewhere")
+
+
+def test_the_table_of_results_says_the_same_as_the_journals(ultrabench, nights, tmp_path):
+    def shown(rows):
+        return [report.as_json() | {"runs": None} for report in reports(rows)]
+
+    table = collect(nights, pytest.fail)
+    from_journals = [row for folder in nights for row in journal_rows(folder, pytest.fail)]
+    assert json.dumps(shown(table_rows(table))) == json.dumps(shown(from_journals))
+    page = document(table, public=False)["nodes"]
+    assert [row[0] for row in page["rows"]][:2] == [FAILING, SLOW]
+    assert document(table, public=True)["nodes"]["rows"] == []
+    assert ultrabench("collect", *(folder.name for folder in nights), "-o", "all.parquet")[0] == 0
+    assert ultrabench("plot", "nodes", "all.parquet", "-o", "nodes.svg")[::2] == (0, "drew nodes.svg\n")
+    picture = (tmp_path / "nodes.svg").read_text()
+    assert all(text in picture for text in (f"{SLOW} (slow)", f"{FAILING} (failing)", "products"))
