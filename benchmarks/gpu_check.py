@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpu_machine import Finding, Line, Machine, RefusedError, TimeSpentError
+from gpu_machine import Finding, Line, Machine, RefusedError, TimeSpentError, require_gpus
 from gpu_rows import FIRST as FIRST_ROWS
 from gpu_rows import row_lines, write_rows
 from rich.text import Text
@@ -342,23 +342,6 @@ def print_results(results: dict[str, dict[str, Any]], lines: Mapping[str, Line],
         show(f"left: {counted(len(left), 'line')}, about {duration(sum(left))}; the same command continues")
     if empty := [step for step in LOOK if not any(key.startswith(f"{step}: ") for key in lines)]:
         show(f"not run: {', '.join(empty)} (links and schedules need 2 GPUs, speeds 8 of them)")
-
-
-def require_gpus(facts: dict[str, Any]) -> None:
-    """Raises if torch sees no GPU on this machine.
-
-    Raises:
-        ConfigError: it tells why, as far as the facts do.
-    """
-    if facts["gpus"]:
-        return
-    why = "a driver is loaded, but gives this process no GPU (CUDA_VISIBLE_DEVICES, the job, or another version)"
-    if facts["cuda_version"] is None:
-        why = f"torch {facts['torch_version']} is built without CUDA"
-    elif facts["driver_version"] is None:
-        why = "no NVIDIA driver is loaded"
-    told = f"torch sees no GPU here: {why}; nothing was measured or written"
-    raise ConfigError(f"{told}. Run it on a machine with GPUs, or add --cpu for two processes of this one")
 
 
 def main() -> int:

@@ -6,11 +6,11 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ultrabench import checkout, processes
 from ultrabench.agent.diagnose.hang_evidence import dump_variables, hang_evidence
@@ -22,10 +22,10 @@ from ultrabench.agent.ranks.fork_server import KERNEL_MODULE, STOPPED, ForkServe
 from ultrabench.agent.ranks.gpus import GpuGauge, foreign_processes, visible_gpus
 from ultrabench.agent.ranks.host_load import HostLoad
 from ultrabench.agent.ranks.rank_progress import MeasuredPhase, RankEvent
+from ultrabench.agent.ranks.sources import Source, sources_of
 from ultrabench.errors import ClusterError
-from ultrabench.log_patterns import LOG_PATTERNS, compiled, parse_log_line
 from ultrabench.node_health import Reading, examine, to_facts
-from ultrabench.rank_report import CHECKPOINT_PHASE, NewLines, Progress, parse_line, read_progress
+from ultrabench.rank_report import CHECKPOINT_PHASE, Progress, read_progress
 from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
 from ultrabench.store.allocation import Allocation
@@ -64,18 +64,6 @@ class Finished:
     """Whether a file system did not answer in time, so that files of the run may still be removed."""
     short_of_space: str | None = None
     """Which folder of the node has too little space for another run; None if none has."""
-
-
-class Source(NamedTuple):
-    """A file with lines in which a rank tells how far it is."""
-
-    rank: int
-    """The rank that writes the file."""
-    reporter: int
-    """The rank for which the lines count."""
-    lines: NewLines
-    parse: Callable[[str], dict[str, Any] | None]
-    """The line of a report that a line of the file means, if it means any."""
 
 
 LOGS_RETRY_S = 10.0
@@ -200,7 +188,7 @@ class Node:
         task = self._task = self.allocation.task(index)
         run_folder = self._run = self.scratch / str(task.key)
         self.disk.retry(self._prepare, PREPARING_S)
-        self._sources = self._sources_of(task)
+        self._sources = sources_of(task, self.ranks, self._run)
         self._gauge.clear()
         self._load.clear()
         self._oom_kills, self._full, self._trains = oom_kills(), None, True
@@ -229,27 +217,6 @@ class Node:
 
     def _short_of_space(self, least_bytes: int = cleanup.LEAST_FREE_BYTES) -> str | None:
         return cleanup.short_of_space(cleanup.node_folders(self.scratch), least_bytes)
-
-    def _sources_of(self, task: Task) -> list[Source]:
-        """The reports of this node's ranks, and the logs in which a program prints what the kernel's patterns read."""
-        reports = [Source(n, n, NewLines(self._run / f"rank{n}.report"), parse_line) for n in self.ranks]
-        return reports if task.forked else [*reports, *self._logs_of(task)]
-
-    def _logs_of(self, task: Task) -> Iterator[Source]:
-        """A source for each pattern and each log of this node that it reads.
-
-        Steps and MFU count as those of rank 0, whoever prints them; memory counts for the rank that prints it.
-        """
-        spec, kernel = task.spec, task.spec.kernel
-        tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
-        for option, log_pattern in LOG_PATTERNS.items():
-            if text := getattr(kernel, option):
-                pattern = compiled(option, text)
-                parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu, option=option)
-                ranks = self.ranks if log_pattern.every_rank else [spec.logging_rank]
-                for rank in (rank for rank in ranks if rank in self.ranks):
-                    log = NewLines(self._run / f"rank{rank}.log")
-                    yield Source(rank, rank if log_pattern.every_rank else 0, log, parse)
 
     def _rank_env(self, task: Task, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
         """The variables that torchrun sets, and ours."""

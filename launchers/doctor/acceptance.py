@@ -46,10 +46,7 @@ LAYOUTS = 12
 TOO_MUCH = 3.0
 """A run that is predicted to need this many times the memory of a rank certainly does not fit."""
 MIN_SPEED_SHARE = 0.7
-"""Smallest accepted share of the published speed.
-
-It leaves room for a slower training program, and still finds a network that runs at half its rate.
-"""
+"""Smallest accepted share of the published speed; it still finds a network that runs at half its rate."""
 GRADIENT_TOLERANCE = {"fp8": 5e-2, "bf16": 1e-2, "fp32": 1e-5, "fp64": 1e-9}
 """Precision -> largest relative difference of two gradient norms that count as equal; see docs/guide/cluster.md."""
 EQUAL_NUMBERS = {"loss": ("loss_final", TOLERANCE), "gradient": ("gradient_norm", GRADIENT_TOLERANCE)}

@@ -8,7 +8,8 @@ import pytest
 
 from tests.configs import measure
 from tests.unit.agent.one_node import task
-from ultrabench.agent.diagnose.outcome import classify, fingerprint
+from ultrabench.agent.diagnose.findings import fingerprint
+from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.node import oom_kills
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.rank_report import parse_line

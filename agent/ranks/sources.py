@@ -1,0 +1,45 @@
+"""The files in which the ranks of a node tell how far they are: their reports, and logs of programs of others."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ultrabench.log_patterns import LOG_PATTERNS, compiled, parse_log_line
+from ultrabench.rank_report import NewLines, parse_line
+from ultrabench.run import Task
+
+
+class Source(NamedTuple):
+    """A file with lines in which a rank tells how far it is."""
+
+    rank: int
+    """The rank that writes the file."""
+    reporter: int
+    """The rank for which the lines count."""
+    lines: NewLines
+    parse: Callable[[str], dict[str, Any] | None]
+    """The line of a report that a line of the file means, if it means any."""
+
+
+def sources_of(task: Task, ranks: range, run_folder: Path) -> list[Source]:
+    """The reports of a node's ranks, and the logs in which a program prints what the kernel's patterns read."""
+    reports = [Source(n, n, NewLines(run_folder / f"rank{n}.report"), parse_line) for n in ranks]
+    return reports if task.forked else [*reports, *_logs_of(task, ranks, run_folder)]
+
+
+def _logs_of(task: Task, ranks: range, run_folder: Path) -> Iterator[Source]:
+    """A source for each pattern and each log of this node that it reads.
+
+    Steps and MFU count as those of rank 0, whoever prints them; memory counts for the rank that prints it.
+    """
+    spec, kernel = task.spec, task.spec.kernel
+    tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
+    for option, log_pattern in LOG_PATTERNS.items():
+        if text := getattr(kernel, option):
+            pattern = compiled(option, text)
+            parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu, option=option)
+            readable = ranks if log_pattern.every_rank else [spec.logging_rank]
+            for rank in (rank for rank in readable if rank in ranks):
+                log = NewLines(run_folder / f"rank{rank}.log")
+                yield Source(rank, rank if log_pattern.every_rank else 0, log, parse)
