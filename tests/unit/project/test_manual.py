@@ -1,0 +1,79 @@
+"""Every command that the manual prints exists, with its options, and its overrides make a configuration."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from ultrabench.cli.main import app
+from ultrabench.cli.run_recommend import in_full
+from ultrabench.sweep.config.load import load_config
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))]
+PLACEHOLDER = re.compile(r"\.\.\.|[A-Z]{2,}[\w.]*|\[.*")
+"""A word that stands for what a reader has to write."""
+NOT_HERE = (
+    "profile=mine",
+    "cluster=mine",
+    "model=meta-llama/",
+    "model=~/",
+    "./my-model",
+    "kernel=mine",
+    "kernel=titan",
+    "sweep=mine",
+)
+"""Beginnings of names whose files a reader makes first."""
+
+
+def commands(page):
+    """The words of each command of a page, without `ultrabench` and what the shell does with it."""
+    _, *blocks = page.read_text(encoding="utf-8").split("```")
+    for block in blocks[::2]:
+        for line in block.replace("\\\n", " ").splitlines():
+            inner = re.search(r"\$\((.*?)\)", line)
+            for part in (inner[1],) if inner else line.split(" && "):
+                if part.startswith("ultrabench "):
+                    yield shlex.split(part.partition(" > ")[0], comments=True)[1:]
+
+
+COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
+
+
+def parsed(words):
+    """The name of the command that these words call, and its arguments; an unknown option fails."""
+    command, path = typer.main.get_command(app), []
+    while hasattr(command, "commands"):
+        assert words, f"{' '.join(path)} needs a command"
+        name, *words = words
+        if name not in command.commands and path == ["predict"]:  # the words of a layout
+            return path, []
+        assert name in command.commands, f"no command {name}"
+        command = command.commands[name]
+        path.append(name)
+    if "--help" in words:
+        return path, []
+    context = command.make_context(" ".join(path), [*words])
+    return path, [
+        word for value in context.params.values() if isinstance(value, list | tuple) for word in value
+    ]
+
+
+def test_the_manual_has_commands():
+    assert len(COMMANDS) > 90
+    assert len({page for page, _ in COMMANDS}) > 10
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("page", "words"), COMMANDS, ids=[f"{page.stem}-{' '.join(words)}" for page, words in COMMANDS]
+)
+def test_a_command_of_the_manual_exists_with_its_options_and_overrides(page, words):
+    path, overrides = parsed([word for word in words if word != "..."])
+    if any(PLACEHOLDER.fullmatch(word) for word in overrides):
+        return
+    takes_overrides = path in (["sweep", "plan"], ["sweep", "launch"], ["recommend"], ["doctor"])
+    if takes_overrides and not any(start in word for word in overrides for start in NOT_HERE):
+        load_config(in_full(overrides) if path == ["recommend"] else overrides)
