@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests import patience
-from tests.unit.cli.conftest import QUICK, as_json, one_line, record
-from ultrabench.analysis.export.library import PACKAGES
+from tests.sweep_folder import write
+from tests.unit.cli.conftest import QUICK, as_json, content, one_line, record
+from ultrabench.analysis.export.library import PACKAGES, require_library
 from ultrabench.cli.sweep import tracking
+from ultrabench.errors import ConfigError
+from ultrabench.store.events import Launched
+from ultrabench.sweep.config.load import load_config
 
 OK, CRASHED = QUICK.runs[:2]
 
@@ -142,6 +146,25 @@ def test_a_missing_library_gives_the_command_that_installs_it(ultrabench, sweep,
     monkeypatch.setitem(sys.modules, "mlflow", None)
     line = one_line(ultrabench, *command.format("mlflow").split())
     assert line == "mlflow is not installed; pip install 'ultrabench[mlflow]'"
+
+
+def test_a_folder_with_offline_runs_is_no_library(tmp_path, monkeypatch):
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'ultrabench\[wandb\]'"):
+        require_library("wandb")
+
+
+def test_a_sweep_whose_tracker_is_gone_is_not_resumed(ultrabench, sweep, monkeypatch):
+    tracked = load_config(["model=tiny", "launcher.track=mlflow"]).resolved
+    write(sweep, Launched(generation=2, config=tracked))
+    ultrabench("sweep", "pause")
+    before = content(sweep)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    for command in ("resume", "retry"):
+        assert one_line(ultrabench, "sweep", command).startswith("mlflow is not installed; pip install ")
+    assert content(sweep) == before
 
 
 def test_mistakes_of_an_export_are_one_line(ultrabench, sweep):
