@@ -171,7 +171,7 @@ class Ranking:
 
     def cells(self) -> list[Cell]:
         """What `rank` returns."""
-        self._require_one_formula()
+        self._require_comparable()
         frame = self.frame
         several = frame.loc[frame["status"] != Status.REJECTED, [*AXES]].nunique() > 1
         varied = tuple(name for name in AXES if several[name])
@@ -194,12 +194,8 @@ class Ranking:
 
     def boards(self, columns: Sequence[str] | None = None) -> list[list[Row]]:
         """What `leaderboard` returns, with these columns of the result table; None means all that were read."""
-        self._require_one_formula()
+        self._require_comparable()
         ordered = [*chain.from_iterable(self.standings.values())]
-        oks = [standing for standing in ordered if standing.outcome == Status.OK]
-        if oks and all(standing.rate is None for standing in oks):
-            rule = "rank by another of docs/results-schema.md"
-            raise ConfigError(f"no ok run has a value in {self._rank_by}; {rule}")
         ranked = enumerate(self.taken((standing.repeat for standing in ordered), columns), 1)
         options = iter(in_rows(self.options, (standing.repeat for standing in ordered)))
         boards = list[list[Row]]()
@@ -250,8 +246,12 @@ class Ranking:
         taken: list[Row] = table.take(pa.array(numbers, pa.int64())).to_pylist()
         return taken
 
-    def _require_one_formula(self) -> None:
-        """Raises ConfigError if MFU follows from several formulas."""
+    def _require_comparable(self) -> None:
+        """Raises ConfigError if no ok run has the number to rank by, or MFU follows from several formulas."""
+        oks = [s for s in chain.from_iterable(self.standings.values()) if s.outcome == Status.OK]
+        if oks and all(standing.rate is None for standing in oks):
+            rule = "rank by another of docs/results-schema.md"
+            raise ConfigError(f"no ok run has a value in {self._rank_by}; {rule}")
         formulas = sorted({*self._rows["flops_formula"].unique().to_pylist()} - {None})
         if len(formulas) > 1:
             fact = f"MFU is by {' and '.join(formulas)} in these results, which makes it incomparable"
@@ -286,7 +286,7 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     compared in cells where all runs have them. A repeated run counts with the median of its repeats.
 
     Raises:
-        ConfigError: `rank_by` is no numeric column, or MFU follows from several formulas.
+        ConfigError: `rank_by` is no numeric column, no ok run has a value in it, or MFU follows from several formulas.
     """
     return Ranking(table, rank_by=rank_by, include_suspects=include_suspects).cells()
 
