@@ -139,7 +139,7 @@ def not_expressed(
     own_kernel, model = without_other_models(spec, kernel), values_of(spec.shape)
     others, text = kernel.flags.keys() - own_kernel.flags.keys(), "file" if elsewhere else "command"
     supports = {name: values for name, values in kernel.supports.items() if not (others and name in model)}
-    yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape)
+    yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape, kernel.name)
     words = words_in(own_kernel)
     expressed = {*words, *kernel.flags, *IMPLIED}
     if others:
