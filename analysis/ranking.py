@@ -14,6 +14,7 @@ from ultrabench.analysis.cells import Cell, model_marks
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.options import COLUMNS as OPTION_COLUMNS
 from ultrabench.analysis.options import in_rows, varied_options
+from ultrabench.analysis.planned import PREDICTED
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, require_known
@@ -191,6 +192,7 @@ class Ranking:
         for head, cell in zip(self.taken(usual.index), usual["cell"], strict=True):
             of_cell = self.standings.get(cell, [])
             shared = {name: head[name] for name in _OF_CELL}
+            shared |= {"predicted": head["source"] == PREDICTED}
             shared |= {"shown_column": self._shown, "varied_axes": varied, **_counts(of_cell)}
             if winner := winners.get(cell):
                 cells.append(self._won(of_cell, winner, shared))

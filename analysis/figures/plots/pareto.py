@@ -13,9 +13,12 @@ from ultrabench.analysis.cells import layout_words
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, known, may_be_best, measured, notes
 from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid
+from ultrabench.analysis.planned import is_predicted
 from ultrabench.analysis.ranking import LOWER_IS_BETTER, require_number
 from ultrabench.errors import counted
+from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
+from ultrabench.sweep.config.load import load_hardware
 
 _LINES, _LINE_WIDTH = 15, 50
 """Lines of text that fit beside a panel, and characters of a line."""
@@ -33,7 +36,7 @@ _NAME: dict[str, Any] = {
 def points(table: pa.Table, by: str) -> tuple[pd.DataFrame, str]:
     """The runs that may win and whose memory and value of `by` are known, and the note.
 
-    The column `front` marks those that no run of the panel beats in both; of `by` the larger value is better, or
+    The column `limit_gib` is the memory of a GPU for the runs of a plan. The column `front` marks those that no run of the panel beats in both; of `by` the larger value is better, or
     the smaller one where rankings say so.
 
     Raises:
@@ -48,7 +51,13 @@ def points(table: pa.Table, by: str) -> tuple[pd.DataFrame, str]:
     values = -runs[by] if by in LOWER_IS_BETTER else runs[by]
     best = values.groupby(runs["panel"]).cummax()
     before = best.groupby(runs["panel"]).shift(fill_value=-math.inf)
-    return runs.assign(front=values > before).sort_index(), left_out + without + notes(table, all_runs)
+    limits = (
+        {name: load_hardware(name).mem_bytes / GIB for name in runs["hardware"].unique()}
+        if is_predicted(table)
+        else {}
+    )
+    runs = runs.assign(front=values > before, limit_gib=runs["hardware"].map(limits).astype(float))
+    return runs.sort_index(), left_out + without + notes(table, all_runs)
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, by: str) -> Figure:
@@ -72,11 +81,18 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, by: str) -> Figure:
             axes.plot(node_runs[_ACROSS], node_runs[by], alpha=0.7, **styles[n])
         axes.plot(*fronts[name][[_ACROSS, by]].T.to_numpy(), color="black", linewidth=0.9, zorder=1)
         axes.set(xlim=(0, 1.05 * axes.dataLim.x1), ylim=(0, 1.06 * axes.dataLim.y1))
+        limits = drawn["limit_gib"][drawn["panel"] == name].dropna()
+        if len(limits):
+            axes.axvline(limits.iloc[0], color=GREY, linestyle="--", linewidth=1)
+            axes.set_xlim(0, 1.05 * max(axes.dataLim.x1, limits.iloc[0]))
         _name(axes, named_runs[name], by)
         across = f"peak reserved memory, {drawn['memory_of'].iloc[0]} (GiB)"
         label(axes, name, across, f"{up} (lowest wins)" if is_lower_better else up)
     keys = [legend_entry(counted(n, "node"), **styles[n]) for n in nodes]
-    legend(middle, [*keys, legend_entry("front", color="black", linewidth=0.9)])
+    keys.append(legend_entry("front", color="black", linewidth=0.9))
+    if drawn["limit_gib"].notna().any():
+        keys.append(legend_entry("memory of a GPU", color=GREY, linestyle="--", linewidth=1))
+    legend(middle, keys)
     return whole
 
 

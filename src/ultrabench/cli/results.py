@@ -66,7 +66,6 @@ def heatmap(
     start_no_threads()
     from ultrabench.analysis.cells import compared_with, notes
     from ultrabench.analysis.collect import open_results, told_apart
-    from ultrabench.analysis.planned import NOTE, is_predicted
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say, warn
 
@@ -85,10 +84,8 @@ def heatmap(
 
     ranked_by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
     note = "".join(f"Ranked by {column}. " for column in ranked_by[:1]) + notes(table, include_suspects)
-    predicted = is_predicted(table)
-    note = NOTE * predicted + note
     path = output or Path(f"{begin}heatmap.png")
-    draw(path, lambda: figure(cells, title=name, notes=note, compared_with=label, predicted=predicted))
+    draw(path, lambda: figure(cells, title=name, notes=note, compared_with=label))
     close = sum(bool(cell.as_good_as_best) for cell in cells)
     tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}{tied if close else ''}")
