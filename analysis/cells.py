@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 import ultrabench
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.numbers import count, formula_text
+from ultrabench.analysis.planned import NOTE, is_predicted
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, labels
-from ultrabench.result import PENDING, outcome_order, tier
+from ultrabench.result import PENDING, Status, outcome_order, tier
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.sweep_config import WEAK
 from ultrabench.sweep.running.outliers import busy_peak, low_peak
@@ -94,6 +95,8 @@ class Cell:
     """Half the 95 % interval of the best run's median step time, relative to it."""
     ci_reached: bool | None = None
     """Whether this interval met the target of the measurement."""
+    predicted: bool = False
+    """Whether a plan predicts its numbers, so that nothing was measured."""
     varied_axes: tuple[str, ...] = ()
     """Axes with several values in the table; a figure names their values also where these are the usual ones."""
     compare_ratio: float | None = None
@@ -266,11 +269,15 @@ def repeats_failed(num_repeats: int, num_failed: int) -> str | None:
     return f"{num_failed} of {counted(num_repeats, 'repeat')} failed" if num_failed else None
 
 
+OUTCOMES = {False: ("tried", "oom"), True: ("planned", "predicted out of memory")}
+"""Whether a plan predicts the runs of a cell -> what texts call all of them, and those without enough memory."""
+
+
 def tried(cell: Cell) -> list[str]:
     """How many repeats of the best run failed, and what became of all runs of the cell, as short texts."""
-    close = len(cell.as_good_as_best)
+    close, (all_runs, oom) = len(cell.as_good_as_best), OUTCOMES[cell.predicted]
     counts = (
-        (cell.num_runs, "tried"), (close, "as good"), (cell.num_oom, "oom"), (cell.num_failed, "failed"),
+        (cell.num_runs, all_runs), (close, "as good"), (cell.num_oom, oom), (cell.num_failed, "failed"),
         (cell.num_in_doubt, "in doubt"),
     )  # fmt: skip
     failed_repeats = repeats_failed(cell.num_repeats, cell.num_repeats_failed)
@@ -312,10 +319,15 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
     by_status = Counter(max(ends_of_run)[-1] for ends_of_run in ends.values())
     order = sorted(by_status, key=lambda s: (tier(s), -by_status[s], s))
     text = ", ".join(f"{by_status[status]:,} {status}" for status in order) or "no runs"
+    if is_plan := is_predicted(table):
+        all_runs, oom = OUTCOMES[is_plan]
+        text = f"{by_status.total():,} {all_runs}, {by_status[Status.OOM]:,} {oom}"
     if suspect := sum(row["suspect"] is not None for row in rows):
         wins = "may win cells" if include_suspects else "win only cells without others"
         text += f". Suspect: {suspect:,} of {counted(len(rows), 'row')}, which {wins}"
-    return ". ".join((f"Layouts: {text}", *low_peak_in(table), *Environments(table).notes, made_with(table)))
+    return NOTE * is_plan + ". ".join(
+        (f"Layouts: {text}", *low_peak_in(table), *Environments(table).notes, made_with(table))
+    )
 
 
 def made_with(table: pa.Table) -> str:

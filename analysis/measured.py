@@ -1,18 +1,18 @@
 """Turns result rows, ours or imported, into the records that predictions are fitted to and checked against."""
 
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import pyarrow as pa
 
-from ultrabench.errors import ConfigError
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.errors import ConfigError, counted
+from ultrabench.kernel_config import PRECISIONS, KernelConfig
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import from_dict
+from ultrabench.record import from_dict, lacking
 from ultrabench.result import NOT_TRIED
 from ultrabench.run import RunSpec, Workload
 
@@ -62,20 +62,21 @@ _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "s
 _READ = frozenset({*_COLUMNS, *_SHAPE, *_NEEDED, *AXES, *_OPTIONS, "model", "gbs", "gpus_per_node"})
 
 
-def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], Counter[str]]:
+def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], dict[str, list[str]]]:
     """The attempts in a table that `read_parquet` or `collect` gives, in its order.
 
     Candidates that were never attempted are left out, and so are runs that train no model. Rows that do not
-    tell model, batch and layout in full are left out, too; they are counted by reason in the second value.
+    tell model, batch and layout in full are left out, too; the second value has the reasons with the names of their rows.
     """
-    runs, left_out = list[MeasuredRun](), Counter[str]()
+    runs, left_out = list[MeasuredRun](), defaultdict[str, list[str]](list)
     for row in table.select([name for name in table.column_names if name in _READ]).to_pylist():
         if row["status"] in NOT_TRIED or row["model"] is None:
             continue
         try:
             runs.append(MeasuredRun(spec=spec_of(row), **{name: row[name] for name in _COLUMNS}))
         except ConfigError as error:
-            left_out[str(error)] += 1
+            place = f" on {counted(row['nodes'], 'node')}" if row["nodes"] else ""
+            left_out[str(error)].append(f"run {row['run_id']} of {row['model']}{place}")
     return runs, left_out
 
 
@@ -86,18 +87,20 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
         ConfigError: a column that the run needs is null, or the values contradict each other.
     """
     if unknown := [name for name in _NEEDED if row[name] is None]:
-        raise ConfigError(f"row lacks {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
+        raise ConfigError(f"no {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
+    if row["precision"] not in PRECISIONS:
+        raise ConfigError(f"precision={row['precision']} is not modelled, but {', '.join(PRECISIONS)} are")
     kernel, version = row["kernel"], row.get("kernel_version") or ""
     of_kernel: dict[str, Any] = {"name": kernel, "version": int(version) if version.isdecimal() else 1}
     of_kernel |= {} if kernel == "embedded" else {"kind": "command", "command": (kernel,)}
     records = {
         "shape": shape_of(row),
-        "layout": _part(Layout, "row.layout", row, AXES),
-        "kernel": _part(KernelConfig, "row.kernel", row, _OPTIONS, **of_kernel),
-        "workload": _part(Workload, "row.workload", row, ("seq_len", "gbs")),
+        "layout": _part(Layout, "", row, AXES),
+        "kernel": _part(KernelConfig, "", row, _OPTIONS, **of_kernel),
+        "workload": _part(Workload, "", row, ("seq_len", "gbs")),
     }
     whole = {name: row[name] for name in ("nodes", "gpus_per_node") if row.get(name) is not None}
-    return from_dict(RunSpec, records | whole, where="row")
+    return from_dict(RunSpec, records | whole, where="")
 
 
 def shape_of(row: Mapping[str, Any]) -> ModelShape:
@@ -106,6 +109,10 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
     Raises:
         ConfigError: a size is unknown, or sizes contradict each other.
     """
+    sizes = {name for name in _SHAPE if row.get(name) is not None} | {"name"}
+    if missing := lacking(ModelShape, dict.fromkeys(sizes)):
+        rule = "give them, or name a model that `ultrabench configs model` lists"
+        raise ConfigError(f"no {', '.join(missing)} of model={row.get('model')}: {rule}")
     shape: ModelShape = _part(ModelShape, f"model={row.get('model')}", row, _SHAPE, name=row.get("model"))
     return shape
 

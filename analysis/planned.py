@@ -15,7 +15,7 @@ PREDICTED = "predicted"
 """The source of the rows of a plan, which marks titles and the names of files."""
 
 
-NOTE = f"Predicted by a plan, nothing was measured; oom: P(OOM) above {ADVISED_P_OOM:g}. "
+NOTE = f"Predicted by a plan, nothing was measured; out of memory: P(OOM) above {ADVISED_P_OOM:g}. "
 """What figures say of such rows."""
 
 

@@ -14,6 +14,7 @@ from ultrabench.analysis.cells import Cell, model_marks
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.options import COLUMNS as OPTION_COLUMNS
 from ultrabench.analysis.options import in_rows, varied_options
+from ultrabench.analysis.planned import PREDICTED
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, require_known
@@ -118,6 +119,13 @@ _AS_SURE_AS_STEP_TIME = frozenset({
 """Columns that are proportional to the step time or its inverse, so they have the same relative interval."""
 
 
+def require_number(table: pa.Table, column: str) -> None:
+    """Raises ConfigError if runs cannot be ranked by the column, since it holds no numbers."""
+    number_tests = pa.types.is_integer, pa.types.is_floating
+    numeric = [field.name for field in table.schema if any(test(field.type) for test in number_tests)]
+    require_known("column to rank by", numeric, column, first=_MOST_WANTED)
+
+
 class Ranking:
     """The final rows of runs that train a model, and the standings of these runs in their cells."""
 
@@ -138,9 +146,7 @@ class Ranking:
         Raises:
             ConfigError: `rank_by` is no numeric column.
         """
-        number_tests = pa.types.is_integer, pa.types.is_floating
-        numeric = [column.name for column in table.schema if any(test(column.type) for test in number_tests)]
-        require_known("column to rank by", numeric, rank_by, first=_MOST_WANTED)
+        require_number(table, rank_by)
         self._rank_by = rank_by
         final = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
         rows = table.filter(final).sort_by([(name, "ascending") for name in _ORDER])
@@ -171,6 +177,8 @@ class Ranking:
 
     def cells(self) -> list[Cell]:
         """What `rank` returns."""
+        if self._rank_by != DEFAULT_RANK_BY:  # without speeds each cell says why it has no best run
+            self._require_values()
         self._require_one_formula()
         frame = self.frame
         several = frame.loc[frame["status"] != Status.REJECTED, [*AXES]].nunique() > 1
@@ -184,6 +192,7 @@ class Ranking:
         for head, cell in zip(self.taken(usual.index), usual["cell"], strict=True):
             of_cell = self.standings.get(cell, [])
             shared = {name: head[name] for name in _OF_CELL}
+            shared |= {"predicted": head["source"] == PREDICTED}
             shared |= {"shown_column": self._shown, "varied_axes": varied, **_counts(of_cell)}
             if winner := winners.get(cell):
                 cells.append(self._won(of_cell, winner, shared))
@@ -194,12 +203,9 @@ class Ranking:
 
     def boards(self, columns: Sequence[str] | None = None) -> list[list[Row]]:
         """What `leaderboard` returns, with these columns of the result table; None means all that were read."""
+        self._require_values()
         self._require_one_formula()
         ordered = [*chain.from_iterable(self.standings.values())]
-        oks = [standing for standing in ordered if standing.outcome == Status.OK]
-        if oks and all(standing.rate is None for standing in oks):
-            rule = "rank by another of docs/reference/columns.md"
-            raise ConfigError(f"no ok run has a value in {self._rank_by}; {rule}")
         ranked = enumerate(self.taken((standing.repeat for standing in ordered), columns), 1)
         options = iter(in_rows(self.options, (standing.repeat for standing in ordered)))
         boards = list[list[Row]]()
@@ -250,6 +256,13 @@ class Ranking:
         taken: list[Row] = table.take(pa.array(numbers, pa.int64())).to_pylist()
         return taken
 
+    def _require_values(self) -> None:
+        """Raises ConfigError if no ok run has the number to rank by."""
+        oks = [s for s in chain.from_iterable(self.standings.values()) if s.outcome == Status.OK]
+        if oks and all(standing.rate is None for standing in oks):
+            rule = "rank by another of docs/reference/columns.md"
+            raise ConfigError(f"no ok run has a value in {self._rank_by}; {rule}")
+
     def _require_one_formula(self) -> None:
         """Raises ConfigError if MFU follows from several formulas."""
         formulas = sorted({*self._rows["flops_formula"].unique().to_pylist()} - {None})
@@ -286,7 +299,8 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
     compared in cells where all runs have them. A repeated run counts with the median of its repeats.
 
     Raises:
-        ConfigError: `rank_by` is no numeric column, or MFU follows from several formulas.
+        ConfigError: `rank_by` is no numeric column, no ok run has a value in it although it is not the default, or MFU
+            follows from several formulas.
     """
     return Ranking(table, rank_by=rank_by, include_suspects=include_suspects).cells()
 

@@ -190,8 +190,15 @@ def _lacking(attention: str, compute_capability: int | None, head_width: int) ->
     return None
 
 
-def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say."""
+def unsupported(
+    kernel: KernelConfig, layout: Layout, shape: ModelShape, program: str | None = None
+) -> Iterator[str]:
+    """The reasons why a program of the user cannot run a layout, as kernel.supports and kernel.flags say.
+
+    Args:
+        program: what the reasons call it; None for `kernel NAME`.
+    """
+    program = program or f"kernel {kernel.name}"
     for name, allowed in (kernel.flags | kernel.supports).items():
         if name == ROUTED:
             continue
@@ -207,7 +214,7 @@ def unsupported(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iter
         expressed = value in allowed if name in kernel.supports else str(value) in allowed or ANY in allowed
         if not expressed and not alike and not _has_no_effect(layout, name):
             shown = ", ".join(map(str, allowed))
-            yield f"kernel {kernel.name} supports {name} in [{shown}]; {name}={value}"
+            yield f"{program} supports {name} in [{shown}]; {name}={value}"
 
 
 def _has_no_effect(layout: Layout, name: str) -> bool:

@@ -15,9 +15,13 @@ PACKAGES = {
 
 
 def require_library(extra: str) -> None:
-    """Raises ConfigError with the command of pip if a package of this extra is not installed; imports nothing."""
+    """Raises ConfigError with the command of pip if a package of this extra is not installed; imports nothing.
+
+    A folder of that name without code, such as the one with the offline runs of W&B, is no package.
+    """
     for package in PACKAGES[extra]:
-        if importlib.util.find_spec(package) is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
             raise ConfigError(f"{package} is not installed; pip install 'ultrabench[{extra}]'")
 
 

@@ -40,8 +40,10 @@ _TAGS = [
     "env_id", "kernel_digest", "gpu_name",
     *(column.name for column in _OUTCOME if column.type in (TEXT, BOOL) and column.name != "evidence"),
 ]  # fmt: skip
+_RANKED = "ranked_value"
+"""The number that ranks, a median of repeats, which `sweep top` adds to the numbers of the one that stands for its run."""
 _RANKS = ("rank", "num_repeats", "num_repeats_failed")
-"""Numbers that `sweep top` adds to the columns of the results."""
+"""Further numbers that `sweep top` adds to the columns of the results."""
 _MARKS = ("best", "as_good_as_best")
 
 
@@ -104,8 +106,10 @@ def tracked_runs(table: pa.Table, *, ranks: bool = True) -> list[TrackedRun]:
 
 def _tracked(row: Row, marks: Row, ranks: bool) -> TrackedRun:
     options = {f"variant.{name}": str(value) for name, value in marks["options"].items()}
-    numbers = [*_present(marks, _RANKS if ranks else ()), *_present(row, _METRICS)]
-    texts = {name: marks[name] for name in _MARKS if ranks} | {name: row[name] for name in _TAGS}
+    numbers = [*_present(marks, (*_RANKS * ranks, _RANKED)), *_present(row, _METRICS)]
+    texts = {name: marks[name] for name in (*_MARKS * ranks, "ranked_by")} | {
+        name: row[name] for name in _TAGS
+    }
     cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
     return TrackedRun(
         sweep=row["sweep"] or row["source"] or "",

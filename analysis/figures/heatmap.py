@@ -75,14 +75,11 @@ class Grid:
         """Width and height of all squares in inches."""
 
 
-def paint(
-    axes: Axes, grid: Grid, cell: Cell, lines: Sequence[Line], end: float, predicted: bool = False
-) -> None:
+def paint(axes: Axes, grid: Grid, cell: Cell, lines: Sequence[Line], end: float) -> None:
     """Draws the square of `cell` with its lines of text; a square is one unit wide and high.
 
     Args:
         end: value at the end of the colour scale, in percent for MFU.
-        predicted: whether the numbers are predictions.
     """
     x, y = grid.nodes.index(cell.nodes), grid.models.index(_model(cell))
     fill: Any = _NO_RESULT if cell.run_id is None else _NO_MFU
@@ -92,7 +89,7 @@ def paint(
         ink = _LIGHT if value / end < _DARK_COLOURS else _DARK
     square = Rectangle((x, y), 1, 1, facecolor=fill, linewidth=0)
     axes.add_patch(square)
-    if cell.run_id is None or predicted:
+    if cell.run_id is None or cell.predicted:
         _hatch(axes, grid, square)
     if cell.compare_layout:
         wide, high = _CORNER / grid.width, _CORNER / grid.height
@@ -180,16 +177,13 @@ def wrap_reason(reason: str, width: float) -> list[str]:
     return textwrap.wrap(printable, width=int(15.5 * width), max_lines=6, placeholder=" ...")
 
 
-def figure(
-    cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str = "", predicted: bool = False
-) -> Figure:
+def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with: str = "") -> Figure:
     """The heatmap, with one panel for each hardware, kernel and workload.
 
     Args:
         title: name of the sweep.
         notes: text under the panels.
         compared_with: name of what compare_ratio is relative to.
-        predicted: whether the numbers are predictions, whose squares are hatched.
 
     Raises:
         ConfigError: there are no cells, or more than _MOST_PANELS panels.
@@ -220,7 +214,7 @@ def figure(
         down = top - _HEADER - high
         axes = picture.add_axes((left_inches / width, down / height, wide / width, high / height))
         for cell, written in zip(grid.cells, grid.lines, strict=True):
-            paint(axes, grid, cell, written, end, predicted)
+            paint(axes, grid, cell, written, end)
         _draw_labels(axes, grid, room)
         if any(cell.shown_value is not None for cell in grid.cells):
             bar = picture.add_axes(

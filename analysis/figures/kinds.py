@@ -21,6 +21,8 @@ class Kind:
     shows: str
     axes: tuple[str, ...] = ()
     """Values of --axis, the default first; empty for a figure without a choice of axis."""
+    by: str = ""
+    """The column that is up without --by; empty for a figure without a choice of column."""
     draws_runs: bool = False
     """Whether it draws a mark for each run, or the numbers of runs in the column `runs`."""
     over_any_axis: bool = False
@@ -40,7 +42,9 @@ KINDS = {
         "largest micro-batch that fits over tp, pp and recompute, predicted and measured", draws_runs=True
     ),
     "pareto": Kind(
-        "throughput against peak memory, with the layouts that no other beats in both", draws_runs=True
+        "throughput, or energy or cost, against peak memory, with the layouts that no other beats in both",
+        by="tokens_per_s_per_gpu",
+        draws_runs=True,
     ),
     "predicted": Kind("predicted against measured step time and memory of each run", draws_runs=True),
     "checkpoint": Kind(
@@ -71,6 +75,7 @@ def prepared(
     *,
     title: str,
     axis: str | None = None,
+    by: str | None = None,
     layout: Mapping[str, Any] | None = None,
 ) -> tuple["pd.DataFrame", Callable[[], "Figure"]]:
     """The points of a figure of results, and the function that draws them.
@@ -80,10 +85,11 @@ def prepared(
         table: a result table with all columns of the schema; None for a layout without results.
         title: name of the sweep or file.
         axis: one of the kind's axes, None for its default; for a kind over any axis, one that varied in the table.
+        by: for a kind with a choice of column, the column; None for its default.
         layout: for a kind that is of a layout, its values, such as {"pp": 4, "gas": 8}.
 
     Raises:
-        ConfigError: no such kind or axis, or the table has nothing to draw.
+        ConfigError: no such kind, axis or column, or the table has nothing to draw.
     """
     require_known("figure", KINDS, kind)
     axes, of_layout, over_any_axis = KINDS[kind].axes, KINDS[kind].of_layout, KINDS[kind].over_any_axis
@@ -91,10 +97,13 @@ def prepared(
         raise ConfigError(f"layout: the figure {kind} shows results; keep the rows with these values instead")
     if axis is not None and not axes and not over_any_axis:
         raise ConfigError(f"--axis {axis}: the figure {kind} has no choice of axis; leave --axis out")
+    if by is not None and not KINDS[kind].by:
+        raise ConfigError(f"--by {by}: the figure {kind} has no choice of column; leave --by out")
     if axis is not None and not over_any_axis:
         require_known(f"axis of the figure {kind}", axes, axis)
     module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
     options = {"axis": axis} if over_any_axis else {"axis": axis or axes[0]} if axes else {}
+    options |= {"by": by or KINDS[kind].by} if KINDS[kind].by else {}
     points, notes = module.points(*((layout or {},) if of_layout else ()), table, **options)
     return points, lambda: module.figure(points, title=title, notes=notes, **options)
 

@@ -1,5 +1,6 @@
 """Chooses the runs that figures show: final rows of runs that train a model, and those that were measured."""
 
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -24,7 +25,7 @@ _OF_PANEL = [*(name for name in PANEL if name != "gbs"), "batch", "num_params"]
 """Columns that a panel names where they vary among the rows of a model."""
 
 
-def final(table: pa.Table) -> pd.DataFrame:
+def final(table: pa.Table, more: Sequence[str] = ()) -> pd.DataFrame:
     """The final rows of runs that train a model, in an order that does not depend on that of the table.
 
     Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells
@@ -33,10 +34,13 @@ def final(table: pa.Table) -> pd.DataFrame:
     cell, null for rows that do not stand for such a run, and `good` tells whether this run may be the best. `rate_low`
     and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU.
 
+    Args:
+        more: further columns of the rows.
+
     Raises:
         ConfigError: there are no such rows.
     """
-    ranking = Ranking(table, more=(*_NUMBERS, "suspect_codes"))
+    ranking = Ranking(table, more=(*_NUMBERS, "suspect_codes", *more))
     layouts = ranking.frame
     frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):

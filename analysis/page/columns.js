@@ -4,6 +4,7 @@
 const GIB = 2 ** 30;
 const held = JSON.parse(document.getElementById("data").textContent);
 const rows = held.rows;
+const isPlan = held.notice !== ""; // nothing was measured
 const columns = decodeAll(held.columns);
 
 // Each column of the data as an array with one value per row; a column that is absent has no value anywhere.
@@ -18,8 +19,9 @@ function value(name, row) {
   return columns[name]?.[row] ?? null;
 }
 
-// The distinct values of a column, sorted, without null.
+// The distinct values of a column without null, words of an axis in its order and all else sorted.
 function distinct(name) {
+  if (held.orders[name]) return held.orders[name];
   return [...new Set(held.columns[name]?.known ?? columns[name] ?? [])].filter((v) => v !== null).sort(inOrder);
 }
 

@@ -14,7 +14,7 @@ const LINKS = Object.keys(columns).filter((name) => name.endsWith("_busbw_bytes_
 const FIGURES = [
   { id: "every", title: "Every layout", points: everyPoints, draw: drawEvery },
   { id: "best-of", title: "The best of each value", points: bestPoints, draw: drawLines },
-  { id: "memory", title: "Peak memory of the best layouts, measured and predicted by part", points: memoryPoints, draw: drawBars },
+  { id: "memory", title: isPlan ? "Predicted peak memory of the best layouts by part" : "Peak memory of the best layouts, measured and predicted by part", points: memoryPoints, draw: drawBars },
   { id: "links", title: "Bandwidth of the links", points: linkPoints, draw: drawLines },
 ];
 const MOST_LETTERS = 90; // of the words across that fit beside one another
@@ -45,7 +45,8 @@ function measured(shown) {
 function everyPoints(shown) {
   const found = measured(shown).map((row) => ({ series: named(value("model", row), value("cell", row)), x: value(state.x, row), y: measure(state.y, row), row }));
   const suspects = found.filter(({ row }) => !mayWin(row)).length;
-  const note = `${counted(found.length, "layout")} that ended ok; ${suspects} of them, in doubt or stopped early, are drawn as crosses. Choose a point to open its layout.`;
+  const which = isPlan ? "that the plan predicts to fit." : `that ended ok; ${suspects} of them, in doubt or stopped early, are drawn as crosses.`;
+  const note = `${counted(found.length, "layout")} ${which} Choose a point to open its layout.`;
   return { found, note, label: MEASURES[state.y], across: state.x };
 }
 
@@ -69,7 +70,7 @@ function bestPoints(shown) {
       if (!best.has(key)) best.set(key, { series, x, y: measure(state.y, row), row });
     }
   });
-  const note = `The best run of a cell with each value of ${nameOf(state.x)}, whatever its other axes, by its place among the shown layouts; layouts in doubt are left out.`;
+  const note = `The best run of a cell with each value of ${nameOf(state.x)}, whatever its other axes, by its place among the shown layouts${isPlan ? "" : "; layouts in doubt are left out"}.`;
   return { found: [...best.values()].sort((a, b) => inOrder(a.series, b.series) || inOrder(a.x, b.x)), note, label: MEASURES[state.y], across: state.x };
 }
 
@@ -93,7 +94,7 @@ function memoryPoints(shown) {
     if (!first?.best) return [];
     const { row } = first;
     const { model, nodes } = held.cells[cell], x = named(`${model} on ${nodes}`, cell), parts = partsOf(row);
-    const measured = [["measured", value("peak_mem_reserved_bytes", row) ?? value("peak_mem_reserved_rank0_bytes", row)]];
+    const measured = isPlan ? [] : [["measured", value("peak_mem_reserved_bytes", row) ?? value("peak_mem_reserved_rank0_bytes", row)]];
     let base = 0; // of a part, the sum of the parts below it
     return [...measured, ...(parts.length ? parts : [["predicted", value("predicted_peak_mem_bytes", row)]])].filter(([, bytes]) => bytes).map(([series, bytes]) => {
       const bar = { series, x, y: bytes / GIB, base, row };
@@ -101,7 +102,7 @@ function memoryPoints(shown) {
       return bar;
     });
   });
-  const note = `One layout of each cell: on the left measured, on the right as this version of ultrabench predicts it for the rank that needs most. ${rank0 ? "Measured is the memory of rank 0 alone." : "On CPUs the measured memory is the resident set."}`;
+  const note = isPlan ? "One layout of each cell, as this version of ultrabench predicts it for the rank that needs most." : `One layout of each cell: on the left measured, on the right as this version of ultrabench predicts it for the rank that needs most. ${rank0 ? "Measured is the memory of rank 0 alone." : "On CPUs the measured memory is the resident set."}`;
   return { found, note, label: "peak memory (GiB)", across: "model on nodes", order: ["measured", ...held.parts, "predicted"] };
 }
 
@@ -189,7 +190,7 @@ function drawLines(points) {
 
 function drawBars(points) {
   return withSeries(points, (made, words, found, look, n) => {
-    const source = sourceOf(found, words, ({ series }) => (series === "measured" ? -0.2 : 0.2));
+    const source = sourceOf(found, words, ({ series }) => (isPlan ? 0 : series === "measured" ? -0.2 : 0.2));
     const hatch = n % 2 ? { hatch_pattern: "right_diagonal_line", hatch_color: "#fff", hatch_alpha: 0.6 } : {};
     made.vbar(AT, 0.37, { field: "top" }, { field: "base" }, { source, ...look, ...hatch });
   });

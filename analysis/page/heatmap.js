@@ -19,16 +19,16 @@ function isDark(rgb) {
 // How many of the runs were tried, are as good as the best, ran out of memory or failed, as a text.
 function tally(runs) {
   const count = (wanted) => runs.filter(wanted).length, isOom = (row) => value("status", row) === "oom";
-  const counts = [
-    [count(({ row }) => tierOf(row) < 2), "tried"],
+  const [all, oom] = held.outcomes, counts = [
+    [count(({ row }) => tierOf(row) < 2), all],
     [count(({ asGood }) => asGood), "as good"],
-    [count(({ row }) => isOom(row)), "oom"],
+    [count(({ row }) => isOom(row)), oom],
     [count(({ row }) => tierOf(row) === 1 && !isOom(row)), "failed"],
     [count(({ row }) => isSuspect(row)), "in doubt"],
     [count(({ row }) => tierOf(row) === 2), "to come"],
     [count(({ row }) => tierOf(row) === 3), "skipped"],
   ];
-  return counts.filter(([number, word]) => number || word === "tried").map(([number, word]) => `${grouped(number)} ${word}`).join(", ");
+  return counts.filter(([number, word]) => number || word === all).map(([number, word]) => `${grouped(number)} ${word}`).join(", ");
 }
 
 function memoryOf(row) {
@@ -49,9 +49,10 @@ function fillCell(button, cell, runs) {
   if (runs.length && (at >= 0 || !whole)) lines.push([[value("environment", at), value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
   button.replaceChildren(...lines.map(([words, kind]) => element("span", { class: kind }, words)));
   const colour = at < 0 || mfu === null ? null : viridis(100 * mfu / held.mfu_end);
-  button.style.background = colour ? `rgb(${colour})` : "";
+  button.style.backgroundColor = colour ? `rgb(${colour})` : "";
   button.style.color = colour ? (isDark(colour) ? "#fff" : "#111") : "";
   button.classList.toggle("empty", at < 0);
+  button.classList.toggle("predicted", at >= 0 && told.predicted);
   const where = `${told.model} on ${counted(told.nodes, "node")}`;
   button.setAttribute("aria-label", `${where}: ${lines.map(([words]) => words).filter(Boolean).join(", ")}`);
 }

@@ -31,8 +31,13 @@ function memoryBar(row) {
 function buildMemory(box) {
   if (!planned.length) return;
   box.hidden = false;
-  const shown = element("div", { "aria-live": "polite" }), inputs = {}, outputs = {};
-  const choose = (row) => {
+  const shown = element("div", { "aria-live": "polite" }), followed = element("p", { role: "status" }), inputs = {}, outputs = {};
+  let chosen;
+  const choose = (row, moved) => {
+    const changes = SLIDERS.filter((name) => moved && name !== moved && value(name, row) !== value(name, chosen));
+    const words = changes.map((name) => `${nameOf(name)} from ${text(name, value(name, chosen))} to ${text(name, value(name, row))}`);
+    followed.textContent = words.length ? `No layout of the plan has the other values with ${nameOf(moved)} ${text(moved, value(moved, row))}. Also changed: ${words.join(", ")}.` : "";
+    chosen = row;
     for (const name of SLIDERS) {
       inputs[name].value = distinct(name).indexOf(value(name, row));
       outputs[name].textContent = text(name, value(name, row));
@@ -42,10 +47,10 @@ function buildMemory(box) {
   const placesNow = () => Object.fromEntries(SLIDERS.map((name) => [name, Number(inputs[name].value)]));
   const labels = SLIDERS.map((name) => {
     outputs[name] = element("output", {});
-    const oninput = () => choose(nearestLayout(placesNow(), name));
+    const oninput = () => choose(nearestLayout(placesNow(), name), name);
     inputs[name] = element("input", { type: "range", name, min: 0, max: distinct(name).length - 1, "aria-label": nameOf(name), oninput });
     return element("label", {}, element("span", {}, `${nameOf(name)} `, outputs[name]), inputs[name]);
   });
-  box.append(element("div", { class: "choices" }, ...labels), shown);
+  box.append(element("div", { class: "choices" }, ...labels), followed, shown);
   choose(planned.find((row) => value("rank", row) === 1) ?? planned[0]);
 }

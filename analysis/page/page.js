@@ -160,7 +160,7 @@ function buildRest() {
   const forbidden = number ? `, and ${counted(number, "layout")} rejected: ${grouped(number - byKernel)} by rules, ${grouped(byKernel)} by the kernel` : "";
   document.getElementById("about").textContent = `${held.notice}${counted(rows, "row")}${forbidden}. ${held.made_with}${left}`;
   document.getElementById("how").textContent = held.cells.length
-    ? `Each cell shows the fastest layout that is not in doubt, with its MFU, the interval of its step time where that is wider than its target, its peak memory, and what became of the others; its colour is the MFU, from purple (0 %) to yellow (${held.mfu_end} %). Activate a cell to see all of its layouts.${held.formula ? ` ${held.formula}.` : ""}`
+    ? `Each cell shows ${isPlan ? "the layout that is predicted to be the fastest, with its MFU and peak memory, and what is predicted of the others" : "the fastest layout that is not in doubt, with its MFU, the interval of its step time where that is wider than its target, its peak memory, and what became of the others"}; its colour is the MFU, from purple (0 %) to yellow (${held.mfu_end} %). Activate a cell to see all of its layouts.${held.formula ? ` ${held.formula}.` : ""}`
     : "No row trains a model, so that there is nothing to rank.";
   const { heads, rows: effects, notes } = held.effects;
   if (effects.length) document.getElementById("effects").append(table("Speed with a value relative to that with the baseline", heads, effects));
@@ -184,6 +184,7 @@ function buildRest() {
 }
 
 function start() {
+  if (isPlan) for (const id of ["hours", "rejected"]) document.getElementById(id).parentElement.hidden = true;
   buildFilters();
   buildRest();
   buildMemory(document.getElementById("fit"));

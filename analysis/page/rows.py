@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from ultrabench.analysis import schema
 from ultrabench.analysis.cells import (
+    OUTCOMES,
     Cell,
     formula_of_cells,
     layout_words,
@@ -25,6 +26,7 @@ from ultrabench.analysis.cells import (
 from ultrabench.analysis.effects import HEADS, competing, effects_by_axis, notes
 from ultrabench.analysis.effects import cells as effect_cells
 from ultrabench.analysis.environments import Environments
+from ultrabench.analysis.knobs import in_order
 from ultrabench.analysis.measured import measured_runs
 from ultrabench.analysis.nodes.measurements import table_rows
 from ultrabench.analysis.nodes.nodes import reports
@@ -42,7 +44,7 @@ from ultrabench.analysis.schema import BOOL, FLOAT, GROUPS, INT, SCHEMA, type_na
 from ultrabench.device_rates import NODE_RATES
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import of_peak
-from ultrabench.layout import AXES, TEXT_AXES
+from ultrabench.layout import AXES, NEUTRAL, TEXT_AXES
 from ultrabench.result import UNSETTLED, Status, state, tier
 from ultrabench.routing import routing_text
 from ultrabench.sweep.config.files import files
@@ -122,6 +124,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     return {
         "public": public,
         "notice": notice,
+        "outcomes": OUTCOMES[bool(notice)],
         "made_with": ". ".join((*low_peak_in(table), *Environments(table).notes, made_with(table))),
         "rows": len(ordered_rows),
         "columns": {
@@ -131,6 +134,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "formula": formula_of_cells(cells),
         "mfu_end": scale_end(cell.mfu and 100 * cell.mfu for cell in cells),
         "axes": [*AXES, *options],
+        "orders": {name: _in_order(name, valid[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
         "parts": [*MEMORY_PARTS],
         "effects": _effects(table),
@@ -139,6 +143,11 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "ranking": str(schema.__doc__).split("\n\n")[1:],
         "schema": {group: _meanings(columns_of_group, names) for group, columns_of_group in GROUPS.items()},
     }
+
+
+def _in_order(axis: str, column: pa.ChunkedArray) -> list[str]:
+    """The words of an axis, the neutral one first and the others in the order of layouts."""
+    return sorted(in_order(axis, column.to_pylist()), key=lambda word: word != NEUTRAL[axis])
 
 
 def _choices(values: list[Any]) -> list[Any]:
@@ -228,7 +237,7 @@ def _cell(cell: Cell, panels: Sequence[tuple[object, ...]], apart: Sequence[str]
     hardware, kernel, precision, _, seq_len, batch = cell.panel
     sizes = filter(None, (routing_text(cell.routing), seq_len and f"seq_len {seq_len:,}", batch))
     setting = [hardware or "unknown hardware", f"kernel {kernel or '?'}", precision, *sizes]
-    names = ("nodes", "num_params", "num_active_params", "reason", "ranked_by")
+    names = ("nodes", "num_params", "num_active_params", "reason", "ranked_by", "predicted")
     fields = {"model": cell.title, **{name: getattr(cell, name) for name in names}}
     named = {"setting": setting, "apart": apart, "of_peak": of_peak(cell.precision)}
     return fields | named | {"panel": panels.index(cell.panel)}

@@ -50,7 +50,7 @@ function aboutRun(row) {
   const id = value("run_id", row), contender = value("contender", row);
   const attempts = [...Array(rows).keys()].filter((n) => value("contender", n) === contender).sort((a, b) => value("repeat", a) - value("repeat", b) || value("attempt", a) - value("attempt", b));
   const names = used(ATTEMPT_COLUMNS, attempts);
-  const tries = table("Attempts", names.map((n) => ATTEMPT_COLUMNS[n]), attempts.map((n) => names.map((name) => shownText(name, n))));
+  const tries = isPlan ? null : table("Attempts", names.map((n) => ATTEMPT_COLUMNS[n]), attempts.map((n) => names.map((name) => shownText(name, n))));
   const parts = partsOf(row).map(([part, bytes]) => [part, memory(bytes)]);
   const told = parts.length ? table("Predicted memory of the rank that needs most, by this version of ultrabench", ["part", "memory"], parts) : null;
   const beyond = value("extrapolated", row), mark = beyond ? element("p", {}, `Predictions are extrapolated: their profile was fitted to runs without ${beyond}; fitted values are in brackets.`) : null;
@@ -79,7 +79,7 @@ function commands(row) {
     found.push(["its log", `ultrabench sweep logs ${id} --sweep ${value("sweep", row)}`]);
   }
   found.push(["predict this layout", `ultrabench predict ${value("predict", row)}`]);
-  found.push(["run this layout again", `ultrabench sweep launch name=again ${value("launch", row)}`]);
+  found.push([isPlan ? "run this layout" : "run this layout again", `ultrabench sweep launch name=again ${value("launch", row)}`]);
   return element("dl", {}, ...found.flatMap(([what, words]) => [element("dt", {}, what), element("dd", {}, element("code", {}, words))]));
 }
 

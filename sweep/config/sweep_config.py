@@ -169,9 +169,9 @@ def scaled_gbs(gbs: int, nodes: int, smallest: int, scaling: str) -> Fraction:
 
 
 SWEEP_NAME = matching(
-    r"[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}",
+    r"(?!.*\.parquet\Z)[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}",
     "a text of at most 100 ASCII characters that begins with a letter, a digit or '_' and continues with these, spaces "
-    "and any of .+=@,-",
+    "and any of .+=@,- but does not end in .parquet, which names a file",
 )
 """Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""
 

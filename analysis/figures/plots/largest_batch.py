@@ -77,7 +77,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         {**dict(zip(place, key, strict=True)), **_measured(of_square)}
         for key, of_square in tried.groupby(place, sort=False)
     ]
-    lacking = counted(incomplete.total(), "row")
+    lacking = counted(sum(map(len, incomplete.values())), "row")
     unpredicted = f"Not predicted: {lacking} without model or layout in full.\n" if incomplete else ""
     return pd.DataFrame(squares), f"{unpredicted}{notes(table)}"
 

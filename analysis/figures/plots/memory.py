@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from ultrabench.analysis.figures.picture import DARK, EDGE
 from ultrabench.analysis.figures.runs import final
 from ultrabench.analysis.figures.style import COLOURS, WIDTH, categories, label, legend, panel_grid
+from ultrabench.analysis.planned import is_predicted
 from ultrabench.errors import ConfigError, LayoutError, counted
 from ultrabench.hardware import GIB
 from ultrabench.layout import (
@@ -48,6 +49,8 @@ _DEFAULTS = {name: NEUTRAL[name] for name in USUAL if name not in ADDED_LATER} |
 """Axes of layouts that the note names where they are not given -> their values."""
 _FROM_ROWS = ("model", "hardware", "profile", "nodes", "seq_len", *BATCH, "zero_stage")
 """Arguments whose defaults are those of the rows."""
+_OF_CELL = ("model", "hardware", "nodes", "seq_len", "precision")
+"""Arguments that set a cell of a plan apart from others."""
 _ALIKE = [*AXES, "model", "hardware", "nodes", "seq_len", "precision", "routing", "kernel"]
 """Columns that are equal in a measured run and the layout of its bar."""
 _MOMENTS = {
@@ -88,7 +91,10 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
     texts = [f"{name}={value}" for name, value in layout.items()]
     chosen = read_arguments(texts, PREDICTED, "model=llama3-8b tp=8")
     runs = None if table is None else final(table)
-    row_values = {} if runs is None else _values_of_rows(runs, chosen)
+    is_plan = table is not None and is_predicted(table)
+    row_values = (
+        {} if runs is None else _best_values(runs, chosen) if is_plan else _values_of_rows(runs, chosen)
+    )
     arguments = PREDICTED | {name: values[0] for name, values in row_values.items()} | chosen
     config = config_of(arguments)
     bars, reasons = list[dict[str, Any]](), dict[str, str]()
@@ -108,10 +114,11 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
     defaults = " ".join(f"{name}={whole[name]}" for name in shared if name not in ("kernel", *chosen))
     choices = {name: len(values) for name, values in row_values.items() if name in shared and len(values) > 1}
     several = ", ".join(f"{number} values of {name}" for name, number in choices.items())
-    lines = [f"Defaults: {defaults}."] if defaults else []
+    of_best = ", those of the best layout of the plan with these values" * is_plan
+    lines = [f"Defaults{of_best}: {defaults}."] if defaults else []
     lines += [f"The rows have {several}: choose with NAME=VALUE."] if several else []
     lines += _notes(drawn, reasons, config)
-    if runs is not None and axis != "stage":
+    if runs is not None and axis != "stage" and not is_plan:
         marks, notes = _measured(runs, drawn, config)
         drawn, lines = pd.concat([drawn, marks], ignore_index=True), lines + notes
     drawn = drawn.assign(panel=panel, gpu=config.hardware.gpu, mem_bytes=config.hardware.mem_bytes)
@@ -141,6 +148,26 @@ def _values_of_rows(runs: pd.DataFrame, chosen: Values) -> dict[str, list[Any]]:
         elif values:
             values_by_name[name], runs = values, runs[runs[column] == values[0]]
     return values_by_name
+
+
+def _best_values(runs: pd.DataFrame, chosen: Values) -> dict[str, list[Any]]:
+    """Argument that is not chosen -> its values in the rows of a plan, the default first.
+
+    This is the value of the layout that is predicted to be the best one with the chosen values, of the first cell.
+    """
+    for name in chosen.keys() & {*runs.columns}:
+        runs = runs[runs[name] == chosen[name]]
+    if not len(runs):
+        raise ConfigError(
+            f"no layout of the plan has {' '.join(f'{k}={v}' for k, v in chosen.items())}; choose another one"
+        )
+    best = runs.sort_values("standing", kind="stable").iloc[0]
+    names = [name for name in (*_OF_CELL, *AXES) if name not in chosen and pd.notna(best[name])]
+    is_usual = {name: name in ADDED_LATER and best[name] == NEUTRAL[name] for name in names}
+    known = {name: best[name] for name in names if not is_usual[name]}
+    values = {name: value if name in TEXTS else int(value) for name, value in known.items()}
+    others = {name: [*runs[name].dropna().unique()] if name in _OF_CELL else [] for name in values}
+    return {name: [*dict.fromkeys((value, *others[name]))] for name, value in values.items()}
 
 
 def _variants(arguments: Values, chosen: Values, config: SweepConfig, axis: str) -> dict[str, Values]:

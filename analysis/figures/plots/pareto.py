@@ -1,5 +1,6 @@
-"""Draws throughput against peak memory: runs that no other run beats in both are the front, and are named."""
+"""Draws throughput, or another column, against peak memory: runs that no other run beats in both are the front, and are named."""
 
+import math
 import textwrap
 from typing import Any
 
@@ -12,13 +13,19 @@ from ultrabench.analysis.cells import layout_words
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, known, may_be_best, measured, notes
 from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid
+from ultrabench.analysis.planned import is_predicted
+from ultrabench.analysis.ranking import LOWER_IS_BETTER, require_number
 from ultrabench.errors import counted
+from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
+from ultrabench.sweep.config.load import load_hardware
 
 _LINES, _LINE_WIDTH = 15, 50
 """Lines of text that fit beside a panel, and characters of a line."""
-_SCALES, _CLOSE = ("memory_gib", "tokens_per_s_per_gpu"), 0.05
-"""What is across and up, and how far apart two named runs are, as a part of the largest values of the front."""
+_ACROSS, _CLOSE = "memory_gib", 0.05
+"""What is across, and how far apart two named runs are, as a part of the largest values of the front."""
+_UP = {"tokens_per_s_per_gpu": "tokens/s/GPU"}
+"""Column that may be up -> its name, if it has another one."""
 _NAME: dict[str, Any] = {
     "fontsize": 6.5, "va": "center", "zorder": 0,
     "arrowprops": {"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "relpos": (0, 0.5)},
@@ -26,54 +33,74 @@ _NAME: dict[str, Any] = {
 """Look of the name of a run and of the line to it."""
 
 
-def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
-    """The runs that may win and whose memory is known, and the note.
+def points(table: pa.Table, by: str) -> tuple[pd.DataFrame, str]:
+    """The runs that may win and whose memory and value of `by` are known, and the note.
 
-    The column `front` marks those that no run of the panel beats in both memory and throughput.
+    The column `limit_gib` is the memory of a GPU for the runs of a plan. The column `front` marks those that no run of the panel beats in both; of `by` the larger value is better, or
+    the smaller one where rankings say so.
 
     Raises:
-        ConfigError: the memory of no run is known.
+        ConfigError: `by` is no numeric column, or no run has both.
     """
+    require_number(table, by)
     todo = "a program reports it as docs/start/your-program.md tells"
-    all_runs = measured(final(table))
-    runs, left_out = known(may_be_best(all_runs), "memory_gib", "peak memory", todo)
-    runs = runs.sort_values([*_SCALES], ascending=[True, False], kind="stable")
-    best = runs.groupby("panel")["tokens_per_s_per_gpu"].cummax()
-    before = best.groupby(runs["panel"]).shift(fill_value=0)
-    note = left_out + notes(table, all_runs)
-    return runs.assign(front=runs["tokens_per_s_per_gpu"] > before).sort_index(), note
+    all_runs = measured(final(table, more=(by,)))
+    runs, left_out = known(may_be_best(all_runs), _ACROSS, "peak memory", todo)
+    runs, without = known(runs, by, by, "choose another --by of docs/reference/columns.md")
+    runs = runs.sort_values([_ACROSS, by], ascending=[True, by in LOWER_IS_BETTER], kind="stable")
+    values = -runs[by] if by in LOWER_IS_BETTER else runs[by]
+    best = values.groupby(runs["panel"]).cummax()
+    before = best.groupby(runs["panel"]).shift(fill_value=-math.inf)
+    limits = (
+        {name: load_hardware(name).mem_bytes / GIB for name in runs["hardware"].unique()}
+        if is_predicted(table)
+        else {}
+    )
+    runs = runs.assign(front=values > before, limit_gib=runs["hardware"].map(limits).astype(float))
+    return runs.sort_index(), left_out + without + notes(table, all_runs)
 
 
-def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
-    """A panel for each model, with the names of the layouts of its front beside it, the fastest one on top."""
+def figure(drawn: pd.DataFrame, *, title: str, notes: str, by: str) -> Figure:
+    """A panel for each model, with the names of the layouts of its front beside it, as high as they lie."""
     names, nodes = list(drawn["panel"].unique()), sorted(drawn["nodes"].unique())
-    by_memory = drawn[drawn["front"]].sort_values("memory_gib", kind="stable")
+    by_memory = drawn[drawn["front"]].sort_values(_ACROSS, kind="stable")
     fronts = {name: by_memory[by_memory["panel"] == name] for name in names}
-    named_runs = {name: _named(front) for name, front in fronts.items()}
+    named_runs = {name: _named(front, by) for name, front in fronts.items()}
     unnamed = sum(map(len, fronts.values())) - sum(map(len, named_runs.values()))
-    about = "Front: a run with as little memory is slower. Colours: nodes; nodes=N draws one number of nodes."
+    is_lower_better, up = by in LOWER_IS_BETTER, _UP.get(by, by)
+    about = f"Front: a run with as little memory has {'more' if is_lower_better else 'fewer'} {up}."
+    about += " Colours: nodes; nodes=N draws one number of nodes."
     if unnamed:
         about += f"\nWithout a name: {counted(unnamed, 'run')} of the front, too close to others or too many."
-    heading = f"Throughput against memory, and the front of {counted(len(drawn), 'run')}: {title}"
+    heading = f"{'Throughput' if by in _UP else by} against memory, and the front of {counted(len(drawn), 'run')}: {title}"
     about += f"\n{notes}"
     whole, middle, panels = panel_grid(len(names), title=heading, notes=about, columns=1, height=2.6)
     styles = looks(nodes, ordered=True, linestyle="", markersize=3.5)
     for axes, name in zip(panels, names, strict=True):
         for n, node_runs in drawn[drawn["panel"] == name].groupby("nodes"):
-            axes.plot(node_runs["memory_gib"], node_runs["tokens_per_s_per_gpu"], alpha=0.7, **styles[n])
-        axes.plot(*fronts[name][[*_SCALES]].T.to_numpy(), color="black", linewidth=0.9, zorder=1)
+            axes.plot(node_runs[_ACROSS], node_runs[by], alpha=0.7, **styles[n])
+        axes.plot(*fronts[name][[_ACROSS, by]].T.to_numpy(), color="black", linewidth=0.9, zorder=1)
         axes.set(xlim=(0, 1.05 * axes.dataLim.x1), ylim=(0, 1.06 * axes.dataLim.y1))
-        _name(axes, named_runs[name])
-        label(axes, name, f"peak reserved memory, {drawn['memory_of'].iloc[0]} (GiB)", "tokens/s/GPU")
+        limits = drawn["limit_gib"][drawn["panel"] == name].dropna()
+        if len(limits):
+            axes.axvline(limits.iloc[0], color=GREY, linestyle="--", linewidth=1)
+            axes.set_xlim(0, 1.05 * max(axes.dataLim.x1, limits.iloc[0]))
+        _name(axes, named_runs[name], by)
+        across = f"peak reserved memory, {drawn['memory_of'].iloc[0]} (GiB)"
+        label(axes, name, across, f"{up} (lowest wins)" if is_lower_better else up)
     keys = [legend_entry(counted(n, "node"), **styles[n]) for n in nodes]
-    legend(middle, [*keys, legend_entry("front", color="black", linewidth=0.9)])
+    keys.append(legend_entry("front", color="black", linewidth=0.9))
+    if drawn["limit_gib"].notna().any():
+        keys.append(legend_entry("memory of a GPU", color=GREY, linestyle="--", linewidth=1))
+    legend(middle, keys)
     return whole
 
 
-def _named(front: pd.DataFrame) -> pd.DataFrame:
-    """The runs of a front that are named, with the column `text`; of two that are close, the faster one is named."""
+def _named(front: pd.DataFrame, by: str) -> pd.DataFrame:
+    """The runs of a front that are named, with the column `text`; of two that are close, the one that is better in `by`."""
     far: list[Any] = []
-    for point in (front[[*_SCALES]] / front[[*_SCALES]].max()).iloc[::-1].itertuples():
+    scales = front[[_ACROSS, by]]
+    for point in (scales / scales.max()).iloc[::-1].itertuples():
         if all(abs(point[1] - other[1]) + abs(point[2] - other[2]) > _CLOSE for other in far):
             far.append(point)
     front = front.loc[[point[0] for point in reversed(far)]]
@@ -91,13 +118,13 @@ def _named(front: pd.DataFrame) -> pd.DataFrame:
     return front.assign(text=["\n".join(lines) for lines in wrapped]).iloc[row_numbers]
 
 
-def _name(axes: Axes, named_runs: pd.DataFrame) -> None:
+def _name(axes: Axes, named_runs: pd.DataFrame, by: str) -> None:
     """Writes the names beside the panel, each as high as its run where there is room, with a line to it."""
     step = max(text.count("\n") + 1 for text in named_runs["text"]) / _LINES
     height, end = 1 + step / 2, axes.get_ylim()[1]
-    fastest_first = named_runs.iloc[::-1].to_dict("records")
-    for position, run in enumerate(fastest_first, start=1):
-        lowest = (len(fastest_first) - position + 0.5) * step
-        height = max(lowest, min(run["tokens_per_s_per_gpu"] / end, height - step))
-        point = run["memory_gib"], run["tokens_per_s_per_gpu"]
+    highest_first = named_runs.sort_values(by, ascending=False, kind="stable").to_dict("records")
+    for position, run in enumerate(highest_first, start=1):
+        lowest = (len(highest_first) - position + 0.5) * step
+        height = max(lowest, min(run[by] / end, height - step))
+        point = run[_ACROSS], run[by]
         axes.annotate(run["text"], point, (1.06, height), textcoords="axes fraction", **_NAME)

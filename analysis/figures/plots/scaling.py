@@ -123,8 +123,8 @@ def _across(panel_runs: pd.DataFrame, axis: str) -> str:
     """The name of the axis; that of nodes says how the batch follows from them."""
     if axis != "nodes":
         return TITLES[axis]
-    scaling, batch = panel_runs[["scaling", "batch"]].iloc[0]
-    return f"nodes ({scaling or 'strong'}: {batch or 'unknown gbs'})"
+    scaling = panel_runs["scaling"].fillna("strong").iloc[0]
+    return f"nodes ({scaling}: {panel_runs['batch'].fillna('unknown gbs').iloc[0]})"
 
 
 def _against(panel_runs: pd.DataFrame) -> str:

@@ -38,5 +38,7 @@ Overrides = Annotated[
 ]
 Source = Annotated[str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="Default: the newest.")]
 RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="A numeric column of the result table.")]
+AlsoRankBy = Annotated[str | None, typer.Option(hidden=True)]
+"""The spelling of RankBy that another command has."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 ResultsDir = Annotated[Path, typer.Option(help="The folder that holds the sweeps.")]

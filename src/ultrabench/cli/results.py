@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrabench.analysis.figures.kinds import KINDS, prepared, rows_where, runs_drawn
-from ultrabench.cli.options import RESULTS, Json, RankBy, ResultsDir, Source, start_no_threads, table_file
+from ultrabench.cli.options import (
+    RESULTS,
+    AlsoRankBy,
+    Json,
+    RankBy,
+    ResultsDir,
+    Source,
+    start_no_threads,
+    table_file,
+)
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
 from ultrabench.store.folder import find_sweep, write_whole
 
@@ -45,6 +54,7 @@ def heatmap(
     source: Source = None,
     output: Output = None,
     rank_by: RankBy = "tokens_per_s_per_gpu",
+    by: AlsoRankBy = None,
     include_suspects: bool = typer.Option(False, "--include-suspects", help="Let suspect runs win, too."),
     other: str | None = typer.Option(
         None, "--compare", metavar="SWEEP or FILE", help="Show ratios to the best runs of this one."
@@ -56,10 +66,10 @@ def heatmap(
     start_no_threads()
     from ultrabench.analysis.cells import compared_with, notes
     from ultrabench.analysis.collect import open_results, told_apart
-    from ultrabench.analysis.planned import NOTE, is_predicted
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say, warn
 
+    rank_by = by or rank_by
     name, begin, table = open_results(source, results_dir, warn)
     cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), ""
     if other is not None:
@@ -72,12 +82,10 @@ def heatmap(
         return
     from ultrabench.analysis.figures.heatmap import figure
 
-    by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
-    note = "".join(f"Ranked by {column}. " for column in by[:1]) + notes(table, include_suspects)
-    predicted = is_predicted(table)
-    note = NOTE * predicted + note
+    ranked_by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
+    note = "".join(f"Ranked by {column}. " for column in ranked_by[:1]) + notes(table, include_suspects)
     path = output or Path(f"{begin}heatmap.png")
-    draw(path, lambda: figure(cells, title=name, notes=note, compared_with=label, predicted=predicted))
+    draw(path, lambda: figure(cells, title=name, notes=note, compared_with=label))
     close = sum(bool(cell.as_good_as_best) for cell in cells)
     tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}{tied if close else ''}")
@@ -90,6 +98,7 @@ def plot(
     ),
     output: Output = None,
     axis: str | None = typer.Option(None, metavar="NAME", help="What is across, as --list shows."),
+    by: str | None = typer.Option(None, metavar="COLUMN", help="What is up, where --list shows --by."),
     list_: bool = typer.Option(False, "--list", help="Show the kinds of figures."),
     results_dir: ResultsDir = RESULTS,
 ) -> None:
@@ -116,8 +125,8 @@ def plot(
     else:
         name, begin, table = open_results(source, results_dir, warn)
         table, options = rows_where(table, settings), {}
-    path = output or Path(f"{begin}{kind}{f'-{axis}' if axis else ''}.png")
-    drawn, make = prepared(kind, table, title=name, axis=axis, **options)
+    path = output or Path(f"{begin}{'-'.join(filter(None, (kind, axis, by)))}.png")
+    drawn, make = prepared(kind, table, title=name, axis=axis, by=by, **options)
     draw(path, make)
     runs = runs_drawn(kind, drawn)
     say(f"drew {path}" if runs is None else f"drew {counted(runs, 'run')} to {path}")
@@ -127,7 +136,8 @@ def _print_kinds() -> None:
     """Prints one line for each kind of figure."""
     for kind, description in KINDS.items():
         axes = f" (--axis {', '.join(description.axes)})" if description.axes else ""
-        typer.echo(f"{kind:<14}{description.shows}{axes}")
+        columns = f" (--by COLUMN, else {description.by})" if description.by else ""
+        typer.echo(f"{kind:<14}{description.shows}{axes}{columns}")
 
 
 def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:

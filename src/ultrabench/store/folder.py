@@ -166,7 +166,7 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
     """
     if sweep is not None and sweep.endswith(".parquet") and not Path(sweep).is_dir():
         todo = f"name a sweep, or read the file: ultrabench sweep top {sweep}, or ultrabench report {sweep}"
-        raise SweepFolderError(f"{sweep} is a table of results, without plan, journal and logs; {todo}")
+        raise SweepFolderError(f"{sweep} is a file, without the journal and logs of a sweep; {todo}")
     if sweep is not None:
         for path in (Path(sweep), results_dir / sweep):
             if (path / "sweep.json").is_file():

@@ -286,6 +286,24 @@ def test_pareto_marks_the_runs_that_no_other_beats():
     assert found == {"fast": True, "small": True, "equal": False, "worse": False}
 
 
+def test_pareto_by_another_column_has_the_front_where_rankings_have_the_best():
+    rows = [
+        row("saves", energy_j_per_step=50.0, tokens_per_j=4.0), row("small", energy_j_per_step=70.0, tokens_per_j=3.0, peak_mem_reserved_bytes=2**30),
+        row("worse", energy_j_per_step=80.0, tokens_per_j=2.0), row("unknown"),
+    ]  # fmt: skip
+    for by, words in (
+        ("energy_j_per_step", "energy_j_per_step (lowest wins)"),
+        ("tokens_per_j", "tokens_per_j"),
+    ):
+        points, texts = drawn("pareto", *rows, by=by)
+        assert points.set_index("run_id")["front"].to_dict() == {"saves": True, "small": True, "worse": False}
+        assert words in texts.splitlines()
+    with refused("4 runs here, none with its power_w_mean; choose another --by"):
+        drawn("pareto", *rows, by="power_w_mean")
+    with refused("the figure scatter has no choice of column"):
+        drawn("scatter", *rows, by="mfu")
+
+
 def test_pareto_says_how_many_runs_of_a_front_have_no_name():
     rows = [row(f"{n}", rate=100.0 * n, peak_mem_reserved_bytes=n * 2**30) for n in range(1, 21)]
     told = drawn("pareto", *rows, row("close", rate=1999.0, peak_mem_reserved_bytes=20 * 2**30 - 1))[1]

@@ -107,7 +107,9 @@ def test_a_cell_looks_as_in_the_heatmap(opened):
     assert "40.0 %\n+- 53.0 %\n" in texts[1]
     weights = "all => all.map((one) => getComputedStyle(one).fontWeight)"
     assert tab.locator(".headline").evaluate_all(weights) == ["700", "400"]
-    shown = cells.evaluate_all("all => all.map((one) => one.style.background.match(/\\d+/g).map(Number))")
+    shown = cells.evaluate_all(
+        "all => all.map((one) => one.style.backgroundColor.match(/\\d+/g).map(Number))"
+    )
     for colour, share in zip(shown, (0.75, 1.0), strict=True):
         assert colour == pytest.approx([255 * c for c in matplotlib.colormaps["viridis"](share)[:3]], abs=4)
     assert "3 layouts rejected: 2 by rules, 1 by the kernel" in text_of(tab, "#about")
@@ -319,7 +321,7 @@ def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predi
     assert tab.locator("#about").inner_text().startswith("Predicted by a plan, nothing was measured")
     assert tab.locator("#fit input").count() == 4, "of pp, schedule, ZeRO and recomputation"
     for pp, recompute in ((4, "full"), (1, "none"), (8, "none")):
-        for name, place in (("pp", [1, 2, 4, 8].index(pp)), ("recompute", ["full", "none"].index(recompute))):
+        for name, place in (("pp", [1, 2, 4, 8].index(pp)), ("recompute", ["none", "full"].index(recompute))):
             tab.locator(f"#fit input[name={name}]").evaluate(
                 f"it => {{ it.value = {place}; it.dispatchEvent(new Event('input')) }}"
             )
@@ -327,6 +329,19 @@ def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predi
         (run,) = (run for run in plan.runs if told.startswith(f"{run.layout.label()}: "))
         assert (run.layout.pp, run.layout.recompute) == (pp, recompute)
         assert f"{run.prediction.peak_mem_bytes / 2**30:.1f} GiB of 79.1 GiB" in told
+    tab.locator("#fit input[name=pp]").evaluate(
+        "it => { it.value = 0; it.dispatchEvent(new Event('input')) }"
+    )
+    followed = tab.locator("#fit [role=status]").inner_text()
+    assert re.fullmatch(
+        r"No layout of the plan has the other values with pp 1\. Also changed: pp_schedule from \w+ to none.*",
+        followed,
+    )
+    assert tab.locator("#fit input[name=pp_schedule]").input_value() == "0", "none is the first word"
+    page = tab.locator("body").inner_text()
+    assert [words for words in ("tried", "ended ok", "in doubt", "attempts", " oom") if words in page] == []
+    assert "predicted out of memory" in page
+    assert tab.locator(".heatmap button.predicted").count() == 1
 
 
 def test_a_page_of_measurements_has_no_sliders(opened):

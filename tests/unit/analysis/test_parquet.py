@@ -103,16 +103,16 @@ def test_an_attempt_becomes_the_run_that_it_measured(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"intermediate_size": None}, "model=8B lacks intermediate_size"),
+    [({"intermediate_size": None}, "no intermediate_size of model=8B"),
      ({"zero_stage": 4}, "zero_stage=4; must be 0 to 3"),
      ({"dp": 16}, "has 16 ranks; 1 node of 8 have 8")],
 )  # fmt: skip
-def test_rows_that_name_no_run_are_counted_by_reason(change, reason):
+def test_rows_that_name_no_run_are_named_by_reason(change, reason):
     runs, left_out = measured_runs(table_of(row("a"), row("b", **change)))
     assert [run.run_id for run in runs] == ["a"]
-    ((told, number),) = left_out.items()
+    ((told, names),) = left_out.items()
     assert reason in told
-    assert number == 1
+    assert names == ["run b of 8B on 1 node"]
 
 
 def test_models_of_any_shape_come_back_from_a_table():

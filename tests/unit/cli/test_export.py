@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests import patience
-from tests.unit.cli.conftest import QUICK, as_json, one_line, record
-from ultrabench.analysis.export.library import PACKAGES
+from tests.sweep_folder import write
+from tests.unit.cli.conftest import QUICK, as_json, content, one_line, record
+from ultrabench.analysis.export.library import PACKAGES, require_library
 from ultrabench.cli.sweep import tracking
+from ultrabench.errors import ConfigError
+from ultrabench.store.events import Launched
+from ultrabench.sweep.config.load import load_config
 
 OK, CRASHED = QUICK.runs[:2]
 
@@ -59,7 +63,14 @@ def require_same(run, row, config=str, number=float):
         "hardware",
     ):
         assert run["config"][name] == config(row[name]), name
-    for name in ("step_time_s", "tokens_per_s_per_gpu", "mfu", "num_repeats", "peak_mem_reserved_bytes"):
+    for name in (
+        "step_time_s",
+        "tokens_per_s_per_gpu",
+        "ranked_value",
+        "mfu",
+        "num_repeats",
+        "peak_mem_reserved_bytes",
+    ):
         assert (number(run["metrics"][name]) if name in run["metrics"] else None) == row[name], name
 
 
@@ -75,6 +86,22 @@ def test_csv_has_a_line_for_each_run_that_ended_with_the_numbers_of_top(ultraben
     before = path.read_bytes()
     ultrabench("export", "csv", "-o", "again.csv")
     assert (path.parents[2] / "again.csv").read_bytes() == before
+
+
+def test_the_number_that_ranks_is_exported_and_one_repeat_stands_for_the_run_everywhere(ultrabench, sweep):
+    beside = next(run for run in QUICK.runs[1:] if run.spec.nodes == OK.spec.nodes and run != CRASHED)
+    record(sweep, OK, repeat=1, step_times_s=(0.01,) * 6)  # the slower one of two stands for the run
+    record(sweep, beside, step_times_s=(0.09,) * 6)
+    ultrabench("export", "csv", "-o", "runs.csv")
+    best, second = [*csv.DictReader(Path("runs.csv").read_text().splitlines())][:2]
+    assert (best["run_id"], best["rank"], best["ranked_by"]) == (OK.run_id, "1.0", "tokens_per_s_per_gpu")
+    assert float(best["tokens_per_s_per_gpu"]) < float(second["tokens_per_s_per_gpu"])
+    assert float(best["ranked_value"]) > float(second["ranked_value"]) > 0
+    top, cell = as_json(ultrabench, "sweep", "top")[0], as_json(ultrabench, "heatmap")[0]
+    (listed,) = as_json(ultrabench, "sweep", "list")
+    assert float(best["ranked_value"]) == listed["best"][0]["tokens_per_s_per_gpu"]
+    for name in ("run_id", "tokens_per_s_per_gpu", "mfu", "ranked_value", "ranked_by"):
+        assert best[name] == str(top[name]) == str(cell[name]), name
 
 
 def test_wandb_offline_holds_one_run_a_layout_also_after_the_second_export(ultrabench, measured, tmp_path):
@@ -119,6 +146,25 @@ def test_a_missing_library_gives_the_command_that_installs_it(ultrabench, sweep,
     monkeypatch.setitem(sys.modules, "mlflow", None)
     line = one_line(ultrabench, *command.format("mlflow").split())
     assert line == "mlflow is not installed; pip install 'ultrabench[mlflow]'"
+
+
+def test_a_folder_with_offline_runs_is_no_library(tmp_path, monkeypatch):
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'ultrabench\[wandb\]'"):
+        require_library("wandb")
+
+
+def test_a_sweep_whose_tracker_is_gone_is_not_resumed(ultrabench, sweep, monkeypatch):
+    tracked = load_config(["model=tiny", "launcher.track=mlflow"]).resolved
+    write(sweep, Launched(generation=2, config=tracked))
+    ultrabench("sweep", "pause")
+    before = content(sweep)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    for command in ("resume", "retry"):
+        assert one_line(ultrabench, "sweep", command).startswith("mlflow is not installed; pip install ")
+    assert content(sweep) == before
 
 
 def test_mistakes_of_an_export_are_one_line(ultrabench, sweep):

@@ -261,8 +261,10 @@ def test_an_example_map_reads_what_frameworks_publish_and_every_other_row_is_jud
     words = "predict", "validate", "out.parquet"
     judged, err = as_json(ultrabench, *words), ultrabench(*words)[2]
     refused = (
-        "2: row.kernel.precision='mxfp8'",
-        "3: model=gpt-oss-120b lacks hidden_size",
+        "2 rows cannot be predicted, such as run ",
+        " of llama3-70b on 16 nodes: precision=mxfp8 is not modelled, but fp32, bf16, fp8, fp64 are\n",
+        "3 rows cannot be predicted, such as run ",
+        ": no hidden_size, num_hidden_layers, ",
         "1 unknown hardware 'GB300'",
     )
     assert all(reason in err for reason in refused)

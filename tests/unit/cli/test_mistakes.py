@@ -93,6 +93,8 @@ WITH_A_SWEEP = [
      "cannot write results/quick-cpu/sweep.json/x.parquet"),
     ("heatmap -o results", "results; figures are written as .png, .svg or .pdf: name a file"),
     ("sweep top --by model", "unknown column to rank by 'model' (known: tokens_per_s_per_gpu, mfu, "),
+    ("heatmap --rank-by energy_j_per_step", "no ok run has a value in energy_j_per_step; rank by another of"),
+    ("sweep rename quick-cpu x.parquet --yes", "NEW='x.parquet'; must be a text of at most 100 ASCII characters that"),
     ("sweep show 99", "no rank 99 in quick-cpu, which has 29"),
     ("report -o page.pdf", "name a file that ends in .html"),
     ("plot com", "unknown figure 'com'; did you mean comm?"),

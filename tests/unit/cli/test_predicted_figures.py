@@ -2,10 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
+
+import pyarrow.compute as pc
+from matplotlib.text import Text
 
 from tests.unit.cli.conftest import one_line
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.figures import heatmap
+from ultrabench.analysis.figures.kinds import prepared
+from ultrabench.analysis.figures.plots import memory
 from ultrabench.analysis.ranking import rank
 
 PLAN = (
@@ -32,8 +38,51 @@ def test_a_heatmap_of_a_plan_shows_its_first_layout_and_says_that_it_is_predicte
     assert abs(ended[first["run_id"]]["mfu"] / first["mfu"] - 1) < 1e-9
     assert "oom" in {row["status"] for row in ended.values()}
     cells = rank(table)
-    plain, hatched = (heatmap.figure(cells, title=name, predicted=predicted) for predicted in (False, True))
+    measured = [replace(cell, predicted=False) for cell in cells]
+    plain, hatched = (heatmap.figure(drawn, title=name) for drawn in (measured, cells))
     assert len(hatched.axes[0].collections) == len(plain.axes[0].collections) + len(cells)
+
+
+def test_figures_of_a_plan_say_that_nothing_was_measured(ultrabench, tmp_path):
+    ultrabench(*PLAN)
+    table = open_results("plan.parquet", tmp_path, print)[2]
+    words = {}
+    for kind in ("pareto", "scaling"):
+        _, make = prepared(kind, table, title="plan")
+        words[kind] = "\n".join(text.get_text() for text in make().findobj(Text))
+        assert re.search(
+            r"nothing was measured.*: \d+ planned, \d+ predicted out of memory",
+            words[kind].replace("\n", " "),
+        )
+    assert "memory of a GPU" in words["pareto"]
+    assert "nodes (strong: gbs " in words["scaling"]
+    best = table.filter(pc.field("run_id") == rank(table)[0].run_id).to_pylist()[0]
+    bars, note = memory.points({}, table, axis="mbs")
+    (bar,) = (bar for bar in bars.itertuples() if bar.value == str(best["mbs"]))
+    assert (bar.shown, bar.tp, bar.zero_stage) == ("predicted", best["tp"], best["zero_stage"])
+    assert abs(bar.bytes - best["predicted_peak_mem_bytes"]) < 2
+    assert {*bars["shown"]} == {"predicted"}
+    assert "those of the best layout of the plan" in note
+    assert all(cell["predicted"] for cell in json.loads(ultrabench("heatmap", "plan.parquet", "--json")[1]))
+    assert "no layout of the plan has tp=8" in one_line(ultrabench, "plot", "memory", "plan.parquet", "tp=8")
+
+
+def test_a_layout_of_a_plan_is_shown_as_a_command_of_a_framework(ultrabench, tmp_path):
+    plan = [word.replace("llama3-8b", "llama3.1-8b") for word in PLAN]
+    ultrabench(*plan)
+    first = json.loads(ultrabench("sweep", "top", "plan.parquet", "--json")[1])[0]
+    words = "plan.parquet", "--as", "megatron", "--json"
+    by_rank, by_id = (
+        json.loads(ultrabench("sweep", "show", run, *words)[1]) for run in ("1", first["run_id"][:8])
+    )
+    assert by_rank == by_id
+    assert by_rank["run_id"] == first["run_id"]
+    assert any(reason.startswith("rope_scaling={") for reason in by_rank["not_expressed"])
+    expected = {f"--tensor-model-parallel-size={first['tp']}", f"--micro-batch-size={first['mbs']}"}
+    assert expected <= {*by_rank["command"]}
+    for run in ("0", "9999", "zz"):
+        line = one_line(ultrabench, "sweep", "show", run, *words)
+        assert line.startswith(f"'{run}' means 0 runs of plan.parquet; give a rank up to ")
 
 
 def test_commands_that_draw_take_a_plan(ultrabench, tmp_path):

@@ -93,6 +93,13 @@ def test_the_column_that_is_ranked_by_is_in_the_table(ultrabench, results, monke
     assert "3.25 s" in out
     assert SHOWN_AS["mfu"] in ultrabench("sweep", "top", "quick-cpu", "--by", "mfu")[1].split()
     runs = as_json(ultrabench, "sweep", "top", "--by", "dp", "-n", "2")
+    assert runs == as_json(ultrabench, "sweep", "top", "--rank-by", "dp", "-n", "2")
+    both = (as_json(ultrabench, "heatmap", name, "dp") for name in ("--by", "--rank-by"))
+    assert len({str(cells) for cells in both}) == 1
+    assert all(
+        name not in ultrabench(*words, "--help")[1]
+        for *words, name in (("heatmap", "--by"), ("sweep", "top", "--rank-by"))
+    )
     assert {row["ranked_by"] for row in runs if row["nodes"] == NODES} == {"dp"}
     assert len(runs) == 2 * len({run.nodes for run in QUICK.runs})
 

@@ -238,7 +238,7 @@ def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
         ("sweep.recompute=[every1]", "sweep.recompute='every1'; must be none"),
         ("repeats=0", "repeats=0; must be >= 1"), ("repeats=2.5", "repeats=2.5 is not an integer"),
         ("name=a/b", "begins with a letter, a digit or"),
-        *((f"name={name}", "must be a text of at most 100 ASCII characters") for name in (".hidden", "-x", "50%", "x" * 101, '"a\\tb"')),
+        *((f"name={name}", "must be a text of at most 100 ASCII characters") for name in (".hidden", "-x", "50%", "x" * 101, "x.parquet", '"a\\tb"')),
         ("hardware.gpus_per_node=0", "hardware.gpus_per_node=0; must be >= 1"),
         ("kernel.compile=maybe", "kernel.compile='maybe'; must be auto, true or false"),
         ("kernel.attention=sdpa", "kernel.attention='sdpa'; must be auto, cudnn, flash, flash3 or math"),

@@ -67,7 +67,9 @@ PIPELINE = {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}
     ],
 )
 def test_what_a_framework_cannot_do_is_one_line(name, values, line):
-    assert len([comment for comment in shown(name, **values)[1] if line in comment]) == 1
+    comments = shown(name, **values)[1]
+    assert len([comment for comment in comments if line in comment]) == 1
+    assert not [comment for comment in comments if comment.startswith("kernel ")]
 
 
 def test_accelerate_accepts_its_file(tmp_path):

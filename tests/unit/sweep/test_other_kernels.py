@@ -190,8 +190,8 @@ def test_megatron_is_told_how_experts_are_made_chosen_and_spread():
 def test_what_megatron_cannot_do_with_experts_is_refused_and_shown_without_changing_the_rest(changed, reason):
     config = load_config(["kernel=megatron", "model=8B"])
     spec = with_experts(**changed)
-    reason = f"kernel megatron supports {reason}"
-    assert refusal(config.kernel, spec.layout, spec.shape, 64, "cuda") == reason
+    reason = f"megatron supports {reason}"
+    assert refusal(config.kernel, spec.layout, spec.shape, 64, "cuda") == f"kernel {reason}"
     assert reason in list(not_expressed(spec, config.kernel))
     assert {"--num-experts=8", "--untie-embeddings-and-output-weights"} <= {*command_of(spec, config)}
 

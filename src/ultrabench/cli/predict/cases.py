@@ -1,16 +1,18 @@
 """Reads the measured runs that the commands `ultrabench predict ...` compare with predictions."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from ultrabench.analysis.collect import open_results
-from ultrabench.analysis.measured import measured_runs
+from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.predict.cases import Case, cases, default_profile, usual_profiles, with_memory
 from ultrabench.cli.tables import say, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.profile import Profile
+
+MOST_REASONS = 5
+"""Largest number of reasons that are printed for rows that cannot be predicted."""
 
 
 def open_cases(
@@ -50,18 +52,20 @@ def open_cases_by_profile(
 
 def _usable_cases(sources: Sequence[str | None], results_dir: Path) -> list[Case]:
     """The runs that predictions can be compared with; the others are counted on stderr."""
-    runs, unknown = [], Counter[str]()
+    runs, unknown = list[MeasuredRun](), dict[str, list[str]]()
     for source in sources:
         runs_with_results, unusable = measured_runs(open_results(source, results_dir, warn)[2])
         runs += runs_with_results
-        unknown += unusable
-    if unknown:
-        reasons = "; ".join(f"{n:,}: {reason}" for reason, n in unknown.most_common(5))
-        say(f"{counted(unknown.total(), 'row')} cannot be predicted ({reasons})")
+        for reason, names in unusable.items():
+            unknown.setdefault(reason, []).extend(names)
+    for reason, names in sorted(unknown.items(), key=lambda pair: -len(pair[1]))[:MOST_REASONS]:
+        example = f"such as {names[0]}" if len(names) > 1 else names[0]
+        say(f"{counted(len(names), 'row')} cannot be predicted, {example}: {reason}")
+    num_unknown = sum(map(len, unknown.values()))
     usable_cases, others = cases(runs)
     exclusions = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
     say(f"{counted(len(usable_cases), 'run')}; left out: {exclusions or 'none'}")
     if not usable_cases:
-        rows = counted(len(runs) + unknown.total(), "row")
+        rows = counted(len(runs) + num_unknown, "row")
         raise ConfigError(f"none of {rows} is of a run that can be predicted and ended ok or out of memory")
     return usable_cases

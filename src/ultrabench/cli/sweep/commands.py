@@ -9,6 +9,7 @@ import typer
 
 from ultrabench.cli.options import (
     RESULTS,
+    AlsoRankBy,
     Json,
     Overrides,
     RankBy,
@@ -123,6 +124,7 @@ def top(
     source: Source = None,
     first: int | None = typer.Option(None, "-n", min=1, help="Runs per cell; default 10, all with --json."),
     by: RankBy = "tokens_per_s_per_gpu",
+    rank_by: AlsoRankBy = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
@@ -131,7 +133,7 @@ def top(
     The best run and those that are as good come first, then the others by number, then suspects."""
     from ultrabench.cli.sweep.top import show_top
 
-    show_top(source, first, by, json_, results_dir)
+    show_top(source, first, rank_by or by, json_, results_dir)
 
 
 @sweep_app.command()

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ultrabench.cli.sweep.launch import follow, settled
+from ultrabench.cli.sweep.launch import follow, require_tracker, settled
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ClusterError, ConfigError, require_known
@@ -40,6 +40,8 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
     if not chosen:
         say(f"nothing to retry: no run ended in {only or 'a failure'}")
         return 0
+    if not dry_run:
+        require_tracker(plan.config)
     if not as_json:
         title = f"{'would run' if dry_run else 'runs'} again, whatever the policy says"
         columns = ("run", ">repeat", ">attempt", "was", "reason", "the policy alone")
@@ -108,6 +110,7 @@ def run_pause(folder: SweepFolder) -> None:
 def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -> int:
     """Lifts a pause and continues the sweep with its latest configuration; returns the exit code."""
     state, plan = _open(folder)
+    require_tracker(plan.config)
     folder.pause.unlink(missing_ok=True)
     if state.paused:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1, on=False))

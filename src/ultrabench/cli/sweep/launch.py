@@ -33,6 +33,7 @@ from ultrabench.store.kernel_secrets import hide
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.remedy import same_commands
 from ultrabench.sweep.running.attempts import Launch, next_attempts
@@ -51,8 +52,7 @@ def run_launch(
     """Launches and follows a sweep; returns the exit code."""
     config = in_force(load_config(overrides), warn)
     require_program(config)
-    if config.launcher.track:
-        require_library(config.launcher.track)
+    require_tracker(config)
     require_local(config)  # before the plan, which may take seconds
     folder = folder_of(config)
     folder.require_writable()  # before this machine is measured, which takes seconds
@@ -76,6 +76,12 @@ def run_launch(
     sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=budget, max_limit_s=limit_s)
     same_price = price if sweep.plan is plan else None
     return follow(sweep, launcher, folder.display_name, same_price, detach=detach, ask=not yes, stderr=False)
+
+
+def require_tracker(config: SweepConfig) -> None:
+    """Raises ConfigError if the library of the tracker of a launch is not installed."""
+    if config.launcher.track:
+        require_library(config.launcher.track)
 
 
 def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:

@@ -11,9 +11,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ultrabench.cli.sweep.show import find_run
+import pyarrow.compute as pc
+
+from ultrabench.analysis.collect import read_parquet
+from ultrabench.analysis.measured import spec_of
+from ultrabench.analysis.planned import is_predicted
+from ultrabench.analysis.ranking import leaderboard
+from ultrabench.cli.sweep.show import MOST_RANK_DIGITS, find_run
 from ultrabench.cli.tables import print_json, say, show
-from ultrabench.errors import SweepFolderError, require_known
+from ultrabench.errors import SweepFolderError, counted, require_known
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import BATCH, FOLLOWING, Layout
 from ultrabench.model_shape import ADDED_LATER, ModelShape
@@ -24,7 +30,7 @@ from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.framework import MODEL, Framework, text_of
-from ultrabench.sweep.config.load import load_config, load_framework
+from ultrabench.sweep.config.load import load_config, load_framework, load_model
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.refusals import ROUTED, unsupported
 from ultrabench.variant import texts, variables_of
@@ -40,19 +46,23 @@ def show_as(name: str, run: str, sweep: str | None, as_json: bool, results: Path
 
     Raises:
         ConfigError: no file in configs/kernel/ or configs/framework/ has this name.
-        SweepFolderError: the run is unknown, or the plan rejects it.
+        SweepFolderError: the run is unknown, the plan rejects it, or a file is no plan.
     """
     commands = {kernel: read_yaml(path).get("command") for kernel, path in files("kernel").items()}
     kernels = [kernel for kernel, words in commands.items() if isinstance(words, list)]
     require_known("framework", (*kernels, *files("framework")), name)
-    folder, run_id, look = find_run(run, sweep, results)
-    spec, config = _spec(folder, run_id, look()), load_config([f"kernel={name}"] if name in kernels else [])
+    if sweep is not None and sweep.endswith(".parquet"):
+        place, (run_id, spec) = Path(sweep).stem, _spec_of_plan(Path(sweep), run)
+    else:
+        folder, run_id, look = find_run(run, sweep, results)
+        place, spec = folder.name, _spec(folder, run_id, look())
+    config = load_config([f"kernel={name}"] if name in kernels else [])
     framework = Framework(kernel=config.kernel) if name in kernels else load_framework(name)
     kernel = with_precision(framework.kernel, spec.kernel.precision)
     varied = variables_of(spec.variant)
     others = {key: value for key, value in spec.variant.items() if key.removeprefix("env.") not in varied}
     document: dict[str, Any] = {
-        "sweep": folder.name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
+        "sweep": place, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
         "env": kernel.env | varied, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *texts(others)],
     }  # fmt: skip
     words = fill_in(spec_there(spec, kernel), AttemptKey(run_id, 0, 0), config.measure)
@@ -98,6 +108,30 @@ def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
     raise SweepFolderError(f"run {run_id} of {folder.name} is not in the plan: {reason}; name another run")
 
 
+def _spec_of_plan(path: Path, run: str) -> tuple[str, RunSpec]:
+    """The run_id and the spec of a run in a file of `sweep plan -o`; `run` is its rank in `sweep top`, or begins its id.
+
+    Raises:
+        SweepFolderError: the file is no plan, or `run` means no run of it, or several.
+    """
+    table = read_parquet(path)
+    if not is_predicted(table):
+        rule = "only the layouts of a plan are shown from a file: name the sweep, or write a plan with sweep plan -o"
+        raise SweepFolderError(f"{path} is a table of results; {rule}")
+    ids = [row["run_id"] for board in leaderboard(table) for row in board]
+    is_rank = run.isdecimal() and len(run) <= MOST_RANK_DIGITS
+    matches = ids[int(run) - 1 : int(run)] if is_rank else [i for i in ids if i.startswith(run)]
+    if len(matches) != 1:
+        rule = (
+            f"give a rank up to {len(ids):,}, or the first digits of one id, of: ultrabench sweep top {path}"
+        )
+        raise SweepFolderError(f"{run!r} means {counted(len(matches), 'run')} of {path}; {rule}")
+    (row,) = table.filter(pc.field("run_id") == matches[0]).to_pylist()
+    return matches[0], replace(
+        spec_of(row), shape=load_model(row["model"])
+    )  # a row has no settings of rotations
+
+
 def spec_there(spec: RunSpec, kernel: KernelConfig) -> RunSpec:
     """The run as `kernel` trains it, with its flag for the routing of our run, if it has one."""
     flags = kernel.flags.get(ROUTED, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
@@ -139,7 +173,7 @@ def not_expressed(
     own_kernel, model = without_other_models(spec, kernel), values_of(spec.shape)
     others, text = kernel.flags.keys() - own_kernel.flags.keys(), "file" if elsewhere else "command"
     supports = {name: values for name, values in kernel.supports.items() if not (others and name in model)}
-    yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape)
+    yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape, kernel.name)
     words = words_in(own_kernel)
     expressed = {*words, *kernel.flags, *IMPLIED}
     if others:
