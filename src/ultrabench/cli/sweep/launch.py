@@ -221,7 +221,10 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
     Jobs of Slurm go on. On this machine Ctrl-C ends all runs. A launcher that is ended by a signal, or
     whose terminal is gone, leaves its agents running for the next launch.
     """
-    same_command = shlex.join(["ultrabench", *hide(sys.argv[1:], sweep.config.secrets)])
+    again = (
+        ["sweep", "resume", display_name] if "retry" in sys.argv[1:3] else sys.argv[1:]
+    )  # it asks once only
+    same_command = shlex.join(["ultrabench", *hide(again, sweep.config.secrets)])
     jobs_go_on = sweep.config.launcher.name != "local"
     if jobs_go_on or number != signal.SIGINT:
         why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
