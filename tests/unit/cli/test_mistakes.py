@@ -23,7 +23,7 @@ MISTAKES = [
     ("kernel check dp=128", "the check runs up to 64"),
     ("kernel check --device gpu", "device='gpu'; must be cpu or cuda"),
     ("kernel check cp=2 --device cuda", "cp=2 needs precision=bf16 or fp8 on GPUs; precision=fp64; choose another layout"),
-    ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, torchtitan, accelerate, nemo, nanotron, deepspeed)"),
+    ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, torchtitan, torchtitan-main, accelerate, nemo, nanotron, deepspeed)"),
     ("kernel check model=llama3-70b", "needs at least 5,257 GiB: 40 bytes for each of its 70,5"),
     ("kernel check dp=2 --dump FILE/d", "cannot write --dump FILE/d"),
     ("kernel dryrun tp", "'tp' is no NAME=VALUE; write for example model=llama3-8b nodes=8 tp=8"),
