@@ -116,7 +116,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("fingerprint", TEXT, "Equal for the same failure wherever it happens."),
         column("confirmed", BOOL, "Whether the allocator's own record proves an oom."),
         column("suspect_hosts", TEXTS, "Hosts that a failure points at."),
-        column("suspect", TEXT, "Why the number is in doubt, all reasons; such a row wins no cell. Else null."),
+        column("suspect", TEXT, "Why the number is in doubt, all reasons; such a row wins only if all measured runs of its cell are suspect. Else null."),
         column("suspect_codes", TEXTS, "The codes of these reasons, such as throttled or other_batch."),
         column("stopped", TEXT, "Why measuring ended: interval, max_steps, program, slower_than_best, time_limit."),
         column("dominated_by", TEXT, "The run_id whose outcome made this run pointless."),
