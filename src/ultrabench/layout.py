@@ -103,7 +103,7 @@ class Layout:
         kind=CHOICE, title="ZeRO stage", default=0, usual=(0, 1, 2, 3),
     )  # fmt: skip
     dp_shard: Annotated[int, at_least(0)] = axis(
-        "shard", "Ranks among which a ZeRO stage shards, the others hold replicas; 0: all dp*cp ranks.",
+        "shard", "Number of ranks among which ZeRO shards; other ranks hold replicas. 0: all dp*cp ranks.",
         kind=CHOICE, title="ranks of a shard group", default=0, implied=(0,), detail_of="zero_stage",
         in_sweep=InSweep(SHARD_WORDS, "all"), added_later=True,
     )  # fmt: skip
@@ -125,21 +125,21 @@ class Layout:
         detail_of="pp_schedule", in_sweep=InSweep(Annotated[int, at_least(2)], 2),
     )  # fmt: skip
     recompute: Annotated[str, RECOMPUTE] = axis(
-        "recompute-", "What backward computes again: none, attention, selective, full, or every2: each 2nd layer.",
+        "recompute-", "What backward recomputes: none, attention, selective, full, or everyN: each N-th layer in full.",
         kind=CHOICE, title="recomputation", default="none", implied=("none",),
         usual=("none", "attention", "selective", "every2", "full"),
     )  # fmt: skip
     sequence_parallel: Annotated[str, one_of("on", "off")] = axis(
-        "sp-", "Whether the ranks of tp share the tokens between the blocks (on), or each has all of them (off).", kind=CHOICE,
+        "sp-", "Between blocks, tp ranks share the tokens (on), or each rank holds all tokens (off).", kind=CHOICE,
         title="sequence parallelism", default="on", implied=("on",), usual=("on", "off"), detail_of="tp", added_later=True,
     )  # fmt: skip
     cp_exchange: Annotated[str, one_of("ring", "allgather")] = axis(
-        "cp-", "How the ranks of cp get each other's keys and values: ring, beside attention, or allgather, before it.",
+        "cp-", "How cp ranks exchange keys and values: ring (during attention) or allgather (before it).",
         kind=CHOICE, title="exchange of keys and values", default="ring", implied=("ring",), usual=("ring", "allgather"),
         detail_of="cp", added_later=True,
     )  # fmt: skip
     ep: Count = axis(
-        "ep", "Expert-parallel degree: consecutive ranks of dp*cp*tp that share the experts of a layer.", kind=CHOICE,
+        "ep", "Expert-parallel degree: number of consecutive dp*cp*tp ranks that share the experts of a layer.", kind=CHOICE,
         title="expert-parallel degree", default=1, implied=(1,), usual=POWERS, divides=("dp", "cp", "tp"),
         in_sweep=InSweep(EP_WORDS, "auto"), added_later=True,
     )  # fmt: skip
