@@ -1,12 +1,13 @@
 """The table of nodes that the command and the page show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from ultrabench.analysis.nodes.measurements import RATES
 from ultrabench.analysis.nodes.nodes import XID, NodeReport
-from ultrabench.analysis.nodes.relative import FEWEST_DAYS, SMALLEST
+from ultrabench.analysis.nodes.relative import FEWEST_DAYS, SMALLEST, days_of
 from ultrabench.analysis.numbers import with_unit
+from ultrabench.errors import counted
 
 HEADS = (
     "node", "mark", ">runs", ">attempts", *RATES.values(), ">throttled", ">Xids", "failures",
@@ -31,6 +32,16 @@ def cells(report: NodeReport) -> list[object]:
         report.node.host, "; ".join(marks), len(report.runs), report.attempts, *speeds, *counts, failures,
         _day(report, min), _day(report, max),
     ]  # fmt: skip
+
+
+def days_text(reports: Sequence[NodeReport]) -> str:
+    """How many days were read, as a line under the table."""
+    times_s = {time_s for report in reports for time_s in report.seen_s}
+    if not times_s:
+        return "No day was read: no attempt has begun."
+    first, last = (f"{datetime.fromtimestamp(f(times_s), UTC):%Y-%m-%d}" for f in (min, max))
+    days = counted(len({*days_of(times_s).values()}), "day")
+    return f"Read: {days}, {first} to {last}. To leave out older ones, as after a repair: --since DATE."
 
 
 def _day(report: NodeReport, which: Callable[[list[float]], float]) -> str | None:

@@ -98,6 +98,15 @@ def test_the_table_names_marks_rates_and_failures(ultrabench, nights):
     assert "xid 3" in lines[2]
     assert "slow: products, control" in lines[3]
     assert "672 TFLOP/s 0.960 (" in lines[3]
+    assert "Read: 4 days, 2023-11-14 to 2023-11-17." in lines[-1]
+
+
+def test_since_leaves_out_the_days_before_a_repair(ultrabench, nights):
+    code, out, _ = ultrabench("nodes", "--since", "2023-11-16")
+    assert (code, "Read: 2 days, 2023-11-16 to 2023-11-17." in out) == (0, True)
+    assert ultrabench("nodes", "--since", "2023-11-17", "--exclude-list") == (0, "\n", "")
+    assert "written YYYY-MM-DD" in one_line(ultrabench, "nodes", "--since", "last week")
+    assert "no attempt began since" in one_line(ultrabench, "nodes", "--since", "2030-01-01")
 
 
 def test_a_sweep_that_cannot_be_read_is_passed_over_unless_it_is_named(ultrabench, nights):
