@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 from ultrabench.analysis.nodes.measurements import RATES
 from ultrabench.analysis.nodes.nodes import XID, NodeReport
-from ultrabench.analysis.nodes.relative import FEWEST_DAYS, SMALLEST, days_of
-from ultrabench.analysis.numbers import with_unit
+from ultrabench.analysis.nodes.relative import FEWEST_DAYS, FEWEST_NODES, SMALLEST, days_of, smallest_losses
+from ultrabench.analysis.numbers import percent, with_unit
 from ultrabench.errors import counted
 
 HEADS = (
@@ -32,6 +32,19 @@ def cells(report: NodeReport) -> list[object]:
         report.node.host, "; ".join(marks), len(report.runs), report.attempts, *speeds, *counts, failures,
         _day(report, min), _day(report, max),
     ]  # fmt: skip
+
+
+def losses_text(reports: Sequence[NodeReport]) -> str:
+    """How slow a node must be to be marked, as a line under the table: without marks, nodes may still be a bit slow."""
+    losses = smallest_losses(report.speeds for report in reports)
+    measured = {rate for report in reports for rate in (*report.rates, *report.speeds)}
+    rule = f"that takes {FEWEST_DAYS} days and {FEWEST_NODES} nodes that were measured alike"
+    if not losses:
+        return f"Too few days or nodes to call a node slow: {rule}."
+    shown = [f"{percent(losses[rate])} slower in {RATES[rate]}" for rate in RATES if rate in losses]
+    unknown = ", ".join(RATES[rate] for rate in RATES if rate in measured - losses.keys())
+    too_few = f" Too few days or nodes to call one slow by {unknown}: {rule}." if unknown else ""
+    return f"A node that is measured {' or '.join(shown)} would be marked.{too_few}"
 
 
 def days_text(reports: Sequence[NodeReport]) -> str:

@@ -32,7 +32,8 @@ def nodes(
     at least two days."""
     start_no_threads()
     from ultrabench.analysis.nodes.nodes import exclude_list, reports
-    from ultrabench.analysis.nodes.table import HEADS, NOTE, cells, days_text
+    from ultrabench.analysis.nodes.relative import smallest_losses
+    from ultrabench.analysis.nodes.table import HEADS, NOTE, cells, days_text, losses_text
     from ultrabench.cli.tables import print_json, show, table
 
     if exclude and json_:
@@ -46,11 +47,18 @@ def nodes(
     if exclude:
         typer.echo(exclude_list(node_reports))
     elif json_:
-        print_json([report.as_json() for report in node_reports])
+        losses = smallest_losses(report.speeds for report in node_reports)
+        print_json({"nodes": [report.as_json() for report in node_reports], "smallest_losses": losses})
     else:
         marked = sum(report.marked for report in node_reports)
         title = f"{counted(len(node_reports), 'node')}, {marked} marked"
-        show(table(title, *HEADS, rows=map(cells, node_reports)), "", NOTE, days_text(node_reports))
+        show(
+            table(title, *HEADS, rows=map(cells, node_reports)),
+            "",
+            NOTE,
+            losses_text(node_reports),
+            days_text(node_reports),
+        )
 
 
 def _rows(names: list[str] | None, results_dir: Path) -> "list[Row]":
