@@ -8,6 +8,7 @@ from ultrabench.analysis.nodes.nodes import XID, NodeReport
 from ultrabench.analysis.nodes.relative import FEWEST_DAYS, FEWEST_NODES, SMALLEST, days_of, smallest_losses
 from ultrabench.analysis.numbers import percent, with_unit
 from ultrabench.errors import counted
+from ultrabench.node_health import COMPLAINTS, complaints
 
 HEADS = (
     "node", "mark", ">runs", ">attempts", *RATES.values(), ">throttled", ">Xids", "failures",
@@ -32,6 +33,13 @@ def cells(report: NodeReport) -> list[object]:
         report.node.host, "; ".join(marks), len(report.runs), report.attempts, *speeds, *counts, failures,
         _day(report, min), _day(report, max),
     ]  # fmt: skip
+
+
+def health_text(report: NodeReport) -> str | None:
+    """The findings of the latest preflight of a node, such as `power limit (GPU 0: 200 W below)`; None if unknown."""
+    return "; ".join(complaints(report.health, *COMPLAINTS).values()) or (
+        "no finding" if report.health else None
+    )
 
 
 def losses_text(reports: Sequence[NodeReport]) -> str:

@@ -46,6 +46,8 @@ class HealthCheck(NamedTuple):
     """Whether only runs on several nodes need it."""
 
 
+COMPLAINTS = (Health.FAIL, Health.WARN)
+"""What is known about a check that exceeds its limit."""
 MOST_PLACES = 8
 """Largest number of places of a finding; those with the worst numbers are kept."""
 LEAST_FREE_GIB = 1.0

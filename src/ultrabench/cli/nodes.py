@@ -33,7 +33,7 @@ def nodes(
     start_no_threads()
     from ultrabench.analysis.nodes.nodes import exclude_list, reports
     from ultrabench.analysis.nodes.relative import smallest_losses
-    from ultrabench.analysis.nodes.table import HEADS, NOTE, cells, days_text, losses_text
+    from ultrabench.analysis.nodes.table import HEADS, NOTE, cells, days_text, health_text, losses_text
     from ultrabench.cli.tables import print_json, show, table
 
     if exclude and json_:
@@ -51,9 +51,10 @@ def nodes(
         print_json({"nodes": [report.as_json() for report in node_reports], "smallest_losses": losses})
     else:
         marked = sum(report.marked for report in node_reports)
+        rows_shown = ([*cells(report), health_text(report)] for report in node_reports)
         title = f"{counted(len(node_reports), 'node')}, {marked} marked"
         show(
-            table(title, *HEADS, rows=map(cells, node_reports)),
+            table(title, *HEADS, "health", rows=rows_shown),
             "",
             NOTE,
             losses_text(node_reports),

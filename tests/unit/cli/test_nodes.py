@@ -107,6 +107,23 @@ def test_the_table_names_marks_rates_and_failures(ultrabench, nights):
     assert "Read: 4 days, 2023-11-14 to 2023-11-17." in lines[-1]
 
 
+def test_the_health_of_the_latest_preflight_of_a_node_is_shown(ultrabench, nights):
+    old, sound = {"fail": {"ECC errors": {"GPU 3": 2.0}}}, {"ok": {"NUMA": {}}}
+    new = sound | {"warn": {"power limit": {"GPU 0": 200.0}}}
+    for day, findings in ((1, {"n01": old, "n02": old}), (3, {"n01": new, "n02": sound})):
+        for host, health in findings.items():
+            found = {"nodes": [{"host": host, "health": health}]}
+            write(nights[day], Preflight(allocation=f"{host}.{day}", restart=1, found=found))
+    lines = {line.split()[0]: line for line in ultrabench("nodes")[1].splitlines() if "TFLOP/s" in line}
+    assert "power limit (GPU 0: 200 W below)" in lines["n01"]
+    assert "no finding" in lines["n02"]
+    assert not any(text in lines["n04"] for text in ("no finding", "power limit"))
+    health = {node["host"]: node["health"] for node in json.loads(ultrabench("nodes", "--json")[1])["nodes"]}
+    assert health["n01"] == {"fail": {}, "warn": {"power limit": {"GPU 0": 200.0}}}
+    assert (health["n02"], health["n04"]) == ({"fail": {}, "warn": {}}, None)
+    assert "ECC errors (GPU 3: 2 errors)" in ultrabench("nodes", "night1")[1]
+
+
 def test_since_leaves_out_the_days_before_a_repair(ultrabench, nights):
     code, out, _ = ultrabench("nodes", "--since", "2023-11-16")
     assert (code, "Read: 2 days, 2023-11-16 to 2023-11-17." in out) == (0, True)
