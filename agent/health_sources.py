@@ -123,7 +123,7 @@ def _ports(root: Path) -> Values:
             continue
         lost = None if state is None or (state == DOWN and downed is None) else state == DOWN and downed != 0
         values["InfiniBand link lost"][place] = lost
-        values["InfiniBand ports"][place] = None if state is None else state != ACTIVE and not lost
+        values["InfiniBand ports"][place] = None if state is None else state != ACTIVE
         if state == ACTIVE:
             rates[_text(device / "board_id")][place] = _number(port / "rate")
         for counter, largest in PORT_COUNTERS.items():

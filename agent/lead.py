@@ -18,7 +18,7 @@ from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import ClusterError
 from ultrabench.layout import dominates
-from ultrabench.node_health import Health, complaints
+from ultrabench.node_health import CHECKS, COMPLAINTS, Health, complaints
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import DISK_SLOW, SLOWER, UNMEASURED, RunResult, Status
@@ -146,7 +146,7 @@ class Leader:
         """Host -> its fault, for faults that one observation proves; none where no preflight is wanted."""
         facts, nodes = self._group.facts if self._allocation.preflight else [], self._allocation.nodes
         faults = {str(f["host"]): complaints(f.get("health", {}), Health.FAIL, nodes=nodes) for f in facts}
-        return {host: f"the node is faulty: {fault}" for host, fault in faults.items() if fault}
+        return {host: f"the node is faulty: {'; '.join(of.values())}" for host, of in faults.items() if of}
 
     def _refuse(self, complaint_by_host: dict[str, str], cause: str | None) -> Ending:
         """Gives up the hosts with these complaints, which the result of the first unclaimed task records."""
@@ -186,8 +186,11 @@ class Leader:
         found = {"nodes": self._group.facts, "allocation": self._allocation.name, **measured}
         self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=found))
         for facts in self._group.facts:
-            if problems := complaints(facts.get("health", {}), Health.FAIL, Health.WARN):
-                log_line(f"the health of {facts['host']}: {problems}")
+            for name, finding in complaints(facts.get("health", {}), *COMPLAINTS).items():
+                check = CHECKS[name]
+                log_line(
+                    f"the health of {facts['host']}: {finding}; limit: {check.limit}; remedy: {check.remedy}"
+                )
 
     def _not_now(self, task: Task) -> Ending | None:
         """Why `task` must not begin now; None if it may."""

@@ -22,9 +22,9 @@ def too_wide(ci_reached: bool | None, ci95_rel: float | None) -> str:
 
 
 def count(number: float, unit: str = "") -> str:
-    """A number with three digits and a metric prefix, such as `1.34 G`."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
+    """A number with three digits and a metric prefix, such as `1.34 G`; 999.9 M is 1 G, since the digits are rounded."""
+    for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if float(f"{number:.3g}") >= size:
             return f"{number / size:.3g} {prefix}{unit}"
     return f"{number:.3g} {unit}".rstrip()
 
@@ -47,9 +47,9 @@ def memory(held_bytes: float | None, rank0_bytes: float | None = None) -> str | 
     if held_bytes is None:
         return None if rank0_bytes is None else f"{memory(rank0_bytes)} (rank 0)"
     gib = held_bytes / GIB
-    if gib < 1:
+    if round(gib * 1024) < 1024:
         return f"{gib * 1024:.0f} MiB"
-    return f"{gib:.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"
+    return f"{gib:.1f} GiB" if round(gib, 2) >= 10 else f"{gib:.2f} GiB"
 
 
 def scale_end(values: Iterable[float | None]) -> float:

@@ -14,7 +14,7 @@ import msgspec
 
 from ultrabench.device_rates import NODE_RATES, rates_by_node, summary
 from ultrabench.result import Status
-from ultrabench.store.events import DECODERS, Line
+from ultrabench.store.events import DECODERS, Line, Preflight
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, fold, trust
@@ -103,7 +103,7 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
     Raises:
         SweepFolderError: the folder is no sweep folder, or was written with a newer schema.
     """
-    sweep, lines = read_sweep_json(folder), list[Line]()
+    sweep, lines, preflight_s = read_sweep_json(folder), list[Line](), dict[str, float]()
     ends: dict[tuple[object, ...], tuple[tuple[int, int], _Ended]] = {}
     for line in read_journal(folder.journal, warn, _READ):
         if isinstance(line.event, _Ended):
@@ -113,10 +113,14 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
                 ends[key] = rank, line.event
         else:
             lines.append(line)
+            if isinstance(line.event, Preflight):
+                name = line.event.allocation
+                preflight_s[name] = max(line.time, preflight_s.get(name, 0.0))
     of_sweep = {"sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name}
     of_sweep["kernel"] = sweep.kernel.name
     of_allocation = {
-        name: of_sweep | _rates(allocation) for name, allocation in fold(lines).allocations.items()
+        name: of_sweep | _rates(allocation) | _health(allocation, preflight_s.get(name, 0.0))
+        for name, allocation in fold(lines).allocations.items()
     }
     for _, end in ends.values():
         result = end.result
@@ -147,6 +151,16 @@ def _rates(allocation: AllocationState) -> Row:
     if isinstance(probe, dict) and isinstance(nodes, list):
         rates |= summary(probe) | rates_by_node(probe, len(nodes))
     return rates
+
+
+def _health(allocation: AllocationState, time_s: float) -> Row:
+    """The findings of an allocation's latest preflight by host, and when it was written; only journals have them."""
+    nodes = allocation.preflight.get("nodes")
+    facts = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
+    return {
+        "health": {str(node.get("host")): node["health"] for node in facts if node.get("health")},
+        "preflight_s": time_s,
+    }
 
 
 def nodes_of(row: Row) -> tuple[Node, ...]:

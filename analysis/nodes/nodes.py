@@ -19,6 +19,7 @@ from ultrabench.analysis.nodes.relative import (
     relative_speeds,
 )
 from ultrabench.errors import ConfigError
+from ultrabench.node_health import COMPLAINTS
 from ultrabench.record import to_dict
 from ultrabench.result import AGENT_GONE, FAILURES, Status
 
@@ -46,6 +47,10 @@ class NodeReport:
     """Rate of RATES -> its values that were measured on this node alone; without controls, whose layouts differ."""
     speeds: dict[str, RelativeSpeed] = field(default_factory=dict)
     """Rate of RATES -> its speed relative to other nodes."""
+    health: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """The findings of its latest preflight, as `to_facts` writes them; empty where nothing is known."""
+    health_s: float = 0.0
+    """When they were written, in seconds since 1970."""
     failing: bool = False
     """Whether it fails on more days than chance gives one of the nodes, if all of them fail as often as the others."""
 
@@ -72,6 +77,7 @@ class NodeReport:
             **self.node._asdict(), "slow": self.slow, "failing": self.failing, "runs": len(self.runs),
             "attempts": self.attempts, "rates": rates, "throttled": self.throttled, "xids": self.failures[XID],
             "failures": dict(self.failures.most_common()), "first_seen": first, "last_seen": last,
+            "health": {str(bad): self.health.get(bad, {}) for bad in COMPLAINTS} if self.health else None,
         }  # fmt: skip
 
 
@@ -88,6 +94,8 @@ def reports(rows: Sequence[Row]) -> list[NodeReport]:
             report = by_node.get(node) or by_node.setdefault(node, NodeReport(node=node))
             report.attempts += 1
             report.runs.add((row["sweep"], row["run_id"]))
+            if node.host in row.get("health", {}) and row["preflight_s"] >= report.health_s:
+                report.health, report.health_s = row["health"][node.host], row["preflight_s"]
             report.throttled += bool(row["throttled"])
             report.seen_s += [] if started_s is None else [started_s]
             if alone and row["status"] in FAILURES and row["suspect_hosts"][0] == node.host:

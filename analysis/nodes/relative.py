@@ -51,6 +51,11 @@ class RelativeSpeed:
         """Whether the interval says that the node is slower than the others."""
         return self.high is not None and self.high < 1 and self.relative < 1 - SMALLEST
 
+    @property
+    def smallest_loss(self) -> float | None:
+        """The smallest loss with which this interval would mark the node; None without an interval."""
+        return None if self.low is None else max(SMALLEST, 1 - self.low / self.relative)
+
 
 class _Effect(NamedTuple):
     """The logarithm of a relative speed, its standard error and the degrees of freedom of that."""
@@ -81,6 +86,14 @@ def relative_speeds(measured: Iterable[Measurement]) -> dict[tuple[str, Node], R
         ends = {} if width is None else {"low": exp(effect - width), "high": exp(min(effect + width, 700.0))}
         speeds[key] = RelativeSpeed(relative=exp(effect), days=days, **ends)
     return speeds
+
+
+def smallest_losses(speeds: Iterable[Mapping[str, RelativeSpeed]]) -> dict[str, float]:
+    """Rate -> the smallest loss with which a node would be marked, the median over nodes; only rates with intervals."""
+    losses = defaultdict[str, list[float]](list)
+    for rate, speed in (item for of_node in speeds for item in of_node.items()):
+        losses[rate] += [] if speed.smallest_loss is None else [speed.smallest_loss]
+    return {rate: float(np.median(of_rate)) for rate, of_rate in losses.items() if of_rate}
 
 
 def days_of(times_s: Iterable[float]) -> dict[float, int]:

@@ -1,12 +1,14 @@
 """The table of nodes that the command and the page show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from ultrabench.analysis.nodes.measurements import RATES
 from ultrabench.analysis.nodes.nodes import XID, NodeReport
-from ultrabench.analysis.nodes.relative import FEWEST_DAYS, SMALLEST
-from ultrabench.analysis.numbers import with_unit
+from ultrabench.analysis.nodes.relative import FEWEST_DAYS, FEWEST_NODES, SMALLEST, days_of, smallest_losses
+from ultrabench.analysis.numbers import percent, with_unit
+from ultrabench.errors import counted
+from ultrabench.node_health import COMPLAINTS, complaints
 
 HEADS = (
     "node", "mark", ">runs", ">attempts", *RATES.values(), ">throttled", ">Xids", "failures",
@@ -31,6 +33,36 @@ def cells(report: NodeReport) -> list[object]:
         report.node.host, "; ".join(marks), len(report.runs), report.attempts, *speeds, *counts, failures,
         _day(report, min), _day(report, max),
     ]  # fmt: skip
+
+
+def health_text(report: NodeReport) -> str | None:
+    """The findings of the latest preflight of a node, such as `power limit (GPU 0: 200 W below)`; None if unknown."""
+    return "; ".join(complaints(report.health, *COMPLAINTS).values()) or (
+        "no finding" if report.health else None
+    )
+
+
+def losses_text(reports: Sequence[NodeReport]) -> str:
+    """How slow a node must be to be marked, as a line under the table: without marks, nodes may still be a bit slow."""
+    losses = smallest_losses(report.speeds for report in reports)
+    measured = {rate for report in reports for rate in (*report.rates, *report.speeds)}
+    rule = f"that takes {FEWEST_DAYS} days and {FEWEST_NODES} nodes that were measured alike"
+    if not losses:
+        return f"Too few days or nodes to call a node slow: {rule}."
+    shown = [f"{percent(losses[rate])} slower in {RATES[rate]}" for rate in RATES if rate in losses]
+    unknown = ", ".join(RATES[rate] for rate in RATES if rate in measured - losses.keys())
+    too_few = f" Too few days or nodes to call one slow by {unknown}: {rule}." if unknown else ""
+    return f"A node that is measured {' or '.join(shown)} would be marked.{too_few}"
+
+
+def days_text(reports: Sequence[NodeReport]) -> str:
+    """How many days were read, as a line under the table."""
+    times_s = {time_s for report in reports for time_s in report.seen_s}
+    if not times_s:
+        return "No day was read: no attempt has begun."
+    first, last = (f"{datetime.fromtimestamp(f(times_s), UTC):%Y-%m-%d}" for f in (min, max))
+    days = counted(len({*days_of(times_s).values()}), "day")
+    return f"Read: {days}, {first} to {last}. To leave out older ones, as after a repair: --since DATE."
 
 
 def _day(report: NodeReport, which: Callable[[list[float]], float]) -> str | None:

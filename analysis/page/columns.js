@@ -39,8 +39,8 @@ function counted(number, noun) {
 
 // A number with three digits and a metric prefix, such as 1.34 G.
 function short(number, unit = "") {
-  for (const [size, prefix] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
-    if (number >= size) return `${Number((number / size).toPrecision(3))} ${prefix}${unit}`;
+  for (const [size, prefix] of [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
+    if (Number(number.toPrecision(3)) >= size) return `${Number((number / size).toPrecision(3))} ${prefix}${unit}`;
   return `${Number(number.toPrecision(3))} ${unit}`.trim();
 }
 
@@ -53,8 +53,8 @@ function percent(fraction) {
 
 function memory(bytes) {
   const gib = bytes / GIB;
-  if (gib < 1) return `${(gib * 1024).toFixed(0)} MiB`;
-  return `${gib.toFixed(gib >= 10 ? 1 : 2)} GiB`;
+  if (Math.round(gib * 1024) < 1024) return `${(gib * 1024).toFixed(0)} MiB`;
+  return `${gib.toFixed(Number(gib.toFixed(2)) >= 10 ? 1 : 2)} GiB`;
 }
 
 // The value of a column as a text with the unit that the column's name gives; empty when it is unknown.

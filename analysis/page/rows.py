@@ -33,6 +33,7 @@ from ultrabench.analysis.nodes.nodes import reports
 from ultrabench.analysis.nodes.table import HEADS as NODE_HEADS
 from ultrabench.analysis.nodes.table import NOTE as NODE_NOTE
 from ultrabench.analysis.nodes.table import cells as node_cells
+from ultrabench.analysis.nodes.table import losses_text
 from ultrabench.analysis.numbers import scale_end
 from ultrabench.analysis.options import in_rows, variant_in, varied_options
 from ultrabench.analysis.page.commands import launch_words, predict_words
@@ -347,7 +348,8 @@ def _nodes(table: pa.Table, public: bool) -> Row:
     is_unknown = all(table[name].null_count == len(table) for name in NODE_RATES)
     found = [] if public or is_unknown else reports(table_rows(table))
     rows = [["" if cell is None else str(cell) for cell in node_cells(report)] for report in found]
-    return {"heads": [head.removeprefix(">") for head in NODE_HEADS], "rows": rows, "note": NODE_NOTE}
+    note = f"{NODE_NOTE} {losses_text(found)}" if found else NODE_NOTE
+    return {"heads": [head.removeprefix(">") for head in NODE_HEADS], "rows": rows, "note": note}
 
 
 def _meanings(columns: Iterable[pa.Field], names: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -46,6 +46,8 @@ class HealthCheck(NamedTuple):
     """Whether only runs on several nodes need it."""
 
 
+COMPLAINTS = (Health.FAIL, Health.WARN)
+"""What is known about a check that exceeds its limit."""
 MOST_PLACES = 8
 """Largest number of places of a finding; those with the worst numbers are kept."""
 LEAST_FREE_GIB = 1.0
@@ -173,8 +175,8 @@ def places_text(name: str, finding: Finding) -> str:
     return ", ".join(f"{place}: {n:.4g} {unit}" if unit else place for place, n in finding.places.items())
 
 
-def complaints(facts: Mapping[str, Any], *healths: Health, nodes: int = 2) -> str:
-    """The findings with these healths that concern runs on so many nodes, as a line; empty where there are none."""
+def complaints(facts: Mapping[str, Any], *healths: Health, nodes: int = 2) -> dict[str, str]:
+    """Name of a check -> its finding as a text, for findings with these healths that concern runs on so many nodes."""
     findings = ((name, f) for name, f in findings_of(facts).items() if f.health in healths)
     concerned = ((name, f) for name, f in findings if nodes > 1 or not CHECKS[name].between_nodes)
-    return "; ".join(f"{name} ({places_text(name, finding)})" for name, finding in concerned)
+    return {name: f"{name} ({places_text(name, finding)})" for name, finding in concerned}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, start_no_threads
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since, start_no_threads
 from ultrabench.cli.results import draw
 from ultrabench.errors import counted
 
@@ -26,7 +26,7 @@ MOST_RUNS = 20
 def history(
     folders: Folders = None,
     fail_above: float = typer.Option(2.0, min=0.0, metavar="PERCENT", help="Loss of rate to ignore."),
-    since: str = typer.Option("", metavar="DATE", help="Leave out earlier nights, as in --since 2026-11-12."),
+    since: Since = None,
     output: Path | None = typer.Option(None, "-o", "--output", help="A figure as .png, .svg or .pdf."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
@@ -40,7 +40,8 @@ def history(
     from ultrabench.cli.tables import print_json, say, warn
 
     nights = read_nights(folders or [str(results_dir)], results_dir, warn)
-    over_nights = history_of([night for night in nights if night.name >= since])
+    first = f"{since:%Y-%m-%d}" if since else ""
+    over_nights = history_of([night for night in nights if night.name >= first])
     losses = over_nights.losses(fail_above / 100)
     if output is not None:
         from ultrabench.analysis.figures.nights import figure

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, start_no_threads
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since, start_no_threads
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
 from ultrabench.store.folder import SweepFolder, find_sweep, sweeps_in
 
@@ -22,6 +22,7 @@ def nodes(
     exclude: bool = typer.Option(
         False, "--exclude-list", help="Print the marked nodes for sbatch --exclude."
     ),
+    since: Since = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
@@ -31,21 +32,34 @@ def nodes(
     at least two days."""
     start_no_threads()
     from ultrabench.analysis.nodes.nodes import exclude_list, reports
-    from ultrabench.analysis.nodes.table import HEADS, NOTE, cells
+    from ultrabench.analysis.nodes.relative import smallest_losses
+    from ultrabench.analysis.nodes.table import HEADS, NOTE, cells, days_text, health_text, losses_text
     from ultrabench.cli.tables import print_json, show, table
 
     if exclude and json_:
         raise ConfigError("--exclude-list and --json; an answer has one form: leave one of them out")
     rows = _rows(sweeps, results_dir)
+    if since:
+        rows = [row for row in rows if (row["started_at"] or 0.0) >= since.timestamp()]
+        if not rows:
+            raise ConfigError(f"no attempt began since {since:%Y-%m-%d}", "give an earlier date with --since")
     node_reports = reports(rows)
     if exclude:
         typer.echo(exclude_list(node_reports))
     elif json_:
-        print_json([report.as_json() for report in node_reports])
+        losses = smallest_losses(report.speeds for report in node_reports)
+        print_json({"nodes": [report.as_json() for report in node_reports], "smallest_losses": losses})
     else:
         marked = sum(report.marked for report in node_reports)
+        rows_shown = ([*cells(report), health_text(report)] for report in node_reports)
         title = f"{counted(len(node_reports), 'node')}, {marked} marked"
-        show(table(title, *HEADS, rows=map(cells, node_reports)), "", NOTE)
+        show(
+            table(title, *HEADS, "health", rows=rows_shown),
+            "",
+            NOTE,
+            losses_text(node_reports),
+            days_text(node_reports),
+        )
 
 
 def _rows(names: list[str] | None, results_dir: Path) -> "list[Row]":

@@ -1,6 +1,7 @@
 """The arguments and options that several commands share."""
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +34,14 @@ def require_parquet(path: Path | None) -> Path | None:
     return path
 
 
+def parse_since(text: str) -> datetime:
+    """The begin of a date in UTC; raises ConfigError when the text is not an ISO date."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
+    except ValueError:
+        raise ConfigError(f"--since {text}; a date is written YYYY-MM-DD: --since 2026-11-12") from None
+
+
 Overrides = Annotated[
     list[str], words("[OVERRIDES]...", "Hydra overrides, such as hardware=h100x8 cluster=mine.")
 ]
@@ -40,5 +49,12 @@ Source = Annotated[str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]",
 RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="A numeric column of the result table.")]
 AlsoRankBy = Annotated[str | None, typer.Option(hidden=True)]
 """The spelling of RankBy that another command has."""
+Since = Annotated[
+    datetime | None,
+    typer.Option(
+        metavar="DATE", parser=parse_since, help="Leave out earlier days, as in --since 2026-11-12."
+    ),
+]
+"""The first day that is read; days begin at 0:00 UTC."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 ResultsDir = Annotated[Path, typer.Option(help="The folder that holds the sweeps.")]

@@ -21,7 +21,7 @@ WIDE = 1000
 LEFT_OUT_FIRST = (
     "", "x predicted", "predicted", "P(OOM)", "run id", "run", "on", "loss", "step s", "why", "policy", "GPUs", "host",
     "microbatches", "part", "at", "peak GiB", "step", "seconds", "for example", "candidates", "valid", "likely to fit",
-    "attempt", "memory", "MFU", "tokens/s/GPU",
+    "first seen", "last seen", "attempt", "memory", "MFU", "tokens/s/GPU",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first."""
 BLOCK = "\u2588"

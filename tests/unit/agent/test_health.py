@@ -89,7 +89,7 @@ HIDDEN = {
 }
 POWERSAVE = {"sys/devices/system/cpu/cpu900/cpufreq/scaling_governor": "powersave"}
 FAULTS = [
-    (LOST, {"InfiniBand link lost": ("fail", "mlx5_3:1")}),
+    (LOST, {"InfiniBand link lost": ("fail", "mlx5_3:1"), "InfiniBand ports": ("warn", "mlx5_3:1")}),
     (port("mlx5_3", state="1: DOWN", phys_state="2: Polling"), {"InfiniBand ports": ("warn", "mlx5_3:1")}),
     (port("mlx5_3", state="1: DOWN", phys_state="3: Disabled", counters__link_downed="2"), {}),
     (port("mlx5_3", state="2: INIT", counters__link_downed="2"), {"InfiniBand ports": ("warn", "mlx5_3:1")}),
@@ -171,7 +171,10 @@ def test_faults_of_gpus_are_found_by_nvml(tmp_path, driver, monkeypatch):
         driver(gpu("a", A), gpu("b", B, mask=0x4 | 0x40))
         plant(tmp_path, {f"sys/bus/pci/devices/{B.lower()[4:]}/numa_node": "0"})
         facts = to_facts(examine(first, reader.read_again()))
-    assert complaints(facts, Health.FAIL) == "ECC errors (GPU 1: 2 errors); row remapping failed (GPU 1)"
+    assert [*complaints(facts, Health.FAIL).values()] == [
+        "ECC errors (GPU 1: 2 errors)",
+        "row remapping failed (GPU 1)",
+    ]
     assert facts["warn"]["NVLink errors"] == {"GPU 1 link 1 replay": 1}
     assert list(facts["warn"]["NVLink CRC errors"]) == ["GPU 1 link 0 CRC flit"]
     assert facts["warn"]["power limit"] == {"GPU 1": 200}

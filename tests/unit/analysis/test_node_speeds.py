@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ultrabench.analysis.nodes.measurements import CONTROL, NODE_RATES, Measurement, Node
-from ultrabench.analysis.nodes.relative import relative_speeds
+from ultrabench.analysis.nodes.relative import relative_speeds, smallest_losses
 
 NODES = [Node("big", f"n{number:02}") for number in range(32)]
 SLOW, PARTNER, HEALTHY = NODES[7], NODES[8], range(1000, 1100)
@@ -54,6 +54,22 @@ def test_a_slow_node_is_found_and_healthy_ones_are_left_in_peace(days, options):
     assert sum(SLOW in slow for slow in with_slow) >= 95
     assert sum(bool(slow - {SLOW}) for slow in with_slow) <= 5
     assert sum(bool(slow_nodes(cluster(seed, days, slower=0.0, **options))) for seed in HEALTHY) <= 5
+
+
+def test_the_smallest_loss_is_the_one_that_marks():
+    """Twins of one cluster: the node that is a little slower than the smallest loss is marked, the other is not."""
+    healthy = relative_speeds(cluster(3, 5, slower=0.0))
+    losses = smallest_losses({rate: speed} for (rate, _), speed in healthy.items())
+    at_node = healthy[PRODUCTS, SLOW]
+    for factor, marked in ((0.9, False), (1.1, True)):
+        target = 1 - factor * at_node.smallest_loss
+        rows = [
+            row._replace(value=row.value * target / at_node.relative)
+            if (row.rate, row.nodes) == (PRODUCTS, (SLOW,)) else row
+            for row in cluster(3, 5, slower=0.0)
+        ]  # fmt: skip
+        assert relative_speeds(rows)[PRODUCTS, SLOW].slow is marked
+    assert losses[PRODUCTS] == pytest.approx(at_node.smallest_loss, rel=0.3)
 
 
 def test_a_node_is_told_from_its_partners():

@@ -67,7 +67,11 @@ def nights(tmp_path):
 def test_the_slow_and_the_failing_node_are_marked_and_no_other(ultrabench, nights):
     code, out, err = ultrabench("nodes", "--json")
     assert (code, err) == (0, "")
-    failing, slow, *others = json.loads(out)
+    answer = json.loads(out)
+    failing, slow, *others = answer["nodes"]
+    losses = answer["smallest_losses"]
+    assert {*losses} == {*NODE_RATES, CONTROL, LINKS[0]}
+    assert 0.01 <= losses[NODE_RATES[1]] <= losses[NODE_RATES[0]] < 0.04
     assert (failing["host"], failing["failing"], failing["slow"], failing["xids"]) == (FAILING, True, [], 3)
     assert (slow["host"], slow["failing"], {*slow["slow"]}) == (SLOW, False, {NODE_RATES[0], CONTROL})
     products = slow["rates"][NODE_RATES[0]]
@@ -98,6 +102,35 @@ def test_the_table_names_marks_rates_and_failures(ultrabench, nights):
     assert "xid 3" in lines[2]
     assert "slow: products, control" in lines[3]
     assert "672 TFLOP/s 0.960 (" in lines[3]
+    assert lines[-2].startswith("A node that is measured ")
+    assert "% slower in products or 1.0 % slower in memory" in lines[-2]
+    assert "Read: 4 days, 2023-11-14 to 2023-11-17." in lines[-1]
+
+
+def test_the_health_of_the_latest_preflight_of_a_node_is_shown(ultrabench, nights):
+    old, sound = {"fail": {"ECC errors": {"GPU 3": 2.0}}}, {"ok": {"NUMA": {}}}
+    new = sound | {"warn": {"power limit": {"GPU 0": 200.0}}}
+    for day, findings in ((1, {"n01": old, "n02": old}), (3, {"n01": new, "n02": sound})):
+        for host, health in findings.items():
+            found = {"nodes": [{"host": host, "health": health}]}
+            write(nights[day], Preflight(allocation=f"{host}.{day}", restart=1, found=found))
+    lines = {line.split()[0]: line for line in ultrabench("nodes")[1].splitlines() if "TFLOP/s" in line}
+    assert "power limit (GPU 0: 200 W below)" in lines["n01"]
+    assert "no finding" in lines["n02"]
+    assert not any(text in lines["n04"] for text in ("no finding", "power limit"))
+    health = {node["host"]: node["health"] for node in json.loads(ultrabench("nodes", "--json")[1])["nodes"]}
+    assert health["n01"] == {"fail": {}, "warn": {"power limit": {"GPU 0": 200.0}}}
+    assert (health["n02"], health["n04"]) == ({"fail": {}, "warn": {}}, None)
+    assert "ECC errors (GPU 3: 2 errors)" in ultrabench("nodes", "night1")[1]
+
+
+def test_since_leaves_out_the_days_before_a_repair(ultrabench, nights):
+    code, out, _ = ultrabench("nodes", "--since", "2023-11-16")
+    assert (code, "Read: 2 days, 2023-11-16 to 2023-11-17." in out) == (0, True)
+    assert "Too few days or nodes" in ultrabench("nodes", "--since", "2023-11-17")[1]
+    assert ultrabench("nodes", "--since", "2023-11-17", "--exclude-list") == (0, "\n", "")
+    assert "written YYYY-MM-DD" in one_line(ultrabench, "nodes", "--since", "last week")
+    assert "no attempt began since" in one_line(ultrabench, "nodes", "--since", "2030-01-01")
 
 
 def test_a_sweep_that_cannot_be_read_is_passed_over_unless_it_is_named(ultrabench, nights):
