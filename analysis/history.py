@@ -129,7 +129,8 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
     """The sweeps that these words name, in the order of their first runs.
 
     Args:
-        sources: each a sweep, a parquet file, or a folder that holds sweeps or the folders of results of several nights.
+        sources: each a sweep, a parquet file, or a folder that holds sweeps or the folders of results of several nights;
+            of a folder without sweeps, its parquet files are the nights.
 
     Raises:
         SweepFolderError: there is no such sweep, or a folder holds none.
@@ -141,11 +142,11 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
             paths[folder.resolve()] = source
             continue
         heads = [*folder.glob("[!.]*/sweep.json"), *folder.glob("[!.]*/[!.]*/sweep.json")]
-        if not heads:
-            raise SweepFolderError(
-                f"{folder} holds no sweep", "name a sweep, its .parquet file, or a folder of sweeps"
-            )
-        paths |= {head.parent.resolve(): str(head.parent) for head in heads}
+        found = [head.parent for head in heads] or [*folder.glob("[!.]*.parquet")]
+        if not found:
+            remedy = "name a sweep, its .parquet file, or a folder of either"
+            raise SweepFolderError(f"{folder} holds no sweep and no .parquet file", remedy)
+        paths |= {path.resolve(): str(path) for path in found}
     for source in paths.values():
         table = open_results(source, results_dir, warn)[-1]
         for sweep in table["sweep"].unique().to_pylist():

@@ -1,5 +1,6 @@
 """The command `ultrabench history`, which says when the rates of the same runs changed for good over nights."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -7,7 +8,7 @@ import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, start_no_threads
 from ultrabench.cli.results import draw
-from ultrabench.errors import counted
+from ultrabench.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from ultrabench.analysis.history import History, Series
@@ -16,7 +17,7 @@ Folders = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[FOLDER]...",
-        help="Sweeps, .parquet files or folders of sweeps; default: the results folder.",
+        help="Sweeps, .parquet files or folders of either; default: the results folder.",
     ),
 ]
 MOST_RUNS = 20
@@ -39,8 +40,9 @@ def history(
     from ultrabench.analysis.history import read_nights
     from ultrabench.cli.tables import print_json, say, warn
 
+    earliest = _time(since) if since else ""
     nights = read_nights(folders or [str(results_dir)], results_dir, warn)
-    over_nights = history_of([night for night in nights if night.name >= since])
+    over_nights = history_of([night for night in nights if night.name >= earliest])
     losses = over_nights.losses(fail_above / 100)
     if output is not None:
         from ultrabench.analysis.figures.nights import figure
@@ -56,6 +58,19 @@ def history(
     if losses:
         say(f"a loss of more than {fail_above:g} %: {over_nights.text(losses[-1])}")
     return int(bool(losses))
+
+
+def _time(since: str) -> str:
+    """The value of --since as the names of nights are written, in UTC.
+
+    Raises:
+        ConfigError: it is no ISO date.
+    """
+    try:
+        moment = datetime.fromisoformat(since)
+    except ValueError as error:
+        raise ConfigError(f"--since {since} is no ISO date", "write one, as in --since 2026-11-12") from error
+    return f"{moment.astimezone(UTC) if moment.tzinfo else moment:%Y-%m-%d %H:%M}"
 
 
 def _document(history: "History") -> dict[str, Any]:

@@ -122,8 +122,14 @@ def test_the_command_fails_a_night_with_a_loss(ultrabench, tmp_path, monkeypatch
     assert code == 0
     assert "5 nights: too few to find a change" in err
     Path("empty").mkdir()
-    assert "empty holds no sweep" in one_line(ultrabench, "history", "empty")
-    assert "no night" in one_line(ultrabench, "history", "all.parquet", "--since", "2027")
+    Path("nights").mkdir()
+    for night in made():
+        Path(f"nights/{night.sweep}.parquet").write_bytes(parquet(night.table))
+    assert json.loads(ultrabench("history", "nights", "--json")[1])["moves"] == document["moves"]
+    assert "empty holds no sweep and no .parquet file" in one_line(ultrabench, "history", "empty")
+    assert "no night" in one_line(ultrabench, "history", "all.parquet", "--since", "2027-01-01")
+    told = one_line(ultrabench, "history", "all.parquet", "--since", "yesterday")
+    assert "--since yesterday is no ISO date; write one, as in --since 2026-11-12" in told
 
 
 def test_a_folder_of_folders_of_sweeps_is_read_once(sweep, ultrabench, tmp_path):  # noqa: F811
