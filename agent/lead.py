@@ -107,9 +107,11 @@ class Leader:
 
     def _remove_left_checkpoints(self) -> None:
         """Removes the checkpoints of attempts that have ended, which agents that were killed have left."""
-        folder, allocation = self._node.folder, self._allocation
-        given = allocation.tasks[0].measure.checkpoint_folder
-        pattern = folder.checkpoint(Path(allocation.work_dir, given or folder.path), "*")
+        checkpoints = [task.checkpoint for task in self._allocation.tasks if task.checkpoint]
+        if not checkpoints:
+            return
+        folder = self._node.folder
+        pattern = folder.checkpoint(Path(checkpoints[0]).parent, "*")
 
         def remove() -> None:
             left = {

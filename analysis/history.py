@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy import stats
 
-from ultrabench.analysis.change_points import LEAST, change_points, outliers, strongest
+from ultrabench.analysis.change_points import LEAST, RECENT, change_points, outliers, strongest
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.compare import run_label
 from ultrabench.analysis.environments import differing
@@ -61,6 +61,8 @@ class Series:
     """Numbers of single nights that are far from those around them and do not count."""
     changes: dict[int, float] = field(default_factory=dict)
     """Number of the first night with another rate -> the new rate over the old one, less 1."""
+    may_have_changed: bool = False
+    """Whether its last nights, fewer than LEAST, differ significantly, so that one more night will tell."""
 
     @property
     def counted_nights(self) -> list[int]:
@@ -129,7 +131,8 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
     """The sweeps that these words name, in the order of their first runs.
 
     Args:
-        sources: each a sweep, a parquet file, or a folder that holds sweeps or the folders of results of several nights.
+        sources: each a sweep, a parquet file, or a folder that holds sweeps or the folders of results of several nights;
+            of a folder without sweeps, its parquet files are the nights.
 
     Raises:
         SweepFolderError: there is no such sweep, or a folder holds none.
@@ -141,11 +144,11 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
             paths[folder.resolve()] = source
             continue
         heads = [*folder.glob("[!.]*/sweep.json"), *folder.glob("[!.]*/[!.]*/sweep.json")]
-        if not heads:
-            raise SweepFolderError(
-                f"{folder} holds no sweep", "name a sweep, its .parquet file, or a folder of sweeps"
-            )
-        paths |= {head.parent.resolve(): str(head.parent) for head in heads}
+        found = [head.parent for head in heads] or [*folder.glob("[!.]*.parquet")]
+        if not found:
+            remedy = "name a sweep, its .parquet file, or a folder of either"
+            raise SweepFolderError(f"{folder} holds no sweep and no .parquet file", remedy)
+        paths |= {path.resolve(): str(path) for path in found}
     for source in paths.values():
         table = open_results(source, results_dir, warn)[-1]
         for sweep in table["sweep"].unique().to_pylist():
@@ -226,8 +229,10 @@ def _find_changes(series: Sequence[Series]) -> int:
         logs, nights = one_series.logs, one_series.counted_nights
         bounds = [0, *change_points(logs, level, ALPHA / 2 / len(tested)), len(logs)]
         means = [logs[first:end].mean() for first, end in pairwise(bounds)]
-        changes = zip(bounds[1:], np.expm1(np.diff(means)), strict=False)
-        one_series.changes = {nights[first]: float(change) for first, change in changes}
+        changes = {*zip(bounds[1:], np.expm1(np.diff(means)), strict=False)}
+        settled = {first: change for first, change in changes if len(logs) - first >= LEAST}
+        one_series.may_have_changed = len(settled) < len(changes)
+        one_series.changes = {nights[first]: float(settled[first]) for first in sorted(settled)}
     return len(tested)
 
 
@@ -262,6 +267,9 @@ def _notes(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -
         yield "Rates of runs with a control layout are over its rate; that of the control is in tokens/s/GPU."
     if untested := len(series) - num_tested:
         yield f"{untested:,} of {counted(len(series), 'run')} not tested: fewer than {2 * LEAST} nights with a rate."
+    if open_runs := sum(s.may_have_changed for s in series):
+        runs = counted(open_runs, "run")
+        yield f"{runs} may have changed in the last {RECENT} nights; one more night will tell."
     bad = Counter(nights[n].name for s in series for n in s.bad_nights)
     if bad:
         shown = [f"{name} ({counted(number, 'run')})" for name, number in sorted(bad.items())[-3:]]

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ultrabench.analysis.cells import Cell, layout_words
+from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.ranking import rank
 from ultrabench.record import from_dict
 from ultrabench.sweep.config.files import files, read_yaml, usable
@@ -108,6 +110,16 @@ def beside_published(table: pa.Table) -> Iterator[BesidePublished]:
             return *equal, -abs(entry.cell.nodes - entry.published.nodes)
 
         yield max((_beside(cell, ours, rate, id_of.get(rate.model)) for rate in rates), key=nearness)
+
+
+def none_comparable(table: pa.Table) -> str:
+    """Why `beside_published` finds no cell in a table, and what to do."""
+    if not published_rates():
+        return "no rates are published in configs/published/; add some in ./ultrabench/published/NAME.yaml"
+    names = ["status", "suspect", "suspect_codes", "stopped"]
+    return str(
+        none_left(table.filter(pc.field("is_final")).select(names).to_pandas(), "none may be compared")
+    )
 
 
 def _beside(cell: Cell, ours: dict[str, Any], rate: PublishedRate, model_id: str | None) -> BesidePublished:

@@ -21,7 +21,7 @@ from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
-from ultrabench.launchers.required_programs import PROBE_TIMEOUT_S, require_local
+from ultrabench.launchers.required_programs import PROBE_TIMEOUT_S, require_checkpoint_folder, require_local
 from ultrabench.processes import run_module
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
@@ -241,6 +241,7 @@ def open_sweep(
     """
     plan, config = within_limit(plan, max_limit_s), plan.config
     require_local(config)
+    require_checkpoint_folder(config)
     if reuse not in (None, "same", "any"):
         raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
     folder = folder_of(config)

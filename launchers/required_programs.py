@@ -1,4 +1,4 @@
-"""Refuses a sweep whose launcher, program or interpreter cannot run it, as far as this machine can tell."""
+"""Refuses a sweep whose launcher, program, interpreter or folder cannot serve it, as far as this machine can tell."""
 
 import functools
 import shutil
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.processes import run_python
+from ultrabench.store.folder import try_to_write
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 PROBE_TIMEOUT_S = 600.0
@@ -23,6 +24,20 @@ def require_local(config: SweepConfig) -> None:
         fact = f"sweep.nodes up to {max_nodes} of hardware={config.hardware.name} with launcher=local"
         remedy = "add launcher=slurm, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
         raise ConfigError(f"{fact}, which has this machine only", remedy)
+
+
+def require_checkpoint_folder(config: SweepConfig) -> None:
+    """Raises ConfigError if the folder in which runs save their state does not exist, or cannot be written from here."""
+    given = config.measure.checkpoint_folder
+    if not config.measure.checkpoint or given is None:
+        return
+    fact, remedy = f"measure.checkpoint_folder={given}", "give a folder that all nodes see and may write"
+    if not Path(given).is_dir():
+        raise ConfigError(f"{fact} is no folder on this machine", f"make it first, or {remedy}")
+    try:
+        try_to_write(Path(given))
+    except OSError as error:
+        raise ConfigError(f"{fact} cannot be written from this machine ({error.strerror})", remedy) from error
 
 
 def require_program(config: SweepConfig) -> None:

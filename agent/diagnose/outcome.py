@@ -24,7 +24,7 @@ from ultrabench.errors import counted
 from ultrabench.log_patterns import TRY_LOG, misread, nearest_lines
 from ultrabench.measure import Measure
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
-from ultrabench.result import UNMEASURED, RunResult, Status
+from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel, extremes
 from ultrabench.store.kernel_secrets import redacted
@@ -33,6 +33,8 @@ MESSAGE_CHARS = 1000
 """Longest error message of a rank, in characters, that is kept in the journal."""
 DEVICE_SLACK = 0.02
 """Share by which a device may have more memory than its file says; devices of one name differ by less."""
+
+_STOPPED = "the run was stopped early as slower; measure.race=null stops none"
 
 
 def classify(
@@ -228,6 +230,8 @@ def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str
     Args:
         end: how the run ended.
     """
+    if task.checkpoint and end.stopped == SLOWER:
+        return {"checkpoint_cause": "stopped", "checkpoint_reason": _STOPPED}
     reports = [rank.checkpoint for rank in progress.ranks if rank.checkpoint]
     messages = [quoted(report["message"]) for report in reports if "message" in report]
     exits = [of_exit(rank) for rank in progress.ranks if rank.code and not rank.killed_by_us]

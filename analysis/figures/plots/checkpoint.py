@@ -1,5 +1,6 @@
 """Draws what saving and loading the state costs over the number of nodes: seconds, bytes/s a node, steps lost."""
 
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -11,6 +12,8 @@ from matplotlib.figure import Figure
 from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.runs import final, known
 from ultrabench.analysis.figures.style import categories, label, legend, legend_entry, looks, panel_grid
+from ultrabench.errors import counted
+from ultrabench.result import SLOWER
 
 _SERIES = {
     "save": ("checkpoint_save_s", 1.0, "seconds"),
@@ -32,12 +35,24 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     Raises:
         ConfigError: no run has them.
     """
-    runs = final(table)
+    runs = final(table, more=("checkpoint_cause",))
     todo = "measure it with: ultrabench sweep launch measure.checkpoint=true"
-    saved, left_out = known(runs[runs["status"] == "ok"], "checkpoint_save_s", "checkpoint", todo)
+    ok_runs = runs[runs["status"] == "ok"]
+    saved, _ = known(ok_runs, "checkpoint_save_s", "checkpoint", todo)
+    without = ok_runs[ok_runs["checkpoint_save_s"].isna()]
+    count = counted(len(without), "run")
+    left_out = f"Left out: {count} without checkpoint: {_reasons(without)}.\n" if len(without) else ""
     lines = "Lines: median of layouts and repeats; bands: smallest to largest. Times are those of the slowest rank."
     caches = "Loads may come from the memory of the nodes that saved; the blocking time is not among the steps lost."
     return saved, f"{lines} {caches}\n{left_out}{made_with(table)}"
+
+
+def _reasons(without: pd.DataFrame) -> str:
+    """Why these runs have no numbers, such as `2 stopped early as slower (measure.race=null stops none), 1 disk_full`."""
+    slower = "stopped early as slower (measure.race=null stops none)"
+    reasons = without["checkpoint_cause"].astype(object).fillna("not asked for")
+    counts = Counter(reasons.mask(without["stopped"] == SLOWER, slower))
+    return ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.items()))
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:

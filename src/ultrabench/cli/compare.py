@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +41,10 @@ def compare(
     B may be the word `published`: then the best runs of A are compared with the rates that others published.
 
     The exit code is 1 if a layout is significantly slower than the threshold allows, or fails only in B."""
+    if a == PUBLISHED:
+        given = shlex.join([a, b])
+        remedy = "write: ultrabench compare SWEEP published"
+        raise ConfigError(f"compare {given}: the word published goes second", remedy)
     if b == PUBLISHED:
         return _beside_published(a, output, json_, results_dir)
     from ultrabench.analysis.collect import open_results, told_apart
@@ -76,7 +81,7 @@ def _beside_published(source: str, output: Path | None, json_: bool, results_dir
     from dataclasses import asdict
 
     from ultrabench.analysis.collect import open_results
-    from ultrabench.analysis.published import beside_published
+    from ultrabench.analysis.published import beside_published, none_comparable
     from ultrabench.cli.tables import print_json, show, warn
 
     if output is not None:
@@ -95,6 +100,9 @@ def _beside_published(source: str, output: Path | None, json_: bool, results_dir
             for e in entries
         ]
         print_json({"name": name, "matched": num_matched, "rows": rows})
+        return 0
+    if not entries:
+        show(f"{name}: no cell with a rate to compare: {none_comparable(table)}")
         return 0
     show(f"{name}: {num_matched} of {counted(len(entries), 'cell')} with a rate match a published one")
     show(*(f"  {entry.text}" for entry in entries))

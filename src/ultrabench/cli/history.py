@@ -16,7 +16,7 @@ Folders = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[FOLDER]...",
-        help="Sweeps, .parquet files or folders of sweeps; default: the results folder.",
+        help="Sweeps, .parquet files or folders of either; default: the results folder.",
     ),
 ]
 MOST_RUNS = 20

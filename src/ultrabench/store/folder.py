@@ -81,7 +81,7 @@ class SweepFolder:
         """
         existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         try:
-            os.rmdir(tempfile.mkdtemp(dir=existing, prefix=".probe-"))
+            try_to_write(existing)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -120,6 +120,11 @@ class SweepFolder:
             raise ClusterError(f"{failure}; restore it and launch again: jobs end by themselves") from None
         except OSError:
             return  # a file server that does not answer has not lost the folder
+
+
+def try_to_write(folder: Path) -> None:
+    """Makes a folder inside this one and removes it again; raises OSError if that is impossible."""
+    os.rmdir(tempfile.mkdtemp(dir=folder, prefix=".probe-"))
 
 
 def _require_links(probe: Path) -> None:

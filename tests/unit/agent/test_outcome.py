@@ -13,7 +13,7 @@ from ultrabench.agent.diagnose.outcome import classify
 from ultrabench.agent.ranks.node import oom_kills
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.rank_report import parse_line
-from ultrabench.result import RunResult, Status
+from ultrabench.result import SLOWER, RunResult, Status
 
 HOSTS = ("gpu01", "gpu02", "gpu03", "gpu04")
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=8, loss_step=5, target_ci95_rel=0.05)
@@ -117,6 +117,8 @@ SAVED = replace(DONE, checkpoint={"event": "checkpoint", **NUMBERS})
 FULL = replace(DONE, checkpoint={"message": "OSError: [Errno 122] Disk quota exceeded"})
 SLOW = RunResult(status=Status.OK, reason="saving did not end within 9 s", cause="disk_slow")
 
+SLOWER_RUN = RunResult(status=Status.OK, reason="the fastest of 2 steps took 9 s", stopped=SLOWER)
+
 
 @pytest.mark.parametrize(
     ("ranks", "words", "cause", "reason"),
@@ -128,6 +130,7 @@ SLOW = RunResult(status=Status.OK, reason="saving did not end within 9 s", cause
         ([DONE, replace(DONE, code=-9)], {}, "killed", "killed by SIGKILL, which ultrabench did not send"),
         ([replace(DONE, code=None)] * 3, {"lost": GONE}, "node_failure", "gpu03"),
         ([replace(DONE, code=None)], {"end": CANCELLED}, "stopped", "by SIGTERM"),
+        ([ok(code=-9, killed_by_us=True)], {"end": SLOWER_RUN}, "stopped", "measure.race=null stops none"),
     ],
 )  # fmt: skip
 def test_whatever_becomes_of_a_checkpoint_the_run_is_ok(ranks, words, cause, reason):

@@ -80,7 +80,7 @@ def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publishe
         ("failures", SEVERAL, ["How 7 runs ended, over nodes: sweep", "out of memory", "ok, but suspect", "waits or runs"]),
         ("largest-batch", SEVERAL, ["Predicted: 80B", "Measured: 8B", "at most gbs / dp", "in 0 of 2 squares"]),
         ("checkpoint", [row("a", **SAVED), row("b", nodes=2, **SAVED), *SEVERAL],
-         ["Checkpoints over node counts: sweep", "GB/s a node", "steps lost beside", "Left out: 5 runs without checkpoint"]),
+         ["Checkpoints over node counts: sweep", "GB/s a node", "steps lost beside", "5 runs without checkpoint: 4 not asked for, 1 stopped early as slower"]),
         ("bubble", PIPELINES, ["Points (2)", "1 measured run with", "and 1 ok row with pp", "measured, interleaved"]),
     ],
 )  # fmt: skip

@@ -85,6 +85,19 @@ def test_runs_that_move_together_are_one_statement(slow, controlled):
     assert move.change == pytest.approx(-0.05, abs=0.015)
 
 
+@pytest.mark.parametrize("loss", [0.05, 0.3])
+def test_a_loss_of_the_last_2_nights_waits_for_one_more(loss):
+    """It is blamed on no earlier night, and no single bad nights are told; the next night names the right one."""
+    over_nights = history(made(14, first=12, loss=loss))
+    assert over_nights.moves == []
+    assert [s.bad_nights for s in over_nights.series] == [[]] * 6
+    may_have = [
+        note for note in over_nights.notes if "may have changed in the last 2 nights; one more" in note
+    ]
+    assert len(may_have) == 1
+    assert [move.night for move in history(made(15, first=12, loss=loss)).moves] == [12]
+
+
 def test_suspects_and_failures_do_not_count_and_are_named():
     bad = {
         (19, 2): {"status": "oom"},
@@ -122,7 +135,11 @@ def test_the_command_fails_a_night_with_a_loss(ultrabench, tmp_path, monkeypatch
     assert code == 0
     assert "5 nights: too few to find a change" in err
     Path("empty").mkdir()
-    assert "empty holds no sweep" in one_line(ultrabench, "history", "empty")
+    Path("nights").mkdir()
+    for night in made():
+        Path(f"nights/{night.sweep}.parquet").write_bytes(parquet(night.table))
+    assert json.loads(ultrabench("history", "nights", "--json")[1])["moves"] == document["moves"]
+    assert "empty holds no sweep and no .parquet file" in one_line(ultrabench, "history", "empty")
     assert "no night" in one_line(ultrabench, "history", "all.parquet", "--since", "2027-01-01")
     assert "written YYYY-MM-DD" in one_line(ultrabench, "history", "all.parquet", "--since", "2027")
 

@@ -23,7 +23,7 @@ from ultrabench.launchers.doctor.acceptance import not_accepted
 from ultrabench.launchers.launcher import Launcher
 from ultrabench.launchers.open_sweep import OpenSweep, folder_of, in_force, open_sweep
 from ultrabench.launchers.reconcile import Reconciler
-from ultrabench.launchers.required_programs import require_local, require_program
+from ultrabench.launchers.required_programs import require_checkpoint_folder, require_local, require_program
 from ultrabench.processes import own_name
 from ultrabench.result import ANSWERS, UNSETTLED, RunResult, Status
 from ultrabench.store.folder import SweepFolder, living_launchers
@@ -54,6 +54,7 @@ def run_launch(
     require_program(config)
     require_tracker(config)
     require_local(config)  # before the plan, which may take seconds
+    require_checkpoint_folder(config)
     folder = folder_of(config)
     folder.require_writable()  # before this machine is measured, which takes seconds
     if detach and config.launcher.name == "local":
