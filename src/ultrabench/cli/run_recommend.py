@@ -40,7 +40,9 @@ def run_recommend(
         raise ConfigError(f"kernel={config.kernel.name} trains no model; take kernel=embedded")
     price = config.price_per_gpu_hour if price is None else price
     elsewhere = [word for word in words if not _is_in_row(word)]
-    rows = [row for cell in recommendations(config, top) for row in _rows(config, cell, elsewhere)]
+    named = [word.removeprefix("model=") for word in words if word.startswith("model=")]
+    model = named[0] if named else None  # maybe a path, which the name of the model does not say
+    rows = [row for cell in recommendations(config, top) for row in _rows(config, cell, elsewhere, model)]
     for row in rows:
         row.update(_training(row, tokens, price) if tokens and row["layout"] else {})
     if as_json:
@@ -75,7 +77,9 @@ def _is_in_row(word: str) -> bool:
     return key in ("model", "hardware", "sweep", "kernel", "kernel.precision") or key.startswith("sweep.")
 
 
-def _rows(config: SweepConfig, cell: Recommendation, elsewhere: Sequence[str]) -> Iterator[Row]:
+def _rows(
+    config: SweepConfig, cell: Recommendation, elsewhere: Sequence[str], model: str | None
+) -> Iterator[Row]:
     """The rows of a cell: one for each run, or one with the reason why there is none."""
     place = {**cell.cell._asdict(), "gpus": cell.cell.nodes * config.hardware.gpus_per_node}
     if not cell.runs:
@@ -105,7 +109,7 @@ def _rows(config: SweepConfig, cell: Recommendation, elsewhere: Sequence[str]) -
             "lost_share": share,
             "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
             "above_published": _is_above_published(published, run),
-            "command": _command(config, run, place, elsewhere),
+            "command": _command(config, run, {**place, "model": model or place["model"]}, elsewhere),
             "reason": None,
         }
 
