@@ -14,7 +14,11 @@ OUR_FOLDERS = (*ROOMS, "src", "docs", "tests", "examples", "benchmarks", ".ci")
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *(p for f in ("docs", "results", "benchmarks", "tests") for p in (ROOT / f).glob("**/*.md")),
+        *(
+            p
+            for f in ("docs", "results", "benchmarks", "tests", "examples")
+            for p in (ROOT / f).glob("**/*.md")
+        ),
     ]
 )
 MACHINE_PATH = re.compile(r"(?<![\w./$~}])/(?:work|root|Users|home/\w+|workspace)/")
