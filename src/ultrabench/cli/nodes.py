@@ -26,7 +26,7 @@ def nodes(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show the nodes of all sweeps: which of them are slow or failing?
+    """Show the nodes of all sweeps, slow and failing ones first.
 
     A node is marked only where it is slower than the others by more than chance and their usual differences, on
     at least two days."""
