@@ -69,12 +69,12 @@ def _settings(root: Path) -> Values:
     matters = 0 if limited == "unlimited" else 1 if has_ports else None
     switches = {"NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", *(("NCCL_IB_DISABLE",) if has_ports else ())}
     choices = {"nccl_p2p_level=loc", *(("nccl_net=socket",) if has_ports else ())}
-    found = {
+    disabling = {
         f"{name}={value}": 1.0
         for name, value in sorted(os.environ.items())
         if (name in switches and value not in ("", "0")) or f"{name}={value}".lower() in choices
     }
-    return {"locked memory": {limited: matters}, "NCCL variables": {"NCCL_*": 0.0, **found}}
+    return {"locked memory": {limited: matters}, "NCCL variables": {"NCCL_*": 0.0, **disabling}}
 
 
 def _folders(root: Path, scratch: Path) -> Values:

@@ -114,13 +114,11 @@ class Leader:
         pattern = folder.checkpoint(Path(checkpoints[0]).parent, "*")
 
         def remove() -> None:
-            left = {
-                path.name.removeprefix(pattern.name[:-1]): path for path in pattern.parent.glob(pattern.name)
-            }
-            attempts = fold(read_journal(folder.journal, log_line)).attempts if left else {}
-            for key in (str(key) for key, attempt in attempts.items() if attempt.result):
-                if key in left:
-                    shutil.rmtree(left[key], ignore_errors=True)
+            paths = {*pattern.parent.glob(pattern.name)}
+            attempts = fold(read_journal(folder.journal, log_line)).attempts if paths else {}
+            ended = {folder.checkpoint(pattern.parent, key) for key, a in attempts.items() if a.result}
+            for path in paths & ended:
+                shutil.rmtree(path, ignore_errors=True)
 
         try:
             self._node.disk.retry(remove, CLEANING_S, subject=str(pattern.parent))

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from ultrabench.analysis.schema import SIZES
 from ultrabench.analysis.significance import ALPHA
 from ultrabench.errors import ConfigError, SweepFolderError, counted
 from ultrabench.layout import AXES
+from ultrabench.store.folder import sweeps_in
 
 CELL = ("model", "nodes", *PANEL)
 _KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant"))]
@@ -143,12 +144,12 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
         if not folder.is_dir() or (folder / "sweep.json").exists():
             paths[folder.resolve()] = source
             continue
-        heads = [*folder.glob("[!.]*/sweep.json"), *folder.glob("[!.]*/[!.]*/sweep.json")]
-        found = [head.parent for head in heads] or [*folder.glob("[!.]*.parquet")]
-        if not found:
+        sweeps = [*sweeps_in(folder), *chain.from_iterable(map(sweeps_in, folder.glob("[!.]*/")))]
+        sources_of_nights = sweeps or [*folder.glob("[!.]*.parquet")]
+        if not sources_of_nights:
             remedy = "name a sweep, its .parquet file, or a folder of either"
             raise SweepFolderError(f"{folder} holds no sweep and no .parquet file", remedy)
-        paths |= {path.resolve(): str(path) for path in found}
+        paths |= {path.resolve(): str(path) for path in sources_of_nights}
     for source in paths.values():
         table = open_results(source, results_dir, warn)[-1]
         for sweep in table["sweep"].unique().to_pylist():

@@ -28,14 +28,14 @@ def require_local(config: SweepConfig) -> None:
 
 def require_checkpoint_folder(config: SweepConfig) -> None:
     """Raises ConfigError if the folder in which runs save their state does not exist, or cannot be written from here."""
-    given = config.measure.checkpoint_folder
-    if not config.measure.checkpoint or given is None:
+    folder = config.measure.checkpoint_folder
+    if not config.measure.checkpoint or folder is None:
         return
-    fact, remedy = f"measure.checkpoint_folder={given}", "give a folder that all nodes see and may write"
-    if not Path(given).is_dir():
+    fact, remedy = f"measure.checkpoint_folder={folder}", "give a folder that all nodes see and may write"
+    if not Path(folder).is_dir():
         raise ConfigError(f"{fact} is no folder on this machine", f"make it first, or {remedy}")
     try:
-        try_to_write(Path(given))
+        try_to_write(Path(folder))
     except OSError as error:
         raise ConfigError(f"{fact} cannot be written from this machine ({error.strerror})", remedy) from error
 

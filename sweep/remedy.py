@@ -11,7 +11,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, fill_in, words_of
-from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, advised, by_cell, cell_columns, cell_label
+from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, by_cell, cell_columns, cell_label
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, narrowed
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
@@ -145,6 +145,6 @@ def _smallest(
     except ConfigError:
         return None
     smallest = min(runs, key=lambda run: run.prediction.peak_mem_bytes, default=None)
-    if smallest is None or smallest.prediction.memory_share > 1:
+    if smallest is None or smallest.prediction.memory_share > 1 or smallest.prediction.p_oom > advised_p_oom:
         return None
-    return next(iter(advised([smallest], advised_p_oom)), None)
+    return smallest

@@ -182,11 +182,11 @@ def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
     timed = (
         row for row in rows if row["started_at"] is not None and row["hostnames"] and row["kernel"] != "probe"
     )
-    seen = set[tuple[object, object]]()
+    counted_places = set[tuple[object, object]]()
     for row in sorted(timed, key=lambda row: (row["status"] != Status.OK, row["started_at"])):
         is_control = row["run_id"] == row.get("control") and row["status"] == Status.OK and row["step_time_s"]
         place = row["sweep"], row["allocation"]
-        if place in seen and not is_control:
+        if place in counted_places and not is_control:
             continue
         nodes, started_s, setting = (
             nodes_of(row),
@@ -196,9 +196,9 @@ def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
         if is_control:
             rate = 1 / row["step_time_s"]
             yield Measurement(CONTROL, row["hardware"], (*setting, row["run_id"]), nodes, started_s, rate)
-        if place in seen:
+        if place in counted_places:
             continue
-        seen.add(place)
+        counted_places.add(place)
         for name in NODE_RATES:
             for node, value in zip(nodes, row.get(name) or (), strict=False):
                 yield Measurement(name, row["hardware"], setting, (node,), started_s, value)

@@ -24,7 +24,7 @@ from ultrabench.analysis.nodes.measurements import Measurement, Node
 CONFIDENCE = 0.95
 """Probability that all intervals of an answer hold together."""
 DAY_S = 20 * 3600.0
-"""Seconds from the first measurement of a day to the last; measurements of a node on one day count as measurement."""
+"""Seconds from the first measurement of a day to the last; all measurements of a node on one day count as one."""
 FEWEST_DAYS = 2
 """Smallest number of days after which a node has an interval."""
 FEWEST_NODES = 3

@@ -26,7 +26,7 @@ class Amount(Enum):
     NEW = 1
     """The growth of a counter between two readings: its total may be older than any fault of today."""
     PER_SECOND = 2
-    """The same growth in a second."""
+    """The growth of a counter between two readings, divided by the seconds between them."""
 
 
 class HealthCheck(NamedTuple):
@@ -137,13 +137,13 @@ def _finding(name: str, check: HealthCheck, first: Reading, last: Reading) -> Fi
         again = first is not last and name in last.values
         numbers = {k: _growth(before.get(k) if again else None, n, seconds) for k, n in numbers.items()}
     sign = -1 if check.at_least else 1
-    known = [(place, round(number, 3)) for place, number in numbers.items() if number is not None]
-    known.sort(key=lambda place_and_number: -sign * place_and_number[1])
-    if places := {place: n for place, n in known[:MOST_PLACES] if sign * n > sign * check.bound}:
+    worst_first = [(place, round(number, 3)) for place, number in numbers.items() if number is not None]
+    worst_first.sort(key=lambda place_and_number: -sign * place_and_number[1])
+    if places := {place: n for place, n in worst_first[:MOST_PLACES] if sign * n > sign * check.bound}:
         return Finding(Health.FAIL if check.hard else Health.WARN, places)
-    if not known or len(known) < len(numbers):
+    if not worst_first or len(worst_first) < len(numbers):
         return Finding()
-    return Finding(Health.OK, dict(known[:1]) if check.unit else {})
+    return Finding(Health.OK, dict(worst_first[:1]) if check.unit else {})
 
 
 def _growth(before: float | None, now: float | None, seconds: float) -> float | None:
@@ -165,8 +165,8 @@ def to_facts(findings: Findings) -> dict[str, dict[str, dict[str, float]]]:
 def findings_of(facts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Findings:
     """The findings that `to_facts` has written; a check of which nothing was written is unknown."""
     written = ((name, h, places) for h in Health for name, places in facts.get(h, {}).items())
-    known = {name: Finding(h, places) for name, h, places in written if name in CHECKS}
-    return dict.fromkeys(CHECKS, Finding()) | known
+    finding_by_name = {name: Finding(h, places) for name, h, places in written if name in CHECKS}
+    return dict.fromkeys(CHECKS, Finding()) | finding_by_name
 
 
 def places_text(name: str, finding: Finding) -> str:

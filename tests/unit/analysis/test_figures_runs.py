@@ -1,9 +1,8 @@
-"""The figures of runs, from tables made by hand, and those of examples/gallery/README.md."""
+"""The figures of runs, from tables made by hand."""
 
 import itertools
 import math
 import random
-import runpy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from ultrabench.analysis.ranking import rank
 from ultrabench.sweep.config.load import load_hardware, load_profile
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 
-ROOT = Path(__file__).parents[3]
 SEVERAL = [
     row("a", rate=200.0), row("b", nodes=2, rate=150.0),
     row("c", nodes=2, rate=900.0, suspect="mfu 1.2 is above 1"),
@@ -387,20 +385,3 @@ def test_no_text_is_cut_or_overlaps(kind, axis, models):
     with styled():
         figure = prepared(kind, table_of(*rows), title="a-sweep", axis=axis)[1]()
         assert overlaps(figure) == ([], [])
-
-
-COMMANDS = runpy.run_path(str(ROOT / "examples/gallery/draw.py"))["commands"]()
-
-
-def test_every_kind_of_figure_is_in_the_gallery():
-    assert {words[1] for words in COMMANDS if words[0] == "plot"} == {*KINDS}
-
-
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: Path(words[-1]).name)
-def test_a_command_of_the_gallery_draws_its_picture(ultrabench, words, tmp_path, monkeypatch):  # noqa: F811
-    drawn, kept = tmp_path / Path(words[-1]).name, ROOT / words[-1]
-    monkeypatch.chdir(ROOT)
-    code, _, err = ultrabench(*words[:-1], str(drawn))
-    assert code == 0, err
-    assert drawn.stat().st_size > 5000
-    assert kept.exists() or kept.suffix == ".html", "draw it: make gallery"

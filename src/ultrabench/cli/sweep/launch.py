@@ -222,9 +222,9 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
     Jobs of Slurm go on. On this machine Ctrl-C ends all runs. A launcher that is ended by a signal, or
     whose terminal is gone, leaves its agents running for the next launch.
     """
-    again = (
-        ["sweep", "resume", display_name] if "retry" in sys.argv[1:3] else sys.argv[1:]
-    )  # it asks once only
+    # A second retry of the same runs has nothing to retry.
+    is_retry = sys.argv[1:3] == ["sweep", "retry"]
+    again = ["sweep", "resume", display_name] if is_retry else sys.argv[1:]
     same_command = shlex.join(["ultrabench", *hide(again, sweep.config.secrets)])
     jobs_go_on = sweep.config.launcher.name != "local"
     if jobs_go_on or number != signal.SIGINT:
