@@ -13,6 +13,7 @@ from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.diagnose.outcome import classify
+from ultrabench.agent.diagnose.signatures import BY_NAME
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
@@ -47,7 +48,9 @@ SLOWEST_GAP_FACTOR = 10.0
 TOLD_S = 10.0
 """Seconds after which the measured steps of a run are written into the journal again, for `sweep status`."""
 PEER_GRACE_S = 2.0
-"""Seconds for the other ranks to report their failures after the first failure."""
+"""Seconds for the other ranks to report their failures after the first failure, and for what kills ranks to reach agents."""
+KILLED_CODES = frozenset(-number for number in BY_NAME["killed"].signals)
+"""Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
 _TIME_OVER = "the time of its allocation ended"
 RACE_STEPS = 2
 """Number of measured steps after which a run may be ended as too slow."""
@@ -220,7 +223,7 @@ class Leader:
     def watch(self, task: Task) -> RunResult | None:
         """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves."""
         group, progress, phase, told_at, failed_at = self._group, self._group.progress, "", 0.0, 0.0
-        while progress.running:
+        while progress.running or any(rank.code in KILLED_CODES for rank in progress.ranks):
             now = group.listen(POLL_S)
             if progress.port is not None:
                 group.order("store", port=progress.port)

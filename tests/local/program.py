@@ -6,7 +6,7 @@ BEHAVIOUR is a word, or one for each micro-batch size such as 1:raise,2:kill. Wh
 goes on until it is killed, so that no load lets it end by itself: endless, stuck (without a step) and hang.
 The behaviour receive calls a collective in each step: the last rank never enters the sixth, nor does it send to rank 0,
 which receives. Ranks of until_asked stand still in their sixth step until they are asked for their stacks, and
-take longer for the others than an agent waits for an answer.
+take longer for the others than an agent waits for an answer. The behaviour end_all signals all ranks and then the agent.
 """
 
 import contextlib
@@ -72,9 +72,12 @@ if behaviour == "litter" and rank == spec["layout"]["dp"] - 1:
         open(f"{scratch}/file{number}", "w").close()
 if behaviour == "stop_server":  # its parent
     os.kill(os.getppid(), signal.SIGSTOP)
-ends = {"kill_agent": spec["layout"]["dp"] - 1, "kill_leader": 0, "end_agent": rank}
+ends = {"kill_agent": spec["layout"]["dp"] - 1, "kill_leader": 0, "end_agent": rank, "end_all": rank}
 if rank == ends.get(behaviour):
     agent = int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
+    if behaviour == "end_all":
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -TERM {agent}"], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGTERM)
     os.kill(agent, signal.SIGTERM if behaviour == "end_agent" else signal.SIGKILL)
     lose_time()
 if behaviour == "endless_trace" and rank == 0:

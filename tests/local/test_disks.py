@@ -47,8 +47,10 @@ def test_a_program_that_stops_its_fork_server_delays_nobody_else(bench):
     assert max(row["duration_s"] for row in rows) < deadline_s
 
 
-def test_a_sigterm_by_the_program_is_not_called_the_users(bench):
-    bench.run(*bench.launch("end_agent", "retry.attempts.cancelled=0", gbs=2, mbs=1), code=1)
+@pytest.mark.parametrize("behaviour", ["end_agent", "end_all"])
+def test_a_sigterm_by_the_program_is_not_called_the_users(bench, behaviour):
+    """Where all ranks are killed first, the run is not blamed for the end of its job either."""
+    bench.run(*bench.launch(behaviour, "retry.attempts.cancelled=0", gbs=2, mbs=1), code=1)
     (row,) = bench.rows()
     assert row["status"] == "cancelled"
     assert "SIGTERM, which no launcher sent" in row["reason"]
