@@ -7,7 +7,7 @@ when they are first used.
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 _FOR_NOTEBOOKS = ("read", "best", "plot")
 
