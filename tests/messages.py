@@ -9,8 +9,9 @@ import json
 import re
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import groupby, takewhile
+from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -48,16 +49,15 @@ OF_PROGRAMS = ("store/", "words/test_run")
 SIMILAR = 0.65
 """Similarity of difflib from which one of two messages stands for both; names and values count as equal."""
 MANY = 6
-"""Number of overrides from which those that all of a file begin with are left out."""
+"""Number of overrides from which those that most tests of a file give are left out."""
 HEAD = """# Messages
 
 This page is generated: `python -m tests.messages` runs the tests of mistakes and writes down the messages that they
 expect. A message is one line that says what was given, the rule with its numbers, and what to do; the exit code is 2, or
 3 if the cluster or a disk could not be used.
 
-An entry is a command, or the overrides of a `sweep plan`, and the message beneath it. Messages that contain what was
-given stand first, without an entry. Of messages that differ in a few words, one is shown. `(known: ...)` stands for a list
-of names.
+Messages without a command or overrides above them come first in a section; they name what was given. Of messages that
+differ in a few words, one is shown. `(known: ...)` stands for a list of names, `...` for overrides that matter less.
 """
 
 
@@ -114,8 +114,9 @@ def stable(text: str, scratch: str = "/tmp") -> str:
 
 
 def as_code(words: Iterable[str]) -> str:
-    """Words of a command line as code of Markdown; one with a space is quoted."""
-    line = " ".join(f"'{word}'" if " " in word or not word else word for word in words)
+    """Words of a command line as code of Markdown; one with a space or quotes is quoted."""
+    marks = {word: '"' if "'" in word else "'" * bool(re.search(r'[\s"]|^$', word)) for word in words}
+    line = " ".join(f"{marks[word]}{word}{marks[word]}" for word in words)
     return f"`` {line} ``" if "`" in line else f"`{line}`"
 
 
@@ -159,13 +160,12 @@ def collect() -> list[Entry]:
 
 
 def shortened(entries: list[Entry]) -> Iterator[Entry]:
-    """The entries of a file, where `...` stands for the overrides that all with many of them begin with."""
+    """The entries of a file, where `...` stands for the overrides that most of those with many have."""
     many = [entry.words for entry in entries if len(entry.words) >= MANY and entry.words[0] != "ultrabench"]
-    columns = takewhile(lambda column: len(set(column)) == 1, zip(*many, strict=False))
-    equal = len([*columns]) if len(many) > 1 else 0
+    uses = Counter(chain.from_iterable(many))
     for entry in entries:
-        is_long = equal and entry.words in many
-        yield entry._replace(words=("...", *entry.words[equal:])) if is_long else entry
+        rare = tuple(word for word in entry.words if 2 * uses[word] < len(many))
+        yield entry._replace(words=("...", *rare)) if len(many) > 2 and entry.words in many else entry
 
 
 def distinct(entries: Iterable[Entry]) -> list[Entry]:
