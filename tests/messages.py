@@ -6,6 +6,7 @@ Run as `python -m tests.messages`; with `--check` it writes nothing, and fails i
 import argparse
 import difflib
 import json
+import os
 import re
 import socket
 import sys
@@ -29,21 +30,20 @@ HELPERS = frozenset({"expected", "one_line", "refused", "refusal"})
 CALLS = re.compile(r"\bone_line\(\s*ultrabench|\bwith refused\(|\btest_config import refusal")
 """Calls of these functions, of which modules of the product have some of the same name."""
 SUBJECTS = {
-    "Command line": ("cli/test_mistakes", "cli/test_odd_places", "cli/test_sweeps"),
-    "Configuration": ("project/test_fixtures", "sweep/test_config", "sweep/test_options"),
+    "Command line": ("cli/",),
+    "Configuration": ("project/test_fixtures", "sweep/"),
     "Models and hardware": ("sweep/test_checkpoint_config", "words/test_hardware", "words/test_model_shape"),
     "Layouts and predictions": ("cli/test_recommend", "predict/", "sweep/test_grid", "words/test_layout"),
     "Kernels and logs": ("kernel/", "sweep/test_program_logs", "words/test_kernel_config"),
     "Launching": ("cli/test_launch", "cli/test_pause", "sweep/test_launcher", "sweep/test_price"),
-    "Results": (
-        "analysis/test_co", "analysis/test_e", "analysis/test_hi", "analysis/test_n", "analysis/test_o", "analysis/test_p",
-        "analysis/test_r",
+    "Results": ("analysis/",),
+    "Figures": (
+        "analysis/test_comm", "analysis/test_figures", "analysis/test_heatmap", "cli/test_plot", "cli/test_predicted_figures",
     ),
-    "Figures": ("analysis/test_figures", "analysis/test_heatmap", "cli/test_plot", "cli/test_predicted_figures"),
     "Import and export": ("cli/test_import", "cli/test_export"),
     "Cluster": ("cli/test_nodes", "launchers/"),
 }  # fmt: skip
-"""Heading -> how the names of its test files in tests/unit begin."""
+"""Heading -> how the names of its test files in tests/unit begin; the longest beginning of a name counts."""
 OF_PROGRAMS = ("store/", "words/test_run")
 """Tests of files that programs write, so that what is wrong in them is no mistake of a user."""
 SIMILAR = 0.65
@@ -85,10 +85,15 @@ def subject_of(test: str) -> str | None:
     name = test.removeprefix("tests/unit/")
     if name.startswith(OF_PROGRAMS):
         return None
-    for subject, beginnings in SUBJECTS.items():
-        if name.startswith(beginnings):
-            return subject
-    raise LookupError(f"{test} expects messages; give it a heading in SUBJECTS of tests/messages.py")
+    matches = [
+        (len(begin), subject)
+        for subject, begins in SUBJECTS.items()
+        for begin in begins
+        if name.startswith(begin)
+    ]
+    if not matches:
+        raise LookupError(f"{test} expects messages; give it a heading in SUBJECTS of tests/messages.py")
+    return max(matches)[1]
 
 
 def files_with_messages() -> list[str]:
@@ -148,6 +153,8 @@ def collect() -> list[Entry]:
     with TemporaryDirectory() as scratch:
         folder = f"{Path(scratch).resolve()}/t"
         files = [name for name in files_with_messages() if subject_of(name)]
+        for name in ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME"):  # messages name the cache of models
+            os.environ.pop(name, None)
         code = pytest.main(["-q", "-p", "no:cacheprovider", f"--basetemp={folder}", *files], plugins=[Only()])
         if code:
             sys.exit(f"the tests failed (exit {int(code)}), so that no page was made")
@@ -168,24 +175,26 @@ def shortened(entries: list[Entry]) -> Iterator[Entry]:
         yield entry._replace(words=("...", *rare)) if len(many) > 2 and entry.words in many else entry
 
 
+def are_alike(a: list[str], b: list[str]) -> bool:
+    """Whether two messages differ in a few words only."""
+    matcher = difflib.SequenceMatcher(a=a, b=b)
+    return matcher.quick_ratio() >= SIMILAR and matcher.ratio() >= SIMILAR
+
+
 def distinct(entries: Iterable[Entry]) -> list[Entry]:
     """The entries whose message is not like one before them, and all golden ones, in the order of the page."""
-    kept, always, order = dict[str, tuple[Entry, list[str]]](), golden(), [*SUBJECTS]
+    always, order = golden(), [*SUBJECTS]
+    tokens_of, shown = dict[str, list[str]](), list[Entry]()
     for entry in sorted(
         entries, key=lambda e: (e.text not in always, order.index(e.subject), e.words, e.text)
     ):
         tokens = ["..." if re.search(r"[\d='/\[]", token) else token for token in entry.text.split()]
-        matcher = difflib.SequenceMatcher(b=tokens)
-
-        def is_like(other: list[str], matcher: difflib.SequenceMatcher[str] = matcher) -> bool:
-            matcher.set_seq1(other)
-            return matcher.quick_ratio() >= SIMILAR and matcher.ratio() >= SIMILAR
-
-        if entry.text not in kept and (
-            entry.text in always or not any(is_like(other) for _, other in kept.values())
-        ):
-            kept[entry.text] = entry, tokens
-    return sorted((entry for entry, _ in kept.values()), key=lambda e: (order.index(e.subject), e[1:]))
+        if entry.text in tokens_of:
+            continue
+        if entry.text in always or not any(are_alike(tokens, other) for other in tokens_of.values()):
+            tokens_of[entry.text] = tokens
+            shown.append(entry)
+    return sorted(shown, key=lambda e: (order.index(e.subject), e.words, e.text))
 
 
 def page(entries: list[Entry]) -> str:
