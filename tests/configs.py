@@ -1,9 +1,11 @@
 """Values of the package's configuration, for tests that change a few of them, and the refusal of others."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -41,10 +43,33 @@ def write_config(name: str, text: str, folder: str = "ultrabench") -> None:
     path.write_text(text)
 
 
+class Message(NamedTuple):
+    """A message about a user's mistake that a test expects."""
+
+    test: str
+    """The test, such as tests/unit/words/test_layout.py::test_what_cannot_be[tp]."""
+    words: tuple[str, ...]
+    """The command line or the overrides; empty if the test called a function."""
+    text: str
+
+
+MESSAGES: list[Message] = []
+"""The messages of this session, of which `python -m tests.messages` makes a page."""
+
+
+def expected(text: str, words: Iterable[str] = ()) -> None:
+    """Notes that the present test expects this message for these words."""
+    MESSAGES.append(Message(os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0], tuple(words), text))
+
+
 @contextmanager
-def refused(line: str, kind: type[UltrabenchError] = ConfigError) -> Iterator[None]:
-    """Expects an error of one line that contains `line`."""
-    with pytest.raises(kind) as raised:
+def refused(
+    line: str = "", kind: type[UltrabenchError] = ConfigError, match: str | None = None
+) -> Iterator[None]:
+    """Expects an error of one line that contains `line`, and a match of the regular expression `match`."""
+    with pytest.raises(kind, match=match) as raised:
         yield
+    loads = [entry.frame.f_locals for entry in raised.traceback if entry.name == "load_config"]
+    expected(str(raised.value), loads[0]["overrides"] if loads else ())
     assert line in str(raised.value)
     assert "\n" not in str(raised.value)

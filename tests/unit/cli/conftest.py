@@ -5,6 +5,7 @@ from itertools import chain
 
 import pytest
 
+from tests.configs import expected
 from tests.sweep_folder import attempted, ended, finished, make_folder, write
 from ultrabench.cli import main as cli
 from ultrabench.launchers.open_sweep import sweep_json_of
@@ -72,7 +73,9 @@ def one_line(run, *words, code=2):
     got, out, err = run(*words)
     assert (got, out) == (code, ""), err
     assert re.fullmatch("ultrabench: .+\n", err)
-    return err.removeprefix("ultrabench: ").strip()
+    message = err.removeprefix("ultrabench: ").strip()
+    expected(message, ("ultrabench", *words))
+    return message
 
 
 def as_json(run, *words):

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests import patience
+from tests.configs import refused
 from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, as_json, content, one_line, record
 from ultrabench.analysis.export.library import PACKAGES, require_library
 from ultrabench.cli.sweep import tracking
-from ultrabench.errors import ConfigError
 from ultrabench.store.events import Launched
 from ultrabench.sweep.config.load import load_config
 
@@ -152,7 +152,7 @@ def test_a_folder_with_offline_runs_is_no_library(tmp_path, monkeypatch):
     (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'ultrabench\[wandb\]'"):
+    with refused("wandb is not installed; pip install 'ultrabench[wandb]'"):
         require_library("wandb")
 
 

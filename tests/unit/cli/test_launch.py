@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 
+from tests.configs import refused
 from tests.unit.allocations import PLAN, told
 from tests.unit.cli.conftest import QUICK, one_line, record
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine
@@ -142,7 +143,7 @@ def test_without_a_terminal_a_number_has_to_be_given(monkeypatch, stdin, used, y
 
 
 def test_a_budget_that_the_first_job_would_break_is_refused_unless_jobs_are_under_way():
-    with pytest.raises(ConfigError, match="the first job needs"):
+    with refused("the first job needs"):
         ask(0.0)
     under_way = SweepState(allocations={"a": AllocationState(name="a")})
     assert ask_for_budget(PLAN, price_of(PLAN, under_way), under_way, CLUSTER, 0.0, False) == 0.0

@@ -107,7 +107,7 @@ def test_a_cluster_may_record_no_jobs(slurm, text, by):
     ],
 )  # fmt: skip
 def test_a_partition_that_cannot_be_read(slurm, partition, said, error, told):
-    with pytest.raises(error, match=told):
+    with refused(kind=error, match=told):
         slurm(said).limits(partition, None, None)
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from tests.configs import refused
 from tests.unit.predict.test_step_time import GPUS, PEAK, spec_of
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.figures.plots.predicted import validated
@@ -20,7 +21,6 @@ from ultrabench.analysis.predict.fit import OF_FP8, fit_constants, intervals, lo
 from ultrabench.analysis.predict.nanotron import fit_memory, nanotron_version, usable
 from ultrabench.analysis.predict.replay import cells_of
 from ultrabench.analysis.predict.validate import metrics, priors_of_fp8, table, without_own_group
-from ultrabench.errors import ConfigError
 from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.load import load_profile
@@ -178,14 +178,14 @@ def test_too_few_runs_are_one_line_with_the_remedy():
     runs[2] = replace(runs[2], allreduce_intra_node_busbw_bytes_per_s=1e11)
     left_out = "1 in doubt: throttled, 1 with status oom and no step time, 1 with slow links in the node"
     told = f"4 healthy runs with a step time; a fit needs at least 5: .*; left out: {left_out}"
-    with pytest.raises(ConfigError, match=told):
+    with refused(match=told):
         fit(cases(runs)[0])
 
 
 @pytest.mark.parametrize("factor", [1000, 0.1])
 def test_step_times_in_another_unit_make_no_profile(factor):
     given = changed(measured(BASE.time, 20), step_time_s=lambda run: factor * run.step_time_s)
-    with pytest.raises(ConfigError, match=r"half of 20 runs are off by .* check the seconds, hardware"):
+    with refused(match=r"half of 20 runs are off by .* check the seconds, hardware"):
         fit(given)
 
 
@@ -210,7 +210,7 @@ def test_the_profile_is_that_of_the_program_that_ran():
     spec = spec_of(Layout(dp=8), "1B")
     assert default_profile(cases([run_of(spec, 1.0)])[0]) == "ultrabench"
     other = replace(spec, kernel=replace(spec.kernel, name="nemo", kind="command", command=("nemo",)))
-    with pytest.raises(ConfigError, match=r"runs are of nemo on cuda; .*--profile"):
+    with refused(match=r"runs are of nemo on cuda; .*--profile"):
         default_profile(cases([run_of(other, 1.0)])[0])
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import refused
 from tests.strategies import divisors
 from tests.unit.predict.test_step_time import GPUS, profile_of, spec_of
-from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
 from ultrabench.layout import Layout, default_schedule
 from ultrabench.model_shape import ModelShape
@@ -187,5 +187,5 @@ NANOTRON, LIMIT = profile_of("nanotron").memory, {"share": 0.9, "pipeline_share"
     ],
 )
 def test_a_constant_that_is_unknown_missing_or_impossible_is_named(framework, values, message):
-    with pytest.raises(ConfigError, match=message):
+    with refused(match=message):
         memory_constants(framework, values)

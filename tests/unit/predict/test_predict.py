@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import refused
 from tests.strategies import layouts, shapes
 from tests.unit.predict.test_step_time import spec_of
-from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import load_config, load_model, load_profile
@@ -122,5 +122,5 @@ def test_probes_measure_every_node_count_and_their_price_is_what_crosses_the_lin
 
 
 def test_a_kernel_of_no_kind_is_refused():
-    with pytest.raises(ConfigError, match="must be embedded, command or probe"):
+    with refused("must be embedded, command or probe"):
         KernelConfig(name="x", kind="prob")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.configs import refused, write_config
+from tests.configs import expected, refused, write_config
 from ultrabench.errors import ConfigError
 from ultrabench.launchers.open_sweep import folder_of, in_force, sweep_json_of
 from ultrabench.record import to_dict
@@ -34,6 +34,7 @@ def refusal(*overrides):
     try:
         load_config(overrides)
     except ConfigError as error:
+        expected(str(error), overrides)
         return str(error)
     return None
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 import ultrabench
-from tests.configs import refused, write_config
+from tests.configs import expected, refused, write_config
 from ultrabench.errors import ConfigError
 from ultrabench.sweep.config.load import CLUSTER_KEYS, config_from_tree, load_config
 from ultrabench.sweep.config.sweep_config import TEXTS
@@ -103,7 +103,7 @@ def test_options_of_sbatch(given, sbatch):
     ],
 )  # fmt: skip
 def test_options_written_differently_are_explained(override, text):
-    with pytest.raises(ConfigError, match=re.escape(text)):
+    with refused(text):
         load_config(["launcher=slurm", override])
 
 
@@ -133,8 +133,9 @@ NAN, INF = float("nan"), float("inf")
     ],
 )  # fmt: skip
 def test_values_that_cannot_be_used(values, told):
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(told)) as raised:
         composed(**values)
+    expected(" ".join(str(raised.value).split()))  # as the command line prints it
 
 
 @pytest.mark.parametrize(

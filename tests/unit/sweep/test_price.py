@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.configs import refused
 from tests.unit import allocations
 from tests.unit.allocations import PLAN, predicted, todo_of, told, with_launcher
-from ultrabench.errors import ConfigError
 from ultrabench.result import Status
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import load_config
@@ -190,7 +190,7 @@ def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
 )  # fmt: skip
 def test_a_time_limit_that_no_run_can_begin_in_is_refused(given, longest_s, told):
     least = r"the shortest job of \d+ runs needs \d+ minutes with its control run: allow more"
-    with pytest.raises(ConfigError, match=rf"^{told}; {least}"):
+    with refused(match=rf"^{told}; {least}"):
         price.within_limit(replace(BIG, config=with_launcher(BIG.config, **given)), longest_s)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.configs import refused
 from ultrabench.agent.ranks.rank_progress import RankProgress
-from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.log_patterns import LOG_PATTERNS, OBSERVED, compiled, parse_log_line
 from ultrabench.sweep.config.load import load_config
@@ -112,7 +112,7 @@ def test_the_group_names_the_unit_of_memory(text, option, quantities):
     ],
 )  # fmt: skip
 def test_a_pattern_needs_a_group_that_says_what_it_reads(option, pattern, line):
-    with pytest.raises(ConfigError, match=line):
+    with refused(match=line):
         KernelConfig(name="x", kind="command", command=("x",), **{option: pattern})
 
 
