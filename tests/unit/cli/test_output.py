@@ -117,7 +117,7 @@ def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_noth
     assert (only["advised"], only["p_oom"] > 0.1) == (False, True)
     _, out, _ = ultrabench(*words, "sweep.nodes=[2]", "max_p_oom=1")
     assert "most likely to fit, not advised" in out
-    (sizes,) = re.findall(r"try (.*)", out)
+    (sizes,) = re.findall(r"; try (sweep.*)", out)
     assert all(float(size) < 79.11 for size in re.findall(r", ([\d.]+) GiB", sizes))
 
 
