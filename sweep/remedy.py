@@ -32,8 +32,8 @@ def require_runs(plan: Plan) -> Plan:
     """The plan, which has at least one run.
 
     Raises:
-        ConfigError: every candidate is rejected; the message tells the rules, the most frequent one first. Where
-            only memory is lacking, it tells what would fit.
+        ConfigError: every candidate is rejected; the message lists the rules, the most frequent first. Where
+            only memory is lacking, it says what would fit.
     """
     if plan.runs:
         return plan
@@ -41,9 +41,9 @@ def require_runs(plan: Plan) -> Plan:
         raise ConfigError(f"{reason}; to run them anyway, set max_p_oom=1")
     examples = {c.rule: c.reason for c in reversed(plan.candidates)}
     rules = Counter(c.rule for c in plan.candidates).most_common()
-    reasons = "; ".join(f"{number:,} rejected by {rule}, such as {examples[rule]}" for rule, number in rules)
+    reasons = ", ".join(f"{number:,} by {rule} ({examples[rule]})" for rule, number in rules)
     candidates = counted(len(plan.candidates), "candidate")
-    raise ConfigError(f"none of {candidates} can run: {reasons}; change the axes or the model")
+    raise ConfigError(f"none of {candidates} can run; rejected: {reasons}; change the axes or the model")
 
 
 def nothing_fits(
@@ -52,7 +52,7 @@ def nothing_fits(
     """A line for each cell in which no layout is predicted to fit: its smallest layout, and what would help.
 
     Args:
-        skipped_cells: cells of which nothing has to be told.
+        skipped_cells: cells to leave out.
         advised_p_oom: P(OOM) above which a layout is no help.
     """
     limit = plan.config.hardware.mem_bytes / GIB
@@ -83,7 +83,7 @@ def same_commands(plan: Plan) -> Iterator[str]:
         differing = ", ".join(name for name, value in of_first.items() if value != of_second[name])
         fact = f"{number:,} of {counted(len(runs), 'run')} have the same command as another run, such as {first.spec.label()} and"
         fact += f" {second.spec.label()}, which differ in {differing or 'flags with equal arguments'}"
-        yield f"{fact}: add that to kernel.command, unless the program reads $ULTRABENCH_SPEC"
+        yield f"{fact}: add them to kernel.command, unless the program reads $ULTRABENCH_SPEC"
 
 
 Pick = Callable[[SweepConfig, ModelShape, int, dict[str, Any], float], Candidate | None]

@@ -300,10 +300,10 @@ def test_a_sweep_without_runs_says_why():
     plan = make_plan(load_config(["sweep.nodes=[1]", "sweep.tp=[2,1]", "sweep.pp=[1]",
                                   "sweep.zero_stage=[1]", "sweep.mbs=[1,2]", "sweep.gas=[1]"]))  # fmt: skip
     rules = (
-        "2 rejected by gas_not_listed, such as gas=4 is not in sweep.gas=[1]",
-        "2 rejected by zero_needs_dp, such as zero_stage=1 needs dp*cp > 1; dp=1, cp=1",
+        "2 by gas_not_listed (gas=4 is not in sweep.gas=[1])",
+        "2 by zero_needs_dp (zero_stage=1 needs dp*cp > 1; dp=1, cp=1)",
     )
-    with refused(f"none of 4 candidates can run: {'; '.join(rules)}; change the axes or the model"):
+    with refused(f"none of 4 candidates can run; rejected: {', '.join(rules)}; change the axes or the model"):
         require_runs(plan)
     with refused("no candidate: 2 or 4 GPUs are not divisible by tp=3; choose divisors"):
         make_plan(load_config(["sweep.tp=[3]"]))
