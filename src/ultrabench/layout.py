@@ -125,12 +125,12 @@ class Layout:
         detail_of="pp_schedule", in_sweep=InSweep(Annotated[int, at_least(2)], 2),
     )  # fmt: skip
     recompute: Annotated[str, RECOMPUTE] = axis(
-        "recompute-", "What backward recomputes: none, attention, selective, full, or everyN: each N-th layer in full.",
+        "recompute-", "What backward recomputes: none, attention, selective, full or everyN (every N-th layer in full).",
         kind=CHOICE, title="recomputation", default="none", implied=("none",),
         usual=("none", "attention", "selective", "every2", "full"),
     )  # fmt: skip
     sequence_parallel: Annotated[str, one_of("on", "off")] = axis(
-        "sp-", "Between blocks, tp ranks share the tokens (on), or each rank holds all tokens (off).", kind=CHOICE,
+        "sp-", "Between blocks, tp ranks split the tokens (on) or each rank holds all of them (off).", kind=CHOICE,
         title="sequence parallelism", default="on", implied=("on",), usual=("on", "off"), detail_of="tp", added_later=True,
     )  # fmt: skip
     cp_exchange: Annotated[str, one_of("ring", "allgather")] = axis(

@@ -65,8 +65,8 @@ CHECKS = {
         "no new replays or recoveries on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
         "new errors", amount=Amount.NEW),
     "NVLink CRC errors": HealthCheck(
-        f"at most {CRC_ERRORS_PER_S:.0f} a second on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
-        "a second", amount=Amount.PER_SECOND, bound=CRC_ERRORS_PER_S),
+        f"at most {CRC_ERRORS_PER_S:.0f} per second on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
+        "per second", amount=Amount.PER_SECOND, bound=CRC_ERRORS_PER_S),
     "power limit": HealthCheck(
         "not below the GPU's default", "have the default restored, or set hardware.power_limit_w= for predictions", "W below"),
     "GPU clocks": HealthCheck("no slowdown by heat or power supply", "have the node's cooling and power supply checked"),
