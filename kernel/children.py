@@ -42,7 +42,7 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
         while waiting:
             ready = wait(waiting, end - time.monotonic())
             if not ready:
-                raise ChildError(f"no end after {timeout_s:g} s: {', '.join(waiting.values())}")
+                raise ChildError(f"still running after {timeout_s:g} s: {', '.join(waiting.values())}")
             for answered in ready:
                 name = waiting.pop(answered)
                 error, answers[name] = _answer(answered, children[name])

@@ -288,7 +288,7 @@ def activate_flash3() -> None:
     try:
         attention.activate_flash_attention_impl("FA3")
     except (AttributeError, ImportError, RuntimeError, ValueError) as error:
-        advice = "it needs the package flash_attn_interface on the nodes; take kernel.attention=auto"
+        advice = "install the package flash_attn_interface on the nodes, or use kernel.attention=auto"
         raise ConfigError(f"kernel.attention=flash3: {error}; {advice}") from error
 
 
@@ -319,8 +319,8 @@ def require_split_backward() -> None:
         RuntimeError: this torch is too old.
     """
     if not hasattr(_backward, "_autograd_grad_for_inputs"):
-        reason = f"zbv needs torch 2.13: {torch.__version__} loses gradients"
-        raise RuntimeError(f"{reason}; take another schedule")
+        reason = f"zbv needs torch 2.13 or newer, but {torch.__version__} loses gradients"
+        raise RuntimeError(f"{reason}; use another schedule")
 
 
 class PeerlessWarmup:

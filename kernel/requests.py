@@ -167,4 +167,4 @@ def _answers(module: str, request: CheckSpec | RunSpec) -> Iterator[dict[str, An
             server.kill()
             raise
     if server.returncode:
-        yield {"error": f"its process ended with exit code {server.returncode}"}
+        yield {"error": f"the process ended with exit code {server.returncode}"}

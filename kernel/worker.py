@@ -130,9 +130,9 @@ class Timing:
             if remaining:
                 self.step()
         compiling = (
-            f"step {self.done_steps} still compiled layers, {self.trainer.compiler.graphs} graphs in all"
+            f"step {self.done_steps} still compiled layers ({self.trainer.compiler.graphs} graphs so far)"
         )
-        raise RuntimeError(f"{compiling}; take kernel.compile=false")
+        raise RuntimeError(f"{compiling}; use kernel.compile=false")
 
     def _flops_of_a_step(self) -> float:
         """Runs one step; returns the FLOPs of all ranks in it."""

@@ -34,12 +34,12 @@ PREDICTED: dict[str, Any] = {
 """The arguments of a prediction beside those of layouts, with their usual values; a dry run has some of them."""
 
 _ELSEWHERE = {
-    "gbs": "the batch follows: gbs = dp*mbs*gas; give mbs and gas",
-    "nodes": "the check runs dp*tp*pp*cp processes on this machine; give these degrees",
-    "precision": "it is an option: --precision bf16",
-    "device": "it is an option: --device cuda",
-    "compile": "it is an option: --compile",
-    "attention": "the dry run takes the default attention; leave it out",
+    "gbs": "the batch follows from gbs = dp*mbs*gas; give mbs and gas",
+    "nodes": "the check runs dp*tp*pp*cp processes on this machine; give these degrees instead",
+    "precision": "this is an option; write --precision bf16",
+    "device": "this is an option; write --device cuda",
+    "compile": "this is an option; write --compile",
+    "attention": "a dry run uses the default attention; leave it out",
 }
 """Name that one of the commands does not take -> what to do instead."""
 
@@ -57,7 +57,7 @@ def read_arguments(arguments: Sequence[str], options: Collection[str], example: 
     for argument in arguments:
         name, eq, value = argument.partition("=")
         if not eq:
-            raise ConfigError(f"{argument!r} is no NAME=VALUE; write for example {example}")
+            raise ConfigError(f"{argument!r} is not NAME=VALUE; write, for example, {example}")
         if name in _ELSEWHERE and name not in known_names:
             raise ConfigError(f"{argument}: {_ELSEWHERE[name]}")
         require_known("argument", known_names, name)
@@ -65,7 +65,7 @@ def read_arguments(arguments: Sequence[str], options: Collection[str], example: 
             values[name] = value if name in TEXTS else int(value)
         except ValueError:
             fact = f"{name}={value!r} is not an integer"
-            raise ConfigError(f"{fact}; a command takes one layout: {name}=2") from None
+            raise ConfigError(f"{fact}; give one layout, such as {name}=2") from None
     return values
 
 
@@ -115,13 +115,13 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
     if nodes < 1:
         raise ConfigError(f"nodes={nodes}; must be >= 1")
     gpus, rest = nodes * per_node, max(1, other_degrees(values))
-    gpu_counts = f"{counted(gpus, 'GPU')} of {counted(nodes, 'node')} of {per_node}"
+    gpu_counts = f"{counted(gpus, 'GPU')} ({counted(nodes, 'node')} of {per_node})"
     if gpus % rest:
-        raise ConfigError(f"{OTHER_DEGREES}={rest} does not divide the {gpu_counts}; choose degrees that do")
+        raise ConfigError(f"{OTHER_DEGREES}={rest} does not divide {gpu_counts}; choose degrees that do")
     if (dp := values.get("dp", gpus // rest)) != gpus // rest:
-        advice = f"give dp={gpus // rest}, or leave dp out, or change nodes, tp, pp or cp"
+        advice = f"give dp={gpus // rest}, leave dp out, or change nodes, tp, pp or cp"
         raise ConfigError(
-            f"dp={dp} with {OTHER_DEGREES}={rest} needs {dp * rest} GPUs, not the {gpu_counts}: {advice}"
+            f"dp={dp} with {OTHER_DEGREES}={rest} needs {dp * rest} GPUs, not {gpu_counts}: {advice}"
         )
     layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values))
     workload = Workload(seq_len=values["seq_len"], gbs=layout.gbs)

@@ -61,11 +61,13 @@ def against_published(config: SweepConfig, mfu: float, best: BestRate | None) ->
     """
     gpu_and_precision = f"{config.hardware.gpu} in {config.kernel.precision}"
     if best is None:
-        return f"no rate of {gpu_and_precision} is known that others published: nothing confirms a predicted MFU of {mfu:.1%}"
+        return f"no published rate for {gpu_and_precision} is known, so nothing confirms the predicted MFU of {mfu:.1%}"
     if not best.below(mfu):
         return None
-    comparison = f"MFU {mfu:.1%} is above the {best.mfu:.1%} of {best.what}"
-    return f"predicted {comparison}, the best that is published of {gpu_and_precision} (flops_formula={best.flops_formula}; {best.source})"
+    comparison = (
+        f"predicted MFU {mfu:.1%} is above {best.mfu:.1%}, the best published for {gpu_and_precision}"
+    )
+    return f"{comparison}: {best.what} (flops_formula={best.flops_formula}; {best.source})"
 
 
 def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str]:

@@ -53,7 +53,7 @@ def require_countable(
     if number > MOST_COMBINATIONS:
         longest = sorted(sizes, key=lambda name: -sizes[name])[:3]
         shown = ", ".join(f"sweep.{name} ({sizes[name]:,} values)" for name in longest)
-        rule = f"a sweep may have {MOST_COMBINATIONS:,}: narrow {shown}"
+        rule = f"a sweep may have at most {MOST_COMBINATIONS:,}: narrow {shown}"
         raise ConfigError(f"the axes have {number:,} combinations; {rule}")
 
 
@@ -135,16 +135,16 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     if layout.dp_shard and layout.zero_stage == 0:
         yield "dp_shard_divides_dp", f"{shards} needs zero_stage > 0; zero_stage=0 shards nothing"
     if layout.dp_shard == 1:
-        why = f"{shards} shards nothing (dp_shard=node gives that where tp={layout.tp} fills a node)"
-        yield "dp_shard_divides_dp", f"{why}; take a smaller tp or dp_shard=all"
+        why = f"{shards} shards nothing (dp_shard=node means 1 where tp={layout.tp} fills a node)"
+        yield "dp_shard_divides_dp", f"{why}; use a smaller tp or dp_shard=all"
     if layout.dp_shard == copies:
-        yield "dp_shard_divides_dp", f"{shards} is all of dp*cp={copies}; leave dp_shard out, or write all"
+        yield "dp_shard_divides_dp", f"{shards} equals dp*cp={copies}; leave dp_shard out or use all"
     if layout.dp_shard and copies % layout.dp_shard:
         indivisible = f"{shards} does not divide dp*cp={copies} (dp={layout.dp}, cp={layout.cp})"
         common = gcd(layout.dp_shard, copies)
         yield (
             "dp_shard_divides_dp",
-            f"{indivisible}; take dp_shard={common if 1 < common < copies else 'all'}",
+            f"{indivisible}; use dp_shard={common if 1 < common < copies else 'all'}",
         )
     if layout.dp_overlap == "off" and copies == 1:
         yield "dp_overlap_needs_dp", "dp_overlap=off needs dp*cp > 1; dp=1, cp=1"

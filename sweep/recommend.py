@@ -270,8 +270,8 @@ def _why_none(config: SweepConfig, search: Search, remedy: Remedy) -> str:
     shape, cell, limit = planned.shape, planned.cell, config.hardware.mem_bytes / GIB
     if search.least_bytes < inf:
         wider = " or ".join(remedies(narrowed(config, cell), shape, cell.nodes, search.most_p_oom, remedy))
-        needed = f"nothing is predicted to fit into {limit:.4g} GiB; a GPU needs at least {search.least_bytes / GIB:,.1f} GiB with the reserve of its allocator"
-        return f"{needed}; what would fit: {wider or 'a smaller model'}"
+        needed = f"no layout is likely to fit into {limit:.4g} GiB; a GPU needs at least {search.least_bytes / GIB:,.1f} GiB with the allocator's reserve"
+        return f"{needed}; try {wider or 'a smaller model'}"
     workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
     axes = replace(config.axes, nodes=(cell.nodes,))
     return next((reason for reason, _ in search.reasons.most_common(1)), None) or why_none(

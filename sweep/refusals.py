@@ -31,7 +31,7 @@ def schedule_refusals(layout: Layout) -> Iterator[str]:
     rounds = max(1, gas // pp)
     if layout.pp_schedule == "interleaved" and gas % rounds:
         near = " or ".join(str(number) for number in _interleaved_near(gas, pp))
-        yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={gas}, pp={pp}: gas={near} is one"
+        yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={gas}, pp={pp}: use gas={near}"
 
 
 def _interleaved_near(gas: int, pp: int) -> Iterator[int]:
@@ -67,11 +67,11 @@ def _of_routing(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iter
     """The reasons why a model cannot have the routing of `kernel`, or not in compiled layers."""
     if kernel.routing != "balanced" and not shape.num_experts:
         # It would be another run of the same training.
-        yield f"routing={kernel.routing} needs a model with experts; {shape.name} has none: take routing=balanced"
+        yield f"routing={kernel.routing} needs a model with experts; {shape.name} has none: use routing=balanced"
     if shape.num_experts and kernel.routing == "learned" and kernel.compiles(layout.pp_schedule):
         # The sizes of tensors in the layer then follow from values, which one graph cannot have.
-        reason = "kernel.routing=learned with kernel.compile=true; only the router knows how many tokens an expert gets"
-        yield f"{reason}: take kernel.compile=false or kernel.routing=balanced"
+        reason = "kernel.routing=learned with kernel.compile=true; tensor sizes then depend on the router"
+        yield f"{reason}: use kernel.compile=false or kernel.routing=balanced"
 
 
 def _of_fp8(layout: Layout, shape: ModelShape, seq_len: int, hardware: Hardware | None) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _of_fp8(layout: Layout, shape: ModelShape, seq_len: int, hardware: Hardware 
     if hardware and hardware.fp8_refusal:
         yield hardware.fp8_refusal
     if shape.num_experts:
-        yield f"precision=fp8 with num_experts={shape.num_experts}; products of experts have no fp8: take precision=bf16"
+        yield f"precision=fp8 with num_experts={shape.num_experts}; expert layers do not support fp8: use precision=bf16"
     sizes = {
         "hidden_size": shape.hidden_size, "intermediate_size/tp": shape.intermediate_size // layout.tp,
         "num_attention_heads*head_dim/tp": shape.q_width // layout.tp, "mbs*seq_len/cp": layout.mbs * seq_len // layout.cp,
@@ -87,7 +87,7 @@ def _of_fp8(layout: Layout, shape: ModelShape, seq_len: int, hardware: Hardware 
     }  # fmt: skip
     for name, size in sizes.items():
         if size % FP8_MULTIPLE:
-            yield f"precision=fp8 needs products whose dims are multiples of {FP8_MULTIPLE}; {name}={size}: take precision=bf16"
+            yield f"precision=fp8 needs matrix sizes that are multiples of {FP8_MULTIPLE}; {name}={size}: use precision=bf16"
 
 
 def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
@@ -95,8 +95,8 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
     # A window that is as long as the sequence hides nothing.
     if shape.sliding_window is not None and shape.sliding_window < seq_len:
-        use = f"sliding_window={shape.sliding_window} is in use with seq_len={seq_len}"
-        yield f"{use}; attention has no window: take seq_len <= {shape.sliding_window} or another model"
+        use = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
+        yield f"{use}; ultrabench's attention has no window: use seq_len <= {shape.sliding_window} or another model"
     # Context parallelism gives each rank two chunks of the sequence, all of the same length.
     if layout.cp > 1 and seq_len % (2 * layout.cp):
         yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
@@ -109,13 +109,13 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
         yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"
     # Torch reduces the gradients of a pipeline by itself; ours are reduced during its last backward.
     if layout.dp_overlap == "off" and pp > 1:
-        yield f"dp_overlap=off with pp={pp}; ultrabench's kernel has it for pp=1 only"
+        yield f"dp_overlap=off with pp={pp}; ultrabench's kernel supports it only with pp=1"
     yield from schedule_refusals(layout)
     if layout.full_every > shape.num_hidden_layers:
-        yield f"recompute={layout.recompute} recomputes none of num_hidden_layers={shape.num_hidden_layers}"
+        yield f"recompute={layout.recompute} recomputes no layer; num_hidden_layers={shape.num_hidden_layers}"
     # With zbv and ZeRO-3, torch silently loses some gradients of the sharded parameters.
     if schedule == "zbv" and zero_stage == 3:
-        yield "zbv with zero_stage=3 loses gradients in torch; take zero_stage 0 or 1, or another schedule"
+        yield "zbv with zero_stage=3 loses gradients in torch; use zero_stage 0 or 1, or another schedule"
     # Tensor parallelism also splits feed-forward and vocabulary, and sequence parallelism the tokens.
     sizes = {name: getattr(shape, name) for name in ("intermediate_size", "vocab_size")}
     if layout.sequence_parallel == "on":
@@ -126,9 +126,9 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
             yield f"tp={layout.tp} does not divide {name}={size}"
     if shape.num_experts and layout.sequence_parallel == "off":
         # Each rank of tp would send all tokens to the experts.
-        yield "sequence_parallel=off with experts; the ranks of tp share the tokens that they send: take sequence_parallel=on"
+        yield "sequence_parallel=off with experts; tp ranks must split the tokens that they send: use sequence_parallel=on"
     if shape.qk_norm_across_heads and layout.tp > 1:
-        yield f"qk_norm_across_heads=true is one norm over the heads of all ranks; tp={layout.tp}: take tp=1"
+        yield f"qk_norm_across_heads=true normalizes over the heads of all tp ranks; tp={layout.tp}: use tp=1"
     # Each weight's gradient is then a backward pass of its own, in which torch would run its layer again.
     if schedule == "zbv" and layout.recompute not in ("none", "attention"):
         yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"
@@ -138,17 +138,17 @@ def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator
     """The reasons why the attention of our own kernel cannot run on a device."""
     attention, precision = kernel.attention, kernel.precision
     if device == "cpu" and attention in ("cudnn", "flash3"):
-        yield f"attention={attention} needs an NVIDIA GPU; on CPUs take auto, flash or math"
+        yield f"attention={attention} needs an NVIDIA GPU; on CPUs use auto, flash or math"
     # The parts of a ring are put together by their log-sums, which only fused kernels return.
     if layout.cp > 1 and attention == "math":
-        yield f"attention=math cannot run with cp={layout.cp}, whose parts it cannot put together; take auto"
+        yield f"attention=math cannot combine the chunks of cp={layout.cp}; use auto"
     # The fused kernels of GPUs compute in 16 bit only.
     if device == "cuda" and not kernel.in_16_bits:
         rule = f"needs precision={' or '.join(IN_16_BITS)} on GPUs; precision={precision}"
         if layout.cp > 1:
             yield f"cp={layout.cp} {rule}"
         if attention not in ("auto", "math"):
-            yield f"attention={attention} {rule}: take auto or math"
+            yield f"attention={attention} {rule}: use auto or math"
 
 
 def _of_accelerator(
@@ -163,7 +163,7 @@ def _of_accelerator(
             "auto" if attention not in ("auto", "flash") and not _lacking("flash", sm, head_width) else "math"
         )
         has = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
-        yield f"attention={attention} needs {needed}; {has}: take {other}{' and cp=1' * (layout.cp > 1 and other == 'math')}"
+        yield f"attention={attention} needs {needed}; {has}: use {other}{' and cp=1' * (layout.cp > 1 and other == 'math')}"
 
 
 def _lacking(attention: str, compute_capability: int | None, head_width: int) -> str | None:
@@ -206,7 +206,7 @@ def unsupported(
             kernel.precision if name == "precision" else getattr(layout, name, getattr(shape, name, layout))
         )
         if value is layout:
-            yield f"kernel.supports or kernel.flags names {name!r}, which is no word of a layout or a model"
+            yield f"kernel.supports or kernel.flags names {name!r}, which is not a word of a layout or a model"
             continue
         if isinstance(value, RopeScaling):
             value = values_of(value)
@@ -232,5 +232,5 @@ def _unsaid(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
     words = words_in(kernel) if unsaid else ()
     for name, value in unsaid:
         if name not in words and is_command_of_package(kernel.name, kernel.command):
-            rule = f"so that it would run as {name}={NEUTRAL[name]}: add {name} to kernel.flags"
-            yield f"kernel {kernel.name} has no word for {name}={value}, {rule}"
+            rule = f"and would run as {name}={NEUTRAL[name]}: add {name} to kernel.flags"
+            yield f"kernel {kernel.name} has no word for {name}={value} {rule}"

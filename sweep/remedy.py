@@ -32,18 +32,18 @@ def require_runs(plan: Plan) -> Plan:
     """The plan, which has at least one run.
 
     Raises:
-        ConfigError: every candidate is rejected; the message tells the rules, the most frequent one first. Where
-            only memory is lacking, it tells what would fit.
+        ConfigError: every candidate is rejected; the message lists the rules, the most frequent first. Where
+            only memory is lacking, it says what would fit.
     """
     if plan.runs:
         return plan
     if reason := " | ".join(nothing_fits(plan)):
-        raise ConfigError(f"{reason}; max_p_oom=1 runs all of them nevertheless")
+        raise ConfigError(f"{reason}; to run them anyway, set max_p_oom=1")
     examples = {c.rule: c.reason for c in reversed(plan.candidates)}
     rules = Counter(c.rule for c in plan.candidates).most_common()
-    reasons = "; ".join(f"{number:,} by {rule}, such as {examples[rule]}" for rule, number in rules)
-    subject = counted(len(plan.candidates), "candidate")
-    raise ConfigError(f"{subject}, none can run: {reasons}; change the axes or the model")
+    reasons = ", ".join(f"{number:,} by {rule} ({examples[rule]})" for rule, number in rules)
+    candidates = counted(len(plan.candidates), "candidate")
+    raise ConfigError(f"none of {candidates} can run; rejected: {reasons}; change the axes or the model")
 
 
 def nothing_fits(
@@ -52,7 +52,7 @@ def nothing_fits(
     """A line for each cell in which no layout is predicted to fit: its smallest layout, and what would help.
 
     Args:
-        skipped_cells: cells of which nothing has to be told.
+        skipped_cells: cells to leave out.
         advised_p_oom: P(OOM) above which a layout is no help.
     """
     limit = plan.config.hardware.mem_bytes / GIB
@@ -60,14 +60,12 @@ def nothing_fits(
     for cell, candidates in sorted(cells.items()):
         if cell not in skipped_cells and not any(c.fits for c in candidates):
             smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)
-            fact = (
-                f"{cell_label(cell, cell_columns(cells))}: nothing is predicted to fit into {limit:.4g} GiB"
-            )
+            fact = f"{cell_label(cell, cell_columns(cells))}: no layout is likely to fit into {limit:.4g} GiB"
             remedy = " or ".join(
                 remedies(narrowed(plan.config, cell), smallest.shape, cell.nodes, advised_p_oom)
             )
             advice = remedy or "a smaller model"
-            yield f"{fact}; the smallest layout is {_layout(smallest)}; what would fit: {advice}"
+            yield f"{fact}; the smallest is {_layout(smallest)}; try {advice}"
 
 
 def same_commands(plan: Plan) -> Iterator[str]:
@@ -83,9 +81,9 @@ def same_commands(plan: Plan) -> Iterator[str]:
         number, (first, second, *_) = sum(map(len, alike)), alike[0]
         of_first, of_second = words_of(first.spec), words_of(second.spec)
         differing = ", ".join(name for name, value in of_first.items() if value != of_second[name])
-        fact = f"{number:,} of {counted(len(runs), 'run')} have the command of another one, such as {first.spec.label()} and"
+        fact = f"{number:,} of {counted(len(runs), 'run')} have the same command as another run, such as {first.spec.label()} and"
         fact += f" {second.spec.label()}, which differ in {differing or 'flags with equal arguments'}"
-        yield f"{fact}: put that into kernel.command, unless the program reads $ULTRABENCH_SPEC"
+        yield f"{fact}: add them to kernel.command, unless the program reads $ULTRABENCH_SPEC"
 
 
 Pick = Callable[[SweepConfig, ModelShape, int, dict[str, Any], float], Candidate | None]

@@ -107,7 +107,7 @@ class Checkpoint:
         load_s, _ = self._timed(partial(load, tensors, checkpoint_id=path, process_group=self.group))
         differing = [name for name, tensor in tensors.items() if not same_bits(tensor, saved.pop(name))]
         if self._largest(len(differing)):
-            raise NotLoadedError(f"the loaded state differs: {differing or 'not here, but on other ranks'}")
+            raise NotLoadedError(f"the loaded state differs: {differing or 'only on other ranks'}")
         self._remove(path)
         return {"save_s": save_s, "load_s": load_s, "bytes": size}
 

@@ -219,11 +219,11 @@ def require_as_asked(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         requested["gradients"] = ran.get("gradients")
     if layout.zero_stage < 3 and 1 in (copies, layout.gas):
         requested["zero_stage"] = min(layout.zero_stage, int(copies > 1))  # these stages do the same
-    differing = [f"{k}={requested[k]} was asked for, {ran[k]} ran" for k in ran if ran[k] != requested[k]]
+    differing = [f"requested {k}={requested[k]}, but ran {ran[k]}" for k in ran if ran[k] != requested[k]]
     if "ep" in ran:  # a stage without layers, or without experts of a model that has some, knows few options
         unread = [name for name in AXES if name not in ran and requested[name] != NEUTRAL.get(name)]
         differing += [
-            f"{name}={requested[name]} was asked for, which this kernel does not have" for name in unread
+            f"requested {name}={requested[name]}, which this kernel does not support" for name in unread
         ]
     difference_by_rank: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(difference_by_rank, "; ".join(differing))

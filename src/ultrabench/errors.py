@@ -5,7 +5,7 @@ UltrabenchError        exit 2: the user's mistake; the message is the whole stor
 |   |-- LayoutError    a layout that a rule rejects or a kernel refuses
 |   `-- ShapeError     sizes that do not make a model together
 |-- SweepFolderError   a sweep folder that cannot be read, written or continued
-|   `-- DiskError      exit 3: its disk is full, read-only or silent, and may be mended meanwhile
+|   `-- DiskError      exit 3: its disk is full, read-only or silent, which may pass
 `-- ClusterError       exit 3: the cluster (or this machine) could not be used
 """
 
@@ -69,7 +69,7 @@ class SweepFolderError(UltrabenchError):
 
 
 class DiskError(SweepFolderError):
-    """A disk that is full, read-only or does not answer, and may be mended meanwhile."""
+    """A disk that is full, read-only or does not answer; this may pass."""
 
     exit_code = 3
 

@@ -18,7 +18,7 @@ UNMEASURED_CPU_FLOPS_PER_S = 5e10
 CUBE_ROOT = 1 / 3
 """Exponent of the compute rate in power_limit_w / rated_power_w. A prior: power grows as clock * voltage**2, and voltage in
 proportion to the clock. No run under a limit was measured."""
-ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "sm_80, sm_90 and so on, or gfx942 and so on")
+ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "a GPU architecture, such as sm_90 or gfx942")
 
 # Each range holds all accelerators, but no number in a usual wrong unit such as GB, GB/s or TFLOP/s.
 PeakRate = Annotated[float, between(1e9, 1e18, "FLOPs per second, such as 9.89e14")]
@@ -90,18 +90,20 @@ class Hardware:
     def __post_init__(self) -> None:
         require_allowed(self, "hardware.")
         if self.device == "cuda" and not (self.peak_flops_per_s and self.reported_as):
-            fact = f"hardware={self.name} lacks values of peak_flops_per_s or reported_as"
-            raise ConfigError(f"{fact}; a GPU needs its dense rates and its names in `nvidia-smi -L`")
+            fact = f"hardware={self.name} lacks peak_flops_per_s or reported_as"
+            raise ConfigError(f"{fact}; give the dense rates of the GPU and its names in `nvidia-smi -L`")
         if "fp8" in self.peak_flops_per_s and "bf16" not in self.peak_flops_per_s:
-            fact = f"peak_flops_per_s of hardware={self.name} has fp8 without bf16"
+            fact = f"peak_flops_per_s of hardware={self.name} has fp8 but no bf16"
             raise ConfigError(
-                f"{fact}, in which attention and head of an fp8 run compute; add it",
+                f"{fact}; add bf16, in which an fp8 run computes attention and the head",
                 setting="hardware.peak_flops_per_s",
             )
 
         if self.power_limit_w and not self.rated_power_w:
             fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} without rated_power_w"
-            raise ConfigError(f"{fact}; add the watts of its data sheet", setting="hardware.power_limit_w")
+            raise ConfigError(
+                f"{fact}; add rated_power_w from the data sheet", setting="hardware.power_limit_w"
+            )
 
     @property
     def clock_share(self) -> float:
@@ -151,7 +153,7 @@ class Hardware:
         else:
             has_fp8 = self.architecture is None or self.architecture.startswith(("gfx94", "gfx95", "gfx12"))
         needs = "precision=fp8 needs sm_89 or newer, or gfx942, gfx950 or gfx12"
-        return None if has_fp8 else f"{needs}; {self.gpu} is {self.architecture}: take precision=bf16"
+        return None if has_fp8 else f"{needs}; {self.gpu} is {self.architecture}: use precision=bf16"
 
     def peak(self, precision: str, nodes: int, core_flops_per_s: float | None, cores: int) -> Peak:
         """Peak rate of one rank.
@@ -171,7 +173,7 @@ class Hardware:
                 raise ConfigError(self.fp8_refusal, setting="kernel.precision")
             if precision not in rates:
                 fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
-                advice = "choose another kernel.precision, or add the rate with its source to that file"
+                advice = "choose another kernel.precision, or add the rate and its source to that file"
                 raise ConfigError(f"{fact}{', '.join(rates)}", advice, setting="hardware.peak_flops_per_s")
             source = self.source if self.device == "cuda" else GIVEN
             return Peak(flops_per_s=rates[precision], source=source)

@@ -26,7 +26,9 @@ PRECISIONS = tuple(ELEMENT_BYTES)
 IN_16_BITS = tuple(precision for precision, size in ELEMENT_BYTES.items() if size == 2)
 """Precisions with parameters, activations and attention of 16 bits, and fp32 master weights."""
 
-ROUTING = matching(r"balanced|learned|skew=[0-9]+(\.[0-9]+)?", "balanced, learned, or skew=0.5 and so on")
+ROUTING = matching(
+    r"balanced|learned|skew=[0-9]+(\.[0-9]+)?", "balanced, learned or skew=NUMBER, such as skew=0.5"
+)
 ATTENTION = ("auto", "cudnn", "flash", "flash3", "math")
 
 LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")

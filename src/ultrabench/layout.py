@@ -24,7 +24,7 @@ zbv          weight gradients fill the bubble; two stages on each rank, the firs
 """
 RECOMPUTE = matching(
     "none|attention|selective|full|every([2-9]|[1-9][0-9])",
-    "none, attention, selective, full, or every2, every3 and so on to every99",
+    "none, attention, selective, full or every2 to every99",
 )
 """What backward computes again; docs/reference/kernel.md says what each word keeps. everyN is full for each N-th layer."""
 
@@ -125,12 +125,12 @@ class Layout:
         detail_of="pp_schedule", in_sweep=InSweep(Annotated[int, at_least(2)], 2),
     )  # fmt: skip
     recompute: Annotated[str, RECOMPUTE] = axis(
-        "recompute-", "What backward recomputes: none, attention, selective, full, or everyN: each N-th layer in full.",
+        "recompute-", "What backward recomputes: none, attention, selective, full or everyN (every N-th layer in full).",
         kind=CHOICE, title="recomputation", default="none", implied=("none",),
         usual=("none", "attention", "selective", "every2", "full"),
     )  # fmt: skip
     sequence_parallel: Annotated[str, one_of("on", "off")] = axis(
-        "sp-", "Between blocks, tp ranks share the tokens (on), or each rank holds all tokens (off).", kind=CHOICE,
+        "sp-", "Between blocks, tp ranks split the tokens (on) or each rank holds all of them (off).", kind=CHOICE,
         title="sequence parallelism", default="on", implied=("on",), usual=("on", "off"), detail_of="tp", added_later=True,
     )  # fmt: skip
     cp_exchange: Annotated[str, one_of("ring", "allgather")] = axis(
@@ -152,11 +152,13 @@ class Layout:
     def __post_init__(self) -> None:
         require_allowed(self)
         if (self.pp_schedule == "none") != (self.pp == 1):
-            raise ConfigError(f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; none goes with pp=1 only")
+            raise ConfigError(
+                f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; pp=1 needs none, and pp > 1 any other schedule"
+            )
         fits_by_schedule = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
         if not fits_by_schedule.get(self.pp_schedule, self.virtual_stages == 1):
             fact = f"virtual_stages={self.virtual_stages} with pp_schedule={self.pp_schedule}"
-            raise ConfigError(f"{fact}; must be 1, but for interleaved >= 2 and for zbv 2")
+            raise ConfigError(f"{fact}; must be 1 (interleaved: >= 2, zbv: 2)")
 
     @property
     def world_size(self) -> int:

@@ -63,7 +63,7 @@ def compiled(option: str, text: str) -> re.Pattern[str]:
     pattern, groups = compiled_any(text, f"kernel.{option}="), LOG_PATTERNS[option].groups
     if not groups.keys() & pattern.groupindex.keys():
         group_forms = ", ".join(f"(?P<{name}>...)" for name in groups)
-        raise ConfigError(f"kernel.{option}={text!r} lacks a group, one of {group_forms}")
+        raise ConfigError(f"kernel.{option}={text!r} lacks a group; add one of {group_forms}")
     return pattern
 
 
@@ -79,7 +79,7 @@ def compiled_any(text: str, where: str = "") -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ConfigError(f"{where}{text!r} is no regular expression: {error}") from None
+        raise ConfigError(f"{where}{text!r} is not a regular expression: {error}") from None
 
 
 def options_of(pattern: re.Pattern[str]) -> list[str]:
@@ -138,12 +138,12 @@ def misread(option: str, values: Mapping[str, float], device_bytes: float = math
         device_bytes: memory of the device; infinite where it is unknown.
     """
     if option == "mfu_line" and values.get("mfu", 0.0) > 1:
-        return f"an MFU of {values['mfu']:.4g} is above 1; a percentage needs the group (?P<percent>...)"
+        return f"MFU {values['mfu']:.4g} is above 1; for a percentage, use the group (?P<percent>...)"
     peak = max((values.get(name, 0.0) for name in ("reserved_bytes", "allocated_bytes")), default=0.0)
     if option == "memory_line" and peak > device_bytes:
         peak_gib, device_gib = (size / _BYTES_BY_UNIT["gib"] for size in (peak, device_bytes))
-        sizes = f"{peak_gib:.4g} GiB are more than the {device_gib:.4g} GiB of the device"
-        return f"{sizes}; check the unit that its group names"
+        sizes = f"{peak_gib:.4g} GiB exceeds the {device_gib:.4g} GiB of the device"
+        return f"{sizes}; check the unit in the name of the group"
     return None
 
 

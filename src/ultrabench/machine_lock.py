@@ -24,14 +24,14 @@ class Holder:
     """Who holds the lock of this machine."""
 
     sweep: str = ""
-    """Folder of the sweep; empty where its holder does not tell it."""
+    """Folder of the sweep; empty where it is unknown."""
     allocation: str = ""
     user: str = ""
 
     def __str__(self) -> str:
         """The holder as messages name it."""
         of_allocation = f" (allocation {self.allocation})" if self.allocation else ""
-        sweep = self.sweep or "one that does not say its name,"
+        sweep = self.sweep or "an unnamed sweep"
         return f"{sweep} of {self.user}{of_allocation}"
 
 

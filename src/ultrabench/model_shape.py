@@ -103,12 +103,12 @@ class ModelShape:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
             yield f"{heads} does not divide hidden_size={self.hidden_size}; change one of them or give head_dim"
         if self.head_width % 2:
-            yield f"head_dim={self.head_width}; rotations need an even width of heads: choose another"
+            yield f"head_dim={self.head_width}; rotary embeddings need an even head_dim: choose another"
         if self.num_attention_heads % self.num_key_value_heads:
             yield f"num_key_value_heads={self.num_key_value_heads} must divide {heads}"
         if self.rotary_width % 2:
             factor = f"partial_rotary_factor={self.partial_rotary_factor:g}"
-            yield f"{factor} rotates {self.rotary_width} channels of a head; must be even"
+            yield f"{factor} rotates {self.rotary_width} channels of a head; choose a factor that gives an even number"
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads=true needs {qk_norm}=true"
 
@@ -125,10 +125,10 @@ class ModelShape:
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             yield f"num_experts_per_tok={self.num_experts_per_tok}; must be in 1..{experts}"
         if not self.moe_intermediate_size:
-            yield f"moe_intermediate_size=0; {experts} need a width >= 1"
+            yield f"moe_intermediate_size=0; {experts} needs a width >= 1"
         if not self.num_sparse_layers(0, self.num_hidden_layers):
             dense = f"first_k_dense_replace={self.first_k_dense_replace}, decoder_sparse_step={self.decoder_sparse_step}"
-            yield f"{dense} leave none of {self.num_hidden_layers} layers sparse; take less"
+            yield f"{dense} leave no sparse layer among {self.num_hidden_layers}; use smaller values"
 
     @property
     def model_id(self) -> str:

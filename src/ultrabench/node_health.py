@@ -56,37 +56,37 @@ CRC_ERRORS_PER_S = 100.0
 """CRC errors per second of an NVLink that its retries hide. Source: dcgm_gpu_hardware_limits.h of NVIDIA's DCGM."""
 CHECKS = {
     "ECC errors": HealthCheck(
-        "no uncorrected error since the driver was loaded", "have the node drained and the GPU reset", "errors", hard=True),
+        "no uncorrected errors since the driver was loaded", "have the node drained and the GPU reset", "errors", hard=True),
     "ECC errors in its life": HealthCheck(
-        "no uncorrected error in the life of a GPU", "watch it: a GPU that has new ones again is replaced", "errors"),
-    "row remapping failed": HealthCheck("no failure", "have the GPU replaced: it has no spare rows left", hard=True),
-    "row remapping pending": HealthCheck("no rows that wait for it", "have the GPU reset, so that it uses the spare rows"),
+        "no uncorrected errors in the life of a GPU", "watch the GPU; have it replaced if new errors appear", "errors"),
+    "row remapping failed": HealthCheck("no failure", "have the GPU replaced; it has no spare rows left", hard=True),
+    "row remapping pending": HealthCheck("no rows wait for remapping", "have the GPU reset to activate the spare rows"),
     "NVLink errors": HealthCheck(
-        "no new replay or recovery of a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board examined",
+        "no new replays or recoveries on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
         "new errors", amount=Amount.NEW),
     "NVLink CRC errors": HealthCheck(
-        f"at most {CRC_ERRORS_PER_S:.0f} a second on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board examined",
-        "a second", amount=Amount.PER_SECOND, bound=CRC_ERRORS_PER_S),
+        f"at most {CRC_ERRORS_PER_S:.0f} per second on a link", "watch `nvidia-smi nvlink -e`, and have the GPU's board checked",
+        "per second", amount=Amount.PER_SECOND, bound=CRC_ERRORS_PER_S),
     "power limit": HealthCheck(
-        "not below the default of the GPU", "have the default restored, or predict with it: hardware.power_limit_w=", "W below"),
-    "GPU clocks": HealthCheck("no slowdown by heat or power supply", "have cooling and power supply of the node examined"),
+        "not below the GPU's default", "have the default restored, or set hardware.power_limit_w= for predictions", "W below"),
+    "GPU clocks": HealthCheck("no slowdown by heat or power supply", "have the node's cooling and power supply checked"),
     "InfiniBand link lost": HealthCheck(
-        "no port is down that was up since the driver was loaded", "have cable, port and switch examined",
+        "no port is down that was up since the driver was loaded", "have cable, port and switch checked",
         hard=True, between_nodes=True),
     "InfiniBand ports": HealthCheck(
-        "every port that is not disabled is active", "have cable and subnet manager examined, or an unused port disabled"),
+        "every port that is not disabled is active", "have cable and subnet manager checked, or disable an unused port"),
     "InfiniBand rate": HealthCheck(
-        "as fast as the other ports of the same board type", "have cable and switch port examined", "Gb/s below"),
+        "as fast as the other ports of the same board type", "have cable and switch port checked", "Gb/s below"),
     "InfiniBand errors": HealthCheck(
-        "no new error of a port", "have the cable cleaned or replaced", "new errors", amount=Amount.NEW),
+        "no new errors on a port", "have the cable cleaned or replaced", "new errors", amount=Amount.NEW),
     "InfiniBand access": HealthCheck(
         "every adapter has a driver, and its /dev/infiniband/uverbs* can be opened",
         "give the container /dev/infiniband (enroot: the hook 99-mellanox.sh, apptainer: --bind /dev/infiniband)"),
     "locked memory": HealthCheck(
-        "`ulimit -l` is unlimited where InfiniBand is used", "`ulimit -l unlimited` in launcher.setup=, or ask the site"),
+        "`ulimit -l` is unlimited where InfiniBand is used", "put `ulimit -l unlimited` into launcher.setup=, or ask the site"),
     "NUMA": HealthCheck(
-        "the job has cores of each GPU's NUMA node", "launcher.exclusive=true, or cores of both sockets by launcher.cpus="),
-    "NUMA balancing": HealthCheck("kernel.numa_balancing is 0", "have it set to 0: it stops processes to move their memory"),
+        "the job has cores of each GPU's NUMA node", "set launcher.exclusive=true, or get cores of both sockets with launcher.cpus="),
+    "NUMA balancing": HealthCheck("kernel.numa_balancing is 0", "have it set to 0, because it stops processes to move their memory"),
     "CPU governor": HealthCheck("every core has `performance`", "have it set: cpupower frequency-set -g performance", "cores"),
     "/dev/shm": HealthCheck(
         f"at least {LEAST_FREE_GIB:g} GiB free", "remove old files, or give the container the node's /dev/shm "
@@ -94,10 +94,10 @@ CHECKS = {
         "GiB free", bound=LEAST_FREE_GIB, at_least=True),
     "scratch": HealthCheck(
         f"at least {LEAST_FREE_GIB:g} GiB free in the temporary folder",
-        "ranks keep their logs there: name another folder with launcher.setup=['export TMPDIR=FOLDER']",
+        "choose another folder for the logs of ranks: launcher.setup=['export TMPDIR=FOLDER']",
         "GiB free", bound=LEAST_FREE_GIB, at_least=True),
     "NCCL variables": HealthCheck(
-        "none turns off InfiniBand, peer access or shared memory", "unset it in launcher.setup= or in the container image"),
+        "no variable turns off InfiniBand, peer access or shared memory", "unset the variable in launcher.setup= or in the container image"),
 }  # fmt: skip
 """The only table of checks: name in the journal and in doctor -> the check. docs/guide/cluster.md shows it."""
 

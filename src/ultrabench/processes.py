@@ -251,7 +251,9 @@ def pid_namespace() -> int:
         ClusterError: /proc shows another namespace, so that no process can be found in it.
     """
     if os.readlink("/proc/self") != str(os.getpid()):
-        raise ClusterError("/proc shows another PID namespace: mount one in this container (--mount-proc)")
+        raise ClusterError(
+            "/proc shows another PID namespace; mount the container's own /proc (--mount-proc)"
+        )
     return os.stat("/proc/self/ns/pid").st_ino
 
 

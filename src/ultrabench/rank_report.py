@@ -251,7 +251,7 @@ def parse_line(line: str) -> dict[str, Any] | None:
     except json.JSONDecodeError:
         return None
     except (RecursionError, ValueError) as error:
-        return {"event": "unreadable", "fault": f"a line that cannot be read: {error}"}
+        return {"event": "unreadable", "fault": f"an unreadable line: {error}"}
     return None
 
 

@@ -140,7 +140,7 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
             require_known(f"field of {where}", hints, *value, setting=where)
         if missing := lacking(kind, value):
             fact = f"{where} lacks {', '.join(missing)}".strip()
-            raise ConfigError(f"{fact}: give every field without a default", setting=where)
+            raise ConfigError(f"{fact}; give each of them a value", setting=where)
         value_by_field = {name: element for name, element in value.items() if name in hints}
         return kind(
             **{n: value_from(hints[n], v, _dotted(where, n), skip_unknown) for n, v in value_by_field.items()}
@@ -185,8 +185,8 @@ def _names(hint: Any) -> tuple[str, ...]:
 
 
 _KINDS = {
-    int: "an integer", float: "a number", bool: "a truth value; write true or false",
-    str: "a text; write it in two kinds of quotes: '\"{}\"'",
+    int: "an integer", float: "a number", bool: "a boolean; write true or false",
+    str: "a text; write it with two kinds of quotes: '\"{}\"'",
 }  # fmt: skip
 """Type -> what a value of another type is not, and what to do."""
 
@@ -197,7 +197,7 @@ def _refusal(kind: Any, rule: str, value: Any, where: str) -> str:
     if rule and (kind not in _KINDS or type(value) is kind or (kind, type(value)) == (float, int)):
         return f"{fact}; must be {rule}"
     if origin is dict:
-        return f"{fact} is no value: it holds several settings; give {where}.NAME=VALUE"
+        return f"{fact} is not a mapping; give {where}.NAME=VALUE"
     if origin is tuple:
         return f"{fact} is not a list; write [A,B]"
     if where.endswith("_bytes"):

@@ -251,7 +251,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
         if text != f"{{{name}}}":
             if name in words:
                 raise ConfigError(
-                    f"kernel.command has {text}; a word stands in braces alone: write {{{name}}}"
+                    f"kernel.command has {text}; braces may contain only the word: write {{{name}}}"
                 )
             return text
         if name not in words:

@@ -73,7 +73,7 @@ _TYPING_ERROR = 0.9
 """Similarity of difflib from which a key is a typing error of another one: num_local_expert, not num_hidden_layers."""
 _BESIDE_KEYS = {"gpt_oss": "its attention has sinks"}
 """model_type -> what no key says of a model that ultrabench does not train."""
-SIZES_ALONE = "for its sizes alone write them to ./ultrabench/model/NAME.yaml and give model=NAME"
+SIZES_ALONE = "to benchmark its sizes only, write them to ./ultrabench/model/NAME.yaml and give model=NAME"
 """What a user can do with a model that ultrabench does not train."""
 PLAIN: dict[str, Any] = {
     "hidden_act": "silu", "rope_type": "llama3", "partial_rotary_factor": 1.0, "num_experts_per_tok": 0,
@@ -117,7 +117,7 @@ def _cached_config(name: str) -> Path:
         path = folder / "snapshots" / (folder / "refs/main").read_text().strip() / "config.json"
         if path.is_file():
             return path
-    fact = f"model={name} is neither a path nor in the cache of Hugging Face ({folder})"
+    fact = f"model={name} is neither a path nor in the Hugging Face cache ({folder})"
     raise ConfigError(fact, f"run: hf download {name} config.json, or {_GIVE_ANOTHER}")
 
 
@@ -140,7 +140,7 @@ def read_checkpoint_config(place: str) -> ModelShape:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read model={place}: {path}: {why}; {_GIVE_ANOTHER}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"model={place} holds no sizes; it must be the config.json of a model")
+        raise ConfigError(f"model={place} holds no sizes; give the config.json of a model")
     usual = path.parent.name if path.name == "config.json" else path.stem
     usual = Path(place).name if is_on_hub else usual
     return shape_of(values, Path(str(values.get("_name_or_path") or "")).name or usual, place)
@@ -154,7 +154,7 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     """
     kind, values = values.get("model_type"), {**values, **_rope(values)}
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        trained = f"the decoders of {', '.join(MODEL_TYPES)} only"
+        trained = ", ".join(MODEL_TYPES)
         facts = [f"{key} is {_short(values[key])}" for key in _changed(values)]
         changed = ", ".join(
             (*facts, *([_BESIDE_KEYS[kind]] if isinstance(kind, str) and kind in _BESIDE_KEYS else []))
@@ -163,13 +163,13 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
         probable = nearest_name(kind, MODEL_TYPES) if isinstance(kind, str) and not changed else None
         hint = f" did you mean {probable}?" if probable else ""
         raise ConfigError(
-            f"model={where}: {model_type};{hint} ultrabench trains {trained}: {_remedy(values)}"
+            f"model={where}: unsupported {model_type};{hint} ultrabench trains {trained}; {_remedy(values)}"
         )
     usual, fixed = {**DEFAULTS, **MODEL_TYPES[kind]}, FIXED.get(kind, {})
     for key, trained_value in _changed(values, {*usual, *fixed}).items():
         fact = f"model={where}: {key} is {_short(values[key])}"
         raise ConfigError(
-            f"{fact}; ultrabench trains {kind} models whose {key} is {trained_value}: {_remedy(values)}"
+            f"{fact}; ultrabench trains {kind} models only with {key} {trained_value}; {_remedy(values)}"
         )
     _require_sizes(values, usual, where)
     words = {field: key for key, field in RENAMED.items() if field in usual and values.get(key) is not None}
@@ -203,7 +203,7 @@ def _short(value: Any) -> str:
 def _remedy(values: Mapping[str, Any]) -> str:
     """What a user can do with a model that ultrabench does not train, as far as its sizes are those of a ModelShape."""
     if any(values.get(key) for key in _LATENT):
-        return "take another model, since no sizes of ultrabench say what multi-head latent attention has"
+        return "choose another model, since ultrabench has no sizes for multi-head latent attention"
     return SIZES_ALONE
 
 
@@ -218,8 +218,8 @@ def _require_sizes(values: Mapping[str, Any], usual: Mapping[str, Any], where: s
             typing_error = next(
                 filter(None, (nearest_name(word, others, _TYPING_ERROR) for word in words)), None
             )
-            hint = f"did you mean it by {typing_error}?" if typing_error else "give it"
-            raise ConfigError(f"model={where} lacks {' or '.join(words)}, a size of its experts; {hint}")
+            hint = f"is {typing_error} a misspelling?" if typing_error else "add it"
+            raise ConfigError(f"model={where} lacks {' or '.join(words)} (a size of its experts); {hint}")
 
 
 def _window(read: Mapping[str, Any]) -> Any:
@@ -255,7 +255,7 @@ def _changed(values: Mapping[str, Any], read: Collection[str] = ()) -> dict[str,
     if layers is not None and (
         not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
     ):
-        changed["layer_types"] = "full_attention everywhere"
+        changed["layer_types"] = '"full_attention" in all layers'
     return changed
 
 
@@ -267,7 +267,9 @@ def in_our_words(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     for key, field in RENAMED.items():
         if key in values and (twice := [k for k in values if k != key and RENAMED.get(k, k) == field]):
-            raise ConfigError(f"{where}: {key} and {twice[0]} mean the same; give one of them", setting=where)
+            raise ConfigError(
+                f"{where}: {key} and {twice[0]} mean the same; give only one of them", setting=where
+            )
     return {RENAMED.get(key, key): value for key, value in values.items()}
 
 

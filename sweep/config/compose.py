@@ -59,14 +59,14 @@ def _no_override(override: str, **_: str) -> str:
     """One line for an argument that is not KEY=VALUE; it names the group that has a file of this name."""
     group = next((group for group in GROUPS if override in files(group)), None)
     advice = f"{group}={override}" if group else "KEY=VALUE without spaces, such as sweep.nodes=[1,2]"
-    return f"{override!r} is no override; write {advice}"
+    return f"{override!r} is not an override; write {advice}"
 
 
 def _range(override: str, key: str, low: str, high: str, **_: str) -> str:
     first, last = int(low), int(high)
     count = (last // first).bit_length() if first else min(last, 3) + 1
     values = ",".join(str(first << n if first else n) for n in range(count))
-    return f"{override}: a range is written as a list, such as {key}=[{values}]"
+    return f"{override}: ranges are not supported; write a list, such as {key}=[{values}]"
 
 
 def _path_of_option(override: str, group: str, value: str, **_: str) -> str:
@@ -82,7 +82,7 @@ def _several(key: str, value: str, **_: str) -> str:
     if re.match(r"\+?(launcher|kernel)\b", key):  # such as two partitions, or a list of nodes
         return f"{key}={value}: a value with a comma needs quotes: '{key}=\"{value}\"'"
     overrides = [f"{key}={option}" for option in as_list(value)[1:-1].split(",")]
-    return f"{key}={value}: one sweep has one {key}; run the command once with each: {', '.join(overrides)}"
+    return f"{key}={value}: a sweep has one {key}; run the command once for each: {', '.join(overrides)}"
 
 
 _WORDS: tuple[tuple[str, Sentence], ...] = (
@@ -90,22 +90,22 @@ _WORDS: tuple[tuple[str, Sentence], ...] = (
     (rf"[+~]+(?P<group>{_ANY_GROUP})(=.*)?",
      "{override}: a sweep always has a {group}; choose another with {group}=NAME".format),
     (r"[^=]+=[^]\"']*\[[^]\"']*",
-     "{override} has no end: the shell cuts words at spaces; write a list without them: {key}={items}".format),
+     "{override} has no closing bracket: the shell splits at spaces; write the list without spaces: {key}={items}".format),
     (r"[^=~]*|=.*", _no_override),
     (rf"{_GROUP}=", "{override} has no value; give a name (see ultrabench configs {group})".format),
     (r"\+?model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; for several use sweep.models={items}".format),
-    (r"\+?sweep\.rules=[^\"']*", "{override}: a rule has spaces and needs quotes; write '{key}=[\"etp divides dp\"]'".format),
+    (r"\+?sweep\.rules=[^\"']*", "{override}: a rule contains spaces and needs quotes; write '{key}=[\"etp divides dp\"]'".format),
     (r"sweep\..*=\[?(?P<low>\d+)(-|:|\.\.)(?P<high>\d+)\]?", _range),
     (rf"({_ANY_GROUP})=\[[\w.,\s-]+\]", _several),
-    (r"sweep\..*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", "{override}: a list has commas; write {key}={items}".format),
+    (r"sweep\..*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", "{override}: a list needs commas; write {key}={items}".format),
     (rf"{_MAY_LIST}=(?!\[[^];]*\]$|[\w.-]*$)[({{\[]?[\w.;,\s-]+[)}}\]]?",
-     "{override}: a list has brackets and commas; write {key}={items}".format),
-    (rf"{_GROUP}=[\[{{].*", "{override}: {group} takes one name (known: see ultrabench configs {group}); values go into "
-     "{group}.KEY=VALUE or into a file, ultrabench/{group}/NAME.yaml".format),
+     "{override}: a list needs brackets and commas; write {key}={items}".format),
+    (rf"{_GROUP}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); set values with "
+     "{group}.KEY=VALUE or in a file, ultrabench/{group}/NAME.yaml".format),
     (rf"(?!\+?model){_GROUP}=(.*/.*|.*\.ya?ml)", _path_of_option),
-    (r"hardware\.gpu=.*", "{override}: a GPU comes with its rates, in a file; name that with hardware=NAME".format),
+    (r"hardware\.gpu=.*", "{override}: a file holds the GPU and its rates; choose the file with hardware=NAME".format),
     (r"[+~]*hydra\b.*", "{override}: Hydra's own settings have no effect here; leave it out".format),
-    (r"\+?launcher\.sbatch\.-.*", "{key}; write an option's name without dashes in front".format),
+    (r"\+?launcher\.sbatch\.-.*", "{key}; write the option's name without leading dashes".format),
     (r"name=.*[^\0-\x7f].*", f"{{override}}: must be {SWEEP_NAME.description}".format),
 )  # fmt: skip
 """Pattern of an override that Hydra would accept or not explain, but ultrabench cannot use -> function that makes one
@@ -124,7 +124,7 @@ def _require_usable(overrides: Sequence[str]) -> None:
 
 def in_defaults(group: str, **_: str) -> str:
     """How the file of a sweep chooses an option of a group."""
-    return f"in a sweep file another {group} is chosen under defaults: '- override /{group}: NAME', with the slash"
+    return f"to choose another {group} in a sweep file, write under defaults: '- override /{group}: NAME', with the slash"
 
 
 def _group_without_name(values: Mapping[str, str], **_: str) -> str:
@@ -139,17 +139,17 @@ _OF_HYDRA: tuple[tuple[str, Sentence], ...] = (
     (r"Could not load 'sweep/(?P<name>[^']+)'", lambda name, **_: f"defaults: {unknown_option('sweep', name)}"),
     (rf"Could not find '(?P<group>{_ANY_GROUP})/(?P<name>[^'/]+)'", lambda group, name, **_: unknown_option(group, name)),
     (r"Could not override '(?P<key>[^']+)'", lambda key, values, **_: unknown_override(key, values.get(key))),
-    (r"Missing mandatory value: .*\s+full_key: (?P<key>\S+)", "{key} has no value; give it: {key}=...".format),
+    (r"Missing mandatory value: .*\s+full_key: (?P<key>\S+)", "{key} has no value; set {key}=...".format),
     (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several),
     (r"Interpolation key '(?P<key>[^']+)' not found",
-     "${{{key}}} is no setting; for a variable of the shell on the nodes write \\${{{key}}}".format),
+     "${{{key}}} is not a setting; for a shell variable on the nodes write \\${{{key}}}".format),
     (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)",
-     "{override}: settings and a value cannot stand for one another; write KEY=VALUE or KEY=[A,B] for a key that has a value".format),
+     "{override}: a key holds either a value or nested settings; write KEY=VALUE or KEY=[A,B] for a key with a value".format),
     (r"Config group override must be a string", _group_without_name),
     (r"In '(?P<file>[^']+)': ConfigTypeError",
-     "{file}.yaml has a list or a text where settings belong; write them as in the files that ultrabench configs names".format),
+     "{file}.yaml has a list or a text instead of settings; write KEY: VALUE lines, as in the files that ultrabench configs lists".format),
     (r"Sweep parameters '(?P<key>[^'=]+)=(?P<value>[^']*)' requires",
-     "{key}={value} is no list of values; write {key}=[A,B]".format),
+     "{key}={value} is not a list of values; write {key}=[A,B]".format),
 )  # fmt: skip
 """Pattern in a message of Hydra -> function that makes one line of its groups and of the values of the overrides."""
 
@@ -163,7 +163,9 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(error, OverrideParseException):
         return ConfigError(_unreadable(error.override))
     if isinstance(error, yaml.YAMLError):
-        return ConfigError(f"a configuration file is no YAML: {' '.join(str(error).split())}; mend it there")
+        return ConfigError(
+            f"a configuration file is not valid YAML: {' '.join(str(error).split())}; fix it there"
+        )
     line = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
     return ConfigError(f"cannot use the overrides {' '.join(overrides)!r}: {line}")
 
@@ -171,9 +173,9 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
 def _unreadable(override: str) -> str:
     """One line for an override that Hydra cannot parse, with a form that it can."""
     key, _, value = override.partition("=")
-    rule = "a value with brackets, commas, colons, spaces or quotes in it needs quotes of its own"
+    rule = "a value that contains brackets, commas, colons, spaces or quotes needs its own quotes"
     if (plain_keys := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
-        rule = "a name before a colon has no quotes on a command line, other than in a file"
+        rule = "on the command line, a name before a colon takes no quotes"
     mapping = re.sub(r"\[[^][]*\]", lambda of_key: _quoted(of_key[0]), plain_keys)
     readable = mapping if value.startswith("{") else _quoted(value)
     readable = "{NAME: [VALUE, VALUE]}" if readable == value else readable
@@ -216,23 +218,23 @@ def _dotted_keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
 
 _MOVED: tuple[tuple[str, str], ...] = (
     (r"kernel\.recompute", "{key} is an axis of layouts; write sweep.recompute=[full]"),
-    (r"(?:sweep\.)?dp", "{key} is no axis; dp follows from the GPUs: dp = GPUs/(tp*pp*cp): choose it with sweep.nodes, "
-     "sweep.tp, sweep.pp and sweep.cp"),
+    (r"(?:sweep\.)?dp", "{key} is not an axis; dp follows from the GPUs, dp = GPUs/(tp*pp*cp): change sweep.nodes, "
+     "sweep.tp, sweep.pp or sweep.cp"),
     (r"(?:.*\.)?(?:gpus|num_gpus|ngpus|nproc_per_node)",
-     "{key} is no setting; GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]"),
+     "{key} is not a setting; GPUs = nodes * hardware.gpus_per_node: give sweep.nodes=[1,2]"),
     (r"(?:launcher\.|cluster\.)?(?P<option>reservation|constraint)",
-     "{key} is no setting, but an option of sbatch; write +launcher.sbatch.{option}=VALUE, or in the file of a cluster "
-     "sbatch: {{NAME: VALUE}}"),
+     "{key} is an option of sbatch; write +launcher.sbatch.{option}=VALUE, or "
+     "sbatch: {{NAME: VALUE}} in the file of a cluster"),
 )  # fmt: skip
 """Pattern of a key that is a setting elsewhere -> what it is and what to write."""
 _NOT_OVERRIDDEN: tuple[tuple[str, str], ...] = (
-    (r"launcher\.sbatch\b.*", "{key}: options of sbatch are added; write +launcher.sbatch.NAME=VALUE"),
-    *((rf"sweep\.{group}", f"{{key}}: the sweep that is chosen does not have it; write '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
+    (r"launcher\.sbatch\b.*", "{key}: a new option of sbatch needs a leading +; write +launcher.sbatch.NAME=VALUE"),
+    *((rf"sweep\.{group}", f"{{key}} is not a setting of the chosen sweep; add it: '+{{key}}={example.replace('{', '{{').replace('}', '}}')}'")
       for group, example in EXAMPLES.items()),
-    (r"sweep\.(?:env|flags|words)\..*", "{key}: the sweep that is chosen does not have it; write +{key}=[VALUE,VALUE]"),
-    (r"kernel\.env\..*", "{key}: variables are added; write +kernel.env.NAME=VALUE"),
+    (r"sweep\.(?:env|flags|words)\..*", "{key} is not a setting of the chosen sweep; add it: +{key}=[VALUE,VALUE]"),
+    (r"kernel\.env\..*", "{key}: a new variable needs a leading +; write +kernel.env.NAME=VALUE"),
     (rf"model\b.*|(?!(?:{_ANY_GROUP})\b).*(?:hidden_|(?:\b|_)layers|(?:\b|_)heads|ffn_|vocab_|intermediate_).*",
-     "unknown override '{key}'; the sizes of a model stand in its file: write ultrabench/model/NAME.yaml and give "
+     "unknown override '{key}'; the sizes of a model are in its file: write ultrabench/model/NAME.yaml and give "
      "model=NAME, or give model=PATH of a config.json"),
 )  # fmt: skip
 """Pattern of a key that only files or added overrides set -> what to write."""
@@ -266,7 +268,7 @@ def unknown_override(key: str, value: object = None) -> str:
         return f"unknown override {key!r}; did you mean +sweep.{near}.{words[2]}?"
     if key in settings:
         remedy = f"it: {_typed(f'+{key}', value)}" if group == "sweep" else " or ".join(settings[key])
-        return f"{key} is no setting of the {group} that is chosen; add {remedy}"
+        return f"{key} is not a setting of the chosen {group}; add {remedy}"
     if (probable := _meant(key, settings)) is None:
         beside = [name for name in settings if name.startswith(f"{group}.")]
         return unknown_name("override", key, beside or [name for name in settings if "." not in name])
@@ -315,7 +317,7 @@ def _require_global(path: Path) -> None:
     values = {} if "# @package _global_" in read_text(path) else read_yaml(path)
     nested = sorted({*GROUPS, "name", "repeats"}.intersection(values))
     if isinstance(values, dict) and nested:
-        raise ConfigError(f"{path} sets {nested[0]}: and so needs a first line: # @package _global_")
+        raise ConfigError(f"{path} sets {nested[0]}: and needs this first line: # @package _global_")
 
 
 def _require_readable(overrides: Sequence[str], sweep: Path | None) -> None:

@@ -71,7 +71,7 @@ def unknown_option(group: str, name: str) -> str:
     """One line for a group that has no option of this name; it tells of a file with another ending."""
     for folder in _user_folders():
         if (path := folder / FOLDERS[group] / f"{name}.yml").is_file():
-            return f"{group}={name}: {path} is not read, since its name must end in .yaml; rename it"
+            return f"{group}={name}: {path} is not read, because its name does not end in .yaml; rename it"
     login_advice = "; on a login node, `ultrabench doctor --write` writes the configuration for cluster=mine"
     return unknown_name(group, name, files(FOLDERS[group])) + (login_advice if group == "cluster" else "")
 
@@ -129,7 +129,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text()
     except UnicodeDecodeError as error:
-        fault = f"byte {error.start + 1} of it is not UTF-8"
+        fault = f"byte {error.start + 1} is not UTF-8"
         raise ConfigError(f"cannot read {path}: {fault}; save the file as UTF-8 text") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
@@ -155,5 +155,5 @@ def require_few_values(path: Path) -> None:
     except (yaml.YAMLError, RecursionError):
         return  # whoever reads it says what is wrong
     if values > MOST_VALUES:
-        rule = f"a file may have {MOST_VALUES:,} values"
-        raise ConfigError(f"{path}: its aliases stand for {values:,} values; {rule}: write fewer aliases")
+        rule = f"a file may have at most {MOST_VALUES:,}"
+        raise ConfigError(f"{path}: its aliases expand to {values:,} values; {rule}: use fewer aliases")

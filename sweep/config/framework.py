@@ -43,7 +43,7 @@ def framework_from(values: Mapping[str, Any]) -> Framework:
         ConfigError: a key is unknown, or a value cannot be used.
     """
     if not values.get("settings"):
-        raise ConfigError("settings has no values; list them as KEY=VALUE, such as settings: ['tp={tp}']")
+        raise ConfigError("settings is empty; list KEY=VALUE texts, such as settings: ['tp={tp}']")
     of_file = {key: values[key] for key in ("file", "elsewhere") if key in values}
     kernel = {key: value for key, value in values.items() if key not in (*of_file, "settings")}
     kernel |= {"kind": "command", "command": values["settings"]}

@@ -169,7 +169,7 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
         typed = (value if value is None else value_from(kinds[name], value, setting) for value in listed)
         if len(listed) > 1 and name != "precision" and values.get("kind", "embedded") != "embedded":
             remedy = "list the values under sweep.flags, sweep.words or sweep.env"
-            fact = f"kernel.{name} lists several values, which only ultrabench's own kernel has"
+            fact = f"kernel.{name} lists several values, which only ultrabench's own kernel supports"
             raise ConfigError(fact, remedy, setting=setting)
         options[name] = tuple(dict.fromkeys(meaning.get(value, value) for value in typed))
     return options
@@ -188,9 +188,11 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     listed = {name: values_in(values) for name, values in sweep.items() if values is not None}
     require_known("field of sweep", ("nodes", *AXES[1:], "models", *_NO_AXES), *listed, setting="sweep")
     if "nodes" not in listed:
-        raise ConfigError("sweep lacks nodes: give a list such as sweep.nodes=[1,2]", setting="sweep")
+        raise ConfigError("sweep lacks nodes; give a list, such as sweep.nodes=[1,2]", setting="sweep")
     if "auto" in listed.get("gas", ()):
-        raise ConfigError("sweep.gas=auto is no number; for whatever makes the batch write sweep.gas=null")
+        raise ConfigError(
+            "sweep.gas=auto is not an integer; write sweep.gas=null to derive gas from the batch"
+        )
     for name in TEXT_AXES & listed.keys():
         listed[name] = [as_text(value) if NEUTRAL[name] == "on" else str(value) for value in listed[name]]
     axes = {name: value_from(_LISTS[name], values, f"sweep.{name}") for name, values in listed.items()}
@@ -230,8 +232,8 @@ def profile_of(tree: Mapping[str, Any], device: str) -> Profile:
     """
     profile = tree.get("profile")
     if isinstance(profile, bool):
-        rule = "a profile is a file of constants that predict"
-        raise ConfigError(f"profile={str(profile).lower()}; {rule}: to trace runs, write trace=true")
+        rule = "a profile is a file of prediction constants"
+        raise ConfigError(f"profile={str(profile).lower()}; {rule}; to trace runs, write trace=true")
     if isinstance(profile, dict):
         with contextlib.suppress(ConfigError):
             return from_dict(Profile, profile, where="profile", skip_unknown=True)
@@ -259,12 +261,12 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
         paths = [path for path, row in rated.items() if row["gpu"] == values["gpu"]]
         if not paths:
             unknown = unknown_name("hardware.gpu", values["gpu"], {row["gpu"] for row in rated.values()})
-            advice = (
-                f"for a GPU that no other file has, add to its file: {', '.join(lacking(Hardware, values))}"
-            )
+            advice = f"for a new GPU, add to its file: {', '.join(lacking(Hardware, values))}"
             raise ConfigError(unknown, advice, setting="hardware.gpu")
         if len(paths) > 1:
-            raise ConfigError(f"{paths[1]}: {paths[0]} has rates of gpu={values['gpu']}, too; rename one")
+            raise ConfigError(
+                f"{paths[1]}: {paths[0]} also has rates of gpu={values['gpu']}; rename one of them"
+            )
         values = rated[paths[0]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
 
@@ -295,7 +297,12 @@ def load_hardware(name: str) -> Hardware:
     Raises:
         ConfigError: there is no such hardware, or a value of its file cannot be used.
     """
-    return _load("hardware", name, read_hardware, "; give its rates in ./ultrabench/hardware/NAME.yaml")
+    return _load(
+        "hardware",
+        name,
+        read_hardware,
+        "; for other hardware, write its rates to ./ultrabench/hardware/NAME.yaml",
+    )
 
 
 def load_model(name: str) -> ModelShape:
@@ -321,7 +328,7 @@ def load_profile(name: str) -> Profile:
     Raises:
         ConfigError: there is no such profile, or a constant is missing or cannot be used.
     """
-    advice = "; `ultrabench predict calibrate` fits one to runs of yours"
+    advice = "; `ultrabench predict calibrate` fits a profile to your runs"
     return _load("profile", name, lambda values: from_dict(Profile, values, where="profile"), advice)
 
 

@@ -38,7 +38,7 @@ GROUPS = (*EXAMPLES,)
 SWEEP_KEYS = (*CELL_OPTIONS[:2], *GROUPS, "rules", *PLACES)
 """Keys of `sweep` that list values of options; those of precision, compile and attention are keys of `kernel`."""
 NAME = r"[A-Za-z_]\w*"
-NAME_RULE = "a name has letters, digits and '_', and begins with no digit"
+NAME_RULE = "a name consists of letters, digits and '_' and does not start with a digit"
 """What NAME allows the names of options that a user chooses."""
 _RULE = re.compile(r"(?P<left>[\w* ]+?) +(?P<relation>divides|<=|>=|==) +(?P<right>[\w* ]+)")
 _RELATIONS = {
@@ -158,7 +158,7 @@ def read_options(
     values |= {name: _texts(sweep[name], name, Line) for name in PLACES if sweep.get(name) is not None}
     numbers = [name for name, of in words.items() if all(isinstance(v, int | float) for v in of)]
     for rule in rules:
-        kind = f"word in sweep.rules {rule.text!r}, which compares numbers:"
+        kind = f"numeric word in sweep.rules {rule.text!r}:"
         require_known(kind, (*numbers, *_numbers_of_runs()), *rule.names, setting="sweep.rules")
     if kernel.kind == "embedded":
         _require_different_attention(kernels, hardware)
@@ -195,7 +195,7 @@ def _require_different(setting: str, received_by_value: Iterable[tuple[str, obje
     for value, received in received_by_value:
         if received in values:
             fact = f"{setting}: {values[received]} and {value} are the same for the program"
-            raise ConfigError(fact, "leave one out, since one run would be made twice", setting=setting)
+            raise ConfigError(fact, "leave one out, or the same run would be measured twice", setting=setting)
         values[received] = value
 
 
@@ -217,7 +217,7 @@ def _mapping(sweep: Mapping[str, Any], group: str) -> dict[str, Any]:
         if not re.fullmatch(NAME, str(name)):
             raise ConfigError(f"sweep.{group}.{name}; {NAME_RULE}", setting=f"sweep.{group}")
     for name in filter(is_secret, map(str, mapping)):
-        fact = f"sweep.{group}.{name} looks like a secret; results show swept values: use kernel.env"
+        fact = f"sweep.{group}.{name} looks like a secret, and results show swept values; use kernel.env"
         raise ConfigError(fact, setting=f"sweep.{group}.{name}")
     return {str(name): values for name, values in mapping.items()}
 
@@ -228,10 +228,12 @@ def _variables(variables: Mapping[str, Any], kernel: KernelConfig) -> dict[str, 
         setting = f"sweep.{ENV}.{name}"
         if name in RANK_VARIABLES:
             raise ConfigError(
-                f"{setting}; ultrabench sets {name} for each rank: leave it out", setting=setting
+                f"{setting}: ultrabench sets {name} for each rank; leave it out", setting=setting
             )
         if name in kernel.env:
-            raise ConfigError(f"{setting} and kernel.env.{name}; give only one of them", setting=setting)
+            raise ConfigError(
+                f"{setting} and kernel.env.{name} are both set; give only one of them", setting=setting
+            )
     values_by_name = {
         name: _texts(of, f"{ENV}.{name}", text_of=_in_environment) for name, of in variables.items()
     }
@@ -257,13 +259,15 @@ def read_flags(flags: Mapping[str, Any], kernel: KernelConfig) -> _Arguments:
         setting = f"sweep.{FLAGS}.{name}"
         _require_command(setting, kernel)
         if name in kernel.flags:
-            raise ConfigError(f"{setting} and kernel.flags.{name}; give only one of them", setting=setting)
+            raise ConfigError(
+                f"{setting} and kernel.flags.{name} are both set; give only one of them", setting=setting
+            )
         _require_no_word_of_runs(setting, name)
         if not isinstance(table, dict) or not table:
-            remedy = (
-                f"write {{NAME: [ARGUMENT, ...]}} for each value, such as sweep.{FLAGS}: {EXAMPLES[FLAGS]}"
+            remedy = f"write {{VALUE: [ARGUMENT, ...]}}, such as sweep.{FLAGS}: {EXAMPLES[FLAGS]}"
+            raise ConfigError(
+                f"{setting}={table!r} does not map values to arguments", remedy, setting=setting
             )
-            raise ConfigError(f"{setting}={table!r}", remedy, setting=setting)
         names = {value: as_text(value) for value in table}
         kind = tuple[str, ...]
         tables[name] = {
@@ -282,7 +286,9 @@ def _require_command(setting: str, kernel: KernelConfig) -> None:
 
 def _require_no_word_of_runs(setting: str, name: str) -> None:
     if name in _words_of_runs():
-        raise ConfigError(f"{setting}; {name} is a word of every run: choose another name", setting=setting)
+        raise ConfigError(
+            f"{setting}: {name} is already a word of every run; choose another name", setting=setting
+        )
 
 
 def _require_used(words: Mapping[str, Any], arguments: _Arguments, kernel: KernelConfig) -> None:
@@ -301,8 +307,8 @@ def _require_used(words: Mapping[str, Any], arguments: _Arguments, kernel: Kerne
                 if text[1:-1] not in (*words, *_words_of_runs(), *AttemptKey._fields, "steps")
             ]
             near = nearest_name(f"{{{name}}}", unknown, 0.55)
-            lacks = f"the command has {near} in its place" if near else f"the command does not say {{{name}}}"
-            fact = f"{setting} changes nothing, since {lacks}"
+            lacks = f"the command has {near} instead" if near else f"the command does not contain {{{name}}}"
+            fact = f"{setting} has no effect: {lacks}"
             raise ConfigError(fact, f"use {{{name}}} in kernel.command", setting=setting)
 
 
@@ -323,7 +329,7 @@ def _numbers_of_runs() -> tuple[str, ...]:
 def _rule(text: Any) -> WordRule:
     match = _RULE.fullmatch(str(text).strip())
     if match is None:
-        rule = "a rule is NAME divides NAME, or has <=, >= or == instead; products are NAME*NAME"
+        rule = "write NAME divides NAME, or use <=, >= or ==; a product is NAME*NAME"
         raise ConfigError(f"sweep.rules: {text!r}; {rule}", setting="sweep.rules")
     sides = {side: tuple(part.strip() for part in match[side].split("*")) for side in ("left", "right")}
     return WordRule(text=str(text), relation=match["relation"], **sides)

@@ -102,10 +102,12 @@ class LauncherConfig:
         require_allowed(self, "launcher.")
         for key in self.sbatch:
             if not re.fullmatch(r"[a-z][a-z-]*", key):
-                raise ConfigError(f"launcher.sbatch.{key}; write an option's name without dashes in front")
+                raise ConfigError(
+                    f"launcher.sbatch.{key}; write the name of the option in lower case, without leading dashes"
+                )
             if key in _OURS:
                 instead = "use launcher.time_minutes=" if key == "time" else "leave it out"
-                raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets that itself: {instead}")
+                raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets this option: {instead}")
 
 
 Attempts = Annotated[int, between(0, 100)]
@@ -170,8 +172,8 @@ def scaled_gbs(gbs: int, nodes: int, smallest: int, scaling: str) -> Fraction:
 
 SWEEP_NAME = matching(
     r"(?!.*\.parquet\Z)[A-Za-z0-9_][A-Za-z0-9_.+=@, -]{0,99}",
-    "a text of at most 100 ASCII characters that begins with a letter, a digit or '_' and continues with these, spaces "
-    "and any of .+=@,- but does not end in .parquet, which names a file",
+    "a text of at most 100 ASCII characters that starts with a letter, a digit or '_', contains only these, spaces "
+    "and .+=@,- and does not end in .parquet, which names a file",
 )
 """Names that a sweep may have. A name is also used for folders, Slurm jobs and commands that users copy."""
 
@@ -220,29 +222,27 @@ class SweepConfig:
             raise ConfigError(fact, "a probe trains nothing: leave it out", setting="sweep.strategy")
         launches = "".join((*self.launcher.python, *self.launcher.srun))
         if "container" in self.options.values and CONTAINER_WORD not in launches:
-            advice = (
-                "launcher.srun=['--container-image={container}'] (pyxis), or in launcher.python, such as "
-            )
+            advice = "launcher.srun=['--container-image={container}'] (pyxis) or, for example, "
             advice += "launcher.python=[apptainer,exec,'{container}',python]"
-            fact = f"sweep.container changes nothing, since no command has {CONTAINER_WORD}; give {advice}"
+            fact = f"sweep.container has no effect: no command contains {CONTAINER_WORD}; set {advice}"
             raise ConfigError(fact, setting="sweep.container")
         for nodes, gbs in product(sorted({*self.axes.nodes}), self.options.values.get("gbs", ())):
             if (scaled := self.gbs_on(nodes, gbs)).denominator > 1:
                 smallest = counted(min(self.axes.nodes), "node")
-                fact = f"sweep.scaling=weak with gbs={gbs} on {smallest} makes gbs={float(scaled):g} on {nodes} nodes"
-                raise ConfigError(f"{fact}; take a multiple of {scaled.denominator}", setting="sweep.gbs")
+                fact = f"sweep.scaling=weak with gbs={gbs} on {smallest} gives gbs={float(scaled):g} on {nodes} nodes"
+                raise ConfigError(f"{fact}; use a multiple of {scaled.denominator}", setting="sweep.gbs")
         if not self.models:
             advice = "name at least one (see ultrabench configs model)"
             raise ConfigError("sweep.models is empty", advice, setting="sweep.models")
         if self.trace and self.kernel.kind != "embedded":
-            advice = "only ultrabench's own kernel looks inside itself: use what the program has for that"
+            advice = "only ultrabench's own kernel writes traces; use the profiler of your program"
             raise ConfigError(f"trace=true with kernel={self.kernel.name}; {advice}")
         if self.measure.checkpoint and self.kernel.kind != "embedded":
-            advice = "only ultrabench's own kernel saves its state: a program of yours may report the event checkpoint"
+            advice = "only ultrabench's own kernel saves its state; your own program can report the event checkpoint"
             raise ConfigError(f"measure.checkpoint=true with kernel={self.kernel.name}; {advice}")
         if self.kernel.kind != "embedded" and (self.measure.warmup_s or self.measure.min_s):
             fact = f"measure.warmup_s={self.measure.warmup_s:g}, measure.min_s={self.measure.min_s:g}"
-            advice = "only ultrabench's own training counts seconds: give measure.warmup_steps and measure.max_steps"
+            advice = "only ultrabench's own kernel measures by seconds; set measure.warmup_steps and measure.max_steps"
             raise ConfigError(f"{fact} with kernel={self.kernel.name}; {advice}")
         for model, other in combinations(self.models, 2):
             if replace(model, name=other.name) == other:

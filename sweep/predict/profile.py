@@ -62,12 +62,12 @@ class Profile:
     def __post_init__(self) -> None:
         require_allowed(self, f"profile {self.name}: ")
         if "all" not in self.interval:
-            advice = "give interval: {all: [LOW, HIGH]}, quantiles of log(measured / predicted)"
+            advice = "give interval: {all: [LOW, HIGH]}, two quantiles of log(measured / predicted)"
             raise ConfigError(f"profile {self.name}: interval lacks all; {advice}")
         require_known(f"regime of profile {self.name}", ("all", *REGIMES), *self.interval)
         for name, (low, high) in self.interval.items():
             if not low <= 0 <= high:
-                rule = "must enclose 0, since the interval contains the prediction"
+                rule = "must contain 0, because the interval contains the prediction"
                 raise ConfigError(f"profile {self.name}: interval.{name}=[{low}, {high}]; {rule}")
 
     def quantiles(self, regime: str) -> Quantiles:

@@ -83,8 +83,8 @@ GONE = "the agent of node 2 (gpu03) is gone"
         ([PEER, failing("oom", "OutOfMemoryError: 2 GiB"), PEER], "oom", "rank 1 on gpu02: OutOf"),
         ([PEER, failing("non_finite", "loss is nan")], "invalid", "gpu03: loss is nan"),
         ([PEER, failing("replicas", "copies differ")], "invalid", "gpu03: copies differ"),
-        ([PEER, failing("option", "tp=2 was asked for, 1 ran")], "invalid",
-         "an option was ignored, rank 1 on gpu03: tp=2 was asked for, 1 ran"),
+        ([PEER, failing("option", "requested tp=2, but ran 1")], "invalid",
+         "an option was ignored, rank 1 on gpu03: requested tp=2, but ran 1"),
         ([killed(), logged("", code=7)], "crash", "gpu03: exited with code 7: (empty log)"),
         ([logged("", code=-40)], "crash", "killed by a signal, rank 0 on gpu01: killed by signal 40"),
         ([logged("a\nbye\n\n  \n", code=3)], "crash", "exited with code 3: bye"),
@@ -384,10 +384,10 @@ def test_memory_and_mfu_of_a_log_are_the_largest_peak_and_the_median_of_the_meas
 def test_impossible_memory_or_mfu_of_a_log_makes_the_run_invalid_as_one_that_is_not_measured():
     result = observed(mfus=[40.0] * 8)
     assert (result.status, result.cause) == ("invalid", "unmeasured")
-    assert result.reason.startswith("kernel.mfu_line misreads the log of rank 0: an MFU of 40 is above 1; ")
+    assert result.reason.startswith("kernel.mfu_line misreads the log of rank 0: MFU 40 is above 1; ")
     result = observed(reserved=2**31)
     assert (result.status, result.cause) == ("invalid", "unmeasured")
-    assert "kernel.memory_line misreads the log of rank 0: 2 GiB are more than the 1.02 GiB" in result.reason
+    assert "kernel.memory_line misreads the log of rank 0: 2 GiB exceeds the 1.02 GiB" in result.reason
     assert observed(mfus=[1.4, *[0.4] * 7], reserved=2**30).status == "ok"
     assert observed(reserved=2**31, task=replace(GPU_TASK, device="cpu")).status == "ok"
 

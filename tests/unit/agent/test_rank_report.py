@@ -54,7 +54,7 @@ def test_seconds_that_are_none_make_the_run_invalid_and_name_the_rank(text, show
 def test_a_line_that_no_reader_can_take_in_makes_the_run_invalid(text):
     result, _ = judged(text)
     assert (result.status, result.cause) == (Status.INVALID, "bad_report")
-    assert result.reason.startswith("rank 3 reported a line that cannot be read: ")
+    assert result.reason.startswith("rank 3 reported an unreadable line: ")
 
 
 FIELDS = {"memory": ("allocated_bytes", "reserved_bytes"), "done": ("hardware_flops_per_step", "stopped", "graphs"),

@@ -58,7 +58,7 @@ def test_over_stages_every_rank_of_the_pipeline_has_a_bar_and_its_own_chance():
 def test_a_value_of_the_axis_that_is_given_is_drawn_alone_or_refused_with_its_rule():
     assert [*bars("tp", **LAYOUT)] == ["2"]
     assert [*bars("mbs", tp=8, mbs=3)] == ["3"]
-    with refused("no layout to draw: tp=3: tp*pp*cp=3 does not divide the 8 GPUs of 1 node of 8"):
+    with refused("no layout to draw: tp=3: tp*pp*cp=3 does not divide 8 GPUs (1 node of 8)"):
         points({"tp": 3}, axis="tp")
 
 
@@ -81,7 +81,7 @@ def test_what_follows_from_the_axis_changes_with_it(axis, layout, names, same_as
 def test_values_that_cannot_run_are_told_with_their_reasons():
     told = drawn("memory", axis="zero_stage", pp=2, nodes=2)[2]
     assert "Cannot run: 2: zero_stage=2 with pp=2 would run as zero_stage=1." in told
-    with refused("no layout to draw: mbs=1: tp*pp*cp=3 does not divide the 8 GPUs"):
+    with refused("no layout to draw: mbs=1: tp*pp*cp=3 does not divide 8 GPUs"):
         points({"tp": 3}, axis="mbs")
 
 

@@ -26,13 +26,13 @@ MISTAKES = [
     ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, torchtitan, torchtitan-main, accelerate, nemo, nanotron, deepspeed)"),
     ("kernel check model=llama3-70b", "needs at least 5,257 GiB: 40 bytes for each of its 70,5"),
     ("kernel check dp=2 --dump FILE/d", "cannot write --dump FILE/d"),
-    ("kernel dryrun tp", "'tp' is no NAME=VALUE; write for example model=llama3-8b nodes=8 tp=8"),
+    ("kernel dryrun tp", "'tp' is not NAME=VALUE; write, for example, model=llama3-8b nodes=8 tp=8"),
     ("kernel dryrun nodes=0", "nodes=0; must be >= 1"),
-    ("kernel dryrun nodes=2 tp=3", "tp*pp*cp=3 does not divide the 16 GPUs of 2 nodes of 8"),
-    ("kernel dryrun dp=3", "dp=3 with tp*pp*cp=1 needs 3 GPUs, not the 8 GPUs of 1 node of 8: give dp=8, or leave dp out"),
+    ("kernel dryrun nodes=2 tp=3", "tp*pp*cp=3 does not divide 16 GPUs (2 nodes of 8)"),
+    ("kernel dryrun dp=3", "dp=3 with tp*pp*cp=1 needs 3 GPUs, not 8 GPUs (1 node of 8): give dp=8, leave dp out"),
     ("kernel dryrun gbs=8", "gbs = dp*mbs*gas; give mbs and gas"),
-    ("kernel check precision=bf16", "precision=bf16: it is an option: --precision bf16"),
-    ("kernel check tp=2,4", "tp='2,4' is not an integer; a command takes one layout: tp=2"),
+    ("kernel check precision=bf16", "precision=bf16: this is an option; write --precision bf16"),
+    ("kernel check tp=2,4", "tp='2,4' is not an integer; give one layout, such as tp=2"),
     ("plan", "did you mean: ultrabench sweep plan?"),
     ("sweep show 1 --sweep runs.parquet", "ultrabench sweep top runs.parquet, or ultrabench report runs.parquet"),
     ("collect mine", "no sweep 'mine', as there is no sweep in results/; start one with: ultrabench sweep launch"),
@@ -60,7 +60,7 @@ MISTAKES = [
     ("sweep plan model.hidden_size=4", "write ultrabench/model/NAME.yaml and give model=NAME"),
     ("sweep plan -o nowhere/plan.parquet", "cannot write nowhere/plan.parquet"),
     ("sweep plan --top 0", "--top"),
-    ("sweep plan hardware=a100-80x8 kernel.precision=[bf16,fp8]", "A100-SXM-80GB is sm_80: take precision=bf16"),
+    ("sweep plan hardware=a100-80x8 kernel.precision=[bf16,fp8]", "A100-SXM-80GB is sm_80: use precision=bf16"),
     ("sweep plan kernel=command kernel.command=python", "is not a list; write [A,B]"),
     ("sweep plan kernel=command 'kernel.command=[python,\"--tp={tpp}\"]'",
      "unknown word in kernel.command of kernel=command '{tpp}'; did you mean tp?"),
@@ -70,12 +70,12 @@ MISTAKES = [
     ("predict profile=mime", "unknown profile 'mime'"),
     ("predict calibrat", "No such command 'calibrat'"),
     ("plot schedule pp=2 pp=4", "pp is given twice"),
-    ("sweep plan sweep.nodes=1,2", "a list has brackets and commas; write sweep.nodes=[1,2]"),
+    ("sweep plan sweep.nodes=1,2", "a list needs brackets and commas; write sweep.nodes=[1,2]"),
     ("sweep plan foo=1", "(known: max_p_oom, model, profile, trace, sweep,"),
     ("sweep plan launcher.sbtch=1", "did you mean launcher.sbatch? (known: launcher.sbatch, launcher.track,"),
     ("sweep plan --show-script --json", "leave out --json, -o and --top"),
     ("sweep plan kernel=command 'kernel.command=[bash,-c,\"echo ${HOME}\"]'",
-     "for a variable of the shell on the nodes write \\${HOME}"),
+     "for a shell variable on the nodes write \\${HOME}"),
     ("sweep status", "no sweep in results/; start one with: ultrabench sweep launch"),
     ("sweep plan --show-script", "launcher=local submits no script; add launcher=slurm"),
     ("sweep plan --show-script launcher=slurm model=1B sweep.cp=[2] sweep.tp=[1] sweep.seq_len=4098", "can run"),
@@ -127,15 +127,15 @@ COMMANDS = (
 GLOBAL = "# @package _global_\n"
 AXES = "nodes: [1], seq_len: 64, gbs: 8, tp: [1], pp: [1], cp: [1], zero_stage: [0], mbs: [1]"
 FILES = [
-    ("sweep/mine.yaml", "sweep: {models: [tiny]}\n", "sets sweep: and so needs a first line"),
+    ("sweep/mine.yaml", "sweep: {models: [tiny]}\n", "sets sweep: and needs this first line"),
     ("sweep/mine.yaml", "nodes: [1]\n", "/sweep/mine.yaml: sweep lacks seq_len, gbs"),
     ("sweep/mine.yaml", f"{GLOBAL}sweep: {{model: tiny, {AXES}}}\n", "/sweep/mine.yaml: unknown field of sweep 'model'; did you mean models?"),
-    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], dp: [8], {AXES}}}\n", "/sweep/mine.yaml: sweep.dp is no axis"),
+    ("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], dp: [8], {AXES}}}\n", "/sweep/mine.yaml: sweep.dp is not an axis"),
     ("sweep/mine.yaml", f"{GLOBAL}sweeps: {{models: [tiny], {AXES}}}\n", "/sweep/mine.yaml: unknown override 'sweeps'; did you mean sweep?"),
     *(("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], {AXES}}}\n{group}: {name}\n", f"- override /{group}: NAME")
       for group, name in {"hardware": "h100x8", "launcher": "slurm", "kernel": "null", "retry": "default"}.items()),
     *(("sweep/mine.yaml", f"{GLOBAL}defaults: [{line}]\n",
-       "/sweep/mine.yaml: in a sweep file another hardware is chosen under defaults: '- override /hardware: NAME'")
+       "/sweep/mine.yaml: to choose another hardware in a sweep file, write under defaults: '- override /hardware: NAME'")
       for line in ("override hardware: h100x8", "override /hardware h100x8")),
     ("sweep/mine.yaml", f"{GLOBAL}defaults: [override /hardware: h100]\n", "/sweep/mine.yaml: unknown hardware 'h100'; did"),
     ("sweep/mine.yaml", f"{GLOBAL}defaults: [playbok]\n", "/sweep/mine.yaml: defaults: unknown sweep 'playbok'; did you mean playb"),
@@ -145,7 +145,7 @@ FILES = [
     ("model/mine.yaml", "- a\n- b\n", "/ultrabench/model/mine.yaml holds no settings; write them as in configs/model/"),
     ("model/mine.yaml", "", "model mine lacks hidden_size"),
     ("model/mine.yaml", "\xff\xfe", "cannot read "),
-    *((f"{group}/mine.yml", "a: 1\n", f"/ultrabench/{group}/mine.yml is not read, since its name must end in .yaml")
+    *((f"{group}/mine.yml", "a: 1\n", f"/ultrabench/{group}/mine.yml is not read, because its name does not end in .yaml")
       for group in ("sweep", "model")),
 ]  # fmt: skip
 """A file of the user's, its text, and a part of the line that refuses it."""

@@ -59,7 +59,7 @@ def test_a_file_of_a_framework_goes_to_stdout_and_comments_to_stderr(ultrabench,
     assert {"mine", "nemo"} <= as_json(ultrabench, "configs", "framework")["framework"].keys()
     for text, line in {
         "settings: [a=1]\nelsewhere: {ppp: none}": "unknown word of elsewhere 'ppp'",
-        "file: x.json": "settings has no values",
+        "file: x.json": "settings is empty",
     }.items():
         mine.write_text(text)
         code, _, err = ultrabench("sweep", "show", run.run_id, "--as", "mine")
@@ -115,6 +115,6 @@ def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
     code, out, err = ultrabench("kernel", "try-log", r"mfu (?P<fraction>\d+)%", "train.log")
     assert (code, out) == (1, "")
     assert "kernel.mfu_line: no line of train.log gives an MFU; nearest:" in err
-    assert "line 2 matches, but an MFU of 40 is above 1; a percentage needs the group (?P<percent>...)" in err
+    assert "line 2 matches, but MFU 40 is above 1; for a percentage, use the group (?P<percent>...)" in err
     code, _, err = ultrabench("kernel", "try-log", "took (?P<secs>.)", "train.log")
     assert (code, "is neither a kernel nor has a group" in err, err.count("\n")) == (2, True, 1)

@@ -62,14 +62,16 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
     assert plan["top"][0]["unmeasured"] == ["zero_stage=3 (0)"]
     assert not any(row["above_published"] for row in plan["top"])
     none = ultrabench(*words, "hardware=b200x8")[1]
-    assert "no rate of B200 in bf16 is known that others published" in none
+    assert "no published rate for B200 in bf16 is known" in none
     assert "gpu=B200 (H100-SXM)" in none
     write_config(
         "published/low",
         "gpu: B200\nbest: {bf16: {mfu: 0.3, flops_formula: palm, what: our own 8B, source: https://x.org}}\n",
     )
     above = ultrabench(*words, "hardware=b200x8")[1]
-    assert re.search(r"MFU \d\d\.\d% is above the 30\.0% of our own 8B, .*https://x\.org", above)
+    assert re.search(
+        r"MFU \d\d\.\d% is above 30\.0%, the best published for .*: our own 8B .*https://x\.org", above
+    )
     assert "extrapolated, above published" in above
 
 

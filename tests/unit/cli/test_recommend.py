@@ -55,7 +55,7 @@ def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
     assert (first["layout"], second["reason"]) == (None, None)
     code, out, _ = ultrabench(*words)
     assert code == 0
-    assert "llama3-70b on 1 node: nothing is predicted to fit into 79.11 GiB" in out
+    assert "llama3-70b on 1 node: no layout is likely to fit into 79.11 GiB" in out
     assert second["layout"] in out
 
 

@@ -122,7 +122,7 @@ def test_the_thread_that_tells_of_collectives_uses_the_gpu_of_its_rank(monkeypat
         (torch.distributed.DistBackendError("NCCL error in: x.cpp"), "comm"),
         (NonFiniteLossError("loss is nan at step 3"), "non_finite"),
         (ReplicasDifferError("copies of the same parameters differ"), "replicas"),
-        (IgnoredOptionError("recompute=full was asked for, none ran"), "option"),
+        (IgnoredOptionError("requested recompute=full, but ran none"), "option"),
         (ValueError("what"), "exception"),
     ],
 )

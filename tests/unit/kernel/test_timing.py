@@ -72,7 +72,7 @@ def test_the_warm_up_goes_on_while_graphs_are_compiled(last, steps):
 
 def test_compilation_without_an_end_is_told():
     """In place of a measurement."""
-    told = r"step 12 still compiled layers, 12 graphs in all; take kernel.compile"
+    told = r"step 12 still compiled layers \(12 graphs so far\); use kernel.compile"
     with pytest.raises(RuntimeError, match=told):
         Compiling(2 + MOST_COMPILING_STEPS)._warm_up()
 

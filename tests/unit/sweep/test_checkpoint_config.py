@@ -224,22 +224,22 @@ def test_what_changes_nothing_is_taken(change):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"attention_bias": True}, "attention_bias is true; ultrabench trains llama models whose attention_bias is"),
+        ({"attention_bias": True}, "attention_bias is true; ultrabench trains llama models only with attention_bias "),
         ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"hidden_act": "gelu"}, 'whose hidden_act is "silu": for its sizes alone write them to ./ultrabench/'),
-        ({"rope_scaling": {"rope_type": "yarn"}}, '"yarn"; ultrabench trains llama models whose rope_type is "llama3" or "default":'),
+        ({"hidden_act": "gelu"}, 'only with hidden_act "silu"; to benchmark its sizes only, write them to ./ultrabench/'),
+        ({"rope_scaling": {"rope_type": "yarn"}}, '"yarn"; ultrabench trains llama models only with rope_type "llama3" or "default";'),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"'),
         ({"rope_scaling": "dynamic"}, 'rope_type is "dynamic"'),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks factor, low_freq_factor"),
         ({"rope_scaling": {**SCALING, "low_freq_factor": 4}}, "above low_freq_factor=4"),
         ({"rope_scaling": {**SCALING, "factor": 0.5}}, "rope_scaling.factor=0.5; must be >= 1"),
-        ({"head_dim": 127}, "head_dim=127; rotations need an even width of heads"),
+        ({"head_dim": 127}, "head_dim=127; rotary embeddings need an even head_dim"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is "),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"), ({"num_local_experts": 8}, "num_local_experts is 8"),
         ({"n_routed_experts": 64}, "n_routed_experts is 64"),
-        ({"kv_lora_rank": 512}, "whose kv_lora_rank is null: take another model, since no sizes of ultrabench say what multi-head latent"),
+        ({"kv_lora_rank": 512}, "only with kv_lora_rank null; choose another model, since ultrabench has no sizes for multi-head latent"),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "model_type 'gemma2' (attn_logit_softcapping is 50.0)"),
-        ({"model_type": "gpt_oss", "num_local_experts": 32}, "model_type 'gpt_oss' (num_local_experts is 32, its attention has sinks); ultrabench trains the decoders of"),
+        ({"model_type": "gpt_oss", "num_local_experts": 32}, "model_type 'gpt_oss' (num_local_experts is 32, its attention has sinks); ultrabench trains llama, "),
         ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"] * 12}, 'layer_types is ["sliding_attention", "full_attention", ..., its'),
         ({"model_type": "mixtrall"}, "model_type 'mixtrall'; did you mean mixtral? ultrabench trains"),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 5632}, "'qwen2_moe' (shared_expert_intermediate_size is 5632)"),
@@ -258,11 +258,11 @@ def test_what_would_be_another_model_is_refused_by_name(change, line):
 @pytest.mark.parametrize(
     ("base", "change", "line"),
     [
-        (QWEN_MOE, {"attention_bias": True}, "attention_bias is true; ultrabench trains qwen3_moe models whose attention_bias is false"),
-        (QWEN_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; ultrabench trains qwen3_moe models whose mlp_only_layers is []"),
-        (GLM, {"n_group": 8}, "n_group is 8"), (GLM, {"topk_group": 4}, "topk_group is 4"), (DOTS, {"attention_bias": True}, "dots1 models whose"),
-        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0; ultrabench trains olmoe models whose clip_qkv is null: "), (MIXTRAL, {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
-        (QWEN, {"num_experts": 8}, "num_experts is 8; ultrabench trains qwen3 models whose num_experts is 0"),
+        (QWEN_MOE, {"attention_bias": True}, "attention_bias is true; ultrabench trains qwen3_moe models only with attention_bias false"),
+        (QWEN_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; ultrabench trains qwen3_moe models only with mlp_only_layers []"),
+        (GLM, {"n_group": 8}, "n_group is 8"), (GLM, {"topk_group": 4}, "topk_group is 4"), (DOTS, {"attention_bias": True}, "dots1 models only with"),
+        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0; ultrabench trains olmoe models only with clip_qkv null; "), (MIXTRAL, {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
+        (QWEN, {"num_experts": 8}, "num_experts is 8; ultrabench trains qwen3 models only with num_experts 0"),
         (MIXTRAL, {"num_local_experts": 1}, "model=m.json: num_experts_per_tok=2; must be in 1..num_local_experts=1"),
     ],
 )  # fmt: skip
@@ -274,10 +274,10 @@ def test_what_makes_a_model_with_experts_another_one_is_refused_by_name(base, ch
 @pytest.mark.parametrize(
     ("base", "without", "change", "line"),
     [
-        (MIXTRAL, "num_local_experts", {}, "lacks num_experts or num_local_experts or n_routed_experts, a size of its experts; give it"),
-        (MIXTRAL, "num_local_experts", {"num_local_expert": 8}, "a size of its experts; did you mean it by num_local_expert?"),
-        (MIXTRAL, "num_experts_per_tok", {}, "model=m.json lacks num_experts_per_tok,"), (GLM, "n_shared_experts", {}, "lacks n_shared_experts,"),
-        (QWEN_MOE, "moe_intermediate_size", {"moe_intermediate_sizes": 768}, "lacks moe_intermediate_size, a size of its experts; did you mean"),
+        (MIXTRAL, "num_local_experts", {}, "lacks num_experts or num_local_experts or n_routed_experts (a size of its experts); add it"),
+        (MIXTRAL, "num_local_experts", {"num_local_expert": 8}, "(a size of its experts); is num_local_expert a misspelling?"),
+        (MIXTRAL, "num_experts_per_tok", {}, "model=m.json lacks num_experts_per_tok ("), (GLM, "n_shared_experts", {}, "lacks n_shared_experts ("),
+        (QWEN_MOE, "moe_intermediate_size", {"moe_intermediate_sizes": 768}, "lacks moe_intermediate_size (a size of its experts); is moe_intermediate_sizes a misspelling"),
     ],
 )  # fmt: skip
 def test_sizes_of_experts_are_given_or_the_key_is_named(base, without, change, line):
@@ -302,8 +302,8 @@ def test_a_window_is_refused_where_it_hides_positions():
     assert shape.sliding_window == 4096
     kernel, layout = KernelConfig(name="embedded"), Layout(dp=1)
     assert refusal(kernel, layout, shape, 4096, "cpu") is None
-    use = "sliding_window=4096 is in use with seq_len=4097; attention has no window: "
-    assert refusal(kernel, layout, shape, 4097, "cpu") == f"{use}take seq_len <= 4096 or another model"
+    use = "sliding_window=4096 is shorter than seq_len=4097; ultrabench's attention has no window: "
+    assert refusal(kernel, layout, shape, 4097, "cpu") == f"{use}use seq_len <= 4096 or another model"
 
 
 @pytest.mark.parametrize(("text", "line"), [("{", "cannot read model=m.json"), ("[]", "holds no sizes")])

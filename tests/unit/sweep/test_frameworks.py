@@ -56,7 +56,7 @@ PIPELINE = {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}
 @pytest.mark.parametrize(
     ("name", "values", "line"),
     [
-        ("deepspeed", {"cp": 2}, "cp=2: its Ulysses shares the heads"),
+        ("deepspeed", {"cp": 2}, "cp=2: its Ulysses splits attention heads"),
         ("deepspeed", PIPELINE, "pp=2: its pipeline engine needs a PipelineModule in your code"),
         ("deepspeed", {"sequence_parallel": "on"}, "supports sequence_parallel in [off]"),
         ("deepspeed", {"precision": "fp8"}, "precision=fp8; its file has precision=bf16"),

@@ -211,11 +211,11 @@ SHARD, NOTHING = "dp_shard_divides_dp", "needs zero_stage > 0; zero_stage=0 shar
         (Layout(dp=1, cp=8, zero_stage=3), None),  # ZeRO spans dp*cp
         (Layout(dp=8, zero_stage=3, dp_shard=4), None),
         (Layout(dp=8, dp_shard=3), (SHARD, f"dp_shard=3 {NOTHING}")),
-        (Layout(dp=8, zero_stage=3, dp_shard=3), (SHARD, "dp_shard=3 does not divide dp*cp=8 (dp=8, cp=1); take dp_shard=all")),
-        (Layout(dp=4, cp=2, zero_stage=1, dp_shard=6), (SHARD, "dp_shard=6 does not divide dp*cp=8 (dp=4, cp=2); take dp_shard=2")),
-        (Layout(dp=8, zero_stage=3, dp_shard=8), (SHARD, "dp_shard=8 is all of dp*cp=8; leave dp_shard out, or write all")),
-        (Layout(dp=2, tp=2, zero_stage=3, dp_shard=1), (SHARD, "dp_shard=1 shards nothing (dp_shard=node gives that where "
-         "tp=2 fills a node); take a smaller tp or dp_shard=all")),
+        (Layout(dp=8, zero_stage=3, dp_shard=3), (SHARD, "dp_shard=3 does not divide dp*cp=8 (dp=8, cp=1); use dp_shard=all")),
+        (Layout(dp=4, cp=2, zero_stage=1, dp_shard=6), (SHARD, "dp_shard=6 does not divide dp*cp=8 (dp=4, cp=2); use dp_shard=2")),
+        (Layout(dp=8, zero_stage=3, dp_shard=8), (SHARD, "dp_shard=8 equals dp*cp=8; leave dp_shard out or use all")),
+        (Layout(dp=2, tp=2, zero_stage=3, dp_shard=1), (SHARD, "dp_shard=1 shards nothing (dp_shard=node means 1 where "
+         "tp=2 fills a node); use a smaller tp or dp_shard=all")),
     ],
 )  # fmt: skip
 def test_the_first_broken_rule_gives_its_reason(layout, broken):
@@ -269,9 +269,9 @@ MOE = replace(
         ({}, Layout(dp=2, ep=2), "learned", None),
         ({}, Layout(dp=1, tp=2), "balanced", "tp=2 does not divide n_shared_experts*moe_intermediate_size=33"),
         ({"n_shared_experts": 2}, Layout(dp=1, tp=2), "balanced", None),
-        ({"n_shared_experts": 0}, Layout(dp=1, tp=2, sequence_parallel="off"), "balanced", "take sequence_parallel=on"),
+        ({"n_shared_experts": 0}, Layout(dp=1, tp=2, sequence_parallel="off"), "balanced", "use sequence_parallel=on"),
         ({"n_shared_experts": 0, "qk_norm": True, "qk_norm_across_heads": True}, Layout(dp=1, tp=2), "balanced",
-         "qk_norm_across_heads=true is one norm over the heads of all ranks; tp=2: take tp=1"),
+         "qk_norm_across_heads=true normalizes over the heads of all tp ranks; tp=2: use tp=1"),
     ],
 )  # fmt: skip
 def test_experts_that_our_kernel_cannot_train_are_refused(changes, layout, routing, reason):
@@ -283,7 +283,7 @@ def test_experts_that_our_kernel_cannot_train_are_refused(changes, layout, routi
 def test_a_routing_without_effect_is_refused():
     kernel = KernelConfig(name="embedded", routing="skew=0.5")
     found = refusal(kernel, Layout(dp=1), load_model("tiny"), 64, "cpu")
-    assert found == "routing=skew=0.5 needs a model with experts; tiny has none: take routing=balanced"
+    assert found == "routing=skew=0.5 needs a model with experts; tiny has none: use routing=balanced"
 
 
 def test_shards_are_all_ranks_those_of_a_node_or_a_number():
@@ -300,10 +300,10 @@ def test_a_sweep_without_runs_says_why():
     plan = make_plan(load_config(["sweep.nodes=[1]", "sweep.tp=[2,1]", "sweep.pp=[1]",
                                   "sweep.zero_stage=[1]", "sweep.mbs=[1,2]", "sweep.gas=[1]"]))  # fmt: skip
     rules = (
-        "2 by gas_not_listed, such as gas=4 is not in sweep.gas=[1]",
-        "2 by zero_needs_dp, such as zero_stage=1 needs dp*cp > 1; dp=1, cp=1",
+        "2 by gas_not_listed (gas=4 is not in sweep.gas=[1])",
+        "2 by zero_needs_dp (zero_stage=1 needs dp*cp > 1; dp=1, cp=1)",
     )
-    with refused(f"4 candidates, none can run: {'; '.join(rules)}; change the axes or the model"):
+    with refused(f"none of 4 candidates can run; rejected: {', '.join(rules)}; change the axes or the model"):
         require_runs(plan)
     with refused("no candidate: 2 or 4 GPUs are not divisible by tp=3; choose divisors"):
         make_plan(load_config(["sweep.tp=[3]"]))
@@ -335,7 +335,9 @@ def test_a_grid_of_millions_is_refused_with_its_size_before_it_is_enumerated():
     wide = [f"sweep.{axis}=[{values}]" for axis in ("tp", "pp", "mbs", "gas")]
     config = load_config(["model=tiny", "sweep.nodes=[1]", "sweep.zero_stage=[0,1]", *wide])
     began = time.process_time()
-    with refused("have 2,000,000 combinations; a sweep may have 1,000,000: narrow sweep.tp (100 values)"):
+    with refused(
+        "have 2,000,000 combinations; a sweep may have at most 1,000,000: narrow sweep.tp (100 values)"
+    ):
         make_plan(config)
     assert time.process_time() - began < 3.0, (
         "seconds of a core that may be shared; all layouts take a minute"

@@ -98,7 +98,7 @@ def test_options_of_sbatch(given, sbatch):
         *((f"launcher.{key}=x", f"write +launcher.sbatch.{key}=VALUE") for key in ("reservation", "constraint")),
         ("launcher.sbatch.foo=1", "write +launcher.sbatch.NAME=VALUE"),
         ("launcher.sbatch={foo:1}", "write +launcher.sbatch.NAME=VALUE"), ("launcher.sbatch=[a]", "launcher.sbatch"),
-        *((given, "without dashes in front") for given in (
+        *((given, "without leading dashes") for given in (
             "launcher.sbatch.--foo=1", "+launcher.sbatch.-f=1", "+launcher.sbatch={--foo:1}")),
     ],
 )  # fmt: skip
@@ -120,9 +120,9 @@ NAN, INF = float("nan"), float("inf")
         *(({"window": window}, "must be HH:MM-HH:MM") for window in (
             "7-9", "24:00-07:00", "19:60-07:00", "19:00", "19:00-07:00 ", "19:00 - 07:00", "9:00-17:00",
             "\u0661\u0669:00-07:00")),
-        *(({"sbatch": {key: "1"}}, f"launcher.sbatch.{key}; ultrabench sets that itself") for key in (
+        *(({"sbatch": {key: "1"}}, f"launcher.sbatch.{key}; ultrabench sets this option") for key in (
             "array", "job-name", "nodes", "ntasks-per-node", "parsable", "wait", "wrap")),
-        *(({"sbatch": {key: "1"}}, "without dashes in front") for key in (
+        *(({"sbatch": {key: "1"}}, "without leading dashes") for key in (
             "--foo", "-p", "Foo", "foo bar", "foo=1", "foo\n", "", "foo;x", "1")),
         *(({"exclude": f"a{line_break}b"}, "must be one line") for line_break in "\r\0"),
         *(({key: BREAK}, "must be one line") for key in TEXTS),

@@ -171,7 +171,7 @@ def test_weak_scaling_gives_each_number_of_nodes_a_batch_in_proportion():
     assert {(cell.nodes, cell.gbs) for cell in usual.cells} == {(2, 8), (2, 16), (4, 8), (4, 16)}
     assert (weak.summary()["scaling"], usual.summary()["scaling"]) == ("weak", "strong")
     assert config_from_tree(weak.config.resolved).scaling == "weak"
-    with refused("sweep.scaling=weak with gbs=9 on 2 nodes makes gbs=13.5 on 3 nodes; take a multiple of 2"):
+    with refused("sweep.scaling=weak with gbs=9 on 2 nodes gives gbs=13.5 on 3 nodes; use a multiple of 2"):
         plan("sweep.nodes=[3,2]", "sweep.gbs=9", "sweep.scaling=weak", program=())
 
 
@@ -265,11 +265,11 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.env={A: []}"], "sweep.env.A is empty; list at least one value"),
         (["+sweep.env={A: [[1]]}"], "sweep.env.A=[1]"),
         (["+sweep.env=[A]"], "sweep.env=['A'] is not a mapping; write one, such as {NCCL_ALGO: [null, Ring]}"),
-        (["sweep.env=[A]"], "sweep.env: the sweep that is chosen does not have it; write '+sweep.env={NCCL_ALGO: [null, Ring]}'"),
+        (["sweep.env=[A]"], "sweep.env is not a setting of the chosen sweep; add it: '+sweep.env={NCCL_ALGO: [null, Ring]}'"),
         (["sweep.rule=[a]"], "unknown override 'sweep.rule'; did you mean sweep.rules?"),
         (["+sweep.env={A: [1, '1']}"], "sweep.env.A: 1 and '1' are the same for the program; leave one out"),
         (["+sweep.env={A: [null, null]}"], "sweep.env.A: null and null are the same for the program"),
-        (["+sweep.env.1BAD=[a]"], "sweep.env.1BAD; a name has letters, digits and '_', and begins with no digit"),
+        (["+sweep.env.1BAD=[a]"], "sweep.env.1BAD; a name consists of letters, digits and '_' and does not start with a digit"),
         (["sweep.evn.X=[a]"], "unknown override 'sweep.evn.X'; did you mean +sweep.env.X?"),
         (["sweep.scaling=week"], "sweep.scaling='week'; must be strong or weak; did you mean weak?"),
         (["sweep.strategy=adaptiv"], "did you mean adaptive?"),
@@ -278,18 +278,18 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.python=[/a, /a]"], "sweep.python: '/a' and '/a' are the same for the program"),
         (["+sweep.flags={q: {a: [-x], b: [-x]}}"], "sweep.flags.q: a and b are the same for the program"),
         ([WORDS[0].replace("2", "'1'")], "sweep.words.etp: 1 and '1' are the same for the program"),
-        (["+sweep.env={A: [1]}", "+kernel.env={A: '1'}"], "sweep.env.A and kernel.env.A; give only one"),
-        (["+sweep.flags={q: [1]}"], "write {NAME: [ARGUMENT, ...]} for each value, such as sweep.flags: {overlap: {on: "),
-        ([FLAGS, "kernel.flags={overlap: {a: []}}"], "sweep.flags.overlap and kernel.flags.overlap; give only one"),
-        (["+sweep.words={zz: [1]}"], "sweep.words.zz changes nothing, since the command does not say {zz}; use {zz}"),
-        (["+sweep.words={tp: [1]}"], "tp is a word of every run: choose another name"),
-        ([WORDS[0], "+sweep.rules=['etp divide dp']"], "a rule is NAME divides NAME, or has <=, >= or =="),
+        (["+sweep.env={A: [1]}", "+kernel.env={A: '1'}"], "sweep.env.A and kernel.env.A are both set; give only one"),
+        (["+sweep.flags={q: [1]}"], "write {VALUE: [ARGUMENT, ...]}, such as sweep.flags: {overlap: {on: "),
+        ([FLAGS, "kernel.flags={overlap: {a: []}}"], "sweep.flags.overlap and kernel.flags.overlap are both set; give only one"),
+        (["+sweep.words={zz: [1]}"], "sweep.words.zz has no effect: the command does not contain {zz}; use {zz}"),
+        (["+sweep.words={tp: [1]}"], "tp is already a word of every run; choose another name"),
+        ([WORDS[0], "+sweep.rules=['etp divide dp']"], "write NAME divides NAME, or use <=, >= or =="),
         ([WORDS[0], "+sweep.rules=['etp divides dpp']"], "did you mean pp?"),
-        (["+sweep.rules=['precision == 2']"], "unknown word in sweep.rules 'precision == 2', which compares numbers: 'precision'"),
-        (["+sweep.flags={tp: {a: []}}"], "sweep.flags.tp; tp is a word of every run: choose another name"),
+        (["+sweep.rules=['precision == 2']"], "unknown numeric word in sweep.rules 'precision == 2': 'precision'"),
+        (["+sweep.flags={tp: {a: []}}"], "sweep.flags.tp: tp is already a word of every run; choose another name"),
         (["+sweep.words={api_token: [1]}"], "sweep.words.api_token looks like a secret"),
-        (["+kernel.compile=[true,false]"], "kernel.compile lists several values, which only ultrabench's own kernel has"),
-        (["+sweep.container=[a,b]"], "sweep.container changes nothing, since no command has {container}"),
+        (["+kernel.compile=[true,false]"], "kernel.compile lists several values, which only ultrabench's own kernel supports"),
+        (["+sweep.container=[a,b]"], "sweep.container has no effect: no command contains {container}"),
         (["kernel.precision=[fp32,fp16]"], "kernel.precision='fp16'"),
         (["sweep.seq_len=[]"], "sweep.seq_len is empty; list at least one value"),
     ],
@@ -305,11 +305,11 @@ def test_what_cannot_vary_is_refused_in_one_line(words, line):
 @pytest.mark.parametrize(
     ("argument", "line"),
     [
-        ('{"etp"}', 'sweep.words.etp changes nothing, since the command has {"etp"} in its place; use {etp}'),
-        ("{etq}", "sweep.words.etp changes nothing, since the command has {etq} in its place; use {etp}"),
-        ("{words.etp}", "since the command has {words.etp} in its place; use {etp}"),
-        ('{etp} {"tp"}', 'kernel.command has {"tp"}; a word stands in braces alone: write {tp}'),
-        ("{etp} { tp }", "kernel.command has { tp }; a word stands in braces alone: write {tp}"),
+        ('{"etp"}', 'sweep.words.etp has no effect: the command has {"etp"} instead; use {etp}'),
+        ("{etq}", "sweep.words.etp has no effect: the command has {etq} instead; use {etp}"),
+        ("{words.etp}", "the command has {words.etp} instead; use {etp}"),
+        ('{etp} {"tp"}', 'kernel.command has {"tp"}; braces may contain only the word: write {tp}'),
+        ("{etp} { tp }", "kernel.command has { tp }; braces may contain only the word: write {tp}"),
         ("{etp} {etq}", "unknown word in kernel.command of kernel=command '{etq}' (known: etp, "),
     ],
 )
@@ -375,6 +375,6 @@ def test_our_own_kernel_takes_no_flags():
 
 def test_a_command_that_does_not_tell_what_differs_is_named():
     (line,) = same_commands(plan('kernel.command=[train,"{tp}"]', "sweep.mbs=[1,2]"))
-    assert line.startswith("4 of 4 runs have the command of another one, such as dp2 tp1 pp1 z0 mbs")
+    assert line.startswith("4 of 4 runs have the same command as another run, such as dp2 tp1 pp1 z0 mbs")
     assert "which differ in mbs, gas" in line
     assert not [*same_commands(plan('kernel.command=[train,"{tp}","{mbs}"]', "sweep.mbs=[1,2]"))]

@@ -141,8 +141,8 @@ def test_an_axis_that_the_command_of_another_program_does_not_say_is_refused():
         refusal(kernel, spec.layout, spec.shape, 64, "cuda")
         for kernel in (megatron, replace(megatron, flags=without))
     ]
-    rule = "so that it would run as dp_overlap=on: add dp_overlap to kernel.flags"
-    assert reasons == [None, f"kernel megatron has no word for dp_overlap=off, {rule}"]
+    rule = "and would run as dp_overlap=on: add dp_overlap to kernel.flags"
+    assert reasons == [None, f"kernel megatron has no word for dp_overlap=off {rule}"]
     assert refusal(replace(megatron, name="mine", flags=without), spec.layout, spec.shape, 64, "cuda") is None
 
 

@@ -105,10 +105,10 @@ def test_the_group_names_the_unit_of_memory(text, option, quantities):
 @pytest.mark.parametrize(
     ("option", "pattern", "line"),
     [
-        ("step_line", "(?P<loss>.)", "lacks a group, one of .*milliseconds"),
-        ("memory_line", "(?P<gib>.)", r"kernel\.memory_line=.* lacks a group, one of .*reserved_gib"),
-        ("mfu_line", "(?P<mfu>.)", r"kernel\.mfu_line=.* lacks a group, one of .*fraction.*percent"),
-        ("mfu_line", "(", r"kernel\.mfu_line='\(' is no regular expression"),
+        ("step_line", "(?P<loss>.)", "lacks a group; add one of .*milliseconds"),
+        ("memory_line", "(?P<gib>.)", r"kernel\.memory_line=.* lacks a group; add one of .*reserved_gib"),
+        ("mfu_line", "(?P<mfu>.)", r"kernel\.mfu_line=.* lacks a group; add one of .*fraction.*percent"),
+        ("mfu_line", "(", r"kernel\.mfu_line='\(' is not a regular expression"),
     ],
 )  # fmt: skip
 def test_a_pattern_needs_a_group_that_says_what_it_reads(option, pattern, line):

@@ -52,10 +52,10 @@ def test_a_cell_in_which_only_the_reserve_has_no_room_still_names_a_layout():
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["model=llama3-70b", "sweep.tp=[8]", "sweep.pp=[1]"], "what would fit: sweep.nodes=[2]"),
+        (["model=llama3-70b", "sweep.tp=[8]", "sweep.pp=[1]"], "try sweep.nodes=[2]"),
         (["model=llama3-8b", "sweep.tp=[1]", "sweep.pp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[0]"], "sweep.zero_stage=[3]"),
-        (["model=mixtral-8x7b", "kernel.precision=fp8"], "products of experts have no fp8"),
-        (["model=qwen3-30b-a3b", "sweep.nodes=[2]", "kernel.precision=fp8"], "products of experts have no fp8"),
+        (["model=mixtral-8x7b", "kernel.precision=fp8"], "expert layers do not support fp8"),
+        (["model=qwen3-30b-a3b", "sweep.nodes=[2]", "kernel.precision=fp8"], "expert layers do not support fp8"),
         (["model=llama3-8b", "sweep.gbs=7", "sweep.tp=[1]", "sweep.pp=[1]", "sweep.cp=[1]"], "gbs=7 is not divisible by dp*mbs"),
         (["model=llama3-8b", "sweep.tp=[16]"], "8 GPUs are not divisible by tp=16"),
     ],

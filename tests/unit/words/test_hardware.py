@@ -114,9 +114,9 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
     [
         (("source: https://example.org/toaster\n", ""), "unknown hardware.gpu 'Toaster-9000'"),
         ((OURS[OURS.index("link_bytes") : OURS.index("gpus_per_node")], ""),
-         "for a GPU that no other file has, add to its file: link_bytes_per_s, reported_as, source"),
-        (("{bf16: 1.0e14}", "{}"), "lacks values of peak_flops_per_s or reported_as"),
-        (("[ACME Toaster 9000]", "[]"), "lacks values of peak_flops_per_s or reported_as"),
+         "for a new GPU, add to its file: link_bytes_per_s, reported_as, source"),
+        (("{bf16: 1.0e14}", "{}"), "lacks peak_flops_per_s or reported_as"),
+        (("[ACME Toaster 9000]", "[]"), "lacks peak_flops_per_s or reported_as"),
         (("mem_bytes: 24000000000\n", ""), "hardware lacks mem_bytes"),
         (("mem_bytes: 24000000000", "mem_bytes: 24GB"), "hardware.mem_bytes='24GB' is not a number of bytes"),
         (("3.2e10", "450"), "link_bytes_per_s=450; must be 1e8 to 1e14 bytes per second, such as 4.5e11"),
@@ -124,8 +124,8 @@ def test_another_node_of_a_known_gpu_names_the_gpu_only():
         (("1.0e12", "4.0"), "hbm_bytes_per_s=4.0; must be 1e9 to 1e15 bytes per second"),
         (("1.0e14", "148"), "bf16=148; must be 1e9 to 1e18 FLOPs per second, such as 9.89e14"),
         (("24000000000", "96"), "mem_bytes=96; must be 268,435,456 to 17,592,186,044,416 bytes, such as 8"),
-        (("gpu: ", "architecture: hopper\ngpu: "), "architecture='hopper'; must be sm_80, sm_90 and so on"),
-        (("gpu: ", "power_limit_w: 500.0\ngpu: "), "power_limit_w=500 without rated_power_w; add the watts"),
+        (("gpu: ", "architecture: hopper\ngpu: "), "architecture='hopper'; must be a GPU architecture, such as sm_90"),
+        (("gpu: ", "power_limit_w: 500.0\ngpu: "), "power_limit_w=500 without rated_power_w; add rated_power_w"),
         (("gpu: ", "device: tpu\ngpu: "), "hardware.device='tpu'; must be cuda or cpu"),
     ],
 )  # fmt: skip
@@ -174,12 +174,12 @@ def test_fp8_is_twice_as_fast_as_bf16_where_it_is_published(name):
 
 def test_fp8_is_planned_on_hardware_that_has_it():
     words = ["model=tiny", "sweep.nodes=[1]", "kernel.precision=fp8"]
-    with refused("A100-SXM-80GB is sm_80: take precision=bf16"):
+    with refused("A100-SXM-80GB is sm_80: use precision=bf16"):
         load_config([*words, "hardware=a100-80x8"])
     assert load_config([*words, "hardware=h100x8"]).kernel.precision == "fp8"
     assert load_config([*words, "hardware=cpu"]).hardware.peak("fp8", 1, 1e10, 2).flops_per_s == 1e10
     write_config("hardware/toasters", OURS.replace("bf16:", "fp8:"))
-    with refused("peak_flops_per_s of hardware=toasters has fp8 without bf16"):
+    with refused("peak_flops_per_s of hardware=toasters has fp8 but no bf16"):
         hardware_of("toasters")
 
 

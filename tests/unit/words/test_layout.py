@@ -37,9 +37,9 @@ def test_a_rank_outside_has_no_coordinates(rank):
         ({"zero_stage": 4}, "zero_stage=4; must be 0 to 3"),
         ({"zero_stage": -1}, "zero_stage=-1; must be 0 to 3"),
         ({"pp_schedule": "gpipe"}, "pp_schedule='gpipe'; must be none, 1f1b, afab, interleaved or zbv"),
-        ({"pp": 2}, "pp_schedule='none' with pp=2; none goes with pp=1 only"),
-        ({"pp_schedule": "1f1b"}, "pp_schedule='1f1b' with pp=1; none goes with pp=1 only"),
-        ({"virtual_stages": 2}, "with pp_schedule=none; must be 1, but for interleaved >= 2 and for zbv 2"),
+        ({"pp": 2}, "pp_schedule='none' with pp=2; pp=1 needs none, and pp > 1 any other schedule"),
+        ({"pp_schedule": "1f1b"}, "pp_schedule='1f1b' with pp=1; pp=1 needs none, and pp > 1 any other schedule"),
+        ({"virtual_stages": 2}, "with pp_schedule=none; must be 1 (interleaved: >= 2, zbv: 2)"),
         ({"pp": 2, "pp_schedule": "zbv", "virtual_stages": 3}, "virtual_stages=3 with pp_schedule=zbv; must"),
     ],
 )  # fmt: skip

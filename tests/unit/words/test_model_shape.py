@@ -92,8 +92,8 @@ def test_parameters_and_flops_of_published_experts():
     [
         *(({name: 0}, f"{name}=0; must be >= 1") for name in ("vocab_size", "num_hidden_layers", "head_dim", "sliding_window")),
         ({"num_attention_heads": 5}, "num_attention_heads=5 does not divide hidden_size=64; change one"),
-        ({"num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim=1; rotations need an even width"),
-        ({"head_dim": 15}, "head_dim=15; rotations need an even width of heads: choose another"),
+        ({"num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim=1; rotary embeddings need an even head_dim"),
+        ({"head_dim": 15}, "head_dim=15; rotary embeddings need an even head_dim: choose another"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
         ({"num_key_value_heads": 8}, "num_key_value_heads=8 must divide num_attention_heads=4"),
     ],

@@ -106,7 +106,7 @@ def test_env_id_holds_the_kernel_and_its_declared_variables():
         (lambda v: v["layout"].update(dp="2"), "RunSpec.layout.dp='2' is not an integer"),
         (lambda v: v["layout"].update(dp=True), "RunSpec.layout.dp=True is not an integer"),
         (lambda v: v["layout"].update(dp=2.5), "RunSpec.layout.dp=2.5 is not an integer"),
-        (lambda v: v["kernel"].update(compile=1), "RunSpec.kernel.compile=1 is not a truth value"),
+        (lambda v: v["kernel"].update(compile=1), "RunSpec.kernel.compile=1 is not a boolean"),
         (lambda v: v.update(layout=[]), "RunSpec.layout=[] is not a Layout"),
         (lambda v: v.update(nodes=4), "has 4 ranks; 4 nodes of 2 have 8"),
         (lambda v: v["workload"].update(gbs=9), "dp*mbs*gas=8 sequences; gbs=9"),
