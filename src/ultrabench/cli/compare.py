@@ -29,16 +29,16 @@ MOST_UNPROVEN = 5
 def compare(
     a: Results,
     b: Results,
-    threshold: float = typer.Option(0.05, min=0.0, help="Relative difference of step times to ignore."),
+    threshold: float = typer.Option(0.05, min=0.0, help="Ignore smaller relative differences of step times."),
     output: Path | None = typer.Option(
-        None, "-o", "--output", help="All layouts as .parquet, or a figure as .png, .svg or .pdf."
+        None, "-o", "--output", help="Write all layouts (.parquet) or a figure (.png, .svg or .pdf)."
     ),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Compare results B with A: which layouts are slower or fail?
+    """Compare results B with A: show slower and failing layouts.
 
-    B may be the word `published`: then the best runs of A are compared with the rates that others published.
+    B can be the word `published`, which compares the best runs of A with published rates.
 
     The exit code is 1 if a layout is significantly slower than the threshold allows, or fails only in B."""
     if a == PUBLISHED:

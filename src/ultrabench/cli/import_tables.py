@@ -10,22 +10,20 @@ from ultrabench.cli.options import Json, table_file
 from ultrabench.cli.results import write_result
 from ultrabench.errors import ConfigError, counted
 
-Output = Annotated[
-    Path | None, table_file("The file to write; default: NAME.parquet of FILE in this folder.")
-]
+Output = Annotated[Path | None, table_file("File to write; default: FILE.parquet in the current folder.")]
 
 
 def import_table(
     given: list[str] = typer.Argument(
-        metavar="[nanotron] FILE.csv", show_default=False, help="A known format, and the table."
+        metavar="[nanotron] FILE.csv",
+        show_default=False,
+        help="Format of the table, unless --map is given, and the file.",
     ),
-    map_: Path | None = typer.Option(
-        None, "--map", help="A YAML file that maps the columns of any other table."
-    ),
+    map_: Path | None = typer.Option(None, "--map", help="YAML file that maps the columns of another table."),
     output: Output = None,
     json_: Json = False,
 ) -> None:
-    """Turn the result table of another program into a parquet file."""
+    """Convert the result table of another program to a parquet file."""
     from ultrabench.analysis.collect import parquet
     from ultrabench.analysis.importing.import_table import import_csv
     from ultrabench.analysis.importing.table_map import built_in, read_map

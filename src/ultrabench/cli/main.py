@@ -37,8 +37,10 @@ for command in (recommend, heatmap, plot, compare, history, nodes, report, expor
 
 
 @app.callback(invoke_without_command=True)
-def root(version: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True)) -> None:
-    """Find the training layout that is fastest on your nodes, by measuring."""
+def root(
+    version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
+) -> None:
+    """Find the fastest training layout for your nodes by measurement."""
     if version:
         typer.echo(ultrabench.__version__)
         raise typer.Exit

@@ -28,8 +28,8 @@ def nodes(
 ) -> None:
     """Show the nodes of all sweeps, slow and failing ones first.
 
-    A node is marked only where it is slower than the others by more than chance and their usual differences, on
-    at least two days."""
+    A node is marked if it was slower than the others on at least two days, by more than chance and the usual
+    differences between nodes explain."""
     start_no_threads()
     from ultrabench.analysis.nodes.nodes import exclude_list, reports
     from ultrabench.analysis.nodes.relative import smallest_losses

@@ -25,17 +25,18 @@ if TYPE_CHECKING:  # for other commands these would be slow imports
     from matplotlib.figure import Figure
 
 _WORDS = (
-    "Results (default: the newest sweep); only rows with these values, such as nodes=4, or a layout to show."
+    "Results to draw (default: the newest sweep). NAME=VALUE selects rows, such as nodes=4, or sets a layout."
 )
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write.")]
-Table = Annotated[Path | None, table_file("The file to write.")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
+Table = Annotated[Path | None, table_file("File to write.")]
 Sweeps = Annotated[
-    list[str] | None, typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: the newest.")
+    list[str] | None,
+    typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: the newest sweep."),
 ]
 
 
 def collect_sweeps(sweeps: Sweeps = None, output: Table = None, results_dir: ResultsDir = RESULTS) -> None:
-    """Collect the journals of sweeps into one parquet file."""
+    """Collect the results of sweeps in one parquet file."""
     start_no_threads()
     from ultrabench.analysis.cells import caveats
     from ultrabench.analysis.collect import collect, parquet
@@ -55,14 +56,16 @@ def heatmap(
     output: Output = None,
     rank_by: RankBy = "tokens_per_s_per_gpu",
     by: AlsoRankBy = None,
-    include_suspects: bool = typer.Option(False, "--include-suspects", help="Let suspect runs win, too."),
+    include_suspects: bool = typer.Option(
+        False, "--include-suspects", help="Let suspect runs win their cells."
+    ),
     other: str | None = typer.Option(
-        None, "--compare", metavar="SWEEP or FILE", help="Show ratios to the best runs of this one."
+        None, "--compare", metavar="SWEEP or FILE", help="Show ratios to the best runs of this sweep or file."
     ),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Draw the best layout of each model and number of nodes."""
+    """Draw the best layout per model and node count."""
     start_no_threads()
     from ultrabench.analysis.cells import compared_with, notes
     from ultrabench.analysis.collect import open_results, told_apart
@@ -92,17 +95,19 @@ def heatmap(
 
 
 def plot(
-    kind: str | None = typer.Argument(None, metavar="KIND", help="What to draw; --list shows the kinds."),
+    kind: str | None = typer.Argument(None, metavar="KIND", help="Kind of figure; --list shows all kinds."),
     given: list[str] | None = typer.Argument(
         None, metavar="[AXIS of effect] [SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
     ),
     output: Output = None,
-    axis: str | None = typer.Option(None, metavar="NAME", help="What is across, as --list shows."),
-    by: str | None = typer.Option(None, metavar="COLUMN", help="What is up, where --list shows --by."),
-    list_: bool = typer.Option(False, "--list", help="Show the kinds of figures."),
+    axis: str | None = typer.Option(None, metavar="NAME", help="The x axis; --list shows the choices."),
+    by: str | None = typer.Option(
+        None, metavar="COLUMN", help="The y axis, for kinds that --list shows with --by."
+    ),
+    list_: bool = typer.Option(False, "--list", help="List the kinds of figures."),
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Draw another figure of the results, as .png, .svg or .pdf."""
+    """Draw another figure of the results (.png, .svg or .pdf)."""
     from ultrabench.cli.tables import say, warn
 
     if list_ or kind is None:
@@ -157,11 +162,11 @@ def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:
 def report(
     source: Source = None,
     output: Output = None,
-    public: bool = typer.Option(False, "--public", help="Leave out hosts, paths, users and all free texts."),
+    public: bool = typer.Option(False, "--public", help="Leave out hosts, paths, users and free text."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Write one page with all results, which opens without a network."""
+    """Write all results to one HTML page that works offline."""
     if output is not None and output.suffix not in (".html", ".htm"):
         raise ConfigError(f"-o {output}; the page is HTML: name a file that ends in .html")
     start_no_threads()

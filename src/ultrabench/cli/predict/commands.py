@@ -29,7 +29,8 @@ FEW_ROWS = 30
 """Largest number of runs that `validate` lists one by one; --json lists all, and --rows writes them."""
 MINE = Path("ultrabench/profiles/mine.yaml")
 ProfileName = Annotated[
-    str | None, typer.Option("--profile", metavar="NAME", help="Default: that of the runs' program.")
+    str | None,
+    typer.Option("--profile", metavar="NAME", help="Default: the profile of the program of the runs."),
 ]
 
 
@@ -49,18 +50,18 @@ class _LayoutFirst(TyperGroup):
 
 predict_app = typer.Typer(
     cls=_LayoutFirst, no_args_is_help=True, rich_markup_mode=None,
-    help="Predict one layout, check predictions with runs, fit them.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
+    help="Predict a layout; validate and calibrate predictions.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
 )  # fmt: skip
-_LAYOUT = "Layout, such as tp=2 pp=2 gas=4 recompute=full; model, hardware, nodes, seq_len, kernel, profile."
-_LEAVE_OUT = "Fit anew without each model or number of nodes, and score on it."
+_LAYOUT = "Layout, such as tp=2 pp=2 gas=4 recompute=full; also model, hardware, nodes, seq_len, kernel and profile."
+_LEAVE_OUT = "Leave out each model or node count, fit to the others, and score on it."
 Arguments = Annotated[list[str], words("[NAME=VALUE]...", _LAYOUT)]
 
 
 @predict_app.command()
 def layout(arguments: Arguments, json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
-    """Show memory and step time of one layout by part.
+    """Predict the memory and step time of a layout, part by part.
 
-    It also shows P(OOM), and measured runs like it."""
+    It also shows P(OOM) and the most similar measured runs."""
     from ultrabench.cli.predict.layout import run_predict
 
     run_predict(arguments, json_, results_dir)
@@ -71,14 +72,14 @@ def validate(
     source: Source = None,
     profile: ProfileName = None,
     rows: Path | None = typer.Option(
-        None, callback=require_parquet, help="Write each row with its prediction, as .parquet."
+        None, callback=require_parquet, help="Write all rows with their predictions (.parquet)."
     ),
     leave_out: str | None = typer.Option(None, metavar="model or nodes", help=_LEAVE_OUT),
     output: Output = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Compare predictions with measured runs; -o draws them."""
+    """Compare predictions with measured runs; -o draws a figure."""
     import pandas as pd
 
     from ultrabench.analysis.predict.validate import (
@@ -209,13 +210,13 @@ def calibrate(
         None, metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep."
     ),
     profile: ProfileName = None,
-    output: Path = typer.Option(MINE, "-o", "--output", help="The profile to write."),
+    output: Path = typer.Option(MINE, "-o", "--output", help="Profile to write."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Fit a profile to measured runs.
 
-    It tells the errors on runs left out of the fit."""
+    It shows the errors on runs that were left out of the fit."""
     if output.suffix != ".yaml":
         raise ConfigError(f"{output} is no name of a profile; end it in .yaml")
     from ultrabench.analysis.predict.calibrate import calibrate as calibrated
@@ -260,15 +261,15 @@ def replay(
     strategy: str = typer.Option(
         "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
     ),
-    batch: int = typer.Option(1, min=1, help="Runs that are made at the same time."),
+    batch: int = typer.Option(1, min=1, help="Number of concurrent runs."),
     profile: ProfileName = None,
     output: Output = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Replay a finished sweep as if live.
+    """Replay a finished sweep with a search strategy.
 
-    It tells GPU hours and regret of a strategy, drawn with -o FILE.png."""
+    It shows the GPU hours and the regret of the strategy; -o FILE.png draws them."""
     from ultrabench.analysis.predict.replay import STRATEGIES, cells_of
     from ultrabench.analysis.predict.replay import replay as replayed
     from ultrabench.cli.predict.cases import open_cases
