@@ -47,7 +47,7 @@ def import_table(
         doubt_rows = [(reason, ends.total(), ends["ok"]) for reason, ends in imported.doubts.items()]
         show(table("rows", "status", ">rows", rows=by_status.items()), "")
         show(table("models", "model", ">rows", rows=by_model.items()), "")
-        show(table("doubts", "reason", ">rows", ">ok rows", rows=doubt_rows), "")
-        show(f"columns that were not used: {', '.join(imported.unused) or 'none'}")
+        show(table("suspect rows", "reason", ">rows", ">ok rows", rows=doubt_rows), "")
+        show(f"unused columns: {', '.join(imported.unused) or 'none'}")
     number = counted(len(rows), "row")
-    say(f"read {number} of {file}, wrote {number} to {path}; {suspects:,} in doubt")
+    say(f"read {number} from {file}, wrote {number} to {path}; {suspects:,} suspect")

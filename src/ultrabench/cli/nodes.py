@@ -37,12 +37,14 @@ def nodes(
     from ultrabench.cli.tables import print_json, show, table
 
     if exclude and json_:
-        raise ConfigError("--exclude-list and --json; an answer has one form: leave one of them out")
+        raise ConfigError("--exclude-list and --json cannot be combined; leave one out")
     rows = _rows(sweeps, results_dir)
     if since:
         rows = [row for row in rows if (row["started_at"] or 0.0) >= since.timestamp()]
         if not rows:
-            raise ConfigError(f"no attempt began since {since:%Y-%m-%d}", "give an earlier date with --since")
+            raise ConfigError(
+                f"no attempt started since {since:%Y-%m-%d}", "give an earlier date with --since"
+            )
     node_reports = reports(rows)
     if exclude:
         typer.echo(exclude_list(node_reports))

@@ -30,7 +30,7 @@ def table_file(meaning: str) -> Any:
 def require_parquet(path: Path | None) -> Path | None:
     """The name of a table to write; raises ConfigError when it does not end in .parquet."""
     if path is not None and path.suffix != ".parquet":
-        raise ConfigError(f"{path}; tables are written as parquet: name a file that ends in .parquet")
+        raise ConfigError(f"{path}: a table is written as parquet; give a name that ends in .parquet")
     return path
 
 
@@ -39,7 +39,7 @@ def parse_since(text: str) -> datetime:
     try:
         return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
     except ValueError:
-        raise ConfigError(f"--since {text}; a date is written YYYY-MM-DD: --since 2026-11-12") from None
+        raise ConfigError(f"--since {text} is not a date; write YYYY-MM-DD, such as 2026-11-12") from None
 
 
 Overrides = Annotated[

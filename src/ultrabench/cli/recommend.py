@@ -26,7 +26,7 @@ def recommend(
     seq_len=8192 gbs=1024 tp=8. The default is sweep=recommend, with fp8 if the hardware supports it.
     """
     if price is not None and tokens is None:
-        raise ConfigError("--price-per-gpu-hour prices a training; add --tokens, such as --tokens 15e12")
+        raise ConfigError("--price-per-gpu-hour needs --tokens; add them, such as --tokens 15e12")
     from ultrabench.cli.run_recommend import run_recommend
 
     run_recommend(overrides, tokens, price, top, json_)

@@ -90,7 +90,7 @@ def heatmap(
     path = output or Path(f"{begin}heatmap.png")
     draw(path, lambda: figure(cells, title=name, notes=note, compared_with=label))
     close = sum(bool(cell.as_good_as_best) for cell in cells)
-    tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
+    tied = f"; in {close} of them, several layouts tie for best: see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}{tied if close else ''}")
 
 
@@ -141,7 +141,7 @@ def _print_kinds() -> None:
     """Prints one line for each kind of figure."""
     for kind, description in KINDS.items():
         axes = f" (--axis {', '.join(description.axes)})" if description.axes else ""
-        columns = f" (--by COLUMN, else {description.by})" if description.by else ""
+        columns = f" (--by COLUMN, default {description.by})" if description.by else ""
         typer.echo(f"{kind:<14}{description.shows}{axes}{columns}")
 
 
@@ -154,7 +154,7 @@ def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:
     require_once(words)
     sources = [argument for argument in words if "=" not in argument]
     if len(sources) > 1:
-        raise ConfigError(f"{' '.join(sources)}: name one sweep or file; all else is COLUMN=VALUE")
+        raise ConfigError(f"{' '.join(sources)}: give one sweep or file; write other words as COLUMN=VALUE")
     settings = dict(argument.split("=", 1) for argument in words if "=" in argument)
     return (sources[0] if sources else None), settings
 
@@ -168,7 +168,7 @@ def report(
 ) -> None:
     """Write all results to one HTML page that works offline."""
     if output is not None and output.suffix not in (".html", ".htm"):
-        raise ConfigError(f"-o {output}; the page is HTML: name a file that ends in .html")
+        raise ConfigError(f"-o {output}: the page is HTML; give a name that ends in .html")
     start_no_threads()
     from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.page.page import page
@@ -185,7 +185,7 @@ def report(
             {"path": str(path), "bytes": len(html), "rows": len(table), "cells": len(page_data["cells"])}
         )
         return
-    say(f"wrote {counted(len(table), 'row')} as a page of {len(html) / 1e6:.1f} MB to {path}")
+    say(f"wrote a page of {counted(len(table), 'row')} ({len(html) / 1e6:.1f} MB) to {path}")
 
 
 def draw(path: Path, make: "Callable[[], Figure]") -> None:

@@ -105,15 +105,17 @@ def validate(
             if priors := priors_of_fp8(of_profile, used):
                 say(priors)
             if used.prior:
-                fit = f"profile {used.name}: {used.source}; the errors of runs that it was fitted to are those of the fit"
-                say(f"{fit}: --leave-out model or nodes fits without them")
+                fit = f"profile {used.name}: {used.source}; for runs of its own fit, these are errors of the fit"
+                say(f"{fit}: for unseen runs, use --leave-out model or nodes")
     else:
         cases_of_file, used = open_cases([source], profile, results_dir)
         profiles = [used]
         prior = load_profile(used.prior) if used.prior else used
         limits = {name: value for name, value in used.memory.items() if name.endswith("limit")}
         memory = " and memory (not its limits)" if used.framework == "nanotron" else ""
-        say(f"--leave-out {leave_out}: step time{memory} fitted anew without each, from profile {prior.name}")
+        say(
+            f"--leave-out {leave_out}: step time{memory} refitted without each, starting from profile {prior.name}"
+        )
         fitted = without_own_group(cases_of_file, replace(prior, memory=prior.memory | limits), leave_out)
         predictions = predicted(cases_of_file, lambda case: fitted[GROUPS[leave_out](case)])
     names = ", ".join(used.name for used in profiles)
@@ -139,14 +141,14 @@ def validate(
         _show_rows(errors)
     for scope, all_ in measured.items():
         if scope == "all" and not measured["healthy"]["excluded"]:
-            show("step time of all rows: the same, since none is excluded", "")
+            show("step time of all rows: as above, because no row is excluded", "")
             continue
         reasons = ", ".join(f"{n:,} {why}" for why, n in all_["excluded_by_reason"].items())
         runs = f"{all_['step_time']['rows']:,} runs ({all_['excluded']:,} excluded)"
         title = f"step time of {scope} rows, profile {names}: {runs}"
         _show(f"{title}: {reasons}" if reasons else title, TIME, all_, _time)
         shares = ", ".join(f"{k} {_percent(v)}" for k, v in all_["interval"]["regimes"].items())
-        show(f"{scope} rows in their 80 % interval by regime: {shares or 'none'}", "")
+        show(f"{scope} rows inside their 80 % interval, by regime: {shares or 'none'}", "")
     _show(f"memory and OOM of all rows, profile {names}", MEMORY, measured["all"], _memory)
 
 
@@ -218,7 +220,7 @@ def calibrate(
 
     It shows the errors on runs that were left out of the fit."""
     if output.suffix != ".yaml":
-        raise ConfigError(f"{output} is no name of a profile; end it in .yaml")
+        raise ConfigError(f"{output}: a profile is a YAML file; give a name that ends in .yaml")
     from ultrabench.analysis.predict.calibrate import calibrate as calibrated
     from ultrabench.analysis.predict.calibrate import to_yaml
     from ultrabench.cli.predict.cases import open_cases
@@ -252,7 +254,7 @@ def calibrate(
             rows.append((part.replace("_", " "), names[when], *shares))
     title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
-    say(f"wrote {output}: {calibration.profile.source}; sweeps use it with profile={output.stem}")
+    say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")
 
 
 @predict_app.command()
@@ -280,7 +282,7 @@ def replay(
     replayed_cases, used = open_cases([source], profile, results_dir)
     cells = cells_of(replayed_cases, used)
     if not cells:
-        raise ConfigError(f"no layout of {source or 'the sweep'} worked; replay a finished sweep")
+        raise ConfigError(f"no layout of {source or 'the sweep'} has an ok run; replay a finished sweep")
     replays = replayed(cells, strategy, batch, load_config().max_p_oom)
     if output is not None:
         from ultrabench.analysis.figures.replayed import figure
