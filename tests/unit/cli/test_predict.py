@@ -182,6 +182,7 @@ def test_rows_without_a_time_above_0_are_counted(ultrabench, runs, command):
 @pytest.mark.parametrize(("words", "line"), [
     ("validate runs.parquet --leave-out kernel", "unknown group for --leave-out 'kernel'"),
     ("calibrate runs.parquet -o mine.yml", "mine.yml: a profile is a YAML file; give a name that ends in .yaml"),
+    ("validate runs.parquet --leave-out nodes", "--leave-out nodes needs healthy runs with at least 2 values of nodes; these have nodes=1; give"),
     ("calibrate runs.parquet", "3 healthy runs with a step time; a fit needs at least 5"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(ultrabench, runs, words, line):
