@@ -24,9 +24,7 @@ if TYPE_CHECKING:  # for other commands these would be slow imports
 
     from matplotlib.figure import Figure
 
-_WORDS = (
-    "Results to draw (default: the newest sweep). NAME=VALUE selects rows, such as nodes=4, or sets a layout."
-)
+_WORDS = "Results to draw (default: the newest sweep). AXIS is for effect only. NAME=VALUE selects rows, such as nodes=4, or sets a layout."
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 Table = Annotated[Path | None, table_file("File to write.")]
 Sweeps = Annotated[
@@ -97,7 +95,7 @@ def heatmap(
 def plot(
     kind: str | None = typer.Argument(None, metavar="KIND", help="Kind of figure; --list shows all kinds."),
     given: list[str] | None = typer.Argument(
-        None, metavar="[AXIS of effect] [SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
+        None, metavar="[AXIS] [SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
     ),
     output: Output = None,
     axis: str | None = typer.Option(None, metavar="NAME", help="The x axis; --list shows the choices."),

@@ -171,7 +171,7 @@ def _page(config: SweepConfig, rows: Sequence[Row], tokens: float | None) -> Ite
         )
         yield f"MFU: relative to the peak of the precision, FLOPs by the formula {config.measure.flops_formula}; step s: 80 % interval in brackets"
         yield "peak GiB: includes the allocator's reserve; P(OOM) does not, because a full GPU gets the reserve back"
-        yield "limited by: the main limit of the layout, and the part of a step that costs most besides computing"
+        yield "limited by: the main limit of the layout, and the largest part of the step that is not compute"
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, of_cell)}: {row['reason']}"

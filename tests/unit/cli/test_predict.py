@@ -168,7 +168,7 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     assert used["all"]["step_time"]["median_error"] < document["before"]["median_error"] / 2
     err = ultrabench(*words)[2]
     assert used["profiles"][0]["source"] in err
-    assert "these are errors of the fit" in err
+    assert "the errors are fit errors" in err
 
 
 @pytest.mark.parametrize("command", ["calibrate", "validate", "replay"])

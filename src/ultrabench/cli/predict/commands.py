@@ -105,8 +105,10 @@ def validate(
             if priors := priors_of_fp8(of_profile, used):
                 say(priors)
             if used.prior:
-                fit = f"profile {used.name}: {used.source}; for runs of its own fit, these are errors of the fit"
-                say(f"{fit}: for unseen runs, use --leave-out model or nodes")
+                fit = (
+                    f"profile {used.name}: {used.source}; for the runs of that fit, the errors are fit errors"
+                )
+                say(f"{fit}: for unseen runs, add --leave-out model or nodes")
     else:
         cases_of_file, used = open_cases([source], profile, results_dir)
         profiles = [used]
