@@ -112,7 +112,7 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
         return _with_axes(file.read(columns=columns), (*AXES, *_USUAL) if columns is None else columns)
     except FileNotFoundError:
-        raise SweepFolderError(f"no {path}; launch the sweep again to write it") from None
+        raise SweepFolderError(f"{path} is missing; to write it, launch the sweep again") from None
     except (OSError, pa.ArrowException) as error:
         raise SweepFolderError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
 
@@ -190,7 +190,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
         if row["decision"] != "run":
             continue
         if row["model"] not in shapes:
-            raise SweepFolderError(f"no sizes of model={row['model']} are known; launch the sweep again")
+            raise SweepFolderError(f"the sizes of model={row['model']} are unknown; launch the sweep again")
         precision = row["precision"] or sweep.kernel.precision
         peak = peak_of(row["nodes"], precision)
         yield Candidate(

@@ -10,7 +10,7 @@ import pandas as pd
 from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
 from ultrabench.analysis.predict.fit import OF_FP8, fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, of_version, usable
-from ultrabench.errors import counted
+from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, DEGREES, DIVIDES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -67,9 +67,17 @@ def without_own_group(cases: Sequence[Case], prior: Profile, by: str) -> dict[Ha
 
     Step times are fitted to healthy runs; the intervals come from their errors, each with the constants that were
     fitted without its group. Memory is fitted for nanotron only, but not the limits behind P(OOM).
+
+    Raises:
+        ConfigError: the healthy runs are in fewer than two groups, so that none are left to fit to.
     """
     group = GROUPS[by]
     timed, _ = healthy_timed(cases)
+    healthy_groups = sorted({str(group(case)) for case in timed})
+    if len(healthy_groups) < 2:
+        values = f"{by}={', '.join(healthy_groups) or 'none'}"
+        fact = f"--leave-out {by} needs healthy runs with at least 2 values of {by}; these have {values}"
+        raise ConfigError(fact, "give results with more values")
     memory = memory_constants(prior.framework, prior.memory)
     groups = sorted({group(case) for case in cases}, key=str)
     constants = {

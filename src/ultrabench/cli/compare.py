@@ -29,22 +29,22 @@ MOST_UNPROVEN = 5
 def compare(
     a: Results,
     b: Results,
-    threshold: float = typer.Option(0.05, min=0.0, help="Relative difference of step times to ignore."),
+    threshold: float = typer.Option(0.05, min=0.0, help="Ignore smaller relative differences of step times."),
     output: Path | None = typer.Option(
-        None, "-o", "--output", help="All layouts as .parquet, or a figure as .png, .svg or .pdf."
+        None, "-o", "--output", help="Write all layouts (.parquet) or a figure (.png, .svg or .pdf)."
     ),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Compare results B with A: which layouts are slower or fail?
+    """Compare results B with A: show slower and failing layouts.
 
-    B may be the word `published`: then the best runs of A are compared with the rates that others published.
+    B can be the word `published`, which compares the best runs of A with published rates.
 
     The exit code is 1 if a layout is significantly slower than the threshold allows, or fails only in B."""
     if a == PUBLISHED:
         given = shlex.join([a, b])
         remedy = "write: ultrabench compare SWEEP published"
-        raise ConfigError(f"compare {given}: the word published goes second", remedy)
+        raise ConfigError(f"compare {given}: published must come second", remedy)
     if b == PUBLISHED:
         return _beside_published(a, output, json_, results_dir)
     from ultrabench.analysis.collect import open_results, told_apart
@@ -85,7 +85,7 @@ def _beside_published(source: str, output: Path | None, json_: bool, results_dir
     from ultrabench.cli.tables import print_json, show, warn
 
     if output is not None:
-        raise ConfigError(f"-o {output} with {PUBLISHED}; published rates are printed only: use --json")
+        raise ConfigError(f"-o {output}: compare {PUBLISHED} writes no file; use --json")
     name, _, table = open_results(source, results_dir, warn)
     entries = sorted(beside_published(table), key=lambda entry: entry.share is None)
     num_matched = sum(entry.share is not None for entry in entries)
@@ -102,9 +102,9 @@ def _beside_published(source: str, output: Path | None, json_: bool, results_dir
         print_json({"name": name, "matched": num_matched, "rows": rows})
         return 0
     if not entries:
-        show(f"{name}: no cell with a rate to compare: {none_comparable(table)}")
+        show(f"{name}: no cell has a rate to compare: {none_comparable(table)}")
         return 0
-    show(f"{name}: {num_matched} of {counted(len(entries), 'cell')} with a rate match a published one")
+    show(f"{name}: {num_matched} of {counted(len(entries), 'cell')} with a rate match a published rate")
     show(*(f"  {entry.text}" for entry in entries))
     return 0
 
@@ -134,7 +134,7 @@ def _print(comparison: "Comparison") -> None:
     median_ratio = "unknown" if comparison.median_ratio is None else f"{comparison.median_ratio:.3f}"
     counts_line = f"{', '.join(summary)} (threshold {comparison.threshold:.1%})"
     show(f"{comparison.title}: median ratio of step times {median_ratio}; {counts_line}")
-    show(f"  A is {comparison.names[0]}, B is {comparison.names[1]}; a ratio is B / A")
+    show(f"  A is {comparison.names[0]}, B is {comparison.names[1]}; ratios are B / A")
     show(*(f"  {name}: {value_a} -> {value_b}" for name, (value_a, value_b) in comparison.differing.items()))
     rows = comparison.findings.to_dict("records")
     heads = ("finding", "model", ">nodes", "layout", ">step A", ">step B", ">ratio", ">p")
@@ -152,13 +152,13 @@ def _print(comparison: "Comparison") -> None:
     titles = ("model", ">nodes", "best of A", "best of B", "note")
     if winners:
         cells = [(w["model"], w["nodes"], w["best_a"], w["best_b"], _kept(w)) for w in winners[:MOST_ROWS]]
-        show(table(f"\nother winners{_more(winners)}", *titles, rows=cells))
+        show(table(f"\ncells with another winner{_more(winners)}", *titles, rows=cells))
     medians = [
         [c["column"], *(with_unit(c["column"], c[side]) for side in "ab"), c["layouts"]]
         for c in comparison.checkpoints
     ]
     if medians:
-        show(table("\ncheckpoints, medians, not tested", "column", ">A", ">B", ">layouts", rows=medians))
+        show(table("\ncheckpoints (medians, not tested)", "column", ">A", ">B", ">layouts", rows=medians))
     show("", *comparison.notes)
 
 
@@ -178,7 +178,7 @@ def _cells(row: Record) -> tuple[object, ...]:
 def _kept(winner: Record) -> str:
     """What it would cost to keep the best layout of A."""
     if winner["as_good"]:
-        return "in B, the best of A is as good within the intervals"
+        return "in B, the best of A ties for best"
     if math.isnan(winner["cost"]):
         return "the best of A was not measured in B"
     return f"in B, the best of A takes {winner['cost']:.3f} x the step time of the best of B"

@@ -9,11 +9,11 @@ from ultrabench.errors import require_known
 
 
 def configs(
-    group: str | None = typer.Argument(None, help="One group, such as model."),
-    name: str | None = typer.Argument(None, help="One name of the group: print its file."),
+    group: str | None = typer.Argument(None, help="A group, such as model."),
+    name: str | None = typer.Argument(None, help="A name in this group; prints its file."),
     json_: Json = False,
 ) -> None:
-    """List the names that overrides take, or print the file of one."""
+    """List the configuration files for overrides, or print one."""
     from ultrabench.cli.tables import plain, print_json, say, show, table
     from ultrabench.sweep.config.files import FOLDERS, OVERRIDES, describe, files, read_text
 

@@ -7,20 +7,24 @@ from ultrabench.cli.options import Json, Overrides
 
 def doctor(
     overrides: Overrides,
-    write: bool = typer.Option(False, "--write", help="Write ultrabench/cluster/NAME.yaml by asking Slurm."),
-    name: str = typer.Option("mine", help="Name of the configuration to write."),
-    partition: str | None = typer.Option(None, help="Its partition; else launcher.partition or the site's."),
-    force: bool = typer.Option(False, "--force", help="Let --write overwrite."),
-    wait: float = typer.Option(300.0, min=0.0, help="Seconds to wait for the job on a node; 0: no job."),
-    deep: bool = typer.Option(False, "--deep", help="Then do an acceptance run: 1-2 nodes, <= 3 GPU hours."),
+    write: bool = typer.Option(
+        False, "--write", help="Write what Slurm reports to ultrabench/cluster/NAME.yaml."
+    ),
+    name: str = typer.Option("mine", help="Name of the configuration that --write writes."),
+    partition: str | None = typer.Option(
+        None, help="Partition for --write; default: launcher.partition, else the site's."
+    ),
+    force: bool = typer.Option(False, "--force", help="Let --write overwrite the file."),
+    wait: float = typer.Option(300.0, min=0.0, help="Seconds to wait for the one-node job; 0 submits none."),
+    deep: bool = typer.Option(False, "--deep", help="Then run small sweeps: 1-2 nodes, <= 3 GPU hours."),
     json_: Json = False,
 ) -> int:
-    """Check whether this cluster can be used.
+    """Check that this cluster is ready for sweeps.
 
-    Each failure has a remedy. A job of one node is submitted in the same way as the jobs of a sweep. Without
-    launcher=, Slurm is checked where it answers, else this machine. With --deep small sweeps follow: they
-    check that every layout has the same loss and gradient, that a lack of memory is recognised, and that a
-    published speed is reached. The exit code is 1 when a check fails and 3 when Slurm cannot be asked.
+    Each failed check shows a remedy. The doctor submits a one-node job in the same way as a sweep. Without
+    launcher=, it checks Slurm if Slurm responds, else this machine. With --deep, it then runs small sweeps:
+    they check that all layouts have the same loss and gradient, that out-of-memory errors are recognised, and
+    that a published speed is reached. The exit code is 1 if a check fails and 3 if Slurm does not respond.
     """
     from ultrabench.cli.run_doctor import report, run_doctor
 

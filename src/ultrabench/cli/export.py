@@ -11,12 +11,10 @@ from ultrabench.errors import ConfigError, counted, require_known
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help="csv, mlflow, tensorboard or wandb.")]
 Project = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Project of W&B or experiment of MLflow; default: ultrabench."),
+    str | None, typer.Option(metavar="NAME", help="W&B project or MLflow experiment; default: ultrabench.")
 ]
 Output = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", help="The CSV file, or the folder for local files of a tracker."),
+    Path | None, typer.Option("-o", "--output", help="CSV file, or folder for the local files of a tracker.")
 ]
 
 
@@ -30,7 +28,7 @@ def export(
 ) -> None:
     """Export runs to CSV, W&B, MLflow or TensorBoard.
 
-    Exporting again updates them."""
+    A repeated export updates the runs."""
     from ultrabench.analysis.export.library import PACKAGES, require_library
 
     require_known("kind of export", ("csv", *sorted(PACKAGES)), kind)

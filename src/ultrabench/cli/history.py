@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 Folders = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[FOLDER]...",
-        help="Sweeps, .parquet files or folders of either; default: the results folder.",
+        metavar="[FOLDER]...", help="Sweeps, .parquet files or folders of them; default: --results-dir."
     ),
 ]
 MOST_RUNS = 20
@@ -25,15 +24,15 @@ MOST_RUNS = 20
 
 def history(
     folders: Folders = None,
-    fail_above: float = typer.Option(2.0, min=0.0, metavar="PERCENT", help="Loss of rate to ignore."),
+    fail_above: float = typer.Option(2.0, min=0.0, metavar="PERCENT", help="Ignore smaller losses of speed."),
     since: Since = None,
-    output: Path | None = typer.Option(None, "-o", "--output", help="A figure as .png, .svg or .pdf."),
+    output: Path | None = typer.Option(None, "-o", "--output", help="Draw a .png, .svg or .pdf figure."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Show the rates of runs over nights: when did one change?
+    """Show how the speed of runs changed from night to night.
 
-    The exit code is 1 if the last significant change of a run is a loss of more than --fail-above."""
+    The exit code is 1 if the latest significant change of a run is a loss of more than --fail-above."""
     start_no_threads()
     from ultrabench.analysis.history import history as history_of
     from ultrabench.analysis.history import read_nights

@@ -10,22 +10,20 @@ from ultrabench.cli.options import Json, table_file
 from ultrabench.cli.results import write_result
 from ultrabench.errors import ConfigError, counted
 
-Output = Annotated[
-    Path | None, table_file("The file to write; default: NAME.parquet of FILE in this folder.")
-]
+Output = Annotated[Path | None, table_file("File to write; default: FILE.parquet in the current folder.")]
 
 
 def import_table(
     given: list[str] = typer.Argument(
-        metavar="[nanotron] FILE.csv", show_default=False, help="A known format, and the table."
+        metavar="[nanotron] FILE.csv",
+        show_default=False,
+        help="Format of the table, unless --map is given, and the file.",
     ),
-    map_: Path | None = typer.Option(
-        None, "--map", help="A YAML file that maps the columns of any other table."
-    ),
+    map_: Path | None = typer.Option(None, "--map", help="YAML file that maps the columns of another table."),
     output: Output = None,
     json_: Json = False,
 ) -> None:
-    """Turn the result table of another program into a parquet file."""
+    """Convert the result table of another program to a parquet file."""
     from ultrabench.analysis.collect import parquet
     from ultrabench.analysis.importing.import_table import import_csv
     from ultrabench.analysis.importing.table_map import built_in, read_map
@@ -49,7 +47,7 @@ def import_table(
         doubt_rows = [(reason, ends.total(), ends["ok"]) for reason, ends in imported.doubts.items()]
         show(table("rows", "status", ">rows", rows=by_status.items()), "")
         show(table("models", "model", ">rows", rows=by_model.items()), "")
-        show(table("doubts", "reason", ">rows", ">ok rows", rows=doubt_rows), "")
-        show(f"columns that were not used: {', '.join(imported.unused) or 'none'}")
+        show(table("suspect rows", "reason", ">rows", ">ok rows", rows=doubt_rows), "")
+        show(f"unused columns: {', '.join(imported.unused) or 'none'}")
     number = counted(len(rows), "row")
-    say(f"read {number} of {file}, wrote {number} to {path}; {suspects:,} in doubt")
+    say(f"read {number} from {file}, wrote {number} to {path}; {suspects:,} suspect")

@@ -37,8 +37,10 @@ for command in (recommend, heatmap, plot, compare, history, nodes, report, expor
 
 
 @app.callback(invoke_without_command=True)
-def root(version: bool = typer.Option(False, "--version", help="Show the version.", is_eager=True)) -> None:
-    """Find the training layout that is fastest on your nodes, by measuring."""
+def root(
+    version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
+) -> None:
+    """Find the fastest training layout for your nodes by measurement."""
     if version:
         typer.echo(ultrabench.__version__)
         raise typer.Exit
@@ -75,11 +77,11 @@ def main() -> None:
         with_settings = {"plan", "launch", "doctor", "check", "dryrun"}
         option = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
         if option and with_settings.intersection(sys.argv):
-            hint = "; a setting has no dashes: sweep.tp=[2], or tp=2 with kernel"
+            hint = "; write settings without dashes: sweep.tp=[2], or tp=2 with kernel"
         elif option == "--profile":
-            hint = "; a setting has no dashes: profile=NAME"
+            hint = "; write settings without dashes: profile=NAME"
         elif option == "--sweep":
-            hint = "; a sweep is named by a word alone, as in ultrabench sweep status NAME"
+            hint = "; give the sweep without an option: ultrabench sweep status NAME"
         for group, commands in (("sweep", sweep_app), ("kernel", kernel_app)):
             names = {
                 command.callback.__name__ for command in commands.registered_commands if command.callback
@@ -114,7 +116,7 @@ def _require_folder() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise ConfigError(f"the working folder cannot be used: {error.strerror}; use another") from error
+        raise ConfigError(f"cannot use the working folder: {error.strerror}; change to another") from error
 
 
 def _fail(message: str, code: int) -> int:

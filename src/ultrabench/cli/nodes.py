@@ -28,8 +28,8 @@ def nodes(
 ) -> None:
     """Show the nodes of all sweeps, slow and failing ones first.
 
-    A node is marked only where it is slower than the others by more than chance and their usual differences, on
-    at least two days."""
+    A node is marked if it was slower than the others on at least two days, by more than chance and the usual
+    differences between nodes explain."""
     start_no_threads()
     from ultrabench.analysis.nodes.nodes import exclude_list, reports
     from ultrabench.analysis.nodes.relative import smallest_losses
@@ -37,12 +37,14 @@ def nodes(
     from ultrabench.cli.tables import print_json, show, table
 
     if exclude and json_:
-        raise ConfigError("--exclude-list and --json; an answer has one form: leave one of them out")
+        raise ConfigError("--exclude-list and --json cannot be combined; leave one out")
     rows = _rows(sweeps, results_dir)
     if since:
         rows = [row for row in rows if (row["started_at"] or 0.0) >= since.timestamp()]
         if not rows:
-            raise ConfigError(f"no attempt began since {since:%Y-%m-%d}", "give an earlier date with --since")
+            raise ConfigError(
+                f"no attempt started since {since:%Y-%m-%d}", "give an earlier date with --since"
+            )
     node_reports = reports(rows)
     if exclude:
         typer.echo(exclude_list(node_reports))

@@ -30,7 +30,7 @@ def table_file(meaning: str) -> Any:
 def require_parquet(path: Path | None) -> Path | None:
     """The name of a table to write; raises ConfigError when it does not end in .parquet."""
     if path is not None and path.suffix != ".parquet":
-        raise ConfigError(f"{path}; tables are written as parquet: name a file that ends in .parquet")
+        raise ConfigError(f"{path}: a table is written as parquet; give a name that ends in .parquet")
     return path
 
 
@@ -39,22 +39,24 @@ def parse_since(text: str) -> datetime:
     try:
         return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
     except ValueError:
-        raise ConfigError(f"--since {text}; a date is written YYYY-MM-DD: --since 2026-11-12") from None
+        raise ConfigError(f"--since {text} is not a date; write YYYY-MM-DD, such as 2026-11-12") from None
 
 
 Overrides = Annotated[
     list[str], words("[OVERRIDES]...", "Hydra overrides, such as hardware=h100x8 cluster=mine.")
 ]
-Source = Annotated[str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="Default: the newest.")]
-RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="A numeric column of the result table.")]
+Source = Annotated[
+    str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="Default: the newest sweep.")
+]
+RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="Rank by this numeric column of the results.")]
 AlsoRankBy = Annotated[str | None, typer.Option(hidden=True)]
 """The spelling of RankBy that another command has."""
 Since = Annotated[
     datetime | None,
     typer.Option(
-        metavar="DATE", parser=parse_since, help="Leave out earlier days, as in --since 2026-11-12."
+        metavar="DATE", parser=parse_since, help="Ignore days before this date, such as 2026-11-12."
     ),
 ]
 """The first day that is read; days begin at 0:00 UTC."""
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-ResultsDir = Annotated[Path, typer.Option(help="The folder that holds the sweeps.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
+ResultsDir = Annotated[Path, typer.Option(help="Folder of the sweeps.")]

@@ -8,23 +8,25 @@ from ultrabench.errors import ConfigError
 
 def recommend(
     overrides: Overrides,
-    tokens: float | None = typer.Option(None, min=1.0, help="Training tokens, such as 15e12: adds days."),
+    tokens: float | None = typer.Option(
+        None, min=1.0, help="Training tokens, such as 15e12; adds the training days."
+    ),
     price: float | None = typer.Option(
         None,
         "--price-per-gpu-hour",
         min=0.0,
-        help="Price of an hour of one GPU (default: of the cluster's file): adds the cost of --tokens.",
+        help="Price per GPU hour (default: from the cluster's file); adds the cost of --tokens.",
     ),
-    top: int = typer.Option(1, min=1, help="Name the K best layouts per cell."),
+    top: int = typer.Option(1, min=1, help="Show the K best layouts per cell."),
     json_: Json = False,
 ) -> None:
-    """Name the best predicted layout of each model and nodes.
+    """Recommend the best predicted layout per model and node count.
 
-    Nothing runs, and no GPU is needed. Beside the overrides of sweep plan it takes short ones: nodes=[1,2,8]
-    seq_len=8192 gbs=1024 tp=8. Without sweep= it searches sweep=recommend, and fp8 where the hardware has it.
+    It runs nothing and needs no GPU. It takes the overrides of sweep plan, and short ones: nodes=[1,2,8]
+    seq_len=8192 gbs=1024 tp=8. The default is sweep=recommend, with fp8 if the hardware supports it.
     """
     if price is not None and tokens is None:
-        raise ConfigError("--price-per-gpu-hour prices a training; add --tokens, such as --tokens 15e12")
+        raise ConfigError("--price-per-gpu-hour needs --tokens; add them, such as --tokens 15e12")
     from ultrabench.cli.run_recommend import run_recommend
 
     run_recommend(overrides, tokens, price, top, json_)

@@ -24,18 +24,17 @@ if TYPE_CHECKING:  # for other commands these would be slow imports
 
     from matplotlib.figure import Figure
 
-_WORDS = (
-    "Results (default: the newest sweep); only rows with these values, such as nodes=4, or a layout to show."
-)
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="The file to write.")]
-Table = Annotated[Path | None, table_file("The file to write.")]
+_WORDS = "Results to draw (default: the newest sweep). AXIS is for effect only. NAME=VALUE selects rows, such as nodes=4, or sets a layout."
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
+Table = Annotated[Path | None, table_file("File to write.")]
 Sweeps = Annotated[
-    list[str] | None, typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: the newest.")
+    list[str] | None,
+    typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: the newest sweep."),
 ]
 
 
 def collect_sweeps(sweeps: Sweeps = None, output: Table = None, results_dir: ResultsDir = RESULTS) -> None:
-    """Collect the journals of sweeps into one parquet file."""
+    """Collect the results of sweeps in one parquet file."""
     start_no_threads()
     from ultrabench.analysis.cells import caveats
     from ultrabench.analysis.collect import collect, parquet
@@ -55,14 +54,16 @@ def heatmap(
     output: Output = None,
     rank_by: RankBy = "tokens_per_s_per_gpu",
     by: AlsoRankBy = None,
-    include_suspects: bool = typer.Option(False, "--include-suspects", help="Let suspect runs win, too."),
+    include_suspects: bool = typer.Option(
+        False, "--include-suspects", help="Let suspect runs win their cells."
+    ),
     other: str | None = typer.Option(
-        None, "--compare", metavar="SWEEP or FILE", help="Show ratios to the best runs of this one."
+        None, "--compare", metavar="SWEEP or FILE", help="Show ratios to the best runs of this sweep or file."
     ),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Draw the best layout of each model and number of nodes."""
+    """Draw the best layout per model and node count."""
     start_no_threads()
     from ultrabench.analysis.cells import compared_with, notes
     from ultrabench.analysis.collect import open_results, told_apart
@@ -87,22 +88,24 @@ def heatmap(
     path = output or Path(f"{begin}heatmap.png")
     draw(path, lambda: figure(cells, title=name, notes=note, compared_with=label))
     close = sum(bool(cell.as_good_as_best) for cell in cells)
-    tied = f"; in {close} of them several layouts are as good as the best, see ultrabench sweep top"
+    tied = f"; in {close} of them, several layouts tie for best: see ultrabench sweep top"
     say(f"drew {counted(len(cells), 'cell')} to {path}{tied if close else ''}")
 
 
 def plot(
-    kind: str | None = typer.Argument(None, metavar="KIND", help="What to draw; --list shows the kinds."),
+    kind: str | None = typer.Argument(None, metavar="KIND", help="Kind of figure; --list shows all kinds."),
     given: list[str] | None = typer.Argument(
-        None, metavar="[AXIS of effect] [SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
+        None, metavar="[AXIS] [SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
     ),
     output: Output = None,
-    axis: str | None = typer.Option(None, metavar="NAME", help="What is across, as --list shows."),
-    by: str | None = typer.Option(None, metavar="COLUMN", help="What is up, where --list shows --by."),
-    list_: bool = typer.Option(False, "--list", help="Show the kinds of figures."),
+    axis: str | None = typer.Option(None, metavar="NAME", help="The x axis; --list shows the choices."),
+    by: str | None = typer.Option(
+        None, metavar="COLUMN", help="The y axis, for kinds that --list shows with --by."
+    ),
+    list_: bool = typer.Option(False, "--list", help="List the kinds of figures."),
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Draw another figure of the results, as .png, .svg or .pdf."""
+    """Draw another figure of the results (.png, .svg or .pdf)."""
     from ultrabench.cli.tables import say, warn
 
     if list_ or kind is None:
@@ -136,7 +139,7 @@ def _print_kinds() -> None:
     """Prints one line for each kind of figure."""
     for kind, description in KINDS.items():
         axes = f" (--axis {', '.join(description.axes)})" if description.axes else ""
-        columns = f" (--by COLUMN, else {description.by})" if description.by else ""
+        columns = f" (--by COLUMN, default {description.by})" if description.by else ""
         typer.echo(f"{kind:<14}{description.shows}{axes}{columns}")
 
 
@@ -149,7 +152,7 @@ def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:
     require_once(words)
     sources = [argument for argument in words if "=" not in argument]
     if len(sources) > 1:
-        raise ConfigError(f"{' '.join(sources)}: name one sweep or file; all else is COLUMN=VALUE")
+        raise ConfigError(f"{' '.join(sources)}: give one sweep or file; write other words as COLUMN=VALUE")
     settings = dict(argument.split("=", 1) for argument in words if "=" in argument)
     return (sources[0] if sources else None), settings
 
@@ -157,13 +160,13 @@ def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:
 def report(
     source: Source = None,
     output: Output = None,
-    public: bool = typer.Option(False, "--public", help="Leave out hosts, paths, users and all free texts."),
+    public: bool = typer.Option(False, "--public", help="Leave out hosts, paths, users and free text."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Write one page with all results, which opens without a network."""
+    """Write all results to one HTML page that works offline."""
     if output is not None and output.suffix not in (".html", ".htm"):
-        raise ConfigError(f"-o {output}; the page is HTML: name a file that ends in .html")
+        raise ConfigError(f"-o {output}: the page is HTML; give a name that ends in .html")
     start_no_threads()
     from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.page.page import page
@@ -180,7 +183,7 @@ def report(
             {"path": str(path), "bytes": len(html), "rows": len(table), "cells": len(page_data["cells"])}
         )
         return
-    say(f"wrote {counted(len(table), 'row')} as a page of {len(html) / 1e6:.1f} MB to {path}")
+    say(f"wrote a page of {counted(len(table), 'row')} ({len(html) / 1e6:.1f} MB) to {path}")
 
 
 def draw(path: Path, make: "Callable[[], Figure]") -> None:

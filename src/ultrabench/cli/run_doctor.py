@@ -35,9 +35,11 @@ def run_doctor(
             `run_acceptance` raise it, too.
     """
     if deep and (words := _names("sweep", overrides)):
-        raise ConfigError(f"{words} with --deep, which has a sweep of its own (acceptance); leave it out")
+        raise ConfigError(f"{words} with --deep, which runs its own sweep (acceptance); leave it out")
     if partition and write is None:
-        raise ConfigError(f"--partition {partition} needs --write; or set launcher.partition={partition}")
+        raise ConfigError(
+            f"--partition {partition} needs --write; add it, or set launcher.partition={partition}"
+        )
     site = Site()
     # The configuration that --write makes does not exist yet, so it cannot be named in an override.
     chosen_overrides, why_local = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])
@@ -52,7 +54,7 @@ def run_doctor(
             config = load_config([*chosen_overrides, f"cluster={write}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
     if deep:
-        why = f"not begun, because {' and '.join(failures(checks))} failed"
+        why = f"not started, because {' and '.join(failures(checks))} failed"
         checks += [skipped("acceptance run", why)] if failures(checks) else run_acceptance(config, say)
     if why_local and why_local.status is CheckStatus.WARN:
         checks.insert(0, why_local)
@@ -78,7 +80,7 @@ def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], Che
         return [*overrides], None
     why = why_not_slurm(site)
     launcher = "slurm" if why is None else "local"
-    say(f"looking at launcher={launcher}: {why.told if why else 'Slurm answers here'}")
+    say(f"checking launcher={launcher}: {why.told if why else 'Slurm responds here'}")
     return [*overrides, f"launcher={launcher}"], why
 
 
@@ -96,12 +98,12 @@ def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: C
     """
     choice = config.launcher
     if choice.name == "local" and why_local:
-        raise ClusterError(f"--write asks Slurm, and {why_local.told}; run it on a login node")
+        raise ClusterError(f"--write needs Slurm, but {why_local.told}; run it on a login node")
     if choice.name == "local":
-        raise ConfigError("--write asks Slurm; leave launcher=local out")
+        raise ConfigError("--write needs Slurm; leave launcher=local out")
     limits = site.limits(choice.partition, choice.account, choice.qos)
     path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", name, site, limits, choice, force)
-    say(f"wrote {path}", f"use it with: ultrabench sweep plan cluster={name} launcher=slurm")
+    say(f"wrote {path}", f"to use it: ultrabench sweep plan cluster={name} launcher=slurm")
 
 
 def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
@@ -111,6 +113,6 @@ def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
         remedy = f"; remedy: {check.remedy}" if check.remedy else ""
         rows.append((check.name, Text(check.status, STYLES[check.status]), check.told + remedy))
     if unknown:
-        told = f"{len(unknown)} checks have no source here: {', '.join(unknown)}"
-        rows.append(("not known", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), told))
+        names_text = f"{len(unknown)} values cannot be read here: {', '.join(unknown)}"
+        rows.append(("not checked", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), names_text))
     show(table(f"doctor: {names}", "check", "status", "found", rows=rows))

@@ -37,7 +37,7 @@ def run_recommend(
     words = in_full(overrides)
     config = with_fp8(load_config(words), words)
     if config.kernel.kind == "probe":
-        raise ConfigError(f"kernel={config.kernel.name} trains no model; take kernel=embedded")
+        raise ConfigError(f"kernel={config.kernel.name} does not train; use kernel=embedded")
     price = config.price_per_gpu_hour if price is None else price
     elsewhere = [word for word in words if not _is_in_row(word)]
     named = [word.removeprefix("model=") for word in words if word.startswith("model=")]
@@ -169,14 +169,14 @@ def _page(config: SweepConfig, rows: Sequence[Row], tokens: float | None) -> Ite
             "note",
             rows=lines,
         )
-        yield f"MFU: relative to the peak of the precision, FLOPs by the formula {config.measure.flops_formula}; step: 80 % interval in brackets"
-        yield "peak: with the reserve of the allocator, which P(OOM) leaves out, since a full GPU gets it back"
-        yield "limited by: what costs the layout most, and the part of a step to which it loses most"
+        yield f"MFU: relative to the peak of the precision, FLOPs by the formula {config.measure.flops_formula}; step s: 80 % interval in brackets"
+        yield "peak GiB: includes the allocator's reserve; P(OOM) does not, because a full GPU gets the reserve back"
+        yield "limited by: the main limit of the layout, and the largest part of the step that is not compute"
     for row, cell in zip(rows, cells, strict=True):
         if row["reason"]:
             yield f"{cell_label(cell, of_cell)}: {row['reason']}"
     if fitting:
-        yield "\nto check them on the cluster:"
+        yield "\nto measure these layouts on the cluster:"
     yield from (row["command"] for row in fitting)
 
 

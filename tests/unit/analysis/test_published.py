@@ -67,13 +67,13 @@ def test_the_command_prints_and_tells_programs(ultrabench, tmp_path, monkeypatch
     (tmp_path / "a.parquet").write_bytes(parquet(table_of(*rows)))
     code, out, _ = ultrabench("compare", "a.parquet", "published")
     assert code == 0
-    assert out.startswith("a: 1 of 2 cells with a rate match a published one\n  1B on 1 x h100x8, dp8 ")
+    assert out.startswith("a: 1 of 2 cells with a rate match a published rate\n  1B on 1 x h100x8, dp8 ")
     document = json.loads(ultrabench("compare", "a.parquet", "published", "--json")[1])
     assert [entry["share"] and round(entry["share"], 2) for entry in document["rows"]] == [0.97, None]
     assert document["rows"][0]["published"]["tokens_per_s_per_gpu"] == 40149.94
     (tmp_path / "b.parquet").write_bytes(parquet(table_of(row("a", suspect="throttled", **PLAYBOOK))))
     code, out, _ = ultrabench("compare", "b.parquet", "published")
     assert code == 0
-    assert "b: no cell with a rate to compare: 1 run here, none may be compared: 1 suspect (throttled)" in out
-    assert "published goes second" in one_line(ultrabench, "compare", "published", "a.parquet")
+    assert "b: no cell has a rate to compare: 1 run here, none may be compared: 1 suspect (throttled)" in out
+    assert "published must come second" in one_line(ultrabench, "compare", "published", "a.parquet")
     assert "-o x.png" in one_line(ultrabench, "compare", "a.parquet", "published", "-o", "x.png")

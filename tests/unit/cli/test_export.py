@@ -200,7 +200,7 @@ def test_a_tracker_that_hangs_delays_neither_runs_nor_the_end(sweep, tracker, mo
         ended = time.monotonic()
     assert time.monotonic() - ended < patience.slowness() * 5.0
     assert (
-        "wandb may lack some runs; to add them: ultrabench export wandb quick-cpu\n"
+        "wandb may miss some runs; to add them: ultrabench export wandb quick-cpu\n"
         in capsys.readouterr().err
     )
     assert not Path(f"/proc/{called.read_text()}").exists()
@@ -213,7 +213,7 @@ def test_a_tracker_that_fails_becomes_one_line_of_its_log(sweep, tracker, capsys
         patience.wait_until(log.exists, 60)
     (line,) = log.read_text().splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d wandb: no route to host", line)
-    assert f"wandb may lack some runs ({line}); to add them: " in capsys.readouterr().err
+    assert f"wandb may miss some runs ({line}); to add them: " in capsys.readouterr().err
 
 
 def test_a_launch_that_is_interrupted_waits_for_no_tracker(sweep, tracker, capsys):
@@ -222,4 +222,4 @@ def test_a_launch_that_is_interrupted_waits_for_no_tracker(sweep, tracker, capsy
     with contextlib.suppress(KeyboardInterrupt), tracking.tracked("wandb", sweep):
         raise KeyboardInterrupt
     assert time.monotonic() - began < patience.slowness() * 5.0
-    assert "waiting for the tracker" not in capsys.readouterr().err
+    assert "for the tracker" not in capsys.readouterr().err

@@ -111,8 +111,8 @@ def test_the_account(ultrabench):
     code, out, err = ultrabench("import", "nanotron", "theirs/runs.csv")
     assert code == 0
     assert re.search(r"ok +3\noom +1\n(.*\n)+.*1B +4\n(.*\n)+.*other_architecture +1 +1\n", out)
-    assert "columns that were not used: gbs\n" in out
-    assert err == "read 4 rows of theirs/runs.csv, wrote 4 rows to runs.parquet; 1 in doubt\n"
+    assert "unused columns: gbs\n" in out
+    assert err == "read 4 rows from theirs/runs.csv, wrote 4 rows to runs.parquet; 1 suspect\n"
     rows = read_parquet(Path("runs.parquet")).to_pylist()
     assert [row["repeat"] for row in rows] == [0, 1, 0, 0]
     assert len({row["run_id"] for row in rows}) == 3

@@ -16,15 +16,15 @@ from ultrabench.sweep.plan import make_plan
 
 MISTAKES = [
     ("configs modl", "unknown config group 'modl'; did you mean model?"),
-    ("doctor --deep sweep=quick", "sweep=quick with --deep, which has a sweep of its own"),
+    ("doctor --deep sweep=quick", "sweep=quick with --deep, which runs its own sweep (acceptance)"),
     ("heatmap nope.parquet", "cannot read nope.parquet: there is no such file"),
     ("heatmap x.csv", "a .parquet file of ultrabench collect or import: ultrabench import x.csv"),
     ("kernel check zero_stge=1", "unknown argument 'zero_stge'; did you mean zero_stage?"),
-    ("kernel check dp=128", "the check runs up to 64"),
+    ("kernel check dp=128", "the check runs at most 64"),
     ("kernel check --device gpu", "device='gpu'; must be cpu or cuda"),
     ("kernel check cp=2 --device cuda", "cp=2 needs precision=bf16 or fp8 on GPUs; precision=fp64; choose another layout"),
     ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, torchtitan, torchtitan-main, accelerate, nemo, nanotron, deepspeed)"),
-    ("kernel check model=llama3-70b", "needs at least 5,257 GiB: 40 bytes for each of its 70,5"),
+    ("kernel check model=llama3-70b", "needs at least 5,257 GiB (70,5"),
     ("kernel check dp=2 --dump FILE/d", "cannot write --dump FILE/d"),
     ("kernel dryrun tp", "'tp' is not NAME=VALUE; write, for example, model=llama3-8b nodes=8 tp=8"),
     ("kernel dryrun nodes=0", "nodes=0; must be >= 1"),
@@ -36,9 +36,9 @@ MISTAKES = [
     ("plan", "did you mean: ultrabench sweep plan?"),
     ("sweep show 1 --sweep runs.parquet", "ultrabench sweep top runs.parquet, or ultrabench report runs.parquet"),
     ("collect mine", "no sweep 'mine', as there is no sweep in results/; start one with: ultrabench sweep launch"),
-    ("sweep plan --tensor-model-parallel-size 2", "a setting has no dashes: sweep.tp=[2]"),
-    ("sweep status --sweep mine", "a sweep is named by a word alone, as in ultrabench sweep status NAME"),
-    ("predict tp=2 --profile mine", "a setting has no dashes: profile=NAME"),
+    ("sweep plan --tensor-model-parallel-size 2", "write settings without dashes: sweep.tp=[2]"),
+    ("sweep status --sweep mine", "give the sweep without an option: ultrabench sweep status NAME"),
+    ("predict tp=2 --profile mine", "write settings without dashes: profile=NAME"),
     ("kernel dryrun pp=4 zero_stage=2", "cannot run: zero_stage=2 with pp=4 would run as zero_stage=1"),
     ("kernel dryrun cp=8 seq_len=4100", "cannot run: 2*cp=16 does not divide seq_len=4100"),
     ("sweep launch --results-dir 'FILE/r, s'", "FILE/r, s"),
@@ -64,7 +64,7 @@ MISTAKES = [
     ("sweep plan kernel=command kernel.command=python", "is not a list; write [A,B]"),
     ("sweep plan kernel=command 'kernel.command=[python,\"--tp={tpp}\"]'",
      "unknown word in kernel.command of kernel=command '{tpp}'; did you mean tp?"),
-    ("sweep plan -o x.csv", "name a file that ends in .parquet"),
+    ("sweep plan -o x.csv", "give a name that ends in .parquet"),
     ("sweep plan sweep.nodes=[1] model=tiny sweep.nodes=[2]", "sweep.nodes=[1] sweep.nodes=[2]: sweep.nodes is given twice; leave one out"),
     ("predict tp=2 tp=4", "tp=2 tp=4: tp is given twice"),
     ("predict profile=mime", "unknown profile 'mime'"),
@@ -100,10 +100,10 @@ WITH_A_SWEEP = [
     ("heatmap --rank-by energy_j_per_step", "no ok run has a value in energy_j_per_step; rank by another of"),
     ("sweep rename quick-cpu x.parquet --yes", "NEW='x.parquet'; must be a text of at most 100 ASCII characters that"),
     ("sweep show 99", "no rank 99 in quick-cpu, which has 29"),
-    ("report -o page.pdf", "name a file that ends in .html"),
+    ("report -o page.pdf", "give a name that ends in .html"),
     ("plot com", "unknown figure 'com'; did you mean comm?"),
     ("plot comm x.yml", "x.yml is no parquet file; results are read from a sweep or a .parquet file of"),
-    ("plot comm a b", "a b: name one sweep or file"),
+    ("plot comm a b", "a b: give one sweep or file"),
     ("plot comm nodez=4", "unknown column 'nodez'; did you mean nodes"),
     ("plot comm nodes=3", "unknown value of nodes in these rows '3'"),
     ("plot schedule quick-cpu", "the figure schedule shows a layout, no results"),
@@ -236,7 +236,7 @@ def test_a_working_folder_that_is_gone(ultrabench, tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    assert "the working folder cannot be used" in one_line(ultrabench, "sweep", "plan")
+    assert "cannot use the working folder" in one_line(ultrabench, "sweep", "plan")
     monkeypatch.chdir(tmp_path)
 
 

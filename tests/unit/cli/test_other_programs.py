@@ -19,12 +19,12 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
     torchrun = ["torchrun", f"--nnodes={run.nodes}", "--nproc-per-node=2", "pretrain_gpt.py"]
     assert shown["command"][:4] == torchrun
     assert f"--tensor-model-parallel-size={run.layout.tp}" in shown["command"]
-    assert "precision=fp32; its command has precision=bf16" in " ".join(shown["not_expressed"])
+    assert "precision=fp32: its command sets precision=bf16" in " ".join(shown["not_expressed"])
     out = ultrabench("sweep", "show", OK, "--as", "torchtitan")[1]
     assert out.startswith(
         f"# run {OK}, tiny {run.layout.label()}, as torchtitan\n# written from the sources of torchtitan 0.3.0\n# not expressed: "
     )
-    assert "the model, since --config=llama3_8b is another; register one with hidden_size=64" in out
+    assert "the model, because --config=llama3_8b selects another; register one with hidden_size=64" in out
     assert "None" not in out
     assert "--config=" not in out.partition("\ntorchrun \\\n")[2]
     (tmp_path / "ultrabench/kernel").mkdir(parents=True)
@@ -35,7 +35,7 @@ def test_show_tells_how_another_framework_trains_the_layout(ultrabench, sweep, t
     torchrun = f"torchrun \\\n  --nnodes={run.nodes} \\\n  --nproc-per-node=2 \\\n  --no-python"
     command = f"{torchrun} \\\n  ./train \\\n  '--tp={run.layout.tp} {run.layout.pp}'\n"
     assert out.endswith(f"\nLEVEL='a b' \\\n  {command}")
-    assert "\n# not expressed: zero_stage=3 is no word of its command\n" in out
+    assert "\n# not expressed: zero_stage=3: its command has no such setting\n" in out
 
 
 def test_a_file_of_a_framework_goes_to_stdout_and_comments_to_stderr(ultrabench, sweep, tmp_path):
@@ -69,9 +69,9 @@ def test_a_file_of_a_framework_goes_to_stdout_and_comments_to_stderr(ultrabench,
 @pytest.mark.parametrize(
     ("framework", "flags", "line"),
     [
-        ("megatron", {"--bf16", "--fp8-format=e4m3", "--fp8-recipe=tensorwise"}, "the scale of each row in precision=fp8"),
-        ("torchtitan", set(), "precision=fp8; its command has precision=bf16"),
-        ("nanotron", set(), "precision=fp8; its command has precision=bf16"),
+        ("megatron", {"--bf16", "--fp8-format=e4m3", "--fp8-recipe=tensorwise"}, "the scale per row of precision=fp8"),
+        ("torchtitan", set(), "precision=fp8: its command sets precision=bf16"),
+        ("nanotron", set(), "precision=fp8: its command sets precision=bf16"),
     ],
 )  # fmt: skip
 def test_a_framework_is_told_of_fp8_or_the_command_says_that_it_is_not(framework, flags, line):
@@ -105,16 +105,16 @@ def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
     assert "the number is divided by 100" in found["mfu_line"]["form"]
     log.write_text("mfu 0.40%\n mfu 0.41\n")
     for group, form in {
-        "0.4(?P<fraction>0)": "a % follows the number, which is taken as a fraction of 1: name the group (?P<percent>...)",
-        "(?P<fraction>0.41)": "the number is taken as a fraction of 1; for percent name the group (?P<percent>...)",
-        "(?P<percent>0.40)": "the number is divided by 100; for a fraction of 1 name the group (?P<fraction>...)",
-        "(?P<percent>0.41)": "every number is below 1 percent; for a fraction of 1 name the group (?P<fraction>...)",
+        "0.4(?P<fraction>0)": "the number is read as a fraction of 1, but a % follows it: name the group (?P<percent>...)",
+        "(?P<fraction>0.41)": "the number is read as a fraction of 1; for percent, name the group (?P<percent>...)",
+        "(?P<percent>0.40)": "the number is divided by 100; for a fraction of 1, name the group (?P<fraction>...)",
+        "(?P<percent>0.41)": "every number is below 1 percent; for a fraction of 1, name the group (?P<fraction>...)",
     }.items():
         assert f"kernel.mfu_line: {form}\n" in ultrabench("kernel", "try-log", f"mfu {group}", "train.log")[2]
     log.write_text("\nmfu 40%\n")
     code, out, err = ultrabench("kernel", "try-log", r"mfu (?P<fraction>\d+)%", "train.log")
     assert (code, out) == (1, "")
-    assert "kernel.mfu_line: no line of train.log gives an MFU; nearest:" in err
+    assert "kernel.mfu_line: no MFU value found in train.log; nearest lines:" in err
     assert "line 2 matches, but MFU 40 is above 1; for a percentage, use the group (?P<percent>...)" in err
     code, _, err = ultrabench("kernel", "try-log", "took (?P<secs>.)", "train.log")
-    assert (code, "is neither a kernel nor has a group" in err, err.count("\n")) == (2, True, 1)
+    assert (code, "is not a kernel, and has no group" in err, err.count("\n")) == (2, True, 1)

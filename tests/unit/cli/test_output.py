@@ -48,7 +48,7 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     assert re.match(note, plan["notes"][-2])
     jobs = beside["starts of jobs"]["count"]
     jobs_note = rf"{jobs} jobs of [\d.]+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=10"
-    assert re.match(f"priced for launcher=local: {jobs_note}", plan["notes"][-1])
+    assert re.match(f"price for launcher=local: {jobs_note}", plan["notes"][-1])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,7 +59,7 @@ def test_plan_of_a_sweep_that_has_begun_prices_what_is_left(ultrabench, sweep):
     left = as_json(ultrabench, *words)
     assert (begun["settled"], left["settled"], begun["runs"], left["runs"]) == (2, 3, total, total)
     assert 0 < left["cells"][0]["predicted_gpu_hours"] < begun["cells"][0]["predicted_gpu_hours"]
-    assert f"3 of {total} runs settled: the price is that of what is left" in left["notes"]
+    assert f"3 of {total} runs settled: the price covers the rest" in left["notes"]
     for run in QUICK.runs[3:]:
         record(sweep, run)
     over = as_json(ultrabench, *words)
@@ -67,7 +67,7 @@ def test_plan_of_a_sweep_that_has_begun_prices_what_is_left(ultrabench, sweep):
     assert over["notes"] == [f"{total} of {total} runs settled: nothing is left to run"]
     _, out, err = ultrabench(*words, "sweep.seq_len=32", "--json")
     assert json.loads(out)["settled"] == 0
-    assert re.match("warning: a launch from here would be refused: .*start a new one with name=NAME", err)
+    assert re.match("warning: sweep launch would refuse this plan: .*start a new one with name=NAME", err)
 
 
 def test_plan_top_names_what_fits_how_sure_a_prediction_is_and_what_limits_a_layout(ultrabench):
@@ -156,7 +156,7 @@ def test_plan_warns_of_a_program_that_is_not_here(ultrabench):
     words = ("model=tiny", "kernel=command", "kernel.command=[python,no.py]", "--json")
     code, out, err = ultrabench("sweep", "plan", *words)
     assert (code, json.loads(out)["sweep"]) == (0, "quick-cpu")
-    assert err.startswith("warning: a launch from here would be refused: kernel.command names no.py, which")
+    assert err.startswith("warning: sweep launch would refuse this plan: kernel.command names no.py, which")
 
 
 def test_plan_prints_the_script_of_a_job_and_does_nothing_else(ultrabench, tmp_path, monkeypatch):
@@ -252,7 +252,7 @@ def test_show_holds_everything(ultrabench, sweep):
     ratios = shown["communication_over_compute"]
     assert ratios.keys() == {name for name in ("dp", "tp", "pp") if plan[name] > 1}
     assert min(ratios.values()) > 0
-    assert "communication over computing: " in out
+    assert "communication over compute: " in out
     shown_plan = dict(re.findall(r"^(\S+) +(\S.*)$", out.partition("\nplan\n")[2], re.MULTILINE))
     assert shown_plan["predicted_step_time_s"] == f"{plan['predicted_step_time_s']:.4g} s"
     assert shown_plan["predicted_memory_share"].endswith(" %")
@@ -388,12 +388,10 @@ def test_plan_warns_of_what_a_launch_would_refuse_of_a_sweep_that_has_begun(ultr
     create_sweep_json(folder, sweep_json_of(config, {"core_flops_per_s": 1e9, "cores": 2}))
     journal = JournalWriter(folder.journal, "launcher")
     journal.write(Launched(generation=1, config=config.resolved))
-    assert "would be refused" not in ultrabench("sweep", "plan", *words, flags)[2]
-    line = "a launch from here would be refused: sweep.flags.q.a: ['-x'] -> ['-y'] in a sweep that has begun; give these"
+    assert "would refuse this plan" not in ultrabench("sweep", "plan", *words, flags)[2]
+    line = "sweep launch would refuse this plan: sweep.flags.q.a: ['-x'] -> ['-y'] in a sweep that has begun; give these"
     assert line in " ".join(ultrabench("sweep", "plan", *words, flags.replace("-x", "-y"))[2].split())
-    assert (
-        "refused: sweep.env" not in ultrabench("sweep", "plan", *words, flags, "+sweep.env={A: [null, 1]}")[2]
-    )
+    assert "plan: sweep.env" not in ultrabench("sweep", "plan", *words, flags, "+sweep.env={A: [null, 1]}")[2]
     changed = " ".join(ultrabench("sweep", "plan", *words, flags, "+kernel.env={A: '1'}")[2].split())
-    assert "would be refused: " in changed
+    assert "would refuse this plan: " in changed
     assert "(kernel.env: {} -> {'A': '1'})" in changed

@@ -33,7 +33,7 @@ def test_predict_json_keeps_its_promise(ultrabench):
     assert document["tokens_per_s_per_gpu"] == pytest.approx(tokens)
     assert 0 < document["mfu"] < 1
     assert document["communication_over_compute"].keys() == {"dp", "tp", "pp"}
-    assert "communication over computing: dp " in ultrabench("predict", *WORDS)[1]
+    assert "communication over compute: dp " in ultrabench("predict", *WORDS)[1]
 
 
 def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
@@ -42,8 +42,11 @@ def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
     words = (*words, "zero_stage=3", "hardware=b200x8")
     unmeasured = as_json(ultrabench, *words)["unmeasured"]
     assert unmeasured == ["gpu=B200 (H100-SXM)", "zero_stage=3 (0 to 1)"]
-    assert f"no run of that fit had {', '.join(unmeasured)}" in ultrabench(*words)[1]
-    assert "no run of that fit" not in ultrabench("predict", "profile=megatron", "zero_stage=1")[1]
+    assert (
+        f"extrapolated beyond the fitted values (in brackets): {', '.join(unmeasured)}"
+        in ultrabench(*words)[1]
+    )
+    assert "extrapolated" not in ultrabench("predict", "profile=megatron", "zero_stage=1")[1]
 
 
 def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_published(ultrabench):
@@ -78,7 +81,7 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
 def test_predict_draws_bars_and_says_what_limits_the_layout(ultrabench):
     out = ultrabench("predict", *WORDS)[1]
     assert out.startswith("llama3-70b (70.6 G parameters), dp2 tp8 pp4")
-    assert "memory at its peak (pipeline rank 0, " in out
+    assert "peak memory (pipeline rank 0, " in out
     assert re.search("\ngemm .*\u2588{40}\n", out)
     assert re.search(r"P\(OOM\) [^|]*tokens/s/GPU, MFU [^|]*; limited by ", out)
 
@@ -91,8 +94,8 @@ def test_predict_shows_measured_runs_that_are_like_the_layout(ultrabench, sweep)
     assert (run["run_id"], run["step_time_s"]) == (measured.run_id, pytest.approx(0.1))
     assert (run["seq_len"], run["predicted_step_time_s"]) == (64, measured.prediction.step_time_s)
     text = ultrabench(*some)[1]
-    assert "measured runs that are most alike" in text
-    assert "a core is taken to reach 50 GFLOP/s; a sweep measures it first" in text
+    assert "most similar measured runs" in text
+    assert "assumes 50 GFLOP/s per core; a sweep measures its cores first" in text
     assert distance(measured.spec, measured.spec) == 0 < distance(measured.spec, QUICK.runs[1].spec)
 
 
@@ -141,7 +144,7 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench):
     assert Path("f.svg").read_text().startswith("<?xml")
     code, out, err = ultrabench(*words)
     assert code == 0
-    assert "9 runs; left out: none" in err
+    assert "9 runs; excluded: none" in err
     assert "step time of healthy rows, profile ultrabench: 9 runs (0 excluded)" in out
     assert out.count("memory and OOM of all rows") == 1
     written = pq.read_table("r.parquet").to_pylist()
@@ -167,7 +170,7 @@ def test_calibrate_writes_a_profile_that_validate_uses(ultrabench, runs):
     assert used["all"]["step_time"]["median_error"] < document["before"]["median_error"] / 2
     err = ultrabench(*words)[2]
     assert used["profiles"][0]["source"] in err
-    assert "are those of the fit" in err
+    assert "the errors are fit errors" in err
 
 
 @pytest.mark.parametrize("command", ["calibrate", "validate", "replay"])
@@ -175,12 +178,13 @@ def test_rows_without_a_time_above_0_are_counted(ultrabench, runs, command):
     runs(-1.0, 0.0, -2.0)
     code, _, err = ultrabench("predict", command, "runs.parquet")
     assert code == 2
-    assert "0 runs; left out: 3 with a step time that is not above 0 s" in err
+    assert "0 runs; excluded: 3 with a step time that is not above 0 s" in err
 
 
 @pytest.mark.parametrize(("words", "line"), [
     ("validate runs.parquet --leave-out kernel", "unknown group for --leave-out 'kernel'"),
-    ("calibrate runs.parquet -o mine.yml", "mine.yml is no name of a profile; end it in .yaml"),
+    ("calibrate runs.parquet -o mine.yml", "mine.yml: a profile is a YAML file; give a name that ends in .yaml"),
+    ("validate runs.parquet --leave-out nodes", "--leave-out nodes needs healthy runs with at least 2 values of nodes; these have nodes=1; give"),
     ("calibrate runs.parquet", "3 healthy runs with a step time; a fit needs at least 5"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(ultrabench, runs, words, line):

@@ -82,7 +82,7 @@ def test_a_layout_of_a_plan_is_shown_as_a_command_of_a_framework(ultrabench, tmp
     assert expected <= {*by_rank["command"]}
     for run in ("0", "9999", "zz"):
         line = one_line(ultrabench, "sweep", "show", run, *words)
-        assert line.startswith(f"'{run}' means 0 runs of plan.parquet; give a rank up to ")
+        assert line.startswith(f"'{run}' matches 0 runs of plan.parquet; give a rank up to ")
 
 
 def test_commands_that_draw_take_a_plan(ultrabench, tmp_path):

@@ -62,8 +62,8 @@ def test_a_cell_without_a_layout_keeps_its_line(ultrabench):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--price-per-gpu-hour", "2"], "--price-per-gpu-hour prices a training; add --tokens"),
-        (["kernel=probe"], "kernel=probe trains no model; take kernel=embedded"),
+        (["--price-per-gpu-hour", "2"], "--price-per-gpu-hour needs --tokens"),
+        (["kernel=probe"], "kernel=probe does not train; use kernel=embedded"),
         (["nodes=[1]", "sweep.nodes=[2]"], "sweep.nodes is given twice"),
         (["node=[1]"], "did you mean"),
     ],

@@ -31,7 +31,7 @@ def test_a_site_without_fault(doctor, programs, alone):
     assert code == 0
     assert {c["status"] for name, c in checks.items() if name != "job"} == {"pass"}
     assert checks["job"]["status"] == "skip"
-    assert "launcher=slurm: Slurm answers here" in said
+    assert "launcher=slurm: Slurm responds here" in said
     told = "hopper (the default): UP, 8 nodes, no time limit; others: debug: UP, 2 nodes (2 a job), up to 30 min; "
     assert told in checks["partition"]["told"]
     assert list(alone.iterdir()) == [], "it leaves nothing behind"

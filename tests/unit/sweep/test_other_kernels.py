@@ -172,7 +172,7 @@ def test_megatron_is_told_how_experts_are_made_chosen_and_spread():
         "moe-router-topk-scaling-factor": "2.5", "add-qkv-bias": "", "rotary-percent": "0.5",
     }  # fmt: skip
     assert told.items() >= expected.items()
-    routing = "routing=balanced; its own router chooses the experts of a token"
+    routing = "routing=balanced: its own router chooses the experts of each token"
     assert list(not_expressed(spec, config.kernel)) == [routing]
     assert list(not_expressed(replace(spec, kernel=config.kernel), config.kernel)) == []
     dense = replace(spec, shape=config.models[0], layout=replace(spec.layout, ep=1))
@@ -206,7 +206,7 @@ def test_torchtitan_is_told_ep_and_what_to_register_for_a_model_with_experts():
     assert "sliding_window" not in model
     assert "--debug.moe-force-load-balance" in spec_there(spec, config.kernel).kernel.command
     learned = replace(spec, kernel=replace(spec.kernel, routing="learned"))
-    assert [*not_expressed(learned, config.kernel)][1].startswith("routing=learned; ")
+    assert [*not_expressed(learned, config.kernel)][1].startswith("routing=learned: ")
     assert spec_there(learned, config.kernel).kernel.command == config.kernel.command
     assert "--debug.moe-force-load-balance" not in command_of(
         spec, config
@@ -291,7 +291,9 @@ def test_a_model_that_torchtitan_does_not_have_is_not_called_by_the_name_of_anot
                    nodes=1, gpus_per_node=2)  # fmt: skip
     assert not [word for word in command_of(spec, config) if "llama3_8b" in word]
     (told,) = [line for line in not_expressed(spec, config.kernel) if line.startswith("the model")]
-    assert "--config=llama3_8b is another; register one with hidden_size=4096, num_hidden_layers=36" in told
+    assert (
+        "--config=llama3_8b selects another; register one with hidden_size=4096, num_hidden_layers=36" in told
+    )
     assert "qk_norm=True" in told
 
 

@@ -28,10 +28,10 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     spec = check_spec(arguments, options)
     ranks, cores = spec.layout.world_size, len(os.sched_getaffinity(0))
     if spec.device == "cpu" and ranks > max(cores, 8):
-        room = f"{ranks} processes at a time need about {ranks * RANK_BYTES / GIB:.0f} GiB of memory"
-        warn(f"{room}; with {cores} cores it takes minutes")
+        room = f"{ranks} processes need about {ranks * RANK_BYTES / GIB:.0f} GiB of memory"
+        warn(f"{room}, and take minutes on {counted(cores, 'core')}")
     places = f"{counted(ranks, 'process' if spec.device == 'cpu' else 'GPU')} in {spec.precision}"
-    say(f"checking {spec.layout.label()} on {places} against one process in fp64")
+    say(f"comparing {spec.layout.label()} on {places} with one process in fp64")
     result = check(spec)
     if as_json:
         print_json(to_dict(result))
@@ -48,9 +48,9 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     title = f"{spec.layout.label()}, {spec.shape.name}, {spec.precision} on {spec.device}"
     show(table(title, "difference of", "is", "allowed", rows=rows))
     say(*(f"  {line}" for line in (*result.missing_gradients, result.error) if line))
-    verdict = "the same" if result.passed else "NOT the same"
+    verdict = "equal" if result.passed else "NOT equal"
     if result.error and result.loss_diff is None:
-        verdict = "not decided"
+        verdict = "no result"
     worst = f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
     say(f"{verdict} ({result.seconds:.1f} s){worst}")
     return int(not result.passed)
@@ -73,13 +73,15 @@ def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
     require_possible(spec.run, spec.device)
     if layout.world_size > MOST_RANKS:
         needs = f"{layout.label()} needs {layout.world_size} processes"
-        raise ConfigError(f"{needs}; the check runs up to {MOST_RANKS}: choose smaller degrees")
+        raise ConfigError(f"{needs}; the check runs at most {MOST_RANKS}: choose smaller degrees")
     needed_gib = 2 * STATE_BYTES * shape.num_params / GIB
     held_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     if needed_gib > held_gib:
-        state_cost = f"{STATE_BYTES} bytes for each of its {shape.num_params:,} parameters"
-        needs = f"model={shape.name} needs at least {needed_gib:,.0f} GiB: {state_cost}, once in the layout and once in one process"
-        raise ConfigError(f"{needs}; this machine has {held_gib:,.0f} GiB: use a smaller one: model=tiny")
+        state_cost = (
+            f"{shape.num_params:,} parameters, {STATE_BYTES} bytes each, in the layout and in one process"
+        )
+        needs = f"model={shape.name} needs at least {needed_gib:,.0f} GiB ({state_cost})"
+        raise ConfigError(f"{needs}; this machine has {held_gib:,.0f} GiB: use a smaller model, such as tiny")
     return spec
 
 

@@ -7,23 +7,23 @@ import typer
 
 from ultrabench.cli.options import Json, words
 
-kernel_app = typer.Typer(help="Try the embedded kernel alone.", no_args_is_help=True, rich_markup_mode=None)
-_LAYOUT = "Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full, and nodes=8 for dryrun."
+kernel_app = typer.Typer(help="Test a kernel without a sweep.", no_args_is_help=True, rich_markup_mode=None)
+_LAYOUT = "Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full; for dryrun also nodes=8."
 Arguments = Annotated[list[str], words("[NAME=VALUE]...", _LAYOUT)]
 
 
 @kernel_app.command()
 def check(
     arguments: Arguments,
-    device: str = typer.Option("cpu", help="cpu (processes, gloo) or cuda (a GPU each, NCCL)."),
-    precision: str = typer.Option("fp64", help="fp64, fp32, bf16 or fp8: the arithmetic of the layout."),
-    compile_: bool = typer.Option(False, "--compile", help="Compile the layers; on CPUs only trace them."),
-    dump: str | None = typer.Option(None, help="Folder for the gradients and parameters of both."),
+    device: str = typer.Option("cpu", help="cpu (processes, gloo) or cuda (one GPU per rank, NCCL)."),
+    precision: str = typer.Option("fp64", help="Precision of the layout: fp64, fp32, bf16 or fp8."),
+    compile_: bool = typer.Option(False, "--compile", help="Compile the layers; on CPUs, only trace them."),
+    dump: str | None = typer.Option(None, help="Write the gradients and parameters of both to this folder."),
     json_: Json = False,
 ) -> int:
     """Compare a layout with one process in fp64.
 
-    Loss, gradients and parameters are compared; exit 1 if they differ."""
+    It compares loss, gradients and parameters. The exit code is 1 if they differ."""
     from ultrabench.cli.kernel.check import run_check
 
     options = {"device": device, "precision": precision, "compile": compile_, "dump": dump}
@@ -36,9 +36,9 @@ def dryrun(
     compile_: bool = typer.Option(False, "--compile", help="Trace the layers as for compilation."),
     json_: Json = False,
 ) -> None:
-    """Show memory, collectives and FLOPs of a rank at any world size.
+    """Show memory, collectives and FLOPs per rank at any world size.
 
-    It is a step without data."""
+    It traces one step without data and without GPUs."""
     from ultrabench.cli.kernel.dryrun import run_dryrun
 
     run_dryrun(arguments, compile_, json_)
@@ -47,14 +47,14 @@ def dryrun(
 @kernel_app.command(name="try-log")
 def try_log(
     pattern: Annotated[
-        str, typer.Argument(help="A regular expression, as kernel.step_line has it, or the name of a kernel.")
+        str, typer.Argument(help="A regular expression as in kernel.step_line, or the name of a kernel.")
     ],
-    file: Annotated[Path, typer.Argument(help="The log of a program.")],
+    file: Annotated[Path, typer.Argument(help="A log of the program.")],
     json_: Json = False,
 ) -> int:
-    """Show what the patterns of a kernel find in a log.
+    """Show what the patterns of a kernel match in a log.
 
-    Exit 1 if one of them finds nothing; the nearest lines are shown then."""
+    If a pattern matches nothing, the nearest lines are shown and the exit code is 1."""
     from ultrabench.cli.kernel.try_log import run_try_log
 
     return run_try_log(pattern, file, json_)

@@ -24,7 +24,7 @@ def run_dryrun(arguments: list[str], compiled: bool, as_json: bool) -> None:
     spec, hardware = dryrun_spec(arguments, compiled)
     layout, seq_len = spec.layout, spec.workload.seq_len
     run = f"{layout.label()} on {counted(layout.world_size, 'rank')}, {spec.kernel.precision}{', compiled' * spec.compiles}"
-    say(f"dry run of {run}, seq_len {seq_len}: the first rank of each of {layout.pp} pipeline stages")
+    say(f"dry run of {run}, seq_len {seq_len}: the first rank of each pipeline stage")
     costs: list[RankCost] = []
     for cost in dry_run(spec):
         costs.append(cost)
@@ -72,7 +72,7 @@ def _document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[
 def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
     worst = max(costs, key=lambda cost: cost.peak_bytes)
     unit, name = (GIB, "GiB") if worst.peak_bytes >= GIB else (2**20, "MiB")
-    title = f"{spec.shape.name}, {spec.layout.label()}: a step of one rank of each pipeline stage, {name}"
+    title = f"{spec.shape.name}, {spec.layout.label()}: one step, one rank per pipeline stage, {name}"
     rows = []
     for cost in costs:
         parts = (f"{getattr(cost, f'{part}_bytes') / unit:.2f}" for part in MEMORY_KINDS)
@@ -82,7 +82,7 @@ def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
     fits = "fits" if worst.peak_bytes <= hardware.mem_bytes else "does NOT fit"
     peak = f"largest peak {worst.peak_bytes / GIB:.2f} GiB (stage {worst.pp_rank}) {fits} into"
     capacity = (
-        f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}, without what allocator, NCCL and CUDA take"
+        f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}; allocator, NCCL and CUDA need extra memory"
     )
     show(table(title, "pp", *numbers, rows=rows), _collectives(costs), f"{peak} {capacity}")
 
@@ -98,4 +98,4 @@ def _collectives(costs: list[RankCost]) -> Table:
         size = f"{nbytes / 2**20:,.4g}" if nbytes >= 2**10 else "< 0.001"
         rows.append((*name.split(), calls, size, ",".join(stages)))
     columns = ("axis", "collective", ">calls", ">MiB", "stages")
-    return table("collectives of a step, by mesh axis", *columns, rows=rows)
+    return table("collectives of one step, by mesh axis", *columns, rows=rows)

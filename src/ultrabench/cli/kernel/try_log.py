@@ -19,12 +19,8 @@ from ultrabench.sweep.config.files import files, read_yaml
 
 SHOWN = 5
 """Number of lines that the table has from the begin of a log."""
-FACTS = {
-    "step_line": ("a step", "step"),
-    "memory_line": ("a memory peak", "memory peak"),
-    "mfu_line": ("an MFU", "MFU value"),
-}
-"""Option of a kernel -> what a line that its pattern matches tells: with an article, and to be counted."""
+FACTS = {"step_line": "step", "memory_line": "memory peak", "mfu_line": "MFU value"}
+"""Option of a kernel -> what a line that its pattern matches reports."""
 
 
 def run_try_log(text: str, file: Path, as_json: bool) -> int:
@@ -37,7 +33,7 @@ def run_try_log(text: str, file: Path, as_json: bool) -> int:
     try:
         log = file.read_text(errors="replace")
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}; give the log of a program") from None
+        raise ConfigError(f"cannot read {file}: {error.strerror}; give the log of a program") from None
     reading_by_option = {option: _reading(option, pattern, log) for option, pattern in patterns.items()}
     if as_json:
         print_json(reading_by_option)
@@ -53,13 +49,13 @@ def _patterns(text: str) -> dict[str, re.Pattern[str]]:
         settings = read_yaml(path)
         texts = {option: settings[option] for option in LOG_PATTERNS if settings.get(option)}
         if not texts:
-            raise ConfigError(f"kernel={text} ({path}) has none of {', '.join(LOG_PATTERNS)}")
+            raise ConfigError(f"kernel={text} ({path}) has none of {', '.join(LOG_PATTERNS)}; give a pattern")
         return {option: compiled_any(str(pattern)) for option, pattern in texts.items()}
     pattern = compiled_any(text)
     if not (options := options_of(pattern)):
         forms = "; ".join(f"{option}: {', '.join(LOG_PATTERNS[option].groups)}" for option in LOG_PATTERNS)
         near = nearest_name(text, files("kernel"))
-        rule = f"neither a kernel nor has a group (?P<NAME>...) of one of these names: {forms}"
+        rule = f"not a kernel, and has no group (?P<NAME>...) with one of these names: {forms}"
         raise ConfigError(f"{text!r} is {rule}", f"did you mean {near}?" if near else "")
     return dict.fromkeys(options, pattern)
 
@@ -79,7 +75,7 @@ def _reading(option: str, pattern: re.Pattern[str], log: str) -> dict[str, Any]:
         if values and not why:
             lines.append({"line": number, **dict(_read(option, match, values))})
         else:
-            refused.append(f"line {number} matches, but {why or 'holds no such number'}: {line.strip()}")
+            refused.append(f"line {number} matches, but {why or 'has no such number'}: {line.strip()}")
     nearest = [] if lines else refused[:1] or nearest_lines(log, pattern.pattern)
     reading = {"lines": lines, "refused": refused, "nearest": nearest}
     return reading | ({"form": _form_of_mfu(pattern, log, lines)} if option == "mfu_line" else {})
@@ -92,16 +88,16 @@ def _form_of_mfu(pattern: re.Pattern[str], log: str, lines: list[dict[str, Any]]
         ends = (match.string[match.end("fraction") :] for match in matches if match["fraction"])
         if any(re.match(r"\s*%", end) for end in ends):
             return (
-                "a % follows the number, which is taken as a fraction of 1: name the group (?P<percent>...)"
+                "the number is read as a fraction of 1, but a % follows it: name the group (?P<percent>...)"
             )
-        return "the number is taken as a fraction of 1; for percent name the group (?P<percent>...)"
+        return "the number is read as a fraction of 1; for percent, name the group (?P<percent>...)"
     if (
         lines
         and max(line["mfu"] for line in lines) < 0.01
         and not any("%" in match.string for match in matches)
     ):
-        return "every number is below 1 percent; for a fraction of 1 name the group (?P<fraction>...)"
-    return "the number is divided by 100; for a fraction of 1 name the group (?P<fraction>...)"
+        return "every number is below 1 percent; for a fraction of 1, name the group (?P<fraction>...)"
+    return "the number is divided by 100; for a fraction of 1, name the group (?P<fraction>...)"
 
 
 def _read(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -117,19 +113,19 @@ def _read(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator
 
 
 def _show(option: str, reading: dict[str, Any], file: Path) -> None:
-    fact, noun = FACTS[option]
+    noun = FACTS[option]
     lines, refused = reading["lines"], reading["refused"]
     if form := reading.get("form"):
         say(f"kernel.{option}: {form}")
     if not lines:
-        say(f"kernel.{option}: no line of {file} gives {fact}; nearest:", *reading["nearest"])
+        say(f"kernel.{option}: no {noun} found in {file}; nearest lines:", *reading["nearest"])
         return
     columns = [*dict.fromkeys(name for row in lines[:SHOWN] for name in row)]
     first = [[_short(row.get(name)) for name in columns] for row in lines[:SHOWN]]
     show(f"kernel.{option}: {counted(len(lines), noun)} in {file}")
     show(table("", *(f">{name}" for name in columns), rows=first))
     if refused:
-        say(f"kernel.{option}: {counted(len(refused), 'line')} refused, such as:", refused[0])
+        say(f"kernel.{option}: {counted(len(refused), 'matching line')} ignored, such as:", refused[0])
 
 
 def _short(value: Any) -> Any:

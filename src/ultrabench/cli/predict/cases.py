@@ -64,8 +64,10 @@ def _usable_cases(sources: Sequence[str | None], results_dir: Path) -> list[Case
     num_unknown = sum(map(len, unknown.values()))
     usable_cases, others = cases(runs)
     exclusions = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
-    say(f"{counted(len(usable_cases), 'run')}; left out: {exclusions or 'none'}")
+    say(f"{counted(len(usable_cases), 'run')}; excluded: {exclusions or 'none'}")
     if not usable_cases:
         rows = counted(len(runs) + num_unknown, "row")
-        raise ConfigError(f"none of {rows} is of a run that can be predicted and ended ok or out of memory")
+        raise ConfigError(
+            f"none of {rows} is a run that can be predicted and ended ok or oom; give other results"
+        )
     return usable_cases

@@ -29,7 +29,8 @@ FEW_ROWS = 30
 """Largest number of runs that `validate` lists one by one; --json lists all, and --rows writes them."""
 MINE = Path("ultrabench/profiles/mine.yaml")
 ProfileName = Annotated[
-    str | None, typer.Option("--profile", metavar="NAME", help="Default: that of the runs' program.")
+    str | None,
+    typer.Option("--profile", metavar="NAME", help="Default: the profile of the program of the runs."),
 ]
 
 
@@ -49,18 +50,18 @@ class _LayoutFirst(TyperGroup):
 
 predict_app = typer.Typer(
     cls=_LayoutFirst, no_args_is_help=True, rich_markup_mode=None,
-    help="Predict one layout, check predictions with runs, fit them.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
+    help="Predict a layout; validate and calibrate predictions.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
 )  # fmt: skip
-_LAYOUT = "Layout, such as tp=2 pp=2 gas=4 recompute=full; model, hardware, nodes, seq_len, kernel, profile."
-_LEAVE_OUT = "Fit anew without each model or number of nodes, and score on it."
+_LAYOUT = "Layout, such as tp=2 pp=2 gas=4 recompute=full; also model, hardware, nodes, seq_len, kernel and profile."
+_LEAVE_OUT = "Leave out each model or node count, fit to the others, and score on it."
 Arguments = Annotated[list[str], words("[NAME=VALUE]...", _LAYOUT)]
 
 
 @predict_app.command()
 def layout(arguments: Arguments, json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
-    """Show memory and step time of one layout by part.
+    """Predict the memory and step time of a layout, part by part.
 
-    It also shows P(OOM), and measured runs like it."""
+    It also shows P(OOM) and the most similar measured runs."""
     from ultrabench.cli.predict.layout import run_predict
 
     run_predict(arguments, json_, results_dir)
@@ -71,14 +72,14 @@ def validate(
     source: Source = None,
     profile: ProfileName = None,
     rows: Path | None = typer.Option(
-        None, callback=require_parquet, help="Write each row with its prediction, as .parquet."
+        None, callback=require_parquet, help="Write all rows with their predictions (.parquet)."
     ),
     leave_out: str | None = typer.Option(None, metavar="model or nodes", help=_LEAVE_OUT),
     output: Output = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Compare predictions with measured runs; -o draws them."""
+    """Compare predictions with measured runs; -o draws a figure."""
     import pandas as pd
 
     from ultrabench.analysis.predict.validate import (
@@ -104,15 +105,19 @@ def validate(
             if priors := priors_of_fp8(of_profile, used):
                 say(priors)
             if used.prior:
-                fit = f"profile {used.name}: {used.source}; the errors of runs that it was fitted to are those of the fit"
-                say(f"{fit}: --leave-out model or nodes fits without them")
+                fit = (
+                    f"profile {used.name}: {used.source}; for the runs of that fit, the errors are fit errors"
+                )
+                say(f"{fit}: for unseen runs, add --leave-out model or nodes")
     else:
         cases_of_file, used = open_cases([source], profile, results_dir)
         profiles = [used]
         prior = load_profile(used.prior) if used.prior else used
         limits = {name: value for name, value in used.memory.items() if name.endswith("limit")}
         memory = " and memory (not its limits)" if used.framework == "nanotron" else ""
-        say(f"--leave-out {leave_out}: step time{memory} fitted anew without each, from profile {prior.name}")
+        say(
+            f"--leave-out {leave_out}: step time{memory} refitted without each, starting from profile {prior.name}"
+        )
         fitted = without_own_group(cases_of_file, replace(prior, memory=prior.memory | limits), leave_out)
         predictions = predicted(cases_of_file, lambda case: fitted[GROUPS[leave_out](case)])
     names = ", ".join(used.name for used in profiles)
@@ -138,14 +143,14 @@ def validate(
         _show_rows(errors)
     for scope, all_ in measured.items():
         if scope == "all" and not measured["healthy"]["excluded"]:
-            show("step time of all rows: the same, since none is excluded", "")
+            show("step time of all rows: as above, because no row is excluded", "")
             continue
         reasons = ", ".join(f"{n:,} {why}" for why, n in all_["excluded_by_reason"].items())
         runs = f"{all_['step_time']['rows']:,} runs ({all_['excluded']:,} excluded)"
         title = f"step time of {scope} rows, profile {names}: {runs}"
         _show(f"{title}: {reasons}" if reasons else title, TIME, all_, _time)
         shares = ", ".join(f"{k} {_percent(v)}" for k, v in all_["interval"]["regimes"].items())
-        show(f"{scope} rows in their 80 % interval by regime: {shares or 'none'}", "")
+        show(f"{scope} rows inside their 80 % interval, by regime: {shares or 'none'}", "")
     _show(f"memory and OOM of all rows, profile {names}", MEMORY, measured["all"], _memory)
 
 
@@ -209,15 +214,15 @@ def calibrate(
         None, metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep."
     ),
     profile: ProfileName = None,
-    output: Path = typer.Option(MINE, "-o", "--output", help="The profile to write."),
+    output: Path = typer.Option(MINE, "-o", "--output", help="Profile to write."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Fit a profile to measured runs.
 
-    It tells the errors on runs left out of the fit."""
+    It shows the errors on runs that were left out of the fit."""
     if output.suffix != ".yaml":
-        raise ConfigError(f"{output} is no name of a profile; end it in .yaml")
+        raise ConfigError(f"{output}: a profile is a YAML file; give a name that ends in .yaml")
     from ultrabench.analysis.predict.calibrate import calibrate as calibrated
     from ultrabench.analysis.predict.calibrate import to_yaml
     from ultrabench.cli.predict.cases import open_cases
@@ -251,7 +256,7 @@ def calibrate(
             rows.append((part.replace("_", " "), names[when], *shares))
     title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
-    say(f"wrote {output}: {calibration.profile.source}; sweeps use it with profile={output.stem}")
+    say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")
 
 
 @predict_app.command()
@@ -260,15 +265,15 @@ def replay(
     strategy: str = typer.Option(
         "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
     ),
-    batch: int = typer.Option(1, min=1, help="Runs that are made at the same time."),
+    batch: int = typer.Option(1, min=1, help="Number of concurrent runs."),
     profile: ProfileName = None,
     output: Output = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Replay a finished sweep as if live.
+    """Replay a finished sweep with a search strategy.
 
-    It tells GPU hours and regret of a strategy, drawn with -o FILE.png."""
+    It shows the GPU hours and the regret of the strategy; -o FILE.png draws them."""
     from ultrabench.analysis.predict.replay import STRATEGIES, cells_of
     from ultrabench.analysis.predict.replay import replay as replayed
     from ultrabench.cli.predict.cases import open_cases
@@ -279,7 +284,7 @@ def replay(
     replayed_cases, used = open_cases([source], profile, results_dir)
     cells = cells_of(replayed_cases, used)
     if not cells:
-        raise ConfigError(f"no layout of {source or 'the sweep'} worked; replay a finished sweep")
+        raise ConfigError(f"no layout of {source or 'the sweep'} has an ok run; replay a finished sweep")
     replays = replayed(cells, strategy, batch, load_config().max_p_oom)
     if output is not None:
         from ultrabench.analysis.figures.replayed import figure

@@ -110,7 +110,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     where = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
     size = params_text(prediction["num_params"], prediction["num_active_params"])
     yield f"{spec.shape.name} ({size}), {prediction['label']}, {where}, sequences of {spec.workload.seq_len:,} tokens"
-    yield _bars(f"\nmemory at its peak ({peak_place}), {name}", prediction["memory"], 1 / unit)
+    yield _bars(f"\npeak memory ({peak_place}), {name}", prediction["memory"], 1 / unit)
     if len(stages) > 1:
         rows, columns = [], ("phase", *MEMORY_PARTS, "peak_bytes")
         for parts, alike in groupby(stages, lambda stage: [stage[name] for name in columns]):
@@ -121,7 +121,7 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         yield table(f"\nmemory of each pipeline rank, {name}", *heads, rows=rows)
     likely = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
     if prediction["limited_by"] == "memory" and prediction["p_oom"] <= LIKELY_OOM:
-        likely += ", but its allocator has to give its reserve back and wait"
+        likely += ", but the allocator must release its reserve and wait"
     yield f"peak {prediction['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * prediction['p_oom']:.1f} %"
     yield _bars("\nstep time, ms", prediction["time"], 1e3)
     if ratios := prediction["communication_over_compute"]:
@@ -132,20 +132,18 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         else f", MFU {100 * prediction['mfu']:.1f} %{of_peak(spec.kernel.precision)}"
     )
     low, high = (three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
-    step = (
-        f"step {three_digits(prediction['step_time_s'])} s, 80 % of measured ones between {low} and {high} s"
-    )
+    step = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {low} to {high} s)"
     rate = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}"
     yield f"{step}; {rate}; limited by {prediction['limited_by']}"
     if prediction["mfu"] is not None and spec.shape.num_experts:
         yield formula_text([config.measure.flops_formula], has_experts=True)
     if prediction["mfu"] is None:
         guessed = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
-        yield f"a core is taken to reach {guessed}; a sweep measures it first, so it predicts other times"
+        yield f"assumes {guessed} per core; a sweep measures its cores first, so it predicts other times"
     profile = config.profile
     yield f"profile {profile.name} ({profile.framework}, {profile.date}): {profile.source}"
     if prediction["unmeasured"]:
-        yield f"no run of that fit had {', '.join(prediction['unmeasured'])}: the prediction is an extrapolation"
+        yield f"extrapolated beyond the fitted values (in brackets): {', '.join(prediction['unmeasured'])}"
     if prediction["against_published"]:
         yield prediction["against_published"]
     if nearest := prediction["nearest"]:
@@ -155,19 +153,19 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
             numbers = (f"{run['step_time_s']:.3g}", ratio, f"{run['tokens_per_s_per_gpu']:,.0f}")
             rows.append((run["sweep"], run["nodes"], run["layout"], run["seq_len"], *numbers, run["run_id"]))
         heads = ("sweep", ">nodes", "layout", ">seq_len", ">step s", ">x predicted", ">tokens/s/GPU", "run")
-        yield table("\nmeasured runs that are most alike", *heads, rows=rows)
+        yield table("\nmost similar measured runs", *heads, rows=rows)
 
 
 def ratio_line(ratios: Mapping[str, float], dp_overlap: str = "on") -> str:
-    """One line with the communication of each axis over the computing beside it, such as `tp 0.21, dp 1.4`.
+    """One line with the communication time of each axis over its compute time, such as `tp 0.21, dp 1.4`.
 
     Args:
         dp_overlap: the value of this axis in the layout.
     """
     texts = ", ".join(f"{axis} {ratio:.2g}" for axis, ratio in ratios.items())
-    line = f"communication over computing: {texts}; above 1, computing cannot hide it"
+    line = f"communication over compute: {texts}; above 1, compute cannot hide it"
     if dp_overlap == "off" and "dp" in ratios:
-        line += ", and with dp_overlap=off it hides no sum of gradients"
+        line += "; dp_overlap=off hides no gradient reduction"
     return line
 
 

@@ -21,7 +21,7 @@ from ultrabench.cli.options import (
 from ultrabench.errors import ConfigError
 from ultrabench.store.folder import find_sweep
 
-sweep_app = typer.Typer(help="Plan, launch and manage a sweep.", no_args_is_help=True, rich_markup_mode=None)
+sweep_app = typer.Typer(help="Plan, launch and manage sweeps.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def _finite(max_gpu_hours: float | None) -> float | None:
@@ -31,22 +31,26 @@ def _finite(max_gpu_hours: float | None) -> float | None:
     return max_gpu_hours
 
 
-Sweep = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder; default: the newest.")]
+Sweep = Annotated[
+    str | None, typer.Argument(metavar="[SWEEP]", help="Name or folder; default: the newest sweep.")
+]
 OneSweep = Annotated[str, typer.Argument(metavar="SWEEP", help="Name or folder.")]
 NewName = Annotated[str, typer.Argument(metavar="NEW", help="The new name.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 MaxGpuHours = Annotated[
-    float | None, typer.Option(min=0.0, callback=_finite, help="The most GPU hours the sweep may use in all.")
+    float | None, typer.Option(min=0.0, callback=_finite, help="Limit of the total GPU hours of the sweep.")
 ]
-Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and return at once.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and exit at once.")]
 InResults = Annotated[
-    Path | None, typer.Option("--results-dir", help="The folder that holds the sweeps: results_dir=FOLDER.")
+    Path | None, typer.Option("--results-dir", help="Folder of the sweeps, like results_dir=FOLDER.")
 ]
-PlanFile = Annotated[Path | None, table_file("Write all candidates as parquet.")]
-Run = Annotated[str, typer.Argument(help="The id of a run, its first digits, or its rank in sweep top.")]
-InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="The same as --sweep.")]
-_AS = "Print how to train the run's layout with another framework, such as megatron or deepspeed (see docs/start/your-program.md)."
-InSweep = Annotated[str | None, typer.Option("--sweep", help="Name or folder of its sweep; by default any.")]
+PlanFile = Annotated[Path | None, table_file("Write all candidates to a parquet file.")]
+Run = Annotated[str, typer.Argument(help="Id of the run, first digits of the id, or rank in sweep top.")]
+InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="Same as --sweep.")]
+_AS = "Print how another framework, such as megatron or deepspeed, trains this layout (see docs/start/your-program.md)."
+InSweep = Annotated[
+    str | None, typer.Option("--sweep", help="Name or folder of the sweep; default: any sweep.")
+]
 
 
 def _say_at_once(message: str) -> None:
@@ -65,16 +69,18 @@ def plan(
     overrides: Overrides,
     json_: Json = False,
     output: PlanFile = None,
-    top: int | None = typer.Option(None, min=1, help="Name the K layouts to try first per cell."),
+    top: int | None = typer.Option(None, min=1, help="Show the K layouts to try first per cell."),
     advise_p_oom: float | None = typer.Option(
-        None, min=0.0, max=1.0, help="The largest P(OOM) of a layout that --top names; default: 0.1."
+        None, min=0.0, max=1.0, help="Largest P(OOM) of the layouts of --top; default: 0.1."
     ),
-    show_script: bool = typer.Option(False, "--show-script", help="Print only the first Slurm job's script."),
+    show_script: bool = typer.Option(
+        False, "--show-script", help="Print only the script of the first Slurm job."
+    ),
     results_dir: InResults = None,
 ) -> None:
-    """Enumerate layouts, reject some with reasons, predict the price.
+    """Show valid and rejected layouts and the predicted price.
 
-    Nothing is submitted."""
+    It submits nothing."""
     if show_script and (json_ or output or top):
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     _say_at_once("planning")
@@ -92,13 +98,13 @@ def launch(
     overrides: Overrides,
     detach: Detach = False,
     max_gpu_hours: MaxGpuHours = None,
-    yes: bool = typer.Option(False, "--yes", help="Ask nothing on a terminal: no price, no jobs of others."),
+    yes: bool = typer.Option(False, "--yes", help="Accept the predicted price, and ask nothing."),
     reuse: str | None = typer.Option(
-        None, help="Results of another environment: same (measure again) or any (keep)."
+        None, help="If the environment changed: same (measure again) or any (keep results)."
     ),
     results_dir: InResults = None,
 ) -> int:
-    """Run a sweep to its end; the same command continues it later."""
+    """Run a sweep; the same command continues it after an interruption."""
     _say_at_once("reading the configuration and planning")
     from ultrabench.cli.sweep.launch import run_launch
 
@@ -108,11 +114,11 @@ def launch(
 @sweep_app.command()
 def status(
     sweep: Sweep = None,
-    watch: bool = typer.Option(False, "--watch", help="Show it anew every second until it is over."),
+    watch: bool = typer.Option(False, "--watch", help="Update every second until the sweep ends."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show what runs, what failed and the best runs so far."""
+    """Show the running and failed runs, and the best runs so far."""
     start_no_threads()
     from ultrabench.cli.sweep.status import show_status
 
@@ -122,15 +128,15 @@ def status(
 @sweep_app.command()
 def top(
     source: Source = None,
-    first: int | None = typer.Option(None, "-n", min=1, help="Runs per cell; default 10, all with --json."),
+    first: int | None = typer.Option(None, "-n", min=1, help="Runs per cell; default: 10, with --json all."),
     by: RankBy = "tokens_per_s_per_gpu",
     rank_by: AlsoRankBy = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Rank the runs of each cell as the heatmap does.
+    """Rank the runs of each cell, in the same order as the heatmap.
 
-    The best run and those that are as good come first, then the others by number, then suspects."""
+    The best run comes first, then those statistically indistinguishable from it, the others, and suspects."""
     from ultrabench.cli.sweep.top import show_top
 
     show_top(source, first, rank_by or by, json_, results_dir)
@@ -138,9 +144,9 @@ def top(
 
 @sweep_app.command()
 def effects(source: Source = None, json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
-    """Show what each value of each axis is worth, all else equal.
+    """Show the effect of each value of each axis, all else equal.
 
-    Runs that differ only in one axis are compared; axes with the largest proven effect come first."""
+    It compares runs that differ in one axis only. The axis with the largest significant effect comes first."""
     start_no_threads()
     from ultrabench.cli.sweep.effects import show_effects
 
@@ -151,12 +157,12 @@ def effects(source: Source = None, json_: Json = False, results_dir: ResultsDir 
 def retry(
     sweep: Sweep = None,
     only: str | None = typer.Option(None, help="Statuses to retry, such as crash,timeout."),
-    run: str | None = typer.Option(None, help="One run, by its id."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Only print what would run."),
+    run: str | None = typer.Option(None, help="Retry only the run with this id."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show what would run, and run nothing."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Try failed runs again; finished runs are never changed."""
+    """Retry failed runs; all other results stay unchanged."""
     from ultrabench.cli.sweep.control import run_retry
 
     return run_retry(find_sweep(sweep, results_dir), only, run, dry_run, json_)
@@ -164,7 +170,7 @@ def retry(
 
 @sweep_app.command()
 def pause(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
-    """Finish the current runs, start no others and give nodes back."""
+    """Finish the current runs, start no new ones and release the nodes."""
     from ultrabench.cli.sweep.control import run_pause
 
     run_pause(find_sweep(sweep, results_dir))
@@ -177,9 +183,9 @@ def resume(
     max_gpu_hours: MaxGpuHours = None,
     results_dir: ResultsDir = RESULTS,
 ) -> int:
-    """Continue a paused sweep, or one that no launcher follows.
+    """Continue a sweep that is paused or has no launcher.
 
-    It runs with its latest configuration."""
+    It uses the latest configuration of the sweep."""
     from ultrabench.cli.sweep.control import run_resume
 
     return run_resume(find_sweep(sweep, results_dir), detach, max_gpu_hours)
@@ -187,7 +193,7 @@ def resume(
 
 @sweep_app.command()
 def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
-    """Cancel all queued and running jobs of a sweep; results stay."""
+    """Cancel all pending and running jobs of a sweep; results are kept."""
     from ultrabench.cli.sweep.control import run_cancel
 
     run_cancel(find_sweep(sweep, results_dir))
@@ -195,7 +201,7 @@ def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
 
 @sweep_app.command("list")
 def list_sweeps(json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
-    """List all sweeps: what each does, how far it is, and its best run."""
+    """List all sweeps with their state, progress and best run."""
     start_no_threads()
     from ultrabench.cli.sweep.sweeps import show_sweeps
 
@@ -204,7 +210,7 @@ def list_sweeps(json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
 
 @sweep_app.command()
 def rm(sweep: OneSweep, yes: Yes = False, results_dir: ResultsDir = RESULTS) -> None:
-    """Delete a sweep with its results, unless its jobs live."""
+    """Delete a sweep and its results, unless it has active jobs."""
     from ultrabench.cli.sweep.sweeps import run_rm
 
     run_rm(find_sweep(sweep, results_dir), yes)
@@ -212,7 +218,7 @@ def rm(sweep: OneSweep, yes: Yes = False, results_dir: ResultsDir = RESULTS) -> 
 
 @sweep_app.command()
 def rename(sweep: OneSweep, new: NewName, yes: Yes = False, results_dir: ResultsDir = RESULTS) -> None:
-    """Give a sweep another name, unless its jobs live."""
+    """Rename a sweep, unless it has active jobs."""
     from ultrabench.cli.sweep.sweeps import run_rename
 
     run_rename(find_sweep(sweep, results_dir), new, yes)
@@ -227,7 +233,7 @@ def show(
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Show the numbers, plan, attempts and evidence of one run."""
+    """Show the results, plan, attempts and evidence of a run."""
     if as_ is None:
         from ultrabench.cli.sweep.show import show_run
 
@@ -242,11 +248,11 @@ def show(
 def logs(
     run_id: Run,
     in_sweep: InThis = None,
-    follow: bool = typer.Option(False, "-f", "--follow", help="Print what is added until the attempt ends."),
+    follow: bool = typer.Option(False, "-f", "--follow", help="Print new lines until the attempt ends."),
     sweep: InSweep = None,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
-    """Print the log of a run's latest attempt."""
+    """Print the log of the latest attempt of a run."""
     from ultrabench.cli.sweep.show import show_logs
 
     show_logs(run_id, follow, in_sweep or sweep, results_dir)

@@ -30,5 +30,5 @@ def show_effects(source: str | None, as_json: bool, results: Path) -> None:
     lines = [cells(axis, effect) for axis, of_axis in of_axes.items() for effect in of_axis]
     if lines:
         heads = (*HEADS[:3], *(f">{head}" for head in HEADS[3:]))
-        show(table(f"{name}: what each value is worth, all else equal", *heads, rows=lines))
+        show(table(f"{name}: effect of each value, all else equal", *heads, rows=lines))
     say(*notes(measured, of_axes), *caveats(rows))

@@ -78,7 +78,7 @@ def show_plan(
         require_max_nodes(config)
         require_program(config)
     except ConfigError as error:
-        warn(f"a launch from here would be refused: {error}")
+        warn(f"sweep launch would refuse this plan: {error}")
     plan = within_limit(plan_with_bar(config, **rate))
     if output is not None:
         write_plan(plan.candidates, output, config.hardware.name)
@@ -87,7 +87,7 @@ def show_plan(
     rates = measured_rates(plan.runs, for_answers(state), config.hardware.device)
     best = layouts_to_try(plan, top, rates, advised_p_oom) if top else []
     price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
-    _tell_expected(summary, plan, price, now.settled - now.skipped.keys())
+    _set_expected_runs(summary, plan, price, now.settled - now.skipped.keys())
     advised_cells = {key_of(row) for row in best if row["advised"]}
     notes = [
         *nothing_fits(plan, advised_cells, advised_p_oom),
@@ -100,10 +100,10 @@ def show_plan(
     )
     notes += _extrapolation(plan, fresh, summary["unmeasured"], best)
     if now.settled:
-        price_note = "the price is that of what is left" if price.jobs else "nothing is left to run"
+        price_note = "the price covers the rest" if price.jobs else "nothing is left to run"
         notes.append(f"{len(now.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
     if price.jobs:
-        priced = f"priced for launcher={config.launcher.name}: {jobs_line(price, config)}"
+        priced = f"price for launcher={config.launcher.name}: {jobs_line(price, config)}"
         notes += [interval_line(price), *too_long(plan), priced]
     notes += _chosen_ep(plan)
     if as_json:
@@ -112,8 +112,8 @@ def show_plan(
     show(*_page(plan, price, summary, best), *notes)
 
 
-def _tell_expected(summary: dict[str, Any], plan: Plan, price: Price, settled: Set[str]) -> None:
-    """Makes `runs` the number of runs that are expected, and `runs_at_most` that of those that may be made.
+def _set_expected_runs(summary: dict[str, Any], plan: Plan, price: Price, settled: Set[str]) -> None:
+    """Sets `runs` to the expected number of runs, and `runs_at_most` to the largest possible one.
 
     Args:
         settled: run_ids of the runs that are settled and were not skipped.
@@ -145,7 +145,7 @@ def _chosen_ep(plan: Plan) -> Iterator[str]:
     for shape in plan.config.models:
         if shape.num_experts and "auto" in plan.config.axes.layout["ep"]:
             values = sorted({c.layout.ep for c in plan.candidates if c.spec.shape == shape})
-            yield f"sweep.ep=auto is {', '.join(map(str, values))} for the {shape.num_experts} experts of {shape.name}"
+            yield f"sweep.ep=auto selects {', '.join(map(str, values))} for the {shape.num_experts} experts of {shape.name}"
 
 
 def _extrapolation(
@@ -160,8 +160,10 @@ def _extrapolation(
     config, profile, gpu = plan.config, plan.config.profile, plan.config.hardware.gpu_at_limit
     if unmeasured:
         number = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
-        unlike = f"extrapolated: {number:,} of {counted(len(runs), 'run')} are unlike those that profile {profile.name} was"
-        yield f"{unlike} fitted to (whose values are in brackets), so their intervals are wider: {'; '.join(unmeasured)}"
+        extrapolated = (
+            f"extrapolated beyond the values that profile {profile.name} was fitted to (in brackets)"
+        )
+        yield f"{number:,} of {counted(len(runs), 'run')} are {extrapolated}, with wider intervals: {'; '.join(unmeasured)}"
     published, mfus = best_published(config), dict[str, float]()
     specs = {run.run_id: run.spec for run in runs}
     for run in runs:
@@ -185,7 +187,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
     if pruned := summary["pruned"]:
         max_p_oom = plan.config.max_p_oom
         example = next(c for c in plan.candidates if c.rule == PRUNED)
-        pruning = f"{pruned:,} valid layouts are left out, as P(OOM) is above max_p_oom={max_p_oom:g}"
+        pruning = f"{pruned:,} valid layouts are excluded because P(OOM) is above max_p_oom={max_p_oom:g}"
         yield f"{pruning}, such as {example.layout.label()}: {example.reason}"
     if large := summary["runs_at_most"] - summary["predicted_to_fit"]:
         order = "they run last and are priced at start-up only"
@@ -195,7 +197,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
         rows = [(rule, f"{count:,}", examples[rule]) for rule, count in rejected.items()]
         yield table("\nrejected, by rule", "rule", ">candidates", "for example", rows=rows)
     if refused := summary["refused_by_kernel"]:
-        title = f"\nvalid, but not for kernel={plan.config.kernel.name}"
+        title = f"\nvalid, but kernel={plan.config.kernel.name} cannot run them"
         counts = [(reason, f"{count:,}") for reason, count in refused.items()]
         yield table(title, "reason", ">candidates", rows=counts)
     for lost in summary["without_candidates"]:

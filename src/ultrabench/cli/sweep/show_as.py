@@ -116,16 +116,14 @@ def _spec_of_plan(path: Path, run: str) -> tuple[str, RunSpec]:
     """
     table = read_parquet(path)
     if not is_predicted(table):
-        rule = "only the layouts of a plan are shown from a file: name the sweep, or write a plan with sweep plan -o"
+        rule = "--as reads only plan files: give the sweep, or write a plan with sweep plan -o"
         raise SweepFolderError(f"{path} is a table of results; {rule}")
     ids = [row["run_id"] for board in leaderboard(table) for row in board]
     is_rank = run.isdecimal() and len(run) <= MOST_RANK_DIGITS
     matches = ids[int(run) - 1 : int(run)] if is_rank else [i for i in ids if i.startswith(run)]
     if len(matches) != 1:
-        rule = (
-            f"give a rank up to {len(ids):,}, or the first digits of one id, of: ultrabench sweep top {path}"
-        )
-        raise SweepFolderError(f"{run!r} means {counted(len(matches), 'run')} of {path}; {rule}")
+        rule = f"give a rank up to {len(ids):,}, or the first digits of one id, from: ultrabench sweep top {path}"
+        raise SweepFolderError(f"{run!r} matches {counted(len(matches), 'run')} of {path}; {rule}")
     (row,) = table.filter(pc.field("run_id") == matches[0]).to_pylist()
     return matches[0], replace(
         spec_of(row), shape=load_model(row["model"])
@@ -181,8 +179,8 @@ def not_expressed(
         other_flags = " ".join(
             flag for name in others for flags in kernel.flags[name].values() for flag in flags
         )
-        register = f"register one with {_sizes(spec.shape)} and add the flag that names it"
-        yield f"the model, since {other_flags} is another; {register}"
+        register = f"register one with {_sizes(spec.shape)} and add the flag that selects it"
+        yield f"the model, because {other_flags} selects another; {register}"
     if MODEL in elsewhere:
         expressed |= model.keys()
         yield f"the model: {elsewhere[MODEL]}, with {_sizes(spec.shape)}"
@@ -194,17 +192,17 @@ def not_expressed(
             if name in elsewhere and (value != usual[name] or name in BATCH):
                 yield f"{name}={shown[name]}: {elsewhere[name]}"
             elif name not in {*expressed, *elsewhere} and value != usual[name]:
-                yield f"{name}={shown[name]} is no word of its {text}"
+                yield f"{name}={shown[name]}: its {text} has no such setting"
     routing = spec.kernel.routing_of(spec.shape)
     if routing and routing not in kernel.flags.get(ROUTED, ()):
-        yield f"routing={routing}; its own router chooses the experts of a token"
+        yield f"routing={routing}: its own router chooses the experts of each token"
     for name in ("precision", "compile", "attention"):
         if name not in words_in(own_kernel, with_tables=False) and (
             ours := getattr(spec.kernel, name)
         ) != getattr(kernel, name):
-            yield f"{name}={ours}; its {text} has {name}={getattr(kernel, name)}"
+            yield f"{name}={ours}: its {text} sets {name}={getattr(kernel, name)}"
     if kernel.precision == "fp8":
-        yield f"the scale of each row in precision=fp8; its {text} has {' '.join(kernel.flags['precision']['fp8'])}"
+        yield f"the scale per row of precision=fp8: its {text} sets {' '.join(kernel.flags['precision']['fp8'])}"
 
 
 def _sizes(shape: ModelShape) -> str:
@@ -220,4 +218,4 @@ def _shards_lacking(layout: Layout) -> Iterator[str]:
     """
     shards, cp = layout.dp_shard, layout.cp
     if cp > 1 and shards and (shards % cp or shards == cp < layout.dp * cp):
-        yield f"dp_shard={shards} with cp={cp}; its groups have a multiple of cp, from 2*cp={2 * cp} on, or all ranks"
+        yield f"dp_shard={shards} with cp={cp}: its groups have a multiple of cp ranks, at least 2*cp={2 * cp}, or all ranks"

@@ -53,9 +53,9 @@ def show_top(source: str | None, first: int | None, rank_by: str, as_json: bool,
 def _more(sweep: str, rank_by: str, cells: int) -> str:
     """The command that shows a run; it takes ranks only of the default order, from cell to cell."""
     is_default = rank_by == DEFAULT_RANK_BY
-    hint = "; ranks go on from cell to cell, so that each names one run" * (cells > 1 and is_default)
+    hint = "; ranks continue across cells" * (cells > 1 and is_default)
     command = f"ultrabench sweep show {'RANK' if is_default else 'RUN_ID'} --sweep {sweep}"
-    return f"more about a run: {command}{hint}"
+    return f"details of a run: {command}{hint}"
 
 
 def _print_cell(name: str, runs: list[Row], setting: Sequence[str], first: int) -> None:
@@ -77,7 +77,7 @@ def _print_cell(name: str, runs: list[Row], setting: Sequence[str], first: int) 
     title = f"{name}: {', '.join((cell_text(top_row), *setting))}, by {compared}"
     shown_table = table(title, *columns, rows=[row.values() for row in shown_rows])
     shown_table.always_shown = next(iter(added_columns), SHOWN_AS.get(rank_by, rank_by))
-    show(shown_table, f"{num_hidden} more; -n {len(runs)} shows all\n" if num_hidden > 0 else "")
+    show(shown_table, f"{num_hidden} more; to show all: -n {len(runs)}\n" if num_hidden > 0 else "")
 
 
 def cell_text(row: Row) -> str:

@@ -42,7 +42,7 @@ def tracked(kind: str | None, folder: SweepFolder) -> Iterator[None]:
             new_failures = _failures(folder)[earlier_failures:]
             why = f" ({new_failures[-1]})" if new_failures else ""
             command = f"ultrabench export {kind} {folder.display_name}"
-            say(f"{kind} may lack some runs{why}; to add them: {command}")
+            say(f"{kind} may miss some runs{why}; to add them: {command}")
 
 
 def _ends(process: "subprocess.Popen[bytes]") -> bool:
@@ -51,7 +51,7 @@ def _ends(process: "subprocess.Popen[bytes]") -> bool:
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(USUAL_S) == 0
-    say(f"waiting for the tracker, at most {LAST_S:.0f} s")
+    say(f"waiting up to {LAST_S:.0f} s for the tracker")
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(LAST_S - USUAL_S) == 0
     return False
