@@ -41,8 +41,9 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
     """
     suffix = path.suffix.lower()
     if suffix not in _METADATA:
-        rule = "figures are written as .png, .svg or .pdf: name a file that ends in one of these"
-        raise ConfigError(f"{path}; {rule}")
+        raise ConfigError(
+            f"{path} does not end in .png, .svg or .pdf", "give a file with one of these endings"
+        )
     buffer = io.BytesIO()
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")

@@ -49,8 +49,10 @@ def panel_grid(
         ConfigError: there are more than MOST_PANELS panels.
     """
     if number > MOST_PANELS:
-        rule = f"a figure holds {MOST_PANELS}; draw fewer rows with COLUMN=VALUE, such as model=NAME"
-        raise ConfigError(f"{counted(number, 'panel')} to draw, {rule}")
+        rule = (
+            f"a figure holds at most {MOST_PANELS}: select fewer rows with COLUMN=VALUE, such as model=NAME"
+        )
+        raise ConfigError(f"{counted(number, 'panel')} to draw; {rule}")
     columns = min(columns, number)
     rows = -(-number // columns)
     heading = wrapped(title, _TITLE_WIDTH)
