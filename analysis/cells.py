@@ -277,7 +277,7 @@ def tried(cell: Cell) -> list[str]:
     """How many repeats of the best run failed, and what became of all runs of the cell, as short texts."""
     close, (all_runs, oom) = len(cell.as_good_as_best), OUTCOMES[cell.predicted]
     counts = (
-        (cell.num_runs, all_runs), (close, "tied"), (cell.num_oom, oom), (cell.num_failed, "failed"),
+        (cell.num_runs, all_runs), (close, "as good"), (cell.num_oom, oom), (cell.num_failed, "failed"),
         (cell.num_in_doubt, "suspect"),
     )  # fmt: skip
     failed_repeats = repeats_failed(cell.num_repeats, cell.num_repeats_failed)
@@ -324,7 +324,7 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         text = f"{by_status.total():,} {all_runs}, {by_status[Status.OOM]:,} {oom}"
     if suspect := sum(row["suspect"] is not None for row in rows):
         wins = "may win any cell" if include_suspects else "win only cells without other results"
-        text += f". Suspect: {suspect:,} of {counted(len(rows), 'row')}, which {wins}"
+        text += f". Suspect ({wins}): {suspect:,} of {counted(len(rows), 'row')}"
     return NOTE * is_plan + ". ".join(
         (f"Layouts: {text}", *low_peak_in(table), *Environments(table).notes, made_with(table))
     )

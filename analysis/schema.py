@@ -5,20 +5,20 @@ independent measurement of a run; an attempt is one try of a repeat. Every candi
 `is_final` marks one row of each repeat: its `ok` attempt, or else its latest. Units are in the names; `mfu` and similar
 columns are fractions. Unknown values are null, never 0 or -1.
 
-`status` is null while a run is pending or running; [rules](rules.md#statuses) lists the others. Speeds and `mfu` are given for
-`ok`, and for runs that are `invalid` only because their loss differs from that of other layouts. The file's metadata
-holds `ultrabench.schema_version` and each column's description. New columns keep the version; ultrabench refuses files
-of a newer version.
+`status` is null while a run is pending or running; [rules](rules.md#statuses) lists the others. Speeds and `mfu` are
+given for `ok`, and for runs that are `invalid` only because their loss differs from that of other layouts. The file's
+metadata holds `ultrabench.schema_version` and each column's description. New columns keep the version; ultrabench
+refuses files of a newer version.
 
 How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kernel, precision):
 
 - `ok` rows compete, except suspect rows and rows `stopped` as `slower_than_best`. If only suspect rows are left, they
   compete with each other.
-- If all rows that compete were measured beside the same `control`, `control_ratio` ranks them: it cancels differences
-  between nodes. Otherwise `tokens_per_s_per_gpu` ranks the whole cell. `heatmap --json` names the column
+- If all competing rows were measured with the same `control`, `control_ratio` ranks them: it cancels differences in node
+  speed. Otherwise `tokens_per_s_per_gpu` ranks the whole cell. `heatmap --json` names the column
   (`ranked_by`); `--rank-by COLUMN` chooses another.
-- The value of a run is the median of its repeats. A run ties with the best if their intervals overlap. The interval of a
-  run spans the 95 % intervals of all its repeats; in a ratio it also includes that of the control.
+- A run counts with the median of its repeats. It is as good as the best run if their intervals overlap. Its
+  interval spans the 95 % intervals of all its repeats; in a ratio it also includes that of the control.
 - Runs of one layout in different environments also compete. An environment is what was chosen (`env`, the program) and
   observed (GPU, versions, `variables`); `env_id` is its hash. Runs with the same environment are repeats of one run;
   within a sweep, the driver may differ.

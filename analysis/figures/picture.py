@@ -66,7 +66,11 @@ def styled() -> Iterator[None]:
 
 def wrapped(text: str, width: int) -> list[str]:
     """The lines of a text, wrapped to `width` characters between words; names are not cut at their hyphens."""
-    return [line for part in text.splitlines() for line in textwrap.wrap(part, width, break_on_hyphens=False)]
+    parts = (
+        part.replace(" %", "\xa0%") for part in text.splitlines()
+    )  # a number stays beside its percent sign
+    lines = (line for part in parts for line in textwrap.wrap(part, width, break_on_hyphens=False))
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def _fix_places(drawn: Figure) -> None:

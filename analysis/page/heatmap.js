@@ -16,12 +16,12 @@ function isDark(rgb) {
   return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.179;
 }
 
-// How many of the runs were tried, tie with the best, ran out of memory or failed, as a text.
+// How many of the runs were tried, are as good as the best, ran out of memory or failed, as a text.
 function tally(runs) {
   const count = (wanted) => runs.filter(wanted).length, isOom = (row) => value("status", row) === "oom";
   const [all, oom] = held.outcomes, counts = [
     [count(({ row }) => tierOf(row) < 2), all],
-    [count(({ asGood }) => asGood), "tied"],
+    [count(({ asGood }) => asGood), "as good"],
     [count(({ row }) => isOom(row)), oom],
     [count(({ row }) => tierOf(row) === 1 && !isOom(row)), "failed"],
     [count(({ row }) => isSuspect(row)), "suspect"],

@@ -31,7 +31,7 @@ function used(names, found) {
 
 // The table of the shown runs of a cell in the order of their standing; a button in each row opens the details of its run.
 function runsTable(ranked, all, opened, choose, showAll) {
-  const marks = new Map(ranked.map(({ row, best, asGood }) => [row, best ? "best" : asGood ? "tied with the best" : null])), found = [...marks.keys()];
+  const marks = new Map(ranked.map(({ row, best, asGood }) => [row, best ? "best" : asGood ? "as good as the best" : null])), found = [...marks.keys()];
   const names = used(RUN_COLUMNS, found), hidden = found.slice(FIRST).some((row) => value("contender", row) === opened);
   const shown = all || hidden ? found : found.slice(0, FIRST);
   const body = shown.flatMap((row) => {

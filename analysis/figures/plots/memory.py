@@ -247,8 +247,10 @@ def _notes(bars: pd.DataFrame, reasons: Mapping[str, str], config: SweepConfig) 
     capacity = f"{config.hardware.gpu} has {memory / GIB:,.4g} GiB"
     yield f"Predicted with profile {config.profile.name}: {meaning}. {capacity}."
     moments = {moment: bars.loc[bars["phase"] == phase, "value"] for phase, moment in _MOMENTS.items()}
-    spans = "; ".join(f"{_span(values)}: {moment}" for moment, values in moments.items() if len(values))
-    yield f"A bar shows the memory held at its peak. {spans}."
+    spans = "; ".join(
+        f"peak of {_span(values)}: {moment}" for moment, values in moments.items() if len(values)
+    )
+    yield f"A bar shows the memory held at its peak; {spans}."
     if bars["bytes"].max() > _CUT * memory:
         yield f"Bars are cut off at {_CUT:g} times the GPU memory; the numbers above them are not."
     for reason in dict.fromkeys(reasons.values()):

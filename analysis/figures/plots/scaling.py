@@ -87,7 +87,7 @@ def _with_efficiency(runs: pd.DataFrame) -> pd.DataFrame:
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """The panels of each model: throughput, over nodes the efficiency, and the memory of the same runs."""
     names, lines = list(drawn["panel"].unique()), sorted(drawn["line"].unique())
-    follows = f" and in {_FOLLOW[axis]}, which follow from it" if axis in _FOLLOW else ""
+    follows = f" and in {_FOLLOW[axis]}, which follow from {axis}" if axis in _FOLLOW else ""
     about = f"Thin lines: runs that differ only in {axis}{follows}."
     if not any(drawn.groupby(by)[axis].nunique().max() > 1 for by in ("equal", ["panel", "line"])):
         about = f"No line has two values of {axis}, so no line is drawn; choose another --axis."
