@@ -230,18 +230,16 @@ def test_runs_that_cannot_win_are_left_out_counted_and_named():
     assert (len(measured.runs), measured.left_out) == (2, {"failed": 1, "suspect": 1, "stopped": 1})
     assert "a slow value may look better than it is" in measured.note
     load = {"suspect": "other programs used 40 % of the cores", "suspect_codes": ["foreign_load"]}
-    fact = "3 runs here, none may win: 2 suspect (other programs used 40 % of the cores), 1 oom; keep these runs: launch again"
+    fact = "3 runs, none can win: 2 suspect (other programs used 40 % of the cores), 1 oom; to accept these runs, launch again"
     with refused(f"{fact} with measure.max_foreign_load=null"):
         competing(table_of(row("a", **load), row("b", mbs=2, gas=16, **load), rows[3]))
-    with refused(
-        "1 run here, none may win: 1 suspect (x); give the right peak of the hardware (hardware.peak_flops_per_s)"
-    ):
+    with refused("1 run, none can win: 1 suspect (x); correct hardware.peak_flops_per_s and launch again"):
         competing(table_of(row("a", suspect="x", suspect_codes=["mfu"])))
-    with refused("1 run here, none may win: 1 suspect (x); to measure them again launch with another name="):
+    with refused("1 run, none can win: 1 suspect (x); to measure them again, launch under another name="):
         competing(table_of(row("a", suspect="x")))
     with refused(
-        "1 run here, none may win: 1 stopped early as slower; to measure all in full launch with measure.race=null"
+        "1 run, none can win: 1 stopped early as slower; to measure every run in full, launch with measure.race=null"
     ):
         competing(table_of(rows[4]))
-    with refused("1 run here, none may win: 1 oom; see why: ultrabench plot failures"):
+    with refused("1 run, none can win: 1 oom; see why: ultrabench plot failures"):
         competing(table_of(rows[3]))

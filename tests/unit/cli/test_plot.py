@@ -40,7 +40,7 @@ def test_figures_of_two_tables_and_of_two_axes_have_names_of_their_own(ultrabenc
 @pytest.mark.parametrize(
     ("table", "told"),
     [(table_of(), "sweep launch"),
-     (table_of(row("a", status="rejected", rule="heads")), "1 layout here, all rejected by a rule"),
+     (table_of(row("a", status="rejected", rule="heads")), "1 layout, all rejected by rules"),
      (table_of(row("p", model=None, kernel="probe")), "ultrabench plot comm")],
     ids=["empty", "rejected", "probes"],
 )  # fmt: skip
@@ -74,9 +74,9 @@ def test_report_writes_the_page_beside_the_sweep_and_tells_a_script_what_it_wrot
     ("words", "told"),
     [("zero_stag t.parquet", "did you mean zero_stage? (known: pp, mbs, "),
      ("tp t.parquet", "tp did not vary in these runs; axes that varied: pp, mbs, pp_schedule"),
-     ("gas t.parquet", "gas follows from the other axes and the batch; name another axis; axes that varied: pp"),
-     ("t.parquet", "no axis is named; name one as in ultrabench plot effect AXIS; axes that varied: pp"),
-     ("pp_schedule t.parquet", "no pairs for pp_schedule: no two runs differ only in it; ultrabench sweep effects shows")],
+     ("gas t.parquet", "gas follows from the other axes and the batch; choose another axis; axes that varied: pp"),
+     ("t.parquet", "no axis given; give one, as in ultrabench plot effect AXIS; axes that varied: pp"),
+     ("pp_schedule t.parquet", "no pairs for pp_schedule: no two runs differ only in it; to list the axes that have pairs: ultrabench sweep effects")],
 )  # fmt: skip
 def test_an_effect_that_cannot_be_drawn_is_one_line_with_the_axes_that_varied(
     ultrabench, tmp_path, words, told
@@ -106,7 +106,7 @@ def test_effects_are_a_table_a_document_and_a_figure(ultrabench, tmp_path):
     assert "No pairs for pp_schedule: no two runs differ only in it." in err
     assert "The baseline is the first value that the sweep lists, or the most frequent one" in err
     assert (
-        "Runs left out: 1 out of memory or failed, 1 suspect, 1 stopped early as slower than the best." in err
+        "Runs excluded: 1 out of memory or failed, 1 suspect, 1 stopped early as slower than the best." in err
     )
     document = as_json(ultrabench, "sweep", "effects", "t.parquet")
     first = {"axis": "pp", "value": 2, "against": 1, "ratio": pytest.approx(0.8), "low": None, "high": None}
@@ -118,7 +118,7 @@ def test_effects_are_a_table_a_document_and_a_figure(ultrabench, tmp_path):
     drawn = (tmp_path / "f.svg").read_text()
     for text in (
         "What each value of pp is worth, all else equal: t, 8B",
-        "speed against pp=1",
+        "speed relative to pp=1",
         "1 pair",
         "baseline",
     ):

@@ -97,4 +97,6 @@ def test_commands_that_draw_take_a_plan(ultrabench, tmp_path):
 
 
 def test_a_plan_of_a_sweep_folder_that_names_no_hardware_is_refused(ultrabench, sweep):
-    assert "does not say for which hardware" in one_line(ultrabench, "heatmap", str(sweep.plan))
+    assert "does not name its hardware or names an unknown model" in one_line(
+        ultrabench, "heatmap", str(sweep.plan)
+    )
