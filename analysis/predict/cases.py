@@ -162,7 +162,7 @@ def default_profile(cases: Sequence[Case]) -> str:
         ", ".join(f"{name} on {device}" for name, device in kernels_and_devices),
         ", ".join(files("profiles")),
     )
-    rule = f"no single profile covers them: give --profile, one of {profiles}"
+    rule = f"no profile covers all of them: give --profile, one of {profiles}"
     raise ConfigError(f"the runs used {used}; {rule}")
 
 

@@ -96,9 +96,11 @@ def test_two_pairs_give_no_interval_and_a_table_says_how_many_do():
     rows = [row(f"{mbs} {zero}", rate, mbs=mbs, gas=32 // mbs, zero_stage=zero)
             for mbs, zero, rate in ((1, 0, 100.0), (1, 1, 150.0), (2, 0, 100.0), (2, 1, 20.0), (4, 0, 100.0), (4, 1, 110.0))]  # fmt: skip
     two, three = (only("zero_stage", *rows[:number]) for number in (4, 6))
-    assert cells("zero_stage", two)[4:] == ["too few pairs (least 3)", "2"]
+    assert cells("zero_stage", two)[4:] == ["too few pairs (need 3)", "2"]
     assert three.low < three.ratio < three.high
-    with refused("runs on other nodes are no pair; draw them with: ultrabench plot scaling --axis nodes"):
+    with refused(
+        "runs on different numbers of nodes cannot be paired; use: ultrabench plot scaling --axis nodes"
+    ):
         competing(table_of(*rows)).require_axis("nodes")
     with refused("unknown axis 'sequence'; did you mean sequence_parallel?"):
         competing(table_of(*rows)).require_axis("sequence")

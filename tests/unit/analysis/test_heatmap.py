@@ -120,7 +120,7 @@ def test_a_square_counts_what_was_tried_and_marks_another_best_layout():
     texts = [(text.get_position()[0], text.get_text()) for text in picture.axes[0].texts]
     assert [[text for x, text in texts if column < x < column + 1] for column in range(3)] == [
         ["43.2 %", "dp8 tp1 pp1 cp1 z1", "shard-all", "mbs4 gas8", "recompute-none", "41.8 GiB",
-         "1 of 2 repeats failed", "1,234 tried, 1 as good", "20 oom, 2 failed", "3 suspect",
+         "1 of 2 repeats failed", "1,234 tried, 1 as good", "20 oom, 2 failed, 3 suspect",
          "other: dp8 tp2 pp1 cp1 z1", "shard-all mbs4 gas8", "recompute-every2"],
         ["all 3 oom", "other: dp8 tp1 pp1 z1 mbs4", "gas8"],
         ["43.2 %", "dp8 tp1 pp1 z1", "mbs4 gas8", "41.8 GiB", "1,234 tried"],

@@ -178,7 +178,7 @@ def test_a_map_for_any_other_table(ultrabench, columns, change, expected):
         ("columns", {"model": "title"}, "unknown column of table.csv 'title'"),
         ("columns", {"tpp": "tp"}, "map.yaml: unknown column of results 'tpp'; did you mean tp?"),
         ("columns", {"mfu": {"column": "nodes", "unit": "percent"}}, "unit='percent'; must be %, us,"),
-        ("columns", {"job_id": {"column": "name", "pattern": "m"}}, "pattern='m' has 0 groups; write one"),
+        ("columns", {"job_id": {"column": "name", "pattern": "m"}}, "pattern='m' has 0 groups; use exactly one"),
         ("columns", {"job_id": {"column": "name", "pattern": "("}}, "pattern='(' is not a regular expression"),
         ("columns", {"mbs": "name"}, "table.csv, line 2: name='m' is not an integer; correct it or leave it empty"),
         ("columns", {"mbs": "many"}, "table.csv holds a number that is too large: "),
@@ -187,7 +187,7 @@ def test_a_map_for_any_other_table(ultrabench, columns, change, expected):
         ("columns", {"status": {"column": "name", "values": {"x": "ok"}}}, "line 2: unknown value of name 'm'"),
         ("columns", {"zero_stage": {"column": "name", "values": {"m": "three"}}}, "zero_stage='three' is not an integer"),
         ("doubts", {"a": ["pp is 1"]}, "condition 'pp is 1'; write COLUMN OPERATOR VALUE, with an operator of = != < >"),
-        ("doubts", {"a": "mbs > one"}, "condition 'mbs > one'; mbs is a number"),
+        ("doubts", {"a": "mbs > one"}, "condition 'mbs > one'; mbs holds numbers"),
         ("doubts", {"a": ["ppp > 1"]}, "did you mean pp?"),
         ("doubts", {"a": {"code": "b"}, "c": {"where": "pp > 1"}}, "map.yaml: "),
     ],
@@ -264,7 +264,7 @@ def test_an_example_map_reads_what_frameworks_publish_and_every_other_row_is_jud
         "2 rows cannot be predicted, such as run ",
         " of llama3-70b on 16 nodes: precision=mxfp8 cannot be predicted; supported: fp32, bf16, fp8, fp64\n",
         "3 rows cannot be predicted, such as run ",
-        ": no hidden_size, num_hidden_layers, ",
+        ": missing hidden_size, num_hidden_layers, ",
         "1 unknown hardware 'GB300'",
     )
     assert all(reason in err for reason in refused)

@@ -212,7 +212,7 @@ def test_the_profile_is_that_of_the_program_that_ran():
     spec = spec_of(Layout(dp=8), "1B")
     assert default_profile(cases([run_of(spec, 1.0)])[0]) == "ultrabench"
     other = replace(spec, kernel=replace(spec.kernel, name="nemo", kind="command", command=("nemo",)))
-    with pytest.raises(ConfigError, match=r"runs are of nemo on cuda; .*--profile"):
+    with pytest.raises(ConfigError, match=r"the runs used nemo on cuda; .*--profile"):
         default_profile(cases([run_of(other, 1.0)])[0])
 
 
