@@ -44,7 +44,7 @@ def figure(history: History) -> Figure:
             unit = np.median(rates[[n for n in series.counted_nights if n < first_change]])
             axes.plot(rates / unit, **look_of.get(f"{name}, {series.layout}", _OTHERS))
         _mark_nights(axes, history, of_cell)
-        label(axes, name, "night", "rate relative to the first nights")
+        label(axes, name, "night", "rate / first nights")
     handles = [legend_entry(name, **look) for name, look in look_of.items()]
     if handles:
         handles.append(legend_entry("other runs", **_OTHERS))

@@ -22,7 +22,7 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
     worst = max([_NEAR / 100, *(cell["regret"] for cell in cells if cell["regret"] is not None)])
     whole, middle, (axes,) = panel_grid(
         1,
-        title=f"{name}: {document['strategy']}, batch {document['batch']}, {share:.1%} of the GPU hours",
+        title=f"{name}: {document['strategy']}, batch {document['batch']}, {100 * share:.1f} % of the GPU hours",
         notes=f"Numbers: nodes of the cell. Line: regret of {_NEAR} %. Hollow: the strategy found no working layout.",
         height=3.6,
     )

@@ -209,8 +209,8 @@ async function drawFigure(figure) {
   const made = figure.draw(points), panel = getComputedStyle(document.documentElement);
   const names = seriesOf(points).map(String), longest = Math.max(...names.map((name) => name.length));
   const ncols = Math.max(1, Math.floor(place.clientWidth / (70 + 8 * longest)));
-  made.height += 23 * Math.max(0, Math.ceil(names.length / ncols) - 2); // pixels of a line of the legend
-  Object.assign(made.legend, { background_fill_color: null, label_text_color: panel.color, border_line_color: null, padding: 0,
+  made.height += 28 * Math.max(0, Math.ceil(names.length / ncols) - 2); // pixels of a line of the legend
+  Object.assign(made.legend, { background_fill_color: null, label_text_color: panel.color, border_line_color: null, padding: 0, spacing: 8,
     location: "top_left", orientation: "horizontal", ncols });
   made.add_layout(made.legend, "above");
   const box = element("div", {});

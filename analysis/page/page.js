@@ -170,11 +170,11 @@ function buildRest() {
   nodes.append(table("Slow and failing nodes first", held.nodes.heads, held.nodes.rows), element("p", {}, held.nodes.note));
   const rejected = held.rejected.map((r) => [r.model ?? "", text("nodes", r.nodes), grouped(r.number), r.rule ?? "", r.example ?? ""]);
   document.getElementById("rejected").append(rejected.length
-    ? table("Rejected layouts", ["model", "nodes", "layouts", "rule", "for example"], rejected)
+    ? table("By model, nodes and rule", ["model", "nodes", "layouts", "rule", "for example"], rejected)
     : element("p", {}, "The results list no rejected layouts."));
   const origin = ["source", "sweep", "cluster", "hardware", "gpu_name", "kernel", "kernel_version", "kernel_digest", "precision", "flops_formula", "peak_flops_per_s", "peak_source", "git_commit", "torch_version", "cuda_version", "nccl_version", "driver_version"];
   const lines = origin.filter((name) => distinct(name).length).map((name) => [name, distinct(name).slice(0, MOST_VALUES).map((v) => text(name, v)).join(", ")]);
-  document.getElementById("origin").append(table("Origin of the rows", ["column", "values"], lines));
+  document.getElementById("origin").append(table("Values in the rows", ["column", "values"], lines));
   const paragraphs = held.ranking.map((paragraph) => element("p", {}, ...paragraph.split("`").map((words, n) => (n % 2 ? element("code", {}, words) : words))));
   document.getElementById("columns").append(element("details", {}, element("summary", {}, "Rows and ranking"), ...paragraphs));
   for (const [group, found] of Object.entries(held.schema)) {

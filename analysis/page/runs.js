@@ -17,7 +17,7 @@ const ATTEMPT_COLUMNS = {
 // The text of a column of RUN_COLUMNS or ATTEMPT_COLUMNS; a step time has its 95 % interval.
 function shownText(name, row) {
   if (name === "memory") return memoryOf(row);
-  if (name === "place") return value("stopped", row) === "slower_than_best" ? "stopped early as slower" : isSuspect(row) ? "suspect" : value("state", row);
+  if (name === "place") return value("stopped", row) === "slower_than_best" ? "slower" : isSuspect(row) ? "suspect" : value("state", row);
   if (name === "why") return [value("suspect", row), value("reason", row)].filter(Boolean).join("; ");
   const told = text(name, value(name, row)), sure = value("step_time_ci95_rel", row);
   if (name === "mfu" && told) return told + (held.cells[value("cell", row)]?.of_peak ?? "");
@@ -31,7 +31,7 @@ function used(names, found) {
 
 // The table of the shown runs of a cell in the order of their standing; a button in each row opens the details of its run.
 function runsTable(ranked, all, opened, choose, showAll) {
-  const marks = new Map(ranked.map(({ row, best, asGood }) => [row, best ? "best" : asGood ? "as good as the best" : null])), found = [...marks.keys()];
+  const marks = new Map(ranked.map(({ row, best, asGood }) => [row, best ? "best" : asGood ? "as good" : null])), found = [...marks.keys()];
   const names = used(RUN_COLUMNS, found), hidden = found.slice(FIRST).some((row) => value("contender", row) === opened);
   const shown = all || hidden ? found : found.slice(0, FIRST);
   const body = shown.flatMap((row) => {

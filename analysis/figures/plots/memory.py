@@ -252,7 +252,7 @@ def _notes(bars: pd.DataFrame, reasons: Mapping[str, str], config: SweepConfig) 
     )
     yield f"A bar shows the memory held at its peak; {spans}."
     if bars["bytes"].max() > _CUT * memory:
-        yield f"Bars are cut off at {_CUT:g} times the GPU memory; the numbers above them are not."
+        yield f"Bars are cut off at {_CUT:g} times the GPU memory; the numbers on them are not."
     for reason in dict.fromkeys(reasons.values()):
         yield f"Cannot run: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}."
 
