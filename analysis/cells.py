@@ -198,7 +198,7 @@ def set_apart(cells: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[
 
 def batch_text(gbs: float, nodes: int, scaling: str | None) -> str:
     """What all runs of one panel share of their batches: `gbs 256`, or with weak scaling the part of each node."""
-    return f"gbs {gbs / nodes:,.6g} a node" if scaling == WEAK else f"gbs {gbs:,.0f}"
+    return f"gbs {gbs / nodes:,.6g} per node" if scaling == WEAK else f"gbs {gbs:,.0f}"
 
 
 MAY_DIFFER = ("hardware", "kernel", "precision")
@@ -278,7 +278,7 @@ def tried(cell: Cell) -> list[str]:
     close, (all_runs, oom) = len(cell.as_good_as_best), OUTCOMES[cell.predicted]
     counts = (
         (cell.num_runs, all_runs), (close, "as good"), (cell.num_oom, oom), (cell.num_failed, "failed"),
-        (cell.num_in_doubt, "in doubt"),
+        (cell.num_in_doubt, "suspect"),
     )  # fmt: skip
     failed_repeats = repeats_failed(cell.num_repeats, cell.num_repeats_failed)
     parts = (failed_repeats, *(f"{number:,} {outcome}" for number, outcome in counts if number))
@@ -290,9 +290,9 @@ def caveats(table: pa.Table) -> list[str]:
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
     suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
     invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
-    examples_by_text = ((suspect, "suspect, wins only a cell without others"), (invalid, "invalid"))
+    examples_by_text = ((suspect, "suspect (wins only a cell without other results)"), (invalid, "invalid"))
     return [
-        f"{len(examples)} of {counted(len(rows), 'row')}: {about}, such as {examples[0][0]}: {examples[0][1]}"
+        f"{len(examples):,} of {counted(len(rows), 'row')} {about}, such as {examples[0][0]}: {examples[0][1]}"
         for examples, about in examples_by_text
         if examples
     ] + [*low_peak_in(table), *Environments(table).notes]
@@ -323,8 +323,8 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         all_runs, oom = OUTCOMES[is_plan]
         text = f"{by_status.total():,} {all_runs}, {by_status[Status.OOM]:,} {oom}"
     if suspect := sum(row["suspect"] is not None for row in rows):
-        wins = "may win cells" if include_suspects else "win only cells without others"
-        text += f". Suspect: {suspect:,} of {counted(len(rows), 'row')}, which {wins}"
+        wins = "may win any cell" if include_suspects else "win only cells without other results"
+        text += f". Suspect ({wins}): {suspect:,} of {counted(len(rows), 'row')}"
     return NOTE * is_plan + ". ".join(
         (f"Layouts: {text}", *low_peak_in(table), *Environments(table).notes, made_with(table))
     )

@@ -50,10 +50,10 @@ def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, st
             return f"{_readable(path.stem)}, {PREDICTED}", f"{begin}{PREDICTED}-", table
         return _readable(path.stem), begin, table
     if source is not None and (Path(source).is_file() or source.endswith(_OTHER_FILES)):
-        todo = "results are read from a sweep or a .parquet file of ultrabench collect or import"
+        todo = "give a sweep or a .parquet file of ultrabench collect or import"
         if source.endswith(".csv"):
-            todo += f": ultrabench import {source} --map MAP.yaml"
-        raise ConfigError(f"{source} is no parquet file; {todo}")
+            todo = f"convert it first: ultrabench import {source} --map MAP.yaml"
+        raise ConfigError(f"{source} is not a parquet file", todo)
     folder = find_sweep(source, results)
     return _readable(folder.name), f"{folder.path}/", collect([folder], warn)
 
@@ -100,18 +100,20 @@ def read_parquet(path: Path) -> pa.Table:
             table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else reason
+        reason = "no such file" if isinstance(error, FileNotFoundError) else reason
         raise SweepFolderError(f"cannot read {path}: {reason}") from error
     if "decision" in table.column_names:
         table = predicted_results(table, path.stem)
     version = _version(table)
     if version is None or "run_id" not in table.column_names:
-        raise SweepFolderError(f"{path} is no result table; make one: ultrabench collect -o FILE.parquet")
+        raise SweepFolderError(
+            f"{path} is not a result table; to make one: ultrabench collect -o FILE.parquet"
+        )
     if version > RESULTS_SCHEMA_VERSION:
-        rule = f"this ultrabench reads up to {RESULTS_SCHEMA_VERSION}: upgrade it"
-        raise SweepFolderError(f"{path} has schema {version}; {rule}")
+        rule = f"this ultrabench reads versions up to {RESULTS_SCHEMA_VERSION}: upgrade ultrabench"
+        raise SweepFolderError(f"{path} has schema version {version}; {rule}")
     if lacking := [name for name in _ESSENTIAL if name not in table.column_names]:
-        rule = f"no answer is right without {', '.join(_ESSENTIAL)}; give a table that has them"
+        rule = f"ranking needs {', '.join(_ESSENTIAL)}: give a table that has them"
         raise SweepFolderError(f"{path} lacks the column {lacking[0]}; {rule}")
     return _with_codes(conform(table, path))
 
@@ -166,8 +168,8 @@ def conform(table: pa.Table, name: object) -> pa.Table:
         try:
             arrays.append(values.cast(column.type))
         except pa.ArrowException as error:
-            failure = f"{name}: column {column.name} holds {values.type}, needs {column.type}"
-            raise SweepFolderError(f"{failure}; collect it again") from error
+            failure = f"{name}: column {column.name} has type {values.type} instead of {column.type}"
+            raise SweepFolderError(failure, "run ultrabench collect again") from error
     other_names = [name for name in table.column_names if name not in SCHEMA.names]
     schema = pa.schema([*SCHEMA, *map(table.schema.field, other_names)], metadata=SCHEMA.metadata)
     return pa.table([*arrays, *map(table.column, other_names)], schema=schema)

@@ -64,8 +64,8 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """The names of both tables, such as `new against old`."""
-        return f"{self.names[1]} against {self.names[0]}"
+        """The names of both tables, such as `new compared with old`."""
+        return f"{self.names[1]} compared with {self.names[0]}"
 
     @property
     def findings(self) -> pd.DataFrame:
@@ -86,7 +86,9 @@ class Comparison:
         if 2 * untestable <= len(timed):
             return None
         untestable_text = f"{untestable:,} of {counted(len(timed), 'layout')} have too few measured steps"
-        advice = "to be significant alone, however much they differ; some may be slower: measure more steps"
+        advice = (
+            "to be significant on their own, whatever the difference; some may be slower: measure more steps"
+        )
         return f"{untestable_text} {advice}"
 
     @property
@@ -206,12 +208,12 @@ def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
 
 def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str], other_variants: str) -> str:
     """The message for tables without a common layout, with the columns that have no common value."""
-    fact = f"A has {counted(len(tried[0]), 'tried run')}, B {len(tried[1]):,}, and no layout is in both"
+    fact = f"no layout is in both A ({counted(len(tried[0]), 'tried run')}) and B ({len(tried[1]):,})"
     if other_variants:
-        todo = "to compare variants, list them in one sweep and see ultrabench sweep effects"
-        return f"{fact} with one variant: {other_variants}; {todo}"
+        todo = "to compare variants, list them in one sweep and run ultrabench sweep effects"
+        return f"{fact} with the same variant: {other_variants}; {todo}"
     if models := [*other_models(*tried)]:
-        todo = "compare tables of one model, or give each model a name of its own"
+        todo = "compare tables of the same model, or give each model its own name"
         return f"{fact}; {'; '.join(models[:3])}: {todo}"
     values = {name: [sorted({str(row[name]) for row in rows}) for rows in tried] for name in names}
     differing_values = [
@@ -219,7 +221,7 @@ def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str], oth
         for name, (a, b) in values.items()
         if a and b and not {*a} & {*b}
     ]
-    return f"{fact}{''.join(f'; {text}' for text in differing_values[:3])}: compare the same models and batch"
+    return f"{fact}{''.join(f'; {text}' for text in differing_values[:3])}: compare tables with the same models and batch"
 
 
 def _runs(rows: Sequence[Row]) -> list[list[float]]:
@@ -310,7 +312,7 @@ def _machine(pairs: Sequence[tuple[list[Row], list[Row]]], threshold: float) -> 
         if ratios and abs(log(ratio := median(ratios))) > log(1 + max(threshold, _SAME_RATE)):
             changes.append(f"{name} is {ratio:.2f} x")
     if changes:
-        yield f"In B the machine has other rates, from which other step times may come: {', '.join(changes)}."
+        yield f"The machine itself differs in B, which may explain other step times: {', '.join(changes)}."
 
 
 def _p_alone(rows: pd.DataFrame) -> float:
@@ -325,16 +327,16 @@ def _of_them(number: int) -> str:
 def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> Iterator[str]:
     """Sentences about what was compared and what was left out."""
     timed = rows[rows["ratio"].notna()]
-    yield f"{counted(len(rows), 'layout')} tried in both, {len(timed):,} of them with a step time in both."
+    yield f"{counted(len(rows), 'layout')} tried in both A and B, {len(timed):,} of them with a step time in both."
     if stopped := int(timed["stopped"].sum()):
-        yield f"{_of_them(stopped)} stopped early in A or in B, as slower than the best of the cell."
+        yield f"{_of_them(stopped)} stopped early in A or B as slower than the best of the cell."
     needed_p = _p_alone(timed)
     large_p = timed.loc[timed["p_least"] > needed_p, "p_least"]
     if len(large_p):
-        why = f"because a side has too few steps: p is {large_p.min():.2g} or more, of at most {needed_p:.2g}"
-        yield f"{len(large_p):,} of them could not become significant if each alone differed, {why}."
+        limits = f"the smallest possible p is {large_p.min():.2g}, needed {needed_p:.2g}"
+        yield f"{len(large_p):,} of them have too few steps to be significant on their own: {limits}."
     if untested := int(timed["p_value"].isna().sum()):
-        yield f"{_of_them(untested)} not tested, because a side has a single step time."
+        yield f"{_of_them(untested)} not tested because one side has a single step time."
     num_suspect = [sum(row["suspect"] is not None for row in side) for side in tried]
     if any(num_suspect):
-        yield f"Suspect rows are left out: {num_suspect[0]:,} of A and {num_suspect[1]:,} of B."
+        yield f"Suspect rows are excluded: {num_suspect[0]:,} in A, {num_suspect[1]:,} in B."

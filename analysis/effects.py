@@ -20,7 +20,7 @@ from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.options import variant_in
 from ultrabench.analysis.ranking import Ranking
 from ultrabench.analysis.schema import MODEL
-from ultrabench.errors import ConfigError, require_known
+from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.layout import FOLLOWING, details_of
 from ultrabench.result import NOT_TRIED, Status
 from ultrabench.standing import Standing
@@ -92,23 +92,24 @@ class Competing:
     def note(self) -> str:
         """What was left out, and what follows from that."""
         texts = [f"{self.left_out[code]:,} {why}" for code, why in _LEFT_OUT.items() if self.left_out[code]]
-        sentence = f"Runs left out: {', '.join(texts) or 'none'}."
+        sentence = f"Runs excluded: {', '.join(texts) or 'none'}."
         if self.left_out["stopped"]:
-            sentence += " Only slow runs are stopped early, so that a slow value may look better than it is."
-            sentence += " To measure all in full: measure.race=null."
+            sentence += " Only slow runs are stopped early, so a slow value may look better than it is."
+            sentence += " To measure every run in full: measure.race=null."
         return sentence
 
     def require_axis(self, name: str | None) -> str:
         """The knob of this name; raises ConfigError unless it varied."""
         varied = f"axes that varied: {', '.join(self.axes) or 'none'}"
         if name is None:
-            raise ConfigError(f"no axis is named; name one as in ultrabench plot effect AXIS; {varied}")
+            raise ConfigError(f"no axis given; give one, as in ultrabench plot effect AXIS; {varied}")
         if name in FOLLOWING:
-            rule = "follows from the other axes and the batch; name another axis"
+            rule = "follows from the other axes and the batch; choose another axis"
             raise ConfigError(f"{name} {rule}; {varied}")
         if name == "nodes":
             raise ConfigError(
-                "runs on other nodes are no pair", "draw them with: ultrabench plot scaling --axis nodes"
+                "runs on different numbers of nodes cannot be paired",
+                "use: ultrabench plot scaling --axis nodes",
             )
         longer = [known for known in self.knobs if known.startswith(f"{name}_")]
         if name not in self.knobs and len(longer) == 1:
@@ -131,7 +132,7 @@ def competing(table: pa.Table) -> Competing:
     tried = [standing for standing in standings if standing.outcome not in NOT_TRIED]
     winners = [number for number, standing in enumerate(tried) if _why_left_out(standing) is None]
     if not winners:
-        raise none_left(frame.loc[[standing.repeat for standing in tried]], "none may win")
+        raise none_left(frame.loc[[standing.repeat for standing in tried]], "none can win")
     knob_values = knobs(ranking.taken(standing.repeat for standing in tried))
     repeats = _repeats(frame, [tried[number].competing for number in winners])
     by_run, rows = repeats.groupby("run"), [tried[number].repeat for number in winners]
@@ -214,13 +215,13 @@ def why_no_pairs(measured: Competing, axis: str) -> str:
     if len(values) > 1:
         return "no two runs differ only in it"
     only = f"only {axis}={value_text(axis, values[0])} has" if values else "no value has"
-    return f"{only} runs that may win"
+    return f"{only} runs that can win"
 
 
 def require_pairs(measured: Competing, axis: str, of_runs: pd.DataFrame) -> None:
     """Raises ConfigError without a pair of runs."""
     if not len(of_runs):
-        todo = "ultrabench sweep effects shows the axes that have pairs"
+        todo = "to list the axes that have pairs: ultrabench sweep effects"
         raise ConfigError(f"no pairs for {axis}: {why_no_pairs(measured, axis)}; {todo}")
 
 
@@ -235,7 +236,7 @@ def effects(measured: Competing, axis: str) -> list[Effect]:
     return [effect_by_value.get(value) or Effect(value=value, against=baseline) for value in others]
 
 
-HEADS = ("axis", "value", "baseline", "x speed", f"{100 * LEVEL:.0f} % interval", "pairs")
+HEADS = ("axis", "value", "baseline", "speedup", f"{100 * LEVEL:.0f} % interval", "pairs")
 """Names of the columns of a table of effects."""
 
 
@@ -252,7 +253,7 @@ def cells(axis: str, effect: Effect) -> list[str]:
     ratio, low, high = ("" if x is None else f"{x:.3f}" if x < 100 else f"{x:,.0f}" for x in numbers)
     values = value_text(axis, effect.value), value_text(axis, effect.against)
     too_few = "pairs" if effect.pairs < FEWEST_PAIRS else "allocations"
-    needed = f" (least {FEWEST_PAIRS})" if too_few == "pairs" else ""
+    needed = f" (need {FEWEST_PAIRS})" if too_few == "pairs" else ""
     none = f"too few {too_few}{needed}" if effect.pairs else ""
     return [axis, *values, ratio, f"{low} to {high}" if low else none, f"{effect.pairs:,}"]
 
@@ -260,12 +261,15 @@ def cells(axis: str, effect: Effect) -> list[str]:
 def notes(measured: Competing, of_axes: Mapping[str, Sequence[Effect]]) -> list[str]:
     """Sentences below a table of these effects."""
     intervals = sum(effect.low is not None for of_axis in of_axes.values() for effect in of_axis)
-    by_chance = f"Each interval is wrong in {100 * (1 - LEVEL):.0f} % of cases: {intervals} intervals, of which about "
+    misses = f"Each interval misses the true ratio in {100 * (1 - LEVEL):.0f} % of cases"
+    by_chance = (
+        f"{(1 - LEVEL) * intervals:.1g} of the {counted(intervals, 'interval')} may exclude 1 by chance"
+    )
     return [
         *(f"No pairs for {axis}: {why_no_pairs(measured, axis)}." for axis, of in of_axes.items() if not of),
-        "The baseline is the first value that the sweep lists, or the most frequent one where that was not compared.",
+        "The baseline is the first value listed in the sweep, or the most frequent value if that one was not compared.",
         measured.note,
-        f"{by_chance}{(1 - LEVEL) * intervals:.1g} may exclude 1 by chance.",
+        f"{misses}: about {by_chance}.",
     ]
 
 

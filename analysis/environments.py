@@ -104,7 +104,7 @@ class Environments:
     def notes(self) -> list[str]:
         """A line for each sweep in which environments that differ only in the driver count as one."""
         return [
-            f"{sweep}: drivers {' and '.join(drivers)} count as one environment, since nothing else differs"
+            f"{sweep}: drivers {' and '.join(drivers)} count as one environment because nothing else differs"
             for sweep, drivers in sorted(self._merged_drivers.items())
         ]
 

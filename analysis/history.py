@@ -63,7 +63,7 @@ class Series:
     changes: dict[int, float] = field(default_factory=dict)
     """Number of the first night with another rate -> the new rate over the old one, less 1."""
     may_have_changed: bool = False
-    """Whether its last nights, fewer than LEAST, differ significantly, so that one more night will tell."""
+    """Whether its last nights, fewer than LEAST, differ significantly, so that one more night will confirm or reject it."""
 
     @property
     def counted_nights(self) -> list[int]:
@@ -105,21 +105,22 @@ class History:
         return {name: pair for name, pair in values.items() if name != "sweep"}
 
     def text(self, move: Move) -> str:
-        """What a move says, such as `2026-11-12 02:00: all 20 runs lose 5.1 % together`, and what differs since then."""
+        """What a move says, such as `2026-11-12 02:00: all 20 runs are 5.1 % slower`, and what differs since then."""
         number, total = len(move.series), len(self.series)
         shared = number > 1 and number == total
         first_of = self.series[move.series[0]]
         name = f"{first_of.cell['model']} {first_of.layout} on {counted(first_of.cell['nodes'], 'node')}"
         who = f"all {total:,} runs" if shared else name if number == 1 else f"{number:,} of {total:,} runs"
-        verb = ("lose" if move.change < 0 else "gain") + "s" * (number == 1)
+        verb, direction = "is" if number == 1 else "are", "slower" if move.change < 0 else "faster"
         before, first = (self.nights[n] for n in (move.night - 1, move.night))
         commits = pc.unique(first.table["git_commit"].drop_null()).to_pylist()
-        unchanged = f"commit {', '.join(commits) or 'unknown'} and the same versions before and after"
+        unchanged = f"commit {', '.join(commits) or 'unknown'} and all versions unchanged"
         differences = (f"{name} {old} -> {new}" for name, (old, new) in self.differing(move.night).items())
         since = "; ".join(differences) or unchanged
-        together = " together, so look first at what they share" * shared
+        hint = ", so look first at what they share" * shared
         return (
-            f"{first.name}: {who} {verb} {percent(abs(move.change))}{together} (since {before.name}: {since})"
+            f"{first.name}: {who} {verb} {percent(abs(move.change))} {direction}{hint}"
+            f" (since {before.name}: {since})"
         )
 
     def losses(self, above: float) -> list[Move]:
@@ -147,7 +148,7 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
         sweeps = [*sweeps_in(folder), *chain.from_iterable(map(sweeps_in, folder.glob("[!.]*/")))]
         sources_of_nights = sweeps or [*folder.glob("[!.]*.parquet")]
         if not sources_of_nights:
-            remedy = "name a sweep, its .parquet file, or a folder of either"
+            remedy = "give a sweep, its .parquet file, or a folder of either"
             raise SweepFolderError(f"{folder} holds no sweep and no .parquet file", remedy)
         paths |= {path.resolve(): str(path) for path in sources_of_nights}
     for source in paths.values():
@@ -167,7 +168,7 @@ def history(nights: Sequence[Night]) -> History:
         ConfigError: no night has a rate.
     """
     if not nights:
-        raise ConfigError("no night is left", "give an earlier date with --since")
+        raise ConfigError("no night remains", "give an earlier date with --since")
     names = [*_KEY, "run_id", "status", "suspect", "is_final", "control", *_UNITS]
     frame = pd.concat(
         [night.table.select(names).to_pandas().assign(night=n) for n, night in enumerate(nights)]
@@ -176,14 +177,16 @@ def history(nights: Sequence[Night]) -> History:
     measured = frame[good & (frame["tokens_per_s_per_gpu"] > 0)]
     if measured.empty:
         raise ConfigError(
-            "no night has a rate that counts", "ultrabench sweep status SWEEP says how runs ended"
+            "no night has a usable rate", "see how its runs ended: ultrabench sweep status SWEEP"
         )
     label_of_run = {row["run_id"]: run_label(row) for row in _records(measured.drop_duplicates("run_id"))}
     groups = measured.groupby(_KEY, dropna=False)
     series = [_series(rows, label_of_run, len(nights)) for _, rows in groups]
     num_tested = _find_changes(series)
     _add_changes_of_controls(series)
-    too_few = f"{counted(len(nights), 'night')}: too few to find a change, which needs {LEAST} nights before it and {LEAST} after"
+    too_few = (
+        f"too few nights ({len(nights)}): to detect a change takes {LEAST} nights before it and {LEAST} after"
+    )
     return History(
         nights=nights,
         series=series,
@@ -265,16 +268,16 @@ def _moves(series: Sequence[Series]) -> Iterator[Move]:
 def _notes(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -> Iterator[str]:
     """Sentences about nights and runs that do not count."""
     if any(s.control for s in series):
-        yield "Rates of runs with a control layout are over its rate; that of the control is in tokens/s/GPU."
+        yield "Rates of runs with a control layout are relative to the control; its own rate is in tokens/s/GPU."
     if untested := len(series) - num_tested:
         yield f"{untested:,} of {counted(len(series), 'run')} not tested: fewer than {2 * LEAST} nights with a rate."
     if open_runs := sum(s.may_have_changed for s in series):
         runs = counted(open_runs, "run")
-        yield f"{runs} may have changed in the last {RECENT} nights; one more night will tell."
+        yield f"{runs} may have changed in the last {RECENT} nights; one more night will confirm or reject it."
     bad = Counter(nights[n].name for s in series for n in s.bad_nights)
     if bad:
         shown = [f"{name} ({counted(number, 'run')})" for name, number in sorted(bad.items())[-3:]]
-        yield f"Single bad nights, which are no change: {', '.join(shown)}{' and earlier ones' * (len(bad) > 3)}."
+        yield f"Single bad nights, not counted as changes: {', '.join(shown)}{' and earlier ones' * (len(bad) > 3)}."
     absent = [s.layout for s in series if s.rates[-1] is None]
     if absent:
         shown = [*absent[:3], *["..."] * (len(absent) > 3)]

@@ -8,11 +8,11 @@ import pandas as pd
 from ultrabench.errors import ConfigError, counted
 from ultrabench.result import SLOWER, Status
 
-_LOAD = "keep these runs: launch again with measure.max_foreign_load=null, or measure on an idle machine with another name="
+_LOAD = "to accept these runs, launch again with measure.max_foreign_load=null; or measure on an idle machine under another name="
 _REMEDIES = {
     "foreign_load": _LOAD,
     "foreign_gpu_processes": _LOAD,
-    "mfu": "give the right peak of the hardware (hardware.peak_flops_per_s) and launch again",
+    "mfu": "correct hardware.peak_flops_per_s and launch again",
 }
 """Code of a doubt -> what to do if most suspect runs have it."""
 
@@ -22,7 +22,7 @@ def none_left(runs: pd.DataFrame, wanted: str) -> ConfigError:
 
     Args:
         runs: one row for each run, with the columns status, suspect, suspect_codes and stopped.
-        wanted: what no run is, such as `none may win`.
+        wanted: what no run can do, such as `none can win`.
     """
     is_ok = runs["status"] == Status.OK
     suspect = runs[is_ok & runs["suspect"].notna()]
@@ -32,11 +32,11 @@ def none_left(runs: pd.DataFrame, wanted: str) -> ConfigError:
     texts = [f"{number:,} {why}" for number, why in reasons if number]
     if len(suspect):
         texts[0] += f" ({suspect['suspect'].iloc[0]})"
-    fact = f"{counted(len(runs), 'run')} here, {wanted}{': ' if texts else ''}{', '.join(texts)}"
+    fact = f"{counted(len(runs), 'run')}, {wanted}{': ' if texts else ''}{', '.join(texts)}"
     if len(suspect):
         return ConfigError(fact, _of_suspects(suspect["suspect_codes"]))
     if stopped.any():
-        return ConfigError(fact, "to measure all in full launch with measure.race=null")
+        return ConfigError(fact, "to measure every run in full, launch with measure.race=null")
     todo = "see why: ultrabench plot failures" if len(runs) else "launch a sweep: ultrabench sweep launch"
     return ConfigError(fact, todo)
 
@@ -45,4 +45,4 @@ def _of_suspects(codes_by_run: Iterable[Iterable[str] | None]) -> str:
     """What to do about suspect runs, by the most frequent of the codes of their doubts."""
     codes = Counter(code for codes in codes_by_run if codes is not None for code in codes)
     most_frequent = next((code for code, _ in codes.most_common(1)), "")
-    return _REMEDIES.get(most_frequent, "to measure them again launch with another name=")
+    return _REMEDIES.get(most_frequent, "to measure them again, launch under another name=")

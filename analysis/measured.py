@@ -87,9 +87,11 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
         ConfigError: a column that the run needs is null, or the values contradict each other.
     """
     if unknown := [name for name in _NEEDED if row[name] is None]:
-        raise ConfigError(f"no {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
+        raise ConfigError(f"missing {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
     if row["precision"] not in PRECISIONS:
-        raise ConfigError(f"precision={row['precision']} is not modelled, but {', '.join(PRECISIONS)} are")
+        raise ConfigError(
+            f"precision={row['precision']} cannot be predicted; supported: {', '.join(PRECISIONS)}"
+        )
     kernel, version = row["kernel"], row.get("kernel_version") or ""
     of_kernel: dict[str, Any] = {"name": kernel, "version": int(version) if version.isdecimal() else 1}
     of_kernel |= {} if kernel == "embedded" else {"kind": "command", "command": (kernel,)}
@@ -111,8 +113,8 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
     """
     sizes = {name for name in _SHAPE if row.get(name) is not None} | {"name"}
     if missing := lacking(ModelShape, dict.fromkeys(sizes)):
-        rule = "give them, or name a model that `ultrabench configs model` lists"
-        raise ConfigError(f"no {', '.join(missing)} of model={row.get('model')}: {rule}")
+        rule = "give them, or use a model that `ultrabench configs model` lists"
+        raise ConfigError(f"missing {', '.join(missing)} of model={row.get('model')}: {rule}")
     shape: ModelShape = _part(ModelShape, f"model={row.get('model')}", row, _SHAPE, name=row.get("model"))
     return shape
 

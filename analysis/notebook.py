@@ -78,7 +78,7 @@ def plot(kind: str, rows: pd.DataFrame | None = None, *, title: str | None = Non
     """
     require_known("figure", ("heatmap", *KINDS), kind)
     if rows is None and not (kind in KINDS and KINDS[kind].of_layout):
-        raise ConfigError(f"the figure {kind} needs result rows; give those of ultrabench.read()")
+        raise ConfigError(f"the figure {kind} needs result rows; pass those of ultrabench.read()")
     table = None if rows is None else table_of(rows)
     name = title or ("" if rows is None else str(rows.attrs.get("name", "results")))
     if kind != "heatmap" or table is None:

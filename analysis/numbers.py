@@ -38,8 +38,8 @@ def params_text(num_params: int, num_active_params: int | None) -> str:
 
 def formula_text(formulas: Iterable[str], has_experts: bool) -> str:
     """A sentence that names the formulas of MFU, and says what is counted of experts if there are any."""
-    of_experts = "; of the experts, those that a token passes count" * has_experts
-    return f"FLOPs of MFU by the formula {', '.join(sorted(formulas))}{of_experts}"
+    of_experts = ", counting only the experts that a token passes through" * has_experts
+    return f"MFU uses the FLOPs formula {', '.join(sorted(formulas))}{of_experts}"
 
 
 def memory(held_bytes: float | None, rank0_bytes: float | None = None) -> str | None:

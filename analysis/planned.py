@@ -15,7 +15,7 @@ PREDICTED = "predicted"
 """The source of the rows of a plan, which marks titles and the names of files."""
 
 
-NOTE = f"Predicted by a plan, nothing was measured; out of memory: P(OOM) above {ADVISED_P_OOM:g}. "
+NOTE = f"Predicted by a plan; nothing was measured. Out of memory: P(OOM) above {ADVISED_P_OOM:g}. "
 """What figures say of such rows."""
 
 
@@ -35,8 +35,8 @@ def predicted_results(plan: pa.Table, name: str) -> pa.Table:
     metadata = plan.schema.metadata or {}
     hardware, kernel = (metadata.get(key, b"").decode() for key in (HARDWARE_KEY, KERNEL_KEY))
     if not hardware or not {*plan["model"].to_pylist()} <= {*files("model")}:
-        need = "write it with ultrabench sweep plan -o plan.parquet, and name models by their files"
-        raise SweepFolderError(f"{name} does not say for which hardware or model it was made; {need}")
+        need = "write it with ultrabench sweep plan -o plan.parquet, with models that have a file"
+        raise SweepFolderError(f"{name} does not name its hardware or names an unknown model; {need}")
     runs = [row for row in plan.to_pylist() if row["decision"] == "run"]
     rows = [_result(row, name, hardware, kernel) for row in runs]
     return pa.Table.from_pylist(rows, schema=SCHEMA)

@@ -115,10 +115,10 @@ def beside_published(table: pa.Table) -> Iterator[BesidePublished]:
 def none_comparable(table: pa.Table) -> str:
     """Why `beside_published` finds no cell in a table, and what to do."""
     if not published_rates():
-        return "no rates are published in configs/published/; add some in ./ultrabench/published/NAME.yaml"
+        return "configs/published/ has no rates; add some in ./ultrabench/published/NAME.yaml"
     names = ["status", "suspect", "suspect_codes", "stopped"]
     return str(
-        none_left(table.filter(pc.field("is_final")).select(names).to_pandas(), "none may be compared")
+        none_left(table.filter(pc.field("is_final")).select(names).to_pandas(), "none can be compared")
     )
 
 

@@ -27,7 +27,7 @@ def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
     """Status and reason of a cell without a winner, from its final rows.
 
     The reason names first the runs that were tried (`12 oom; 3 crash: <reason>`), then those that wait
-    (`pending 4`), then those that were skipped. Rejected layouts are named only when there is nothing
+    (`4 pending`), then those that were skipped. Rejected layouts are named only when there is nothing
     else. The status is None while a run waits.
     """
     by_status: dict[str | None, list[Row]] = defaultdict(list)
@@ -45,7 +45,7 @@ def _part(status: str | None, rows: Sequence[Row], alone: bool) -> str:
     """The text for one status, such as `all 12 oom`, `3 crash: <first reason>` or `2 ok but suspect: ...`."""
     runs = len({row["run_id"] for row in rows})
     if status is None:
-        return f"pending {runs}"
+        return f"{runs} pending"
     number = f"all {runs}" if alone and runs > 1 else str(runs)
     if status == "ok":
         return f"{number} ok {_unranked(rows)}"
@@ -62,7 +62,7 @@ def _unranked(rows: Sequence[Row]) -> str:
         return f"but suspect: {suspect}"
     if any(row["stopped"] == SLOWER for row in rows):
         return "but stopped early as slower than the best"
-    return "without the number to rank by"
+    return "without a value to rank by"
 
 
 def _no_valid_layout(rejected: Sequence[Row]) -> str:
@@ -260,15 +260,15 @@ class Ranking:
         """Raises ConfigError if no ok run has the number to rank by."""
         oks = [s for s in chain.from_iterable(self.standings.values()) if s.outcome == Status.OK]
         if oks and all(standing.rate is None for standing in oks):
-            rule = "rank by another of docs/reference/columns.md"
+            rule = "rank by another column of docs/reference/columns.md"
             raise ConfigError(f"no ok run has a value in {self._rank_by}; {rule}")
 
     def _require_one_formula(self) -> None:
         """Raises ConfigError if MFU follows from several formulas."""
         formulas = sorted({*self._rows["flops_formula"].unique().to_pylist()} - {None})
         if len(formulas) > 1:
-            fact = f"MFU is by {' and '.join(formulas)} in these results, which makes it incomparable"
-            remedy = "launch the sweeps again with one measure.flops_formula, or show each alone"
+            fact = f"MFU of these results is not comparable: it uses the formulas {' and '.join(formulas)}"
+            remedy = "launch the sweeps again with the same measure.flops_formula, or show each one alone"
             raise ConfigError(f"{fact}; {remedy}")
 
     def _framed(self) -> pd.DataFrame:

@@ -83,10 +83,10 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
     state = fold(read_journal(folder.journal, warn))
     if missing := unrecorded(folder.claims, state):
         silence = (
-            f"the journal says nothing of {counted(len(missing), 'claimed attempt')}, such as {missing[0]}"
+            f"the journal has no record of {counted(len(missing), 'claimed attempt')}, such as {missing[0]}"
         )
-        remedy = f"ultrabench sweep resume {folder.display_name} runs them again"
-        warn(f"{folder.name}: {silence}: lines or files of it are damaged or missing; {remedy}")
+        remedy = f"to run them again: ultrabench sweep resume {folder.display_name}"
+        warn(f"{folder.name}: {silence}: some of its lines or files are damaged or missing; {remedy}")
     bases = _bases(sweep, plan, shapes_of(sweep, state))
     numbered_rows = [*_rows(sweep, plan, bases, state, warn)]
     row_columns = _columns([row for _, row in numbered_rows])

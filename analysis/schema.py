@@ -5,23 +5,23 @@ independent measurement of a run; an attempt is one try of a repeat. Every candi
 `is_final` marks one row of each repeat: its `ok` attempt, or else its latest. Units are in the names; `mfu` and similar
 columns are fractions. Unknown values are null, never 0 or -1.
 
-`status` is null while a run waits or runs; [rules](rules.md#statuses) lists the others. Speeds and `mfu` are given for
-`ok`, and for runs that are `invalid` only because their loss differs from that of other layouts. The file's metadata
-holds `ultrabench.schema_version` and each column's description. New columns keep the version; files of a newer version
-are refused.
+`status` is null while a run is pending or running; [rules](rules.md#statuses) lists the others. Speeds and `mfu` are
+given for `ok`, and for runs that are `invalid` only because their loss differs from that of other layouts. The file's
+metadata holds `ultrabench.schema_version` and each column's description. New columns keep the version; ultrabench
+refuses files of a newer version.
 
-How the best run of a cell (model, batch, nodes, hardware, kernel, precision) is found:
+How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kernel, precision):
 
-- `ok` rows compete, except suspects and rows that were `stopped` as `slower_than_best`. If only suspects are left, they
+- `ok` rows compete, except suspect rows and rows `stopped` as `slower_than_best`. If only suspect rows are left, they
   compete with each other.
-- If all rows that compete were measured beside the same `control`, `control_ratio` ranks them: it cancels differences
-  between nodes. Otherwise `tokens_per_s_per_gpu` ranks the whole cell. `heatmap --json` names the column
+- If all competing rows were measured with the same `control`, `control_ratio` ranks them: it cancels differences in node
+  speed. Otherwise `tokens_per_s_per_gpu` ranks the whole cell. `heatmap --json` names the column
   (`ranked_by`); `--rank-by COLUMN` chooses another.
-- A run counts with the median of its repeats. It is as good as the best if their intervals overlap. Its interval spans
-  the 95 % intervals of all its repeats; in a ratio it also includes that of the control.
-- Runs of one layout also compete if their environments differ: what was chosen (`env`, the program) or observed (GPU,
-  versions, `variables`). `env_id` is the hash of both. Runs with the same environment are repeats of one run; within a
-  sweep, the driver may differ.
+- A run counts with the median of its repeats. It is as good as the best run if their intervals overlap. Its
+  interval spans the 95 % intervals of all its repeats; in a ratio it also includes that of the control.
+- Runs of one layout in different environments also compete. An environment is what was chosen (`env`, the program) and
+  observed (GPU, versions, `variables`); `env_id` is its hash. Runs with the same environment are repeats of one run;
+  within a sweep, the driver may differ.
 - Models with the same name and different `model_id` are in different cells; their names show its first digits.
 - A suspect imported row (with a `source`) stays in the cell where its publisher ranked it, even if its architecture or
   batch differs.
@@ -53,28 +53,28 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
     "Identity": (
         column("schema_version", INT, "Version of this schema."),
         column("sweep", TEXT, "Name of the sweep."),
-        column("run_id", TEXT, "First 16 hex digits of the hash of all that defines the run."),
+        column("run_id", TEXT, "First 16 hex digits of the hash of everything that defines the run."),
         column("env_id", TEXT, "Hash of the environment: env, program, GPU, torch, CUDA, NCCL, driver, variables."),
-        column("env", TEXT, "Variables that kernel.env gave the program, as JSON; secrets are redacted."),
-        column("variables", TEXT, "Variables of rank 0 that configure its libraries, as JSON."),
-        column("repeat", INT, "Number of the measurement; null if never attempted."),
-        column("attempt", INT, "Number of the try; null if never attempted."),
+        column("env", TEXT, "Environment variables that kernel.env set for the program, as JSON; secrets are redacted."),
+        column("variables", TEXT, "Environment variables of rank 0 that configure its libraries, as JSON."),
+        column("repeat", INT, "Number of the measurement, from 0; null if never attempted."),
+        column("attempt", INT, "Number of the try, from 0; null if never attempted."),
         column("kernel", TEXT, "Name of the training program."),
         column("kernel_version", TEXT, "Version of the training program: 1, 2, ... or its publisher's version."),
         column("kernel_digest", TEXT, "Hash of the program's sources."),
         column("cluster", TEXT, "Name of the site."),
         column("hardware", TEXT, "Name of the node type."),
-        column("gpu_name", TEXT, "Name of the accelerator by its driver."),
+        column("gpu_name", TEXT, "Name of the accelerator, as its driver reports it."),
         column("nodes", INT, "Nodes of the run."),
-        column("gpus_per_node", INT, "Ranks on each node."),
-        column("gpus", INT, "Ranks altogether."),
+        column("gpus_per_node", INT, "Ranks per node."),
+        column("gpus", INT, "Ranks in total."),
     ),
     "Model": (
         column("model", TEXT, "Name of the model."),
         column("model_id", TEXT, "First 16 hex digits of the hash of its shape; null: unknown."),
         column("model_settings", TEXT, "Settings of the shape that have no column and differ from their defaults, as JSON, such as rope_theta."),
         column("num_params", INT, "All trainable parameters, tied weights counted once."),
-        column("num_active_params", INT, "Parameters used for one token: without experts that the router does not choose."),
+        column("num_active_params", INT, "Parameters used for one token: experts that the router does not choose are not counted."),
         column("hidden_size", INT, "Width of the residual stream."),
         column("num_hidden_layers", INT, "Decoder layers."),
         column("num_attention_heads", INT, "Query heads."),
@@ -91,8 +91,8 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("num_experts", INT, "Experts of a sparse layer; null here and in the next six columns if all layers are dense."),
         column("num_experts_per_tok", INT, "Experts that the router chooses for a token."),
         column("moe_intermediate_size", INT, "Width of an expert."),
-        column("n_shared_experts", INT, "Experts that every token passes."),
-        column("first_k_dense_replace", INT, "Number of the first layers that are dense."),
+        column("n_shared_experts", INT, "Experts that every token passes through."),
+        column("first_k_dense_replace", INT, "Number of dense layers at the start of the model."),
         column("decoder_sparse_step", INT, "n: after the dense first layers, every n-th layer of the model is sparse."),
         column("routing", TEXT, "How tokens choose their experts: balanced, learned or skew=A; null also for other programs."),
     ),
@@ -104,89 +104,89 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("seq_len", INT, "Tokens of a sequence."),
         column("precision", TEXT, "Arithmetic of forward and backward; fp8: of linear layers except the head, else bf16."),
         column("compile", BOOL, "Whether torch.compile was used; never with pp_schedule=zbv."),
-        column("variant", TEXT, "Values that the sweep varies beside the layout, as JSON; see docs/reference/configuration.md."),
-        column("first_values", TEXT, "Of each axis with several values in the sweep, the first, as JSON."),
+        column("variant", TEXT, "Values other than the layout that the sweep varies, as JSON; see docs/reference/configuration.md."),
+        column("first_values", TEXT, "First value of each axis that has several values in the sweep, as JSON."),
     ),
     "Outcome": (
-        column("status", TEXT, "How it ended; see docs/reference/rules.md."),
-        column("is_final", BOOL, "Whether this row stands for its repeat."),
+        column("status", TEXT, "How the attempt ended; see docs/reference/rules.md."),
+        column("is_final", BOOL, "Whether this row represents its repeat."),
         column("rule", TEXT, "First rule that rejects the layout."),
         column("reason", TEXT, "One line of evidence for every status except ok."),
-        column("cause", TEXT, "What failed, more exactly than the status: cuda_oom, segfault, ..."),
+        column("cause", TEXT, "What failed, in more detail than the status: cuda_oom, segfault, ..."),
         column("evidence", TEXT, "How each rank of a failed run ended, its last log lines and the cause of a hang, as JSON."),
-        column("fingerprint", TEXT, "Equal for the same failure on any node."),
+        column("fingerprint", TEXT, "Identifies a failure: the same on any node."),
         column("confirmed", BOOL, "Whether the rank's memory record proves that the run itself ran out of memory."),
         column("suspect_hosts", TEXTS, "Hosts that may have caused the failure."),
-        column("suspect", TEXT, "All reasons to doubt the result, else null. A suspect row wins only a cell whose rows are all suspect."),
+        column("suspect", TEXT, "Why the result is suspect; null if it is not. A suspect row wins only if all ok rows of its cell are suspect."),
         column("suspect_codes", TEXTS, "The codes of these reasons, such as throttled or other_batch."),
         column("stopped", TEXT, "Why measuring ended: interval, max_steps, program, slower_than_best, time_limit."),
-        column("dominated_by", TEXT, "run_id of the run that ran out of memory, so that this larger one was skipped."),
+        column("dominated_by", TEXT, "run_id of the run that ran out of memory, so ultrabench skipped this larger one."),
         column("measured_by", TEXT, "report: from the program's report; log: from its log."),
         column("ci_reached", BOOL, "Whether the interval of the step time met its target."),
-        column("allocation", TEXT, "Name of the job that ran it."),
+        column("allocation", TEXT, "Name of the job that ran the attempt."),
         column("step_time_s", FLOAT, "Median time of an optimizer step."),
-        column("step_times_s", FLOATS, "Measured steps in order, warm-up dropped."),
-        column("step_time_ci95_rel", FLOAT, "Half 95 % interval of the median, relative; needs 6."),
+        column("step_times_s", FLOATS, "Times of the measured steps in order, without the warm-up."),
+        column("step_time_ci95_rel", FLOAT, "Half the 95 % interval of step_time_s, as a fraction of it; needs 6 steps."),
         column("num_steps_measured", INT, "Length of step_times_s."),
         column("tokens_per_s", FLOAT, "gbs * seq_len / step_time_s."),
         column("tokens_per_s_per_gpu", FLOAT, "tokens_per_s / gpus."),
         column("mfu", FLOAT, "model_flops_per_s_per_gpu / peak_flops_per_s, in the precision of the row."),
         column("hfu", FLOAT, "Executed FLOPs over the peak; null if not counted."),
-        column("flops_formula", TEXT, "FLOPs of a token. palm: 6*N_matmul + 12*L*heads*head_dim*seq_len, where N_matmul counts the parameters in matrix products, of experts only the chosen ones. megatron: 6*L in place of 12*L."),
+        column("flops_formula", TEXT, "Formula for the FLOPs of a token. palm: 6*N_matmul + 12*L*heads*head_dim*seq_len, where N_matmul counts the parameters in matrix products, including only the chosen experts. megatron: 6*L instead of 12*L."),
         column("peak_flops_per_s", FLOAT, "Dense peak rate of one rank in its precision."),
         column("peak_source", TEXT, "Source of the peak; measured: on this machine."),
-        column("peak_core_share", FLOAT, "Fraction of the CPU cores that other programs left to this measurement; null: all."),
-        column("source_mfu", FLOAT, "MFU that the program printed (kernel.mfu_line) or the publisher computed."),
+        column("peak_core_share", FLOAT, "Fraction of the CPU cores that was free when the peak was measured; null: all."),
+        column("source_mfu", FLOAT, "MFU that the program printed (kernel.mfu_line) or its publisher computed."),
         column("model_flops_per_s_per_gpu", FLOAT, "FLOPs of a token * tokens_per_s_per_gpu."),
-        column("power_w_mean", FLOAT, "Mean power of a GPU over the measured steps."),
+        column("power_w_mean", FLOAT, "Mean power of a GPU during the measured steps."),
         column("energy_j_per_step", FLOAT, "power_w_mean * gpus * step_time_s: GPUs only, without hosts and network."),
         column("tokens_per_j", FLOAT, "gbs * seq_len / energy_j_per_step."),
         column("cost_per_billion_tokens", FLOAT, "1e9 * price_per_gpu_hour (of the cluster) / (3600 * tokens_per_s_per_gpu); null without a price."),
         column("control", TEXT, "run_id of the control layout of its job."),
         column("control_ratio", FLOAT, "Speed divided by that of the control layout of its job."),
-        column("graphs", INT, "Most graphs that torch.compile made on a rank; 0: layers ran eagerly."),
-        column("attention", TEXT, "Attention that ran: cudnn, flash, flash3 or math."),
+        column("graphs", INT, "Largest number of graphs that torch.compile made on a rank; 0: layers ran eagerly."),
+        column("attention", TEXT, "Attention kernel that ran: cudnn, flash, flash3 or math."),
         column("attention_listed", TEXT, "kernel.attention of the run, such as auto, if the sweep lists several; else null."),
         column("loss_final", FLOAT, "Loss at measure.loss_step, which all layouts of a cell reach."),
         column("peak_mem_allocated_bytes", INT, "Largest allocated memory of all ranks."),
         column("peak_mem_reserved_bytes", INT, "Largest reserved memory of all ranks; on CPUs the largest resident set."),
         column("peak_mem_reserved_rank0_bytes", INT, "Reserved memory of rank 0, as other benchmarks publish it."),
-        column("allocator_retries", INT, "How often the allocator of a rank found its GPU full and returned unused memory, which takes time."),
-        column("checkpoint_save_s", FLOAT, "Time in which the slowest rank saves parameters and optimizer synchronously; null here and in the next six columns: not measured (see checkpoint_cause)."),
-        column("checkpoint_load_s", FLOAT, "Time of loading it; the page cache may serve the files, so storage alone is slower."),
+        column("allocator_retries", INT, "Times that the allocator of a rank found its GPU full and freed unused memory, which is slow."),
+        column("checkpoint_save_s", FLOAT, "Time that the slowest rank takes to save parameters and optimizer synchronously; null here and in the next six columns: not measured (see checkpoint_cause)."),
+        column("checkpoint_load_s", FLOAT, "Time to load the checkpoint; the page cache may serve the files, so storage alone is slower."),
         column("checkpoint_bytes", INT, "Bytes of the files of one save."),
         column("checkpoint_bytes_per_s_per_node", FLOAT, "checkpoint_bytes / nodes / checkpoint_save_s."),
-        column("checkpoint_async_blocking_s", FLOAT, "Time for which an asynchronous save delays the next training step."),
-        column("checkpoint_async_s", FLOAT, "Time of the whole asynchronous save."),
-        column("checkpoint_async_lost_steps", FLOAT, "Extra time of the steps during the asynchronous save, in units of step_time_s, without checkpoint_async_blocking_s."),
+        column("checkpoint_async_blocking_s", FLOAT, "Time by which an asynchronous save delays the next training step."),
+        column("checkpoint_async_s", FLOAT, "Total time of the asynchronous save."),
+        column("checkpoint_async_lost_steps", FLOAT, "Extra time of the steps during the asynchronous save, divided by step_time_s; excludes checkpoint_async_blocking_s."),
         column("checkpoint_cause", TEXT, "Why an ok run has no checkpoint numbers: disk_full, disk_slow or another cause."),
         column("checkpoint_reason", TEXT, "One line of evidence for checkpoint_cause."),
-        column("init_time_s", FLOAT, "From the start of the ranks to the end of the first step."),
-        column("predicted_step_time_s", FLOAT, "Prediction made before the run."),
-        column("predicted_peak_mem_bytes", INT, "Prediction made before the run."),
-        column("p_oom", FLOAT, "Predicted probability of running out of memory."),
+        column("init_time_s", FLOAT, "Time from the start of the ranks to the end of the first step."),
+        column("predicted_step_time_s", FLOAT, "Step time predicted before the run."),
+        column("predicted_peak_mem_bytes", INT, "Peak memory predicted before the run."),
+        column("p_oom", FLOAT, "Probability of running out of memory, predicted before the run."),
     ),
     "State of the cluster": (
         *(column(f"{operation}{scope}_busbw_bytes_per_s", FLOAT, f"Bus bandwidth {where}.")
-          for scope, where in (("", "over all ranks"), ("_intra_node", "inside a node"))
+          for scope, where in (("", "over all ranks"), ("_intra_node", "within a node"))
           for operation in OPERATIONS),
         column("bandwidths", BANDWIDTHS, "All sizes and percentiles of runs with kernel=probe; see docs/guide/inside.md."),
-        column("gemm_flops_per_s", FLOAT, "Matrix product rate of the slowest device."),
+        column("gemm_flops_per_s", FLOAT, "Rate of matrix products on the slowest device."),
         column("gemm_sm_clock_hz", FLOAT, "Lowest SM clock of all devices during those matrix products; null on CPUs."),
-        column("memory_copy_bytes_per_s", FLOAT, "Bytes read and written by a copy, of the slowest device."),
-        column("node_gemm_flops_per_s", FLOATS, "Matrix product rate of the slowest device of each node."),
-        column("node_memory_copy_bytes_per_s", FLOATS, "Bytes read and written by a copy, of each node's slowest device."),
-        column("sm_clock_hz", FLOAT, "Median SM clock over the measured steps."),
+        column("memory_copy_bytes_per_s", FLOAT, "Rate of a memory copy (read and write) on the slowest device."),
+        column("node_gemm_flops_per_s", FLOATS, "Rate of matrix products on the slowest device of each node."),
+        column("node_memory_copy_bytes_per_s", FLOATS, "Rate of a memory copy (read and write) on the slowest device of each node."),
+        column("sm_clock_hz", FLOAT, "Median SM clock during the measured steps."),
         column("foreign_load", FLOAT, "Largest fraction of a node's cores that other programs used during the steps."),
         column("foreign_gpu_processes", TEXT, "Other processes on the GPUs during the steps; null: none or unknown."),
-        column("throttled", BOOL, "Whether a device was throttled over the measured steps."),
+        column("throttled", BOOL, "Whether a device was throttled during the measured steps."),
     ),
     "Provenance": (
         column("source", TEXT, "Who measured an imported row, such as the name of its table; else null."),
         column("started_at", TIME, "Start of the ranks."),
-        column("duration_s", FLOAT, "From the start of the ranks until all of them were gone."),
+        column("duration_s", FLOAT, "Time from the start of the ranks until all have exited."),
         column("gpu_hours", FLOAT, "duration_s * gpus / 3600."),
-        column("job_id", TEXT, "Job id of the scheduler; null for local processes."),
+        column("job_id", TEXT, "Job id in the scheduler; null for local processes."),
         column("hostnames", TEXTS, "Hosts in node order."),
         column("git_commit", TEXT, "Commit of ultrabench that launched the sweep."),
         column("torch_version", TEXT, "Version of torch."),

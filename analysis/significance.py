@@ -50,7 +50,7 @@ def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[st
     p_values.loc[tested, "p_corrected"] = stats.false_discovery_control(p_values.loc[tested, "p_value"])
     step_worth = f"{(1 - correlation) / (1 + correlation):.2f}"
     return p_values, [
-        f"Steps next to each other correlate by {correlation:.2f}: one counts as {step_worth}.",
+        f"Neighbouring steps correlate by {correlation:.2f}, so a step counts as {step_worth} independent steps.",
         about_spread,
     ]
 
@@ -94,16 +94,16 @@ def _between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
         squares, freedom = squares + float(((logs - logs.mean()) ** 2).sum()), freedom + len(runs) - 1
     if freedom >= LEAST_FREEDOM:
         spread = sqrt(squares / freedom)
-        return spread, freedom, f"Repeats of a run differ by {percent(spread)}, which counts as chance."
+        return spread, freedom, f"Repeats of a run vary by {percent(spread)}, which the test treats as noise."
     fact = "Too few runs have repeats (use repeats=2)"
     ratios = np.log([step_time(b) / step_time(a) for a, b in pairs])
     freedom = (len(ratios) - 1) // 3
     if freedom >= LEAST_FREEDOM:
         # 1.4826 median absolute deviations are the standard deviation of a normal distribution.
         spread = 1.4826 * float(np.median(abs(ratios - np.median(ratios)))) / sqrt(2)
-        about = f"{fact}: chance is what the ratios of most layouts differ by, {percent(spread)}."
+        about = f"{fact}: the test takes noise between runs from the spread of the ratios, {percent(spread)}."
         return spread, freedom, about
-    return 0.0, 0, f"{fact}, and too few layouts were measured: chance between runs is not in the test."
+    return 0.0, 0, f"{fact} and too few layouts were measured: the test ignores noise between runs."
 
 
 def step_time(runs: Runs) -> float:

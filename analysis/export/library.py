@@ -22,7 +22,7 @@ def require_library(extra: str) -> None:
     for package in PACKAGES[extra]:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
-            raise ConfigError(f"{package} is not installed; pip install 'ultrabench[{extra}]'")
+            raise ConfigError(f"{package} is not installed; run: pip install 'ultrabench[{extra}]'")
 
 
 def library(module: str) -> Any:
@@ -36,5 +36,5 @@ def library(module: str) -> Any:
     except ImportError as error:
         extra = module.partition(".")[0]
         raise ConfigError(
-            f"cannot import {module} ({error}); pip install -U 'ultrabench[{extra}]'"
+            f"cannot import {module} ({error}); run: pip install -U 'ultrabench[{extra}]'"
         ) from error

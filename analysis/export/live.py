@@ -98,7 +98,7 @@ def _deadline(seconds: float) -> Iterator[None]:
     """Raises UltrabenchError in the body when it takes longer."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise UltrabenchError(f"no answer in {seconds:.0f} s")
+        raise UltrabenchError(f"no answer within {seconds:.0f} s")
 
     signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

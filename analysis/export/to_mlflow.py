@@ -34,7 +34,7 @@ class MLflow:
         artifacts = None if given_uri else (folder.resolve() / "mlartifacts").as_uri()
         name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ultrabench"
         self._client, self._parents = client(uri), dict[str, str]()
-        self.where = f"the experiment {name} of {uri}"
+        self.where = f"experiment {name} at {uri}"
         experiment = self._client.get_experiment_by_name(name)
         self._experiment = (
             experiment.experiment_id if experiment else self._client.create_experiment(name, artifacts)

@@ -22,7 +22,7 @@ class WeightsAndBiases:
         self._wandb = library("wandb")
         self._project = project or os.environ.get("WANDB_PROJECT") or "ultrabench"
         self._folder = Path(os.environ.get("WANDB_DIR") or folder)
-        self.where = f"the project {self._project} of W&B"
+        self.where = f"W&B project {self._project}"
         if os.environ.get("WANDB_MODE") == "offline":
             self.where += f", offline (wandb sync {self._folder}/wandb/offline-run-*)"
 

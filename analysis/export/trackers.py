@@ -85,7 +85,7 @@ def _refused(error: Exception) -> UltrabenchError:
     if isinstance(error, UltrabenchError):
         return error
     return UltrabenchError(
-        f"the tracker failed: {first_line(error)}", "export again when it works: that updates"
+        f"the tracker failed: {first_line(error)}", "export again when it works; existing runs are updated"
     )
 
 

@@ -36,8 +36,8 @@ def figure(comparison: Comparison) -> Figure:
     """
     rows = comparison.rows[comparison.rows["ratio"].notna()]
     if not len(rows):
-        without = "compare without -o for how their runs ended"
-        raise ConfigError(f"no layout has a step time in A and in B; {without}")
+        todo = "to see how their runs ended, compare without -o"
+        raise ConfigError("no layout has a step time in both A and B", todo)
     models = list(rows.sort_values(["num_params", "model"])["model"].unique())
     heading = f"Step times of {comparison.title}: {counted(len(rows), 'layout')}"
     note = "\n".join(_notes(comparison))
@@ -49,13 +49,15 @@ def figure(comparison: Comparison) -> Figure:
         axes.axhspan(1 / (1 + comparison.threshold), 1 + comparison.threshold, color="#efefef", zorder=0)
         axes.axhline(1, color=GREY, linewidth=0.8)
         _draw(axes, rows[rows["model"] == model].reset_index(drop=True), won)
-        label(axes, model, "layouts, sorted by their ratio", f"step time of {b} / {a}")
+        label(axes, model, "layouts, sorted by ratio", f"step time of {b} / {a}")
         axes.set_yscale("log")
         log_ticks(axes.yaxis, rows["ratio"].min(), rows["ratio"].max())
         axes.yaxis.set_major_formatter("{x:g} x")
-    names_of = {name: f"{name}, p <= {ALPHA:g} corrected" if name else "no finding" for name in _LOOKS}
+    names_of = {
+        name: f"{name}, p <= {ALPHA:g} corrected" if name else "no significant difference" for name in _LOOKS
+    }
     handles = [legend_entry(names_of[name], **look) for name, look in _LOOKS.items()]
-    legend(middle, [*handles, legend_entry("won its cell only in A or only in B", **_WON)])
+    legend(middle, [*handles, legend_entry("best of its cell in only one of A and B", **_WON)])
     return whole
 
 
@@ -81,14 +83,18 @@ def _draw(axes: Axes, ratios: pd.DataFrame, won: Set[tuple[object, ...]]) -> Non
 def _notes(comparison: Comparison) -> Iterator[str]:
     """The lines under the figure: what was left out, and which cells another layout wins."""
     changes = [f"{name} {a} -> {b}" for name, (a, b) in comparison.differing.items() if name in MAY_DIFFER]
-    changed = ", ".join(changes) or "no other hardware, kernel or precision known"
-    yield f"A is {comparison.names[0]}, B is {comparison.names[1]}. From A to B: {changed}."
+    changed = (
+        f"From A to B: {', '.join(changes)}."
+        if changes
+        else "No known change of hardware, kernel or precision."
+    )
+    yield f"A: {comparison.names[0]}. B: {comparison.names[1]}. {changed}"
     yield " ".join(comparison.notes)
-    yield "Grey band: differences up to the threshold. Above 1 x, B is slower."
+    yield "Grey band: differences within the threshold. Above 1 x, B is slower."
     winners = comparison.winners.to_dict("records")
     if winners:
-        yield "Cells that another layout wins in B:"
+        yield "Cells with a different best layout in B:"
     for cell in winners[:_NAMED]:
         yield f"{cell['model']} on {counted(cell['nodes'], 'node')}: {cell['best_a']} -> {cell['best_b']}"
     if len(winners) > _NAMED:
-        yield f"and in {counted(len(winners) - _NAMED, 'cell')} more"
+        yield f"and {len(winners) - _NAMED:,} more"

@@ -136,7 +136,7 @@ def _lines(cell: Cell, width: float, compared_with: str) -> list[Line]:
     if wide := too_wide(cell.ci_reached, cell.step_time_ci95_rel):
         small.insert(0, (f"interval {wide}", _USUAL, "bold"))
     if cell.suspect:
-        small.insert(0, ("in doubt", _USUAL, "bold"))
+        small.insert(0, ("suspect", _USUAL, "bold"))
     return [(_headline(cell), _LARGE, "normal" if wide or cell.suspect else "bold"), *small, *below]
 
 
@@ -189,12 +189,14 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         ConfigError: there are no cells, or more than _MOST_PANELS panels.
     """
     if not cells:
-        raise ConfigError("the table has no cells; plan a sweep, or draw links with: ultrabench plot comm")
+        raise ConfigError(
+            "the table has no cells; plan a sweep, or draw bandwidths with: ultrabench plot comm"
+        )
     grids = _grids(cells, compared_with)
     if len(grids) > _MOST_PANELS:
         groups = f"{counted(len(cells), 'cell')} in {len(grids)} groups of hardware, kernel, precision, routing, seq_len and gbs"
-        rule = f"a heatmap holds {_MOST_PANELS} groups; show them on a page: ultrabench report"
-        raise ConfigError(f"{groups}, {rule}; or list them: ultrabench heatmap --json")
+        rule = f"a heatmap holds at most {_MOST_PANELS} groups: show them on a page with ultrabench report"
+        raise ConfigError(f"{groups}; {rule}, or list them with ultrabench heatmap --json")
     left_inches = max(1.25, 0.35 + 0.1 * max(min(len(cell.title), _NAME_WIDTH) for cell in cells))
     width = max(7.0, left_inches + max(grid.size[0] for grid in grids) + _RIGHT)
     room = width - left_inches
@@ -250,7 +252,7 @@ def _draw_bar(bar: Axes, grid: Grid, end: float) -> None:
     space = "\n" if grid.size[1] < 2 else " "
     mfu = f"MFU{of_peak(grid.cells[0].precision)} (% of{space}{measured}peak)"
     label = {"mfu": mfu, "source_mfu": f"source_mfu{space}(% of peak)"}
-    wins = f"{name}\nlowest wins" if column in LOWER_IS_BETTER else name
+    wins = f"{name}\nlower is better" if column in LOWER_IS_BETTER else name
     bar.set_ylabel(label.get(column, column) + wins, fontsize=9, color=GREY)
     bar.tick_params(labelsize=8, length=2, color=GREY)
 
@@ -304,7 +306,7 @@ def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
     if formula := formula_of_cells(cells):
         yield f"{formula}."
     if any(cell.compare_ratio is not None for cell in cells):
-        yield f"1.00x: as many tokens/s/GPU as the best of {other}."
+        yield f"Factors such as 1.00x: tokens/s/GPU relative to the best of {other}."
     differing = {
         f"{name} {other_value or 'unknown'} instead of {getattr(cell, name) or 'unknown'}"
         for cell in cells
@@ -313,17 +315,17 @@ def _sentences(cells: Sequence[Cell], other: str) -> Iterator[str]:
     if differing:
         yield f"{other} has {', '.join(sorted(differing))}."
     if moved := sum(cell.compare_layout is not None for cell in cells):
-        where = f"In {moved} of {cell_count}, which have a dark or light corner"
-        yield f"{where}, the best layout of {other} is another one, which `other` names."
+        where = f"In {moved} of {cell_count}, marked by a corner"
+        yield f"{where}, {other} has a different best layout, shown after `other:`."
     if close := sum(bool(cell.as_good_as_best) for cell in cells):
-        yield f"In {close} of {cell_count} other layouts are as good within the 95 % interval."
+        yield f"In {close} of {cell_count} several layouts tie for best: their 95 % intervals overlap."
     if several := sum(cell.environment is not None for cell in cells):
-        yield f"In {several} of {cell_count} layouts were measured in several environments; the square names that of the best."
+        yield f"In {several} of {cell_count} layouts were measured in several environments; the square names the environment of the best."
     if suspect_cells := [cell for cell in cells if cell.suspect]:
-        where = f"In {len(suspect_cells)} of {cell_count} every measurement is in doubt, and the best of these is shown"
+        where = f"In {len(suspect_cells)} of {cell_count} every measurement is suspect, so the best suspect one is shown"
         yield f"{where}, such as {suspect_cells[0].title} on {counted(suspect_cells[0].nodes, 'node')}: {suspect_cells[0].suspect}."
     if wide := [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]:
         widest = max(wide, key=lambda cell: cell.step_time_ci95_rel or 0.0)
         where = f"{widest.title} on {counted(widest.nodes, 'node')}"
         interval = f"{too_wide(False, widest.step_time_ci95_rel)} ({where})"
-        yield f"In {len(wide)} of {cell_count} the interval of the best is wider than its target, up to {interval}."
+        yield f"In {len(wide)} of {cell_count} the interval of the best layout is wider than its target, up to {interval}."

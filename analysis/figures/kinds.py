@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ultrabench.errors import ConfigError, require_known
+from ultrabench.errors import MOST_NAMES, ConfigError, nearest_name, require_known
 from ultrabench.layout import DEGREES, DIVIDES, TEXT_AXES, USUAL
 
 if TYPE_CHECKING:  # this module is imported for every --help
@@ -32,34 +32,33 @@ class Kind:
 
 
 KINDS = {
-    "comm": Kind("bandwidth of collectives over node counts, of sweep=comm"),
-    "scatter": Kind("every measured run of every model: MFU and throughput over nodes", draws_runs=True),
+    "comm": Kind("bandwidth of collectives over nodes, from sweep=comm"),
+    "scatter": Kind("MFU and throughput of every measured run over nodes", draws_runs=True),
     "scaling": Kind(
-        "best throughput, and its memory, over a degree", ("nodes", *DEGREES, *DIVIDES), draws_runs=True
+        "best throughput and its memory over nodes or a degree",
+        ("nodes", *DEGREES, *DIVIDES),
+        draws_runs=True,
     ),
-    "effect": Kind("what each value of an axis is worth, all else equal: effect AXIS", over_any_axis=True),
+    "effect": Kind("speedup by each value of an axis, all else equal: effect AXIS", over_any_axis=True),
     "largest-batch": Kind(
         "largest micro-batch that fits over tp, pp and recompute, predicted and measured", draws_runs=True
     ),
     "pareto": Kind(
-        "throughput, or energy or cost, against peak memory, with the layouts that no other beats in both",
+        "throughput, energy or cost against peak memory, with the Pareto front",
         by="tokens_per_s_per_gpu",
         draws_runs=True,
     ),
     "predicted": Kind("predicted against measured step time and memory of each run", draws_runs=True),
     "checkpoint": Kind(
-        "what saving and loading the state costs over node counts, of measure.checkpoint=true",
-        draws_runs=True,
+        "time and bandwidth of checkpoints over nodes, from measure.checkpoint=true", draws_runs=True
     ),
     "failures": Kind(
-        "how runs ended over nodes or a degree",
+        "how runs ended, over nodes or a degree",
         ("nodes", *(name for name in (*DEGREES, *USUAL) if name not in TEXT_AXES)),
         draws_runs=True,
     ),
     "nodes": Kind("rates of each node over time, slow and failing nodes first"),
-    "bubble": Kind(
-        "bubble of pipeline schedules over micro-batches, and what pipelines cost in measured runs"
-    ),
+    "bubble": Kind("bubble of pipeline schedules over micro-batches, and the measured cost of pipelines"),
     "schedule": Kind("timeline of a pipeline schedule: pp=4 gas=8 pp_schedule=1f1b", of_layout=True),
     "memory": Kind(
         "predicted memory of a layout by part: model=llama3-8b tp=8",
@@ -94,11 +93,11 @@ def prepared(
     require_known("figure", KINDS, kind)
     axes, of_layout, over_any_axis = KINDS[kind].axes, KINDS[kind].of_layout, KINDS[kind].over_any_axis
     if layout and not of_layout:
-        raise ConfigError(f"layout: the figure {kind} shows results; keep the rows with these values instead")
+        raise ConfigError(f"layout: the figure {kind} shows results, not a layout; filter the rows instead")
     if axis is not None and not axes and not over_any_axis:
-        raise ConfigError(f"--axis {axis}: the figure {kind} has no choice of axis; leave --axis out")
+        raise ConfigError(f"--axis {axis}: the figure {kind} takes no axis; remove --axis")
     if by is not None and not KINDS[kind].by:
-        raise ConfigError(f"--by {by}: the figure {kind} has no choice of column; leave --by out")
+        raise ConfigError(f"--by {by}: the figure {kind} takes no column; remove --by")
     if axis is not None and not over_any_axis:
         require_known(f"axis of the figure {kind}", axes, axis)
     module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
@@ -131,6 +130,11 @@ def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":
         numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
         values = pc.unique(column.combine_chunks().sort() if numeric else column).to_pylist()
         texts = [*map(str, values)]
-        require_known(f"value of {name} in these rows", texts, str(value), first=texts if numeric else ())
+        if str(value) not in texts:
+            nearest = None if numeric else nearest_name(str(value), texts)
+            hint = f"did you mean {nearest}? " if nearest else ""
+            more = f" and {len(texts) - MOST_NAMES:,} more" if len(texts) > MOST_NAMES else ""
+            values_text = f"values of {name}: {', '.join(texts[:MOST_NAMES])}{more}"
+            raise ConfigError(f"no rows have {name}={value}", f"{hint}{values_text}")
         table = table.filter(pc.equal(pc.fill_null(column.cast("string"), "None"), str(value)))
     return table

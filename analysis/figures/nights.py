@@ -44,11 +44,11 @@ def figure(history: History) -> Figure:
             unit = np.median(rates[[n for n in series.counted_nights if n < first_change]])
             axes.plot(rates / unit, **look_of.get(f"{name}, {series.layout}", _OTHERS))
         _mark_nights(axes, history, of_cell)
-        label(axes, name, "night", "rate over that at first")
+        label(axes, name, "night", "rate / first nights")
     handles = [legend_entry(name, **look) for name, look in look_of.items()]
     if handles:
-        handles.append(legend_entry("no change, or not named", **_OTHERS))
-    legend(middle, [*handles, legend_entry("another commit, version or place", **_OTHER_VERSION)])
+        handles.append(legend_entry("other runs", **_OTHERS))
+    legend(middle, [*handles, legend_entry("change of commit, version or cluster", **_OTHER_VERSION)])
     return whole
 
 

@@ -41,8 +41,9 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
     """
     suffix = path.suffix.lower()
     if suffix not in _METADATA:
-        rule = "figures are written as .png, .svg or .pdf: name a file that ends in one of these"
-        raise ConfigError(f"{path}; {rule}")
+        raise ConfigError(
+            f"{path} does not end in .png, .svg or .pdf", "give a file with one of these endings"
+        )
     buffer = io.BytesIO()
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
@@ -65,7 +66,11 @@ def styled() -> Iterator[None]:
 
 def wrapped(text: str, width: int) -> list[str]:
     """The lines of a text, wrapped to `width` characters between words; names are not cut at their hyphens."""
-    return [line for part in text.splitlines() for line in textwrap.wrap(part, width, break_on_hyphens=False)]
+    parts = (
+        part.replace(" %", "\xa0%") for part in text.splitlines()
+    )  # a number stays beside its percent sign
+    lines = (line for part in parts for line in textwrap.wrap(part, width, break_on_hyphens=False))
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def _fix_places(drawn: Figure) -> None:

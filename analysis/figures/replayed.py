@@ -22,8 +22,8 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
     worst = max([_NEAR / 100, *(cell["regret"] for cell in cells if cell["regret"] is not None)])
     whole, middle, (axes,) = panel_grid(
         1,
-        title=f"{name}: {document['strategy']}, batch {document['batch']}, {share:.1%} of the GPU hours",
-        notes=f"Numbers: nodes of a cell. Line: {_NEAR} %. White: the strategy found no layout that works.",
+        title=f"{name}: {document['strategy']}, batch {document['batch']}, {100 * share:.1f} % of the GPU hours",
+        notes=f"Numbers: nodes of the cell. Line: regret of {_NEAR} %. Hollow: the strategy found no working layout.",
         height=3.6,
     )
     styles = looks([*dict.fromkeys(cell["model"] for cell in cells)], ordered=False, linestyle="")
@@ -33,6 +33,6 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
         axes.plot(*point, alpha=0.7, fillstyle="full" if has_layout else "none", **styles[cell["model"]])
         axes.annotate(str(cell["nodes"]), point, (4, 3), textcoords="offset points", fontsize=7)
     axes.axhline(_NEAR, color=GREY, linewidth=0.8)
-    label(axes, "", "GPU hours of the strategy (% of those of all layouts)", "regret (%)")
+    label(axes, "", "GPU hours of the strategy (% of the hours of all layouts)", "regret (%)")
     legend(middle, [legend_entry(str(model), **style) for model, style in styles.items()])
     return whole

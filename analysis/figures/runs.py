@@ -45,12 +45,12 @@ def final(table: pa.Table, more: Sequence[str] = ()) -> pd.DataFrame:
     frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):
         if len(layouts):
-            rule = "all rejected by a rule, so that none may run; see why: ultrabench heatmap"
-            raise ConfigError(f"{counted(len(layouts), 'layout')} here, {rule}")
+            rule = "all rejected by rules; see why: ultrabench heatmap"
+            raise ConfigError(f"{counted(len(layouts), 'layout')}, {rule}")
         todo = "launch a sweep: ultrabench sweep launch"
         if "probe" in table["kernel"].to_pylist():
             todo = "draw its bandwidths with: ultrabench plot comm"
-        raise ConfigError(f"{counted(len(table), 'row')} without a run that trains a model; {todo}")
+        raise ConfigError(f"{counted(len(table), 'row')}, none of a run that trains a model; {todo}")
     oks = {s.repeat: s for s in chain(*ranking.standings.values()) if s.outcome == Status.OK}
     intervals = {row: standing.rate_interval for row, standing in oks.items() if standing.rate_interval}
     ends = pd.DataFrame(intervals.values(), [*intervals], ["rate_low", "rate_high"], float)
@@ -73,8 +73,8 @@ def measured(frame: pd.DataFrame) -> pd.DataFrame:
     """
     runs = frame[frame["standing"].notna() & (frame["tokens_per_s_per_gpu"] > 0)]
     if not len(runs):
-        among = f"among {counted(len(frame), 'row')}"
-        raise ConfigError(f"no ok run with a speed {among}; see why: ultrabench plot failures")
+        fact = f"{counted(len(frame), 'row')}, none of an ok run with a speed"
+        raise ConfigError(fact, "see why: ultrabench plot failures")
     return runs.reset_index(drop=True)
 
 
@@ -88,7 +88,7 @@ def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:
     """
     good = runs[runs["good"]]
     if not len(good):
-        raise none_left(runs, "none may be the best")
+        raise none_left(runs, "none can win")
     rank0 = good["peak_mem_reserved_bytes"].isna().all()
     peak_bytes = good["peak_mem_reserved_rank0_bytes" if rank0 else "peak_mem_reserved_bytes"]
     memory_of = "of rank 0" if rank0 else "largest of all ranks"
@@ -120,9 +120,9 @@ def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.Dat
     """
     complete = runs.dropna(subset=column)
     if not len(complete):
-        raise ConfigError(f"{counted(len(runs), 'run')} here, none with its {name}; {todo}")
+        raise ConfigError(f"{counted(len(runs), 'run')}, none with {name}; {todo}")
     number = len(runs) - len(complete)
-    return complete, f"Left out: {counted(number, 'run')} without {name}.\n" if number else ""
+    return complete, f"Excluded: {counted(number, 'run')} without {name}.\n" if number else ""
 
 
 def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:

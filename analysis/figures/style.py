@@ -26,7 +26,7 @@ PALE = "#d9d9d9"
 """Colour of grid lines."""
 _TITLE_LINE, _NOTE_LINE, _MARGIN = 0.23, 0.15, 0.1
 """Heights in inches of a line of the title, of a line of the notes, and of the space above and below."""
-_TITLE_WIDTH, _NAME_WIDTH, _NOTE_WIDTH, _LEGEND_WIDTH, _TICKS_WIDTH = 66, 72, 135, 100, 88
+_TITLE_WIDTH, _NAME_WIDTH, _NOTE_WIDTH, _LEGEND_WIDTH, _TICKS_WIDTH = 66, 72, 128, 100, 88
 """Numbers of characters that fit into the width of a figure."""
 _MARKERS = "osD^vPX*<>"
 _LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
@@ -49,8 +49,10 @@ def panel_grid(
         ConfigError: there are more than MOST_PANELS panels.
     """
     if number > MOST_PANELS:
-        rule = f"a figure holds {MOST_PANELS}; draw fewer rows with COLUMN=VALUE, such as model=NAME"
-        raise ConfigError(f"{counted(number, 'panel')} to draw, {rule}")
+        rule = (
+            f"a figure holds at most {MOST_PANELS}: select fewer rows with COLUMN=VALUE, such as model=NAME"
+        )
+        raise ConfigError(f"{counted(number, 'panel')} to draw; {rule}")
     columns = min(columns, number)
     rows = -(-number // columns)
     heading = wrapped(title, _TITLE_WIDTH)

@@ -38,7 +38,7 @@ def completed(row: Row, models: Mapping[str, str]) -> tuple[Row, list[Doubt]]:
     _fill_layout(row)
     batch = _product(row, "dp", *BATCH)
     if batch is not None and row.setdefault("gbs", batch) != batch:
-        other = f"other batch than its layout: gbs={row['gbs']}, dp*mbs*gas={batch}"
+        other = f"batch does not match the layout: gbs={row['gbs']}, dp*mbs*gas={batch}"
         doubts.append(Doubt("other_batch", other))
         row["gbs"] = batch
     row["tokens_per_step"] = _product(row, "gbs", "seq_len")
@@ -75,7 +75,9 @@ def _impossible(row: Row) -> Iterator[Doubt]:
         yield Doubt("unknown_step_time", "unknown step time")
     ranks = _product(row, *DEGREES)
     if ranks is not None and row.get("gpus") != ranks:
-        text = f"other number of GPUs than its layout: gpus={row.get('gpus')}, {'*'.join(DEGREES)}={ranks}"
+        text = (
+            f"number of GPUs does not match the layout: gpus={row.get('gpus')}, {'*'.join(DEGREES)}={ranks}"
+        )
         yield Doubt("other_gpus", text)
     yield from impossible(row.get("mfu"))
     used_bytes, node_type = (
@@ -90,7 +92,7 @@ def _impossible(row: Row) -> Iterator[Doubt]:
 def _other(row: Row, size: str, usual: object) -> Doubt:
     subject = "vocabulary" if size == "vocab_size" else "architecture"
     grouped = size == "num_key_value_heads" and row[size] < row["num_attention_heads"]
-    text = f"other {subject}: {size}={row[size]}{' (GQA)' * grouped}, {row['model']} has {usual}"
+    text = f"different {subject}: {size}={row[size]}{' (GQA)' * grouped}, {row['model']} has {usual}"
     return Doubt(f"other_{subject}", text)
 
 

@@ -87,9 +87,11 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         why = getattr(error, "strerror", None) or error
         raise UltrabenchError(f"cannot read {path}: {why}; give a CSV file") from error
     if longer := next((n for n, row in enumerate(lines, start=2) if None in row), None):
-        raise ConfigError(f"{path}, line {longer} has more than the {len(header)} columns of line 1; mend it")
+        raise ConfigError(
+            f"{path}, line {longer} has more fields than the {len(header)} columns of line 1; fix the line"
+        )
     if not lines:
-        raise ConfigError(f"{path} has no row below its line of column names; there is nothing to import")
+        raise ConfigError(f"{path} has no rows below the header; there is nothing to import")
     return header, lines
 
 
@@ -102,7 +104,7 @@ def _converted(texts: Mapping[str, str], table_map: TableMap) -> Row:
         if value is not None:
             row[name] = value
     if row.setdefault("status", "ok") not in {*Status}:
-        raise ConfigError(f"{unknown_name('status', row['status'], Status)}: give columns.status its values")
+        raise ConfigError(f"{unknown_name('status', row['status'], Status)}: map it in columns.status.values")
     return row
 
 
@@ -135,6 +137,6 @@ def _number(source: Source, text: str, whole: bool) -> float | int:
         number = math.nan
     if not math.isfinite(number) or (whole and source.unit is None and not number.is_integer()):
         raise ConfigError(
-            f"{source.column}={text!r} is no {'whole ' * whole}number; mend it or leave it empty"
+            f"{source.column}={text!r} is not {'an integer' if whole else 'a number'}; correct it or leave it empty"
         )
     return round(number) if whole else number

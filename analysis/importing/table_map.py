@@ -47,9 +47,11 @@ class Source:
         try:
             groups = 1 if self.pattern is None else re.compile(self.pattern).groups
         except re.error as error:
-            raise ConfigError(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+            raise ConfigError(f"pattern={self.pattern!r} is not a regular expression: {error}") from None
         if groups != 1:
-            raise ConfigError(f"pattern={self.pattern!r} has {groups} groups; write one, such as '^([^_]+)_'")
+            raise ConfigError(
+                f"pattern={self.pattern!r} has {groups} groups; use exactly one, as in '^([^_]+)_'"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +98,11 @@ def read_map(path: Path) -> TableMap:
     values = read_yaml(path)
     try:
         if not isinstance(values, dict) or not isinstance(values.get("columns"), dict):
-            raise ConfigError("it has no mapping `columns` of our columns to those of the table")
+            raise ConfigError("`columns` is missing; it maps columns of ultrabench to columns of the table")
         columns = {name: _sources(sources) for name, sources in values["columns"].items()}
         doubts = values.get("doubts") or {}
         if not isinstance(doubts, dict):
-            raise ConfigError("doubts is no mapping of reasons to conditions")
+            raise ConfigError("`doubts` must map reasons to conditions")
         doubts = {reason: _rule(rule) for reason, rule in doubts.items()}
         return from_dict(TableMap, {**values, "columns": columns, "doubts": doubts}, where="")
     except ConfigError as error:
@@ -143,12 +145,14 @@ def condition(text: str) -> tuple[str, Callable[[Row], bool]]:
     """
     parts = text.split()
     if len(parts) != 3 or parts[1] not in _COMPARISONS:
-        raise ConfigError(f"condition {text!r}; write COLUMN, one of {' '.join(_COMPARISONS)}, and a value")
+        raise ConfigError(
+            f"condition {text!r}; write COLUMN OPERATOR VALUE, with an operator of {' '.join(_COMPARISONS)}"
+        )
     column, compare, value = parts[0], _COMPARISONS[parts[1]], parts[2].lower()
     if KINDS.get(column, INT) not in (INT, FLOAT):
         return column, lambda row: row.get(column) is not None and compare(str(row[column]).lower(), value)
     try:
         number = float(value)
     except ValueError:
-        raise ConfigError(f"condition {text!r}; {column} is a number: compare it with one") from None
+        raise ConfigError(f"condition {text!r}; {column} holds numbers: compare it with a number") from None
     return column, lambda row: row.get(column) is not None and compare(row[column], number)

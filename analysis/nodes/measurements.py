@@ -25,11 +25,7 @@ LINKS = ("allreduce_intra_node_busbw_bytes_per_s", "allreduce_busbw_bytes_per_s"
 CONTROL = "control_steps_per_s"
 """The rate of the control run, the reciprocal of its step time."""
 RATES = dict(
-    zip(
-        (*NODE_RATES, *LINKS, CONTROL),
-        ("products", "memory", "links inside", "links", "control"),
-        strict=True,
-    )
+    zip((*NODE_RATES, *LINKS, CONTROL), ("matmul", "memory", "links inside", "links", "control"), strict=True)
 )
 """Rate that is compared between nodes -> what it is of."""
 _OF_RESULT = (

@@ -145,5 +145,5 @@ def exclude_list(nodes: Iterable[NodeReport]) -> str:
     require_safe_names(node.host for node in marked)
     if len(clusters := sorted({str(node.cluster) for node in marked})) > 1:
         fact = f"the marked nodes belong to {len(clusters)} clusters ({', '.join(clusters)})"
-        raise ConfigError(f"{fact}; Slurm excludes nodes of one: name the sweeps of one cluster")
+        raise ConfigError(f"{fact}; Slurm can exclude nodes of only one: give the sweeps of one cluster")
     return ",".join(node.host for node in marked)

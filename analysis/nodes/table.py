@@ -15,9 +15,9 @@ HEADS = (
     "first seen", "last seen",
 )  # fmt: skip
 NOTE = (
-    "A rate is that of the slowest device, and relative to the median node; in brackets the interval, which holds with "
-    "95 % for all nodes and rates together. A node is slow where an interval ends below 1 and the node is more than "
-    f"{100 * SMALLEST:g} % slower. Without an interval: fewer than {FEWEST_DAYS} days, or too few nodes."
+    "A rate is that of the slowest device, followed by its ratio to the median node and the interval of this ratio "
+    "(95 % for all nodes and rates together). A node is slow if an interval ends below 1 and the node is more than "
+    f"{100 * SMALLEST:g} % slower. No interval: fewer than {FEWEST_DAYS} days, or too few nodes."
 )
 
 
@@ -38,7 +38,7 @@ def cells(report: NodeReport) -> list[object]:
 def health_text(report: NodeReport) -> str | None:
     """The findings of the latest preflight of a node, such as `power limit (GPU 0: 200 W below)`; None if unknown."""
     return "; ".join(complaints(report.health, *COMPLAINTS).values()) or (
-        "no finding" if report.health else None
+        "no findings" if report.health else None
     )
 
 
@@ -46,23 +46,23 @@ def losses_text(reports: Sequence[NodeReport]) -> str:
     """How slow a node must be to be marked, as a line under the table: without marks, nodes may still be a bit slow."""
     losses = smallest_losses(report.speeds for report in reports)
     measured = {rate for report in reports for rate in (*report.rates, *report.speeds)}
-    rule = f"that takes {FEWEST_DAYS} days and {FEWEST_NODES} nodes that were measured alike"
+    rule = f"this takes {FEWEST_DAYS} days and {FEWEST_NODES} nodes measured in the same way"
     if not losses:
-        return f"Too few days or nodes to call a node slow: {rule}."
+        return f"Too few days or nodes to mark a node as slow: {rule}."
     shown = [f"{percent(losses[rate])} slower in {RATES[rate]}" for rate in RATES if rate in losses]
     unknown = ", ".join(RATES[rate] for rate in RATES if rate in measured - losses.keys())
-    too_few = f" Too few days or nodes to call one slow by {unknown}: {rule}." if unknown else ""
-    return f"A node that is measured {' or '.join(shown)} would be marked.{too_few}"
+    too_few = f" Too few days or nodes to mark one as slow by {unknown}: {rule}." if unknown else ""
+    return f"A node measured {' or '.join(shown)} would be marked.{too_few}"
 
 
 def days_text(reports: Sequence[NodeReport]) -> str:
     """How many days were read, as a line under the table."""
     times_s = {time_s for report in reports for time_s in report.seen_s}
     if not times_s:
-        return "No day was read: no attempt has begun."
+        return "No days: no attempt has started."
     first, last = (f"{datetime.fromtimestamp(f(times_s), UTC):%Y-%m-%d}" for f in (min, max))
     days = counted(len({*days_of(times_s).values()}), "day")
-    return f"Read: {days}, {first} to {last}. To leave out older ones, as after a repair: --since DATE."
+    return f"Read {days}, {first} to {last}. To exclude older ones, for example after a repair: --since DATE."
 
 
 def _day(report: NodeReport, which: Callable[[list[float]], float]) -> str | None:

@@ -2,7 +2,7 @@
 // The figures of the shown rows; each has its numbers as a table, and is drawn when it comes into view or when nothing else happens.
 
 const MEASURES = {
-  mfu: held.cells.some((cell) => cell.of_peak) ? "MFU (% of the peak of each precision)" : "MFU (% of peak)", tokens_per_s_per_gpu: "tokens per second and GPU", step_time_s: "step time (s)",
+  mfu: held.cells.some((cell) => cell.of_peak) ? "MFU (% of the peak of each precision)" : "MFU (% of peak)", tokens_per_s_per_gpu: "tokens/s/GPU", step_time_s: "step time (s)",
   memory_gib: "peak memory (GiB)", predicted_step_time_s: "predicted step time (s)",
 };
 const UPWARDS = Object.keys(MEASURES).filter((name) => name === "memory_gib" || name in columns);
@@ -13,9 +13,9 @@ const DASHES = ["solid", "dashed", "dotted", "dotdash"];
 const LINKS = Object.keys(columns).filter((name) => name.endsWith("_busbw_bytes_per_s"));
 const FIGURES = [
   { id: "every", title: "Every layout", points: everyPoints, draw: drawEvery },
-  { id: "best-of", title: "The best of each value", points: bestPoints, draw: drawLines },
+  { id: "best-of", title: "Best layout for each value", points: bestPoints, draw: drawLines },
   { id: "memory", title: isPlan ? "Predicted peak memory of the best layouts by part" : "Peak memory of the best layouts, measured and predicted by part", points: memoryPoints, draw: drawBars },
-  { id: "links", title: "Bandwidth of the links", points: linkPoints, draw: drawLines },
+  { id: "links", title: "Link bandwidth", points: linkPoints, draw: drawLines },
 ];
 const MOST_LETTERS = 90; // of the words across that fit beside one another
 const stale = new Set();
@@ -45,8 +45,8 @@ function measured(shown) {
 function everyPoints(shown) {
   const found = measured(shown).map((row) => ({ series: named(value("model", row), value("cell", row)), x: value(state.x, row), y: measure(state.y, row), row }));
   const suspects = found.filter(({ row }) => !mayWin(row)).length;
-  const which = isPlan ? "that the plan predicts to fit." : `that ended ok; ${suspects} of them, in doubt or stopped early, are drawn as crosses.`;
-  const note = `${counted(found.length, "layout")} ${which} Choose a point to open its layout.`;
+  const which = isPlan ? "that are likely to fit." : `that ended ok; crosses: ${suspects} that are suspect or stopped early.`;
+  const note = `${counted(found.length, "layout")} ${which} Select a point to open its layout.`;
   return { found, note, label: MEASURES[state.y], across: state.x };
 }
 
@@ -70,7 +70,7 @@ function bestPoints(shown) {
       if (!best.has(key)) best.set(key, { series, x, y: measure(state.y, row), row });
     }
   });
-  const note = `The best run of a cell with each value of ${nameOf(state.x)}, whatever its other axes, by its place among the shown layouts${isPlan ? "" : "; layouts in doubt are left out"}.`;
+  const note = `The best shown run of each cell for each value of ${nameOf(state.x)}, with any values of the other axes${isPlan ? "" : "; suspect layouts are excluded"}.`;
   return { found: [...best.values()].sort((a, b) => inOrder(a.series, b.series) || inOrder(a.x, b.x)), note, label: MEASURES[state.y], across: state.x };
 }
 
@@ -79,11 +79,11 @@ function linkPoints(shown) {
   for (const row of shown) for (const name of LINKS) {
     const rate = value(name, row), inside = name.includes("_intra_node");
     if (rate === null || value("suspect", row) !== null) continue;
-    const series = `${name.split("_")[0]}${inside ? " inside a node" : ""}`, key = JSON.stringify([series, value("nodes", row)]);
+    const series = `${name.split("_")[0]}${inside ? " within a node" : ""}`, key = JSON.stringify([series, value("nodes", row)]);
     rates.set(key, [...(rates.get(key) ?? []), rate / 1e9]);
   }
   const found = [...rates].map(([key, all]) => ({ series: JSON.parse(key)[0], x: JSON.parse(key)[1], y: all.sort(inOrder)[all.length >> 1] }));
-  const note = "Median bus bandwidth, as nccl-tests defines it, that the jobs of the shown rows measured themselves; rows in doubt are left out.";
+  const note = "Median bus bandwidth (as defined by nccl-tests), measured by the jobs of the shown rows; suspect rows are excluded.";
   return { found: found.sort((a, b) => inOrder(a.series, b.series) || inOrder(a.x, b.x)), note, label: "bus bandwidth (GB/s)", across: "nodes" };
 }
 
@@ -102,7 +102,7 @@ function memoryPoints(shown) {
       return bar;
     });
   });
-  const note = isPlan ? "One layout of each cell, as this version of ultrabench predicts it for the rank that needs most." : `One layout of each cell: on the left measured, on the right as this version of ultrabench predicts it for the rank that needs most. ${rank0 ? "Measured is the memory of rank 0 alone." : "On CPUs the measured memory is the resident set."}`;
+  const note = isPlan ? "The best layout of each cell, as predicted by this version of ultrabench for the rank that needs the most." : `The best layout of each cell. Left: measured. Right: predicted by this version of ultrabench for the rank that needs the most. ${rank0 ? "The measured memory is that of rank 0." : "On CPUs, the measured memory is the resident set."}`;
   return { found, note, label: "peak memory (GiB)", across: "model on nodes", order: ["measured", ...held.parts, "predicted"] };
 }
 
@@ -202,15 +202,15 @@ async function drawFigure(figure) {
   if (!stale.delete(figure.id)) return;
   discard(figure);
   const place = document.getElementById(`picture-${figure.id}`), points = figure.points(shownRows());
-  document.getElementById(`note-${figure.id}`).textContent = points.found.length ? points.note : "No shown row has these numbers.";
+  document.getElementById(`note-${figure.id}`).textContent = points.found.length ? points.note : "None of the shown rows has these numbers.";
   if (document.getElementById(`numbers-${figure.id}`).open) fillNumbers(figure, points);
   place.hidden = document.getElementById(`numbers-${figure.id}`).hidden = !points.found.length;
   if (place.hidden) return;
   const made = figure.draw(points), panel = getComputedStyle(document.documentElement);
   const names = seriesOf(points).map(String), longest = Math.max(...names.map((name) => name.length));
   const ncols = Math.max(1, Math.floor(place.clientWidth / (70 + 8 * longest)));
-  made.height += 23 * Math.max(0, Math.ceil(names.length / ncols) - 2); // pixels of a line of the legend
-  Object.assign(made.legend, { background_fill_color: null, label_text_color: panel.color, border_line_color: null, padding: 0,
+  made.height += 28 * Math.max(0, Math.ceil(names.length / ncols) - 2); // pixels of a line of the legend
+  Object.assign(made.legend, { background_fill_color: null, label_text_color: panel.color, border_line_color: null, padding: 0, spacing: 8,
     location: "top_left", orientation: "horizontal", ncols });
   made.add_layout(made.legend, "above");
   const box = element("div", {});
@@ -245,7 +245,7 @@ function drawAll() {
 // Makes the places of the figures; each is drawn when it comes into view or is in view and has become stale.
 function buildFigures(place) {
   const chosen = (name, options, words) => element("label", {}, words, element("select", { name, onchange: figureChanged }, ...options.map(([v, told]) => element("option", { value: v }, told))));
-  const choices = element("form", { id: "axes", class: "choices", "aria-label": "Axes of the figures" }, chosen("x", ACROSS.map((name) => [name, nameOf(name)]), "across"), chosen("y", UPWARDS.map((name) => [name, MEASURES[name]]), "upwards"));
+  const choices = element("form", { id: "axes", class: "choices", "aria-label": "Axes of the figures" }, chosen("x", ACROSS.map((name) => [name, nameOf(name)]), "horizontal axis"), chosen("y", UPWARDS.map((name) => [name, MEASURES[name]]), "vertical axis"));
   place.append(element("h2", {}, "Figures"), choices);
   const seen = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
@@ -255,7 +255,7 @@ function buildFigures(place) {
   });
   for (const figure of FIGURES) {
     const { id, title } = figure;
-    const picture = element("div", { id: `picture-${id}`, role: "figure", "aria-label": `${title}; its numbers are in the table below` });
+    const picture = element("div", { id: `picture-${id}`, role: "figure", "aria-label": `${title}; the table below has its numbers` });
     const numbers = element("details", { id: `numbers-${id}` }, element("summary", { onclick: () => fillNumbers(figure) }, "Numbers of this figure"), element("div", {}));
     const section = element("section", { id, class: "figure", "aria-label": title }, element("h3", {}, title), element("p", { id: `note-${id}` }), picture, numbers);
     place.append(section);

@@ -24,8 +24,8 @@ function tally(runs) {
     [count(({ asGood }) => asGood), "as good"],
     [count(({ row }) => isOom(row)), oom],
     [count(({ row }) => tierOf(row) === 1 && !isOom(row)), "failed"],
-    [count(({ row }) => isSuspect(row)), "in doubt"],
-    [count(({ row }) => tierOf(row) === 2), "to come"],
+    [count(({ row }) => isSuspect(row)), "suspect"],
+    [count(({ row }) => tierOf(row) === 2), "pending"],
     [count(({ row }) => tierOf(row) === 3), "skipped"],
   ];
   return counts.filter(([number, word]) => number || word === all).map(([number, word]) => `${grouped(number)} ${word}`).join(", ");
@@ -41,10 +41,10 @@ function fillCell(button, cell, runs) {
   const at = runs[0]?.best ? runs[0].row : -1, told = held.cells[cell], mfu = value("mfu", at);
   const headline = at < 0 ? "" : mfu !== null ? text("mfu", mfu) + told.of_peak : `${short(value("tokens_per_s_per_gpu", at) ?? 0)} tok/s/GPU`;
   const whole = runs.length === runsOf[cell].length;
-  const why = whole ? told.reason ?? "" : runs.length ? "no shown layout may win" : "no layout is shown";
+  const why = whole ? told.reason ?? "" : runs.length ? "no shown layout can win" : "no layout shown";
   const wide = value("ci_reached", at) === false ? value("step_time_ci95_rel", at) : null;
   const interval = wide === null ? [] : [[`+- ${percent(wide)}`, "sure"]];
-  const suspect = at >= 0 && value("suspect", at) !== null ? [["in doubt", "sure"]] : [];
+  const suspect = at >= 0 && value("suspect", at) !== null ? [["suspect", "sure"]] : [];
   const lines = at < 0 ? [[why, "why"]] : [[headline, `headline ${wide === null && !suspect.length ? "sure" : ""}`], ...suspect, ...interval, [value("layout", at), "layout"], [memoryOf(at), ""]];
   if (runs.length && (at >= 0 || !whole)) lines.push([[value("environment", at), value("repeats_failed", at), tally(runs)].filter(Boolean).join(", "), "small"]);
   button.replaceChildren(...lines.map(([words, kind]) => element("span", { class: kind }, words)));

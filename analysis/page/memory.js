@@ -23,7 +23,7 @@ function memoryBar(row) {
   const parts = held.parts.map((part, n) => element("span", { style: `width:${(100 * sizes[n]) / end}%;background:${COLOURS[n]}`, title: `${part} ${memory(sizes[n])}` }));
   const bar = element("div", { class: "memory-bar", role: "img", "aria-label": `${memory(total)} of ${memory(limit)}` }, ...parts, element("i", { style: `left:${(100 * limit) / end}%` }));
   const legend = held.parts.map((part, n) => element("li", {}, element("b", { style: `background:${COLOURS[n]}` }), `${part} ${memory(sizes[n])}`));
-  const verdict = `${value("layout", row)}: ${memory(total)} of ${memory(limit)} on the rank that needs most, P(OOM) ${percent(value("p_oom", row))}`;
+  const verdict = `${value("layout", row)}: ${memory(total)} of ${memory(limit)} on the rank that needs the most, P(OOM) ${percent(value("p_oom", row))}`;
   const speed = value("step_time_s", row) === null ? "" : `; step ${text("step_time_s", value("step_time_s", row))}, MFU ${percent(value("mfu", row))}`;
   return [element("p", {}, verdict + speed), bar, element("ul", { class: "legend" }, ...legend)];
 }
@@ -36,7 +36,7 @@ function buildMemory(box) {
   const choose = (row, moved) => {
     const changes = SLIDERS.filter((name) => moved && name !== moved && value(name, row) !== value(name, chosen));
     const words = changes.map((name) => `${nameOf(name)} from ${text(name, value(name, chosen))} to ${text(name, value(name, row))}`);
-    followed.textContent = words.length ? `No layout of the plan has the other values with ${nameOf(moved)} ${text(moved, value(moved, row))}. Also changed: ${words.join(", ")}.` : "";
+    followed.textContent = words.length ? `The plan has no layout with ${nameOf(moved)} ${text(moved, value(moved, row))} and the other values. Also changed: ${words.join(", ")}.` : "";
     chosen = row;
     for (const name of SLIDERS) {
       inputs[name].value = distinct(name).indexOf(value(name, row));

@@ -2,7 +2,7 @@
 // The state of the page, which is its filters, the open cell and the open run. It stands in the fragment of the URL.
 
 const FILTERS = ["model", "nodes", ...held.axes, "seq_len", "gbs", "hardware", "kernel", "kernel_version", "precision", "routing", "state", "cause", "doubt", "sweep", "source"].filter((name) => distinct(name).length > 1);
-const NAMES = { state: "status", zero_stage: "ZeRO stage", kernel_version: "kernel version" };
+const NAMES = { state: "status", doubt: "suspect", zero_stage: "ZeRO stage", kernel_version: "kernel version" };
 const MOST_VALUES = 12; // values of a column that the origin of the rows names
 const state = { filters: {}, cell: null, run: null, all: false, x: ACROSS[0], y: UPWARDS[0] };
 const form = document.getElementById("filters");
@@ -19,7 +19,7 @@ function cellName(cell) {
   return alike.length > 1 ? `${model},${nodes},${alike.indexOf(cell) + 1}` : `${model},${nodes}`;
 }
 
-// Reads the fragment; names and values that this page does not have are told, not obeyed.
+// Reads the fragment; returns the names and values that this page does not have.
 function readFragment() {
   const given = new URLSearchParams(location.hash.slice(1)), unknown = [];
   Object.assign(state, { filters: {}, cell: null, run: given.get("run"), all: false, x: ACROSS[0], y: UPWARDS[0] });
@@ -104,7 +104,7 @@ function draw(unknown = []) {
   buttons.forEach((button, cell) => fillCell(button, cell, standings(cell, isShown)));
   drawRuns();
   drawHours(shown);
-  const asked = unknown.length ? ` The link asks for ${unknown.join(", ")}, which this page does not show.` : "";
+  const asked = unknown.length ? ` The link selects ${unknown.join(", ")}, which this page does not contain.` : "";
   document.getElementById("count").textContent = `${grouped(shown.length)} of ${counted(rows, "row")} shown.${asked}`;
   if (window.Bokeh) figuresChanged();
   performance.measure("draw", "draw-begin");
@@ -123,8 +123,8 @@ function drawHours(shown) {
   const known = "gpu_hours" in columns, total = [...sums.values()].reduce((sum, { hours }) => sum + hours, 0);
   const lines = [...sums].sort(([, a], [, b]) => b.hours - a.hours || b.number - a.number).map(([status, { number, hours }]) =>
     known ? [status, grouped(number), hours?.toPrecision(3) ?? "unknown", hours === null ? "" : percent(hours / (total || 1))] : [status, grouped(number)]);
-  const heads = ["status", "attempts", ...(known ? ["GPU hours", "share of the hours"] : [])];
-  const note = known ? `${total.toPrecision(3)} GPU hours of runs${untold ? `; those of ${counted(untold, "attempt")} are unknown` : ""}.` : "The table of these results has no GPU hours.";
+  const heads = ["status", "attempts", ...(known ? ["GPU hours", "share of GPU hours"] : [])];
+  const note = known ? `${total.toPrecision(3)} GPU hours in total${untold ? `; unknown for ${counted(untold, "attempt")}` : ""}.` : "These results have no GPU hours.";
   document.getElementById("hours").replaceChildren(table("Attempts of the shown rows by status", heads, lines), element("p", {}, note));
 }
 
@@ -154,27 +154,27 @@ function figureChanged({ target }) {
 
 // What no filter changes: effects, rejected layouts, the origin of the rows and the meaning of the columns.
 function buildRest() {
-  const left = held.public ? " Host names, paths, users, accounts and all free texts are left out." : "";
+  const left = held.public ? " Host names, paths, users, accounts and all free texts are removed." : "";
   const number = held.rejected.reduce((sum, one) => sum + one.number, 0);
   const byKernel = held.rejected.reduce((sum, one) => sum + (one.rule === "kernel" ? one.number : 0), 0);
   const forbidden = number ? `, and ${counted(number, "layout")} rejected: ${grouped(number - byKernel)} by rules, ${grouped(byKernel)} by the kernel` : "";
   document.getElementById("about").textContent = `${held.notice}${counted(rows, "row")}${forbidden}. ${held.made_with}${left}`;
   document.getElementById("how").textContent = held.cells.length
-    ? `Each cell shows ${isPlan ? "the layout that is predicted to be the fastest, with its MFU and peak memory, and what is predicted of the others" : "the fastest layout that is not in doubt, with its MFU, the interval of its step time where that is wider than its target, its peak memory, and what became of the others"}; its colour is the MFU, from purple (0 %) to yellow (${held.mfu_end} %). Activate a cell to see all of its layouts.${held.formula ? ` ${held.formula}.` : ""}`
-    : "No row trains a model, so that there is nothing to rank.";
+    ? `Each cell shows ${isPlan ? "the layout predicted to be fastest: its MFU and peak memory, then the predicted outcomes of all layouts" : "the fastest layout that is not suspect: its MFU, the interval of its step time if that is wider than its target, its peak memory, then the outcomes of all layouts"}. Colours show the MFU, from purple (0 %) to yellow (${held.mfu_end} %). Select a cell to list its layouts.${held.formula ? ` ${held.formula}.` : ""}`
+    : "No row trains a model, so there is nothing to rank.";
   const { heads, rows: effects, notes } = held.effects;
-  if (effects.length) document.getElementById("effects").append(table("Speed with a value relative to that with the baseline", heads, effects));
-  document.getElementById("effects").append(...notes.map((note) => element("p", {}, note)), ...(effects.length ? [] : [element("p", {}, "No two runs that may win differ in one axis only.")]));
+  if (effects.length) document.getElementById("effects").append(table("Speed relative to the baseline", heads, effects));
+  document.getElementById("effects").append(...notes.map((note) => element("p", {}, note)), ...(effects.length ? [] : [element("p", {}, "No two runs that can win differ in only one axis.")]));
   const nodes = document.getElementById("nodes");
   nodes.hidden = !held.nodes.rows.length;
   nodes.append(table("Slow and failing nodes first", held.nodes.heads, held.nodes.rows), element("p", {}, held.nodes.note));
   const rejected = held.rejected.map((r) => [r.model ?? "", text("nodes", r.nodes), grouped(r.number), r.rule ?? "", r.example ?? ""]);
   document.getElementById("rejected").append(rejected.length
-    ? table("Rejected layouts", ["model", "nodes", "layouts", "rule", "for example"], rejected)
-    : element("p", {}, "This table names no rejected layout."));
+    ? table("By model, nodes and rule", ["model", "nodes", "layouts", "rule", "for example"], rejected)
+    : element("p", {}, "The results list no rejected layouts."));
   const origin = ["source", "sweep", "cluster", "hardware", "gpu_name", "kernel", "kernel_version", "kernel_digest", "precision", "flops_formula", "peak_flops_per_s", "peak_source", "git_commit", "torch_version", "cuda_version", "nccl_version", "driver_version"];
   const lines = origin.filter((name) => distinct(name).length).map((name) => [name, distinct(name).slice(0, MOST_VALUES).map((v) => text(name, v)).join(", ")]);
-  document.getElementById("origin").append(table("Origin of the rows", ["column", "values"], lines));
+  document.getElementById("origin").append(table("Values in the rows", ["column", "values"], lines));
   const paragraphs = held.ranking.map((paragraph) => element("p", {}, ...paragraph.split("`").map((words, n) => (n % 2 ? element("code", {}, words) : words))));
   document.getElementById("columns").append(element("details", {}, element("summary", {}, "Rows and ranking"), ...paragraphs));
   for (const [group, found] of Object.entries(held.schema)) {

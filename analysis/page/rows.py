@@ -75,7 +75,7 @@ NAMES = ("model", "kernel", "kernel_version", "hardware", "gpu_name", "torch_ver
 """Names in a public page; of a name that is a path only the last part is told."""
 WORDS = (*TEXT_AXES, "model_id", "scaling", "run_id", "precision", "routing", "status", "rule", "cause", "suspect", "stopped", "dominated_by", "measured_by",
          "kernel_digest", "flops_formula", "attention", "env_id", "control")  # fmt: skip
-"""Texts of a public page that ultrabench itself writes; `suspect` is replaced by `in doubt`."""
+"""Texts of a public page that ultrabench itself writes; `suspect` holds no more than `suspect`."""
 PUBLIC = frozenset({*(column.name for column in SCHEMA if column.type in (INT, FLOAT, BOOL)), *NAMES, *WORDS})
 """The only columns of a public page: none of them holds a host, a path, a user, an account or a free text.
 
@@ -174,14 +174,14 @@ def _shown_columns(table: pa.Table, public: bool) -> list[str]:
 
 
 def _without_texts(table: pa.Table) -> pa.Table:
-    """The table with the texts of a public page: no reasons, `in doubt` for a doubt, and names without paths."""
+    """The table with the texts of a public page: no reasons, `suspect` for a doubt, and names without paths."""
     none = pa.scalar(None, pa.string())
     new_columns = dict.fromkeys(("reason", *_VARIABLES), pa.nulls(len(table), pa.string()))
     new_columns |= {
         name: pa.array(map(_public_options, table[name].to_pylist()), pa.string())
         for name in ("variant", "first_values")
     }
-    new_columns["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "in doubt", none)
+    new_columns["suspect"] = pc.if_else(pc.is_valid(table["suspect"]), "suspect", none)
     for name in NAMES:
         new_columns[name] = pc.replace_substring_regex(pc.utf8_rtrim(table[name], r"/\ "), r"^.*[/\\]", "")
     for name, column in new_columns.items():
@@ -269,7 +269,7 @@ def _derived(rows: Sequence[Row], parts_by_run: Mapping[str, Mapping[str, Any]])
         **{name: [row[name] for row in rows] for name in (*_UNRANKED, "contender")},
         "state": [state(row["status"], row["attempt"]) for row in rows],
         "place": [place_numbers[row["sweep"], row["allocation"]] for row in rows],
-        "doubt": ["in doubt" if row["suspect"] else "none" for row in rows],
+        "doubt": ["yes" if row["suspect"] else "no" for row in rows],
         "layout": [*map(words_of, rows)],
         "launch": [None if row["rank"] is None else launch_words(row) for row in rows],
         "predict": [None if row["rank"] is None else predict_words(row, profiles) for row in rows],

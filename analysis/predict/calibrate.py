@@ -55,9 +55,9 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     timed, others = healthy_timed(cases)
     if len(timed) < MIN_RUNS:
         has = f"{counted(len(timed), 'healthy run')} with a step time"
-        rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or name more files"
+        rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or give more files"
         left_out = ", ".join(f"{n:,} {why}" for why, n in others.most_common())
-        raise ConfigError(f"{has}; {rule}" + f"; left out: {left_out}" * bool(others))
+        raise ConfigError(f"{has}; {rule}" + f"; excluded: {left_out}" * bool(others))
     old = log_errors(timed, base.time)
     new = left_out_errors(timed, lambda others: fit_time(others, base.time), log_errors)
     before, after = errors(old), errors(new)
@@ -102,19 +102,22 @@ def _require_near(old: Sequence[float], new: Sequence[float], base: Profile) -> 
     factor = math.exp(median(map(abs, old)))
     error = min(errors(logs)["median_error"] for logs in (old, new))
     if factor > MAX_FACTOR or error > MAX_ERROR:
-        wrong = f"half of {len(old):,} runs are off by a factor of {factor:,.1f} from profile {base.name}"
-        rule = f"a profile is written up to {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} %"
-        fit = f"by {100 * error:,.0f} % or more after a fit"
+        wrong = (
+            f"half of {len(old):,} runs are off from profile {base.name} by a factor of {factor:,.1f} or more"
+        )
+        fit = f"and by {100 * error:,.0f} % or more after a fit"
+        rule = f"a profile needs at most {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} %"
         raise ConfigError(f"{wrong}, {fit}; {rule}: check the seconds, hardware and model of the rows")
 
 
 def _source(fitted: dict[str, int], runs: int, base: Profile) -> str:
     """Where each part of a profile comes from."""
     sources = (
-        f"{part.replace('_', ' ')} " + (f"fitted to {counted(n, 'run')}" if n else f"of profile {base.name}")
+        f"{part.replace('_', ' ')} "
+        + (f"fitted to {counted(n, 'run')}" if n else f"from profile {base.name}")
         for part, n in fitted.items()
     )
-    return f"{', '.join(sources)}, intervals of {counted(runs, 'run')} mixed with those of {base.name}"
+    return f"{', '.join(sources)}, intervals of {counted(runs, 'run')} combined with those of {base.name}"
 
 
 def _memory(

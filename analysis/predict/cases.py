@@ -162,8 +162,8 @@ def default_profile(cases: Sequence[Case]) -> str:
         ", ".join(f"{name} on {device}" for name, device in kernels_and_devices),
         ", ".join(files("profiles")),
     )
-    rule = f"no profile is that of all of them: give --profile, one of {profiles}"
-    raise ConfigError(f"the runs are of {used}; {rule}")
+    rule = f"no profile covers all of them: give --profile, one of {profiles}"
+    raise ConfigError(f"the runs used {used}; {rule}")
 
 
 def usual_profiles(cases: Sequence[Case]) -> dict[str, str]:

@@ -59,7 +59,7 @@ def priors_of_fp8(cases: Sequence[Case], profile: Profile) -> str | None:
     if not rows or "fp8" in profile.measured.get("precision", ()):
         return None
     priors = ", ".join(f"{name}={getattr(profile.time, name):g}" for name in sorted(OF_FP8))
-    return f"{counted(rows, 'row')} in fp8: profile {profile.name} was fitted without any, so that {priors} are priors"
+    return f"{counted(rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, so {priors} are priors"
 
 
 def without_own_group(cases: Sequence[Case], prior: Profile, by: str) -> dict[Hashable, Profile]:

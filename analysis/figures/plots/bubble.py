@@ -40,8 +40,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     frame = final(table)
     piped = frame[frame["pp"] > 1]
     if not len(piped):
-        rule = "plan them with sweep.pp=[1,2], or draw one pipeline with: ultrabench plot schedule"
-        raise ConfigError(f"no run with pp > 1 among {counted(len(frame), 'row')}; {rule}")
+        todo = "plan some with sweep.pp=[1,2], or draw a schedule with: ultrabench plot schedule"
+        raise ConfigError(f"{counted(len(frame), 'row')}, none of a run with pp > 1", todo)
     pairs = _pairs(frame)
     note = f"{_notes(pairs, piped)} {made_with(table)}"
     pairs = pairs.dropna(subset="share").rename(columns={"pp_schedule": "schedule"})[_NAMES]
@@ -81,12 +81,12 @@ def _notes(pairs: pd.DataFrame, piped: pd.DataFrame) -> str:
     alone = int(pairs["share"].isna().sum())
     ok_not_drawn = int((piped["status"] == "ok").sum()) - len(pairs)
     return (
-        "Lines: idle time if all stages take the same time, backward twice that of forward, and messages none; xN: N "
-        f"stages on each rank.\nPoints ({len(pairs) - alone}): 1 - step time without pipeline / step time with it, at "
-        "equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. Beside the bubble they hold messages, uneven "
-        "stages and what data parallelism costs less. Below 0: faster than without a pipeline.\nNot drawn: "
-        f"{counted(alone, 'measured run')} with pp > 1 that no run at pp=1 is like, and "
-        f"{counted(ok_not_drawn, 'ok row')} with pp > 1, as suspect, stopped early or repeats."
+        "Lines: idle time if all stages take equal time, backward takes twice as long as forward, and messages take no "
+        f"time; xN: N stages per rank.\nPoints ({len(pairs) - alone}): 1 - step time without pipeline / step time with "
+        "it, at equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. They also contain messages, uneven stages "
+        "and the savings in data parallelism. Below 0: faster with the pipeline.\nNot drawn: "
+        f"{counted(alone, 'measured run')} with pp > 1 without a pp=1 counterpart, and {counted(ok_not_drawn, 'ok row')} "
+        "with pp > 1 (suspect, stopped early or repeats)."
     )
 
 
@@ -94,7 +94,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each pp: lines of the formulas, and points of measured runs coloured by their number of nodes."""
     lines, pairs = drawn[drawn["nodes"] == 0], drawn[drawn["nodes"] > 0]
     nodes, degrees = looks(sorted(pairs["nodes"].unique()), ordered=True), sorted(drawn["pp"].unique())
-    against = " and what pipelines cost in measured runs (points)" if len(pairs) else ""
+    against = " and measured cost of pipelines (points)" if len(pairs) else ""
     heading = f"Bubble of pipeline schedules (lines){against}: {title}"
     whole, middle, panels = panel_grid(len(degrees), title=heading, notes=notes, sharey=True)
     styles = _styles(lines)
@@ -105,8 +105,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
             look = {"color": nodes[n]["color"], "marker": _MARKERS[schedule], **EDGE}
             axes.scatter(series["gas"], 100 * series["share"], 22, **look, zorder=4)
         if len(pairs) and not (pairs["pp"] == pp).any():
-            remark(axes, "no pair of measured runs")
-        label(axes, f"pp={pp}", "micro-batches of a step (gas)", "share of the step (%)")
+            remark(axes, "no measured pairs")
+        label(axes, f"pp={pp}", "micro-batches per step (gas)", "share of the step (%)")
         _scale(axes, drawn)
     measured_with = [name for name in _MARKERS if (pairs["schedule"] == name).any()]
     legend(middle, [

@@ -20,8 +20,8 @@ _SERIES = {
     "load": ("checkpoint_load_s", 1.0, "seconds"),
     "async save": ("checkpoint_async_s", 1.0, "seconds"),
     "async save, blocking": ("checkpoint_async_blocking_s", 1.0, "seconds"),
-    "rate of save": ("checkpoint_bytes_per_s_per_node", 1e-9, "GB/s a node"),
-    "steps lost beside the async save": ("checkpoint_async_lost_steps", 1.0, "steps lost"),
+    "rate of save": ("checkpoint_bytes_per_s_per_node", 1e-9, "GB/s per node"),
+    "steps lost during the async save": ("checkpoint_async_lost_steps", 1.0, "steps lost"),
 }
 """Series -> its column, what the column is multiplied by, and the unit, each of which has a panel."""
 _UNITS = tuple(dict.fromkeys(unit for _, _, unit in _SERIES.values()))
@@ -41,16 +41,18 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     saved, _ = known(ok_runs, "checkpoint_save_s", "checkpoint", todo)
     without = ok_runs[ok_runs["checkpoint_save_s"].isna()]
     count = counted(len(without), "run")
-    left_out = f"Left out: {count} without checkpoint: {_reasons(without)}.\n" if len(without) else ""
-    lines = "Lines: median of layouts and repeats; bands: smallest to largest. Times are those of the slowest rank."
-    caches = "Loads may come from the memory of the nodes that saved; the blocking time is not among the steps lost."
+    left_out = f"Excluded: {count} without checkpoint: {_reasons(without)}.\n" if len(without) else ""
+    lines = "Lines: median of layouts and repeats; bands: minimum to maximum. Times are those of the slowest rank."
+    caches = (
+        "Loads may be served from the page cache of the nodes; steps lost do not include the blocking time."
+    )
     return saved, f"{lines} {caches}\n{left_out}{made_with(table)}"
 
 
 def _reasons(without: pd.DataFrame) -> str:
-    """Why these runs have no numbers, such as `2 stopped early as slower (measure.race=null stops none), 1 disk_full`."""
-    slower = "stopped early as slower (measure.race=null stops none)"
-    reasons = without["checkpoint_cause"].astype(object).fillna("not asked for")
+    """Why these runs have no numbers, such as `2 stopped early as slower (measure.race=null prevents this), 1 disk_full`."""
+    slower = "stopped early as slower (measure.race=null prevents this)"
+    reasons = without["checkpoint_cause"].astype(object).fillna("not requested")
     counts = Counter(reasons.mask(without["stopped"] == SLOWER, slower))
     return ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.items()))
 

@@ -57,11 +57,13 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         jobs = [name for name in table.column_names if name.endswith("_busbw_bytes_per_s")]
         page = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
         advice = page if any(table[name].null_count < len(table) for name in jobs) else ""
-        rule = "no bandwidths by size here; measure them with: ultrabench sweep launch sweep=comm"
+        rule = "the table has no bandwidths by size; measure them with: ultrabench sweep launch sweep=comm"
         raise ConfigError(f"{rule}{advice}")
     places = sorted({f"{run['hardware']} of {run['cluster']}" for run in rates})
     if len(places) > 1:
-        raise ConfigError(f"bandwidths of {len(places)} places ({'; '.join(places)}): plot one at a time")
+        raise ConfigError(
+            f"bandwidths of {len(places)} places ({'; '.join(places)}): plot one with cluster=NAME or hardware=NAME"
+        )
     frame = pd.DataFrame(rates)
     inside = frame["scope"] == "intra_node"
     if (frame["nodes"] == 1).any():
@@ -81,11 +83,11 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     for axes, operation in zip(panels, OPERATIONS, strict=True):
         for size, size_rates in rates[rates["operation"] == operation].groupby("size"):
             sns.lineplot(size_rates, x="at", y="GB_per_s", ax=axes, **_LINE, **styles[size])
-        label(axes, _TITLES[operation], "nodes (1: inside a node)", "bus bandwidth (GB/s)")
+        label(axes, _TITLES[operation], "nodes (1: within a node)", "bus bandwidth (GB/s)")
         categories(axes, [int(n) for n in nodes])
         axes.set_yscale("log")
         log_ticks(axes.yaxis, drawn["p5"].min(), drawn["p95"].max())
-    legend(middle, [legend_entry(_size(size), **styles[size]) for size in sizes], "bytes of a rank's buffer")
+    legend(middle, [legend_entry(_size(size), **styles[size]) for size in sizes], "buffer size of each rank")
     return whole
 
 
@@ -101,6 +103,6 @@ def _notes(table: pa.Table) -> str:
     """The note under the figure: what its lines and bands mean, and where they were measured."""
     columns = (table[name].drop_null().unique().to_pylist() for name in ("gpu_name", "gpus_per_node"))
     gpus, per_node = ("/".join(map(str, values)) for values in columns)
-    where = f"{gpus or 'unknown device'}, {per_node} a node"
+    where = f"{gpus or 'unknown device'}, {per_node} per node"
     lines = "Lines: median; bands: 5th to 95th percentile, of the slowest rank."
-    return f"{lines} Bus bandwidth as nccl-tests defines it. {where}. {made_with(table)}"
+    return f"{lines} Bus bandwidth as defined by nccl-tests. {where}. {made_with(table)}"

@@ -73,8 +73,8 @@ def points(table: pa.Table, axis: str | None) -> tuple[pd.DataFrame, str]:
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """One panel: the values of the axis, their ratios of speeds to the baseline with intervals, and the pairs."""
     baseline, models = drawn[["against", "models"]].iloc[0]
-    heading = f"What each value of {axis} is worth, all else equal: {title}, {models}"
-    about = f"Interval: contains the mean ratio with {100 * LEVEL:.0f} %; without one: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
+    heading = f"Speedup by {axis}, all else equal: {title}, {models}"
+    about = f"Bars: {100 * LEVEL:.0f} % interval of the mean ratio; no bar: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
     whole, middle, (axes,) = panel_grid(1, title=heading, notes=f"{about}\n{notes}", height=3.0)
     axes.axhline(1, color=GREY, linewidth=0.8)
     values = in_order(axis, {baseline, *drawn["value"]})
@@ -92,14 +92,14 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
         axes.plot(place, ratio, **_MEAN)
         names.append(f"{value_text(axis, value)}\n{counted(int(number), 'pair')}")
     categories(axes, names)
-    label(axes, "", TITLES.get(axis, axis), f"speed against {axis}={value_text(axis, baseline)}")
+    label(axes, "", TITLES.get(axis, axis), f"speed relative to {axis}={value_text(axis, baseline)}")
     ends = drawn[["pair_ratio", "low", "high"]].astype(float)
     axes.set_yscale("log")
     log_ticks(axes.yaxis, min(1.0, ends.min().min()), max(1.0, ends.max().max()))
     axes.yaxis.set_major_formatter("{x:g} x")
     legend(middle, [
         legend_entry(f"geometric mean and {100 * LEVEL:.0f} % interval", **_MEAN),
-        legend_entry(f"two runs that differ only in {axis}", **_DOT),
+        legend_entry(f"pair of runs that differ only in {axis}", **_DOT),
         legend_entry("baseline", **_BASELINE),
     ])  # fmt: skip
     return whole

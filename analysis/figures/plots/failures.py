@@ -19,9 +19,9 @@ from ultrabench.result import PENDING, STATUSES, Status
 
 _ENDS: dict[str, tuple[str, str, str]] = {
     Status.OK: STATUSES[Status.OK][:3],
-    "suspect": ("ok, but suspect", "#8fd6be", "///"),
+    "suspect": ("ok but suspect", "#8fd6be", "///"),
     **{status: traits[:3] for status, traits in STATUSES.items() if status != Status.OK},
-    PENDING: ("waits or runs", "#ffffff", ""),
+    PENDING: ("pending or running", "#ffffff", ""),
 }
 """Status of a run, and suspect for an ok run with a suspect number -> its name, colour and hatch, in the order in which bars stack them."""
 _SMALLEST = 0.09

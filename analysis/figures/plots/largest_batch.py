@@ -66,7 +66,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     tried = tried.fillna({APART: NEUTRAL[APART]}).dropna(subset=[*place, "mbs"])
     if not len(tried):
         raise none_left(
-            frame, f"none ended ok or out of memory without a doubt and with its {ACROSS}, {UP} and mbs"
+            frame, f"none with {ACROSS}, {UP} and mbs that ended ok or out of memory and is not suspect"
         )
     is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
     runs, incomplete = measured_runs(table.filter(is_measured))
@@ -78,7 +78,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         for key, of_square in tried.groupby(place, sort=False)
     ]
     lacking = counted(sum(map(len, incomplete.values())), "row")
-    unpredicted = f"Not predicted: {lacking} without model or layout in full.\n" if incomplete else ""
+    unpredicted = f"Not predicted: {lacking} with an incomplete model or layout.\n" if incomplete else ""
     return pd.DataFrame(squares), f"{unpredicted}{notes(table)}"
 
 
@@ -150,9 +150,9 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     tps, pps = (sorted(map(int, drawn[name].unique())) for name in (ACROSS, UP))
     words, by_panel = in_order(APART, drawn[APART]), drawn.groupby([APART, "panel"])
     names = [key[::-1] for key in product(words, drawn["panel"].unique()) if key in by_panel.groups]
-    about = "Squares: the largest mbs that fits with any layout of these degrees that was tried, at most gbs / dp; oom: the smallest"
-    about += f" larger one that did not fit. Predicted to fit: P(OOM) of at most {LIKELY_OOM:.0%}; framed where measured runs contradict"
-    about += f" this, in {int(drawn['contradicted'].sum())} of {counted(len(drawn), 'square')}. nodes=4 draws 4 nodes alone."
+    about = "Squares: the largest mbs that fits with any tried layout of these degrees, at most gbs / dp; oom: the smallest larger"
+    about += f" mbs that did not fit; ?: unknown. Predicted to fit: P(OOM) of at most {100 * LIKELY_OOM:.0f} %. Framed: contradicted by"
+    about += f" measured runs ({int(drawn['contradicted'].sum())} of {counted(len(drawn), 'square')}). To draw only 4 nodes: nodes=4."
     heading = f"Largest micro-batch that fits, predicted and measured: {title}"
     height = _TOP + _ROW * len(pps)
     whole, _, panels = panel_grid(2 * len(names), title=heading, notes=f"{about}\n{notes}", height=height)

@@ -37,9 +37,9 @@ from ultrabench.sweep.predict.stage_memory import BACKWARD, FORWARD, MEMORY_PART
 
 Values = Mapping[str, Any]
 """Name of an argument -> its value."""
-_TITLES = TITLES | {"seq_len": "tokens of a sequence", "stage": "rank of the pipeline"}
+_TITLES = TITLES | {"seq_len": "tokens per sequence", "stage": "pipeline rank"}
 """Axis -> its title."""
-_REMARKS = {"dp": " (dp), on the nodes that it needs", "stage": " (pp_rank)"}
+_REMARKS = {"dp": " (dp), on as many nodes as needed", "stage": " (pp_rank)"}
 """Axis -> what follows its title, if that is not its name in brackets."""
 _VALUES: dict[str, tuple[int | str, ...]] = USUAL | {"seq_len": tuple(2**n for n in range(10, 18))}
 """Axis -> its values; those of degrees follow from the number of GPUs."""
@@ -54,9 +54,9 @@ _OF_CELL = ("model", "hardware", "nodes", "seq_len", "precision")
 _ALIKE = [*AXES, "model", "hardware", "nodes", "seq_len", "precision", "routing", "kernel"]
 """Columns that are equal in a measured run and the layout of its bar."""
 _MOMENTS = {
-    FORWARD: "at the end of a forward, before its gradients",
+    FORWARD: "at the end of forward, before gradients",
     BACKWARD: "in backward",
-    OPTIMIZER: "in the update, when activations and gathered weights are freed",
+    OPTIMIZER: "in the optimizer step, after activations and gathered weights are freed",
 }
 """Phase of a step -> its name in the note."""
 _HATCHES = ("", "////", "", "\\\\\\\\", "....", "", "xxxx")
@@ -107,14 +107,14 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
     if not bars:
         value, reason = next(iter(reasons.items()))
         where = f"{axis}={value}: " if value else ""
-        raise ConfigError(f"no layout to draw: {where}{reason}; choose another one")
+        raise ConfigError(f"no layout to draw: {where}{reason}; choose another layout")
     drawn, whole = pd.DataFrame(bars), arguments | _DEFAULTS | arguments
     shared = [name for name in whole if name not in (axis, _FOLLOWS.get(axis)) and whole[name] is not None]
     panel = " ".join(f"{name}={whole[name]}" for name in shared if name in ("model", *chosen))
     defaults = " ".join(f"{name}={whole[name]}" for name in shared if name not in ("kernel", *chosen))
     choices = {name: len(values) for name, values in row_values.items() if name in shared and len(values) > 1}
     several = ", ".join(f"{number} values of {name}" for name, number in choices.items())
-    of_best = ", those of the best layout of the plan with these values" * is_plan
+    of_best = ", from the best layout of the plan with these values" * is_plan
     lines = [f"Defaults{of_best}: {defaults}."] if defaults else []
     lines += [f"The rows have {several}: choose with NAME=VALUE."] if several else []
     lines += _notes(drawn, reasons, config)
@@ -159,7 +159,7 @@ def _best_values(runs: pd.DataFrame, chosen: Values) -> dict[str, list[Any]]:
         runs = runs[runs[name] == chosen[name]]
     if not len(runs):
         raise ConfigError(
-            f"no layout of the plan has {' '.join(f'{k}={v}' for k, v in chosen.items())}; choose another one"
+            f"no layout of the plan has {' '.join(f'{k}={v}' for k, v in chosen.items())}; choose other values"
         )
     best = runs.sort_values("standing", kind="stable").iloc[0]
     names = [name for name in (*_OF_CELL, *AXES) if name not in chosen and pd.notna(best[name])]
@@ -235,7 +235,7 @@ def _measured(runs: pd.DataFrame, bars: pd.DataFrame, config: SweepConfig) -> tu
     if missing:
         lines.append(f"No row has {', '.join(f'{name}={bars[name][0]}' for name in missing)}.")
     if config.hardware.device == "cpu":
-        lines.append("On CPUs a measured peak is the resident set of a process, with Python and torch in it.")
+        lines.append("On CPUs, a measured peak is the resident set of a process, including Python and torch.")
     return marks, lines
 
 
@@ -243,14 +243,16 @@ def _notes(bars: pd.DataFrame, reasons: Mapping[str, str], config: SweepConfig) 
     """The lines under the figure about the prediction and the values that cannot run."""
     memory, chances = config.hardware.mem_bytes, bars["p_oom"]
     odds = " to ".join(dict.fromkeys(f"{100 * chance:.0f}" for chance in (chances.min(), chances.max())))
-    meaning = f"peaks, and P(OOM), the probability that it does not fit ({odds} %)"
+    meaning = f"peak memory and P(OOM), the probability that it does not fit ({odds} %)"
     capacity = f"{config.hardware.gpu} has {memory / GIB:,.4g} GiB"
     yield f"Predicted with profile {config.profile.name}: {meaning}. {capacity}."
     moments = {moment: bars.loc[bars["phase"] == phase, "value"] for phase, moment in _MOMENTS.items()}
-    spans = "; ".join(f"{_span(values)}: {moment}" for moment, values in moments.items() if len(values))
-    yield f"A bar shows what is held at the moment of its peak. {spans}."
+    spans = "; ".join(
+        f"peak of {_span(values)}: {moment}" for moment, values in moments.items() if len(values)
+    )
+    yield f"A bar shows the memory held at its peak; {spans}."
     if bars["bytes"].max() > _CUT * memory:
-        yield f"Bars are cut at {_CUT:g} times the memory; their numbers are whole."
+        yield f"Bars are cut off at {_CUT:g} times the GPU memory; the numbers on them are not."
     for reason in dict.fromkeys(reasons.values()):
         yield f"Cannot run: {', '.join(name for name in reasons if reasons[name] == reason)}: {reason}."
 

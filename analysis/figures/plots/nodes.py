@@ -34,8 +34,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     measured, node_reports = [*measurements(rows)], reports(rows)
     if not measured:
         final(table)  # says why where there are no runs at all
-        todo = "rates are measured at the start of each allocation unless measure.preflight=false"
-        raise ConfigError(f"{counted(len(rows), 'row')} without a rate of a node; {todo}")
+        todo = "each allocation measures them at its start unless measure.preflight=false"
+        raise ConfigError(f"{counted(len(rows), 'row')}, none with the rate of a node; {todo}")
     day_of = days_of(measurement.time_s for measurement in measured)
     alike = defaultdict(list)
     for measurement in measured:
@@ -63,7 +63,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     )
     return (
         frame,
-        f"{left_out}Colour: ratio to the median of what was measured alike on that day. {made_with(table)}",
+        f"{left_out}Colour: ratio to the median of the same measurement on that day. {made_with(table)}",
     )
 
 
@@ -73,7 +73,12 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     names = drawn.drop_duplicates("place").set_index("place")["node"].sort_index()
     height = 1.0 + 0.14 * len(names)
     whole, middle, panels = panel_grid(
-        len(rates), title=f"Nodes over time: {title}", notes=notes, height=height, sharey=True, sharex=True
+        len(rates),
+        title=f"Rates of nodes over time: {title}",
+        notes=notes,
+        height=height,
+        sharey=True,
+        sharex=True,
     )
     scale: dict[str, Any] = {"cmap": matplotlib.colormaps["RdBu"], "vmin": 1 - _RANGE, "vmax": 1 + _RANGE}
     for axes, rate in zip(panels, rates, strict=True):

@@ -43,10 +43,10 @@ def points(table: pa.Table, by: str) -> tuple[pd.DataFrame, str]:
         ConfigError: `by` is no numeric column, or no run has both.
     """
     require_number(table, by)
-    todo = "a program reports it as docs/start/your-program.md tells"
+    todo = "to report it from your program, see docs/start/your-program.md"
     all_runs = measured(final(table, more=(by,)))
     runs, left_out = known(may_be_best(all_runs), _ACROSS, "peak memory", todo)
-    runs, without = known(runs, by, by, "choose another --by of docs/reference/columns.md")
+    runs, without = known(runs, by, by, "choose another --by from docs/reference/columns.md")
     runs = runs.sort_values([_ACROSS, by], ascending=[True, by in LOWER_IS_BETTER], kind="stable")
     values = -runs[by] if by in LOWER_IS_BETTER else runs[by]
     best = values.groupby(runs["panel"]).cummax()
@@ -68,11 +68,13 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, by: str) -> Figure:
     named_runs = {name: _named(front, by) for name, front in fronts.items()}
     unnamed = sum(map(len, fronts.values())) - sum(map(len, named_runs.values()))
     is_lower_better, up = by in LOWER_IS_BETTER, _UP.get(by, by)
-    about = f"Front: a run with as little memory has {'more' if is_lower_better else 'fewer'} {up}."
-    about += " Colours: nodes; nodes=N draws one number of nodes."
+    about = f"Pareto front: no other run has as little memory and {'lower' if is_lower_better else 'higher'} {up}."
+    about += " Colour: number of nodes; to draw only one: nodes=N."
     if unnamed:
-        about += f"\nWithout a name: {counted(unnamed, 'run')} of the front, too close to others or too many."
-    heading = f"{'Throughput' if by in _UP else by} against memory, and the front of {counted(len(drawn), 'run')}: {title}"
+        about += (
+            f"\nUnlabelled: {counted(unnamed, 'run')} of the front, too close to others or too many to label."
+        )
+    heading = f"{'Throughput' if by in _UP else by} against memory, with the Pareto front of {counted(len(drawn), 'run')}: {title}"
     about += f"\n{notes}"
     whole, middle, panels = panel_grid(len(names), title=heading, notes=about, columns=1, height=2.6)
     styles = looks(nodes, ordered=True, linestyle="", markersize=3.5)
@@ -87,11 +89,11 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, by: str) -> Figure:
             axes.set_xlim(0, 1.05 * max(axes.dataLim.x1, limits.iloc[0]))
         _name(axes, named_runs[name], by)
         across = f"peak reserved memory, {drawn['memory_of'].iloc[0]} (GiB)"
-        label(axes, name, across, f"{up} (lowest wins)" if is_lower_better else up)
+        label(axes, name, across, f"{up} (lower is better)" if is_lower_better else up)
     keys = [legend_entry(counted(n, "node"), **styles[n]) for n in nodes]
-    keys.append(legend_entry("front", color="black", linewidth=0.9))
+    keys.append(legend_entry("Pareto front", color="black", linewidth=0.9))
     if drawn["limit_gib"].notna().any():
-        keys.append(legend_entry("memory of a GPU", color=GREY, linestyle="--", linewidth=1))
+        keys.append(legend_entry("GPU memory", color=GREY, linestyle="--", linewidth=1))
     legend(middle, keys)
     return whole
 

@@ -36,10 +36,10 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     runs = runs.assign(predicted_gib=runs["predicted_peak_mem_bytes"] / GIB)
     runs_predicted = runs[runs[[_TIME[1], _MEMORY[1]]].notna().any(axis=1)]
     if not len(runs_predicted):
-        none = f"{counted(len(runs), 'run')} here, none with a prediction, as imported rows are"
+        none = f"{counted(len(runs), 'run')}, none with a prediction (imported rows have none)"
         raise ConfigError(f"{none}; predict them with: ultrabench predict validate FILE.parquet -o FILE.png")
-    today = "those of a profile of today: ultrabench predict validate FILE.parquet -o FILE.png"
-    note = f"Predictions of the table, made before the runs; {today}\n{notes(table, all_runs)}"
+    today = "For those of the current profile: ultrabench predict validate FILE.parquet -o FILE.png"
+    note = f"The predictions were made before the runs. {today}\n{notes(table, all_runs)}"
     return runs_predicted, note
 
 
@@ -72,7 +72,7 @@ def validated(rows: pd.DataFrame, profile: str) -> Figure:
     ok = ok.sort_values(["num_params", "model", "run_id", "step_time_s"])
     gib = ok[["peak_mem_reserved_bytes", "predicted_peak_mem_bytes"]].astype(float) / GIB
     ok = ok.assign(panel=ok.model, memory_gib=gib.iloc[:, 0], predicted_gib=gib.iloc[:, 1])
-    note = f"{len(ok):,} of {counted(len(rows), 'row')}: ok, with a step time, and healthy."
+    note = f"Drawn: {len(ok):,} of {counted(len(rows), 'row')}, which are ok, healthy and have a step time."
     return figure(ok, title=f"profile {profile}", notes=note)
 
 

@@ -33,8 +33,8 @@ _COLUMNS = {"tokens_per_s_per_gpu": "tokens/s/GPU", "memory_gib": "peak memory (
 _EFFICIENCY = ["efficiency", "efficiency_low", "efficiency_high"]
 """Columns of the efficiency of the best runs and of the ends of its interval, in percent."""
 _EFFICIENCY_NOTE = (
-    "Efficiency: tokens/s/GPU against that of the best on the smallest number of nodes, for thin lines against their own; "
-    "bars: 95 % interval, from the steps and repeats of both runs where these are recorded."
+    "Efficiency: tokens/s/GPU relative to the best layout on the fewest nodes (thin lines: to the same layout on the fewest "
+    "nodes). Bars: 95 % interval from the steps and repeats of both runs, where recorded."
 )
 _THIN: dict[str, Any] = {"color": "#8a8a8a", "linewidth": 0.5, "alpha": 0.45}
 
@@ -87,10 +87,10 @@ def _with_efficiency(runs: pd.DataFrame) -> pd.DataFrame:
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """The panels of each model: throughput, over nodes the efficiency, and the memory of the same runs."""
     names, lines = list(drawn["panel"].unique()), sorted(drawn["line"].unique())
-    follows = f", and in {_FOLLOW[axis]} as follows from it" if axis in _FOLLOW else ""
+    follows = f" and in {_FOLLOW[axis]}, which follow from {axis}" if axis in _FOLLOW else ""
     about = f"Thin lines: runs that differ only in {axis}{follows}."
     if not any(drawn.groupby(by)[axis].nunique().max() > 1 for by in ("equal", ["panel", "line"])):
-        about = f"No line has two values of {axis}, so that none is drawn; choose another --axis."
+        about = f"No line has two values of {axis}, so no line is drawn; choose another --axis."
     about += f" Reserved memory: {drawn['memory_of'].iloc[0]}.\n{notes}"
     heading, columns = f"Throughput and memory over {axis}, best and all else equal: {title}", [*_COLUMNS]
     if axis == "nodes":

@@ -68,7 +68,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     bar.set_label(shown, fontsize=8.5, color=GREY)
     bar.ax.tick_params(labelsize=8, color=GREY)
     legend(middle, [
-        legend_entry("area: tokens/s of all GPUs, relative to the largest of the panel", linestyle="", marker="o", color="#3b528b"),
+        legend_entry("area: tokens/s of all GPUs, relative to the largest in the panel", linestyle="", marker="o", color="#3b528b"),
         legend_entry("cannot win: suspect or stopped early", linestyle="", marker="x", color="#8a8a8a"),
     ])  # fmt: skip
     return whole

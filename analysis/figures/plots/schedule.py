@@ -42,8 +42,8 @@ def points(layout: Mapping[str, Any], table: pa.Table | None = None) -> tuple[pd
         ConfigError: the layout cannot run, has too many passes, or a table is given.
     """
     if table is not None:
-        raise ConfigError("the figure schedule shows a layout, no results; leave the sweep or file out")
-    require_known("word of the figure schedule", _WORDS, *layout)
+        raise ConfigError("the figure schedule shows a layout, not results; remove the sweep or file")
+    require_known("setting of the figure schedule", _WORDS, *layout)
     values = {"pp": 4} | read_arguments([f"{name}={value}" for name, value in layout.items()], (), "pp=4")
     values.setdefault("gas", 2 * values["pp"])
     chosen = layout_of({"dp": 1} | values)
@@ -51,7 +51,7 @@ def points(layout: Mapping[str, Any], table: pa.Table | None = None) -> tuple[pd
         raise ConfigError(f"{chosen.label()} cannot run: {reason}; choose another layout")
     number = (3 if chosen.pp_schedule == "zbv" else 2) * chosen.num_stages * chosen.gas
     if number > MOST_PASSES:
-        rule = f"a figure holds {MOST_PASSES:,}: choose a smaller gas or pp"
+        rule = f"a figure holds at most {MOST_PASSES:,}: choose a smaller gas or pp"
         raise ConfigError(f"pp={chosen.pp}, gas={chosen.gas} has {number:,} passes; {rule}")
     drawn = pd.DataFrame(timeline(chosen)).assign(schedule=chosen.pp_schedule)
     return drawn, _notes(drawn)
@@ -61,9 +61,9 @@ def _notes(drawn: pd.DataFrame) -> str:
     """The note under the figure: what is assumed of times, and the bubble relative to the work."""
     ratio, several = drawn["end"].max() / _work(drawn) - 1, drawn["chunk"].max() > 0
     return (
-        "All stages take the same time, backward twice that of forward, and messages none. "
+        "Assumes that all stages take equal time, backward takes twice as long as forward, and messages take no time. "
         f"{'White: the rank runs another of its stages. ' if several else ''}Idle time is {100 * ratio:.1f} % of the "
-        "time of work. The order is that of torch.distributed.pipelining."
+        "working time. The order is that of torch.distributed.pipelining."
     )
 
 
@@ -87,7 +87,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         gaps = zip(since, np.append(rank_passes["start"], step) - since, strict=True)
         axes.broken_barh([gap for gap in gaps if gap[1] > 1e-9], (rank_passes["row"].min(), chunks), **_IDLE)
     _draw_passes(axes, drawn, gas, (WIDTH - 1) / step, tall / rows)
-    label(axes, title, "time (1: forward of a micro-batch through the layers of a rank)", "")
+    label(axes, title, "time (1: forward of one micro-batch through all layers of a rank)", "")
     label_step = -(-_LABEL // (tall / rows))
     labelled = drawn.drop_duplicates("row")[:: max(1, round(label_step))]
     names = [
@@ -98,7 +98,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.set(xlim=(0, step), ylim=(rows, 0))
-    legend(middle, _keys(drawn), "colour from dark to light, and number: micro-batch")
+    legend(middle, _keys(drawn), "number, and colour from dark to light: micro-batch")
     return whole
 
 

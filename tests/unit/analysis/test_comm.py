@@ -76,7 +76,7 @@ def test_runs_on_several_nodes_say_what_one_is_like_inside():
     ("rows", "number", "words"),
     [
         ([probed(n, 9.0 / n, 9.0, 2**20, 2**28) for n in (1, 2)], 5 * 2 * 2,
-         ["AllToAll", "SendRecv", ">256 MiB<", ">1 MiB<", "inside", ">2<"]),
+         ["AllToAll", "SendRecv", ">256 MiB<", ">1 MiB<", "within", ">2<"]),
         ([probed(1, 9.0, 9.0, 2**20)], 5, [">0.01<"]),
     ],
 )  # fmt: skip
@@ -97,7 +97,9 @@ def test_an_operation_that_was_not_measured_has_an_empty_panel():
 
 
 def test_nothing_to_draw_and_two_places_are_mistakes():
-    with refused("no bandwidths by size here; measure them with: ultrabench sweep launch sweep=comm"):
+    with refused(
+        "the table has no bandwidths by size; measure them with: ultrabench sweep launch sweep=comm"
+    ):
         points(table_of(row("a")))
     with refused("sweep=comm; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"):
         points(table_of(row("a", allreduce_busbw_bytes_per_s=4e11)))

@@ -96,9 +96,11 @@ def test_two_pairs_give_no_interval_and_a_table_says_how_many_do():
     rows = [row(f"{mbs} {zero}", rate, mbs=mbs, gas=32 // mbs, zero_stage=zero)
             for mbs, zero, rate in ((1, 0, 100.0), (1, 1, 150.0), (2, 0, 100.0), (2, 1, 20.0), (4, 0, 100.0), (4, 1, 110.0))]  # fmt: skip
     two, three = (only("zero_stage", *rows[:number]) for number in (4, 6))
-    assert cells("zero_stage", two)[4:] == ["too few pairs (least 3)", "2"]
+    assert cells("zero_stage", two)[4:] == ["too few pairs (need 3)", "2"]
     assert three.low < three.ratio < three.high
-    with refused("runs on other nodes are no pair; draw them with: ultrabench plot scaling --axis nodes"):
+    with refused(
+        "runs on different numbers of nodes cannot be paired; use: ultrabench plot scaling --axis nodes"
+    ):
         competing(table_of(*rows)).require_axis("nodes")
     with refused("unknown axis 'sequence'; did you mean sequence_parallel?"):
         competing(table_of(*rows)).require_axis("sequence")
@@ -230,18 +232,16 @@ def test_runs_that_cannot_win_are_left_out_counted_and_named():
     assert (len(measured.runs), measured.left_out) == (2, {"failed": 1, "suspect": 1, "stopped": 1})
     assert "a slow value may look better than it is" in measured.note
     load = {"suspect": "other programs used 40 % of the cores", "suspect_codes": ["foreign_load"]}
-    fact = "3 runs here, none may win: 2 suspect (other programs used 40 % of the cores), 1 oom; keep these runs: launch again"
+    fact = "3 runs, none can win: 2 suspect (other programs used 40 % of the cores), 1 oom; to accept these runs, launch again"
     with refused(f"{fact} with measure.max_foreign_load=null"):
         competing(table_of(row("a", **load), row("b", mbs=2, gas=16, **load), rows[3]))
-    with refused(
-        "1 run here, none may win: 1 suspect (x); give the right peak of the hardware (hardware.peak_flops_per_s)"
-    ):
+    with refused("1 run, none can win: 1 suspect (x); correct hardware.peak_flops_per_s and launch again"):
         competing(table_of(row("a", suspect="x", suspect_codes=["mfu"])))
-    with refused("1 run here, none may win: 1 suspect (x); to measure them again launch with another name="):
+    with refused("1 run, none can win: 1 suspect (x); to measure them again, launch under another name="):
         competing(table_of(row("a", suspect="x")))
     with refused(
-        "1 run here, none may win: 1 stopped early as slower; to measure all in full launch with measure.race=null"
+        "1 run, none can win: 1 stopped early as slower; to measure every run in full, launch with measure.race=null"
     ):
         competing(table_of(rows[4]))
-    with refused("1 run here, none may win: 1 oom; see why: ultrabench plot failures"):
+    with refused("1 run, none can win: 1 oom; see why: ultrabench plot failures"):
         competing(table_of(rows[3]))

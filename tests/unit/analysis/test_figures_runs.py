@@ -71,14 +71,14 @@ def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publishe
                      "cannot win", "80B", f"Drawn as crosses: {CANNOT_WIN}"]),
         ("scaling", SEVERAL, [f"Not drawn: {CANNOT_WIN}"]),
         ("pareto", SEVERAL, [f"Not drawn: {CANNOT_WIN}", "1 node: dp8 tp1 pp1 z0 mbs1 gas32",
-                             "2 nodes: dp16 tp1 pp1 z0 mbs1 gas16", "the front of 3 runs"]),
+                             "2 nodes: dp16 tp1 pp1 z0 mbs1 gas16", "the Pareto front of 3 runs"]),
         ("predicted", SEVERAL, [f"Not drawn: {CANNOT_WIN}", "Predicted against measured, 3 runs: sweep", "not predicted",
                                 "measured step time (s)", "predicted peak memory (GiB)",
-                                "Predictions of the table, made before the runs; those of a profile of today"]),
-        ("failures", SEVERAL, ["How 7 runs ended, over nodes: sweep", "out of memory", "ok, but suspect", "waits or runs"]),
-        ("largest-batch", SEVERAL, ["Predicted: 80B", "Measured: 8B", "at most gbs / dp", "in 0 of 2 squares"]),
+                                "The predictions were made before the runs. For those of the current profile"]),
+        ("failures", SEVERAL, ["How 7 runs ended, over nodes: sweep", "out of memory", "ok but suspect", "pending or running"]),
+        ("largest-batch", SEVERAL, ["Predicted: 80B", "Measured: 8B", "at most gbs / dp", "(0 of 2 squares)"]),
         ("checkpoint", [row("a", **SAVED), row("b", nodes=2, **SAVED), *SEVERAL],
-         ["Checkpoints over node counts: sweep", "GB/s a node", "steps lost beside", "5 runs without checkpoint: 4 not asked for, 1 stopped early as slower"]),
+         ["Checkpoints over node counts: sweep", "GB/s per node", "steps lost during", "5 runs without checkpoint: 4 not requested, 1 stopped early as slower"]),
         ("bubble", PIPELINES, ["Points (2)", "1 measured run with", "and 1 ok row with pp", "measured, interleaved"]),
     ],
 )  # fmt: skip
@@ -91,19 +91,19 @@ def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind,
 @pytest.mark.parametrize(
     ("kind", "axis", "lacking", "told"),
     [
-        ("scatter", None, {"tokens_per_s_per_gpu": None}, "no ok run with a speed among 1 row"),
-        ("scaling", None, {"suspect": "x"}, "1 run here, none may be the best: 1 suspect"),
-        ("scaling", "tp", {"tp": None}, "1 run here, none with its tp"),
-        ("failures", "tp", {"tp": None}, "1 run here, none with its tp"),
+        ("scatter", None, {"tokens_per_s_per_gpu": None}, "1 row, none of an ok run with a speed"),
+        ("scaling", None, {"suspect": "x"}, "1 run, none can win: 1 suspect"),
+        ("scaling", "tp", {"tp": None}, "1 run, none with tp"),
+        ("failures", "tp", {"tp": None}, "1 run, none with tp"),
         (
             "checkpoint",
             None,
             {},
-            "1 run here, none with its checkpoint; measure it with: ultrabench sweep launch measure.checkpoint=true",
+            "1 run, none with checkpoint; measure it with: ultrabench sweep launch measure.checkpoint=true",
         ),
-        ("pareto", None, {"peak_mem_reserved_bytes": None}, "1 run here, none with its peak memory"),
+        ("pareto", None, {"peak_mem_reserved_bytes": None}, "1 run, none with peak memory"),
         ("predicted", None, {"predicted_step_time_s": None}, "ultrabench predict validate FILE.parquet -o"),
-        ("bubble", None, {}, "no run with pp > 1 among 1 row; plan them with"),
+        ("bubble", None, {}, "1 row, none of a run with pp > 1; plan some with"),
     ],
 )
 def test_a_figure_without_anything_to_draw_says_what_to_do(kind, axis, lacking, told):
@@ -127,7 +127,7 @@ def test_scaling_over_an_axis_that_regroups_ranks_changes_nothing_else():
 def test_runs_that_lack_what_a_figure_shows_are_counted(kind, axis):
     points, told = drawn(kind, row("a"), row("b", tp=None, peak_mem_reserved_bytes=None), axis=axis)
     assert len(points) == 1
-    assert "Left out: 1 run without" in told
+    assert "Excluded: 1 run without" in told
 
 
 def test_scatter_has_mfu_as_height_or_the_speed_where_it_is_not_comparable():
@@ -199,8 +199,8 @@ def test_panels_are_in_the_order_of_their_numbers():
     sizes = [f"8B | seq_len {s} | gbs {g}" for s in (64, 128) for g in ("8", "1,024")]
     assert [*final(table_of(*rows, *weak))["panel"].unique()] == [
         *sizes,
-        "9B | seq_len 4,096 | gbs 8 a node",
-        "9B | seq_len 4,096 | gbs 16 a node",
+        "9B | seq_len 4,096 | gbs 8 per node",
+        "9B | seq_len 4,096 | gbs 16 per node",
     ]
 
 
@@ -209,8 +209,8 @@ def test_the_batches_of_weak_scaling_share_a_panel():
     assert {*final(table_of(*weak))["panel"]} == {"8B"}
     assert len({cell.panel for cell in rank(table_of(*weak))}) == 1
     strong = row("c", 100.0, nodes=2, gbs=256, scaling="strong")
-    assert {*final(table_of(*weak, strong))["panel"]} == {"8B | gbs 256 a node", "8B | gbs 256"}
-    assert "nodes (weak: gbs 256 a node)" in drawn("scaling", *weak)[1]
+    assert {*final(table_of(*weak, strong))["panel"]} == {"8B | gbs 256 per node", "8B | gbs 256"}
+    assert "nodes (weak: gbs 256 per node)" in drawn("scaling", *weak)[1]
     told = drawn("scaling", *weak, strong)[1]
     assert [word for word in ("Strong and weak scaling", "nodes (strong: gbs 256)") if word not in told] == []
 
@@ -290,22 +290,22 @@ def test_pareto_by_another_column_has_the_front_where_rankings_have_the_best():
         row("worse", energy_j_per_step=80.0, tokens_per_j=2.0), row("unknown"),
     ]  # fmt: skip
     for by, words in (
-        ("energy_j_per_step", "energy_j_per_step (lowest wins)"),
+        ("energy_j_per_step", "energy_j_per_step (lower is better)"),
         ("tokens_per_j", "tokens_per_j"),
     ):
         points, texts = drawn("pareto", *rows, by=by)
         assert points.set_index("run_id")["front"].to_dict() == {"saves": True, "small": True, "worse": False}
         assert words in texts.splitlines()
-    with refused("4 runs here, none with its power_w_mean; choose another --by"):
+    with refused("4 runs, none with power_w_mean; choose another --by"):
         drawn("pareto", *rows, by="power_w_mean")
-    with refused("the figure scatter has no choice of column"):
+    with refused("the figure scatter takes no column; remove --by"):
         drawn("scatter", *rows, by="mfu")
 
 
 def test_pareto_says_how_many_runs_of_a_front_have_no_name():
     rows = [row(f"{n}", rate=100.0 * n, peak_mem_reserved_bytes=n * 2**30) for n in range(1, 21)]
     told = drawn("pareto", *rows, row("close", rate=1999.0, peak_mem_reserved_bytes=20 * 2**30 - 1))[1]
-    assert "Without a name: 6 runs of the front" in told
+    assert "Unlabelled: 6 runs of the front" in told
     assert told.count("1 node: ") == 15
 
 
@@ -344,7 +344,7 @@ def test_the_lines_are_of_every_pp_and_of_the_interleaved_stages_of_the_table():
 def test_a_panel_without_measured_pairs_says_so_and_every_point_is_inside_the_scale():
     figure = prepared("bubble", table_of(*PIPELINES, piped("fast", 120.0)), title="t")[1]()
     texts = {axes.get_title("left"): [text.get_text() for text in axes.texts] for axes in figure.axes}
-    assert texts == {"pp=2": [], "pp=4": [], "pp=8": ["no pair of measured runs"]}
+    assert texts == {"pp=2": [], "pp=4": [], "pp=8": ["no measured pairs"]}
     assert figure.axes[0].get_ylim()[0] == pytest.approx(100 * (1 - 120 / 100) - 6)
 
 
@@ -368,7 +368,9 @@ def overlaps(figure):
     boxes = [(text.get_text(), Text.get_window_extent(text, renderer).padded(-1)) for text in texts]
     edge = figure.bbox.padded(1)
     cut = [
-        told for told, box in boxes if box.width > 0 and not edge.contains(*box.min) | edge.contains(*box.max)
+        told
+        for told, box in boxes
+        if box.width > 0 and not (edge.contains(*box.min) and edge.contains(*box.max))
     ]
     pairs = [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
     return cut, pairs

@@ -50,7 +50,7 @@ def weights_of(*cells):
 def test_the_caption_names_winners_whose_interval_is_wider_than_the_target():
     one, two = (cell(nodes=n, ci_reached=False, step_time_ci95_rel=0.1 * n) for n in (1, 2))
     met = cell(nodes=4, ci_reached=True, step_time_ci95_rel=0.9)
-    told = "2 of 3 cells the interval of the best is wider than its target, up to +- 20.0 % (1B on 2 nodes)."
+    told = "2 of 3 cells the interval of the best layout is wider than its target, up to +- 20.0 % (1B on 2 nodes)."
     assert told in " ".join(" ".join(texts_of(figure([one, two, met], title="t"))).split())
     weights = weights_of(two, met)
     assert (weights["43.2 %"], weights["interval +- 20.0 %"]) == ("bold", "bold")
@@ -99,8 +99,8 @@ def test_svg_holds_the_words():
         "Best layout per cell: quick & <dirty> $x", "$a$_{b}", "$HOME/x^2_y", "43.2 %",
         "dp128 tp32 pp16 z1", "mbs256 gas256 afab", "41.8 GiB", "all 12 oom", "1.34 G params", "1.23 ktok/s",
         "1.08x of old", "MFU (% of peak)", "MFU of fp8 (% of",
-        "\nok\n", "0.12 %", "\n1 MiB", "3.00 GiB (rank 0)", "measured", "FLOPs of MFU by the formula palm.",
-        "In 1 of 9 cells other layouts are as good within the 95 % interval.",
+        "\nok\n", "0.12 %", "\n1 MiB", "3.00 GiB (rank 0)", "measured", "MFU uses the FLOPs formula palm.",
+        "In 1 of 9 cells several layouts tie for best: their 95 % intervals overlap.",
     )  # fmt: skip
     assert [word for word in expected if word not in told] == []
 
@@ -120,21 +120,23 @@ def test_a_square_counts_what_was_tried_and_marks_another_best_layout():
     texts = [(text.get_position()[0], text.get_text()) for text in picture.axes[0].texts]
     assert [[text for x, text in texts if column < x < column + 1] for column in range(3)] == [
         ["43.2 %", "dp8 tp1 pp1 cp1 z1", "shard-all", "mbs4 gas8", "recompute-none", "41.8 GiB",
-         "1 of 2 repeats failed", "1,234 tried, 1 as good", "20 oom, 2 failed", "3 in doubt",
+         "1 of 2 repeats failed", "1,234 tried, 1 as good", "20 oom, 2 failed, 3 suspect",
          "other: dp8 tp2 pp1 cp1 z1", "shard-all mbs4 gas8", "recompute-every2"],
         ["all 3 oom", "other: dp8 tp1 pp1 z1 mbs4", "gas8"],
         ["43.2 %", "dp8 tp1 pp1 z1", "mbs4 gas8", "41.8 GiB", "1,234 tried"],
     ]  # fmt: skip
     assert sum(isinstance(patch, Polygon) for patch in picture.axes[0].patches) == 2
-    assert "In 2 of 3 cells, which have a dark or light corner" in " ".join(texts_of(picture))
+    assert "In 2 of 3 cells, marked by a corner, old has a different best layout" in " ".join(
+        texts_of(picture)
+    )
 
 
 @pytest.mark.parametrize(
     ("column", "value", "shown", "label"),
     [
         ("source_mfu", 0.443, "44.3 %", "source_mfu\n(% of peak)"),
-        ("step_time_s", 12.5, "12.5 s", "step_time_s\nlowest wins"),
-        ("peak_mem_reserved_bytes", 3 * GIB, "3.00 GiB", "peak_mem_reserved_bytes (GiB)\nlowest wins"),
+        ("step_time_s", 12.5, "12.5 s", "step_time_s\nlower is better"),
+        ("peak_mem_reserved_bytes", 3 * GIB, "3.00 GiB", "peak_mem_reserved_bytes (GiB)\nlower is better"),
         ("sm_clock_hz", 1.98e9, "1.98 GHz", "sm_clock_hz"),
     ],
 )
@@ -180,7 +182,7 @@ def test_what_cannot_be_drawn():
         figure([], title="t")
     many = [cell(gbs=gbs) for gbs in range(25)]
     with refused(
-        "25 cells in 25 groups of hardware, kernel, precision, routing, seq_len and gbs, a heatmap holds 24 groups"
+        "25 cells in 25 groups of hardware, kernel, precision, routing, seq_len and gbs; a heatmap holds at most 24 groups"
     ):
         figure(many, title="t")
     assert len(figure(many[1:], title="t").axes) == 48

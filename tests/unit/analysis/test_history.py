@@ -122,10 +122,10 @@ def test_the_command_fails_a_night_with_a_loss(ultrabench, tmp_path, monkeypatch
         Path(f"{name}.parquet").write_bytes(parquet(tables))
     code, out, err = ultrabench("history", "all.parquet", "-o", "nights.svg")
     assert code == 1
-    assert "2026-11-12 02:00: all 6 runs lose " in out
+    assert "2026-11-12 02:00: all 6 runs are " in out
     assert "(since 2026-11-11 02:00: git_commit old -> new; kernel_version unknown -> 5)" in out
     assert "a loss of more than 2 %: 2026-11-12" in err
-    assert "all 6 runs lose" in (tmp_path / "nights.svg").read_text()
+    assert "all 6 runs are" in (tmp_path / "nights.svg").read_text()
     code, out, _ = ultrabench("history", "all.parquet", "--fail-above", "8", "--json")
     document = json.loads(out)
     assert (code, len(document["moves"]), document["losses"]) == (0, 1, 0)
@@ -133,7 +133,7 @@ def test_the_command_fails_a_night_with_a_loss(ultrabench, tmp_path, monkeypatch
     assert ultrabench("history", "all.parquet", "--since", "2026-11-12")[0] == 0
     code, _, err = ultrabench("history", "few.parquet")
     assert code == 0
-    assert "5 nights: too few to find a change" in err
+    assert "too few nights (5): to detect a change takes" in err
     Path("empty").mkdir()
     Path("nights").mkdir()
     for night in made():
@@ -148,7 +148,7 @@ def test_a_folder_of_folders_of_sweeps_is_read_once(sweep, ultrabench, tmp_path)
     code, out, err = ultrabench("history", str(tmp_path), str(sweep.path))
     assert code == 0
     assert out.startswith("1 night, ")
-    assert "1 night: too few" in err
+    assert "too few nights (1)" in err
 
 
 def test_the_files_of_a_night_are_ready_to_use(monkeypatch):

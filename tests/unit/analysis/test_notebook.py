@@ -71,7 +71,7 @@ def test_plot_draws_as_the_command_does(folder):
         (lambda rows: ultrabench.plot("heatmop", rows), "did you mean heatmap"),
         (lambda rows: ultrabench.plot("heatmap"), "the figure heatmap needs result rows"),
         (lambda rows: ultrabench.plot("scatter"), "the figure scatter needs result rows"),
-        (lambda rows: ultrabench.plot("schedule", layout={"pp": 2}, axis="tp"), "has no choice of axis"),
+        (lambda rows: ultrabench.plot("schedule", layout={"pp": 2}, axis="tp"), "takes no axis"),
     ],
 )  # fmt: skip
 def test_mistakes_say_what_to_do(folder, mistake, told):

@@ -61,9 +61,7 @@ def test_a_name_is_no_part_of_a_model_and_older_tables_know_names_alone(tmp_path
 
 def test_compare_names_what_differs_in_a_model(tmp_path):
     ours, half, sigmoid = (table(tmp_path / s.model_id, s) for s in (TINY, HALF, SIGMOID))
-    differs = (
-        "no layout is in both; model tiny differs: partial_rotary_factor is 1 in A and 0.5 in B: compare"
-    )
+    differs = "and B (1); model tiny differs: partial_rotary_factor is 1 in A and 0.5 in B: compare"
     with refused(differs):
         compare(ours, half, 0.05)
     with refused("model tiny differs: rope_theta is 500000 in A and 10000 in B"):

@@ -78,7 +78,7 @@ def test_a_cell_opens_its_layouts_and_a_layout_its_evidence(opened):
     cells = tab.locator(".heatmap button")
     assert cells.count() == 4
     assert "11 tried, 1 oom" in cells.first.inner_text()
-    assert "1 in doubt" in cells.last.inner_text()
+    assert "1 suspect" in cells.last.inner_text()
     assert re.search(r"tp\s+2\s+1\s+\d\.\d+\s", text_of(tab, "#effects"))
     cells.first.focus()
     tab.keyboard.press("Enter")
@@ -135,20 +135,20 @@ def test_a_filter_is_kept_in_the_fragment_and_closes_what_it_excludes(opened):
 OOM = [run(n, status="oom", reason="CUDA out of memory") for n in range(3)]
 
 
-IN_REPEATS = "1 of 2 repeats failed, 6 tried, 1 oom, 2 failed, 1 in doubt, 1 to come"
+IN_REPEATS = "1 of 2 repeats failed, 6 tried, 1 oom, 2 failed, 1 suspect, 1 pending"
 
 
 @pytest.mark.parametrize(
     ("results", "fragment", "told_by_place"),
     [
-        (table_of(), "", {"#how": "so that there is nothing to rank."}),
+        (table_of(), "", {"#how": "so there is nothing to rank."}),
         (table_of(*OOM), "", {".heatmap button": "^all 3 oom$"}),
-        (repeated(), "", {".heatmap button": IN_REPEATS, "#hours": "GPU hours of runs"}),
-        (small(), "#cell=8B,2", {"#hours": r"oom\s+1\s+unknown\s[^%]*those of 1 attempt are unknown",
+        (repeated(), "", {".heatmap button": IN_REPEATS, "#hours": "GPU hours in total"}),
+        (small(), "#cell=8B,2", {"#hours": r"oom\s+1\s+unknown\s[^%]*unknown for 1 attempt",
                                  "#runs-table": "throttled: <b>power</b>"}),
         (small(), "#tp=16&nobody=1&status=oom",
-         {"#count": "^1 of 40 rows shown. The link asks for tp=16, nobody=1, which"}),
-        (small(), "#cell=1B%2C1&model=8B", {"#count": "The link asks for cell=1B,1, which this page does not show"}),
+         {"#count": "^1 of 40 rows shown. The link selects tp=16, nobody=1, which"}),
+        (small(), "#cell=1B%2C1&model=8B", {"#count": "The link selects cell=1B,1, which this page does not contain"}),
     ],
     ids=["empty", "all failed", "repeats", "in doubt", "unknown link", "excluded link"],
 )  # fmt: skip
@@ -202,10 +202,10 @@ def numbers(figure):
 def test_figures_are_drawn_when_seen_and_have_their_numbers_as_a_table(opened):
     tab = opened(small(), "#y=step_time_s&x=tp")
     best = drawn(tab, "best-of")
-    assert "by its place among the shown layouts" in best.locator("p").inner_text()
+    assert "with any values of the other axes; suspect" in best.locator("p").inner_text()
     times = ["1B on 1|1|2.5", "1B on 1|2|2.575", "1B on 1|4|2.65", "1B on 2|1|2.75"]
     assert ["|".join(cells) for cells in numbers(best)[:4]] == times
-    assert "1 of them, in doubt or stopped early" in drawn(tab, "every").locator("p").inner_text()
+    assert "crosses: 1 that are suspect or stopped early" in drawn(tab, "every").locator("p").inner_text()
     tab.evaluate("views.every.model.renderers[0].data_source.selected.indices = [2]")
     assert "Layouts of 1B" in text_of(tab, "#runs-title")
     assert tab.locator(".about-run").count() == 1
@@ -264,7 +264,7 @@ def test_a_page_of_probes_draws_their_bandwidth(opened):
     assert numbers(drawn(tab, "links")) == [
         ["allreduce", "1", "400"], ["allreduce", "2", "200"], ["allreduce", "4", "133.3"],
     ]  # fmt: skip
-    assert "No shown row has these numbers" in text_of(tab, "#every")
+    assert "None of the shown rows has these numbers" in text_of(tab, "#every")
 
 
 def drawn_cell(seed):
@@ -318,7 +318,7 @@ def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predi
     plan = make_plan(load_config([*words, "max_p_oom=1"]))
     write_plan(plan.candidates, tmp_path / "plan.parquet", "h100x8")
     tab = opened(read_parquet(tmp_path / "plan.parquet"))
-    assert tab.locator("#about").inner_text().startswith("Predicted by a plan, nothing was measured")
+    assert tab.locator("#about").inner_text().startswith("Predicted by a plan; nothing was measured")
     assert tab.locator("#fit input").count() == 4, "of pp, schedule, ZeRO and recomputation"
     for pp, recompute in ((4, "full"), (1, "none"), (8, "none")):
         for name, place in (("pp", [1, 2, 4, 8].index(pp)), ("recompute", ["none", "full"].index(recompute))):
@@ -334,12 +334,12 @@ def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predi
     )
     followed = tab.locator("#fit [role=status]").inner_text()
     assert re.fullmatch(
-        r"No layout of the plan has the other values with pp 1\. Also changed: pp_schedule from \w+ to none.*",
+        r"The plan has no layout with pp 1 and the other values\. Also changed: pp_schedule from \w+ to none.*",
         followed,
     )
     assert tab.locator("#fit input[name=pp_schedule]").input_value() == "0", "none is the first word"
     page = tab.locator("body").inner_text()
-    assert [words for words in ("tried", "ended ok", "in doubt", "attempts", " oom") if words in page] == []
+    assert [words for words in ("tried", "ended ok", "suspect", "attempts", " oom") if words in page] == []
     assert "predicted out of memory" in page
     assert tab.locator(".heatmap button.predicted").count() == 1
 

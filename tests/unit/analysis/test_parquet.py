@@ -36,15 +36,15 @@ def test_parquet_and_back_and_through_pandas(tmp_path):
 @pytest.mark.parametrize(
     ("held", "word"),
     [
-        (table_of({"schema_version": 2}).replace_schema_metadata({VERSION_KEY: b"2"}), "schema 2"),
-        (pa.table({"x": [1]}), "no result table"),
-        (pa.table({"schema_version": ["new"]}), "no result table"),
-        (pa.table({"schema_version": [1]}), "no result table"),
+        (table_of({"schema_version": 2}).replace_schema_metadata({VERSION_KEY: b"2"}), "schema version 2"),
+        (pa.table({"x": [1]}), "is not a result table"),
+        (pa.table({"schema_version": ["new"]}), "is not a result table"),
+        (pa.table({"schema_version": [1]}), "is not a result table"),
         (pa.table({"schema_version": [1], "run_id": ["a"], "mfu": ["much"]}), "lacks the column model"),
         (table_of().drop_columns(["status"]), "lacks the column status"),
         (table_of().drop_columns(["mfu"]).append_column("mfu", pa.array([], pa.date32())), "column mfu"),
         (b"no parquet", "cannot read"),
-        (None, "there is no such file"),
+        (None, "no such file"),
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_used_are_refused_in_one_line(tmp_path, held, word):
@@ -103,7 +103,7 @@ def test_an_attempt_becomes_the_run_that_it_measured(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"intermediate_size": None}, "no intermediate_size of model=8B"),
+    [({"intermediate_size": None}, "missing intermediate_size of model=8B"),
      ({"zero_stage": 4}, "zero_stage=4; must be 0 to 3"),
      ({"dp": 16}, "has 16 ranks; 1 node of 8 have 8")],
 )  # fmt: skip

@@ -74,6 +74,6 @@ def test_the_command_prints_and_tells_programs(ultrabench, tmp_path, monkeypatch
     (tmp_path / "b.parquet").write_bytes(parquet(table_of(row("a", suspect="throttled", **PLAYBOOK))))
     code, out, _ = ultrabench("compare", "b.parquet", "published")
     assert code == 0
-    assert "b: no cell has a rate to compare: 1 run here, none may be compared: 1 suspect (throttled)" in out
+    assert "b: no cell has a rate to compare: 1 run, none can be compared: 1 suspect (throttled)" in out
     assert "published must come second" in one_line(ultrabench, "compare", "published", "a.parquet")
     assert "-o x.png" in one_line(ultrabench, "compare", "a.parquet", "published", "-o", "x.png")

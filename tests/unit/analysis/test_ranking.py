@@ -55,7 +55,7 @@ def test_what_makes_another_cell(other, count):
 def test_mfu_of_two_formulas_is_not_ranked_together():
     (cell,) = cells_of(row("a"), row("b", 50.0, flops_formula=None))
     assert cell.flops_formula == "palm"
-    with refused("MFU is by megatron and palm in these results"):
+    with refused("it uses the formulas megatron and palm"):
         cells_of(row("a"), row("b", nodes=2, flops_formula="megatron"))
 
 
@@ -153,9 +153,9 @@ def many(number, status, reason=None, **values):
         (many(1, "oom"), "oom", "1 oom"),
         (many(3, "crash", "rank 5: boom"), "crash", "all 3 crash: rank 5: boom"),
         (many(9, "oom") + many(3, "crash", "boom"), "oom", "9 oom; 3 crash: boom"),
-        (many(4, None), None, "pending 4"),
-        (many(2, "hang", "silent") + many(4, None), None, "2 hang: silent; pending 4"),
-        (many(4, None) + many(5, "skipped", "dominated"), None, "pending 4; 5 skipped: dominated"),
+        (many(4, None), None, "4 pending"),
+        (many(2, "hang", "silent") + many(4, None), None, "2 hang: silent; 4 pending"),
+        (many(4, None) + many(5, "skipped", "dominated"), None, "4 pending; 5 skipped: dominated"),
         (many(5, "skipped", "112 GiB") + many(9, "rejected", "x"), "skipped", "all 5 skipped: 112 GiB"),
         ([*many(2, "rejected", "tp=3 odd", rule="tp_heads"), row("z", status="rejected", rule="zero")],
          "rejected", "no valid layout: tp=3 odd (tp_heads, 2 of 3)"),
@@ -204,14 +204,18 @@ def test_notes_and_doubts_count_what_ended_and_what_is_in_doubt():
         row("b", 1900.0, suspect="hot"), row("c", status="invalid", reason="loss is NaN"),
     ]  # fmt: skip
     suspect, invalid, peak = caveats(table_of(*rows))
-    assert suspect == "1 of 9 rows: suspect, wins only a cell without others, such as b: hot"
-    assert invalid == "1 of 9 rows: invalid, such as c: loss is NaN"
+    assert suspect == "1 of 9 rows suspect (wins only a cell without other results), such as b: hot"
+    assert invalid == "1 of 9 rows invalid, such as c: loss is NaN"
     assert peak.startswith("MFU up to 1.41 is above 1: the peak is too low")
     told = notes(table_of(*rows))
-    counts = "Layouts: 2 ok, 3 oom, 1 invalid, 2 pending. Suspect: 1 of 9 rows, which"
-    assert told.startswith(f"{counts} win only cells without others. {peak}. Made with ultrabench")
+    counts = "Layouts: 2 ok, 3 oom, 1 invalid, 2 pending. Suspect"
+    assert told.startswith(
+        f"{counts} (win only cells without other results): 1 of 9 rows. {peak}. Made with ultrabench"
+    )
     assert "torch 2.13.0" in told
-    assert notes(table_of(*rows), include_suspects=True).startswith(f"{counts} may win cells. ")
+    assert notes(table_of(*rows), include_suspects=True).startswith(
+        f"{counts} (may win any cell): 1 of 9 rows. "
+    )
 
 
 @pytest.mark.parametrize("rank_by", ["tokens_per_s_per_gpu", "step_time_s"])

@@ -10,7 +10,7 @@ from tests.unit.analysis.sweeps import OK, SPECS, TINY, attempted, make_sweep
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.page.rows import document
 
-COUNTED = "FLOPs of MFU by the formula palm; of the experts, those that a token passes count"
+COUNTED = "MFU uses the FLOPs formula palm, counting only the experts that a token passes through"
 MOE = replace(TINY, name="moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
 SIZES = "165 k parameters, 91.5 k active"
 
@@ -33,7 +33,7 @@ def test_status_show_and_top_say_what_mfu_counts(ultrabench, swept):
 
 
 def test_status_of_a_dense_model_has_no_such_line(ultrabench, sweep):
-    assert "FLOPs of MFU" not in ultrabench("sweep", "status")[1]
+    assert "FLOPs formula" not in ultrabench("sweep", "status")[1]
 
 
 def test_the_page_has_active_parameters_beside_all(swept):

@@ -145,14 +145,14 @@ def test_tensorboard_reads_one_event_file_a_layout_with_its_step_times(ultrabenc
 def test_a_missing_library_gives_the_command_that_installs_it(ultrabench, sweep, monkeypatch, command):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     line = one_line(ultrabench, *command.format("mlflow").split())
-    assert line == "mlflow is not installed; pip install 'ultrabench[mlflow]'"
+    assert line == "mlflow is not installed; run: pip install 'ultrabench[mlflow]'"
 
 
 def test_a_folder_with_offline_runs_is_no_library(tmp_path, monkeypatch):
     (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with refused("wandb is not installed; pip install 'ultrabench[wandb]'"):
+    with refused("wandb is not installed; run: pip install 'ultrabench[wandb]'"):
         require_library("wandb")
 
 
@@ -163,7 +163,7 @@ def test_a_sweep_whose_tracker_is_gone_is_not_resumed(ultrabench, sweep, monkeyp
     before = content(sweep)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     for command in ("resume", "retry"):
-        assert one_line(ultrabench, "sweep", command).startswith("mlflow is not installed; pip install ")
+        assert one_line(ultrabench, "sweep", command).startswith("mlflow is not installed; run: pip install ")
     assert content(sweep) == before
 
 

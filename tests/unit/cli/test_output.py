@@ -221,8 +221,8 @@ def test_what_may_not_win_is_told_and_named_as_best_by_no_command(ultrabench, sw
     assert [row["run_id"] for row in top if row["why"] == "measured"] == [best.run_id]
     assert not {row["run_id"] for row in top} & {odd.run_id, impossible.run_id, slower.run_id}
     err, differs = ultrabench("collect")[2], "loss 9; the other 4 layouts"
-    assert "rows: suspect, wins only a cell without others, such as " in err
-    assert f"rows: invalid, such as {invalid.run_id}: {differs}" in err
+    assert "rows suspect (wins only a cell without other results), such as " in err
+    assert f"rows invalid, such as {invalid.run_id}: {differs}" in err
     assert as_json(ultrabench, "sweep", "retry", "--dry-run", "--only", "invalid")[0]["was"] == "invalid"
     shown = as_json(ultrabench, "sweep", "show", invalid.run_id)
     assert shown["attempts"][0]["result"]["reason"].startswith(differs)

@@ -40,7 +40,7 @@ def test_figures_of_two_tables_and_of_two_axes_have_names_of_their_own(ultrabenc
 @pytest.mark.parametrize(
     ("table", "told"),
     [(table_of(), "sweep launch"),
-     (table_of(row("a", status="rejected", rule="heads")), "1 layout here, all rejected by a rule"),
+     (table_of(row("a", status="rejected", rule="heads")), "1 layout, all rejected by rules"),
      (table_of(row("p", model=None, kernel="probe")), "ultrabench plot comm")],
     ids=["empty", "rejected", "probes"],
 )  # fmt: skip
@@ -48,7 +48,7 @@ def test_a_table_without_anything_to_draw_is_one_line(ultrabench, tmp_path, kind
     pq.write_table(table, tmp_path / "t.parquet")
     words = ["tp=8"] if kind == "memory" else OVER_ANY_AXIS if KINDS[kind].over_any_axis else []
     said = one_line(ultrabench, "plot", kind, str(tmp_path / "t.parquet"), *words)
-    assert (told if kind != "comm" else "no bandwidths by size here") in said
+    assert (told if kind != "comm" else "the table has no bandwidths by size") in said
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OF_RESULTS if kind not in ("comm", "nodes")])
@@ -74,9 +74,9 @@ def test_report_writes_the_page_beside_the_sweep_and_tells_a_script_what_it_wrot
     ("words", "told"),
     [("zero_stag t.parquet", "did you mean zero_stage? (known: pp, mbs, "),
      ("tp t.parquet", "tp did not vary in these runs; axes that varied: pp, mbs, pp_schedule"),
-     ("gas t.parquet", "gas follows from the other axes and the batch; name another axis; axes that varied: pp"),
-     ("t.parquet", "no axis is named; name one as in ultrabench plot effect AXIS; axes that varied: pp"),
-     ("pp_schedule t.parquet", "no pairs for pp_schedule: no two runs differ only in it; ultrabench sweep effects shows")],
+     ("gas t.parquet", "gas follows from the other axes and the batch; choose another axis; axes that varied: pp"),
+     ("t.parquet", "no axis given; give one, as in ultrabench plot effect AXIS; axes that varied: pp"),
+     ("pp_schedule t.parquet", "no pairs for pp_schedule: no two runs differ only in it; to list the axes that have pairs: ultrabench sweep effects")],
 )  # fmt: skip
 def test_an_effect_that_cannot_be_drawn_is_one_line_with_the_axes_that_varied(
     ultrabench, tmp_path, words, told
@@ -100,13 +100,13 @@ def test_effects_are_a_table_a_document_and_a_figure(ultrabench, tmp_path):
     code, out, err = ultrabench("sweep", "effects", "t.parquet")
     assert (code, out.splitlines()[1].split()) == (
         0,
-        ["axis", "value", "baseline", "x", "speed", "98", "%", "interval", "pairs"],
+        ["axis", "value", "baseline", "speedup", "98", "%", "interval", "pairs"],
     )
-    assert "pp 2 1 0.800 too few pairs (least 3) 1" in [" ".join(line.split()) for line in out.splitlines()]
+    assert "pp 2 1 0.800 too few pairs (need 3) 1" in [" ".join(line.split()) for line in out.splitlines()]
     assert "No pairs for pp_schedule: no two runs differ only in it." in err
-    assert "The baseline is the first value that the sweep lists, or the most frequent one" in err
+    assert "The baseline is the first value listed in the sweep, or the most frequent value" in err
     assert (
-        "Runs left out: 1 out of memory or failed, 1 suspect, 1 stopped early as slower than the best." in err
+        "Runs excluded: 1 out of memory or failed, 1 suspect, 1 stopped early as slower than the best." in err
     )
     document = as_json(ultrabench, "sweep", "effects", "t.parquet")
     first = {"axis": "pp", "value": 2, "against": 1, "ratio": pytest.approx(0.8), "low": None, "high": None}
@@ -116,10 +116,5 @@ def test_effects_are_a_table_a_document_and_a_figure(ultrabench, tmp_path):
     assert ultrabench("plot", "effect", "pp", "t.parquet")[2] == "drew t-effect-pp.png\n"
     ultrabench("plot", "effect", "pp", "t.parquet", "-o", "f.svg")
     drawn = (tmp_path / "f.svg").read_text()
-    for text in (
-        "What each value of pp is worth, all else equal: t, 8B",
-        "speed against pp=1",
-        "1 pair",
-        "baseline",
-    ):
+    for text in ("Speedup by pp, all else equal: t, 8B", "speed relative to pp=1", "1 pair", "baseline"):
         assert text in drawn

@@ -39,8 +39,8 @@ def test_top_shows_the_numbers_of_each_run_in_peoples_units(ultrabench, results)
     assert re.search(" 1.50 GiB .* suspect ", doubted)
     assert " slower " in slow
     assert f"{len(CELL) - 3} more" in table
-    assert "suspect, wins only a cell without others" in err
-    assert "FLOPs of MFU by the formula palm" in err
+    assert "suspect (wins only a cell without other results)" in err
+    assert "MFU uses the FLOPs formula palm" in err
     assert "RANK --sweep quick-cpu; ranks continue across cells" in err
 
 

@@ -83,7 +83,7 @@ def fitted():
 def test_a_few_runs_make_a_profile_that_predicts_others(fitted):
     others = measured(TRUTH, 30, seed=1)
     assert (fitted.fitted, fitted.memory) == ({"step_time": 20, "memory": 0}, {})
-    assert "fitted to 20 runs, memory of profile ultrabench, intervals of 20" in fitted.profile.source
+    assert "fitted to 20 runs, memory from profile ultrabench, intervals of 20" in fitted.profile.source
     assert fitted.after["median_error"] < fitted.before["median_error"] / 3
     assert median_error(others, fitted.profile.time) < 0.03 < 0.1 < median_error(others, BASE.time)
     assert fitted.profile.prior == "ultrabench"
@@ -125,7 +125,7 @@ def test_runs_in_fp8_alone_tell_its_constants():
     assert median_error(given, found) < median_error(given, BASE.time) / 4
     known = replace(BASE, measured={"precision": ("bf16", "fp8")})
     assert [priors_of_fp8(cases_, BASE) for cases_ in (given[:2], measured(BASE.time, 2))] == [
-        "2 rows in fp8: profile ultrabench was fitted without any, so that fp8_cast_bytes=7, fp8_efficiency=0.61, "
+        "2 rows in fp8: profile ultrabench was fitted without fp8, so fp8_cast_bytes=7, fp8_efficiency=0.61, "
         "fp8_launch_s=0.002 are priors",
         None,
     ]
@@ -146,7 +146,7 @@ def test_noise_alone_does_not_make_a_profile_worse():
     found = fit(measured(BASE.time, 8, noise=0.05))
     assert found.after["median_error"] >= found.before["median_error"]
     assert (found.fitted["step_time"], found.profile.time) == (0, BASE.time)
-    assert found.profile.source.startswith("step time of profile ultrabench, ")
+    assert found.profile.source.startswith("step time from profile ultrabench, ")
 
 
 def test_the_memory_of_nanotron_is_fitted_to_what_runs_reserved():
@@ -177,7 +177,7 @@ def test_too_few_runs_are_one_line_with_the_remedy():
     )
     runs[2] = replace(runs[2], allreduce_intra_node_busbw_bytes_per_s=1e11)
     left_out = "1 in doubt: throttled, 1 with status oom and no step time, 1 with slow links in the node"
-    told = f"4 healthy runs with a step time; a fit needs at least 5: .*; left out: {left_out}"
+    told = f"4 healthy runs with a step time; a fit needs at least 5: .*; excluded: {left_out}"
     with refused(match=told):
         fit(cases(runs)[0])
 
@@ -185,7 +185,7 @@ def test_too_few_runs_are_one_line_with_the_remedy():
 @pytest.mark.parametrize("factor", [1000, 0.1])
 def test_step_times_in_another_unit_make_no_profile(factor):
     given = changed(measured(BASE.time, 20), step_time_s=lambda run: factor * run.step_time_s)
-    with refused(match=r"half of 20 runs are off by .* check the seconds, hardware"):
+    with refused(match=r"half of 20 runs are off from profile .* check the seconds, hardware"):
         fit(given)
 
 
@@ -210,7 +210,7 @@ def test_the_profile_is_that_of_the_program_that_ran():
     spec = spec_of(Layout(dp=8), "1B")
     assert default_profile(cases([run_of(spec, 1.0)])[0]) == "ultrabench"
     other = replace(spec, kernel=replace(spec.kernel, name="nemo", kind="command", command=("nemo",)))
-    with refused(match=r"runs are of nemo on cuda; .*--profile"):
+    with refused(match=r"the runs used nemo on cuda; .*--profile"):
         default_profile(cases([run_of(other, 1.0)])[0])
 
 
