@@ -106,9 +106,7 @@ def gemm_rates(state: SweepState) -> dict[str, float]:
 
 def low_peak(mfu: float | None) -> list[str]:
     """A line if `mfu`, the highest of the runs that are not in doubt, shows that the peak is too low; else none."""
-    why = (
-        "the measured peak is too low, so MFU is too high; speeds are right. Perhaps other programs ran then"
-    )
+    why = "the peak is too low, perhaps measured while other programs ran. MFU is too high; speeds are right"
     return [f"MFU up to {mfu:.2f} is above 1: {why}"] if mfu and mfu > 1 else []
 
 

@@ -47,7 +47,7 @@ def test_an_acceptance_run_in_small(bench):
     for name, told in {
         "same loss": "2 layouts match the loss of one GPU at step 5",
         "same gradient": "2 layouts match the gradient of one GPU at step 1",
-        "out of memory": "allocate memory", "published speed": "nothing is published",
+        "out of memory": "allocate memory", "published speed": "no published speed",
     }.items():  # fmt: skip
         assert told in checks[name]["told"]
     (path,) = bench.folder.glob("results/*/doctor.json")

@@ -93,13 +93,13 @@ def test_the_price_is_shown_by_cell(capsys, typed):
     assert all(float(cell[5]) < float(cell[4]) < float(cell[7]) for cell in cells)
     told = r"2 jobs of 0\.\d+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=20\), time limit \d+ minutes"
     assert re.fullmatch(told, lines[-3])
-    most = "at most 8 jobs and 2 nodes at a time, and 2 nodes in a job"
+    most = "at most 8 jobs and 2 nodes at a time, 2 nodes per job"
     assert re.search(f"^{most}; done in \\w+ at the earliest; used so far: 2 GPU hours$", lines[-2])
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
-    [(["model=8B", "max_p_oom=1"], "GiB a rank, which has 2. Launch?"),
+    [(["model=8B", "max_p_oom=1"], "GiB a rank, and a rank has 2. Launch?"),
      (["model=80B", "hardware.mem_bytes=9e12"], "hours on this machine. Launch?")],
 )  # fmt: skip
 def test_a_person_is_asked_before_this_machine_works_for_hours_or_for_nothing(typed, capsys, overrides, told):
@@ -133,7 +133,9 @@ def test_the_share_of_busy_cores_is_measured():
 )
 def test_without_a_terminal_a_number_has_to_be_given(monkeypatch, stdin, used, yes):
     monkeypatch.setattr(sys, "stdin", stdin)
-    with pytest.raises(ConfigError, match=r"^no terminal to ask .* --max-gpu-hours [\d.]+$") as caught:
+    with pytest.raises(
+        ConfigError, match=r"^[\d.,]+ GPU hours are predicted, .* --max-gpu-hours [\d.]+$"
+    ) as caught:
         ask(yes=yes, used=used)
     # The number it names is enough for what was predicted.
     number = float(str(caught.value).split()[-1])
@@ -233,8 +235,8 @@ def test_lines_of_a_launch_count_settled_runs_and_tell_what_is_tried_again_or_sk
     again = rf"\[0/{total}\] .*; will be retried in 30 s at the earliest\n"
     assert re.fullmatch(again, lines(run, Status.CRASH, cause="killed"))
     given_up = lines(run, Status.CRASH, attempt=1, cause="killed")
-    assert re.fullmatch(rf"\[1/{total}\] ((?!again).)*\n", given_up)
-    assert re.fullmatch(rf"\[1/{total}\] .*; trying again\n", lines(too_large, Status.OOM, confirmed=True))
+    assert re.fullmatch(rf"\[1/{total}\] ((?!retried).)*\n", given_up)
+    assert re.fullmatch(rf"\[1/{total}\] .*; will be retried\n", lines(too_large, Status.OOM, confirmed=True))
     why = f"dominated by {too_large.run_id}, which ran out of memory"
     both = rf"\[2/{total}\] .*\n\[3/{total}\] skipped {QUICK.runs[0].run_id} .*: {why}.*\n"
     assert re.fullmatch(both, lines(too_large, Status.OOM, attempt=1, confirmed=True))

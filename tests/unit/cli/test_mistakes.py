@@ -92,7 +92,7 @@ WITH_A_SWEEP = [
     ("sweep show ''", "runs: "),
     (f"sweep logs {QUICK.runs[5].run_id}", "has not been attempted yet; add -f to wait for it"),
     ("sweep launch model=tiny hardware.gpus_per_node=1", "gpus_per_node: 2 -> 1"),
-    ("sweep launch model=tiny kernel.precision=bf16", "another kernel (kernel.prec"),
+    ("sweep launch model=tiny kernel.precision=bf16", "a different kernel (kernel.prec"),
     ("collect -o results/quick-cpu/sweep.json/x.parquet",
      "cannot write results/quick-cpu/sweep.json/x.parquet"),
     ("heatmap -o results", "results; figures are written as .png, .svg or .pdf: name a file"),
@@ -183,7 +183,7 @@ def test_a_mistake_beside_a_sweep_is_one_line(ultrabench, sweep, command, line):
 
 @pytest.mark.parametrize(
     ("name", "text", "line"),
-    [("sweep.json", "{", "cannot read "), ("sweep.json", "[]", "sweep.json names no schema_version"),
+    [("sweep.json", "{", "cannot read "), ("sweep.json", "[]", "sweep.json has no schema_version"),
      ("sweep.json", '{"schema_version": 2}', "sweep.json lacks sweep"), ("plan.parquet", "no parquet", "cannot read"),
      ("journal/new.jsonl", '{"v":3,"writer":"w","seq":0,"event":"cancel"}\n', "has schema 3")],
 )  # fmt: skip

@@ -95,7 +95,7 @@ def test_only_a_real_folder_of_a_sweep_is_deleted_or_renamed(ultrabench, sweep, 
         )
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "sweep.json").write_text("{}")
-    assert "has no journal of its own" in one_line(ultrabench, "sweep", "rm", "notes", "--yes")
+    assert "journal is missing or a link" in one_line(ultrabench, "sweep", "rm", "notes", "--yes")
     assert "unknown sweep" in one_line(ultrabench, "sweep", "rm", "quick", "--yes")
     assert sweep.sweep_json.exists()
 

@@ -116,7 +116,9 @@ def test_a_file_of_another_user_is_skipped_and_an_unreadable_folder_is_named(tmp
 def test_a_journal_folder_that_is_gone_is_named(tmp_path):
     for path in (tmp_path / "journal", tmp_path / "file"):
         (tmp_path / "file").write_text("")
-        with pytest.raises(SweepFolderError, match=f"cannot read the journal folder {path}, which holds the results: "):
+        with pytest.raises(
+            SweepFolderError, match=f"cannot read the journal folder {path}, which holds the results: "
+        ):
             list(read_journal(path))
 
 
