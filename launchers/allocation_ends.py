@@ -105,9 +105,7 @@ class AgentWatchdog:
         if silent_s - self._told_s.get(job.name, 0.0) <= self.patience_s:
             return None
         self._told_s[job.name] = silent_s
-        self.frozen[job.name] = (
-            f"the agent on {job.agents[-1].host} showed no sign of life for {silent_s:.0f} s"
-        )
+        self.frozen[job.name] = f"the agent on {job.agents[-1].host} was frozen for {silent_s:.0f} s"
         return self.frozen[job.name]
 
 

@@ -110,10 +110,7 @@ def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where
             on_nodes = f" on {counted(nodes, 'node')}" if WEAK in (earlier_scaling, config.scaling) else ""
             fact = f"{where} is a sweep with a different workload (workload.gbs{on_nodes}: {earlier(nodes)} -> {of_nodes[0]})"
             is_series = earlier_scaling == config.scaling == WEAK and earlier(smallest).denominator == 1
-            same = (
-                f"use sweep.gbs={earlier(smallest)}, the batch of {counted(smallest, 'node')}, or "
-                * is_series
-            )
+            same = f"use sweep.gbs={earlier(smallest)}, that of {counted(smallest, 'node')}, or " * is_series
             raise ConfigError(fact, f"{same}start a new one with name=NAME")
 
 
@@ -301,9 +298,7 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     environment = probe_machine(needs_peak)
     visible_gpus = int(environment.get("gpus") or 0)
     if visible_gpus < needed:
-        other = (
-            f"hardware.gpus_per_node={visible_gpus}" if visible_gpus else "hardware=cpu, which needs no GPU"
-        )
+        other = f"hardware.gpus_per_node={visible_gpus}" if visible_gpus else "hardware=cpu, without GPUs"
         fact = f"hardware={hardware.name} has {counted(needed, 'GPU')} a node; torch sees {visible_gpus or 'none'}"
         advice = f"add launcher=slurm to run on a cluster, or use {other}"
         raise ConfigError(f"{fact} on this machine: {advice}")
@@ -354,9 +349,7 @@ def accepted(
         difference = (
             f"other sources, torch or machine; {theirs}; here: {digest}, torch {facts.get('torch_version')}"
         )
-        conflict = (
-            f"{len(others)} of {len(oks)} results were measured in a different environment ({difference})"
-        )
+        conflict = f"{len(others)} of {len(oks)} results come from a different environment ({difference})"
         raise ConfigError(f"{conflict}; --reuse any counts them, --reuse same measures those runs again")
     if reuse == "any":
         return lambda result: True

@@ -150,9 +150,7 @@ class Reconciler:
         for node, why in actions.avoid.items():
             self._say_once(f"node {node} is excluded: {why}")
         for node in sorted(self.memory.avoided - actions.avoid.keys()):
-            self.say(
-                f"node {node} is no longer excluded: the runs that made it suspect fail in the same way on other nodes"
-            )
+            self.say(f"node {node} is used again: the runs that failed there fail in the same way elsewhere")
         self.memory.avoided = {*actions.avoid}
         for array in shapes(actions.submit, self.limits.max_array):
             self._submit_array(array, sorted(actions.avoid))
@@ -204,9 +202,7 @@ class Reconciler:
             raise error
         if time.monotonic() - failing_since > DISK_PATIENCE_S:
             waited = f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes"
-            raise ClusterError(
-                f"{waited}; running jobs continue: fix the folder, then launch again"
-            ) from error
+            raise ClusterError(f"{waited}; jobs continue: fix the folder, then launch again") from error
         self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); retrying, running jobs continue")
         time.sleep(DISK_PAUSE_S)
 

@@ -58,12 +58,8 @@ def require_program(config: SweepConfig) -> None:
     if is_local_program and shutil.which(program) is None:
         missing.append(program)
     if missing:
-        remedy = (
-            "fix the path, or begin with env if only the nodes have it: kernel.command='[env,PROGRAM,...]'"
-        )
-        raise ConfigError(
-            f"kernel.command names {missing[0]}, which does not exist here ({Path.cwd()}); {remedy}"
-        )
+        remedy = "fix the path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
+        raise ConfigError(f"kernel.command: {missing[0]} does not exist here ({Path.cwd()}); {remedy}")
 
 
 def _require_interpreter(python: str, config: SweepConfig) -> None:
@@ -75,9 +71,7 @@ def _require_interpreter(python: str, config: SweepConfig) -> None:
     setting, launcher = f"sweep.python={python}", config.launcher
     path = shutil.which(python) if launcher.name == "local" or "/" in python else None
     if path is None and launcher.name == "local":
-        raise ConfigError(
-            f"{setting} is not a program on this machine", "give the path of a Python that has ultrabench"
-        )
+        raise ConfigError(f"{setting} is not a program here", "give the path of a Python that has ultrabench")
     in_job = "container" in config.options.values or any(
         "container" in word or "PYTHONPATH" in word for word in (*launcher.srun, *launcher.setup)
     )

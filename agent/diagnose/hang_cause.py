@@ -126,9 +126,7 @@ def _exited(ranks: Ranks, alive: Ranks) -> HangCause | None:
         or (any(r.evidence["groups"] for r in alive) and not _waiting_for(alive, exited))
     ):
         return None
-    return _blame(
-        f"exited with code {exited[0].code} in phase {exited[0].phase} before it was done", exited, alive
-    )
+    return _blame(f"exited early with code {exited[0].code} in phase {exited[0].phase}", exited, alive)
 
 
 def _in_state(state: str, description: str, _: Ranks, alive: Ranks) -> HangCause | None:
@@ -188,9 +186,7 @@ def _together(_: Ranks, alive: Ranks) -> HangCause | None:
     if not alive or {p.rank for p in waits} != set(alive):
         return None
     most_common = Counter(map(str, waits)).most_common(1)[0][0]
-    headline = (
-        f"all {len(alive)} ranks wait in collectives that all of them have entered, such as {most_common}"
-    )
+    headline = f"all {len(alive)} ranks wait in collectives that all have entered, such as {most_common}"
     details = ("No rank is missing: the network or its library is stuck",)
     return HangCause(headline=headline, details=details)
 

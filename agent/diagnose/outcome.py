@@ -63,9 +63,7 @@ def classify(
     environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done
     gpu, expected_names = environment.get("gpu_name"), () if task.probe else task.gpu_names
     if result.status == Status.OK and expected_names and gpu is not None and gpu not in expected_names:
-        result = _invalid(
-            "wrong_gpu", f"it ran on {gpu!r}, but this hardware has {' or '.join(expected_names)}"
-        )
+        result = _invalid("wrong_gpu", f"it ran on {gpu!r}, not on {' or '.join(expected_names)}")
     times = rank0.measured_steps(measure)
     source_mfu = median(rank0.mfus[-len(times) :]) if times and rank0.mfus else None
     if result.status == Status.OK and (wrong := _misread(progress.ranks, task, source_mfu)):
@@ -128,9 +126,7 @@ def _explained(progress: AttemptProgress, task: Task, end: RunResult | None, los
         return end
     if root is not None:
         return _failed(rank_findings, progress)
-    return RunResult(
-        status=Status.CRASH, reason="the ranks disappeared without an exit code", cause="exit_code"
-    )
+    return RunResult(status=Status.CRASH, reason="the ranks ended without an exit code", cause="exit_code")
 
 
 def _invalid(cause: str, reason: str) -> RunResult:

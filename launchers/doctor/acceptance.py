@@ -100,9 +100,7 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
         ClusterError: the cluster cannot be used; doctor.json records this too.
     """
     if config.kernel.kind != "embedded":
-        raise ConfigError(
-            f"kernel={config.kernel.name} with --deep, which needs kernel=embedded; leave it out"
-        )
+        raise ConfigError(f"kernel={config.kernel.name} with --deep, which needs kernel=embedded; use that")
     acceptance, check_by_name = _Acceptance(config, say), dict[str, Callable[[], Check]]()
     for quantity in EQUAL_NUMBERS:
         check_by_name[f"same {quantity}"] = functools.partial(acceptance.same, quantity)

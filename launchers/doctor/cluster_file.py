@@ -33,9 +33,7 @@ def write_cluster_file(
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, _text(name, site, limits, choice))
     except OSError as error:
-        raise ConfigError(
-            f"--write: cannot write {path}: {error.strerror}; run it in another folder"
-        ) from error
+        raise ConfigError(f"--write: cannot write {path}: {error.strerror}; use another folder") from error
     return path
 
 
@@ -70,11 +68,5 @@ def _hints(site: Site, limits: Limits, values: Mapping[str, Any]) -> list[str]:
         qos = association.default_qos or association.qos[0]
         hints.append(f"# qos: {qos}  # account {association.account} has {', '.join(association.qos)}")
     if limits.mem_mb_per_node:
-        hints.append(
-            f"# mem: {limits.mem_mb_per_node}M  # per node; if unset, the default of the site applies"
-        )
-    return [
-        *hints,
-        "# python: /path/of/python  # if the nodes need another one",
-        '# setup: ["module load cuda"]',
-    ]
+        hints.append(f"# mem: {limits.mem_mb_per_node}M  # per node; unset: the default of the site")
+    return [*hints, "# python: /path/of/python  # if nodes need another", '# setup: ["module load cuda"]']

@@ -33,9 +33,7 @@ def check_programs(site: Site) -> Check:
         try:
             version = (site.ask(program, "--version").split() or ["?"])[-1]
         except CommandError as error:
-            return failed(
-                str(error), "set the configuration of the cluster: export SLURM_CONF=/path/of/slurm.conf"
-            )
+            return failed(str(error), "set SLURM_CONF: export SLURM_CONF=/path/of/slurm.conf")
         versions.setdefault(version, []).append(program)
     return first_problem(
         "; ".join(f"{', '.join(programs)} {version}" for version, programs in versions.items()),
@@ -93,9 +91,7 @@ def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that enough nodes run jobs; it says why the others do not."""
     largest, up, total = max(config.axes.nodes), limits.up_nodes or 0, limits.total_nodes
     reasons = _reasons(site, limits.name)
-    wait = (
-        f"runs of {counted(largest, 'node')} wait until more nodes are up: leave them out with sweep.nodes="
-    )
+    wait = f"runs of {counted(largest, 'node')} wait until more are up: leave them out with sweep.nodes="
     return first_problem(
         f"{up} of {total} up{f'; {reasons}' if reasons else ''}",
         (not up, FAIL, "wait for the administrators (`sinfo -R`), or set launcher.partition="),

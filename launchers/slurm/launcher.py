@@ -158,9 +158,7 @@ class SlurmLauncher:
                 return {n: job for n, job in jobs.items() if n in {a.name for a in allocations}}
             time.sleep(SUBMIT_PAUSE_S * 2**number)
         refused = f"sbatch rejected a job of {counted(allocations[0].nodes, 'node')}: {failure}"
-        raise ClusterError(
-            refused, "fix launcher.* or the cluster, then launch again (finished runs are kept)"
-        )
+        raise ClusterError(refused, "fix launcher.* or the cluster, then launch again; results are kept")
 
     def _find(self, name: str) -> dict[str, Job] | None:
         """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.
@@ -351,9 +349,7 @@ def _job(job_id: str, name: str) -> Job:
 
 def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:
     """Messages about problems that the user has to solve, and about a Slurm that does not answer."""
-    notes = (
-        [f"squeue does not answer ({answer.error}); retrying, running jobs continue"] if answer.error else []
-    )
+    notes = [f"squeue does not answer ({answer.error}); retrying, jobs continue"] if answer.error else []
     for job in active.values():
         if job.meaning.phase is Phase.QUEUED:
             remedy = pending_remedy(job.reason)

@@ -169,9 +169,7 @@ class Site:
         names = [partition.name for partition in self.partitions]
         if name is not None:
             raise ConfigError(unknown_name("launcher.partition", name, names))
-        raise ConfigError(
-            "the cluster has no default partition", f"set launcher.partition= ({', '.join(names)})"
-        )
+        raise ConfigError("there is no default partition", f"set launcher.partition= ({', '.join(names)})")
 
     @cached_property
     def accounts(self) -> Accounts:

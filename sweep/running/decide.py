@@ -72,15 +72,13 @@ def decide(
         return Actions(wait=attempts_left.waiting > 0)
     if state.paused:
         return Actions(
-            stopped=f"paused. To continue: ultrabench sweep resume {shlex.quote(plan.config.name)}"
+            stopped=f"paused; resume with: ultrabench sweep resume {shlex.quote(plan.config.name)}"
         )
     if dead_end := _dead_end(state, limits, launch):
         return Actions(dead_end=dead_end)
     window = plan.config.launcher.window
     if not inside(window, now_s):
-        return Actions(
-            wait=True, notes=(f"outside the window {window}: no jobs are submitted until it begins",)
-        )
+        return Actions(wait=True, notes=(f"outside the window {window}: no jobs are submitted",))
     return _submit(plan, state, jobs, limits, launch, attempts_left)
 
 

@@ -136,9 +136,7 @@ def _own(result: RunResult, slack: float, max_foreign_load: float | None) -> Ite
             used = f"other programs used {load:.0%} of the cores of a node, limit {max_foreign_load:.0%}"
             yield Doubt("foreign_load", used)
         if result.foreign_gpu_processes:
-            yield Doubt(
-                "foreign_gpu_processes", f"other processes used its GPUs: {result.foreign_gpu_processes}"
-            )
+            yield Doubt("foreign_gpu_processes", f"also on its GPUs: {result.foreign_gpu_processes}")
     if result.throttled is not None:
         yield Doubt("throttled", f"throttled: {result.throttled}")
     ranks = sorted(result.rank_step_times_s.items(), key=lambda rank_and_time: rank_and_time[1])

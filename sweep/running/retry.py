@@ -56,9 +56,7 @@ def decide_retry(
     num_failures = len(similar_attempts)
     name = last_result.cause if kind == last_result.cause else last_result.status.value
     if num_failures > num_allowed:
-        return RetryDecision(
-            retry=False, why=f"{name}: {counted(num_failures, 'failure')}, limit {num_allowed + 1}"
-        )
+        return RetryDecision(retry=False, why=f"{name}: {num_failures} of at most {num_allowed + 1} failures")
     why = f"{name}: attempt {num_failures + 1} of {num_allowed + 1}"
     pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (num_failures - 1))
     return RetryDecision(retry=True, why=why, pause_s=pause_s if STATUSES[last_result.status].pause else 0.0)

@@ -78,7 +78,7 @@ def follow_again(bench, launcher, number):
     assert "Traceback" not in output
     last = output.splitlines()[-1]
     assert last.startswith(
-        f"ended by {number.name}: no launcher follows the sweep now; runs on this machine continue. "
+        f"ended by {number.name}: stopped following the sweep; runs on this machine continue. "
     )
     told = last.partition("To follow again: ")[2].partition("; to end them: ultrabench sweep cancel t")[0]
     first, *words = shlex.split(told)

@@ -59,7 +59,7 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
     sweeps.run("sweep", "pause", "t")
     outputs = [sweeps.end(launcher, 1) for launcher in launchers]
     assert f"process {launchers[0].pid} on " in outputs[1]
-    assert all("stopped: paused. To continue: ultrabench sweep resume t" in output for output in outputs)
+    assert all("stopped: paused; resume with: ultrabench sweep resume t" in output for output in outputs)
     done = len(sweeps.executions())
     assert done < 40
     assert not sweeps.job_ids()

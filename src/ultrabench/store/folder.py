@@ -117,9 +117,7 @@ class SweepFolder:
             self.sweep_json.stat()
         except (FileNotFoundError, NotADirectoryError):
             failure = f"the results folder {self.path} is gone: deleted, renamed or no longer mounted"
-            raise ClusterError(
-                f"{failure}; restore it and launch again (running jobs end by themselves)"
-            ) from None
+            raise ClusterError(f"{failure}; restore it and launch again (jobs end by themselves)") from None
         except OSError:
             return  # a file server that does not answer has not lost the folder
 
@@ -142,9 +140,7 @@ def _require_links(probe: Path) -> None:
         with contextlib.suppress(OSError):
             second.unlink()
     failure = f"the file system of {probe.parents[1]} has no hard links ({reason}), without which"
-    raise SweepFolderError(
-        f"{failure} a run may be made twice; choose one that has them with results_dir=FOLDER"
-    )
+    raise SweepFolderError(f"{failure} a run may be made twice; choose another with results_dir=FOLDER")
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:

@@ -52,9 +52,7 @@ class JournalWriter:
         except OSError as error:
             self._close()
             kind = DiskError if may_pass(error) else SweepFolderError
-            raise kind(
-                f"cannot write {self.path}: {error.strerror}; free space there or make it writable"
-            ) from error
+            raise kind(f"cannot write {self.path}: {error.strerror}; free space or unlock it") from error
         self._seq += 1
 
     def _close(self) -> None:
@@ -92,10 +90,8 @@ class JournalReader:
         try:
             paths = {self.folder / name for name in os.listdir(self.folder) if name.endswith(".jsonl")}
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            failure = (
-                f"cannot read the journal folder {self.folder}, which holds the results: {error.strerror}"
-            )
-            raise SweepFolderError(f"{failure}; restore it, or start a new sweep with name=NAME") from error
+            failure = f"cannot read the journal folder {self.folder}: {error.strerror}; it has the results"
+            raise SweepFolderError(f"{failure}: restore it, or start a new sweep with name=NAME") from error
         for path in sorted(paths - self._closed):
             last = None
             try:

@@ -86,7 +86,7 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
         return None
     except NotADirectoryError as error:
         raise SweepFolderError(
-            f"{folder.path}: a parent is a file, not a folder; choose another results_dir=FOLDER"
+            f"a parent of {folder.path} is a file; choose another results_dir=FOLDER"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise SweepFolderError(f"cannot read {path}: {error}; is it a sweep folder?") from error

@@ -83,13 +83,13 @@ CASES = {
          waiting(3, group("tp", (2, 3), 10, 10), group("dp", (1, 3), 4, 3))],
         [1], "rank 1 on gpu00 never entered"),
     "exited early": ([*others(5), silent(5, "?", code=0)], [5],
-                     "rank 5 on gpu01 exited with code 0 in phase measure before it was done; 7 ranks wait for it"),
-    "exited, and nothing else is known": ([silent(0), silent(1, code=0)], [1], "exited with code 0"),
+                     "rank 5 on gpu01 exited early with code 0 in phase measure; 7 ranks wait for it"),
+    "exited, and nothing else is known": ([silent(0), silent(1, code=0)], [1], "exited early with code 0"),
     "exited well": ([*others(5), BUSY, silent(8, code=0, done=True)], [5], "never entered"),
     "exited, but nobody waits for it": ([waiting(0, group("x", (0, 1), 3, 2)),
                                          waiting(1, group("x", (0, 1), 2, 2), stack=(FORWARD,)),
                                          silent(2, code=0)], [1], "never entered all_reduce #3 of group x"),
-    "the network": ([tp(r) for r in TP], [], "all 8 ranks wait in collectives that all of them have entered, "
+    "the network": ([tp(r) for r in TP], [], "all 8 ranks wait in collectives that all have entered, "
                     "such as all_reduce #123 of group tp"),
     "another collective": (
         [*others(5), waiting(5, group("tp", TP, 123, 122, op="all_gather"))], [5],

@@ -95,7 +95,7 @@ GONE = "the agent of node 2 (gpu03) is gone"
         ([ok(steps=STEPS[:2]), ok()], "invalid", "reported only warm-up (2 steps)"),
         ([ok(steps=steps_with(3, seconds=0.0))], "invalid", "step 4 was reported with 0.0 sec"),
         ([ok(steps=[{"event": "step"}])], "invalid", "step 1 was reported with no seconds"),
-        ([RankProgress(), RankProgress()], "crash", "disappeared without an exit code"),
+        ([RankProgress(), RankProgress()], "crash", "ended without an exit code"),
     ],
 )  # fmt: skip
 def test_how_it_ended(ranks, status, reason):

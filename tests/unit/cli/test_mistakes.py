@@ -49,7 +49,7 @@ MISTAKES = [
     ("sweep launch results_dir=/proc/r", "cannot write the results folder /proc/r/quick-cpu"),
     ("sweep launch --reuse some", "--reuse some; must be same"),
     ("sweep launch launcher=slurm kernel=command kernel.command=[/opt/no-such/python]",
-     "kernel.command names /opt/no-such/python, which does not exist here"),
+     "kernel.command: /opt/no-such/python does not exist here"),
     ("sweep launch launcher=slurm cluster=mine",
      "`ultrabench doctor --write` writes the configuration for cluster=mine"),
     ("sweep plan sweep.tp=[3]", "no candidate: 2 or 4 GPUs are not divisible by tp=3; choose divisors"),

@@ -123,7 +123,7 @@ def test_whose_jobs_only_they_can_end_is_told(ultrabench, unreachable):
         planned = AllocationPlanned(allocation=f"n1-c.{n}", nodes=1, limit_s=60.0, tasks=(), by=by)
         JournalWriter(unreachable.journal, "agent").write(planned)
     err = ultrabench("sweep", "cancel")[2]
-    assert err.splitlines()[0] == "jobs of ann are still active: only the user who submitted a job can end it"
+    assert err.splitlines()[0] == "jobs of ann are still active: only their owner can end them"
 
 
 def test_a_pause_is_written_down_before_slurm_is_asked_and_a_resume_takes_it_away(ultrabench, unreachable):

@@ -106,7 +106,7 @@ def test_before_the_first_answer_everything_may_live(slurm):
     slurm.asked_at, slurm.error = -math.inf, "squeue: refused"
     for _ in range(3):
         seen = slurm.lives(after=1000)
-        note = "squeue does not answer (squeue: refused); retrying, running jobs continue"
+        note = "squeue does not answer (squeue: refused); retrying, jobs continue"
         assert (seen.queued, seen.notes) == (set(), (note,))
 
 
@@ -205,9 +205,7 @@ def test_answers_that_are_stale_bury_nobody_and_cancel_nothing(slurm):
     slurm.lives(("61_0", "PENDING"), after=10)
     for _ in range(100):
         notes = slurm.lives(after=100).notes
-    assert notes == (
-        "squeue does not answer (squeue: no answer within 20 s); retrying, running jobs continue",
-    )
+    assert notes == ("squeue does not answer (squeue: no answer within 20 s); retrying, jobs continue",)
     assert slurm.cancelled == []
     slurm.error = None
     slurm.lives(("57_0", "RUNNING"), ("61_0", "PENDING"))

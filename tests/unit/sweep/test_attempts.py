@@ -309,7 +309,7 @@ def test_outside_its_window_it_waits(window, number):
 def test_what_a_person_has_stopped():
     paused = actions(SweepState(paused=True))
     assert (paused.submit, paused.end_jobs, paused.wait) == ((), False, False)
-    assert paused.stopped == f"paused. To continue: ultrabench sweep resume {PLAN.config.name}"
+    assert paused.stopped == f"paused; resume with: ultrabench sweep resume {PLAN.config.name}"
     cancelled = actions(SweepState(cancelled=True, paused=True))
     assert (cancelled.submit, cancelled.end_jobs, cancelled.stopped) == ((), True, "cancelled")
 

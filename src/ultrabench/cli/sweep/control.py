@@ -43,9 +43,7 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
     if not dry_run:
         require_tracker(plan.config)
     if not as_json:
-        title = (
-            f"runs {'that would be retried' if dry_run else 'retried now'}, whatever the retry policy says"
-        )
+        title = f"{'would be' if dry_run else 'are'} retried, whatever the retry policy says"
         columns = ("run", ">repeat", ">attempt", "was", "reason", "retry policy")
         show(table(title, *columns, rows=[row.values() for row in rows]))
         for node, why in excluded_nodes(state, plan.config.retry).items():
@@ -62,9 +60,7 @@ def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str |
     require_known("status to retry", FAILURES, *sorted(statuses))
     planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
     if run is not None and not any(run_id.startswith(run) for run_id in planned):
-        raise ConfigError(
-            f"no run id of {folder.name} begins with {run!r}; to list them: ultrabench sweep top -n 100"
-        )
+        raise ConfigError(f"no run id of {folder.name} begins with {run!r}; see ultrabench sweep top -n 100")
     return [
         a
         for (run_id, _), a in sorted(final_attempts(state).items())
@@ -190,7 +186,5 @@ def _end(folder: SweepFolder, state: SweepState, plan: Plan, *, queued_only: boo
     open_now = open_allocations(state)
     others = {str(a.by["user"]) for a in open_now.values() if a.by and a.by.get("user") != own_name()}
     if others:
-        say(
-            f"jobs of {', '.join(sorted(others))} are still active: only the user who submitted a job can end it"
-        )
+        say(f"jobs of {', '.join(sorted(others))} are still active: only their owner can end them")
     choose_launcher(plan.config, folder, submits=False).cancel(open_now, queued_only=queued_only)

@@ -230,7 +230,7 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
         why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
         rest = "submitted jobs keep running" if jobs_go_on else "runs on this machine continue"
         after = f"To follow again: {same_command}; to end them: ultrabench sweep cancel {display_name}"
-        line = f"{why}no launcher follows the sweep now; {rest}. {after}"
+        line = f"{why}stopped following the sweep; {rest}. {after}"
     else:
         when = "interrupted"
         try:
