@@ -72,8 +72,8 @@ def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None
     """
     for group in ("hardware", "kernel", "workload"):
         was, now = to_dict(getattr(described, group)), to_dict(getattr(config, group))
-        # An architecture decides what a plan refuses, and rated_power_w alone no number; for the others see require_same_log.
-        for name in ("architecture", "rated_power_w", *LOG_OPTIONS):
+        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: require_same_log.
+        for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS):
             now.pop(name, None)
         allowed = {name: config.options.values.get(name, (now.get(name),)) for name in now}
         if group == "workload":  # see require_same_batches

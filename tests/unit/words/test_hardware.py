@@ -72,9 +72,10 @@ def test_a_gpu_of_the_users_own_is_planned_and_recorded():
     assert read_hardware(to_dict(config.hardware)) == config.hardware
 
 
-def test_a_sweep_from_before_architectures_goes_on(tmp_path):
+def test_a_sweep_from_before_architectures_and_with_another_text_of_its_source_goes_on(tmp_path):
     config = load_config(["hardware=h100x8", "model=tiny"])
-    older = replace(config, hardware=replace(config.hardware, architecture=None, rated_power_w=None))
+    other = {"architecture": None, "rated_power_w": None, "source": "the same rates in other words"}
+    older = replace(config, hardware=replace(config.hardware, **other))
     require_same(sweep_json_of(older, {}), config, tmp_path)
 
 
