@@ -30,7 +30,7 @@ from ultrabench.launchers.doctor.check import (
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
-from ultrabench.launchers.slurm.query import CommandError, ask
+from ultrabench.launchers.slurm.query import CommandError, NoAnswerError, ask
 from ultrabench.launchers.slurm.states import pending_remedy
 from ultrabench.node_health import CHECKS, LEAST_FREE_GIB, Health, findings_of, places_text
 from ultrabench.processes import own_name
@@ -187,8 +187,9 @@ POLL_S = 3.0
 END_S = 10.0
 """Seconds to wait for the end of a job after its report has arrived."""
 
+_UNREACHABLE = "slurmctld is slow or unreachable: try again"
 _REFUSALS = {
-    "timed out|no answer|contact": "slurmctld is slow or unreachable: try again",
+    "timed out|contact": _UNREACHABLE,
     "account": "set launcher.account=",
     "qos": "set launcher.qos=",
     "reservation": "set +launcher.sbatch.reservation=",
@@ -300,7 +301,8 @@ class CheckupJob:
         except ClusterError as error:
             if self._state.job is not None:
                 raise
-            return failed(error.fact, _first(_REFUSALS, error.fact)), None
+            silent = isinstance(error.__cause__, NoAnswerError)
+            return failed(error.fact, _UNREACHABLE if silent else _first(_REFUSALS, error.fact)), None
         finally:
             if not self._job.over:
                 self._cancel()

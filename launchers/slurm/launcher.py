@@ -139,17 +139,18 @@ class SlurmLauncher:
         script = array_script(allocations, self._config, avoid, self.module)
         name = f"{self._prefix}{array_name(allocations[0])}"
         path, failure = self._folder.scripts / f"{name}.sh", ""
+        cause: CommandError | None = None
         for number in range(SUBMIT_TRIES):
             try:
                 job_id = submit(path, script, self._config.launcher.environment)
             except CommandError as error:
-                failure = str(error)
+                failure, cause = str(error), error
                 if _FOR_GOOD.search(failure) and not _FOR_NOW.search(failure):
                     break
             else:
                 if job_id:
                     return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
-                failure = "its output does not name exactly one job"
+                failure, cause = "its output does not name exactly one job", None
             say(f"sbatch failed ({failure}); checking whether Slurm has the job, then retrying")
             # Only squeue can tell whether Slurm took the job, which must not be submitted twice.
             while (jobs := self._find(name)) is None:
@@ -157,8 +158,9 @@ class SlurmLauncher:
             if jobs:
                 return {n: job for n, job in jobs.items() if n in {a.name for a in allocations}}
             time.sleep(SUBMIT_PAUSE_S * 2**number)
-        refused = f"sbatch rejected a job of {counted(allocations[0].nodes, 'node')}: {failure}"
-        raise ClusterError(refused, "fix launcher.* or the cluster, then launch again; results are kept")
+        refused = f"sbatch did not accept a job of {counted(allocations[0].nodes, 'node')}: {failure}"
+        remedy = "fix launcher.* or the cluster, then launch again; results are kept"
+        raise ClusterError(refused, remedy) from cause
 
     def _find(self, name: str) -> dict[str, Job] | None:
         """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.

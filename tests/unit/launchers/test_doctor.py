@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.cli.conftest import ultrabench  # noqa: F401
 from tests.unit.launchers.conftest import CONFIG, NODES, PARTITIONS, PATTERNS, UNENFORCED
+from ultrabench.launchers.slurm.query import NoAnswerError
 
 
 @pytest.fixture
@@ -129,6 +130,17 @@ def test_a_job_that_does_not_run(doctor, programs, monkeypatch, says, words, tol
     assert "queue" not in says or "job 7 " in said, "progress tells how the job is"
     cancels = [line for line in programs.asked if line.startswith("scancel")]
     assert cancels == cancelled * [f"scancel --user={os.getuid()} --name={NAME}"]
+
+
+def test_an_sbatch_without_an_answer_is_no_fault_of_the_configuration(doctor, monkeypatch):
+    def submit(*arguments):
+        raise NoAnswerError("sbatch: nothing")
+
+    launcher = "ultrabench.launchers.slurm.launcher"
+    for name, value in (("submit", submit), ("SUBMIT_TRIES", 1), ("SUBMIT_PAUSE_S", 0.0)):
+        monkeypatch.setattr(f"{launcher}.{name}", value)
+    code, checks, _ = doctor("launcher=slurm", "launcher.grace_s=0.5", "--wait", "1")
+    assert (code, checks["job"]["remedy"]) == (1, "slurmctld is slow or unreachable: try again")
 
 
 @pytest.mark.parametrize(
