@@ -74,7 +74,7 @@ def main() -> int:
         return error.exit_code
     except OSError as error:
         disk_is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free that disk" if disk_is_full else "was the results folder moved?"
+        advice = "free some space on that disk" if disk_is_full else "was the results folder moved?"
         log_line(f"cannot use {error.filename or 'a file'}: {error.strerror}; {advice}")
         return ClusterError.exit_code
 
@@ -139,7 +139,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
     job = identity.job or Start()
     rendezvous_file = node.allocation.folder / identity.rendezvous_file
     if not disk.retry(partial(owns, node.folder.claims, name, identity.owner(name))):
-        log_line(f"{name} belongs to another job, or was given up before it ran: nothing is run here")
+        log_line(f"{name} belongs to another job, or was given up before it started; this job runs nothing")
         return 1
     journal = JournalWriter(node.folder.journal, "agent")
     disk.journal = journal.path

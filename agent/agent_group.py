@@ -47,9 +47,9 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         who = signal.Signals(number).name
         if self._folder and number == signal.SIGTERM:
-            who = "SIGTERM, which no launcher sent: the program, an administrator or a shutdown did"
+            who = "a SIGTERM that no launcher sent, but the program, an administrator or a shutdown"
             if (self._folder / END_REQUEST).exists():
-                who = "the user: Ctrl-C in the launch, or ultrabench sweep cancel (SIGTERM)"
+                who = "the user, by Ctrl-C in the launch or by ultrabench sweep cancel"
         self.reason = self.reason or f"the allocation was ended by {who}"
 
 
@@ -109,11 +109,11 @@ class AgentGroup:
             unusable = self._cleaned[node].unusable if node in self._cleaned else None
             if unusable and self.progress.ranks[0].phase == CHECKPOINT_PHASE:
                 # A file system that does not answer holds its callers inside Linux; other nodes would fare alike.
-                self._stop.reason = self._stop.reason or f"{host} still saves a checkpoint: {unusable}"
+                self._stop.reason = self._stop.reason or f"{host} is still saving a checkpoint: {unusable}"
             elif unusable and node not in self._left:
                 self.give_up(host, unusable)
             elif node not in self._cleaned and node not in self._left:
-                self.lost = self.lost or f"{host} is given up: it did not report that it is clean"
+                self.lost = self.lost or f"{host} is unusable: it did not report the end of its clean-up"
 
     def finish(self, keep_all: bool) -> None:
         """Has all nodes keep logs and remove the files of the run, and waits for them, before the next run begins.
@@ -127,7 +127,7 @@ class AgentGroup:
             if self.listen(POLL_S) > end:
                 break
         for node, host in enumerate(self.hosts):
-            late = f"{host} did not finish the cleaning after a run in time"
+            late = f"{host} did not clean up after a run in time"
             finished = self._finished.get(node) or Finished(problem=late, stuck=node not in self._left)
             if finished.problem:
                 log_line(finished.problem)
@@ -139,7 +139,7 @@ class AgentGroup:
     def give_up(self, host: str, complaint: str) -> None:
         """Notes that a node has said itself why it cannot be used any more; later jobs avoid it."""
         if not self.lost:
-            self.lost, self.lost_cause = f"{host} is given up: {complaint}", "node_failure"
+            self.lost, self.lost_cause = f"{host} is unusable: {complaint}", "node_failure"
         self.avoid.append(host)
 
     def dismiss(self) -> None:

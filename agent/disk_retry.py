@@ -59,8 +59,8 @@ class DiskRetry:
             if error is None or not may_pass(error):
                 return answer.result()
             if ran_s() + pause_s > seconds:
-                raise ClusterError(f"{error}; waited {seconds:g} s") from error
-            log_line(f"{error}; trying again in {pause_s:g} s")
+                raise ClusterError(f"{error}; retried for {seconds:g} s") from error
+            log_line(f"{error}; retrying in {pause_s:g} s")
             for _ in range(round(pause_s / BEAT_S)):
                 self.beat()
                 time.sleep(BEAT_S)

@@ -51,7 +51,7 @@ PEER_GRACE_S = 2.0
 """Seconds for the other ranks to report their failures after the first failure, and for what kills ranks to reach agents."""
 KILLED_CODES = frozenset(-number for number in BY_NAME["killed"].signals)
 """Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
-_TIME_OVER = "the time of its allocation ended"
+_TIME_OVER = "the time limit of its allocation was reached"
 RACE_STEPS = 2
 """Number of measured steps after which a run may be ended as too slow."""
 
@@ -167,9 +167,9 @@ class Leader:
     def _other_sources(self, host: str, digest: str) -> Ending | None:
         """Why nothing may run on a host: its training program is not that of the sweep; None if it is."""
         expected_digest = self._allocation.kernel_digest
-        digest_here = f"the training program on {host} has kernel_digest {digest}"
-        remedy = f"the sweep was submitted with {expected_digest}: launch it again to use the new sources"
-        return None if digest == expected_digest else Ending(f"{digest_here}, {remedy}")
+        digest_here = f"the training program on {host} has kernel_digest {digest}, not {expected_digest}"
+        remedy = "launch the sweep again to use the new sources"
+        return None if digest == expected_digest else Ending(f"{digest_here}; {remedy}")
 
     def _preflight(self) -> Ending | None:
         """Measures devices and links; returns why nothing may run if that fails or shows a fault."""
@@ -201,7 +201,7 @@ class Leader:
         if self._group.interrupted:
             return Ending(self._group.interrupted)
         if time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends:
-            return Ending("no time left")
+            return Ending("no time left for the next run")
         if self._node.disk.retry(self._node.folder.pause.exists):
             return Ending("the sweep is paused", EndCode.PAUSED)
         if self._results and all(result.cause == UNMEASURED for _, result in self._results):
@@ -267,7 +267,7 @@ class Leader:
         if best_s is None or min(times) <= measure.race * best_s:
             return None
         reason = f"the fastest of {len(times)} steps took {min(times):.4g} s"
-        reason += f"; the best of its cell needs {best_s:.4g} s"
+        reason += f"; the best of its cell takes {best_s:.4g} s"
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 
     def _write_result(
@@ -368,7 +368,7 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | No
     if phase == CHECKPOINT_PHASE:  # all is measured, and what a file system delays is no hang
         if now - rank.phase_since <= measure.checkpoint_limit_s:
             return None
-        reason = f"saving and loading the state did not end within {measure.checkpoint_limit_s:g} s"
+        reason = f"saving and loading the state did not finish within {measure.checkpoint_limit_s:g} s"
         return RunResult(status=Status.OK, reason=reason, cause=DISK_SLOW)
     if now - progress.started > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"

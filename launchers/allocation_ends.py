@@ -105,7 +105,7 @@ class AgentWatchdog:
         if silent_s - self._told_s.get(job.name, 0.0) <= self.patience_s:
             return None
         self._told_s[job.name] = silent_s
-        self.frozen[job.name] = f"the agent on {job.agents[-1].host} did not move for {silent_s:.0f} s"
+        self.frozen[job.name] = f"the agent on {job.agents[-1].host} was frozen for {silent_s:.0f} s"
         return self.frozen[job.name]
 
 
@@ -154,7 +154,7 @@ class EndRecorder:
                 try:
                     self._launcher.end_frozen(name, jobs.jobs[name])
                 except ClusterError as error:  # a later look finds it frozen again
-                    self._say(f"cannot end {name}: {error}; trying again")
+                    self._say(f"cannot end {name}: {error}; retrying")
 
     def _record_ends(
         self, jobs: JobsSeen, state: SweepState, visible_names: Container[str], started: Container[str]
@@ -187,8 +187,8 @@ class EndRecorder:
         """
         if end.certain or self.watchdog.silent(job.name):
             return True
-        note = f"{end.reason}, but the agents of {job.name} touched their journal lately"
-        self._say(f"{note}; it counts as over after {self.watchdog.patience_s:.0f} s of silence")
+        note = f"{end.reason}, but the agents of {job.name} updated their journal recently"
+        self._say(f"{note}; it counts as ended after {self.watchdog.patience_s:.0f} s of silence")
         return False
 
     def _abandoned(self, job: AllocationState) -> JobEnd | None:
@@ -201,9 +201,9 @@ class EndRecorder:
         if can_be_judged and self.watchdog.silent(job.name, job.limit_s):
             reason = f"the agents of {job.name}, of {submitter}, were silent for longer than its time limit"
             return JobEnd(reason=reason, certain=True)
-        fact = f"{job.name} is a job of {submitter}: it is watched, and neither ended nor replaced"
-        advice = "launch from a terminal without --yes: jobs that have not started can then be replaced"
-        self._say(f"{fact}. If it is gone for good, {advice}")
+        fact = f"{job.name} is a job of {submitter}: this launcher can neither end nor replace it"
+        advice = "launch from a terminal without --yes, which can replace jobs that have not started"
+        self._say(f"{fact}. If it no longer exists, {advice}")
         return None
 
     def withdraw(self, names: Iterable[str], reason: str) -> None:
@@ -273,7 +273,7 @@ class EndRecorder:
                     if recorded_allocation.name == name:
                         self.record_planned(recorded_allocation)
                         continue
-            reason = f"allocation {name} had claimed this run and ended without a result"
+            reason = f"allocation {name} claimed this run and ended without a result"
             self._lose([key], state, name, JobEnd(reason=reason))
         return any_claimed
 

@@ -59,15 +59,15 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
     share = choice.max_nodes or max(1, limits.total_nodes // PARTITION_DIVISOR)
     where = f"partition {limits.name} has {counted(limits.total_nodes, 'node')}"
     if limits.max_nodes is not None:
-        where += f" and gives a job {limits.max_nodes}"
+        where += f", at most {limits.max_nodes} per job"
     if per_user is not None:
-        where += f", a user {per_user} at a time"
+        where += f", at most {per_user} per user"
     if largest > max_nodes:
         fitting = ",".join(str(n) for n in sorted(set(config.axes.nodes)) if n <= max_nodes)
-        instead = f", sweep.nodes=[{fitting}]" if fitting else ""
-        raise ConfigError(f"sweep.nodes up to {largest}; {where}: leave out what is larger{instead}")
+        instead = f", such as sweep.nodes=[{fitting}]" if fitting else ""
+        raise ConfigError(f"sweep.nodes up to {largest}; {where}: use fewer nodes{instead}")
     if largest > share:
-        usual = f"by default a sweep takes {share}"
+        usual = f"by default a sweep uses {share}"
         raise ConfigError(f"sweep.nodes up to {largest}; {where}, {usual}: set launcher.max_nodes={largest}")
     return share if per_user is None else min(share, per_user)
 
@@ -76,7 +76,7 @@ def require_max_nodes(config: SweepConfig) -> None:
     """Raises ConfigError if a run of the sweep needs more nodes than launcher.max_nodes allows."""
     max_nodes, largest = config.launcher.max_nodes, max(config.axes.nodes)
     if config.launcher.name != "local" and max_nodes and largest > max_nodes:
-        rule = f"launcher.max_nodes={max_nodes} is the most that the sweep may hold"
+        rule = f"the sweep may use launcher.max_nodes={max_nodes}"
         raise ConfigError(f"sweep.nodes up to {largest}; {rule}: set launcher.max_nodes={largest}")
 
 

@@ -103,11 +103,11 @@ class LocalLauncher:
         """A message that names the allocation for which one of these waits, if any."""
         waiting = [name for name in running if not allocations[name].agents]
         if waiting and (other := holder()) and other.allocation not in running:
-            return (f"another sweep measures on this machine: {other}; waiting until it ends",)
+            return (f"another sweep is measuring on this machine: {other}; waiting until it ends",)
         return ()
 
     def _vanished(self, allocation: AllocationState) -> JobEnd:
-        reason = f"the agents of {allocation.name} vanished"
+        reason = f"the agents of {allocation.name} disappeared"
         return JobEnd(reason=reason, certain=True, held_s=self._held_s(allocation))
 
     def _held_s(self, allocation: AllocationState) -> float:

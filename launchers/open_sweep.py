@@ -72,8 +72,8 @@ def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None
     """
     for group in ("hardware", "kernel", "workload"):
         was, now = to_dict(getattr(described, group)), to_dict(getattr(config, group))
-        # An architecture decides what a plan refuses, and rated_power_w alone no number; for the others see require_same_log.
-        for name in ("architecture", "rated_power_w", *LOG_OPTIONS):
+        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: require_same_log.
+        for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS):
             now.pop(name, None)
         allowed = {name: config.options.values.get(name, (now.get(name),)) for name in now}
         if group == "workload":  # see require_same_batches
@@ -84,7 +84,7 @@ def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None
             if was[k] != now[k] and was[k] not in allowed[k]
         ]
         if changed:
-            fact = f"{where} is a sweep with another {group} ({', '.join(changed)})"
+            fact = f"{where} is a sweep with a different {group} ({', '.join(changed)})"
             raise ConfigError(fact, "start a new one with name=NAME")
     require_same_batches(described.config, config, where)
 
@@ -108,9 +108,9 @@ def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where
         of_nodes = [config.gbs_on(nodes, value) for value in config.options.values["gbs"]]
         if earlier(nodes) not in of_nodes:
             on_nodes = f" on {counted(nodes, 'node')}" if WEAK in (earlier_scaling, config.scaling) else ""
-            fact = f"{where} is a sweep with another workload (workload.gbs{on_nodes}: {earlier(nodes)} -> {of_nodes[0]})"
+            fact = f"{where} is a sweep with a different workload (workload.gbs{on_nodes}: {earlier(nodes)} -> {of_nodes[0]})"
             is_series = earlier_scaling == config.scaling == WEAK and earlier(smallest).denominator == 1
-            same = f"take sweep.gbs={earlier(smallest)}, that of {counted(smallest, 'node')}, or " * is_series
+            same = f"use sweep.gbs={earlier(smallest)}, that of {counted(smallest, 'node')}, or " * is_series
             raise ConfigError(fact, f"{same}start a new one with name=NAME")
 
 
@@ -119,7 +119,7 @@ def require_same_log(state: SweepState, config: SweepConfig) -> None:
     was, now = state.config.get("kernel", {}), to_dict(config.kernel)
     changed = [f"kernel.{k}: {was[k]!r} -> {now[k]!r}" for k in LOG_OPTIONS if k in was and was[k] != now[k]]
     if changed and any(a.ok and a.ok.measured_by == "log" for a in state.attempts.values()):
-        difference = f"read from logs in another way ({', '.join(changed)})"
+        difference = f"read from logs with other patterns ({', '.join(changed)})"
         fact = f"sweep {config.name} has results that were {difference}"
         raise ConfigError(fact, "start a new one with name=NAME")
 
@@ -132,9 +132,7 @@ def require_same_flags(state: SweepState, config: SweepConfig) -> None:
     for name, value in ((name, value) for name, table in was.items() for value in table):
         parts = config.options.arguments.get(name, {}).get(value)
         if parts is not None and parts != was[name][value]:
-            fact = (
-                f"sweep.flags.{name}.{value}: {[*was[name][value]]} -> {[*parts]} in a sweep that has begun"
-            )
+            fact = f"sweep.flags.{name}.{value}: {[*was[name][value]]} -> {[*parts]} in a sweep that was launched before"
             raise ConfigError(fact, "give these arguments another name")
 
 
@@ -206,8 +204,8 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
         hardware = replace(config.hardware, mem_bytes=described.hardware.mem_bytes)
         if hardware != config.hardware:
             was, now = (f"{node_type.mem_bytes / GIB:.5g}" for node_type in (hardware, config.hardware))
-            fact = f"sweep {config.name} began with {was} GiB of memory a GPU, hardware={hardware.name} now has {now}"
-            warn(f"{fact}; it keeps {was} in its predictions: start a sweep with another name= to use {now}")
+            fact = f"sweep {config.name} was launched with {was} GiB per GPU, hardware={hardware.name} now has {now}"
+            warn(f"{fact}; its predictions keep using {was}: to use {now}, start a new sweep with name=NAME")
             resolved = config.resolved | {"hardware": to_dict(hardware)}
             config = replace(config, hardware=hardware, resolved=resolved)
     if not isinstance(frozen, dict) or frozen.get("name") != config.profile.name:
@@ -296,13 +294,13 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     needed = hardware.gpus_per_node if local and hardware.device == "cuda" else 0
     if not needs_peak and not needed and not (local and config.kernel.kind != "command"):
         return {"cores": len(os.sched_getaffinity(0))}
-    say("looking at this machine" + (" and measuring its cores" if needs_peak else ""))
+    say("checking this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = probe_machine(needs_peak)
     visible_gpus = int(environment.get("gpus") or 0)
     if visible_gpus < needed:
-        other = f"hardware.gpus_per_node={visible_gpus}" if visible_gpus else "hardware=cpu, which needs none"
+        other = f"hardware.gpus_per_node={visible_gpus}" if visible_gpus else "hardware=cpu, without GPUs"
         fact = f"hardware={hardware.name} has {counted(needed, 'GPU')} a node; torch sees {visible_gpus or 'none'}"
-        advice = f"add launcher=slurm for those of a cluster, or use {other}"
+        advice = f"add launcher=slurm to run on a cluster, or use {other}"
         raise ConfigError(f"{fact} on this machine: {advice}")
     return environment
 
@@ -349,9 +347,9 @@ def accepted(
         digests = ", ".join(sorted({r.kernel_digest or "?" for r in others}))
         theirs = f"theirs: kernel_digest {digests}, torch {others[0].torch_version}"
         difference = (
-            f"sources, torch or machine; {theirs}; here: {digest}, torch {facts.get('torch_version')}"
+            f"other sources, torch or machine; {theirs}; here: {digest}, torch {facts.get('torch_version')}"
         )
-        conflict = f"{len(others)} of {len(oks)} results were measured in another environment ({difference})"
+        conflict = f"{len(others)} of {len(oks)} results come from a different environment ({difference})"
         raise ConfigError(f"{conflict}; --reuse any counts them, --reuse same measures those runs again")
     if reuse == "any":
         return lambda result: True

@@ -120,7 +120,7 @@ class Reconciler:
         """Carries out the decided actions; returns whether there is anything to wait for."""
         self.stopped, self.over_budget = actions.stopped, actions.over_budget
         if actions.dead_end:
-            raise ClusterError(self._told_of(actions.dead_end))
+            raise ClusterError(self._message_of(actions.dead_end))
         if actions.end_jobs:
             return self._cancel(state, jobs)
         if actions.submit:
@@ -135,22 +135,22 @@ class Reconciler:
             try:
                 self.launcher.cancel(mine)
             except ClusterError as error:
-                self._say_once(f"cannot cancel: {error}; trying again until it is done")
+                self._say_once(f"cannot cancel: {error}; retrying until the jobs have ended")
         return bool(mine)
 
     def _submit(self, actions: Actions, state: SweepState) -> None:
         """Submits jobs, unless the training program changed or some of their attempts are already claimed."""
         launched, now = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
         if launched != now:
-            change = f"the training program changed under the sweep (kernel_digest {launched} -> {now})"
-            self.stopped = f"{change}; launch again to go on with the new one"
+            change = f"the training program changed during the sweep (kernel_digest {launched} -> {now})"
+            self.stopped = f"{change}; launch again to continue with the new one"
             return
         if self.recorder.record_claimed((a.key for job in actions.submit for a in job.attempts), state):
             return  # the next rounds first record the ends of the claimed attempts
         for node, why in actions.avoid.items():
-            self._say_once(f"{node} is not used again: {why}")
+            self._say_once(f"node {node} is excluded: {why}")
         for node in sorted(self.memory.avoided - actions.avoid.keys()):
-            self.say(f"{node} is used again: the runs that pointed at it fail in the same way on other nodes")
+            self.say(f"node {node} is used again: the runs that failed there fail in the same way elsewhere")
         self.memory.avoided = {*actions.avoid}
         for array in shapes(actions.submit, self.limits.max_array):
             self._submit_array(array, sorted(actions.avoid))
@@ -183,7 +183,7 @@ class Reconciler:
         others = {(n["host"], c) for n in nodes if sha and (c := n.get("git_commit")) and c != sha}
         return [f"{host} runs commit {c[:12]}, this launcher {sha[:12]}" for host, c in sorted(others) if sha]
 
-    def _told_of(self, dead_end: DeadEnd) -> str:
+    def _message_of(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the last line of a job's log."""
         log, line = _last_said(self.sweep.folder.allocations / dead_end.latest.name)
         why = f"{dead_end.latest.ended}{f'; its log ends: {line[:200]}' if line else ''}"
@@ -202,8 +202,8 @@ class Reconciler:
             raise error
         if time.monotonic() - failing_since > DISK_PATIENCE_S:
             waited = f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes"
-            raise ClusterError(f"{waited}; what runs goes on: mend it, then launch again") from error
-        self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); trying again, jobs go on")
+            raise ClusterError(f"{waited}; jobs continue: fix the folder, then launch again") from error
+        self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); retrying, running jobs continue")
         time.sleep(DISK_PAUSE_S)
 
 

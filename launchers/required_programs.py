@@ -23,7 +23,7 @@ def require_local(config: SweepConfig) -> None:
     if config.launcher.name == "local" and max_nodes > 1 and not config.hardware.simulated:
         fact = f"sweep.nodes up to {max_nodes} of hardware={config.hardware.name} with launcher=local"
         remedy = "add launcher=slurm, or use sweep.nodes=[1], or hardware=cpu for simulated nodes"
-        raise ConfigError(f"{fact}, which has this machine only", remedy)
+        raise ConfigError(f"{fact}, which uses this machine only", remedy)
 
 
 def require_checkpoint_folder(config: SweepConfig) -> None:
@@ -31,9 +31,9 @@ def require_checkpoint_folder(config: SweepConfig) -> None:
     folder = config.measure.checkpoint_folder
     if not config.measure.checkpoint or folder is None:
         return
-    fact, remedy = f"measure.checkpoint_folder={folder}", "give a folder that all nodes see and may write"
+    fact, remedy = f"measure.checkpoint_folder={folder}", "give a folder that all nodes share and can write"
     if not Path(folder).is_dir():
-        raise ConfigError(f"{fact} is no folder on this machine", f"make it first, or {remedy}")
+        raise ConfigError(f"{fact} is not a folder on this machine", f"create it first, or {remedy}")
     try:
         try_to_write(Path(folder))
     except OSError as error:
@@ -58,8 +58,8 @@ def require_program(config: SweepConfig) -> None:
     if is_local_program and shutil.which(program) is None:
         missing.append(program)
     if missing:
-        remedy = "mend its path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
-        raise ConfigError(f"kernel.command names {missing[0]}, which is not here ({Path.cwd()}); {remedy}")
+        remedy = "fix the path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
+        raise ConfigError(f"kernel.command: {missing[0]} does not exist here ({Path.cwd()}); {remedy}")
 
 
 def _require_interpreter(python: str, config: SweepConfig) -> None:
@@ -71,7 +71,7 @@ def _require_interpreter(python: str, config: SweepConfig) -> None:
     setting, launcher = f"sweep.python={python}", config.launcher
     path = shutil.which(python) if launcher.name == "local" or "/" in python else None
     if path is None and launcher.name == "local":
-        raise ConfigError(f"{setting} is no program here", "give the path of a Python that has ultrabench")
+        raise ConfigError(f"{setting} is not a program here", "give the path of a Python that has ultrabench")
     in_job = "container" in config.options.values or any(
         "container" in word or "PYTHONPATH" in word for word in (*launcher.srun, *launcher.setup)
     )

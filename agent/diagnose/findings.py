@@ -67,7 +67,7 @@ def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done]
     # If most ranks have ended well, the others are only late.
     for rank in early_ranks if len(early_ranks) <= len(ranks) / 2 else ():
-        line = f"exited with code 0 in phase {rank.phase} while others went on"
+        line = f"exited with code 0 in phase {rank.phase} while other ranks kept running"
         rank_findings.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
     return sorted(rank_findings, key=lambda f: f.key)
 
@@ -79,7 +79,7 @@ def _finding(rank: RankProgress) -> Finding | None:
     if rank.error:
         cause_and_line: tuple[Cause, str] | None = _of_error(rank)
     elif rank.oom_killed:
-        cause_and_line = BY_NAME["host_oom"], "killed by Linux, because the host was out of memory"
+        cause_and_line = BY_NAME["host_oom"], "killed by Linux because the host ran out of memory"
     elif ended_by_us:
         # A rank may fail and then hang, since libraries wait for peers; only a final traceback counts then.
         cause_and_line = by_text(rank.tail, only_uncaught=True)

@@ -86,7 +86,7 @@ def _functions(ranks: Ranks) -> Iterator[str]:
     """Sentences that name the functions in which the first two of these ranks are."""
     for r in filter(_function, ranks[:2]):
         waits = r.evidence["state"] == "D" and r.evidence["wchan"]
-        inside = f", in {r.evidence['wchan']} of Linux" if waits else ""
+        inside = f", in the kernel function {r.evidence['wchan']}" if waits else ""
         yield f"Rank {r.number} is in {_function(r)}{inside}"
 
 
@@ -126,7 +126,7 @@ def _exited(ranks: Ranks, alive: Ranks) -> HangCause | None:
         or (any(r.evidence["groups"] for r in alive) and not _waiting_for(alive, exited))
     ):
         return None
-    return _blame(f"exited with code {exited[0].code} in phase {exited[0].phase}, not done", exited, alive)
+    return _blame(f"exited early with code {exited[0].code} in phase {exited[0].phase}", exited, alive)
 
 
 def _in_state(state: str, description: str, _: Ranks, alive: Ranks) -> HangCause | None:
@@ -187,7 +187,7 @@ def _together(_: Ranks, alive: Ranks) -> HangCause | None:
         return None
     most_common = Counter(map(str, waits)).most_common(1)[0][0]
     headline = f"all {len(alive)} ranks wait in collectives that all have entered, such as {most_common}"
-    details = ("No rank is missing: the network or its library stands still",)
+    details = ("No rank is missing: the network or its library is stuck",)
     return HangCause(headline=headline, details=details)
 
 
@@ -196,7 +196,7 @@ def _busy(_: Ranks, alive: Ranks) -> HangCause | None:
     busy = [r for r in alive if r.evidence["stack"] and not _waits_in(r)]
     if not busy or not any(map(_waits_in, alive)):
         return None
-    return _blame(f"is in {_function(busy[0])}, in no collective", busy, alive)
+    return _blame(f"is in {_function(busy[0])}, not in a collective", busy, alive)
 
 
 def _behind(_: Ranks, alive: Ranks) -> HangCause | None:
@@ -223,14 +223,14 @@ def _unexplained(_: Ranks, alive: Ranks) -> HangCause:
     if not alive:
         return HangCause(headline="all ranks had ended")
     place = f"phase {alive[0].phase}" + (f", step {_step(alive[0])}" if _step(alive[0]) else "")
-    headline = f"no rank stands out of {len(alive)}: rank {alive[0].number} is in {place}"
+    headline = f"none of {len(alive)} ranks stands out: rank {alive[0].number} is in {place}"
     return HangCause(headline=headline, details=tuple(_functions(alive[:1])))
 
 
 CHECKS = (
     _exited,
-    partial(_in_state, "T", "is stopped (state T), as by SIGSTOP"),
-    partial(_in_state, "Z", "is dead, and nobody has noticed (state Z)"),
+    partial(_in_state, "T", "is stopped (state T), for example by SIGSTOP"),
+    partial(_in_state, "Z", "is dead but not reaped (state Z)"),
     _missing,
     _different,
     partial(_in_state, "D", "waits for a device or a disk (state D)"),
@@ -260,7 +260,7 @@ def _blame(description: str, culprits: Ranks, alive: Ranks) -> HangCause | None:
         collective, count = waiting.most_common(1)[0]
         place = "" if collective in description else f" in {collective}"
         headline += f"; {_count(count)} for {'it' if len(culprits) == 1 else 'them'}{place}"
-        headline += f", {len(others) - count} more behind" if len(others) > count else ""
+        headline += f", {len(others) - count} more wait behind these" if len(others) > count else ""
     elif others:
         headline += f"; {_count(len(others))} in {others[0]}"
     return HangCause(headline=headline, details=tuple(_functions(culprits)), culprits=tuple(culprits))

@@ -34,7 +34,7 @@ MESSAGE_CHARS = 1000
 DEVICE_SLACK = 0.02
 """Share by which a device may have more memory than its file says; devices of one name differ by less."""
 
-_STOPPED = "the run was stopped early as slower; measure.race=null stops none"
+_STOPPED = "the run was stopped early because it was slower; measure.race=null never does this"
 
 
 def classify(
@@ -63,7 +63,7 @@ def classify(
     environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done
     gpu, expected_names = environment.get("gpu_name"), () if task.probe else task.gpu_names
     if result.status == Status.OK and expected_names and gpu is not None and gpu not in expected_names:
-        result = _invalid("wrong_gpu", f"it ran on {gpu!r}; this hardware has {' or '.join(expected_names)}")
+        result = _invalid("wrong_gpu", f"it ran on {gpu!r}, not on {' or '.join(expected_names)}")
     times = rank0.measured_steps(measure)
     source_mfu = median(rank0.mfus[-len(times) :]) if times and rank0.mfus else None
     if result.status == Status.OK and (wrong := _misread(progress.ranks, task, source_mfu)):
@@ -126,7 +126,7 @@ def _explained(progress: AttemptProgress, task: Task, end: RunResult | None, los
         return end
     if root is not None:
         return _failed(rank_findings, progress)
-    return RunResult(status=Status.CRASH, reason="the ranks vanished without an exit code", cause="exit_code")
+    return RunResult(status=Status.CRASH, reason="the ranks ended without an exit code", cause="exit_code")
 
 
 def _invalid(cause: str, reason: str) -> RunResult:
@@ -178,8 +178,8 @@ def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
             return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
     if rank.measured_steps(measure):
         return None
-    step_count = f"{counted(len(rank.steps), 'step')}, of which 0 count" if rank.steps else "no step"
-    return f"the program ended well but reported {step_count}"
+    step_count = f"only warm-up ({counted(len(rank.steps), 'step')})" if rank.steps else "no step times"
+    return f"the program exited with code 0 but reported {step_count}"
 
 
 def _unmatched(ranks: Sequence[RankProgress], task: Task) -> str | None:
@@ -188,10 +188,10 @@ def _unmatched(ranks: Sequence[RankProgress], task: Task) -> str | None:
     if ranks[0].steps or task.forked:
         return None
     if kernel.step_line is None:
-        return "it has to write them to ULTRABENCH_REPORT, or kernel.step_line to find them in its log"
+        return "write them to ULTRABENCH_REPORT, or set kernel.step_line to find them in the log"
     rank = ranks[task.spec.logging_rank]
     nearest = " | ".join(map(quoted, nearest_lines(rank.tail, kernel.step_line))) or "(no line with a number)"
-    return f"no line of the log of rank {rank.number} matches kernel.step_line; nearest: {nearest}; test a pattern with: {TRY_LOG}"
+    return f"kernel.step_line matches no line in the log of rank {rank.number}; nearest: {nearest}; to test a pattern: {TRY_LOG}"
 
 
 def _misread(ranks: Sequence[RankProgress], task: Task, source_mfu: float | None) -> str | None:
@@ -202,7 +202,7 @@ def _misread(ranks: Sequence[RankProgress], task: Task, source_mfu: float | None
         observed.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": source_mfu}))
     for option, rank, values in observed:
         if getattr(task.spec.kernel, option) and (why := misread(option, values, device_bytes)):
-            return f"kernel.{option} misreads the log of rank {rank.number}: {why}; test it with: {TRY_LOG}"
+            return f"kernel.{option} misreads the log of rank {rank.number}: {why}; to test it: {TRY_LOG}"
     return None
 
 
@@ -235,7 +235,7 @@ def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str
     reports = [rank.checkpoint for rank in progress.ranks if rank.checkpoint]
     messages = [quoted(report["message"]) for report in reports if "message" in report]
     exits = [of_exit(rank) for rank in progress.ranks if rank.code and not rank.killed_by_us]
-    cause, reason = end.cause or "stopped", end.reason or "the ranks ended before it"
+    cause, reason = end.cause or "stopped", end.reason or "the ranks ended before the checkpoint"
     if reports and not messages:
         return {f"checkpoint_{name}": reports[0].get(name) for name in CHECKPOINT_NUMBERS}
     if not task.checkpoint or not progress.ranks[0].done:  # what ended the run is told as its own end

@@ -96,7 +96,7 @@ class ForkServer:
             return
         # A server that has forked a part of a run is left to the deadlines of that run, which may have stopped it.
         if not descendants(self.pid):
-            log_line(f"the fork server {self.pid} does not answer (state {state(self.pid)}); it is replaced")
+            log_line(f"the fork server {self.pid} does not answer (state {state(self.pid)}); replacing it")
             self.replace()
 
     def replace(self) -> None:

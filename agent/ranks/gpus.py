@@ -208,7 +208,7 @@ class GpuGauge:
             if before and now and now.used > before.used + MEMORY_SLACK * now.total:
                 pids = ", ".join(f"process {p.pid}" for p in _processes(handle)) or "no known process"
                 gib = (now.used - before.used) / 2**30
-                return f"GPU {number} still holds {gib:.1f} GiB after the run: {pids}"
+                return f"GPU {number} still has {gib:.1f} GiB in use after the run: {pids}"
         return None
 
 

@@ -339,9 +339,9 @@ class Node:
         try:
             if too_large := self.disk.retry(partial(self._keep_logs, keep_all), LOGS_RETRY_S):
                 limit_text = f"over the limit of {cleanup.TRACE_BYTES >> 20:,} MiB"
-                problem = f"files of the trace on {host} were not kept: {', '.join(too_large)}, {limit_text}"
+                problem = f"trace files on {host} were not kept: {', '.join(too_large)}, {limit_text}"
         except (ClusterError, OSError) as error:
-            problem = f"the logs of {host} could not be kept: {error}"
+            problem = f"cannot keep the logs of {host}: {error}"
         try:
             self.disk.retry(self._remove_files, CLEANING_S, subject=f"removing {self._run} on {host}")
         except ClusterError as error:

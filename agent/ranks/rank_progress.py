@@ -160,7 +160,7 @@ class AttemptProgress:
                 self._take(event, now)
                 fault = event.get("line", {}).get("fault")
             except Exception as error:  # it must fail this run only, not the allocation
-                fault = f"something that cannot be used: {type(error).__name__}: {error}"
+                fault = f"invalid data: {type(error).__name__}: {error}"
             if fault:
                 self.fault = self.fault or f"rank {event['rank']} reported {fault}"
 

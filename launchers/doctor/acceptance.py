@@ -100,7 +100,7 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
         ClusterError: the cluster cannot be used; doctor.json records this too.
     """
     if config.kernel.kind != "embedded":
-        raise ConfigError(f"kernel={config.kernel.name} with --deep, which trains; use kernel=embedded")
+        raise ConfigError(f"kernel={config.kernel.name} with --deep, which needs kernel=embedded; use that")
     acceptance, check_by_name = _Acceptance(config, say), dict[str, Callable[[], Check]]()
     for quantity in EQUAL_NUMBERS:
         check_by_name[f"same {quantity}"] = functools.partial(acceptance.same, quantity)
@@ -111,7 +111,7 @@ def run_acceptance(config: SweepConfig, say: Say) -> list[Check]:
         try:
             checks.append(check().named(name))
         except ClusterError as error:
-            acceptance.write([*checks, failed(str(error), "mend that, then try again").named(name)])
+            acceptance.write([*checks, failed(str(error), "fix this, then try again").named(name)])
             raise
     say(f"wrote {acceptance.write(checks)}")
     return checks
@@ -279,7 +279,7 @@ def not_accepted(config: SweepConfig) -> str | None:
             failed_checks = [c["name"] for c in document["checks"] if c["status"] == FAIL]
             problem = f"failed its acceptance run ({', '.join(failed_checks)})"
     cluster_words = f"cluster={config.cluster} hardware={config.hardware.name}"
-    remedy = f"at most 3 GPU hours on two nodes: ultrabench doctor --deep launcher=slurm {cluster_words}"
+    remedy = f"to make one, with at most 3 GPU hours on two nodes: ultrabench doctor --deep launcher=slurm {cluster_words}"
     return f"sweep.nodes up to {max_nodes}, and {cluster_words} {problem} in {folder}; {remedy}"
 
 
@@ -301,10 +301,10 @@ def check_equal(single_gpu: Outcome, layouts: Outcome, quantity: str) -> Check:
     num_wrong, count = sum(d > allowed for d in difference_of_run.values()), len(layouts.runs)
     step = base_result.loss_step if quantity == "loss" else 1
     return first_problem(
-        f"{count - num_wrong} of {count} layouts have the {quantity} of one GPU at step {step}: {expected:.6f}; largest "
+        f"{count - num_wrong} of {count} layouts match the {quantity} of one GPU at step {step}: {expected:.6f}; largest "
         f"difference {difference_of_run[worst.run_id]:.1g}, allowed {allowed:g}",
-        (num_wrong, FAIL, f"a GPU or a link that computes wrongly, or a bug of torch: compare hosts in {layouts.see(worst)}",
-         f"{worst.layout.label()} has another"),
+        (num_wrong, FAIL, f"a GPU or a link is faulty, or torch has a bug: compare the hosts in {layouts.see(worst)}",
+         f"{worst.layout.label()} differs most"),
     )  # fmt: skip
 
 
@@ -315,7 +315,7 @@ def check_memory(outcome: Outcome) -> Check:
     if result and result.status == Status.OOM and result.confirmed:
         return passed(f"{run.layout.label()}, {need}: {result.reason}")
     ending = outcome.why(run) + (", but not confirmed" if result and result.status == Status.OOM else "")
-    remedy = f"GPUs have to be free, and of the memory that hardware= says; see {outcome.see(run)}"
+    remedy = f"the GPUs must be free and have the memory of hardware=; see {outcome.see(run)}"
     return failed(f"{need}: {ending}", remedy)
 
 
@@ -357,7 +357,7 @@ def published(config: SweepConfig) -> Published | None:
             axes=axes | {"seq_len": content["seq_len"], "gbs": content["gbs"], "pp_schedule": ["auto"]},
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error!r}; write it as configs/published/h100x8.yaml is") from error
+        raise ConfigError(f"{path}: {error!r}; write it like configs/published/h100x8.yaml") from error
     return publication if rows and content["precision"] == config.kernel.precision else None
 
 
@@ -370,7 +370,7 @@ def check_speed(publication: Published | None, outcome: Outcome) -> Check:
             texts[run.run_id] = f"{_label(run)}: {speed:,.0f} tokens/s/GPU"
     if publication is None:
         our_best = f"; ours: {texts[max(speeds, key=speeds.__getitem__)]}" if speeds else ""
-        return passed(f"nothing is published of this hardware and precision to compare with{our_best}")
+        return passed(f"no published speed for this hardware and precision{our_best}")
     commands = []
     for run in outcome.runs:
         if run.run_id not in speeds:
@@ -379,7 +379,7 @@ def check_speed(publication: Published | None, outcome: Outcome) -> Check:
         share = speeds[run.run_id] / published_speed
         texts[run.run_id] += f", published {published_speed:,.0f} ({share:.0%})"
         commands += [outcome.see(run)] if share < MIN_SPEED_SHARE else []
-    advice = f"under {MIN_SPEED_SHARE:.0%}: look at clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
+    advice = f"below {MIN_SPEED_SHARE:.0%}: check clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
     problem = (commands, FAIL, advice + "".join(commands[:1]))
     return first_problem(f"{'; '.join(texts.values())}; source {publication.source}", problem)
 

@@ -30,7 +30,7 @@ from ultrabench.launchers.doctor.check import (
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
-from ultrabench.launchers.slurm.query import CommandError, ask
+from ultrabench.launchers.slurm.query import CommandError, NoAnswerError, ask
 from ultrabench.launchers.slurm.states import pending_remedy
 from ultrabench.node_health import CHECKS, LEAST_FREE_GIB, Health, findings_of, places_text
 from ultrabench.processes import own_name
@@ -63,8 +63,8 @@ def check_folder(report: Report, config: SweepConfig) -> Check:
     return first_problem(
         f"{report['results_dir']}, tried from {host}",
         (not report["same_folder"], FAIL, f"{shared}; on NFS, mount it without nocto and with lookupcache=positive",
-         "it does not see what was written here"),
-        (report["won_taken_claim"], FAIL, links, "a run claimed here was claimed there again"),
+         "it does not see files written here"),
+        (report["won_taken_claim"], FAIL, links, "it could claim a run that was already claimed here"),
         (lost, FAIL, links, "its own claim of a run was lost"),
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def check_folder(report: Report, config: SweepConfig) -> Check:
 def check_python(report: Report, config: SweepConfig) -> Check:
     """Checks that the node has the same ultrabench and the same training program as this host."""
     digest, commit, version = config.kernel.digest(), checkout.commit(), ultrabench.__version__
-    remedy = "install the same version for the nodes, or set launcher.python= to a Python that has it"
+    remedy = "install the same version on the nodes, or set launcher.python= to a Python that has it"
     node_version, node_digest = report["ultrabench_version"], report["kernel_digest"]
     node_commit = report["git_commit"]
     return first_problem(
@@ -93,11 +93,11 @@ def check_torch(report: Report, config: SweepConfig) -> Check:
     """Checks that torch and the libraries of the training kernel can be loaded on the node."""
     torch = report["torch"]
     if torch is None:
-        remedy = "install torch in that Python, or load what it needs with launcher.setup="
+        remedy = "install torch in that Python, or load its libraries with launcher.setup="
         failure = f"the kernel does not start: {report['torch_error']}"
         if config.kernel.kind == "command" and not config.launcher.preflight:
-            return warned(failure, f"kernel=command may do without; else {remedy}")
-        return failed(failure, f"{remedy}; kernel=command with launcher.preflight=false does without")
+            return warned(failure, f"kernel=command may not need it; otherwise {remedy}")
+        return failed(failure, f"{remedy}; kernel=command with launcher.preflight=false does not need it")
     names = {"CUDA": "cuda_version", "NCCL": "nccl_version", "driver": "driver_version"}
     parts = [] if torch["cuda_version"] else ["without CUDA"]
     parts += [f"{name} {torch[key]}" for name, key in names.items() if torch[key]]
@@ -110,24 +110,24 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
     visible, needed, name = int(torch.get("gpus") or 0), hardware.gpus_per_node, torch.get("gpu_name")
     fact = f"torch sees {visible}, the driver {driver}"
     if hardware.device != "cuda":
-        return passed(f"hardware={hardware.name} needs none; {fact}")
+        return passed(f"hardware={hardware.name} needs no GPU; {fact}")
     mem_bytes = int(torch.get("gpu_mem_bytes") or hardware.mem_bytes)  # a report of an older version has none
     cuda, expected = torch.get("cuda_version"), " or ".join(hardware.reported_as)
-    fits = "install the build that fits the driver"
-    build = "" if cuda else ", a torch that is built with CUDA"
-    none = f"there is no GPU: set a launcher.partition= or launcher.gres= that gives some{build}, or the hardware= "
+    fits = "install the build that matches the driver"
+    build = "" if cuda else ", install a torch built with CUDA"
+    none = f"no GPU found: set a launcher.partition= or launcher.gres= with GPUs{build}, or the hardware= "
     return first_problem(
         f"{fact}; hardware={hardware.name} has {needed} {hardware.gpu}; they are {name or 'unknown'}",
         (visible < needed <= driver and not cuda, FAIL, f"this torch is built without CUDA: {fits}"),
-        (visible < needed <= driver, FAIL, f"torch does not see what the driver has: {fits}"),
+        (visible < needed <= driver, FAIL, f"torch does not see the GPUs of the driver: {fits}"),
         (0 < visible < needed, FAIL, f"set hardware.gpus_per_node={visible}, or ask for more with launcher.gres="),
-        (not visible, FAIL, f"{none}that is there (hardware=cpu needs none)"),
-        (name not in hardware.reported_as, FAIL, f"name the hardware= that is there (this one says {expected}), "
-         "else results are invalid"),
-        (report["foreign"], WARN, "have it ended, or keep launcher.exclusive=true", "; ".join(report["foreign"])),
-        (visible > needed, WARN, f"the others stay idle; use all: hardware.gpus_per_node={visible}"),
+        (not visible, FAIL, f"{none}of this node (hardware=cpu needs no GPU)"),
+        (name not in hardware.reported_as, FAIL, f"set the hardware= of this node (this one expects {expected}), "
+         "otherwise results are invalid"),
+        (report["foreign"], WARN, "have these processes ended, or keep launcher.exclusive=true", "; ".join(report["foreign"])),
+        (visible > needed, WARN, f"the other GPUs stay idle; to use all: hardware.gpus_per_node={visible}"),
         (abs(mem_bytes / hardware.mem_bytes - 1) > MEMORY_OFF, WARN,
-         f"predict with the memory that is there: hardware.mem_bytes={mem_bytes}",
+         f"for predictions with the real memory, set hardware.mem_bytes={mem_bytes}",
          f"torch reports {mem_bytes / GIB:.5g} GiB a GPU, hardware={hardware.name} has {hardware.mem_bytes / GIB:.5g}"),
     )  # fmt: skip
 
@@ -147,7 +147,7 @@ def check_health(name: str, report: Report, config: SweepConfig) -> Check:
     """One check of the table of `node_health`, for which the node took two readings."""
     check, finding = CHECKS[name], findings_of(report.get("health", {}))[name]
     if finding.health is Health.UNKNOWN:
-        return unknown(f"no source here; limit: {check.limit}")
+        return unknown(f"this node cannot report it; limit: {check.limit}")
     told = "; ".join(filter(None, (places_text(name, finding), f"limit: {check.limit}")))
     if finding.health is Health.OK:
         return passed(told)
@@ -164,10 +164,10 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
     behind_s = report["earliest_s"] - report["began_s"]
     ahead_s = report["ended_s"] - report["latest_s"]
     off_s, side = max((ahead_s, "ahead of"), (behind_s, "behind"))
-    agreement = f"within the {report['latest_s'] - report['earliest_s']:.1f} s in which the job ran here"
+    agreement = f"agrees within the {report['latest_s'] - report['earliest_s']:.1f} s of the job"
     if off_s > CLOCK_WARN_S:
         agreement = f"{host} is at least {off_s:.1f} s {side} this host"
-    remedy = "have the administrators mend the time service (chrony, ntpd) of nodes and login node"
+    remedy = "ask the administrators to fix the time service (chrony, ntpd) of nodes and login node"
     return first_problem(
         agreement,
         (off_s > CLOCK_FAIL_S, FAIL, remedy),
@@ -187,8 +187,9 @@ POLL_S = 3.0
 END_S = 10.0
 """Seconds to wait for the end of a job after its report has arrived."""
 
+_UNREACHABLE = "slurmctld is slow or unreachable: try again"
 _REFUSALS = {
-    "timed out|no answer|contact": "try again: slurmctld is slow or away",
+    "timed out|contact": _UNREACHABLE,
     "account": "set launcher.account=",
     "qos": "set launcher.qos=",
     "reservation": "set +launcher.sbatch.reservation=",
@@ -196,16 +197,16 @@ _REFUSALS = {
     "memory": "set launcher.mem=",
     "partition": "set launcher.partition=",
     "node configuration|gres|processors": "set hardware.gpus_per_node=, launcher.gres= or launcher.cpus=",
-    "": "mend the launcher.* that it names, +launcher.sbatch.* among them",
+    "": "fix the launcher.* option that it names, or +launcher.sbatch.*",
 }
 """Pattern in the error of sbatch -> the remedy; the first pattern that matches counts."""
 
 _SAID = {
     r"No module named .?ultrabench":
-        "the nodes need the same ultrabench: launcher.python= names a Python that has it, launcher.setup= loads it",
+        "the nodes need the same ultrabench: set launcher.python= to a Python that has it, or load it with launcher.setup=",
     r"No such file|not found|execve|Permission denied":
-        "a program is not on the nodes: set launcher.python=, launcher.setup= or launcher.srun=",
-    "": "launcher.setup=, launcher.srun= and launcher.python= say what runs there",
+        "a program is missing on the nodes: set launcher.python=, launcher.setup= or launcher.srun=",
+    "": "check launcher.setup=, launcher.srun= and launcher.python=, which decide what runs there",
 }  # fmt: skip
 """Pattern in the log of a job without a report -> the remedy; the first pattern that matches counts."""
 
@@ -240,14 +241,14 @@ class CheckupFolder:
             successes = [claim(claims, "login", {"host": "here"}) for _ in range(2)]
             free = shutil.disk_usage(self.path).free
         except OSError as error:
-            remedy = "choose another with results_dir=FOLDER, which all nodes share"
+            remedy = "choose a folder that all nodes share with results_dir=FOLDER"
             return failed(f"cannot write {self.results_dir}: {error.strerror}", remedy)
         return first_problem(
-            f"{self.results_dir}: can be written, {free / GIB:.1f} GiB free",
+            f"{self.results_dir}: writable, {free / GIB:.1f} GiB free",
             (successes != [True, False], FAIL,
              "put results_dir= on a file system with hard links, such as NFS, Lustre or ext4",
              f"of two claims of one run {sum(successes)} succeeded, so link(2) does not work"),
-            (free < LITTLE_BYTES, WARN, "make room, or choose another with results_dir=FOLDER"),
+            (free < LITTLE_BYTES, WARN, "free some space, or choose another with results_dir=FOLDER"),
         )  # fmt: skip
 
 
@@ -271,7 +272,7 @@ class CheckupJob:
 
     def __init__(self, folder: CheckupFolder, say: Say) -> None:
         config, choice = folder.config, folder.config.launcher
-        comment = f"ultrabench doctor of {own_name()}: looks at one node, ends by itself"
+        comment = f"ultrabench doctor of {own_name()}: examines one node, ends by itself"
         sbatch = {"comment": comment} | choice.sbatch
         choice = replace(choice, sbatch=sbatch, poll_s=min(POLL_S, choice.poll_s))
         self.launcher = SlurmLauncher(replace(config, launcher=choice), SweepFolder(folder.path))
@@ -295,12 +296,13 @@ class CheckupJob:
         try:
             self._state.job = job = self.launcher.submit([self.allocation], (), self._say)[self._state.name]
             self._job = replace(self._job, job_id=job["job_id"])
-            self._say(f"submitted job {self._job.array_id} of one node; waiting up to {wait_s:.0f} s for it")
+            self._say(f"submitted job {self._job.array_id} of one node; waiting for up to {wait_s:.0f} s")
             return self._watch(wait_s)
         except ClusterError as error:
             if self._state.job is not None:
                 raise
-            return failed(error.fact, _first(_REFUSALS, error.fact)), None
+            silent = isinstance(error.__cause__, NoAnswerError)
+            return failed(error.fact, _UNREACHABLE if silent else _first(_REFUSALS, error.fact)), None
         finally:
             if not self._job.over:
                 self._cancel()
@@ -323,7 +325,7 @@ class CheckupJob:
             # The folder is removed afterwards, so no process of the job may be left.
             if report is not None and (over or name not in jobs_seen.alive or now > reported_s + END_S):
                 place = f"job {self._job.array_id} ran on {report['host']}"
-                return passed(f"{place}; its report was here after {reported_s:.0f} s"), report | {
+                return passed(f"{place}; its report arrived after {reported_s:.0f} s"), report | {
                     "earliest_s": self._earliest_s
                 }
             if report is None and (end := jobs_seen.ended_jobs.get(name)):
@@ -341,15 +343,15 @@ class CheckupJob:
         self._job = job
         if job.waits:
             self._earliest_s = max(self._earliest_s, time.time() - answer.age_s)
-        self._say_once(": ".join(filter(None, (job.told, pending_remedy(job.reason)))))
+        self._say_once(": ".join(filter(None, (job.description, pending_remedy(job.reason)))))
 
     def _too_late(self, wait_s: float) -> Check:
-        fact = f"{self._job.told}; not done after {wait_s:.0f} s, cancelled"
+        fact = f"{self._job.description}; not finished after {wait_s:.0f} s, cancelled"
         if self._job.waits:
-            busy = f"the cluster is busy: give it time with --wait {max(3600, 3 * wait_s):.0f}"
+            busy = f"the cluster is busy: wait longer with --wait {max(3600, 3 * wait_s):.0f}"
             return failed(fact, pending_remedy(self._job.reason) or busy)
         self._folder.keep = True
-        slow = f"if the node is only slow: --wait {max(LIMIT_S, 3 * wait_s):.0f}"
+        slow = f"if the node is only slow, use --wait {max(LIMIT_S, 3 * wait_s):.0f}"
         return failed(fact, f"see {self._log}; {slow}")
 
     def _ended(self, reason: str) -> Check:
@@ -357,7 +359,7 @@ class CheckupJob:
         self._folder.keep = True
         code = self._exit_code()
         fact = f"{reason}{self._job.place}; exit code {code}, no report"
-        unshared = "is not one folder for all nodes: choose a shared one with results_dir=FOLDER"
+        unshared = "is not shared by all nodes: choose a shared one with results_dir=FOLDER"
         try:
             text = self._log.read_text(errors="replace")
         except OSError:

@@ -26,14 +26,14 @@ def write_cluster_file(
     """
     path = folder / f"{name}.yaml"
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name, re.ASCII) or name == "local":
-        raise ConfigError(f"--name {name}; use letters, digits, _ and -, but not local, which is taken")
+        raise ConfigError(f"--name {name}; use letters, digits, _ and -, but not the name local")
     if path.exists() and not force:
         raise ConfigError(f"--write: {path} exists; give --force to overwrite it, or another --name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, _text(name, site, limits, choice))
     except OSError as error:
-        raise ConfigError(f"--write: cannot write {path}: {error.strerror}; go to another folder") from error
+        raise ConfigError(f"--write: cannot write {path}: {error.strerror}; use another folder") from error
     return path
 
 
@@ -47,7 +47,7 @@ def _text(name: str, site: Site, limits: Limits, choice: LauncherConfig) -> str:
     }  # fmt: skip
     lines = [
         f"# Partition {limits.name} of {limits.cluster or 'this cluster'}: {'; '.join(limits.kinds) or 'nodes unknown'}",
-        f"# By `ultrabench doctor --write` on {time.strftime('%Y-%m-%d')}, from what Slurm said; yours to edit.",
+        f"# By `ultrabench doctor --write` on {time.strftime('%Y-%m-%d')}, from the answers of Slurm; edit it as you like.",
         f"# {facts(limits)}; nodes up: {'unknown' if limits.up_nodes is None else limits.up_nodes}",
         *(yaml.safe_dump({k: v}, width=1000).strip() for k, v in values.items() if v is not None),
         *_hints(site, limits, values),
@@ -63,10 +63,10 @@ def _hints(site: Site, limits: Limits, values: Mapping[str, Any]) -> list[str]:
     hints = []
     if account is None and names:
         usual = f"the default is {default}" if default else "no default"
-        hints.append(f"# account: {default or names[0]}  # {usual}; yours are {', '.join(names)}")
+        hints.append(f"# account: {default or names[0]}  # {usual}; you have {', '.join(names)}")
     if values["qos"] is None and association and association.qos:
         qos = association.default_qos or association.qos[0]
         hints.append(f"# qos: {qos}  # account {association.account} has {', '.join(association.qos)}")
     if limits.mem_mb_per_node:
-        hints.append(f"# mem: {limits.mem_mb_per_node}M  # of a node; unset, jobs get what the site gives")
-    return [*hints, "# python: /path/of/python  # where nodes have another", '# setup: ["module load cuda"]']
+        hints.append(f"# mem: {limits.mem_mb_per_node}M  # per node; unset: the default of the site")
+    return [*hints, "# python: /path/of/python  # if nodes need another", '# setup: ["module load cuda"]']

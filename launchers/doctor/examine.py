@@ -59,12 +59,12 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
     if config.launcher.name == "local":
         return _examine_here(config, say)
     require_plain(Path(config.results_dir).absolute(), Path.cwd())
-    say("asking Slurm's programs")
+    say("querying Slurm")
     checks = list[Check]()
     for name, check in ACCESS.items():
         checks.append(check(site).named(name))
         if checks[-1].status is CheckStatus.FAIL:
-            return [*checks, skipped("everything else", f"not looked at, because {name} failed")]
+            return [*checks, skipped("everything else", f"not checked because {name} failed")]
     try:
         checks += _examine_site(config, site, say)
     except ClusterError as error:
@@ -74,7 +74,7 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
         bad = [name for name in failures(checks) if name in ("partition", "nodes", "results folder")]
         if bad or not wait_s:
             why = f"{' and '.join(bad)} failed" if bad else "of --wait 0"
-            return [*checks, skipped("job", f"none submitted, because {why}; nodes were not looked at")]
+            return [*checks, skipped("job", f"none submitted because {why}; nodes were not examined")]
         job, report = CheckupJob(folder, say).run(wait_s)
         return [*checks, job.named("job"), *(_run(NODE, report, config) if report else [])]
 
@@ -91,7 +91,7 @@ def why_not_slurm(site: Site) -> Check | None:
     check = site_checks.check_controller(site)
     if check.status is CheckStatus.PASS:
         return None
-    remedy = "if a cluster was meant: launcher=slurm looks at it"
+    remedy = "to check a cluster, add launcher=slurm"
     return warned(f"sbatch is here, but {check.told}", remedy).named("slurmctld")
 
 
@@ -106,7 +106,7 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
         limits = site.limits(choice.partition, choice.account, choice.qos)
     except ConfigError as error:
         return [failed(error.fact, error.remedy or "set launcher.partition=").named("partition")]
-    say(f"looking at partition {limits.name}")
+    say(f"checking partition {limits.name}")
     unknown = OF_NODES if limits.up_nodes is None else ()
     return _run(SITE | dict.fromkeys(unknown, site_checks.nodes_unknown), config, site, limits)
 
@@ -122,12 +122,12 @@ def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
     with checkup_folder(config) as (folder, folder_check):
         checks.append(folder_check.named("results folder"))
         if folder_check.status is CheckStatus.FAIL:
-            return [*checks, skipped("this machine", "not looked at, because the results folder failed")]
-        say("looking at this machine")
+            return [*checks, skipped("this machine", "not checked because the results folder failed")]
+        say("checking this machine")
         try:
             run_module("ultrabench.agent.checkup", str(folder.path), timeout_s=LOCAL_TIMEOUT_S)
         except ClusterError as error:
-            start = failed(f"the agent does not start: {error}", "install ultrabench again")
+            start = failed(f"the agent does not start: {error}", "reinstall ultrabench")
             return [*checks, start.named("this machine")]
         report = folder.report()
     assert report is not None

@@ -14,9 +14,9 @@ from ultrabench.launchers.slurm.site import NEEDED, REACH_SLURMCTLD, Limits, Par
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 OPTIONAL_PROGRAMS = {
-    "sinfo": "states and GPUs of nodes stay unknown",
-    "sacct": "jobs that squeue has forgotten are judged by the journal alone",
-    "sacctmgr": "limits of accounts and QOS stay unknown",
+    "sinfo": "the states and GPUs of nodes are unknown",
+    "sacct": "jobs that squeue no longer lists are judged by the journal alone",
+    "sacctmgr": "the limits of accounts and QOS are unknown",
 }
 MAX_NAMES = 8
 """Largest number of names that a list shows."""
@@ -33,13 +33,13 @@ def check_programs(site: Site) -> Check:
         try:
             version = (site.ask(program, "--version").split() or ["?"])[-1]
         except CommandError as error:
-            return failed(str(error), "name the cluster's settings: export SLURM_CONF=/path/of/slurm.conf")
+            return failed(str(error), "set SLURM_CONF: export SLURM_CONF=/path/of/slurm.conf")
         versions.setdefault(version, []).append(program)
     return first_problem(
         "; ".join(f"{', '.join(programs)} {version}" for version, programs in versions.items()),
-        (absent, WARN, f"have {', '.join(absent)} installed here",
-         "; ".join(f"without {p} {OPTIONAL_PROGRAMS[p]}" for p in absent)),
-        (len(versions) > 1, WARN, "put one Slurm's folder first on PATH: two are mixed here"),
+        (absent, WARN, f"install {', '.join(absent)} here",
+         "; ".join(f"without {p}, {OPTIONAL_PROGRAMS[p]}" for p in absent)),
+        (len(versions) > 1, WARN, "two versions of Slurm are mixed here: put the folder of one first on PATH"),
     )  # fmt: skip
 
 
@@ -67,16 +67,16 @@ def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:
     return first_problem(
         f"{limits.name}{default}: {facts(limits)}{f'; others: {rest}' if rest else ''}",
         (limits.state != "UP", FAIL,
-         f"{instead}; `scontrol update partitionname={limits.name} state=up` is the administrators'"),
-        (not limits.total_nodes, FAIL, "it has no nodes: set launcher.partition="),
+         f"{instead}; `scontrol update partitionname={limits.name} state=up` needs an administrator"),
+        (not limits.total_nodes, FAIL, "the partition has no nodes: set launcher.partition="),
     )  # fmt: skip
 
 
 def facts(partition: Partition) -> str:
-    """State, number of nodes and limits of a partition, such as `UP, 8 nodes (2 a job), up to 30 min`."""
+    """State, number of nodes and limits of a partition, such as `UP, 8 nodes (2 per job), up to 30 min`."""
     minutes = partition.max_time_minutes
     limit = "no time limit" if minutes is None else f"up to {minutes} min"
-    node_limit = "" if partition.max_nodes is None else f" ({partition.max_nodes} a job)"
+    node_limit = "" if partition.max_nodes is None else f" ({partition.max_nodes} per job)"
     return (
         f"{partition.state or 'state unknown'}, {counted(partition.total_nodes, 'node')}{node_limit}, {limit}"
     )
@@ -84,19 +84,19 @@ def facts(partition: Partition) -> str:
 
 def nodes_unknown(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """The warning that replaces each check of the nodes if sinfo does not answer."""
-    return warned("sinfo does not tell what nodes there are", "look at `sinfo` by hand")
+    return warned("sinfo does not list the nodes", "check `sinfo` by hand")
 
 
 def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that enough nodes run jobs; it says why the others do not."""
     largest, up, total = max(config.axes.nodes), limits.up_nodes or 0, limits.total_nodes
     reasons = _reasons(site, limits.name)
-    wait = f"runs of {counted(largest, 'node')} wait until they are back: leave them out with sweep.nodes="
+    wait = f"runs of {counted(largest, 'node')} wait until more are up: leave them out with sweep.nodes="
     return first_problem(
         f"{up} of {total} up{f'; {reasons}' if reasons else ''}",
         (not up, FAIL, "wait for the administrators (`sinfo -R`), or set launcher.partition="),
         (up < largest <= total, WARN, wait),
-        (up < total, WARN, "nothing to do for this sweep; `sinfo -R` shows who looks after them"),
+        (up < total, WARN, "nothing to do for this sweep; `sinfo -R` shows why they are down"),
     )
 
 
@@ -115,21 +115,21 @@ def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
     hardware, gres, present = config.hardware, config.launcher.gres or "", limits.gpus_per_node or 0
     needed, fact = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
     if hardware.device != "cuda":
-        other = "; to have them checked, name the hardware= of the sweep" if present else ""
-        return passed(f"hardware={hardware.name} needs none; {fact}{other}")
+        other = "; to check them, give the hardware= of the sweep" if present else ""
+        return passed(f"hardware={hardware.name} needs no GPU; {fact}{other}")
     gres_match = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", gres)
     gpus_per_node = int(gres_match[1] or 1) if gres_match else needed
     models = _models(*re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", gres or limits.gres or ""))
     setting = f"hardware.gpus_per_node={present}"
     return first_problem(
-        f"hardware={hardware.name} has {needed} {hardware.gpu} a node; {fact}",
+        f"hardware={hardware.name} has {needed} {hardware.gpu} per node; {fact}",
         (gpus_per_node != needed, FAIL, f"make launcher.gres= ask for hardware.gpus_per_node={needed}, or leave it out",
          f"launcher.gres={gres} asks for {gpus_per_node}"),
         (present < needed, FAIL, f"set {f'{setting}, ' if present else ''}another hardware= or launcher.partition="),
         (models and not models & _models(hardware.gpu, *hardware.reported_as), FAIL,
-         "set the hardware= that is there, or launcher.partition= or launcher.gres="),
-        (present > needed, WARN, f"the others stay idle; use all: {setting}"),
-        (len(limits.kinds) > 1, WARN, "keep to one kind with +launcher.sbatch.constraint=",
+         "set the hardware= of these nodes, or another launcher.partition= or launcher.gres="),
+        (present > needed, WARN, f"the other GPUs stay idle; to use all: {setting}"),
+        (len(limits.kinds) > 1, WARN, "choose one kind with +launcher.sbatch.constraint=",
          f"nodes differ: {'; '.join(limits.kinds)}"),
     )  # fmt: skip
 
@@ -144,11 +144,11 @@ def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
     choice, mem, cpus = config.launcher, limits.mem_mb_per_node or 0, limits.cpus_per_node or 0
     mem_match = re.fullmatch(r"(\d+)([KMGT]?)B?", (choice.mem or "0").upper())
     return first_problem(
-        f"{cpus} CPUs, {mem} MB a node; launcher.mem={choice.mem or 'null'}, launcher.cpus={choice.cpus or 'null'}",
+        f"{cpus} CPUs, {mem} MB per node; launcher.mem={choice.mem or 'null'}, launcher.cpus={choice.cpus or 'null'}",
         (not mem_match, FAIL, "write launcher.mem= as a number with K, M, G or T, such as 500G"),
         (mem_match and int(mem_match[1]) * _MB[mem_match[2]] > mem, FAIL,
-         f"no node has so much memory: set at most launcher.mem={mem}M, or 0 for all"),
-        ((choice.cpus or 0) > cpus, FAIL, f"no node has so many CPUs: set at most launcher.cpus={cpus}"),
+         f"no node has that much memory: set at most launcher.mem={mem}M, or 0 for all"),
+        ((choice.cpus or 0) > cpus, FAIL, f"no node has that many CPUs: set at most launcher.cpus={cpus}"),
     )  # fmt: skip
 
 
@@ -164,11 +164,11 @@ def check_limits(config: SweepConfig, site: Site, limits: Limits) -> Check:
     if max_minutes is not None and max_minutes < getattr(choice, lengthy):
         remedies.append(f"jobs end after {max_minutes} min: lower launcher.{lengthy}=")
     if queued is not None and queued < choice.max_jobs:
-        remedies.append(f"no more than {queued} may be queued at a time; launcher.max_jobs= says so")
+        remedies.append(f"at most {queued} jobs may be queued at a time: lower launcher.max_jobs=")
     return first_problem(
-        f"MaxArraySize {limits.max_array_size}; a user: jobs queued {_any(queued)}, running "
-        f"{_any(limits.max_jobs)}, nodes {_any(limits.max_nodes_per_user)}; a job: nodes {_any(limits.max_nodes)}, "
-        f"minutes {_any(max_minutes)}; the sweep: jobs {choice.max_jobs}, nodes of a job up to {max(config.axes.nodes)}",
+        f"MaxArraySize {limits.max_array_size}; per user: jobs queued {_any(queued)}, running "
+        f"{_any(limits.max_jobs)}, nodes {_any(limits.max_nodes_per_user)}; per job: nodes {_any(limits.max_nodes)}, "
+        f"minutes {_any(max_minutes)}; the sweep: jobs {choice.max_jobs}, nodes per job up to {max(config.axes.nodes)}",
         (remedies, WARN, "; ".join(remedies)),
     )
 
@@ -181,7 +181,7 @@ def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the partition accepts jobs of the account and QOS."""
     accounts, account, qos = site.accounts, config.launcher.account, config.launcher.qos
     enforced, names = site.enforced, [a.account for a in accounts.usable(limits.name)]
-    rule = f"Slurm enforces {', '.join(sorted(enforced))}" if enforced else "not enforced here"
+    rule = f"Slurm enforces {', '.join(sorted(enforced))}" if enforced else "Slurm does not enforce accounts"
     mine = f"user {site.user}: {_list(names, 'no account')}; default {accounts.default or 'none'}"
     fact = f"{accounts.error or mine}; {rule}"
     if not enforced:
@@ -192,7 +192,7 @@ def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
     return first_problem(
         f"{fact}; QOS {_list(qos_names, 'none')}" if qos_names else fact,
         (accounts.error, WARN, "ask the site for your account, and set launcher.account= if jobs are refused"),
-        (not names, FAIL, f"ask the site for an account that may use partition {limits.name}"),
+        (not names, FAIL, f"ask the site for an account that can use partition {limits.name}"),
         (not accounts.usable(limits.name, chosen_account or ""), FAIL,
          f"set launcher.account= to one of {_list(names)}", f"launcher.account={account or 'null'}"),
         (strange, FAIL, f"set launcher.qos= to one of {_list(qos_names, '(none: leave it out)')}",
@@ -209,10 +209,10 @@ def _list(names: Sequence[str], none: str = "") -> str:
 
 def check_accounting(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that sacct answers, and that the cluster records jobs."""
-    works = f"ultrabench works without: {OPTIONAL_PROGRAMS['sacct']}"
+    works = f"ultrabench works without sacct: {OPTIONAL_PROGRAMS['sacct']}"
     try:
         site.ask("sacct", f"--user={os.getuid()}", "--starttime=now-1hours", "--allocations", "--noheader")
     except CommandError as error:
-        return warned(f"{error}; {works}", "nothing to do; slurmdbd would make the end of old jobs known")
+        return warned(f"{error}; {works}", "nothing to do; with slurmdbd the ends of old jobs would be known")
     recorded = (not limits.accounting, WARN, "nothing to do", f"but jobs are not recorded; {works}")
     return first_problem("sacct answers", recorded)

@@ -67,7 +67,7 @@ class SlurmJob:
         return f" on {self.nodes}" if self.nodes else ""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The state of the job in words, such as `job 12 waits (Resources)`."""
         return f"job {self.array_id} {self.meaning.note}{self.place}{self.because}"
 
@@ -99,7 +99,7 @@ class JobIdentity:
         earliest = self.submitting_at - CLOCKS_DIFFER_S
         if job.submitted_at is not None and job.submitted_at < earliest:
             return f"was submitted before {datetime.fromtimestamp(earliest):%Y-%m-%d %H:%M:%S}"
-        return "ran for longer than since its submission" if job.elapsed_s > now - earliest else None
+        return "ran for longer than the time since its submission" if job.elapsed_s > now - earliest else None
 
 
 def duration_s(text: str) -> float | None:
@@ -134,7 +134,7 @@ def _rows(text: str, columns: int) -> Iterator[list[str]]:
             within = True
             yield fields
         elif line.strip() and (_ROW.match(line) or not within):
-            raise ValueError(f"not an answer: {line.strip()[:80]!r}")
+            raise ValueError(f"unexpected output: {line.strip()[:80]!r}")
 
 
 def _elements(job: SlurmJob) -> Iterator[SlurmJob]:

@@ -139,26 +139,28 @@ class SlurmLauncher:
         script = array_script(allocations, self._config, avoid, self.module)
         name = f"{self._prefix}{array_name(allocations[0])}"
         path, failure = self._folder.scripts / f"{name}.sh", ""
+        cause: CommandError | None = None
         for number in range(SUBMIT_TRIES):
             try:
                 job_id = submit(path, script, self._config.launcher.environment)
             except CommandError as error:
-                failure = str(error)
+                failure, cause = str(error), error
                 if _FOR_GOOD.search(failure) and not _FOR_NOW.search(failure):
                     break
             else:
                 if job_id:
                     return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
-                failure = "its output names no job, or several"
-            say(f"sbatch failed ({failure}); looking whether it took the job, and trying again")
+                failure, cause = "its output does not name exactly one job", None
+            say(f"sbatch failed ({failure}); checking whether Slurm has the job, then retrying")
             # Only squeue can tell whether Slurm took the job, which must not be submitted twice.
             while (jobs := self._find(name)) is None:
-                say("squeue does not answer; nothing is submitted before it does")
+                say("squeue does not answer; no jobs are submitted until it does")
             if jobs:
                 return {n: job for n, job in jobs.items() if n in {a.name for a in allocations}}
             time.sleep(SUBMIT_PAUSE_S * 2**number)
-        refused = f"sbatch does not take a job of {counted(allocations[0].nodes, 'node')}: {failure}"
-        raise ClusterError(refused, "mend launcher.* or the cluster, then launch again: nothing is lost")
+        refused = f"sbatch did not accept a job of {counted(allocations[0].nodes, 'node')}: {failure}"
+        remedy = "fix launcher.* or the cluster, then launch again; results are kept"
+        raise ClusterError(refused, remedy) from cause
 
     def _find(self, name: str) -> dict[str, Job] | None:
         """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.
@@ -278,7 +280,7 @@ class SlurmLauncher:
                 self._completing.pop(job.job_id, None)
         return [
             f"job {job.job_id} has ended, but Slurm has not freed {job.nodes} for {STUCK_S / 60:g} minutes"
-            " (COMPLETING): it counts for launcher.max_jobs and max_nodes until then. Ask the administrators"
+            " (COMPLETING): until then it counts towards launcher.max_jobs and max_nodes. Ask the administrators"
             " whether the epilog or a process hangs there"
             for job in jobs
             if self._held_s(job) - job.elapsed_s >= STUCK_S
@@ -324,7 +326,7 @@ class SlurmLauncher:
         if not job.over:
             if waited < STALE_ACCOUNTING_S:
                 return None
-            return JobEnd(reason=f"squeue has forgotten job {job.job_id}, sacct says {job.state}")
+            return JobEnd(reason=f"squeue no longer lists job {job.job_id}, sacct says {job.state}")
         reason = f"Slurm ended job {job.job_id}: {job.state}{job.because}"
         status, agent_gone = job.meaning.status or Status.LOST, job.meaning.agent_gone
         return JobEnd(status=status, reason=reason, held_s=self._held_s(job), agent_gone=agent_gone)
@@ -349,11 +351,11 @@ def _job(job_id: str, name: str) -> Job:
 
 def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:
     """Messages about problems that the user has to solve, and about a Slurm that does not answer."""
-    notes = [f"squeue does not answer ({answer.error}); jobs go on, asking again"] if answer.error else []
+    notes = [f"squeue does not answer ({answer.error}); retrying, jobs continue"] if answer.error else []
     for job in active.values():
         if job.meaning.phase is Phase.QUEUED:
             remedy = pending_remedy(job.reason)
-            notes += [f"jobs wait for {job.reason}: {remedy}"] if remedy else []
+            notes += [f"jobs are pending ({job.reason}): {remedy}"] if remedy else []
         elif job.state not in _USUAL:
             notes.append(f"job {job.job_id} is {job.state}: {job.meaning.note}")
     return tuple(dict.fromkeys(notes))

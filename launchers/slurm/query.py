@@ -145,8 +145,8 @@ class SlurmQuery:
             self._failures, self._error = self._failures + 1, f"{error}"
             failing_s = time.monotonic() - self._failing_since
             if failing_s >= BUDGET_S:
-                failing = f"{error}, and so for {failing_s / 60:.0f} minutes; running jobs go on"
-                raise ClusterError(f"{failing}; the same command continues when Slurm answers") from error
+                failing = f"{error}, for {failing_s / 60:.0f} minutes now; running jobs continue"
+                raise ClusterError(f"{failing}; run the same command again when Slurm answers") from error
         else:
             self._failures, self._error, self._answered_at = 0, None, now
 
@@ -178,8 +178,8 @@ class SlurmQuery:
         job = find({row.job_id: row for row in rows if not identity.difference(row, now)}, job_id)
         if job is None and (other := find({row.job_id: row for row in rows}, job_id)):
             self.foreign[job_id] = (
-                f"sacct shows a job {job_id} that {identity.difference(other, now)}: its state and hours do not"
-                f" count, because Slurm reuses job ids. If it is {identity.name} nevertheless, set the clocks: those"
+                f"sacct shows another job {job_id}, which {identity.difference(other, now)}: its state and hours do not"
+                f" count, because Slurm reuses job ids. If it is {identity.name} after all, correct the clocks: those"
                 f" of this host and of Slurm may differ by at most {CLOCKS_DIFFER_S / 60:g} minutes"
             )
         return job
@@ -218,7 +218,7 @@ class SlurmQuery:
                 if not error.complaints or not all(map(_ALREADY_OVER.search, error.complaints)):
                     failed = error
         if failed:
-            raise ClusterError(f"{failed}; the jobs may run on: `squeue --me` shows them") from failed
+            raise ClusterError(f"{failed}; the jobs may still run: `squeue --me` shows them") from failed
 
 
 _ALREADY_OVER = re.compile("invalid job id|already complet|already finish|no longer pending", re.IGNORECASE)

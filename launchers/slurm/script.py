@@ -36,7 +36,7 @@ def require_plain(*folders: Path) -> None:
     """
     for name in map(str, folders):
         if re.search(r"[\\\r\n]", name):
-            raise ConfigError(f"{name!r} has a backslash or a line break; Slurm needs a folder without")
+            raise ConfigError(f"{name!r} has a backslash or a line break; Slurm needs a path without these")
 
 
 def array_script(
@@ -64,7 +64,7 @@ def array_script(
         python = (str(variant["python"]),)
     sweep_dir = Path(first.sweep_dir)
     whose = f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}"
-    comment = f"{whose}; to give the nodes back: ultrabench sweep pause {sweep_dir.name}"
+    comment = f"{whose}; to free the nodes: ultrabench sweep pause {sweep_dir.name}"
     text = _make_sbatch_string(
         command=shlex.join([*python, "-P", "-m", *(module or ("ultrabench.agent", str(shared)))]),
         folder=sweep_dir,

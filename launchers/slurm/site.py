@@ -169,7 +169,7 @@ class Site:
         names = [partition.name for partition in self.partitions]
         if name is not None:
             raise ConfigError(unknown_name("launcher.partition", name, names))
-        raise ConfigError("no partition is the default here", f"set launcher.partition= ({', '.join(names)})")
+        raise ConfigError("there is no default partition", f"set launcher.partition= ({', '.join(names)})")
 
     @cached_property
     def accounts(self) -> Accounts:
@@ -260,7 +260,7 @@ class Site:
             return self.ask(*words)
         except CommandError as error:
             reason, remedy = absent_programs() or (str(error), REACH_SLURMCTLD)
-            raise ClusterError(f"Slurm cannot be asked: {reason}", remedy) from error
+            raise ClusterError(f"cannot query Slurm: {reason}", remedy) from error
 
 
 def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Partition:

@@ -33,23 +33,23 @@ class Meaning(NamedTuple):
 # A flag (CONFIGURING, COMPLETING, ...) hides the base state of a job, so each flag is read as "may hold
 # nodes", except the flags that Slurm sets only on waiting jobs.
 _MEANINGS = {
-    "PENDING": Meaning(Phase.QUEUED, "waits"),
+    "PENDING": Meaning(Phase.QUEUED, "is pending"),
     "REQUEUE_FED": Meaning(Phase.QUEUED, "goes back to the queue of its federation"),
     "EXPEDITING": Meaning(Phase.QUEUED, "goes back to the head of the queue"),
     "REQUEUE_HOLD": Meaning(Phase.HELD, "went back to the queue and is held there"),
     "SPECIAL_EXIT": Meaning(Phase.HELD, "went back to the queue by a rule of the site and is held there"),
     "RESV_DEL_HOLD": Meaning(Phase.HELD, "is held because its reservation was deleted"),
-    "RUNNING": Meaning(Phase.RUNNING, "runs"),
+    "RUNNING": Meaning(Phase.RUNNING, "is running"),
     "CONFIGURING": Meaning(Phase.RUNNING, "has nodes that are not ready yet"),
     "POWER_UP_NODE": Meaning(Phase.RUNNING, "has nodes that are being powered up"),
-    "COMPLETING": Meaning(Phase.RUNNING, "ends; processes of it may be left"),
-    "REQUEUED": Meaning(Phase.RUNNING, "goes back to the queue; processes of it may be left"),
-    "STAGE_OUT": Meaning(Phase.RUNNING, "copies its files back"),
+    "COMPLETING": Meaning(Phase.RUNNING, "is ending; some of its processes may be left"),
+    "REQUEUED": Meaning(Phase.RUNNING, "goes back to the queue; some of its processes may be left"),
+    "STAGE_OUT": Meaning(Phase.RUNNING, "is copying its files back"),
     "SUSPENDED": Meaning(Phase.RUNNING, "is suspended; its processes are kept"),
     "STOPPED": Meaning(Phase.RUNNING, "is stopped; its processes are kept"),
     "SIGNALING": Meaning(Phase.RUNNING, "is being signalled"),
-    "RESIZING": Meaning(Phase.RUNNING, "changes its size"),
-    "UPDATE_DB": Meaning(Phase.RUNNING, "is being written to the accounting"),
+    "RESIZING": Meaning(Phase.RUNNING, "is being resized"),
+    "UPDATE_DB": Meaning(Phase.RUNNING, "is being written to the accounting database"),
     "COMPLETED": Meaning(Phase.OVER, "ended by itself", Status.LOST),
     "FAILED": Meaning(Phase.OVER, "ended with an error", Status.LOST, agent_gone=True),
     "OUT_OF_MEMORY": Meaning(Phase.OVER, "was killed for using too much host memory", Status.OOM),
@@ -57,7 +57,7 @@ _MEANINGS = {
     "TIMEOUT": Meaning(Phase.OVER, "reached its time limit", Status.CANCELLED),
     "DEADLINE": Meaning(Phase.OVER, "could not end before its deadline", Status.CANCELLED),
     "REVOKED": Meaning(Phase.OVER, "was started by another cluster of the federation", Status.CANCELLED),
-    "PREEMPTED": Meaning(Phase.OVER, "was pre-empted", Status.PREEMPTED),
+    "PREEMPTED": Meaning(Phase.OVER, "was preempted", Status.PREEMPTED),
     "NODE_FAIL": Meaning(Phase.OVER, "lost a node", Status.NODE_FAIL),
     "BOOT_FAIL": Meaning(Phase.OVER, "had a node that did not boot", Status.NODE_FAIL),
     "LAUNCH_FAILED": Meaning(Phase.OVER, "could not be started on its nodes", Status.NODE_FAIL),
@@ -70,7 +70,7 @@ def meaning(state: str) -> Meaning:
 
     An unknown state counts as running, so that a job that may still run is not submitted a second time.
     """
-    unknown = f"is in the state {state.strip() or '(none)'}, which is not known here"
+    unknown = f"is in state {state.strip() or '(none)'}, which ultrabench does not know"
     name = (state.upper().split() or [""])[0].rstrip("+")
     return _MEANINGS.get(name, Meaning(Phase.RUNNING, unknown))
 
@@ -87,23 +87,23 @@ _REMEDIES = (
     (r"partitioninactive", "the partition starts no jobs: set launcher.partition="),
     (r"partitionnodelimit", "more nodes than one job may have there: lower launcher.max_nodes="),
     (r"partitiontimelimit", "longer than jobs may run there: lower launcher.time_minutes="),
-    (r"partitionconfig", "no node of the partition is as asked for: lower launcher.cpus= or launcher.mem=, or set launcher.partition="),
+    (r"partitionconfig", "no node of the partition has what the job asks for: lower launcher.cpus= or launcher.mem=, or set launcher.partition="),
     (r"(qos|assoc)maxwall", "longer than jobs of its QOS or account may run: lower launcher.time_minutes="),
     (r"(qos|assoc)max\w+minutesperjob", "more hours than one job may use: lower launcher.time_minutes="),
     (r"(qos|assoc)max\w+perjob", "more than one job of its QOS or account may have: lower"
      " launcher.max_nodes= or set launcher.qos= or launcher.account="),
-    (r"(qos|assoc)max\w+pernode", "more of a node than its QOS or account gives: set launcher.qos="),
+    (r"(qos|assoc)max\w+pernode", "more of a node than its QOS or account allows: set launcher.qos="),
     (r"qosmin", "less than a job of its QOS must ask for: set launcher.qos="),
     (r"(qos|assoc)grp(wall(?!run)|\w+(?<!run)minutes)|associationtimelimit|qostimelimit|qosusagethreshold",
      "the hours of its account or QOS are used up: set launcher.account= or launcher.qos="),
     (r"invalidaccount|accountnotallowed", "its account may not run there: set launcher.account="),
     (r"invalidqos|qosnotallowed", "its QOS may not be used there: set launcher.qos="),
-    (r"badconstraints", "no node is as asked for: set +launcher.sbatch.constraint= or launcher.partition="),
+    (r"badconstraints", "no node has the requested features: set +launcher.sbatch.constraint= or launcher.partition="),
     (r"maxmemperlimit", "more memory than jobs may have there: lower launcher.mem="),
-    (r"reqnodenotavail.*maint", "kept free for maintenance: wait, or lower launcher.time_minutes="),
+    (r"reqnodenotavail.*maint", "nodes are reserved for maintenance: wait, or lower launcher.time_minutes="),
     (r"reqnodenotavail|nodedown", "nodes are down or reserved (`sinfo -R`): wait, or lower launcher.max_nodes="),
-    (r"reservationdeleted|reservation .*deleted", "its reservation is gone: set +launcher.sbatch.reservation= and cancel it"),
-    (r"dependencyneversatisfied", "waits for a job that failed: cancel it"),
+    (r"reservationdeleted|reservation .*deleted", "its reservation no longer exists: cancel the job and set +launcher.sbatch.reservation="),
+    (r"dependencyneversatisfied", "it depends on a job that failed: cancel it"),
 )  # fmt: skip
 
 

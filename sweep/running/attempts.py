@@ -81,7 +81,7 @@ def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str
 
 
 _OTHER_VARIANT = (
-    "not promising: its options were tried with the best layouts of its cell, or made none of them faster"
+    "not promising: its layout is not among the best of its cell, or its options made none of those faster"
 )
 """Why the adaptive search leaves out a run of another variant."""
 
@@ -96,7 +96,7 @@ class Skip(NamedTuple):
 
 def skips(runs: Sequence[Candidate], state: SweepState) -> dict[str, Skip]:
     """run_id of each run that is left out, for now or for good -> why."""
-    why = "which had not enough memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
+    why = "which ran out of memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
     dominators = left_out(runs, state)
     others = not_promising((run for run in runs if run.run_id not in dominators), state)
     skipped = {run_id: Skip(f"dominated by {other}, {why}", other) for run_id, other in dominators.items()}

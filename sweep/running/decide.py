@@ -71,12 +71,14 @@ def decide(
     if not attempts_left.todo:
         return Actions(wait=attempts_left.waiting > 0)
     if state.paused:
-        return Actions(stopped=f"paused; go on with: ultrabench sweep resume {shlex.quote(plan.config.name)}")
+        return Actions(
+            stopped=f"paused; resume with: ultrabench sweep resume {shlex.quote(plan.config.name)}"
+        )
     if dead_end := _dead_end(state, limits, launch):
         return Actions(dead_end=dead_end)
     window = plan.config.launcher.window
     if not inside(window, now_s):
-        return Actions(wait=True, notes=(f"outside the window {window}: nothing is submitted",))
+        return Actions(wait=True, notes=(f"outside the window {window}: no jobs are submitted",))
     return _submit(plan, state, jobs, limits, launch, attempts_left)
 
 
@@ -104,8 +106,8 @@ def _submit(
         if limits.max_gpu_hours is not None and used + job.gpu_hours > limits.max_gpu_hours:
             if chosen:
                 break
-            after = f"{used + job.gpu_hours:.3g}, over the {limits.max_gpu_hours:.3g} that may be used"
-            stopped = f"the next job would take {used:.3g} used GPU hours to {after}"
+            after = f"{used + job.gpu_hours:.3g}, over the budget of {limits.max_gpu_hours:.3g}"
+            stopped = f"the next job would raise the GPU hours from {used:.3g} to {after}"
             return Actions(over_budget=True, stopped=stopped)
         chosen.append(job)
         free -= job.nodes
@@ -133,6 +135,6 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     if without_run >= MOST_WITHOUT_RUN:
         return DeadEnd(number=without_run, what="anything", latest=over[-1])
     if over and without_asked >= MOST_WITHOUT_ASKED * limits.max_jobs:
-        subject = "any run that was asked for but control layouts"
+        subject = "any run except control layouts"
         return DeadEnd(number=without_asked, what=subject, latest=over[-1])
     return None

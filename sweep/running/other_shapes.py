@@ -25,8 +25,8 @@ def other_shapes(models: Iterable[ModelShape], state: SweepState) -> Iterator[st
         if runs:
             shape = max(runs, key=lambda shape: (runs[shape], shape.model_id))
             changed = differences(values_of(shape), values_of(model), "{}: {} -> {}")
-            fact = f"model {model.name} has another shape than in {counted(runs.total(), 'run')} of earlier launches ({changed})"
-            yield f"{fact}: those stay in the results, as another model; to keep them apart add name=NAME"
+            fact = f"model {model.name} has a different shape than in {counted(runs.total(), 'run')} of earlier launches ({changed})"
+            yield f"{fact}: those stay in the results as another model; for a separate sweep, add name=NAME"
 
 
 def _earlier_runs(state: SweepState) -> Counter[ModelShape]:

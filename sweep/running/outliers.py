@@ -87,11 +87,11 @@ def impossible(mfu: float | None, device: str = "cuda", gemm_share: float | None
     most = 1 if device == "cuda" else SHARED_CORES_FACTOR
     doubts = []
     if mfu is not None and mfu > most:
-        text = f"mfu {mfu:.2f} is above {most:g}: steps or peak are measured wrongly"
+        text = f"mfu {mfu:.2f} is above {most:g}: the step time or the peak is measured wrongly"
         doubts.append(Doubt("mfu", text))
     if gemm_share is not None and gemm_share > most:
-        text = f"it computes {gemm_share:.2f} x as fast as plain matrix products did before the runs of its allocation"
-        doubts.append(Doubt("above_gemm", f"{text}: steps are measured wrongly, or these products were"))
+        text = f"it computes {gemm_share:.2f} x as fast as the plain matrix products of its allocation"
+        doubts.append(Doubt("above_gemm", f"{text}: one of the two is measured wrongly"))
     return doubts
 
 
@@ -106,9 +106,7 @@ def gemm_rates(state: SweepState) -> dict[str, float]:
 
 def low_peak(mfu: float | None) -> list[str]:
     """A line if `mfu`, the highest of the runs that are not in doubt, shows that the peak is too low; else none."""
-    why = (
-        "the peak is too low, as if measured beside other programs, and so mfu is too high; speeds are right"
-    )
+    why = "the peak is too low, perhaps measured while other programs ran. MFU is too high; speeds are right"
     return [f"MFU up to {mfu:.2f} is above 1: {why}"] if mfu and mfu > 1 else []
 
 
@@ -116,9 +114,9 @@ def busy_peak(core_share: float | None) -> list[str]:
     """A line if other programs ran while a peak was measured, which had this share of the CPU cores; else none."""
     if core_share is None:
         return []
-    fact = f"The peak was measured beside other programs, with {core_share:.0%} of the cores"
-    remedy = "to measure it again, launch with another name= on an idle machine"
-    return [f"{fact}, so that it may be too low and mfu too high; speeds are right; {remedy}"]
+    fact = f"the peak was measured with {core_share:.0%} of the cores, as other programs used the rest"
+    remedy = "To measure it again, launch with another name= on an idle machine"
+    return [f"{fact}: it may be too low, and MFU too high; speeds are right. {remedy}"]
 
 
 def control_times(state: SweepState) -> dict[str, float]:
@@ -135,10 +133,10 @@ def _own(result: RunResult, slack: float, max_foreign_load: float | None) -> Ite
     """Reasons for doubt that the result itself gives."""
     if max_foreign_load is not None:
         if (load := result.foreign_load or 0.0) > max_foreign_load:
-            used = f"other programs used {load:.0%} of the cores of a node, over {max_foreign_load:.0%}"
+            used = f"other programs used {load:.0%} of the cores of a node, limit {max_foreign_load:.0%}"
             yield Doubt("foreign_load", used)
         if result.foreign_gpu_processes:
-            yield Doubt("foreign_gpu_processes", f"others used its GPUs: {result.foreign_gpu_processes}")
+            yield Doubt("foreign_gpu_processes", f"also on its GPUs: {result.foreign_gpu_processes}")
     if result.throttled is not None:
         yield Doubt("throttled", f"throttled: {result.throttled}")
     ranks = sorted(result.rank_step_times_s.items(), key=lambda rank_and_time: rank_and_time[1])
@@ -174,7 +172,7 @@ def _preflights(state: SweepState, slack: float) -> Iterator[tuple[str, Doubt]]:
             # All ranks wait for that of the slowest device.
             if slower := _slower(dict(enumerate(devices)), RATES * slack):
                 rank = min(slower, key=slower.__getitem__)
-                text = f"the device of rank {rank} multiplies at {slower[rank]:.2f}"
+                text = f"the GEMM rate of rank {rank} is {slower[rank]:.2f}"
                 text += f" of the median of the {len(devices)} devices of its allocation"
                 yield name, Doubt("slow_device", text)
 
@@ -263,7 +261,7 @@ def with_loss_outliers(state: SweepState) -> SweepState:
     for groups in loss_groups(state):
         majority, *others = groups
         if not _agreed(majority, others):
-            shown = ", ".join(f"{len(g.run_ids)} of them have {g}" for g in groups[:3])
+            shown = ", ".join(f"{len(g.run_ids)} have {g}" for g in groups[:3])
             reason = f"layouts of this model and batch differ in their loss: {shown}"
             suspect_losses |= {key: reason for group in groups for key in group.losses}
             continue

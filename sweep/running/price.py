@@ -129,7 +129,7 @@ def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
     most_s = min(max_limit_s, 60.0 * (minutes_of_launcher or math.inf))
     limit_text = f"launcher.time_minutes={minutes_of_launcher}"
     if most_s == max_limit_s:
-        limit_text = f"partition, QOS and account allow a job {max_limit_s / 60:.0f} minutes"
+        limit_text = f"partition, QOS and account limit a job to {max_limit_s / 60:.0f} minutes"
     cells, needed = _controls_used(plan), dict[str, int]()
     for run in plan.runs:
         together = {c.run_id: c.prediction.duration_s for c in (run, cells.get(control_key(run), run))}
@@ -138,7 +138,7 @@ def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
     unit = "minutes with its control run" if cells else "minutes"
     if needed and len(needed) == len(plan.runs):
         advice = "allow more time, or take fewer steps with measure=quick"
-        least = f"the shortest job of {counted(len(needed), 'run')} needs {min(needed.values())} {unit}"
+        least = f"the shortest of {counted(len(needed), 'run')} needs {min(needed.values())} {unit}"
         raise ConfigError(f"{limit_text}; {least}: {advice}")
     reasons = {run_id: f"a job needs {minutes} {unit}; {limit_text}" for run_id, minutes in needed.items()}
     out = [replace(c, rule=TIME_LIMIT, reason=reasons[c.run_id]) for c in plan.runs if c.run_id in reasons]

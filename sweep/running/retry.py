@@ -56,7 +56,7 @@ def decide_retry(
     num_failures = len(similar_attempts)
     name = last_result.cause if kind == last_result.cause else last_result.status.value
     if num_failures > num_allowed:
-        return RetryDecision(retry=False, why=f"{name}: {num_failures} of it, {num_allowed + 1} at most")
+        return RetryDecision(retry=False, why=f"{name}: {num_failures} of at most {num_allowed + 1} failures")
     why = f"{name}: attempt {num_failures + 1} of {num_allowed + 1}"
     pause_s = min(policy.backoff_max_s, policy.backoff_s * 2.0 ** (num_failures - 1))
     return RetryDecision(retry=True, why=why, pause_s=pause_s if STATUSES[last_result.status].pause else 0.0)
@@ -130,7 +130,7 @@ def excluded_nodes(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
         return {}
     runs_by_host: dict[str, set[str]] = defaultdict(set)
     ends = [end for allocation in state.allocations.values() for end in allocation.ends.values()]
-    failure_by_host = {node: "its agent gave it up" for end in ends for node in end.avoid}
+    failure_by_host = {node: "its agent reported it unusable" for end in ends for node in end.avoid}
     suspect_run_ids = suspect_runs(state)
     working_hosts = {host for a in state.attempts.values() if (ok := a.ok) for host in ok.hostnames}
     for run_id, failures in pointed_at(state).items():
@@ -165,13 +165,13 @@ def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[Atte
     counted_results = [r for r in results if r and not STATUSES[r.status].passed_over]
     measured_digests = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
     if any(r.cause == UNMEASURED and r.kernel_digest not in measured_digests for r in counted_results):
-        why = "the first run of this program could not be measured, and the others would end alike"
+        why = "the first run of this program could not be measured, and others would fail in the same way"
         patterns = ", ".join(f"kernel.{option}" for option in LOG_PATTERNS)
-        return f"{why}; fix it or what reads its log ({patterns}) and launch again"
+        return f"{why}; fix the program or the patterns for its log ({patterns}), then launch again"
     latest = counted_results[-policy.breaker :]
     kinds = {(r.status, r.fingerprint or r.cause) for r in latest}
     if len(latest) < policy.breaker or len(kinds) > 1 or latest[-1].status == Status.OK:
         return None
-    repetition = f"the last {len(latest)} runs all ended as {latest[-1].status.value} in the same way"
-    advice = f"mend that and launch again, or raise retry.breaker={policy.breaker}"
+    repetition = f"the last {len(latest)} runs all failed in the same way: {latest[-1].status.value}"
+    advice = f"fix the cause and launch again, or raise retry.breaker={policy.breaker}"
     return f"{repetition} ({latest[-1].reason}); {advice}"

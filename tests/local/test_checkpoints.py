@@ -48,7 +48,7 @@ def test_a_save_that_hangs_is_given_up_and_the_next_start_removes_what_killed_ru
         6,
     )
     assert (row["checkpoint_cause"], {row[name] for name in CHECKPOINT}) == ("disk_slow", {None})
-    assert "did not end within 1 s" in row["checkpoint_reason"]
+    assert "did not finish within 1 s" in row["checkpoint_reason"]
     folder = SweepFolder(bench.folder / "results/t")
     left = folder.path.glob("checkpoint-*")
     assert [*left] == []

@@ -47,18 +47,18 @@ def test_every_way_to_end_a_launcher_loses_nothing_and_repeats_nothing(bench, mo
 
     bench.wait_for(lambda: '"status":"ok"' in bench.journal())
     os.kill(launcher.pid, signal.SIGINT)
-    assert "go on with: ultrabench sweep" in bench.end(launcher, 130)
+    assert "To continue: ultrabench sweep" in bench.end(launcher, 130)
     assert bench.leftovers() == []
     assert 1 <= sum(r["status"] == "ok" for r in bench.rows()) < 18
 
     impatient = underway(bench, words)
     os.kill(impatient.pid, signal.SIGINT)
-    assert any("stopping what runs" in line for line in impatient.stdout)
+    assert any("stopping the runs" in line for line in impatient.stdout)
     os.kill(impatient.pid, signal.SIGINT)
     os.kill(impatient.pid, signal.SIGINT)
     output = bench.end(impatient, 130)
     assert "Traceback" not in output
-    assert "go on with: ultrabench sweep launch" in output
+    assert "To continue: ultrabench sweep launch" in output
 
     cancelled = underway(bench, words)
     bench.run("sweep", "cancel", "t")
@@ -77,8 +77,10 @@ def follow_again(bench, launcher, number):
     output = bench.end(launcher, 128 + number)
     assert "Traceback" not in output
     last = output.splitlines()[-1]
-    assert last.startswith(f"ended by {number.name}: no longer followed; what runs here goes on. ")
-    told = last.partition("Follow again: ")[2].partition("; end it: ultrabench sweep cancel t")[0]
+    assert last.startswith(
+        f"ended by {number.name}: stopped following the sweep; runs on this machine continue. "
+    )
+    told = last.partition("To follow again: ")[2].partition("; to end them: ultrabench sweep cancel t")[0]
     first, *words = shlex.split(told)
     assert first == "ultrabench"
     return words

@@ -53,7 +53,7 @@ def test_a_sigterm_by_the_program_is_not_called_the_users(bench, behaviour):
     bench.run(*bench.launch(behaviour, "retry.attempts.cancelled=0", gbs=2, mbs=1), code=1)
     (row,) = bench.rows()
     assert row["status"] == "cancelled"
-    assert "SIGTERM, which no launcher sent" in row["reason"]
+    assert "a SIGTERM that no launcher sent" in row["reason"]
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def test_both_stages_leave_a_trace_and_a_summary_after_the_measured_steps(bench)
     assert "exposed communication" in bench.run("sweep", "show", row["run_id"])
     again = bench.done(*words)
     assert again.returncode == 0
-    assert "trace=true, but all is measured" in again.stderr
+    assert "trace=true applies to new runs only" in again.stderr
 
 
 def test_a_program_of_the_users_has_its_own_profiler(bench):

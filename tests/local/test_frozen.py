@@ -78,7 +78,7 @@ def test_a_launcher_on_another_host_waits_for_what_it_cannot_see(bench, monkeypa
     done = patience.run(other, cwd=bench.folder)
     output = bench.end(here)
     assert done.returncode == 0, done.stderr
-    assert "it is watched, and neither ended nor replaced" in done.stderr
-    assert "vanished" not in done.stderr + output
+    assert "this launcher can neither end nor replace it" in done.stderr
+    assert "disappeared" not in done.stderr + output
     (row,) = bench.rows()
     assert (row["status"], len(bench.executions())) == ("ok", 1)

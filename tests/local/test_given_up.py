@@ -44,7 +44,9 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
     program.write_text(KEEPS_MEMORY)
     events, _ = run_agents(allocation_of(sweep.path, program))
     (end,) = (e for e in events if isinstance(e, AllocationEnded))
-    assert end.reason == "local-1 is given up: GPU 0 still holds 40.0 GiB after the run: no known process"
+    assert (
+        end.reason == "local-1 is unusable: GPU 0 still has 40.0 GiB in use after the run: no known process"
+    )
     assert end.avoid == ("local-1",)
     assert [e.repeat for e in events if isinstance(e, Claimed)] == [0]
 

@@ -33,7 +33,7 @@ def test_four_launchers_at_once_measure_one_allocation_after_another(bench):
     ]
     outputs = [bench.end(launcher, seconds=240) for launcher in launchers]
     assert all("2 of 2 runs settled (2 ok)" in output for output in outputs), outputs
-    waited = [output for output in outputs if "another sweep measures on this machine: " in output]
+    waited = [output for output in outputs if "another sweep is measuring on this machine: " in output]
     assert waited
     assert f"{bench.folder}/results/s" in waited[0]
     runs = sorted(

@@ -53,7 +53,7 @@ def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_cont
     assert launched.returncode == 1
     line = "nearest: iteration 8/ 8 | elapsed time per iteration (ms): 250.0 | lm loss: 1.250000E+00 | grad norm: 1.4 |"
     assert line in launched.stdout + launched.stderr
-    assert "fix it or what reads its log (kernel.step_line, " in launched.stderr
+    assert "fix the program or the patterns for its log (kernel.step_line, " in launched.stderr
     ends = [(row["status"], row["cause"]) for row in bench.rows() if row["status"] != "cancelled"]
     assert ends == [("invalid", "unmeasured")]
     bench.run(*words, right)

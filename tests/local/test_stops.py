@@ -13,7 +13,7 @@ def test_the_command_that_a_budget_prints_goes_on_to_the_end(bench):
     said = bench.end(bench.start(*words, "--max-gpu-hours", "0.001"), 1)
     assert "over the 0.001 that may be used" in said
     assert bench.executions() == [], "a job is submitted only where its predicted price is left"
-    again = shlex.split(said.split("go on with: ")[1].splitlines()[0])
+    again = shlex.split(said.split("To continue: ")[1].splitlines()[0])
     assert again[:4] == ["ultrabench", "sweep", "resume", "t"]
     bench.run(*again[1:])
     assert [r["status"] for r in bench.rows()] == ["ok"] * 3
@@ -27,7 +27,7 @@ def test_the_breaker_stops_a_sweep_and_a_new_launch_goes_on(bench):
     for executed in (3, 6):
         done = bench.done(*words)
         assert done.returncode == 1
-        assert "the last 3 runs all ended as crash in the same way" in done.stderr
+        assert "the last 3 runs all failed in the same way: crash" in done.stderr
         assert "planted error" in done.stderr
         assert len(bench.executions()) == executed
     assert bench.status()["by_status"] == {"crash": 6}
@@ -40,7 +40,7 @@ def test_a_slow_run_is_stopped_and_the_contender_is_confirmed(bench):
     *best, slow = sorted(bench.rows(), key=lambda r: (r["mbs"], r["repeat"]))
     assert (slow["mbs"], slow["status"], slow["stopped"]) == (2, "ok", "slower_than_best")
     assert slow["num_steps_measured"] >= 2
-    assert "the best of its cell needs 0.002 s" in slow["reason"]
+    assert "the best of its cell takes 0.002 s" in slow["reason"]
     assert [(r["mbs"], r["repeat"], r["stopped"]) for r in best] == [(1, 0, "program"), (1, 1, "program")]
     assert len({r["allocation"] for r in best}) == 2
     assert json.loads(bench.run("heatmap", "t", "--json", "--include-suspects"))[0]["mbs"] == 1

@@ -35,7 +35,7 @@ def test_a_budget_bounds_what_is_held_with_its_setup_and_a_larger_one_goes_on(sw
     budget = f"{0.12 * plan['predicted_gpu_hours']:.3g}"
     stopped = sweeps.done(*words[:-1], budget, "launcher.setup=['sleep 15']")
     assert stopped.returncode == 1, stopped.stderr
-    assert f"over the {budget} that may be used" in stopped.stderr
+    assert f"over the budget of {budget}" in stopped.stderr
     assert 0 < len(sweeps.rows()) < 10
     hours = held_hours(sweeps)
     told = sweeps.status()["gpu_hours"]

@@ -30,7 +30,7 @@ def test_a_program_that_changes_under_its_sweep_is_noticed(sweeps, monkeypatch):
     launcher = sweeps.start(*words)
     sweeps.wait_for(lambda: len(sweeps.executions()) >= 2)
     program.write_text(program.read_text() + "# another version\n")
-    assert "the training program changed under the sweep" in sweeps.end(launcher, 1, seconds=60)
+    assert "the training program changed during the sweep" in sweeps.end(launcher, 1, seconds=60)
     assert len(sweeps.executions()) < 10
     assert "--reuse any counts them" in refused(sweeps, *words, code=2)
     sweeps.run(*words, "--reuse", "same")
@@ -73,7 +73,7 @@ def test_a_foreign_process_on_a_gpu_is_left_alone_and_its_node_avoided(sweeps):
         ("sweep.nodes=[16] launcher.max_nodes=16", 2, "partition hopper has 8 nodes"),
         ("launcher.partition=hoper", 2, "hopper"),
         ("launcher.partition=debug launcher.time_minutes=60", 2, "allows 30"),
-        ("launcher.partition=debug sweep.nodes=[4]", 2, "gives a job 2"),
+        ("launcher.partition=debug sweep.nodes=[4]", 2, "at most 2 per job"),
         ("+launcher.sbatch.constraint=nowhere", 3, "Invalid feature specification"),
     ],
 )

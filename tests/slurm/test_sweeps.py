@@ -44,7 +44,7 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
     sweeps.run("collect", "t")
     sweeps.run("heatmap", "t", "-o", "meanwhile.png")
     os.kill(interrupted.pid, signal.SIGINT)
-    assert "its jobs go on" in sweeps.end(interrupted, 130, seconds=90)
+    assert "submitted jobs keep running" in sweeps.end(interrupted, 130, seconds=90)
     assert sweeps.job_ids()
 
     killed = sweeps.start(*words)
@@ -59,7 +59,7 @@ def test_launchers_that_detach_end_or_die_are_followed_by_others_and_a_pause_giv
     sweeps.run("sweep", "pause", "t")
     outputs = [sweeps.end(launcher, 1) for launcher in launchers]
     assert f"process {launchers[0].pid} on " in outputs[1]
-    assert all("stopped: paused; go on with: ultrabench sweep resume t" in output for output in outputs)
+    assert all("stopped: paused; resume with: ultrabench sweep resume t" in output for output in outputs)
     done = len(sweeps.executions())
     assert done < 40
     assert not sweeps.job_ids()

@@ -367,4 +367,6 @@ def _code_of(reason: str) -> EndCode:
 
 def _require_known(version: int, path: object) -> None:
     if version > SCHEMA_VERSION:
-        raise SweepFolderError(f"{path} has schema {version}; we read up to {SCHEMA_VERSION}: upgrade it")
+        raise SweepFolderError(
+            f"{path} has schema {version}; this ultrabench reads up to {SCHEMA_VERSION}: upgrade it"
+        )

@@ -117,7 +117,7 @@ class SweepFolder:
             self.sweep_json.stat()
         except (FileNotFoundError, NotADirectoryError):
             failure = f"the results folder {self.path} is gone: deleted, renamed or no longer mounted"
-            raise ClusterError(f"{failure}; restore it and launch again: jobs end by themselves") from None
+            raise ClusterError(f"{failure}; restore it and launch again (jobs end by themselves)") from None
         except OSError:
             return  # a file server that does not answer has not lost the folder
 
@@ -139,8 +139,8 @@ def _require_links(probe: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             second.unlink()
-    failure = f"the file system of {probe.parents[1]} makes no hard links ({reason}), which keep a run from"
-    raise SweepFolderError(f"{failure} being made twice; choose one that has them with results_dir=FOLDER")
+    failure = f"the file system of {probe.parents[1]} has no hard links ({reason}), without which"
+    raise SweepFolderError(f"{failure} a run may be made twice; choose another with results_dir=FOLDER")
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
@@ -171,7 +171,7 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
     """
     if sweep is not None and sweep.endswith(".parquet") and not Path(sweep).is_dir():
         todo = f"name a sweep, or read the file: ultrabench sweep top {sweep}, or ultrabench report {sweep}"
-        raise SweepFolderError(f"{sweep} is a file, without the journal and logs of a sweep; {todo}")
+        raise SweepFolderError(f"{sweep} is a file of results, not the folder of a sweep; {todo}")
     if sweep is not None:
         for path in (Path(sweep), results_dir / sweep):
             if (path / "sweep.json").is_file():
@@ -180,7 +180,7 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
     if sweep is not None and folders:
         raise SweepFolderError(unknown_name("sweep", sweep, (folder.name for folder in folders)))
     if not folders:
-        lacking = f"no sweep {sweep!r}, as there is no sweep" if sweep else "no sweep"
+        lacking = f"no sweep {sweep!r}: there is no sweep" if sweep else "no sweep"
         raise SweepFolderError(f"{lacking} in {results_dir}/; start one with: ultrabench sweep launch")
     return SweepFolder(max(sorted(folders), key=last_written).absolute())
 

@@ -52,7 +52,7 @@ class JournalWriter:
         except OSError as error:
             self._close()
             kind = DiskError if may_pass(error) else SweepFolderError
-            raise kind(f"cannot write {self.path}: {error.strerror}; free or unlock it") from error
+            raise kind(f"cannot write {self.path}: {error.strerror}; free space or unlock it") from error
         self._seq += 1
 
     def _close(self) -> None:
@@ -90,7 +90,7 @@ class JournalReader:
         try:
             paths = {self.folder / name for name in os.listdir(self.folder) if name.endswith(".jsonl")}
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-            failure = f"cannot read the journal folder {self.folder}: {error.strerror}; results are in it"
+            failure = f"cannot read the journal folder {self.folder}: {error.strerror}; it has the results"
             raise SweepFolderError(f"{failure}: restore it, or start a new sweep with name=NAME") from error
         for path in sorted(paths - self._closed):
             last = None
@@ -103,7 +103,7 @@ class JournalReader:
                 if error.errno not in _NO_JOURNAL:
                     raise
                 if path not in self._warned:
-                    self.warn(f"skipped {path}: {error.strerror}; a journal is a regular, readable file")
+                    self.warn(f"skipped {path}: {error.strerror}; a journal must be a regular, readable file")
                 self._warned.add(path)
             if last and isinstance(last.event, AllocationEnded) and path.name.startswith("agent-"):
                 self._closed.add(path)

@@ -58,7 +58,7 @@ def revealed(
     if not known_secrets.keys() >= {*hidden} and file.exists():
         known_secrets = json.loads(file.read_text()) | known_secrets
     if lost := [name for name in hidden if name not in known_secrets]:
-        raise ConfigError(f"kernel.env.{lost[0]} is kept in {file}, which has no value for it; give it again")
+        raise ConfigError(f"{file} has no value for kernel.env.{lost[0]}; give it again")
     return {name: known_secrets[name] if value == REDACTED else value for name, value in env.items()}
 
 

@@ -288,6 +288,6 @@ def with_lost(state: SweepState) -> SweepState:
     attempts = dict(state.attempts)
     for key, attempt in attempts.items():
         if attempt.result is None and attempt.allocation in ended:
-            reason = f"no result in the journal; {attempt.allocation} has ended"
+            reason = f"{attempt.allocation} has ended, and the journal has no result"
             attempts[key] = replace(attempt, result=RunResult(status=Status.LOST, reason=reason))
     return replace(state, attempts=attempts)

@@ -79,13 +79,15 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
     path = folder.sweep_json
     try:
         if not (text := path.read_text()):
-            remedy = "delete it and run the launch command again: the journal keeps the results"
-            raise SweepFolderError(f"{path} is empty, as some file systems leave it after a crash; {remedy}")
+            remedy = "delete it and run the launch command again (the journal holds the results)"
+            raise SweepFolderError(f"{path} is empty, perhaps after a crash of the file system; {remedy}")
         values = json.loads(text)
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise SweepFolderError(f"{folder.path} is below a file; choose another results_dir=FOLDER") from error
+        raise SweepFolderError(
+            f"a parent of {folder.path} is a file; choose another results_dir=FOLDER"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise SweepFolderError(f"cannot read {path}: {error}; is it a sweep folder?") from error
     _require_schema(path, values)
@@ -98,7 +100,7 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
 def _require_schema(path: Path, values: Any) -> None:
     version = values.get("schema_version") if isinstance(values, dict) else None
     if not isinstance(version, int):
-        raise SweepFolderError(f"{path} names no schema_version; is it a sweep folder?")
+        raise SweepFolderError(f"{path} has no schema_version; is it a sweep folder?")
     if version != SCHEMA_VERSION:
         origin = values.get("provenance")
         writer = origin.get("version") if isinstance(origin, dict) else None

@@ -20,7 +20,7 @@ def require_own_folder(folder: SweepFolder) -> SweepFolder:
         raise SweepFolderError(f"{folder.path} is a link to {folder.path.readlink()}; {advice}")
     for part in (folder.sweep_json, folder.journal):
         if not part.exists() or part.is_symlink():
-            raise SweepFolderError(f"{folder.path} has no {part.name} of its own; is it a sweep folder?")
+            raise SweepFolderError(f"{part} is missing or a link; is it a sweep folder?")
     return SweepFolder(folder.path.resolve())
 
 
@@ -41,7 +41,7 @@ def remove_sweep(folder: SweepFolder) -> None:
     except OSError as error:
         rest = aside if aside.exists() else folder.path
         fact = f"cannot delete {error.filename or rest}: {error.strerror}"
-        raise SweepFolderError(f"{fact}; {rest} is left: free or unlock it, and delete it by hand") from error
+        raise SweepFolderError(f"{fact}; {rest} is left: make it writable and delete it by hand") from error
 
 
 def rename_sweep(folder: SweepFolder, name: str) -> SweepFolder:
@@ -57,7 +57,7 @@ def rename_sweep(folder: SweepFolder, name: str) -> SweepFolder:
         folder.path.rename(renamed.path)
         _name_in_json(renamed.sweep_json, name)
     except OSError as error:
-        raise SweepFolderError(f"cannot rename {folder.path}: {error.strerror}; unlock it") from error
+        raise SweepFolderError(f"cannot rename {folder.path}: {error.strerror}; make it writable") from error
     return renamed
 
 

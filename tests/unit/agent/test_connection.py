@@ -248,8 +248,8 @@ def stop():
 @pytest.mark.parametrize(
     ("local", "asked_for", "who"),
     [
-        (True, True, "the user: Ctrl-C in the launch"), (False, True, "SIGTERM"),
-        (True, False, "SIGTERM, which no launcher sent: the program, an administrator or a shutdown did"),
+        (True, True, "the user, by Ctrl-C in the launch"), (False, True, "SIGTERM"),
+        (True, False, "a SIGTERM that no launcher sent, but the program, an administrator or a shutdown"),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_stop_says_who_ends_processes_of_this_machine(stop, tmp_path, local, asked_for, who):

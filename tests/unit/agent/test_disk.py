@@ -70,7 +70,7 @@ def full(*_):
 
 def test_an_agent_gives_up_a_disk_that_nobody_mends(capfd):
     disk_retry = DiskRetry(1.0)
-    with pytest.raises(ClusterError, match=r"No space left on device.*; waited 0.5 s"):
+    with pytest.raises(ClusterError, match=r"No space left on device.*; retried for 0.5 s"):
         disk_retry.retry(full, 0.5)
     assert "No space left on device" in capfd.readouterr().err
 

@@ -122,7 +122,8 @@ def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_
         for pid, holder in ((0, "no known process"), (77, "process 77")):
             driver(gpu("a", A, 41 * GIB, pid=pid))
             assert (
-                node.ask("node.kill()")["unusable"] == f"GPU 0 still holds 40.0 GiB after the run: {holder}"
+                node.ask("node.kill()")["unusable"]
+                == f"GPU 0 still has 40.0 GiB in use after the run: {holder}"
             )
 
 

@@ -63,11 +63,11 @@ BUSY = tp(5, entered=122, stack=(FORWARD,))
 P0, P1 = group("pp", (0, 1), 4, 4), group("tp", (0, 1), 9, 9)
 
 CASES = {
-    "stopped": ([*others(5), silent(5, "T")], [5], "rank 5 on gpu01 is stopped (state T), as by SIGSTOP; "
+    "stopped": ([*others(5), silent(5, "T")], [5], "rank 5 on gpu01 is stopped (state T), for example by SIGSTOP; "
                 "7 ranks wait for it in all_reduce #123 of group tp"),
     "many stopped": ([silent(r, "T") for r in range(12)], [*range(12)],
                      "rank 3 on gpu00 and 8 more ranks is stopped"),
-    "zombie": ([*others(5), silent(5, "Z")], [5], "is dead, and nobody has noticed"),
+    "zombie": ([*others(5), silent(5, "Z")], [5], "is dead but not reaped"),
     "never entered": ([*others(5), BUSY], [5],
                       "rank 5 on gpu01 never entered all_reduce #123 of group tp; 7 ranks wait for it. "
                       "Rank 5 is in forward (kernel/model.py:88)."),
@@ -83,8 +83,8 @@ CASES = {
          waiting(3, group("tp", (2, 3), 10, 10), group("dp", (1, 3), 4, 3))],
         [1], "rank 1 on gpu00 never entered"),
     "exited early": ([*others(5), silent(5, "?", code=0)], [5],
-                     "rank 5 on gpu01 exited with code 0 in phase measure, not done; 7 ranks wait for it"),
-    "exited, and nothing else is known": ([silent(0), silent(1, code=0)], [1], "exited with code 0"),
+                     "rank 5 on gpu01 exited early with code 0 in phase measure; 7 ranks wait for it"),
+    "exited, and nothing else is known": ([silent(0), silent(1, code=0)], [1], "exited early with code 0"),
     "exited well": ([*others(5), BUSY, silent(8, code=0, done=True)], [5], "never entered"),
     "exited, but nobody waits for it": ([waiting(0, group("x", (0, 1), 3, 2)),
                                          waiting(1, group("x", (0, 1), 2, 2), stack=(FORWARD,)),
@@ -107,18 +107,18 @@ CASES = {
     # Point to point calls of gloo are in nobody's record; stacks tell them.
     "computes while a peer receives": (
         [waiting(0, P0, P1, stack=(FORWARD,)), waiting(1, P0, P1, stack=(RECV, STEP))], [0],
-        "rank 0 on gpu00 is in forward (kernel/model.py:88), in no collective; 1 rank waits in recv"),
+        "rank 0 on gpu00 is in forward (kernel/model.py:88), not in a collective; 1 rank waits in recv"),
     "fewer steps": ([silent(r) for r in range(3)] + [facts(3, "b", step=5)], [3],
                     "rank 3 on b is behind: it is in step 5, others are in step 7"),
     "an earlier part": ([silent(r, part="optimizer") for r in range(3)] + [silent(3, part="data")], [3],
                         "it is in data, others are in optimizer"),
     "fewer micro-batches": ([silent(r, microbatches=16) for r in range(3)] + [silent(3, microbatches=12)], [3],
                             "it is at 12 micro-batches, others are at 16"),
-    "most are behind": ([silent(0), silent(1), facts(2, "b", step=8)], [], "no rank stands out"),
+    "most are behind": ([silent(0), silent(1), facts(2, "b", step=8)], [], "none of 3 ranks stands out"),
     # Ranks that do not count are no laggards of one that does.
     "only rank 0 reports": ([silent(0), facts(1, "b"), facts(2, "b")], [],
-                            "no rank stands out of 3: rank 0 is in phase measure, step 7"),
-    "nothing is known": ([facts(0, "a"), facts(1, "a")], [], "no rank stands out"),
+                            "none of 3 ranks stands out: rank 0 is in phase measure, step 7"),
+    "nothing is known": ([facts(0, "a"), facts(1, "a")], [], "none of 2 ranks stands out"),
     "all have ended": ([silent(0, code=0, done=True)], [], "all ranks had ended"),
 }  # fmt: skip
 

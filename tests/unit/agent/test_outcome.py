@@ -92,10 +92,10 @@ GONE = "the agent of node 2 (gpu03) is gone"
         # A loss that is not finite, and a program that ended well without a measurement.
         ([ok(steps=steps_with(0, loss=math.inf)), ok()], "invalid", "loss is inf at step 1"),
         ([ok(steps=steps_with(2, loss=math.nan, step=7)), PEER], "invalid", "loss is nan at step 7"),
-        ([ok(steps=STEPS[:2]), ok()], "invalid", "reported 2 steps, of which 0 count"),
+        ([ok(steps=STEPS[:2]), ok()], "invalid", "reported only warm-up (2 steps)"),
         ([ok(steps=steps_with(3, seconds=0.0))], "invalid", "step 4 was reported with 0.0 sec"),
         ([ok(steps=[{"event": "step"}])], "invalid", "step 1 was reported with no seconds"),
-        ([RankProgress(), RankProgress()], "crash", "vanished without an exit code"),
+        ([RankProgress(), RankProgress()], "crash", "ended without an exit code"),
     ],
 )  # fmt: skip
 def test_how_it_ended(ranks, status, reason):
@@ -130,7 +130,7 @@ SLOWER_RUN = RunResult(status=Status.OK, reason="the fastest of 2 steps took 9 s
         ([DONE, replace(DONE, code=-9)], {}, "killed", "killed by SIGKILL, which ultrabench did not send"),
         ([replace(DONE, code=None)] * 3, {"lost": GONE}, "node_failure", "gpu03"),
         ([replace(DONE, code=None)], {"end": CANCELLED}, "stopped", "by SIGTERM"),
-        ([ok(code=-9, killed_by_us=True)], {"end": SLOWER_RUN}, "stopped", "measure.race=null stops none"),
+        ([ok(code=-9, killed_by_us=True)], {"end": SLOWER_RUN}, "stopped", "measure.race=null never does this"),
     ],
 )  # fmt: skip
 def test_whatever_becomes_of_a_checkpoint_the_run_is_ok(ranks, words, cause, reason):
@@ -194,7 +194,7 @@ def test_causes_and_suspects(ranks, words, status, cause, suspects):
     [
         ([PEER, DONE, failing("oom", "MemoryError", failed_at=9.0)], "out of memory, rank 2 on gpu03: MemoryError"),
         ([DONE, logged("", code=0, phase="join")],
-         "ended before it was done, rank 1 on gpu03: exited with code 0 in phase join while others went on"),
+         "exited before it was done, rank 1 on gpu03: exited with code 0 in phase join while other ranks kept running"),
         ([DONE, DONE], None),
     ],
 )  # fmt: skip

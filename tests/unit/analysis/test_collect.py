@@ -95,7 +95,7 @@ def test_the_latest_launch_says_what_tokens_cost(tmp_path):
         (replace(OK, step_times_s=(1e-9,), rank_step_times_s={"0": 1.0, "7": 2.0}, suspect_hosts=("n1",)), {
             "status": "ok", "suspect_hosts": ["n1"], "confirmed": None,
             "suspect": "rank 7 took 2.00 x the step time of rank 0; "
-                       "mfu 1628.53 is above 1: steps or peak are measured wrongly"}),
+                       "mfu 1628.53 is above 1: the step time or the peak is measured wrongly"}),
     ],
     ids=["ok", "clock", "throttled", "energy", "invalid", "running", "crash", "in doubt"],
 )  # fmt: skip

@@ -87,5 +87,5 @@ def test_a_launch_tells_that_earlier_runs_had_another_shape(tmp_path):
     state = fold(read_journal(folder.journal))
     assert [*other_shapes([TINY, replace(HALF, name="other")], state)] == []
     (line,) = other_shapes([replace(HALF, rope_theta=5e5)], state)
-    fact = "model tiny has another shape than in 2 runs of earlier launches"
+    fact = "model tiny has a different shape than in 2 runs of earlier launches"
     assert line.startswith(f"{fact} (rope_theta: 10000 -> 500000, partial_rotary_factor: 1 -> 0.5): ")

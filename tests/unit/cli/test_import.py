@@ -85,7 +85,7 @@ def test_a_row_of_nanotron_in_our_columns(ultrabench):
          ["different architecture: num_hidden_layers=12, 1B has 16", "other batch than 1,048,576 tokens"]),
         ({"tok/s/gpu": "-5"}, ["impossible value: tokens_per_s_per_gpu=-5", "unknown step time"]),
         ({"tok/s/gpu": "0"}, ["impossible value: tokens_per_s_per_gpu=0", "unknown step time"]),
-        ({"tok/s/gpu": "400000"}, ["mfu 3.91 is above 1: steps or peak are measured wrongly"]),
+        ({"tok/s/gpu": "400000"}, ["mfu 3.91 is above 1: the step time or the peak is measured wrongly"]),
         ({"Mem Res (GB)": "500"}, ["more memory than a GPU has: 500 of 79 GiB"]),
         ({"tp": "3"}, ["number of GPUs does not match the layout: gpus=8, dp*tp*pp*cp=24"]),
         ({"pp": "0"}, ["impossible value: pp=0", "number of GPUs does not match the layout: gpus=8, dp*tp*pp*cp=0"]),

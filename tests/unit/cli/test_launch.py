@@ -94,13 +94,13 @@ def test_the_price_is_shown_by_cell(capsys, typed):
     assert all(float(cell[5]) < float(cell[4]) < float(cell[7]) for cell in cells)
     told = r"2 jobs of 0\.\d+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=20\), time limit \d+ minutes"
     assert re.fullmatch(told, lines[-3])
-    most = "at most 8 jobs and 2 nodes at a time, and 2 nodes in a job"
+    most = "at most 8 jobs and 2 nodes at a time, 2 nodes per job"
     assert re.search(f"^{most}; done in \\w+ at the earliest; used so far: 2 GPU hours$", lines[-2])
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
-    [(["model=8B", "max_p_oom=1"], "GiB a rank, which has 2. Launch?"),
+    [(["model=8B", "max_p_oom=1"], "GiB a rank, and a rank has 2. Launch?"),
      (["model=80B", "hardware.mem_bytes=9e12"], "hours on this machine. Launch?")],
 )  # fmt: skip
 def test_a_person_is_asked_before_this_machine_works_for_hours_or_for_nothing(typed, capsys, overrides, told):
@@ -134,7 +134,9 @@ def test_the_share_of_busy_cores_is_measured():
 )
 def test_without_a_terminal_a_number_has_to_be_given(monkeypatch, stdin, used, yes):
     monkeypatch.setattr(sys, "stdin", stdin)
-    with pytest.raises(ConfigError, match=r"^no terminal to ask .* --max-gpu-hours [\d.]+$") as caught:
+    with pytest.raises(
+        ConfigError, match=r"^[\d.,]+ GPU hours are predicted, .* --max-gpu-hours [\d.]+$"
+    ) as caught:
         ask(yes=yes, used=used)
     # The number it names is enough for what was predicted.
     number = float(str(caught.value).split()[-1])
@@ -160,7 +162,7 @@ def test_who_gives_a_number_or_says_yes_or_has_nothing_left_is_not_asked(typed, 
 
 
 @pytest.mark.parametrize(
-    ("answer", "code", "line"), [("", 2, "ultrabench: no terminal to ask whether 0.1"), ("n\n", 130, "Launch, ")]
+    ("answer", "code", "line"), [("", 2, "ultrabench: 0.1"), ("n\n", 130, "Launch, ")]
 )  # fmt: skip
 def test_without_consent_a_launch_writes_and_submits_nothing(ultrabench, site, typed, answer, code, line):
     if answer:
@@ -176,7 +178,7 @@ H100 = (
     "launcher=slurm", "hardware=h100x8", "sweep=playbook", "model=8B", "sweep.nodes=[1]", "max_p_oom=1",
     "sweep.strategy=exhaustive",
 )  # fmt: skip
-LEFT_OUT = r"(\d+) runs of 115 left out, since no job may be long enough: a job needs \d+ minutes"
+LEFT_OUT = r"(\d+) runs of 115 excluded, such as one for which a job needs \d+ minutes"
 
 
 def test_a_limit_that_is_too_short_is_told_before_anything_is_submitted(ultrabench, site):
@@ -186,7 +188,7 @@ def test_a_limit_that_is_too_short_is_told_before_anything_is_submitted(ultraben
     (number,) = re.findall(LEFT_OUT, said)
     (site.parent / "bin/scontrol").write_text(CONTROLLER.replace("04:00:00", "00:02:00"))
     told = one_line(ultrabench, "sweep", "launch", *H100)
-    assert told.startswith("partition, QOS and account allow a job 2 minutes; the shortest job of 115 runs")
+    assert told.startswith("partition, QOS and account limit a job to 2 minutes; the shortest of 115 runs")
     assert [p.name for p in site.iterdir()] == ["asked"]
     plan = json.loads(ultrabench("sweep", "plan", *some[2:], "--json")[1])
     assert (plan["rejected"]["time_limit"], plan["runs"]) == (int(number), 115 - int(number))
@@ -210,7 +212,7 @@ def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
     assert [*other_launches(state, set(ids), before=set())] == []
     new, earlier = other_launches(state, set(ids[1:]), before=set(ids[:2]))
     assert new == "new in this launch: 2 runs settled (2 oom)"
-    assert earlier == "and of earlier launches: 1 run settled (1 ok)"
+    assert earlier == "in earlier launches only: 1 run settled (1 ok)"
 
 
 def test_a_launch_tells_how_many_runs_are_left(sweep):
@@ -231,12 +233,12 @@ def test_lines_of_a_launch_count_settled_runs_and_tell_what_is_tried_again_or_sk
         return capsys.readouterr().err
 
     assert lines(QUICK.runs[-1], None) == ""
-    again = rf"\[0/{total}\] .*; trying again in 30 s at the earliest\n"
+    again = rf"\[0/{total}\] .*; will be retried in 30 s at the earliest\n"
     assert re.fullmatch(again, lines(run, Status.CRASH, cause="killed"))
     given_up = lines(run, Status.CRASH, attempt=1, cause="killed")
-    assert re.fullmatch(rf"\[1/{total}\] ((?!again).)*\n", given_up)
-    assert re.fullmatch(rf"\[1/{total}\] .*; trying again\n", lines(too_large, Status.OOM, confirmed=True))
-    why = f"dominated by {too_large.run_id}, which had not enough memory"
+    assert re.fullmatch(rf"\[1/{total}\] ((?!retried).)*\n", given_up)
+    assert re.fullmatch(rf"\[1/{total}\] .*; will be retried\n", lines(too_large, Status.OOM, confirmed=True))
+    why = f"dominated by {too_large.run_id}, which ran out of memory"
     both = rf"\[2/{total}\] .*\n\[3/{total}\] skipped {QUICK.runs[0].run_id} .*: {why}.*\n"
     assert re.fullmatch(both, lines(too_large, Status.OOM, attempt=1, confirmed=True))
 

@@ -35,7 +35,7 @@ MISTAKES = [
     ("kernel check tp=2,4", "tp='2,4' is not an integer; give one layout, such as tp=2"),
     ("plan", "did you mean: ultrabench sweep plan?"),
     ("sweep show 1 --sweep runs.parquet", "ultrabench sweep top runs.parquet, or ultrabench report runs.parquet"),
-    ("collect mine", "no sweep 'mine', as there is no sweep in results/; start one with: ultrabench sweep launch"),
+    ("collect mine", "no sweep 'mine': there is no sweep in results/; start one with: ultrabench sweep launch"),
     ("sweep plan --tensor-model-parallel-size 2", "write settings without dashes: sweep.tp=[2]"),
     ("sweep status --sweep mine", "give the sweep without an option: ultrabench sweep status NAME"),
     ("predict tp=2 --profile mine", "write settings without dashes: profile=NAME"),
@@ -43,13 +43,13 @@ MISTAKES = [
     ("kernel dryrun cp=8 seq_len=4100", "cannot run: 2*cp=16 does not divide seq_len=4100"),
     ("sweep launch --results-dir 'FILE/r, s'", "FILE/r, s"),
     ("sweep launch measure.checkpoint=true measure.checkpoint_folder=lustre/me",
-        "measure.checkpoint_folder=lustre/me is no folder on this machine; make it first"),
+        "measure.checkpoint_folder=lustre/me is not a folder on this machine; create it first"),
     ("sweep launch measure.checkpoint=true measure.checkpoint_folder=/proc/self",
         "measure.checkpoint_folder=/proc/self cannot be written from this machine"),
     ("sweep launch results_dir=/proc/r", "cannot write the results folder /proc/r/quick-cpu"),
     ("sweep launch --reuse some", "--reuse some; must be same"),
     ("sweep launch launcher=slurm kernel=command kernel.command=[/opt/no-such/python]",
-     "kernel.command names /opt/no-such/python, which is not here"),
+     "kernel.command: /opt/no-such/python does not exist here"),
     ("sweep launch launcher=slurm cluster=mine",
      "`ultrabench doctor --write` writes the configuration for cluster=mine"),
     ("sweep plan sweep.tp=[3]", "no candidate: 2 or 4 GPUs are not divisible by tp=3; choose divisors"),
@@ -86,13 +86,13 @@ WITH_A_SWEEP = [
     ("sweep status quik-cpu", "unknown sweep 'quik-cpu'; did you mean quick-cpu?"),
     ("sweep status --results-dir other", "no sweep in other/"),
     ("sweep retry --only ok", "unknown status to retry 'ok' (known: "),
-    ("sweep retry --run zzzz", "no run of quick-cpu has an id that begins with 'zzzz'"),
+    ("sweep retry --run zzzz", "no run id of quick-cpu begins with 'zzzz'"),
     (f"sweep show {REJECTED} --as megatron", f"run {REJECTED} of quick-cpu is not in the plan: "),
-    ("sweep show zzzz", "has an id that begins with 'zzzz'"),
+    ("sweep show zzzz", "has that rank, or an id that begins with 'zzzz'"),
     ("sweep show ''", "runs: "),
-    (f"sweep logs {QUICK.runs[5].run_id}", "has not been attempted yet; follow it with -f"),
+    (f"sweep logs {QUICK.runs[5].run_id}", "has not been attempted yet; add -f to wait for it"),
     ("sweep launch model=tiny hardware.gpus_per_node=1", "gpus_per_node: 2 -> 1"),
-    ("sweep launch model=tiny kernel.precision=bf16", "another kernel (kernel.prec"),
+    ("sweep launch model=tiny kernel.precision=bf16", "a different kernel (kernel.prec"),
     ("collect -o results/quick-cpu/sweep.json/x.parquet",
      "cannot write results/quick-cpu/sweep.json/x.parquet"),
     ("heatmap -o results", "results does not end in .png, .svg or .pdf; give a file"),
@@ -161,7 +161,7 @@ def test_a_mistake_is_one_line(ultrabench, tmp_path, command, line):
 
 def test_gpus_that_are_not_here_are_refused(ultrabench, tmp_path):
     code, _, said = ultrabench("sweep", "launch", "hardware=h100x8", "sweep.nodes=[1]")
-    advice = "add launcher=slurm for those of a cluster, or use hardware=cpu"
+    advice = "add launcher=slurm to run on a cluster, or use hardware=cpu"
     assert (code, f"torch sees none on this machine: {advice}" in said) == (2, True)
     assert list(tmp_path.iterdir()) == []
 
@@ -170,7 +170,7 @@ def test_nodes_that_are_not_here_are_refused_before_anything_is_planned(ultraben
     monkeypatch.setattr(
         "ultrabench.cli.sweep.launch.plan_with_bar", lambda config: pytest.fail("it is planned")
     )
-    told = "up to 64 of hardware=h100x8 with launcher=local, which has this machine only; add launcher=slurm"
+    told = "up to 64 of hardware=h100x8 with launcher=local, which uses this machine only; add launcher=slurm"
     assert told in one_line(ultrabench, "sweep", "launch", "sweep=playbook")
 
 
@@ -183,7 +183,7 @@ def test_a_mistake_beside_a_sweep_is_one_line(ultrabench, sweep, command, line):
 
 @pytest.mark.parametrize(
     ("name", "text", "line"),
-    [("sweep.json", "{", "cannot read "), ("sweep.json", "[]", "sweep.json names no schema_version"),
+    [("sweep.json", "{", "cannot read "), ("sweep.json", "[]", "sweep.json has no schema_version"),
      ("sweep.json", '{"schema_version": 2}', "sweep.json lacks sweep"), ("plan.parquet", "no parquet", "cannot read"),
      ("journal/new.jsonl", '{"v":3,"writer":"w","seq":0,"event":"cancel"}\n', "has schema 3")],
 )  # fmt: skip
@@ -253,7 +253,7 @@ def test_where_slurm_is_not_installed(ultrabench, tmp_path, monkeypatch):
     line = one_line(ultrabench, "sweep", "launch", "launcher=slurm", "--detach", code=3)
     programs = "not on PATH: sbatch, squeue, scontrol, scancel"
     advice = "log in to a node of the cluster or `module load slurm`; or set launcher=local"
-    assert line == f"Slurm cannot be asked: {programs}; {advice}"
+    assert line == f"cannot query Slurm: {programs}; {advice}"
     assert list(tmp_path.iterdir()) == []
 
 

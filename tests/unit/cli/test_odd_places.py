@@ -23,7 +23,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_read(sweep, words):
 def test_an_empty_sweep_json_has_a_remedy_that_works(ultrabench, sweep):
     content = sweep.sweep_json.read_text()
     sweep.sweep_json.write_text("")
-    assert "is empty, as some file systems leave it after a crash; delete it and run" in one_line(
+    assert "is empty, perhaps after a crash of the file system; delete it and run" in one_line(
         ultrabench, "sweep", "status"
     )
     sweep.sweep_json.unlink()

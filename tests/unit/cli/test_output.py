@@ -44,7 +44,7 @@ def test_plan_json_keeps_its_promise(ultrabench, tmp_path):
     for some in (*plan["cells"], plan):
         low, high = some["predicted_gpu_hours_interval"]
         assert 0.7 * some["predicted_gpu_hours"] < low <= some["predicted_gpu_hours"] <= high
-    note = r"[\d.,]+ GPU hours, [\d.,]+ to [\d.,]+ if all step times are at an end"
+    note = r"[\d.,]+ GPU hours, [\d.,]+ to [\d.,]+ with all step times at the ends"
     assert re.match(note, plan["notes"][-2])
     jobs = beside["starts of jobs"]["count"]
     jobs_note = rf"{jobs} jobs of [\d.]+ to [\d.]+ predicted minutes \(launcher.allocation_minutes=10"
@@ -145,7 +145,7 @@ def test_plan_advises_to_share_experts_where_their_copies_do_not_fit(ultrabench,
     [("launcher=slurm launcher.pack=4", "launcher.pack=4 besides the control run), time limit"),
      ("launcher=slurm launcher.pack=1", "launcher.pack=1), time limit"),
      ("launcher=slurm launcher.time_minutes=30", "time limit 30 minutes (launcher.time_minutes)"),
-     ("launcher=slurm sweep=playbook sweep.models=[8B] sweep.nodes=[1]", "takes at most 20%), time limits "),
+     ("launcher=slurm sweep=playbook sweep.models=[8B] sweep.nodes=[1]", "at 20% or less), time limits "),
      ("sweep.tp=[1,3]", "\nsweep.tp=3 has no candidate: 2 or 4 GPUs are not divisible by tp=3\n")],
 )  # fmt: skip
 def test_plan_tells_what_its_price_holds_for_and_which_values_fit_nothing(ultrabench, overrides, text):
@@ -180,7 +180,7 @@ def test_status_tells_ooms_failures_and_cancelled_runs_apart(ultrabench, sweep):
     record(sweep, QUICK.runs[2], status=Status.OOM, reason="no memory", duration_s=9.0)
     record(sweep, QUICK.runs[3], status=Status.CANCELLED, reason="ended by SIGTERM", duration_s=9.0)
     out = " ".join(ultrabench("sweep", "status")[1].split())
-    ends = "(1 crash, 1 ok), 1 cancelled, 1 oom to be tried again, "
+    ends = "(1 crash, 1 ok), 1 cancelled, 1 oom to be retried, "
     assert f"2 of {len(QUICK.runs)} runs settled {ends}" in out
     shares = (rf"\d+% of them in {how}" for how in ("OOMs", "cancelled runs", "failed runs"))
     assert re.search(", ".join(shares), out)
@@ -195,7 +195,7 @@ def test_a_damaged_result_counts_as_the_next_launch_will_count_it(ultrabench, sw
     path.write_text(path.read_text().replace('"event":"result"', '"event":{result"'))
     _, out, err = ultrabench("sweep", "status")
     assert f"{path}:3: skipped a corrupt line about run {OK}" in err
-    assert f"1 of {len(QUICK.runs)} runs settled (1 crash), 1 lost to be tried again" in out
+    assert f"1 of {len(QUICK.runs)} runs settled (1 crash), 1 lost to be retried" in out
     assert " running," not in out
     assert as_json(ultrabench, "sweep", "show", OK)["attempts"][0]["result"]["status"] == "lost"
     assert as_json(ultrabench, "sweep", "retry", "--dry-run", "--only", "lost")[0]["run_id"] == OK
@@ -215,7 +215,7 @@ def test_what_may_not_win_is_told_and_named_as_best_by_no_command(ultrabench, sw
     reason = status["suspects"][f"{odd.run_id}.0.0"]
     assert reason == "rank 1 took 5.00 x the step time of rank 0"
     out = " ".join(ultrabench("sweep", "status")[1].split())
-    assert "2 suspect, such as " in out
+    assert "2 suspect results, such as " in out
     assert f"{best.spec.tokens_per_step / 0.1 / best.layout.world_size:,.0f}" in out.split("best so far")[1]
     top = as_json(ultrabench, "sweep", "plan", "model=tiny", "--top", "99")["top"]
     assert [row["run_id"] for row in top if row["why"] == "measured"] == [best.run_id]
@@ -363,7 +363,9 @@ def test_a_peak_that_was_measured_beside_other_programs_is_told(ultrabench, swee
         described = json.loads(text)
         described["environment"]["peak_core_share"] = share
         sweep.sweep_json.write_text(json.dumps(described))
-        line = "The peak was measured beside other programs, with 50% of the cores, so that it may be too low"
+        line = (
+            "the peak was measured with 50% of the cores, as other programs used the rest: it may be too low"
+        )
         for command in (("sweep", "top"), ("collect",)):
             assert (line in " ".join(ultrabench(*command)[2].split())) == is_told
 
@@ -389,7 +391,7 @@ def test_plan_warns_of_what_a_launch_would_refuse_of_a_sweep_that_has_begun(ultr
     journal = JournalWriter(folder.journal, "launcher")
     journal.write(Launched(generation=1, config=config.resolved))
     assert "would refuse this plan" not in ultrabench("sweep", "plan", *words, flags)[2]
-    line = "sweep launch would refuse this plan: sweep.flags.q.a: ['-x'] -> ['-y'] in a sweep that has begun; give these"
+    line = "sweep launch would refuse this plan: sweep.flags.q.a: ['-x'] -> ['-y'] in a sweep that was launched before; give these"
     assert line in " ".join(ultrabench("sweep", "plan", *words, flags.replace("-x", "-y"))[2].split())
     assert "plan: sweep.env" not in ultrabench("sweep", "plan", *words, flags, "+sweep.env={A: [null, 1]}")[2]
     changed = " ".join(ultrabench("sweep", "plan", *words, flags, "+kernel.env={A: '1'}")[2].split())

@@ -44,7 +44,7 @@ def settle(sweep, *left, config=QUICK.config.resolved, repeats=1):
 
 
 def test_a_pause_is_told_to_agents_and_launchers_and_twice_is_once(ultrabench, sweep):
-    message = "paused: runs under way end, nothing begins; go on with: ultrabench sweep resume quick-cpu\n"
+    message = "Pausing: current runs will finish, no new ones will start. To continue: ultrabench sweep resume quick-cpu\n"
     assert ultrabench("sweep", "pause") == (0, "", message)
     assert state_of(sweep).paused
     sweep.pause.unlink()  # an agent must not depend on who was first
@@ -68,7 +68,7 @@ def test_a_settled_sweep_is_left_alone_unless_it_has_repeats_to_make(ultrabench,
 def test_a_cancel_stays_until_the_next_launch(ultrabench, sweep):
     code, out, err = ultrabench("sweep", "cancel")
     assert (code, out) == (0, "")
-    message = "quick-cpu: 2 of .*\ncancelled; results stay, and the same launch command goes on from here\n"
+    message = "quick-cpu: 2 of .*\nCancelled. Results are kept; run the launch command again to continue.\n"
     assert re.fullmatch(message, err)
     state = state_of(sweep)
     assert (state.cancelled, len(state.attempts)) == (True, 2)
@@ -80,7 +80,7 @@ def test_a_cancel_stays_until_the_next_launch(ultrabench, sweep):
 
 def test_a_settled_sweep_is_cancelled_while_something_runs(ultrabench, sweep):
     settle(sweep).write(AllocationPlanned(allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=()))
-    assert "cancelled; results stay" in ultrabench("sweep", "cancel")[2]
+    assert "Cancelled. Results are kept" in ultrabench("sweep", "cancel")[2]
 
 
 @pytest.fixture
@@ -107,11 +107,13 @@ def over(sweep):
 def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follows(ultrabench, unreachable):
     code, out, err = ultrabench("sweep", "cancel")
     assert (code, out) == (0, "")
-    assert re.fullmatch("scancel: No such file .* follows this sweep and tries again until it is done\n", err)
+    assert re.fullmatch(
+        "scancel: No such file .* follows this sweep and retries until the jobs have ended\n", err
+    )
     nobody_follows(unreachable)
     refusal = one_line(ultrabench, "sweep", "cancel", code=3)
     assert refusal.startswith("scancel: No such file or directory; ")
-    assert refusal.endswith("The cancel is written down, but nobody follows it: run it again")
+    assert refusal.endswith("The cancel is recorded, but no launcher carries it out: run this command again")
     assert (state_of(unreachable).cancelled, len(said(unreachable, "cancel"))) == (True, 2)
 
 
@@ -121,14 +123,14 @@ def test_whose_jobs_only_they_can_end_is_told(ultrabench, unreachable):
         planned = AllocationPlanned(allocation=f"n1-c.{n}", nodes=1, limit_s=60.0, tasks=(), by=by)
         JournalWriter(unreachable.journal, "agent").write(planned)
     err = ultrabench("sweep", "cancel")[2]
-    assert err.splitlines()[0] == "jobs of ann are under way: only whoever submitted them can end them"
+    assert err.splitlines()[0] == "jobs of ann are still active: only their owner can end them"
 
 
 def test_a_pause_is_written_down_before_slurm_is_asked_and_a_resume_takes_it_away(ultrabench, unreachable):
     assert "No such file or directory" in one_line(ultrabench, "sweep", "pause", code=3)
     state = state_of(unreachable)
     assert (state.paused, state.cancelled, unreachable.pause.exists()) == (True, False, True)
-    assert "Slurm cannot be asked" in one_line(ultrabench, "sweep", "resume", code=3)
+    assert "cannot query Slurm" in one_line(ultrabench, "sweep", "resume", code=3)
     assert (state_of(unreachable).paused, unreachable.pause.exists()) == (False, False)
     # A marker that somebody left by hand goes, too, and says nothing in the journal.
     unreachable.pause.write_text("")

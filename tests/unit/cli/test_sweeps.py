@@ -64,7 +64,7 @@ def test_a_sweep_is_deleted_whole_and_what_its_links_point_at_stays(ultrabench, 
     (outside / "data").write_text("mine")
     (sweep.path / "logs").mkdir(exist_ok=True)
     (sweep.path / "logs" / "link").symlink_to(outside)
-    assert one_line(ultrabench, "sweep", "rm", "quick-cpu") == "no terminal to ask on; add --yes"
+    assert one_line(ultrabench, "sweep", "rm", "quick-cpu") == "no terminal can confirm this; add --yes"
     assert sweep.sweep_json.exists()
     assert ultrabench("sweep", "rm", "quick-cpu", "--yes") == (0, "", f"deleted {sweep.path}\n")
     assert [path.name for path in sweep.path.parent.iterdir()] == ["older"]
@@ -83,7 +83,7 @@ def test_a_terminal_is_asked(sweep, answer, code, is_left):
     os.close(terminal)
     os.close(side)
     assert (done.returncode, sweep.path.exists()) == (code, is_left), done.stderr
-    assert f"Delete {sweep.path} with 2 attempts, logs and results, for good?" in done.stderr
+    assert f"Permanently delete {sweep.path} (2 attempts, logs and results)?" in done.stderr
 
 
 def test_only_a_real_folder_of_a_sweep_is_deleted_or_renamed(ultrabench, sweep, tmp_path):
@@ -95,7 +95,7 @@ def test_only_a_real_folder_of_a_sweep_is_deleted_or_renamed(ultrabench, sweep, 
         )
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "sweep.json").write_text("{}")
-    assert "has no journal of its own" in one_line(ultrabench, "sweep", "rm", "notes", "--yes")
+    assert "journal is missing or a link" in one_line(ultrabench, "sweep", "rm", "notes", "--yes")
     assert "unknown sweep" in one_line(ultrabench, "sweep", "rm", "quick", "--yes")
     assert sweep.sweep_json.exists()
 
@@ -116,8 +116,10 @@ def test_a_sweep_whose_jobs_may_live_stays(ultrabench, sweep, command):
     planned(sweep, user="ann", host="far")
     before = content(sweep)
     line = one_line(ultrabench, "sweep", verb, "quick-cpu", *new, "--yes")
-    rule = "only when nothing of it runs: ultrabench sweep cancel quick-cpu"
-    assert line.startswith("quick-cpu is in use (allocation n1-b.0 of ann on far); a sweep is ")
+    rule = ". To end it: ultrabench sweep cancel quick-cpu"
+    assert line.startswith(
+        "quick-cpu is in use (allocation n1-b.0 of ann on far); only an idle sweep can be "
+    )
     assert line.endswith(rule)
     assert content(sweep) == before
 

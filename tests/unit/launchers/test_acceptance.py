@@ -54,13 +54,13 @@ def off(share):
     ("word", "one", "second", "wrong"),
     [
         ("loss", OK, off(5e-5), None),  # the largest of honest layouts
-        ("loss", OK, off(1.4e-3), "1 of 2 layouts have the loss"),  # the copies of a tied embedding differ
+        ("loss", OK, off(1.4e-3), "1 of 2 layouts match the loss"),  # the copies of a tied embedding differ
         ("gradient", OK, off(8e-4), None),
         (
             "gradient",
             OK,
             off(2.6e-2),
-            "1 of 2 layouts have the gradient",
+            "1 of 2 layouts match the gradient",
         ),  # gathered tokens in the wrong order
         ("loss", OK, None, "has not run"),
         ("loss", OK, RunResult(status=Status.CRASH, reason="rank 1: no"), "crash, rank 1: no"),
@@ -72,7 +72,7 @@ def test_planted_faults_are_told_from_rounding_in_bf16(word, one, second, wrong)
     assert runs[0].spec.kernel.precision == "bf16"
     check = check_equal(outcome(one, runs=runs), outcome(OK, second, runs=runs), word)
     assert (check.status is CheckStatus.FAIL) == bool(wrong)
-    assert (wrong or f"2 of 2 layouts have the {word} of one GPU at step ") in check.told
+    assert (wrong or f"2 of 2 layouts match the {word} of one GPU at step ") in check.told
     assert not wrong or "ultrabench sweep show " in check.remedy
 
 
@@ -118,7 +118,7 @@ def test_a_published_file_of_the_user_that_lacks_something(alone):
     for group, text in files.items():
         (alone / "ultrabench" / group).mkdir(parents=True)
         (alone / "ultrabench" / group / "mine.yaml").write_text(text)
-    with refused("published/mine.yaml: KeyError('dp'); write it as"):
+    with refused("published/mine.yaml: KeyError('dp'); write it like"):
         published(load_config(["sweep=acceptance", "hardware=mine"]))
 
 

@@ -73,7 +73,7 @@ def test_an_agent_that_touches_nothing_is_frozen(watch, grace_s, patience_s):
     watch.touch(watch.journal)
     assert watch.wait(patience_s) == []
     (reason,) = watch.wait(2)
-    assert reason.startswith("the agent on gpu03 did not move for ")
+    assert reason.startswith("the agent on gpu03 was frozen for ")
     assert dog.frozen == {NAME: reason}
     assert (dog.silent(NAME), dog.silent(NAME, 10.0)) == (True, False)
     (again,) = watch.wait(patience_s + 3)  # should ending it have failed, it is found again
@@ -142,9 +142,9 @@ def test_a_launcher_waits_for_its_disk_and_then_leaves_in_order(tmp_path):
         """,
     )
     note, end = told.splitlines()
-    assert note.endswith("No space left on device); trying again, jobs go on")
+    assert note.endswith("No space left on device); retrying, running jobs continue")
     assert end.startswith("3 ")
-    assert end.endswith("waited 0.0166667 minutes; what runs goes on: mend it, then launch again")
+    assert end.endswith("waited 0.0166667 minutes; jobs continue: fix the folder, then launch again")
 
 
 def test_silence_counts_from_the_first_look_and_a_long_pause_between_two_only_in_part(watch):

@@ -190,7 +190,7 @@ def dead_end_of(sweep, ends, max_jobs):
     return dead_end and (dead_end.number, dead_end.what)
 
 
-ANYTHING, ASKED = (3, "anything"), (3, "any run that was asked for but control layouts")
+ANYTHING, ASKED = (3, "anything"), (3, "any run except control layouts")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
         assert reconciler.once()[1]
         assert launcher.cancelled == [[allocation.name]] * tries
         clock[0] += CANCEL_S
-    assert notes == ["cannot cancel: scancel: no answer; trying again until it is done"]
+    assert notes == ["cannot cancel: scancel: no answer; retrying until the jobs have ended"]
     Agents(sweep, allocation.name).start().end()
     assert not reconciler.once()[1]
     assert (len(launcher.cancelled), len(launcher.taken)) == (4, 1)

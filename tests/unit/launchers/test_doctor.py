@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.cli.conftest import ultrabench  # noqa: F401
 from tests.unit.launchers.conftest import CONFIG, NODES, PARTITIONS, PATTERNS, UNENFORCED
+from ultrabench.launchers.slurm.query import NoAnswerError
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_site_without_fault(doctor, programs, alone):
     assert {c["status"] for name, c in checks.items() if name != "job"} == {"pass"}
     assert checks["job"]["status"] == "skip"
     assert "launcher=slurm: Slurm responds here" in said
-    told = "hopper (the default): UP, 8 nodes, no time limit; others: debug: UP, 2 nodes (2 a job), up to 30 min; "
+    told = "hopper (the default): UP, 8 nodes, no time limit; others: debug: UP, 2 nodes (2 per job), up to 30 min; "
     assert told in checks["partition"]["told"]
     assert list(alone.iterdir()) == [], "it leaves nothing behind"
     assert not [line for line in programs.asked if line.startswith("sbatch")]
@@ -54,12 +55,12 @@ GPUS = "hardware=h100x8", "sweep.nodes=[1]"
     [
         (ABSENT, (), {"programs": ("fail", "not on PATH: squeue, scancel")}),
         (ABSENT | dict.fromkeys(("sbatch", "ping")), (), {"programs": ("fail", "launcher=local")}),
-        ({"sacct": None}, (), {"programs": ("warn", "without sacct jobs that squeue has forgotten")}),
-        ({"version of squeue": "slurm 23.11.1\n"}, (), {"programs": ("warn", "two are mixed")}),
+        ({"sacct": None}, (), {"programs": ("warn", "without sacct, jobs that squeue no longer lists")}),
+        ({"version of squeue": "slurm 23.11.1\n"}, (), {"programs": ("warn", "two versions of Slurm are mixed")}),
         ({"ping": ("Slurmctld(primary) at vm is DOWN\n", 1)}, (), {"slurmctld": ("fail", "vm is DOWN")}),
         ({"config": ("slurm_load_ctl_conf error\n", 1)}, (), {"slurmctld": ("fail", "slurm_load_ctl_conf error")}),
         ({"partitions": DOWN}, (),
-         {"partition": ("fail", "launcher.partition= (debug)"), "job": ("skip", "none submitted, because partition failed")}),
+         {"partition": ("fail", "launcher.partition= (debug)"), "job": ("skip", "none submitted because partition failed")}),
         ({"partitions": PARTITIONS.replace("Nodes=8", "Nodes=0")}, ("sweep.nodes=[1]",), {"partition": ("fail", "no nodes")}),
         ({}, ("launcher.partition=hoper",), {"partition": ("fail", "did you mean hopper?")}),
         ({"nodes": DRAINED, "reasons": REASONS}, ("launcher.mem=1900M",),
@@ -67,10 +68,10 @@ GPUS = "hardware=h100x8", "sweep.nodes=[1]"
         ({"nodes": SILENT}, ("sweep.nodes=[1,2]", "launcher.mem=0"),
          {"nodes": ("warn", "runs of 2 nodes wait"), "node size": ("pass",)}),
         ({"nodes": "hopper|8|16|2000|drained|gpu:h100:8\n"}, (), {"nodes": ("fail", "0 of 8 up", "sinfo -R")}),
-        ({"nodes": ""}, GPUS, dict.fromkeys(("nodes", "GPUs", "node size"), ("warn", "sinfo does not tell"))),
+        ({"nodes": ""}, GPUS, dict.fromkeys(("nodes", "GPUs", "node size"), ("warn", "sinfo does not list"))),
         ({}, (GPUS[0], *LARGE),
-         {"GPUs": ("pass",), "limits": ("warn", "leave out what is larger", "lower launcher.time_minutes=")}),
-        ({"config": CONFIG}, (), {"account": ("pass", "QOS normal, short"), "GPUs": ("pass", "needs none", "name the hardware=")}),
+         {"GPUs": ("pass",), "limits": ("warn", "use fewer nodes", "lower launcher.time_minutes=")}),
+        ({"config": CONFIG}, (), {"account": ("pass", "QOS normal, short"), "GPUs": ("pass", "needs no GPU", "give the hardware=")}),
         ({"config": CONFIG}, (*GPUS, "hardware.gpus_per_node=16", "launcher.account=Research", "launcher.qos=short", "launcher.mem=3G"),
          {"GPUs": ("fail", "hardware.gpus_per_node=8"), "account": ("pass",), "node size": ("fail", "launcher.mem=2000M")}),
         ({"config": CONFIG}, (*GPUS, "hardware.gpus_per_node=4", "launcher.account=physics", "launcher.mem=some"),
@@ -82,11 +83,11 @@ GPUS = "hardware=h100x8", "sweep.nodes=[1]"
         ({"config": CONFIG}, (*GPUS, "launcher.gres=gpu:8", "launcher.account=guests", LARGE[0]),
          {"GPUs": ("pass",), "account": ("pass",)}),
         ({"config": CONFIG}, ("hardware=h200x8", "launcher.qos=long"),
-         {"GPUs": ("fail", "hardware= that is there"), "account": ("fail", "one of normal, short")}),
+         {"GPUs": ("fail", "hardware= of these nodes"), "account": ("fail", "one of normal, short")}),
         ({"config": CONFIG, "assoc": "", "nodes": MIXED}, GPUS,
          {"GPUs": ("warn", "3 nodes of 64 CPUs, 4000 MB, gpu:a100:4", "launcher.sbatch.constraint="), "account": ("fail", "ask the site")}),
         ({"config": CONFIG, "assoc": ("No.\n", 1), "sacct": ("", 1)}, (),
-         {"account": ("warn", "ask the site"), "accounting": ("warn", "works without: jobs that squeue has forgotten are judged")}),
+         {"account": ("warn", "ask the site"), "accounting": ("warn", "works without sacct: jobs that squeue no longer lists are judged")}),
         ({"config": UNRECORDED}, (), {"accounting": ("warn", "jobs are not recorded")}),
         ({}, ("results_dir=/dev/null/results",), {"results folder": ("fail", "results_dir=")}),
     ],
@@ -109,10 +110,10 @@ NAME = "ub-.doctor-abcdef01-checkup"
         ({"sbatch": ("sbatch: error: Batch job submission failed: Invalid account\n", 1)}, (),
          "Batch job submission failed: Invalid account", "set launcher.account=", True),
         ({"sbatch": ("sbatch: error: Invalid colour\n", 1)}, (), "Invalid colour", "+launcher.sbatch.*", True),
-        ({"queue": "7_[0]|7|PENDING|0:00||Priority|NAME\n"}, (), "waits (Priority)", "the cluster is busy", True),
+        ({"queue": "7_[0]|7|PENDING|0:00||Priority|NAME\n"}, (), "is pending (Priority)", "the cluster is busy", True),
         ({"queue": "7_[0]|7|PENDING|0:00||PartitionTimeLimit|NAME\n"}, (), "PartitionTimeLimit",
          "lower launcher.time_minutes=", True),
-        ({"queue": "7_0|7|RUNNING|0:01|gpu01|None|NAME\n"}, (), "runs on gpu01", "if the node is only slow", True),
+        ({"queue": "7_0|7|RUNNING|0:01|gpu01|None|NAME\n"}, (), "is running on gpu01", "if the node is only slow", True),
         ({"queue": "7_0|7|FAILED|0:01|gpu01|NonZeroExitCode|NAME\n"}, ("--wait", "9"),
          "FAILED (NonZeroExitCode) on gpu01; exit code 3:0, no report; it wrote no ", "results_dir=", False),
     ],
@@ -129,6 +130,17 @@ def test_a_job_that_does_not_run(doctor, programs, monkeypatch, says, words, tol
     assert "queue" not in says or "job 7 " in said, "progress tells how the job is"
     cancels = [line for line in programs.asked if line.startswith("scancel")]
     assert cancels == cancelled * [f"scancel --user={os.getuid()} --name={NAME}"]
+
+
+def test_an_sbatch_without_an_answer_is_no_fault_of_the_configuration(doctor, monkeypatch):
+    def submit(*arguments):
+        raise NoAnswerError("sbatch: nothing")
+
+    launcher = "ultrabench.launchers.slurm.launcher"
+    for name, value in (("submit", submit), ("SUBMIT_TRIES", 1), ("SUBMIT_PAUSE_S", 0.0)):
+        monkeypatch.setattr(f"{launcher}.{name}", value)
+    code, checks, _ = doctor("launcher=slurm", "launcher.grace_s=0.5", "--wait", "1")
+    assert (code, checks["job"]["remedy"]) == (1, "slurmctld is slow or unreachable: try again")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def clock(off_s):
     [
         ("folder", CPU, {}, "pass", "/shared/results, tried from gpu01"),
         ("folder", CPU, {"same_folder": False}, "fail", "results_dir="),
-        ("folder", CPU, {"won_taken_claim": True}, "fail", "claimed there again"),
+        ("folder", CPU, {"won_taken_claim": True}, "fail", "already claimed here"),
         ("folder", CPU, {"won_own_claim": False}, "fail", "its own claim of a run was lost"),
         ("folder", CPU, {"own_claim_seen": False}, "fail", "its own claim of a run was lost"),
         ("Python", CPU, {}, "pass", "kernel_digest"),
@@ -64,20 +64,20 @@ def clock(off_s):
         ("torch", CPU, {}, "pass", "torch 2.13.0 (CUDA 12.8, NCCL 2.27, driver 570.1) on NVIDIA H100"),
         ("torch", CPU, torch(cuda_version=None, nccl_version=None, driver_version=None), "pass", "(without CUDA) on"),
         ("torch", CPU, {"torch": None, "torch_error": "No module named 'torch'"}, "fail", "launcher.setup="),
-        ("torch", OWN, {"torch": None, "torch_error": "No module named 'torch'"}, "warn", "may do without"),
+        ("torch", OWN, {"torch": None, "torch_error": "No module named 'torch'"}, "warn", "may not need it"),
         ("GPUs", H100, {}, "pass", "they are NVIDIA H100 80GB HBM3"),
-        ("GPUs", CPU, {"gpus": 0} | torch(gpus=0), "pass", "needs none"),
+        ("GPUs", CPU, {"gpus": 0} | torch(gpus=0), "pass", "needs no GPU"),
         ("GPUs", H100, {"gpus": 0} | torch(gpus=0, cuda_version=None), "fail", "launcher.partition="),
         ("GPUs", H100, torch(gpus=0, cuda_version=None), "fail", "without CUDA"),
         ("GPUs", H100, {"torch": None}, "fail", "without CUDA"),
-        ("GPUs", H100, torch(gpus=0), "fail", "fits the driver"),
+        ("GPUs", H100, torch(gpus=0), "fail", "matches the driver"),
         ("GPUs", H100, {"gpus": 4} | torch(gpus=4), "fail", "hardware.gpus_per_node=4"),
-        ("GPUs", H100, torch(gpu_name="NVIDIA A100-SXM4-80GB"), "fail", "this one says NVIDIA H100 80GB HBM3"),
+        ("GPUs", H100, torch(gpu_name="NVIDIA A100-SXM4-80GB"), "fail", "this one expects NVIDIA H100 80GB HBM3"),
         ("GPUs", H100, {"foreign": ["process 9 (python) on GPU 2"]}, "warn", "launcher.exclusive=true"),
         ("GPUs", TWO, {}, "warn", "hardware.gpus_per_node=8"),
         ("GPUs", H100, torch(gpu_mem_bytes=int(79.2 * 2**30)), "pass", "they are NVIDIA H100"),
         ("GPUs", H100, torch(gpu_mem_bytes=64 * 2**30), "warn",
-         "torch reports 64 GiB a GPU, hardware=h100x8 has 79.109; predict with the memory that is there: "
+         "torch reports 64 GiB a GPU, hardware=h100x8 has 79.109; for predictions with the real memory, set "
          "hardware.mem_bytes=68719476736"),
         ("room", H100, {}, "pass", "112 cores"),
         ("room", H100, {"cores": 1}, "warn", "launcher.cpus="),
@@ -86,7 +86,7 @@ def clock(off_s):
         ("scratch", CPU, {"health": {"warn": {"scratch": {"/tmp": 0.5}}}}, "warn", "/tmp: 0.5 GiB free; limit: at least 1 GiB"),
         ("row remapping failed", H100, {"health": {"fail": {"row remapping failed": {"GPU 3": 1.0}}}}, "fail",
          "GPU 3; limit: no failure; have the GPU replaced"),
-        ("row remapping failed", H100, {}, "unknown", "no source here"),
+        ("row remapping failed", H100, {}, "unknown", "this node cannot report it"),
         ("clock", CPU, clock(0.9), "pass", "within the 6.0 s"),
         ("clock", CPU, clock(2.5), "warn", "at least 1.5 s ahead of"),
         ("clock", CPU, clock(-2.5), "warn", "at least 1.5 s behind"),
@@ -175,7 +175,7 @@ def test_a_cluster_file_tells_what_was_found(tmp_path, hopper):
     assert lines[0] == "# Partition hopper of alps: 8 nodes of 16 CPUs, 2000 MB, gpu:h100:8(S:0-1)"
     assert time.strftime("%Y-%m-%d") in lines[1]
     assert lines[2] == "# UP, 8 nodes, no time limit; nodes up: 8"
-    assert "# account: research  # the default is research; yours are research, root" in lines
+    assert "# account: research  # the default is research; you have research, root" in lines
     assert "# qos: short  # account research has normal, short" in lines
 
 

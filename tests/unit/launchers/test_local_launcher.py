@@ -80,7 +80,7 @@ def test_an_allocation_lives_while_it_has_a_process(folder, launcher, start):
     seen = gone_within(launcher, held(NAME))
     assert seen.alive == frozenset()
     assert seen.ended_jobs[NAME].status == Status.LOST
-    assert seen.ended_jobs[NAME].reason == f"the agents of {NAME} vanished"
+    assert seen.ended_jobs[NAME].reason == f"the agents of {NAME} disappeared"
     assert seen.ended_jobs[NAME].certain, "its processes were looked at"
 
 

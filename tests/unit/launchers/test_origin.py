@@ -116,7 +116,7 @@ def test_an_allocation_of_others_lives_and_is_left_alone(watched, by, started):
         assert watched.alive == {watched.mine, THEIRS}
     assert all(THEIRS not in looked for looked in watched.launcher.looked)
     whose = f"{by['user']} on {by['cluster'] or by['host']}"
-    note = f"{THEIRS} is a job of {whose}: it is watched, and neither ended nor replaced. "
+    note = f"{THEIRS} is a job of {whose}: this launcher can neither end nor replace it. "
     assert sum(message.startswith(note) for message in watched.told) == 1
     assert THEIRS not in [e.allocation for e in events_of(watched.sweep.folder, "adopted")]
     # What it has claimed no one else may run; what only it was to run is waited for.
@@ -206,7 +206,7 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
         assert watched.alive == {watched.mine}
     assert (watched.ended(watched.mine), statuses(watched.sweep)) == (None, {key: None})
     assert len(watched.launcher.taken) == 1
-    note = f"{gone.reason}, but the agents of {watched.mine} touched their journal lately"
+    note = f"{gone.reason}, but the agents of {watched.mine} updated their journal recently"
     assert sum(message.startswith(note) for message in watched.told) == 1
     for _ in range(3):
         watched.once(after=0.3 * watched.patience_s)

@@ -131,11 +131,11 @@ def test_what_a_sweep_may_hold(nodes, asked, limits, share):
 @pytest.mark.parametrize(
     ("nodes", "asked", "limits", "told"),
     [
-        ((1, 8), None, {}, "sweep.nodes up to 8; partition hopper has 16 nodes, by default a sweep takes 4: set launcher.max_nodes=8"),
-        ((1, 8), 6, {}, "launcher.max_nodes=6 is the most that the sweep may hold: set launcher.max_nodes=8"),
-        ((4, 32), 64, {}, "partition hopper has 16 nodes: leave out what is larger, sweep.nodes=[4]"),
-        ((8,), 8, {"max_nodes": 4}, "and gives a job 4: leave out what is larger"),
-        ((8,), None, {"max_nodes_per_user": 4}, "a user 4 at a time: leave out what is larger"),
+        ((1, 8), None, {}, "sweep.nodes up to 8; partition hopper has 16 nodes, by default a sweep uses 4: set launcher.max_nodes=8"),
+        ((1, 8), 6, {}, "the sweep may use launcher.max_nodes=6: set launcher.max_nodes=8"),
+        ((4, 32), 64, {}, "partition hopper has 16 nodes: use fewer nodes, such as sweep.nodes=[4]"),
+        ((8,), 8, {"max_nodes": 4}, ", at most 4 per job: use fewer nodes"),
+        ((8,), None, {"max_nodes_per_user": 4}, ", at most 4 per user: use fewer nodes"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_said_before_anything_is_submitted(nodes, asked, limits, told):

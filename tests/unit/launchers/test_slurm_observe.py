@@ -106,7 +106,7 @@ def test_before_the_first_answer_everything_may_live(slurm):
     slurm.asked_at, slurm.error = -math.inf, "squeue: refused"
     for _ in range(3):
         seen = slurm.lives(after=1000)
-        note = "squeue does not answer (squeue: refused); jobs go on, asking again"
+        note = "squeue does not answer (squeue: refused); retrying, jobs continue"
         assert (seen.queued, seen.notes) == (set(), (note,))
 
 
@@ -115,7 +115,7 @@ def test_before_the_first_answer_everything_may_live(slurm):
     [("PENDING", True, None), ("REQUEUE_HOLD", True, "went back to the queue and is held there"),
      ("RUNNING", False, None), ("STAGE_OUT", False, None), ("CONFIGURING", False, None),
      ("SUSPENDED", False, "is suspended; its processes are kept"),
-     ("FROBNICATED", False, "is in the state FROBNICATED, which is not known here")],
+     ("FROBNICATED", False, "is in state FROBNICATED, which ultrabench does not know")],
 )  # fmt: skip
 def test_what_squeue_lists_lives_and_is_timed_while_it_holds_nodes(slurm, state, queued, note):
     slurm.listed = rows(("57_0", state), elapsed_s=8.0)
@@ -139,7 +139,7 @@ def over(status, state):
         ("listed", "CANCELLED by 1000", END_GRACE_S, 0, over(Status.CANCELLED, "CANCELLED by 1000")),
         ("known", "NODE_FAIL", GRACE_S, 1, over(Status.NODE_FAIL, "NODE_FAIL")),
         ("known", "RUNNING", STALE_ACCOUNTING_S, 2,
-         JobEnd(reason="squeue has forgotten job 57_0, sacct says RUNNING")),
+         JobEnd(reason="squeue no longer lists job 57_0, sacct says RUNNING")),
     ],
 )  # fmt: skip
 def test_a_job_that_is_not_active_leaves_its_agents_time_to_say_so(slurm, where, state, after_s, asked, end):
@@ -205,7 +205,7 @@ def test_answers_that_are_stale_bury_nobody_and_cancel_nothing(slurm):
     slurm.lives(("61_0", "PENDING"), after=10)
     for _ in range(100):
         notes = slurm.lives(after=100).notes
-    assert notes == ("squeue does not answer (squeue: no answer within 20 s); jobs go on, asking again",)
+    assert notes == ("squeue does not answer (squeue: no answer within 20 s); retrying, jobs continue",)
     assert slurm.cancelled == []
     slurm.error = None
     slurm.lives(("57_0", "RUNNING"), ("61_0", "PENDING"))
@@ -236,7 +236,9 @@ def test_what_a_person_has_to_mend_is_told_once(slurm):
     slurm.submitted(B, "57_1")
     for reason, notes in (("PartitionTimeLimit", 1), ("Resources", 0)):
         slurm.listed = rows(("57_0", "PENDING"), ("57_1", "PENDING"), reason=reason)
-        assert [n.startswith(f"jobs wait for {reason}: ") for n in slurm.observe().notes] == [True] * notes
+        assert [n.startswith(f"jobs are pending ({reason}): ") for n in slurm.observe().notes] == [
+            True
+        ] * notes
 
 
 # a submission that was made twice
@@ -374,7 +376,7 @@ def test_nothing_is_submitted_again_before_squeue_has_answered(slurm, monkeypatc
     found = slurm.launcher.submit([SimpleNamespace(name=A, nodes=1)], [], told.append)
     assert found == {A: {"job_id": "99_0" if squeue_answers else "60_0", "name": JOB_NAME}}
     assert len(tries) == 1 + squeue_answers
-    waited = "squeue does not answer; nothing is submitted before it does" in told
+    waited = "squeue does not answer; no jobs are submitted until it does" in told
     assert waited != squeue_answers
 
 

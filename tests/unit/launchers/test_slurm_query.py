@@ -128,8 +128,8 @@ def test_silence_beyond_the_budget_ends_it_in_one_line(slurm):
         while True:
             slurm.jobs(after=10)
     assert slurm.now == pytest.approx(1000 + 1800, abs=300)
-    assert str(caught.value).startswith(f"squeue: {REFUSED.strip()} (exit 1), and so for ")
-    assert "same command continues" in str(caught.value)
+    assert str(caught.value).startswith(f"squeue: {REFUSED.strip()} (exit 1), for ")
+    assert "run the same command again" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_nonsense_is_a_failure_not_an_empty_queue(slurm, text):
     slurm.jobs()
     slurm.prints("queue", text)
     answer = slurm.jobs(after=30)
-    assert "not an answer" in answer.error
+    assert "unexpected output" in answer.error
     assert len(answer.jobs) == 4
 
 
@@ -226,7 +226,7 @@ TOO_EARLY = (str(SUBMITTED_AT - 1), datetime.fromtimestamp(SUBMITTED_AT - 1).iso
     [(OURS, None), (OURS.replace("ub-e", "nightly"), "name nightly instead of ub-e"),
      (OURS.replace(WHOSE, "4711|alps"), "user 4711"), (OURS.replace("alps", "juno"), "cluster juno instead of alps"),
      *((OURS.replace(f"{SUBMITTED_AT}", time), "was submitted before") for time in TOO_EARLY),
-     (OURS.replace("00:00:09", "2-12:00:00"), "longer than since its submission"),
+     (OURS.replace("00:00:09", "2-12:00:00"), "longer than the time since its submission"),
      # A column that sacct leaves empty does not decide.
      (OURS.replace(f"{SUBMITTED_AT}|{WHOSE}", "Unknown||"), None)],
 )  # fmt: skip
@@ -236,7 +236,7 @@ def test_a_row_of_another_job_with_the_same_id_is_no_answer(slurm, row, differen
     assert list(slurm.accounting(["8"])) == ([] if difference else ["8"])
     assert len(slurm.query.foreign) == bool(difference)
     assert all(
-        difference in note and note.startswith("sacct shows a job 8 that ")
+        difference in note and note.startswith("sacct shows another job 8, which ")
         for note in slurm.query.foreign.values()
     )
     slurm.prints("sacct", OURS + row.replace("COMPLETED", "OUT_OF_MEMORY"))

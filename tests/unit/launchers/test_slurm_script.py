@@ -66,7 +66,7 @@ def executed(script, folder):
 def test_the_options_of_a_plain_sweep(tmp_path):
     script, first = scripted(tmp_path, count=3, partition="hopper", exclude="gpu[03,07]", avoid=("gpu05",))
     found = options(script)
-    assert found.pop("comment").endswith("to give the nodes back: ultrabench sweep pause sweep")
+    assert found.pop("comment").endswith("to free the nodes: ultrabench sweep pause sweep")
     assert found == {
         "array": "0-2%3", "job-name": f"ub-sweep-{array_name(first)}", "nodes": "1", "ntasks-per-node": "1",
         "time": str(-(-int(first.limit_s) // 60)), "chdir": str(Path.cwd()), "partition": "hopper",

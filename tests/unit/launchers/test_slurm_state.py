@@ -27,7 +27,7 @@ def test_every_state_has_a_phase_and_the_status_of_what_it_left(word, told):
 
 @pytest.mark.parametrize(("word", "named"), [("COMPLET+", "COMPLET+"), ("  ", "(none)"), ("?", "?")])
 def test_an_unknown_state_may_still_hold_nodes(word, named):
-    assert meaning(word) == (RUNNING, f"is in the state {named}, which is not known here", None, False)
+    assert meaning(word) == (RUNNING, f"is in state {named}, which ultrabench does not know", None, False)
 
 
 REMEDIES = {

@@ -116,7 +116,9 @@ def test_a_file_of_another_user_is_skipped_and_an_unreadable_folder_is_named(tmp
 def test_a_journal_folder_that_is_gone_is_named(tmp_path):
     for path in (tmp_path / "journal", tmp_path / "file"):
         (tmp_path / "file").write_text("")
-        with pytest.raises(SweepFolderError, match=f"cannot read the journal folder {path}: .*; results"):
+        with pytest.raises(
+            SweepFolderError, match=f"cannot read the journal folder {path}: .*; it has the results"
+        ):
             list(read_journal(path))
 
 
@@ -155,6 +157,6 @@ def test_a_file_system_without_hard_links_is_refused_when_the_sweep_is_opened(
     tmp_path, monkeypatch, link, reason
 ):
     monkeypatch.setattr(os, "link", link)
-    with refused(f"the file system of {tmp_path / 's'} makes no hard links ({reason})", SweepFolderError):
+    with refused(f"the file system of {tmp_path / 's'} has no hard links ({reason})", SweepFolderError):
         SweepFolder(tmp_path / "s").create()
     assert list((tmp_path / "s" / "claims").iterdir()) == []

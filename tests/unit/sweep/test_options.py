@@ -150,11 +150,11 @@ def test_a_sweep_gets_more_values_but_no_other_ones(tmp_path):
     described = sweep_json_of(begun, {"core_flops_per_s": 1e9, "cores": 2})
     longer = ("sweep.seq_len=[32,64,128]", "sweep.gbs=[8,16]", "kernel.precision=[fp32,bf16]")
     require_same(described, plan(FLAGS, *WORDS, "sweep.seq_len=[64,128]", *longer[1:]).config, tmp_path)
-    with refused("another workload (workload.seq_len: 64 -> 128)"):
+    with refused("a different workload (workload.seq_len: 64 -> 128)"):
         require_same(described, plan(FLAGS, *WORDS, "sweep.seq_len=[128,256]").config, tmp_path)
     state = SweepState(launched=Launched(generation=1, config=begun.resolved))
     require_same_flags(state, plan(FLAGS.replace("}}", ', more: ["-x"]}}'), *WORDS).config)
-    with refused("sweep.flags.overlap.on: ['--overlap'] -> ['--other'] in a sweep that has begun"):
+    with refused("sweep.flags.overlap.on: ['--overlap'] -> ['--other'] in a sweep that was launched before"):
         require_same_flags(state, plan(FLAGS.replace("--overlap", "--other"), *WORDS).config)
 
 
@@ -194,7 +194,7 @@ def test_a_value_without_candidates_lacks_them_in_all_batches_of_weak_scaling():
     [
         (("sweep.nodes=[2,4]", "sweep.gbs=8"), None), (("sweep.nodes=[4,8]", "sweep.gbs=16"), None),
         (("sweep.nodes=[1,2,4]", "sweep.gbs=4"), None),
-        (("sweep.nodes=[1,2,4]", "sweep.gbs=8"), "(workload.gbs on 2 nodes: 8 -> 16); take sweep.gbs=4, that of 1 node"),
+        (("sweep.nodes=[1,2,4]", "sweep.gbs=8"), "(workload.gbs on 2 nodes: 8 -> 16); use sweep.gbs=4, that of 1 node"),
         (("sweep.nodes=[2,4]", "sweep.gbs=8", "sweep.scaling=strong"), "(workload.gbs on 4 nodes: 16 -> 8); start a new"),
     ],
 )  # fmt: skip
@@ -342,7 +342,7 @@ def test_an_interpreter_that_cannot_start_the_agents_is_refused_where_it_can_be_
             f"sweep.python={bare} cannot start the agents of ultrabench: No module named ultrabench; install"
         ):
             require(f"+sweep.python=[{sys.executable},{bare}]", launcher)
-    with refused(f"sweep.python={tmp_path}/none is no program here"):
+    with refused(f"sweep.python={tmp_path}/none is not a program here"):
         require(f"+sweep.python=[{tmp_path}/none]", "launcher=local")
     for words in ([f"[{tmp_path}/none,python]"], [f"[{bare}]", "launcher.setup=['export PYTHONPATH=/x']"],
                   [f"[{bare}]", "launcher.srun=['--container-image=x']"]):  # fmt: skip

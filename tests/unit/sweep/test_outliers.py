@@ -73,7 +73,7 @@ def test_groups_of_similar_size_are_all_in_doubt_and_none_is_invalid():
     state = losses(7.0, 7.0, 7.0, 6.0, 6.0)
     assert bad(state) == set()
     assert set(doubts(state)) == set("01234")
-    told = "layouts of this model and batch differ in their loss: 3 of them have 7, 2 of them have 6"
+    told = "layouts of this model and batch differ in their loss: 3 have 7, 2 have 6"
     assert doubts(state)["4"] == told
     assert with_loss_outliers(losses(5.0, 9.0)) == losses(5.0, 9.0), "two are too few to tell"
 
@@ -150,7 +150,7 @@ OF_FOUR = "of the median of 4 allocations of 1 node"
         (ABC, {"gemm": (1.0, 0.8)}, f"gemm_flops_per_s of its allocation is 0.80 {OF_FOUR}"),
         (ABC, {"busbw": 0.5}, f"allreduce_busbw_bytes_per_s of its allocation is 0.50 {OF_FOUR}"),
         ([], {"gemm": (1.0, 1.0, 1.0, 0.7)},
-         "the device of rank 3 multiplies at 0.70 of the median of the 4 devices of its allocation"),
+         "the GEMM rate of rank 3 is 0.70 of the median of the 4 devices of its allocation"),
         (ABC, {"gemm": (1.0, 0.9)}, None), (ABC, {"gemm": (3.0, 3.0)}, None),
         (ABC, {"gemm": (1.0, 0.8), "nodes": 2}, None),  # the others have fewer nodes
         (ABC[:1], {"gemm": (0.1, 0.1)}, None),  # which of two is slow nobody knows

@@ -171,7 +171,7 @@ def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
     out = [c for c in kept.candidates if c.rule == "time_limit"]
     assert len(out) + len(kept.runs) == len(BIG.runs)
     assert {c.run_id for c in kept.candidates} == {c.run_id for c in BIG.candidates}
-    source = "launcher.time_minutes=20" if given else "partition, QOS and account allow a job 20 minutes"
+    source = "launcher.time_minutes=20" if given else "partition, QOS and account limit a job to 20 minutes"
     told = rf"a job needs \d\d minutes with its control run; {source}"
     assert all(re.fullmatch(told, c.reason) for c in out)
     jobs = price.price_of(kept, max_limit_s=longest_s).jobs
@@ -186,10 +186,10 @@ def test_runs_that_no_job_is_long_enough_for_are_rejected_with_a_reason(given):
 @pytest.mark.parametrize(
     ("given", "longest_s", "told"),
     [({"time_minutes": 3}, math.inf, "launcher.time_minutes=3"),
-     ({}, 120.0, "partition, QOS and account allow a job 2 minutes")],
+     ({}, 120.0, "partition, QOS and account limit a job to 2 minutes")],
 )  # fmt: skip
 def test_a_time_limit_that_no_run_can_begin_in_is_refused(given, longest_s, told):
-    least = r"the shortest job of \d+ runs needs \d+ minutes with its control run: allow more"
+    least = r"the shortest of \d+ runs needs \d+ minutes with its control run: allow more"
     with refused(match=rf"^{told}; {least}"):
         price.within_limit(replace(BIG, config=with_launcher(BIG.config, **given)), longest_s)
 

@@ -115,7 +115,7 @@ def test_a_node_is_left_out_when_two_runs_point_at_it_or_it_failed(attempts, mor
     state, policy = state_of(*attempts), replace(POLICY, **more)
     end = AllocationEnded(allocation="x", reason="", avoid=("full",))
     state.allocations["x"] = AllocationState(name="x", ends={Start(): end})
-    assert excluded_nodes(state, policy) == nodes | {"full": "its agent gave it up"}
+    assert excluded_nodes(state, policy) == nodes | {"full": "its agent reported it unusable"}
     here = Launched(generation=1, config={"launcher": {"name": "local"}})
     assert excluded_nodes(replace(state, launched=here), policy) == {}, "there is no other node"
 

@@ -71,9 +71,10 @@ def test_a_gpu_of_the_users_own_is_planned_and_recorded():
     assert read_hardware(to_dict(config.hardware)) == config.hardware
 
 
-def test_a_sweep_from_before_architectures_goes_on(tmp_path):
+def test_a_sweep_from_before_architectures_and_with_another_text_of_its_source_goes_on(tmp_path):
     config = load_config(["hardware=h100x8", "model=tiny"])
-    older = replace(config, hardware=replace(config.hardware, architecture=None, rated_power_w=None))
+    other = {"architecture": None, "rated_power_w": None, "source": "the same rates in other words"}
+    older = replace(config, hardware=replace(config.hardware, **other))
     require_same(sweep_json_of(older, {}), config, tmp_path)
 
 
@@ -87,8 +88,8 @@ def test_a_sweep_keeps_the_memory_of_gpus_that_it_began_with_and_says_so(tmp_pat
     require_same(sweep_json_of(older, {}), resumed, tmp_path)
     assert config_from_tree(resumed.resolved).hardware == resumed.hardware == older.hardware
     assert warned == [
-        "sweep began began with 80 GiB of memory a GPU, hardware=h100x8 now has 79.109; it keeps 80 in its predictions: "
-        "start a sweep with another name= to use 79.109"
+        "sweep began was launched with 80 GiB per GPU, hardware=h100x8 now has 79.109; its predictions keep using 80: "
+        "to use 79.109, start a new sweep with name=NAME"
     ]
     other = replace(config, hardware=replace(config.hardware, name="other"))
     assert in_force(other, warned.append).hardware.mem_bytes == config.hardware.mem_bytes

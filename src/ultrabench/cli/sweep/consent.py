@@ -48,7 +48,7 @@ def headline(config: SweepConfig) -> str:
     ]
     tokens_text = " to ".join(dict.fromkeys(ends))
     smallest = counted(min(config.axes.nodes), "node")
-    on_more = f" on {smallest}, more in proportion on more nodes" if config.scaling == WEAK else ""
+    on_more = f" on {smallest}, scaled with the number of nodes" if config.scaling == WEAK else ""
     batch = f"sequences of {listed['seq_len']} tokens, global batch {listed['gbs']}{on_more} ({tokens_text} tokens)"
     variants = [f"{name} {listed[name]}" for name, of in config.options.of_variants.items() if len(of) > 1]
     varied = f"; varied: {', '.join(variants)}" if variants else ""
@@ -96,7 +96,7 @@ def price_table(
 def interval_line(price: Price) -> str:
     """One line that tells how far the price may be off, as step times are predicted with intervals."""
     low, high = map(three_digits, price.interval)
-    return f"{three_digits(price.gpu_hours)} GPU hours, {low} to {high} if all step times are at an end of their intervals"
+    return f"{three_digits(price.gpu_hours)} GPU hours, {low} to {high} with all step times at the ends of their intervals"
 
 
 def jobs_line(price: Price, config: SweepConfig) -> str:
@@ -108,8 +108,8 @@ def jobs_line(price: Price, config: SweepConfig) -> str:
         extra = " besides the control run" if launcher.control and launcher.pack > 1 else ""
         why += f", launcher.pack={launcher.pack}{extra}"
     if max(predicted) > launcher.allocation_minutes:
-        share = f", or so that its control run takes at most {CONTROL_SHARE:.0%}" if launcher.control else ""
-        why += f"; longer where one run needs it{share}"
+        share = f", or to keep its control run at {CONTROL_SHARE:.0%} or less" if launcher.control else ""
+        why += f"; longer if one run needs it{share}"
     limits = _minutes([job.limit_s / 60 for job in price.jobs])
     source = " (launcher.time_minutes)" if launcher.time_minutes else ""
     return f"{job_lengths} ({why}), {'time limits' if ' to ' in limits else 'time limit'} {limits}{source}"
@@ -120,7 +120,7 @@ def too_long(plan: Plan) -> Iterator[str]:
     reasons = [c.reason for c in plan.candidates if c.rule == TIME_LIMIT]
     if reasons:
         number = counted(len(reasons), "run")
-        yield f"{number} of {len(reasons) + len(plan.runs):,} left out, since no job may be long enough: {reasons[0]}"
+        yield f"{number} of {len(reasons) + len(plan.runs):,} excluded, such as one for which {reasons[0]}"
 
 
 def _minutes(values: Sequence[float], kind: str = "") -> str:
@@ -154,10 +154,8 @@ def ask_for_budget(
     budget = used + BUDGET_FACTOR * price.gpu_hours
     if not can_ask():
         number = f"{budget:.3g}" if budget < 100 else f"{math.ceil(budget)}"
-        failure = (
-            f"no terminal to ask whether {three_digits(price.gpu_hours)} predicted GPU hours may be used"
-        )
-        raise ConfigError(f"{failure}; give the most that may: --max-gpu-hours {number}")
+        failure = f"{three_digits(price.gpu_hours)} GPU hours are predicted, and no terminal can confirm them"
+        raise ConfigError(f"{failure}; set a budget: --max-gpu-hours {number}")
     if not yes:
         text = f"Launch, and stop at {three_digits(budget)} GPU hours ({BUDGET_FACTOR} x predicted)?"
         typer.confirm(text, abort=True, err=True)
@@ -179,7 +177,7 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
         needed = min(run.prediction.peak_mem_bytes for run in plan.runs) / GIB
         smallest = f"the smallest needs {needed:,.0f} GiB a rank"
         limit = plan.config.hardware.mem_bytes / GIB
-        lines.append(f"no run is predicted to fit: {smallest}, which has {limit:.0f}")
+        lines.append(f"no run is predicted to fit: {smallest}, and a rank has {limit:.0f}")
     if lines and not yes and price.jobs and can_ask():
         say(headline(plan.config))
         typer.confirm(f"{'; '.join(lines)}. Launch?", abort=True, err=True)
@@ -199,4 +197,4 @@ def _print_price(plan: Plan, price: Price, limits: JobLimits, used: float) -> No
     end_and_use = (
         f"done in {duration(earliest_s)} at the earliest; used so far: {three_digits(used)} GPU hours"
     )
-    say(f"at most {at_a_time}, and {largest} in a job; {end_and_use}")
+    say(f"at most {at_a_time}, {largest} per job; {end_and_use}")

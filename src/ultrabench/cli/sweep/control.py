@@ -38,16 +38,16 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
     if as_json:
         print_json(rows)
     if not chosen:
-        say(f"nothing to retry: no run ended in {only or 'a failure'}")
+        say(f"nothing to retry: {f'no run has status {only}' if only else 'no run failed'}")
         return 0
     if not dry_run:
         require_tracker(plan.config)
     if not as_json:
-        title = f"{'would run' if dry_run else 'runs'} again, whatever the policy says"
-        columns = ("run", ">repeat", ">attempt", "was", "reason", "the policy alone")
+        title = f"{'would be' if dry_run else 'are'} retried, whatever the retry policy says"
+        columns = ("run", ">repeat", ">attempt", "was", "reason", "retry policy")
         show(table(title, *columns, rows=[row.values() for row in rows]))
         for node, why in excluded_nodes(state, plan.config.retry).items():
-            say(f"not on {node}: {why} (retry.forgive=[{node}] uses it again)")
+            say(f"node {node} is excluded: {why}; retry.forgive=[{node}] uses it again")
     if dry_run:
         return 0
     keys = [a.key for a in chosen]
@@ -60,7 +60,7 @@ def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str |
     require_known("status to retry", FAILURES, *sorted(statuses))
     planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
     if run is not None and not any(run_id.startswith(run) for run_id in planned):
-        raise ConfigError(f"no run of {folder.name} has an id that begins with {run!r}; see sweep status")
+        raise ConfigError(f"no run id of {folder.name} begins with {run!r}; see ultrabench sweep top -n 100")
     return [
         a
         for (run_id, _), a in sorted(final_attempts(state).items())
@@ -101,10 +101,10 @@ def run_pause(folder: SweepFolder) -> None:
     if not state.paused:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1))
     # The file is written after the journal, because the resume that removes it needs the event.
-    write_whole(folder.pause, "ultrabench sweep resume takes this file away\n")
+    write_whole(folder.pause, "ultrabench sweep resume removes this file\n")
     _end(folder, state, plan, queued_only=True)
     resume = f"ultrabench sweep resume {folder.display_name}"
-    say(f"paused: runs under way end, nothing begins; go on with: {resume}")
+    say(f"Pausing: current runs will finish, no new ones will start. To continue: {resume}")
 
 
 def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -> int:
@@ -130,13 +130,13 @@ def run_cancel(folder: SweepFolder) -> None:
     except ClusterError as error:
         followed = living_launchers(folder, writer.path)
         if not followed:
-            advice = "The cancel is written down, but nobody follows it: run it again"
+            advice = "The cancel is recorded, but no launcher carries it out: run this command again"
             raise ClusterError(f"{error}. {advice}") from error
-        say(f"{error}. {followed[0]} follows this sweep and tries again until it is done")
+        say(f"{error}. {followed[0]} follows this sweep and retries until the jobs have ended")
         return
     now = progress(folder.name, plan.runs, fold(read_journal(folder.journal)), plan.config.hardware.device)
     say(counts_line(now, busy=False))
-    say("cancelled; results stay, and the same launch command goes on from here")
+    say("Cancelled. Results are kept; run the launch command again to continue.")
 
 
 def _open(folder: SweepFolder) -> tuple[SweepState, Plan]:
@@ -186,5 +186,5 @@ def _end(folder: SweepFolder, state: SweepState, plan: Plan, *, queued_only: boo
     open_now = open_allocations(state)
     others = {str(a.by["user"]) for a in open_now.values() if a.by and a.by.get("user") != own_name()}
     if others:
-        say(f"jobs of {', '.join(sorted(others))} are under way: only whoever submitted them can end them")
+        say(f"jobs of {', '.join(sorted(others))} are still active: only their owner can end them")
     choose_launcher(plan.config, folder, submits=False).cancel(open_now, queued_only=queued_only)

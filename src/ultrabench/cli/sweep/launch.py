@@ -119,7 +119,7 @@ def follow(
         tracker = None if detach else config.launcher.track
         if detach and config.launcher.track:
             say(
-                f"runs are tracked only while a launcher follows; later: ultrabench export {config.launcher.track}"
+                f"--detach does not track runs; to export them later: ultrabench export {config.launcher.track}"
             )
         with tracked(tracker, sweep.folder), Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, display.say)
@@ -130,9 +130,8 @@ def follow(
         return _interrupted(sweep, launcher, number, display_name)
     _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
     if detach and reconciler.memory.submitted:
-        resume = f"ultrabench sweep resume {display_name}, by the same user on any login node of the cluster"
-        fact = f"submitted {counted(reconciler.memory.submitted, 'job')} and left"
-        say(f"{fact}; whoever follows submits what comes after: {resume}")
+        fact = f"Submitted {counted(reconciler.memory.submitted, 'job')}; later ones need a launcher"
+        say(f"{fact}: ultrabench sweep resume {display_name} (same user, any login node of the cluster)")
         return 0
     now = progress(config.name, runs, state, config.hardware.device)
     show(panel(now, busy=False), stderr=stderr)
@@ -156,7 +155,7 @@ def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -
     if reconciler.over_budget:
         plan = reconciler.sweep.plan
         needed = committed_gpu_hours(plan, state, ()) + BUDGET_FACTOR * price_of(plan, state).gpu_hours
-        say(f"go on with: ultrabench sweep resume {display_name} --max-gpu-hours {needed:.3g}")
+        say(f"To continue: ultrabench sweep resume {display_name} --max-gpu-hours {needed:.3g}")
 
 
 def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
@@ -167,13 +166,13 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     runs_left = f"{price.left} of {number} left" if price.left < len(runs) else number
     yield f"{config.name}: {runs_left}, {cost} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
-        yield "none of them is predicted to fit into the memory of a rank"
+        yield "no run is predicted to fit into the memory of a rank"
     later = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}
     if any(later.values()) and settled(sweep.plan, sweep.state(), sweep.accepts):
         asked = " ".join(setting for setting, given in later.items() if given)
-        yield f"{asked}, but all is measured: only new runs have it; add repeats=N or name=NAME"
+        yield f"{asked} applies to new runs only, and all runs are measured; add repeats=N or name=NAME"
     for other in living_launchers(sweep.folder, sweep.journal.path):
-        yield f"{other} follows this sweep, too; both may go on: no run is made twice"
+        yield f"{other} also follows this sweep; both can continue: no run is made twice"
 
 
 def other_launches(state: SweepState, planned: Set[str], before: Set[str]) -> Iterator[str]:
@@ -184,7 +183,7 @@ def other_launches(state: SweepState, planned: Set[str], before: Set[str]) -> It
         before: run_ids of the runs that were settled before this launch.
     """
     ends = settled_runs(state)
-    groups = {"new in this launch": planned - before, "and of earlier launches": before - planned}
+    groups = {"new in this launch": planned - before, "in earlier launches only": before - planned}
     for name, runs in groups.items() if before else ():
         if counts := Counter(ends[run_id] for run_id in runs if run_id in ends):
             shown = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
@@ -201,7 +200,7 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     if not others or not can_ask():
         return []
     whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others}
-    text = f"{counted(len(others), 'job')} of {', '.join(sorted(whose))} have not started. Submit others instead?"
+    text = f"{counted(len(others), 'job')} of {', '.join(sorted(whose))} have not started. Replace them?"
     return sorted(a.name for a in others) if typer.confirm(text, err=True) else []
 
 
@@ -229,18 +228,18 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name
     jobs_go_on = sweep.config.launcher.name != "local"
     if jobs_go_on or number != signal.SIGINT:
         why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
-        rest = "its jobs go on" if jobs_go_on else "what runs here goes on"
-        after = f"Follow again: {same_command}; end it: ultrabench sweep cancel {display_name}"
-        line = f"{why}no longer followed; {rest}. {after}"
+        rest = "submitted jobs keep running" if jobs_go_on else "runs on this machine continue"
+        after = f"To follow again: {same_command}; to end them: ultrabench sweep cancel {display_name}"
+        line = f"{why}stopped following the sweep; {rest}. {after}"
     else:
         when = "interrupted"
         try:
             _handle(_stop, ENDING)
-            say("stopping what runs on this machine")
+            say("stopping the runs on this machine")
             interrupt(sweep, launcher)
         except KeyboardInterrupt:
-            when = "interrupted again before all had ended"
-        line = f"{when}; nothing that finished is lost, go on with: {same_command}"
+            when = "interrupted again before all runs had ended"
+        line = f"{when}; finished runs are kept. To continue: {same_command}"
     _handle(signal.SIG_IGN, ENDING)
     say(line)
     return 128 + number
@@ -256,5 +255,5 @@ def _leave_in_background(folder: SweepFolder) -> int:
     with path.open("ab") as log:
         process = Popen(command, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)
     say(f"launching in the background (process {process.pid}, output in {path})")
-    say(f"look with: ultrabench sweep status {folder.display_name} --watch")
+    say(f"to watch: ultrabench sweep status {folder.display_name} --watch")
     return 0

@@ -102,14 +102,14 @@ def attempt_line(
     result, key = attempt.result, attempt.key
     assert result is not None
     if result.stopped == SLOWER:
-        caveat = "slower than the best of its cell, stopped early"
+        caveat = "stopped early: slower than the best of its cell"
     text = f"{run.run_id} {_name(run, columns)}"
     text += f" (repeat {key.repeat})" if key.repeat else ""
     text += f" (attempt {key.attempt})" if key.attempt else ""
     end = _numbers(run, result) if result.status == Status.OK else f"{result.status}, {result.reason}"
     text += f": {end}" + (f" ({caveat})" if caveat else "")
     if again_s is not None:
-        text += f"; trying again{f' in {again_s:.0f} s at the earliest' if again_s else ''}"
+        text += f"; will be retried{f' in {again_s:.0f} s at the earliest' if again_s else ''}"
     return Text(text, style_of(result.status, bool(caveat)))
 
 
@@ -155,7 +155,7 @@ def counts_line(now: SweepProgress, busy: bool) -> Text:
         eta += f" at {three_digits(now.runs_per_hour)} runs an hour"
     text = f"{now.sweep}: {now.runs - now.left} of {counted(now.runs, 'run')} settled"
     text += f" ({ended})" if ended else ""
-    text += f", {retried} to be tried again" if retried else ""
+    text += f", {retried} to be retried" if retried else ""
     text += f", about {now.to_go} to go" if now.to_go < now.left else ""
     return Text(f"{text}{eta}, {three_digits(total)} GPU hours{''.join(lost)}")
 
@@ -175,9 +175,9 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
     for run, attempt in now.running:
         yield Text(f"  running  {_name(run, now.cell_columns)}: {_doing(run, attempt)}")
     if now.waiting:
-        yield Text(f"  waiting  {counted(now.waiting, 'allocation')} to start")
+        yield Text(f"  pending  {counted(now.waiting, 'allocation')}")
     elif busy and now.left and not now.running:
-        yield Text("  running  starting the next allocation")
+        yield Text("  starting the next allocation")
     if now.best:
         rows, columns = [], now.cell_columns
         for run, standing in now.best:
@@ -202,6 +202,6 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
     for run, attempt in now.failures:
         yield Text("  ").append(attempt_line(run, attempt, columns=now.cell_columns))
     for key, why in [*now.suspects.items()][:1]:
-        yield Text(f"{len(now.suspects)} suspect, such as {key}: {why}", "yellow")
+        yield Text(f"{counted(len(now.suspects), 'suspect result')}, such as {key}: {why}", "yellow")
     mfus = (run.mfu(standing.rate or 0.0) or 0.0 for run, standing in now.best if not standing.suspect)
     yield from (Text(why, "yellow") for why in low_peak(max(mfus, default=None)))

@@ -97,7 +97,7 @@ def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
         shown: dict[str, str | Text | None] = {"rank": f"{row['rank']}, {cell_text(row)}"}
         if row["num_params"]:
             shown["model"] = params_text(row["num_params"], row["num_active_params"])
-        shown |= numbers(row) | {"in doubt": row["suspect"]}
+        shown |= numbers(row) | {"suspect": row["suspect"]}
         if row["attempt"] is None:  # others are in the table of attempts
             shown["reason"] = row["reason"]
         for name, value in shown.items():
@@ -120,7 +120,7 @@ def _evidence(evidence: dict[str, Any], logs: Path) -> Iterator[RenderableType]:
         yield f"\n{evidence['hang_cause']}\n"
     if hanging := evidence.get("hang_evidence"):
         rows = [[row.get(name) for name in HANG_COLUMNS] for row in hanging]
-        yield table("before the ranks were killed", *HANG_COLUMNS, rows=rows)
+        yield table("ranks before they were killed", *HANG_COLUMNS, rows=rows)
     yield from map(str, sorted((logs / "hang_evidence").glob("*")))
     yield f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}"
 
@@ -148,7 +148,7 @@ def _columns(attempt: AttemptState) -> Iterator[object]:
 
 
 def _rank_line(rank: dict[str, Any]) -> str:
-    code, end = rank.get("code"), "no exit"
+    code, end = rank.get("code"), "no exit code"
     if rank.get("killed_by_us"):
         end = "killed by ultrabench"
     elif isinstance(code, int):
@@ -196,7 +196,7 @@ def show_logs(name: str, follow: bool, sweep: str | None, results: Path) -> None
     while True:
         attempts = look().by_run().get(run_id, [])
         if not attempts and not follow:
-            raise SweepFolderError(f"run {run_id} has not been attempted yet; follow it with -f")
+            raise SweepFolderError(f"run {run_id} has not been attempted yet; add -f to wait for it")
         over = bool(attempts) and attempts[-1].result is not None
         for path in _log_files(folder, attempts[-1]) if attempts else []:
             if over and offsets and path not in offsets:
@@ -212,10 +212,10 @@ def show_logs(name: str, follow: bool, sweep: str | None, results: Path) -> None
             break
         time.sleep(FOLLOW_S)
     if not offsets:
-        say(f"run {run_id} left no log{' yet' if not over else ''}")
+        say(f"run {run_id} has no log{' yet' if not over else ''}")
     elif silent:
         command = f"ultrabench sweep show {run_id} --sweep {folder.display_name}"
-        say(f"run {run_id} has printed nothing; everything else about it: {command}")
+        say(f"run {run_id} has printed nothing; to see its other facts: {command}")
 
 
 def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
@@ -247,7 +247,7 @@ def find_run(
         if 0 < int(name) <= len(runs):
             name, sweep = runs[int(name) - 1]["run_id"], str(folder.path)
         elif runs:
-            advice = f"give more than {MOST_RANK_DIGITS} digits of an id, or a rank of: ultrabench sweep top"
+            advice = f"give a rank of `ultrabench sweep top`, or more than {MOST_RANK_DIGITS} digits of an id"
             raise SweepFolderError(f"no rank {name} in {folder.name}, which has {len(runs)}; {advice}")
     folders = [] if sweep else [SweepFolder(head.parent) for head in sorted(results.glob("*/sweep.json"))]
     matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
@@ -259,7 +259,7 @@ def find_run(
     if len(matches) == 1:
         return matches[0]
     if not matches:
-        none = f"no run in {sweep or f'{results}/'} has an id that begins with {name!r}, or that rank"
-        raise SweepFolderError(f"{none}; see them with: ultrabench sweep top -n 100")
+        none = f"no run in {sweep or f'{results}/'} has that rank, or an id that begins with {name!r}"
+        raise SweepFolderError(f"{none}; to list them: ultrabench sweep top -n 100")
     several = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
-    raise SweepFolderError(f"{name!r} means {len(matches)} runs: {several}; give more digits or --sweep")
+    raise SweepFolderError(f"{name!r} matches {len(matches)} runs: {several}; give more digits or --sweep")

@@ -116,7 +116,7 @@ def run_rm(folder: SweepFolder, yes: bool) -> None:
     folder = require_own_folder(folder)
     _require_idle(folder, "deleted")
     attempts = counted(len(fold(read_journal(folder.journal)).attempts), "attempt")
-    _ask(f"Delete {folder.path} with {attempts}, logs and results, for good?", yes)
+    _ask(f"Permanently delete {folder.path} ({attempts}, logs and results)?", yes)
     _require_idle(folder, "deleted")  # a launch may have begun meanwhile
     remove_sweep(folder)
     say(f"deleted {folder.path}")
@@ -133,7 +133,7 @@ def run_rename(folder: SweepFolder, name: str, yes: bool) -> None:
     value_from(Annotated[str, SWEEP_NAME], name, "NEW")
     folder = require_own_folder(folder)
     _require_idle(folder, "renamed")
-    _ask(f"Rename {folder.path} to {name}? Files that were exported keep the old name", yes)
+    _ask(f"Exported files keep the old name. Rename {folder.path} to {name}?", yes)
     _require_idle(folder, "renamed")
     renamed = rename_sweep(folder, name)
     say(f"renamed {folder.name} to {name}; to continue it: ultrabench sweep resume {renamed.display_name}")
@@ -143,7 +143,7 @@ def _ask(question: str, yes: bool) -> None:
     if yes:
         return
     if not can_ask():
-        raise ConfigError("no terminal to ask on; add --yes")
+        raise ConfigError("no terminal can confirm this; add --yes")
     typer.confirm(question, abort=True, err=True)
 
 
@@ -157,10 +157,10 @@ def _require_idle(folder: SweepFolder, participle: str) -> None:
         jobs = living(launcher, state, GRACE_S + config.launcher.grace_s + launcher.rest_s)
         actors = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
     if actors:
-        rule = f"a sweep is {participle} only when nothing of it runs"
+        rule = f"only an idle sweep can be {participle}"
         more = f" and {len(actors) - 3} more" if len(actors) > 3 else ""
         fact = f"{folder.name} is in use ({'; '.join(actors[:3])}{more})"
-        raise SweepFolderError(f"{fact}; {rule}: ultrabench sweep cancel {folder.display_name}")
+        raise SweepFolderError(f"{fact}; {rule}. To end it: ultrabench sweep cancel {folder.display_name}")
 
 
 def _job_text(name: str, job: dict[str, Any] | None, by: dict[str, Any]) -> str:
