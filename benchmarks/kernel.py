@@ -1,8 +1,8 @@
 """Compares step times: the embedded kernel with the same in plain torch, and forked with exec'd ranks.
 
 The forms are one process, DDP (compared with ZeRO-0) and FSDP2 (compared with ZeRO-3). On CPUs, the default,
-both take steps in turn in the same processes. On GPUs each runs by itself, in the order ours, plain, plain,
-ours:
+both take steps in turn in the same processes; `cpu_ratio` compares their CPU times, which other programs on the
+same cores disturb less. On GPUs each runs by itself, in the order ours, plain, plain, ours:
 
     python benchmarks/kernel.py --device cuda --models 1B,3B --mbs 1,2,4,8 --compile both
 """
@@ -45,7 +45,7 @@ run_forked({str(rank): partial(body, rank) for rank in range(2)}, 300)
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs in a rank; returns the step times of each program in `job["who"]`, and peak bytes on GPUs."""
+    """Runs in a rank; returns the step and CPU times of each program in `job["who"]`, and peak bytes on GPUs."""
     import torch
     import torch.distributed as dist
 
@@ -62,18 +62,21 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     steps = {who: {"ours": ours, "plain": plain}[who](job, device) for who in job["who"]}
     seconds: dict[str, list[float]] = {who: [] for who in steps}
+    cpu_seconds: dict[str, list[float]] = {who: [] for who in steps}
     for number in range(job["warmup"] + job["steps"]):
         for who, step in steps.items():
             if cuda:
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            cpu_start, start = time.process_time(), time.perf_counter()
             loss = step()
             if number >= job["warmup"]:
                 seconds[who].append(time.perf_counter() - start)
+                cpu_seconds[who].append(time.process_time() - cpu_start)
             assert loss == loss, "no number"
     peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if cuda else {}
     dist.destroy_process_group()
-    return {**{who: median(taken) for who, taken in seconds.items()}, **peak}
+    cpu = {f"{who}_cpu": median(taken) for who, taken in cpu_seconds.items()}
+    return {**{who: median(taken) for who, taken in seconds.items()}, **cpu, **peak}
 
 
 def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
@@ -141,6 +144,9 @@ def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
             row |= {f"{who}_mfu": rate / PEAK_FLOPS_PER_S, f"{who}_peak_bytes": runs[0]["peak_bytes"]}
     both = row["ours_s"], row["plain_s"]
     row["ratio"] = both[0] / both[1] if all(both) else None
+    if all(both) and job["device"] == "cpu":
+        (run,) = found["ours"]
+        row["cpu_ratio"] = run["ours_cpu"] / run["plain_cpu"]
     return row
 
 
