@@ -48,7 +48,7 @@ TOLD_S = 10.0
 """Seconds after which the measured steps of a run are written into the journal again, for `sweep status`."""
 PEER_GRACE_S = 2.0
 """Seconds for the other ranks to report their failures after the first failure."""
-_TIME_OVER = "the time limit of its allocation was reached"
+_TIME_OVER = "its allocation ended at its time limit"
 RACE_STEPS = 2
 """Number of measured steps after which a run may be ended as too slow."""
 
