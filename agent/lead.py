@@ -51,7 +51,7 @@ PEER_GRACE_S = 2.0
 """Seconds for the other ranks to report their failures after the first failure, and for what kills ranks to reach agents."""
 KILLED_CODES = frozenset(-number for number in BY_NAME["killed"].signals)
 """Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
-_TIME_OVER = "the time limit of its allocation was reached"
+_TIME_OVER = "its allocation ended at its time limit"
 RACE_STEPS = 2
 """Number of measured steps after which a run may be ended as too slow."""
 

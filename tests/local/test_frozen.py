@@ -40,7 +40,9 @@ def test_frozen_agents_end_their_allocations_and_the_runs_go_on(bench, monkeypat
     bench.end(launcher)
     assert bench.leftovers() == []
     rows = bench.rows()
-    lost = [(r["nodes"], r["status"], r["reason"].split(" did not")[0]) for r in rows if r["status"] != "ok"]
+    lost = [
+        (r["nodes"], r["status"], r["reason"].split(" was frozen")[0]) for r in rows if r["status"] != "ok"
+    ]
     assert sorted(lost) == [
         (1, "lost", "the agent on local-0"),
         (2, "lost", "the agent on local-0"),

@@ -62,7 +62,7 @@ def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_cont
     assert "would be refused" in bench.done("sweep", "plan", *words[2:], other).stderr
     refused = bench.done(*words, other)
     assert refused.returncode == 2
-    assert "has results that were read from logs in another way" in refused.stderr
+    assert "has results that were read from logs with other patterns" in refused.stderr
 
 
 NEEDS_A_TOKEN = """

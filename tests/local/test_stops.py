@@ -11,7 +11,7 @@ pytestmark = pytest.mark.local
 def test_the_command_that_a_budget_prints_goes_on_to_the_end(bench):
     words = bench.launch("fine", "launcher.pack=1", gbs=16, mbs=[1, 2, 4])
     said = bench.end(bench.start(*words, "--max-gpu-hours", "0.001"), 1)
-    assert "over the 0.001 that may be used" in said
+    assert "over the budget of 0.001" in said
     assert bench.executions() == [], "a job is submitted only where its predicted price is left"
     again = shlex.split(said.split("To continue: ")[1].splitlines()[0])
     assert again[:4] == ["ultrabench", "sweep", "resume", "t"]
