@@ -97,7 +97,8 @@ def read_parquet(path: Path) -> pa.Table:
     """
     try:
         with path.open("rb") as file:  # pyarrow takes no name with bytes that are not UTF-8
-            table = pq.read_table(file)
+            # A thread of pyarrow that lets go of the file while Python exits ends the process with SIGABRT.
+            table = pq.read_table(file, use_threads=False, pre_buffer=False)
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         reason = "no such file" if isinstance(error, FileNotFoundError) else reason

@@ -110,7 +110,9 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     try:
         # read_table would import pandas, which takes longer, and pyarrow takes no name that is not UTF-8
         file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
-        return _with_axes(file.read(columns=columns), (*AXES, *_USUAL) if columns is None else columns)
+        # A thread of pyarrow that lets go of the bytes while Python exits ends the process with SIGABRT.
+        table = file.read(columns=columns, use_threads=False)
+        return _with_axes(table, (*AXES, *_USUAL) if columns is None else columns)
     except FileNotFoundError:
         raise SweepFolderError(f"{path} is missing; to write it, launch the sweep again") from None
     except (OSError, pa.ArrowException) as error:
