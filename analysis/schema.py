@@ -95,7 +95,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("n_shared_experts", INT, "Experts that every token passes through."),
         column("first_k_dense_replace", INT, "Number of dense layers at the start of the model."),
         column("decoder_sparse_step", INT, "n: layers n, 2n, ... of the model (counted from 1) are sparse, except the dense layers at the start."),
-        column("routing", TEXT, "How tokens choose their experts: balanced, learned or skew=A; null also for other programs than kernel=embedded."),
+        column("routing", TEXT, "How tokens choose their experts: balanced, learned or skew=A; null also for programs other than kernel=embedded."),
     ),
     "Layout": (
         *(column(name, TEXT if name in TEXT_AXES else INT, MEANINGS[name]) for name in AXES),
