@@ -1,30 +1,31 @@
 """The columns of runs.parquet: one table that gives the Arrow schema and docs/reference/columns.md.
 
-A row is one attempt, or a candidate that was never tried (`repeat` and `attempt` are null). A repeat is an
-independent measurement of a run; an attempt is one try of a repeat. Every candidate of the plan has at least one row.
-`is_final` marks one row of each repeat: its `ok` attempt, or else its latest. Units are in the names; `mfu` and similar
-columns are fractions. Unknown values are null, never 0 or -1.
+A row is one attempt, or a [candidate](../design/architecture.md#words) that was never tried (`repeat` and `attempt` are
+null). A repeat is an independent measurement of a run; an attempt is one try of a repeat. Every candidate of the plan
+has at least one row. `is_final` marks one row of each repeat: its `ok` attempt, or else its latest. Units are in the
+names; `mfu` and similar columns are fractions. Unknown values are null, never 0 or -1; some columns give null another
+meaning.
 
-`status` is null while a run is pending or running; [rules](rules.md#statuses) lists the others. Speeds and `mfu` are
-given for `ok`, and for runs that are `invalid` only because their loss differs from that of other layouts. The file's
-metadata holds `ultrabench.schema_version` and each column's description. New columns keep the version; ultrabench
+`status` is null while a run is pending or running; [rules](rules.md#statuses) lists the others. `ok` rows have speeds
+and `mfu`. So do `invalid` rows whose only fault is a loss unlike that of other layouts. The file's metadata holds
+`ultrabench.schema_version` and each column's description. Adding a column does not change the version; ultrabench
 refuses files of a newer version.
 
-How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kernel, precision):
+How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kernel, precision, routing):
 
 - `ok` rows compete, except suspect rows and rows `stopped` as `slower_than_best`. If only suspect rows are left, they
   compete with each other.
-- If all competing rows were measured with the same `control`, `control_ratio` ranks them: it cancels differences in node
-  speed. Otherwise `tokens_per_s_per_gpu` ranks the whole cell. `heatmap --json` names the column
-  (`ranked_by`); `--rank-by COLUMN` chooses another.
-- A run counts with the median of its repeats. It is as good as the best run if their intervals overlap. Its
-  interval spans the 95 % intervals of all its repeats; in a ratio it also includes that of the control.
-- Runs of one layout in different environments also compete. An environment is what was chosen (`env`, the program) and
-  observed (GPU, versions, `variables`); `env_id` is its hash. Runs with the same environment are repeats of one run;
-  within a sweep, the driver may differ.
-- Models with the same name and different `model_id` are in different cells; their names show its first digits.
-- A suspect imported row (with a `source`) stays in the cell where its publisher ranked it, even if its architecture or
-  batch differs.
+- If all competing rows have one `control` and environment, `control_ratio` ranks them: it cancels differences in node
+  speed. Otherwise `tokens_per_s_per_gpu` does. `heatmap --json` names the column (`ranked_by`); `--rank-by COLUMN`
+  chooses another.
+- The value of a run is the median of its repeats. Its interval covers the 95 % intervals of all repeats; for
+  `control_ratio` these include the control's. A run is as good as the best if their intervals overlap.
+- An environment is what was chosen (`env`, the program) and observed (GPU, versions, `variables`); `env_id` hashes it.
+  Measurements of a run in one environment are repeats; in two, they compete. Within a sweep, a driver update makes no
+  new environment.
+- Models with one name and different `model_id` have separate cells, named with the first digits of the id.
+- A suspect imported row (with a `source`) stays in its publisher's cell, even if its architecture or batch is not the
+  cell's.
 """
 
 import pyarrow as pa
@@ -56,7 +57,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("run_id", TEXT, "First 16 hex digits of the hash of everything that defines the run."),
         column("env_id", TEXT, "Hash of the environment: env, program, GPU, torch, CUDA, NCCL, driver, variables."),
         column("env", TEXT, "Environment variables that kernel.env set for the program, as JSON; secrets are redacted."),
-        column("variables", TEXT, "Environment variables of rank 0 that configure its libraries, as JSON."),
+        column("variables", TEXT, "Environment variables of rank 0 for its libraries, as JSON."),
         column("repeat", INT, "Number of the measurement, from 0; null if never attempted."),
         column("attempt", INT, "Number of the try, from 0; null if never attempted."),
         column("kernel", TEXT, "Name of the training program."),
@@ -72,9 +73,9 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
     "Model": (
         column("model", TEXT, "Name of the model."),
         column("model_id", TEXT, "First 16 hex digits of the hash of its shape; null: unknown."),
-        column("model_settings", TEXT, "Settings of the shape that have no column and differ from their defaults, as JSON, such as rope_theta."),
+        column("model_settings", TEXT, "Other settings of the shape that differ from their defaults, as JSON, such as rope_theta."),
         column("num_params", INT, "All trainable parameters, tied weights counted once."),
-        column("num_active_params", INT, "Parameters used for one token: experts that the router does not choose are not counted."),
+        column("num_active_params", INT, "Parameters used for one token: only the chosen experts count."),
         column("hidden_size", INT, "Width of the residual stream."),
         column("num_hidden_layers", INT, "Decoder layers."),
         column("num_attention_heads", INT, "Query heads."),
@@ -93,8 +94,8 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("moe_intermediate_size", INT, "Width of an expert."),
         column("n_shared_experts", INT, "Experts that every token passes through."),
         column("first_k_dense_replace", INT, "Number of dense layers at the start of the model."),
-        column("decoder_sparse_step", INT, "n: after the dense first layers, every n-th layer of the model is sparse."),
-        column("routing", TEXT, "How tokens choose their experts: balanced, learned or skew=A; null also for other programs."),
+        column("decoder_sparse_step", INT, "n: layers n, 2n, ... of the model (counted from 1) are sparse, except the dense layers at the start."),
+        column("routing", TEXT, "How tokens choose their experts: balanced, learned or skew=A; null also for programs other than kernel=embedded."),
     ),
     "Layout": (
         *(column(name, TEXT if name in TEXT_AXES else INT, MEANINGS[name]) for name in AXES),
@@ -102,10 +103,10 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("gbs", INT, "Sequences of a global batch: dp * mbs * gas."),
         column("scaling", TEXT, "weak: gbs grows in proportion to the nodes; strong: gbs is the same for every node count."),
         column("seq_len", INT, "Tokens of a sequence."),
-        column("precision", TEXT, "Arithmetic of forward and backward; fp8: of linear layers except the head, else bf16."),
+        column("precision", TEXT, "Arithmetic of forward and backward; fp8: only linear layers without the head, the rest is bf16."),
         column("compile", BOOL, "Whether torch.compile was used; never with pp_schedule=zbv."),
-        column("variant", TEXT, "Values other than the layout that the sweep varies, as JSON; see docs/reference/configuration.md."),
-        column("first_values", TEXT, "First value of each axis that has several values in the sweep, as JSON."),
+        column("variant", TEXT, "Environment variables, flags, words, container and interpreter that the sweep varies, as JSON; see docs/reference/configuration.md."),
+        column("first_values", TEXT, "First listed value of each axis with several values, as JSON: the baseline of effects."),
     ),
     "Outcome": (
         column("status", TEXT, "How the attempt ended; see docs/reference/rules.md."),
@@ -114,16 +115,16 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("reason", TEXT, "One line of evidence for every status except ok."),
         column("cause", TEXT, "What failed, in more detail than the status: cuda_oom, segfault, ..."),
         column("evidence", TEXT, "How each rank of a failed run ended, its last log lines and the cause of a hang, as JSON."),
-        column("fingerprint", TEXT, "Identifies a failure: the same on any node."),
-        column("confirmed", BOOL, "Whether the rank's memory record proves that the run itself ran out of memory."),
+        column("fingerprint", TEXT, "Hash of the failure, equal on all nodes and ranks."),
+        column("confirmed", BOOL, "For oom: whether the rank's memory record proves that the run, not another process, filled the memory."),
         column("suspect_hosts", TEXTS, "Hosts that may have caused the failure."),
         column("suspect", TEXT, "Why the result is suspect; null if it is not. A suspect row wins only if all ok rows of its cell are suspect."),
-        column("suspect_codes", TEXTS, "The codes of these reasons, such as throttled or other_batch."),
-        column("stopped", TEXT, "Why measuring ended: interval, max_steps, program, slower_than_best, time_limit."),
-        column("dominated_by", TEXT, "run_id of the run that ran out of memory, so ultrabench skipped this larger one."),
+        column("suspect_codes", TEXTS, "Codes of the reasons in suspect, such as throttled or other_batch."),
+        column("stopped", TEXT, "Why measuring ended: interval (narrow enough), max_steps, program (it ended), slower_than_best, time_limit."),
+        column("dominated_by", TEXT, "run_id of a run that ran out of memory, for which this larger run was skipped."),
         column("measured_by", TEXT, "report: from the program's report; log: from its log."),
         column("ci_reached", BOOL, "Whether the interval of the step time met its target."),
-        column("allocation", TEXT, "Name of the job that ran the attempt."),
+        column("allocation", TEXT, "Name of the allocation (job) that ran the attempt."),
         column("step_time_s", FLOAT, "Median time of an optimizer step."),
         column("step_times_s", FLOATS, "Times of the measured steps in order, without the warm-up."),
         column("step_time_ci95_rel", FLOAT, "Half the 95 % interval of step_time_s, as a fraction of it; needs 6 steps."),
@@ -131,29 +132,29 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("tokens_per_s", FLOAT, "gbs * seq_len / step_time_s."),
         column("tokens_per_s_per_gpu", FLOAT, "tokens_per_s / gpus."),
         column("mfu", FLOAT, "model_flops_per_s_per_gpu / peak_flops_per_s, in the precision of the row."),
-        column("hfu", FLOAT, "Executed FLOPs over the peak; null if not counted."),
+        column("hfu", FLOAT, "Executed FLOPs over the peak; null for other programs, compiled layers that recompute and measure.warmup_steps=1."),
         column("flops_formula", TEXT, "Formula for the FLOPs of a token. palm: 6*N_matmul + 12*L*heads*head_dim*seq_len, where N_matmul counts the parameters in matrix products, including only the chosen experts. megatron: 6*L instead of 12*L."),
         column("peak_flops_per_s", FLOAT, "Dense peak rate of one rank in its precision."),
         column("peak_source", TEXT, "Source of the peak; measured: on this machine."),
-        column("peak_core_share", FLOAT, "Fraction of the CPU cores that was free when the peak was measured; null: all."),
+        column("peak_core_share", FLOAT, "On CPUs: fraction of the cores that was free when peak_flops_per_s was measured; null: all."),
         column("source_mfu", FLOAT, "MFU that the program printed (kernel.mfu_line) or its publisher computed."),
         column("model_flops_per_s_per_gpu", FLOAT, "FLOPs of a token * tokens_per_s_per_gpu."),
         column("power_w_mean", FLOAT, "Mean power of a GPU during the measured steps."),
         column("energy_j_per_step", FLOAT, "power_w_mean * gpus * step_time_s: GPUs only, without hosts and network."),
         column("tokens_per_j", FLOAT, "gbs * seq_len / energy_j_per_step."),
         column("cost_per_billion_tokens", FLOAT, "1e9 * price_per_gpu_hour (of the cluster) / (3600 * tokens_per_s_per_gpu); null without a price."),
-        column("control", TEXT, "run_id of the control layout of its job."),
-        column("control_ratio", FLOAT, "Speed divided by that of the control layout of its job."),
-        column("graphs", INT, "Largest number of graphs that torch.compile made on a rank; 0: layers ran eagerly."),
+        column("control", TEXT, "run_id of the control layout of its allocation."),
+        column("control_ratio", FLOAT, "Speed divided by that of the control layout of its allocation."),
+        column("graphs", INT, "Most graphs that torch.compile made on a rank; 0: layers ran eagerly."),
         column("attention", TEXT, "Attention kernel that ran: cudnn, flash, flash3 or math."),
-        column("attention_listed", TEXT, "kernel.attention of the run, such as auto, if the sweep lists several; else null."),
-        column("loss_final", FLOAT, "Loss at measure.loss_step, which all layouts of a cell reach."),
+        column("attention_listed", TEXT, "Listed value of kernel.attention, such as auto; null if the sweep lists one."),
+        column("loss_final", FLOAT, "Loss at step measure.loss_step, which all layouts of a cell reach; not the last loss."),
         column("peak_mem_allocated_bytes", INT, "Largest allocated memory of all ranks."),
         column("peak_mem_reserved_bytes", INT, "Largest reserved memory of all ranks; on CPUs the largest resident set."),
         column("peak_mem_reserved_rank0_bytes", INT, "Reserved memory of rank 0, as other benchmarks publish it."),
-        column("allocator_retries", INT, "Times that the allocator of a rank found its GPU full and freed unused memory, which is slow."),
-        column("checkpoint_save_s", FLOAT, "Time that the slowest rank takes to save parameters and optimizer synchronously; null here and in the next six columns: not measured (see checkpoint_cause)."),
-        column("checkpoint_load_s", FLOAT, "Time to load the checkpoint; the page cache may serve the files, so storage alone is slower."),
+        column("allocator_retries", INT, "Times that a rank's allocator found its GPU full and freed unused memory, which is slow."),
+        column("checkpoint_save_s", FLOAT, "Time that the slowest rank takes to save parameters and optimizer synchronously; null here and in the next six columns: see checkpoint_cause."),
+        column("checkpoint_load_s", FLOAT, "Time to load the checkpoint, maybe from the page cache, which is faster than storage."),
         column("checkpoint_bytes", INT, "Bytes of the files of one save."),
         column("checkpoint_bytes_per_s_per_node", FLOAT, "checkpoint_bytes / nodes / checkpoint_save_s."),
         column("checkpoint_async_blocking_s", FLOAT, "Time by which an asynchronous save delays the next training step."),
@@ -170,12 +171,12 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         *(column(f"{operation}{scope}_busbw_bytes_per_s", FLOAT, f"Bus bandwidth {where}.")
           for scope, where in (("", "over all ranks"), ("_intra_node", "within a node"))
           for operation in OPERATIONS),
-        column("bandwidths", BANDWIDTHS, "All sizes and percentiles of runs with kernel=probe; see docs/guide/inside.md."),
+        column("bandwidths", BANDWIDTHS, "All sizes and percentiles of runs with kernel=probe; the columns above have the largest size. See docs/guide/inside.md."),
         column("gemm_flops_per_s", FLOAT, "Rate of matrix products on the slowest device."),
         column("gemm_sm_clock_hz", FLOAT, "Lowest SM clock of all devices during those matrix products; null on CPUs."),
         column("memory_copy_bytes_per_s", FLOAT, "Rate of a memory copy (read and write) on the slowest device."),
-        column("node_gemm_flops_per_s", FLOATS, "Rate of matrix products on the slowest device of each node."),
-        column("node_memory_copy_bytes_per_s", FLOATS, "Rate of a memory copy (read and write) on the slowest device of each node."),
+        column("node_gemm_flops_per_s", FLOATS, "gemm_flops_per_s of each node."),
+        column("node_memory_copy_bytes_per_s", FLOATS, "memory_copy_bytes_per_s of each node."),
         column("sm_clock_hz", FLOAT, "Median SM clock during the measured steps."),
         column("foreign_load", FLOAT, "Largest fraction of a node's cores that other programs used during the steps."),
         column("foreign_gpu_processes", TEXT, "Other processes on the GPUs during the steps; null: none or unknown."),
@@ -186,7 +187,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("started_at", TIME, "Start of the ranks."),
         column("duration_s", FLOAT, "Time from the start of the ranks until all have exited."),
         column("gpu_hours", FLOAT, "duration_s * gpus / 3600."),
-        column("job_id", TEXT, "Job id in the scheduler; null for local processes."),
+        column("job_id", TEXT, "Id of the allocation in the scheduler; null for local processes."),
         column("hostnames", TEXTS, "Hosts in node order."),
         column("git_commit", TEXT, "Commit of ultrabench that launched the sweep."),
         column("torch_version", TEXT, "Version of torch."),

@@ -139,7 +139,7 @@ class Layout:
         detail_of="cp", added_later=True,
     )  # fmt: skip
     ep: Count = axis(
-        "ep", "Expert-parallel degree: number of consecutive dp*cp*tp ranks that share the experts of a layer.", kind=CHOICE,
+        "ep", "Expert-parallel degree: this many consecutive ranks of a stage share the experts of a layer.", kind=CHOICE,
         title="expert-parallel degree", default=1, implied=(1,), usual=POWERS, divides=("dp", "cp", "tp"),
         in_sweep=InSweep(EP_WORDS, "auto"), added_later=True,
     )  # fmt: skip
