@@ -148,6 +148,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("attention", TEXT, "Attention that ran: cudnn, flash, flash3 or math."),
         column("attention_listed", TEXT, "kernel.attention of the run, such as auto, if the sweep lists several; else null."),
         column("loss_final", FLOAT, "Loss at measure.loss_step, which all layouts of a cell reach."),
+        column("gradient_norm", FLOAT, "Norm of the gradient of the first step."),
         column("peak_mem_allocated_bytes", INT, "Largest allocated memory of all ranks."),
         column("peak_mem_reserved_bytes", INT, "Largest reserved memory of all ranks; on CPUs the largest resident set."),
         column("peak_mem_reserved_rank0_bytes", INT, "Reserved memory of rank 0, as other benchmarks publish it."),
