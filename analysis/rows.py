@@ -246,7 +246,6 @@ def sizes_of(shape: ModelShape | None) -> Row:
     return dict.fromkeys(OF_EXPERTS) | {name: getattr(shape, name) for name in names}
 
 
-@functools.cache
 def settings_of(shape: ModelShape | None) -> str | None:
     """The column `model_settings`."""
     values = {} if shape is None else non_default_values(shape)

@@ -3,7 +3,6 @@
 A row is a dict of COLUMNS. The command reads the rows from journals, the page and the figure from a result table.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -165,12 +164,7 @@ def _health(allocation: AllocationState, time_s: float) -> Row:
 
 def nodes_of(row: Row) -> tuple[Node, ...]:
     """The nodes on which an attempt ran; empty where they are unknown."""
-    return _nodes(row["cluster"], tuple(row["hostnames"] or ()))
-
-
-@functools.cache  # because there are many attempts on the same nodes
-def _nodes(cluster: str | None, hosts: tuple[str, ...]) -> tuple[Node, ...]:
-    return tuple(Node(cluster, host) for host in hosts)
+    return tuple(Node(row["cluster"], host) for host in row["hostnames"] or ())
 
 
 def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
