@@ -3,6 +3,7 @@
 That is equal losses, a recognised lack of memory, and the speed.
 """
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -99,13 +100,8 @@ class _Acceptance:
         yield check_memory(*rows_of(self._run(too_large)))
         if self._published:
             rate, nodes = self._published[0], sorted({rate.nodes for rate in self._published})
-            axes |= {
-                "nodes": nodes,
-                "zero_stage": [0, 1],
-                "mbs": [2],
-                "seq_len": rate.seq_len,
-                "gbs": rate.gbs,
-            }
+            batch = {"mbs": [2], "seq_len": rate.seq_len, "gbs": rate.gbs}
+            axes |= batch | {"nodes": nodes, "zero_stage": [0, 1]}
             models = [to_dict(load_model(rate.model))]
             layouts = self._run(self._variant("published", sweep=axes, models=models))
         yield check_speed(layouts, is_published=bool(self._published))
@@ -139,6 +135,7 @@ class _Acceptance:
                 raise typer.Exit(code)
         except BaseException:
             interrupt(sweep, launcher)
+            say(f"ended the jobs of {folder.path}")
             raise
         # A sweep that uses only some GPUs of a node holds the whole node.
         idle_factor = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
@@ -152,15 +149,14 @@ def comparable_rates(config: SweepConfig) -> list[PublishedRate]:
     Raises:
         ConfigError: a file of published rates cannot be used.
     """
-    gpu, precision, nodes = config.hardware.gpu, config.kernel.precision, config.axes.nodes
     rates = [
-        r
-        for r in published_rates()
-        if (r.gpu, r.precision) == (gpu, precision) and r.nodes in nodes and r.gbs
+        rate
+        for rate in published_rates()
+        if (rate.gpu, rate.precision) == (config.hardware.gpu, config.kernel.precision)
+        if rate.gbs and rate.nodes in config.axes.nodes
     ]
-    return [
-        r for r in rates if (r.model, r.seq_len, r.gbs) == (rates[0].model, rates[0].seq_len, rates[0].gbs)
-    ]
+    batch_of = operator.attrgetter("model", "seq_len", "gbs")
+    return [rate for rate in rates if batch_of(rate) == batch_of(rates[0])]
 
 
 def covering(runs: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -199,8 +195,8 @@ def check_equal(rows: Sequence[Row], quantity: str) -> Check:
     column, tolerance = EQUAL_COLUMNS[quantity]
     one, *layouts = rows
     for row in rows:
-        # A run whose loss differs from that of the others is invalid.
-        if row["status"] not in (Status.OK, Status.INVALID) or row[column] is None:
+        # Ok runs have a speed, and so have runs that are invalid only because their loss differs from that of others.
+        if row["tokens_per_s_per_gpu"] is None or row[column] is None:
             return _failed(row, "one GPU alone: " if row is one else "")
     expected, allowed = one[column], tolerance[one["precision"]]
     differences = [abs(row[column] / expected - 1) for row in layouts]

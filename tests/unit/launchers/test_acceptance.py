@@ -56,7 +56,8 @@ CRASH = row("a", status="crash", reason="rank 1: no")
     [
         ("loss", off(0), off(5e-5), None),  # the largest of honest layouts
         ("loss", off(0), off(1.4e-3), "1 of 2 layouts have the loss"),  # the copies of a tied embedding differ
-        ("loss", off(0), off(1.4e-3, status="invalid"), "1 of 2 layouts have the loss"),
+        ("loss", off(0), off(1.4e-3, status="invalid", tokens_per_s_per_gpu=1.0), "1 of 2 layouts have the loss"),
+        ("loss", off(0), off(0, status="invalid", reason="replicas differ"), "invalid, replicas differ"),
         ("gradient", off(0), off(8e-4), None),
         ("gradient", off(0), off(2.6e-2), "1 of 2 layouts have the gradient"),  # tokens in the wrong order
         ("loss", off(0), row("a", status=None), "has not run"),
