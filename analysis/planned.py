@@ -1,9 +1,9 @@
 """Makes a result table of a plan: its predictions in the place of measurements, marked as such."""
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from ultrabench.analysis.importing.derived import completed
-from ultrabench.analysis.rows import Row
+from ultrabench.analysis.importing.derived import completed, typed
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import SweepFolderError
 from ultrabench.result import Status
@@ -37,26 +37,13 @@ def predicted_results(plan: pa.Table, name: str) -> pa.Table:
     if not hardware or not {*plan["model"].to_pylist()} <= {*files("model")}:
         need = "write it with ultrabench sweep plan -o plan.parquet, with models that have a file"
         raise SweepFolderError(f"{name} does not name its hardware or names an unknown model; {need}")
-    runs = [row for row in plan.to_pylist() if row["decision"] == "run"]
-    rows = [_result(row, name, hardware, kernel) for row in runs]
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
-
-
-def _result(run: Row, name: str, hardware: str, kernel: str) -> Row:
-    """The row of a run that ends as predicted."""
-    fits = run["p_oom"] <= ADVISED_P_OOM
-    ended = {
-        "status": Status.OK if fits else Status.OOM,
-        "step_time_s": run["predicted_step_time_s"] if fits else None,
-    }
-    memory = run["predicted_peak_mem_bytes"] if fits else None
-    place = {
-        "sweep": name,
-        "hardware": hardware,
-        "kernel": kernel,
-        "source": PREDICTED,
-        "repeat": 0,
-        "peak_mem_reserved_bytes": memory,
-    }
-    row, _ = completed({**run, **place, **ended}, {model: model for model in [run["model"]]})
-    return row | {"run_id": run["run_id"]}
+    runs = plan.filter(pc.field("decision") == "run").to_pandas()
+    fits = runs["p_oom"] <= ADVISED_P_OOM
+    rows = runs.assign(
+        sweep=name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0,
+        status=fits.map({True: Status.OK.value, False: Status.OOM.value}),
+        step_time_s=runs["predicted_step_time_s"].where(fits),
+        peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(fits),
+    )  # fmt: skip
+    frame, _ = completed(rows, {model: model for model in runs["model"]})
+    return typed(frame, SCHEMA.names)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis.schema import MODEL, OF_EXPERTS, RESULTS_SCHEMA_VERSION, SCHEMA, SIZES
-from ultrabench.device_rates import bandwidths, rates_by_node, summary
+from ultrabench.device_rates import bandwidths, preflight_rates, summary
 from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, default_schedule
@@ -246,7 +246,6 @@ def sizes_of(shape: ModelShape | None) -> Row:
     return dict.fromkeys(OF_EXPERTS) | {name: getattr(shape, name) for name in names}
 
 
-@functools.cache
 def settings_of(shape: ModelShape | None) -> str | None:
     """The column `model_settings`."""
     values = {} if shape is None else non_default_values(shape)
@@ -299,14 +298,11 @@ def _known(row: Row) -> Row:
 def _circumstances(allocation: AllocationState) -> Row:
     """Columns of the allocation: rates in its preflight, its commit of ultrabench, its job and its control layout."""
     preflight, job_id = allocation.preflight, (allocation.job or {}).get("job_id")
-    nodes, probe = preflight.get("nodes"), preflight.get("probe")
+    nodes = preflight.get("nodes")
     first = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}
-    row: Row = {}
-    if isinstance(probe, dict):
-        row = summary(probe) | (rates_by_node(probe, len(nodes)) if isinstance(nodes, list) else {})
     commit = {"git_commit": first["git_commit"]} if isinstance(first.get("git_commit"), str) else {}
     job = {"job_id": None if job_id is None else str(job_id)}
-    return _known(row | commit | job | {"control": allocation.control})
+    return _known(preflight_rates(preflight) | commit | job | {"control": allocation.control})
 
 
 def _measured(result: RunResult, gpus: int | None) -> Row:

@@ -149,6 +149,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("attention", TEXT, "Attention kernel that ran: cudnn, flash, flash3 or math."),
         column("attention_listed", TEXT, "Listed value of kernel.attention, such as auto; null if the sweep lists one."),
         column("loss_final", FLOAT, "Loss at step measure.loss_step, which all layouts of a cell reach; not the last loss."),
+        column("gradient_norm", FLOAT, "Norm of the gradient of the first step."),
         column("peak_mem_allocated_bytes", INT, "Largest allocated memory of all ranks."),
         column("peak_mem_reserved_bytes", INT, "Largest reserved memory of all ranks; on CPUs the largest resident set."),
         column("peak_mem_reserved_rank0_bytes", INT, "Reserved memory of rank 0, as other benchmarks publish it."),

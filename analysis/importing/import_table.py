@@ -1,26 +1,31 @@
 """Makes result rows of the rows of a CSV file: as many as it has, in its order."""
 
-import csv
-import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 
-from ultrabench.analysis.importing.derived import completed
+from ultrabench.analysis.importing.derived import Doubts, completed, typed
 from ultrabench.analysis.importing.table_map import KINDS, UNITS, Source, TableMap, condition
-from ultrabench.analysis.rows import Row, doubt_columns
-from ultrabench.analysis.schema import BOOL, INT, SCHEMA, TEXT
+from ultrabench.analysis.rows import doubt_columns
+from ultrabench.analysis.schema import BOOL, INT, SCHEMA, SIZES, TEXT
 from ultrabench.errors import ConfigError, UltrabenchError, require_known, unknown_name
+from ultrabench.layout import AXES
+from ultrabench.record import content_id
 from ultrabench.result import Doubt, Status
 
 _NO_VALUE = frozenset({"", "nan", "null", "na", "n/a", "-"})
 """Texts, in lower case, that mean that a value is unknown; in columns of numbers `none` does so, too."""
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_IDENTITY = [
+    "model", *SIZES, "routing", *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
+]  # fmt: skip
+"""Columns of which the run_id of an imported row is the hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,103 +45,97 @@ def import_csv(path: Path, table_map: TableMap) -> Imported:
     Raises:
         ConfigError: the file cannot be read, or a value of it cannot be used; the message names row and column.
     """
-    header, lines = _read(path)
+    texts = _read(path)
     used = [source.column for sources in table_map.columns.values() for source in sources]
-    if not {*used} & {*header}:
+    if not {*used} & {*texts}:
         has = f"{path} has none of the {len({*used})} columns that this format or map reads, such as {used[0]!r}"
-        raise ConfigError(f"{has}; its columns: {', '.join(header[:10])}")
-    require_known(f"column of {path}", header, *used)
-    rows, doubts, repeats = list[Row](), defaultdict[str, Counter[str]](Counter), Counter[str]()
-    conditions = {
-        Doubt(doubt.code or reason, reason): [condition(text) for text in doubt.when]
-        for reason, doubt in table_map.doubts.items()
-    }
-    for number, texts in enumerate(lines, start=2):
-        try:
-            row, row_doubts = completed(_converted(texts, table_map), table_map.models)
-        except ConfigError as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from error
-        if "suspect" in row:
-            row_doubts.insert(0, Doubt("source", row["suspect"]))
-        row_doubts += [
-            doubt for doubt, all_of in conditions.items() if all(holds(row) for _, holds in all_of)
-        ]
-        row |= doubt_columns(row_doubts)
-        row |= {"sweep": row.get("sweep") or path.stem, "source": row.get("source") or path.name}
-        row["repeat"] = repeats[row["run_id"]]
-        repeats[row["run_id"]] += 1
-        for doubt in row_doubts:
-            doubts[doubt.code][row["status"]] += 1
-        rows.append(row)
-    unused = tuple(name for name in header if name not in used)
+        raise ConfigError(f"{has}; its columns: {', '.join([*texts][:10])}")
+    require_known(f"column of {path}", texts, *used)
     try:
-        table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    except (pa.ArrowException, OverflowError) as error:
+        frame, doubts = completed(_converted(texts, table_map), table_map.models)
+        table, counts = _with_doubts(frame, doubts, table_map, path)
+    except ConfigError as error:
+        raise ConfigError(f"{path}, {error}") from error
+    except pa.ArrowException as error:
         large = f"{path} holds a number that is too large: {error}"
         raise ConfigError(f"{large}; correct it or its unit") from error
-    return Imported(table=table, doubts=dict(sorted(doubts.items())), unused=unused)
+    return Imported(table=table, doubts=counts, unused=tuple(name for name in texts if name not in used))
 
 
-def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The names of the columns of a CSV file, and its rows as texts."""
+def _read(path: Path) -> dict[str, pd.Series]:
+    """Name -> texts of each column of a CSV file; their index is the number of the line."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, restval="")
-            header, lines = list(reader.fieldnames or ()), list(reader)
-    except (OSError, ValueError, csv.Error) as error:
-        why = getattr(error, "strerror", None) or error
+        cells = pd.read_csv(path, header=None, dtype=str, na_filter=False, encoding="utf-8-sig")
+    except pd.errors.EmptyDataError:
+        cells = pd.DataFrame()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error).strip()
         raise UltrabenchError(f"cannot read {path}: {why}; give a CSV file") from error
-    if longer := next((n for n, row in enumerate(lines, start=2) if None in row), None):
-        raise ConfigError(
-            f"{path}, line {longer} has more fields than the {len(header)} columns of line 1; fix the line"
-        )
-    if not lines:
+    if len(cells) < 2:
         raise ConfigError(f"{path} has no rows below the header; there is nothing to import")
-    return header, lines
+    cells.index += 1
+    return {str(name): cells[column][1:] for column, name in cells.iloc[0].items()}
 
 
-def _converted(texts: Mapping[str, str], table_map: TableMap) -> Row:
-    """Our columns that the table or a constant gives; unknown ones are absent."""
-    row: Row = {}
-    for name in {**table_map.columns, **table_map.constants}:
-        values = (_value(name, source, texts[source.column]) for source in table_map.columns.get(name, ()))
-        value = next((value for value in values if value is not None), table_map.constants.get(name))
-        if value is not None:
-            row[name] = value
-    if row.setdefault("status", "ok") not in {*Status}:
-        raise ConfigError(f"{unknown_name('status', row['status'], Status)}: map it in columns.status.values")
-    return row
+def _converted(texts: Mapping[str, pd.Series], table_map: TableMap) -> pd.DataFrame:
+    """Our columns that the table or a constant gives."""
+    lines = next(iter(texts.values())).index
+    frame = pd.DataFrame(index=lines)
+    constants = {"status": "ok"} | table_map.constants
+    for name in {**table_map.columns, **constants}:
+        values = pd.Series(None, lines, object)
+        for source in table_map.columns.get(name, ()):
+            values = values.where(values.notna(), _values(name, source, texts[source.column]))
+        frame[name] = values.where(values.notna(), constants.get(name))
+    for line, status in frame["status"][~frame["status"].isin([*Status])].items():
+        unknown = unknown_name("status", status, Status)
+        raise ConfigError(f"line {line}: {unknown}: map it in columns.status.values")
+    return frame
 
 
-def _value(name: str, source: Source, text: str) -> Any:
-    """The value of our column `name` that the text of a table means; None where there is none."""
-    text = text.strip()
+def _values(name: str, source: Source, texts: pd.Series) -> pd.Series:
+    """The values of our column `name` that texts of a table mean; null where there is none."""
+    texts = texts.str.strip()
     if source.pattern is not None:
-        match = re.search(source.pattern, text)
-        text = match[1] or "" if match else ""
-    meanings = {key.lower(): value for key, value in source.values.items()}
-    if text.lower() in meanings:
-        return meanings[text.lower()]
-    kind = KINDS[name]
-    if text.lower() in _NO_VALUE or (text.lower() == "none" and kind != TEXT):
-        return None
-    if meanings:
-        raise ConfigError(unknown_name(f"value of {source.column}", text, source.values))
+        texts = texts.str.extract(source.pattern, expand=False).fillna("")
+    column, kind, words = source.column, KINDS[name], texts.str.lower()
+    no_value = words.isin(_NO_VALUE if kind == TEXT else _NO_VALUE | {"none"})
+    if source.values or kind == BOOL:
+        meanings = {key.lower(): value for key, value in (source.values or _TRUTH).items()}
+        for line, text in texts[~no_value & ~words.isin(meanings)].items():
+            unknown = unknown_name(
+                f"{'' if source.values else 'truth '}value of {column}", text, source.values or _TRUTH
+            )
+            raise ConfigError(f"line {line}: {unknown}")
+        return words.map(meanings).astype(object)
     if kind == TEXT:
-        return text
-    if kind == BOOL:
-        require_known(f"truth value of {source.column}", _TRUTH, text.lower())
-        return _TRUTH[text.lower()]
-    return _number(source, text, whole=kind == INT)
+        return texts.where(~no_value, None).astype(object)
+    numbers = pd.to_numeric(texts.str.replace(",", ""), errors="coerce") * UNITS.get(source.unit or "", 1.0)
+    is_allowed = (kind != INT) | (source.unit is not None) | (numbers % 1 == 0)
+    for line, text in texts[~no_value & ~(np.isfinite(numbers) & is_allowed)].items():
+        rule = f"is not {'an integer' if kind == INT else 'a number'}; correct it or leave it empty"
+        raise ConfigError(f"line {line}: {column}={text!r} {rule}")
+    return numbers.round() if kind == INT else numbers
 
 
-def _number(source: Source, text: str, whole: bool) -> float | int:
-    try:
-        number = float(text.replace(",", "")) * UNITS.get(source.unit or "", 1.0)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number) or (whole and source.unit is None and not number.is_integer()):
-        raise ConfigError(
-            f"{source.column}={text!r} is not {'an integer' if whole else 'a number'}; correct it or leave it empty"
-        )
-    return round(number) if whole else number
+def _with_doubts(
+    frame: pd.DataFrame, doubts: Doubts, table_map: TableMap, path: Path
+) -> tuple[pa.Table, dict[str, Counter[str]]]:
+    """The result table of completed rows, with their doubts and identity, and the counts of `Imported.doubts`."""
+    doubts = [("source", frame["suspect"]), *doubts]
+    for sentence, rule in table_map.doubts.items():
+        rows = frame
+        for text in rule.when:
+            rows = rows[condition(text)[1](rows)]
+        doubts.append((rule.code or sentence, pd.Series(sentence, rows.index)))
+    doubts_by_line: dict[Any, list[Doubt]] = {line: [] for line in frame.index}
+    counts = defaultdict[str, Counter[str]](Counter)
+    for code, sentences in doubts:
+        for line, sentence in sentences.dropna().items():
+            doubts_by_line[line].append(Doubt(code, sentence))
+            counts[code][str(frame.at[line, "status"])] += 1
+    of_doubt = pd.DataFrame([*map(doubt_columns, doubts_by_line.values())], frame.index, dtype=object)
+    frame = frame.assign(**of_doubt, run_id=[content_id(row) for row in typed(frame, _IDENTITY).to_pylist()])
+    frame["repeat"] = frame.groupby("run_id").cumcount()
+    frame["sweep"], frame["source"] = frame["sweep"].fillna(path.stem), frame["source"].fillna(path.name)
+    return typed(frame, SCHEMA.names), dict(sorted(counts.items()))

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
+
 from ultrabench.allowed import one_of, require_allowed
-from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import BOOL, FLOAT, INT, SCHEMA, TEXT
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.record import from_dict, value_from
@@ -22,7 +23,7 @@ UNITS = {
 }  # fmt: skip
 """Unit of a table -> how many of our units (s, bytes, bytes/s, FLOP/s, Hz, 1) it is."""
 
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip
 KINDS = {column.name: column.type for column in SCHEMA if column.type in (TEXT, INT, FLOAT, BOOL)}
@@ -135,8 +136,8 @@ def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def condition(text: str) -> tuple[str, Callable[[Row], bool]]:
-    """The column that a condition such as `gpus > 8` compares, and whether the condition holds for a row.
+def condition(text: str) -> tuple[str, Callable[[pd.DataFrame], pd.Series]]:
+    """The column that a condition such as `gpus > 8` compares, and for which rows the condition holds.
 
     It does not hold for null. Columns of numbers are compared as numbers.
 
@@ -150,9 +151,12 @@ def condition(text: str) -> tuple[str, Callable[[Row], bool]]:
         )
     column, compare, value = parts[0], _COMPARISONS[parts[1]], parts[2].lower()
     if KINDS.get(column, INT) not in (INT, FLOAT):
-        return column, lambda row: row.get(column) is not None and compare(str(row[column]).lower(), value)
+        return (
+            column,
+            lambda rows: rows[column].notna() & compare(rows[column].astype(str).str.lower(), value),
+        )
     try:
         number = float(value)
     except ValueError:
         raise ConfigError(f"condition {text!r}; {column} holds numbers: compare it with a number") from None
-    return column, lambda row: row.get(column) is not None and compare(row[column], number)
+    return column, lambda rows: rows[column].notna() & compare(rows[column], number)

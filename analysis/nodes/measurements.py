@@ -3,7 +3,6 @@
 A row is a dict of COLUMNS. The command reads the rows from journals, the page and the figure from a result table.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ultrabench.device_rates import NODE_RATES, rates_by_node, summary
+from ultrabench.device_rates import NODE_RATES, preflight_rates
 from ultrabench.result import Status
 from ultrabench.store.events import DECODERS, Line, Preflight
 from ultrabench.store.folder import SweepFolder
@@ -115,7 +114,9 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
     of_sweep = {"sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name}
     of_sweep["kernel"] = sweep.kernel.name
     of_allocation = {
-        name: of_sweep | _rates(allocation) | _health(allocation, preflight_s.get(name, 0.0))
+        name: of_sweep
+        | preflight_rates(allocation.preflight)
+        | _health(allocation, preflight_s.get(name, 0.0))
         for name, allocation in fold(lines).allocations.items()
     }
     for _, end in ends.values():
@@ -140,20 +141,12 @@ def _seconds(time: datetime | None) -> float | None:
     return None if time is None else time.astimezone(UTC).timestamp()
 
 
-def _rates(allocation: AllocationState) -> Row:
-    """The columns of _OF_ALLOCATION that an allocation has."""
-    probe, nodes = allocation.preflight.get("probe"), allocation.preflight.get("nodes")
-    rates: Row = {"control": allocation.control}
-    if isinstance(probe, dict) and isinstance(nodes, list):
-        rates |= summary(probe) | rates_by_node(probe, len(nodes))
-    return rates
-
-
 def _health(allocation: AllocationState, time_s: float) -> Row:
-    """The findings of an allocation's latest preflight by host, and when it was written; only journals have them."""
+    """The control run of an allocation; of its latest preflight the findings by host and the time, which only journals have."""
     nodes = allocation.preflight.get("nodes")
     facts = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
     return {
+        "control": allocation.control,
         "health": {str(node.get("host")): node["health"] for node in facts if node.get("health")},
         "preflight_s": time_s,
     }
@@ -161,12 +154,7 @@ def _health(allocation: AllocationState, time_s: float) -> Row:
 
 def nodes_of(row: Row) -> tuple[Node, ...]:
     """The nodes on which an attempt ran; empty where they are unknown."""
-    return _nodes(row["cluster"], tuple(row["hostnames"] or ()))
-
-
-@functools.cache  # because there are many attempts on the same nodes
-def _nodes(cluster: str | None, hosts: tuple[str, ...]) -> tuple[Node, ...]:
-    return tuple(Node(cluster, host) for host in hosts)
+    return tuple(Node(row["cluster"], host) for host in row["hostnames"] or ())
 
 
 def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:

@@ -106,35 +106,26 @@ def _adaptive(cell: Replay, batch: int) -> None:
         cell.make(proposed)
 
 
-def _in_order(cell: Replay, batch: int, order: Sequence[ReplayedRun], enough: Callable[[], bool]) -> None:
-    remaining = list(order)
-    while remaining and not enough():
+def _in_order(
+    cell: Replay, batch: int, key: Callable[[ReplayedRun], Any], is_enough: Callable[[Replay], bool]
+) -> None:
+    remaining = sorted(cell.runs, key=key)
+    while remaining and not is_enough(cell):
         next_runs = [run for run in remaining if cell.possible(run)][:batch]
         cell.make(next_runs)
         remaining = [run for run in remaining if run not in next_runs and cell.possible(run)]
 
 
-def _exhaustive(cell: Replay, batch: int) -> None:
-    order = sorted(cell.runs, key=lambda run: (run.prediction.p_oom > LIKELY_OOM, run.cost()))
-    _in_order(cell, batch, order, lambda: False)
-
-
-def _random(cell: Replay, batch: int) -> None:
-    order = sorted(cell.runs, key=lambda run: hashlib.sha256(run.run_id.encode()).digest())
-    _in_order(cell, batch, order, lambda: cell.gpu_s >= RANDOM_SHARE * cell.total_gpu_s)
-
-
-def _predicted(cell: Replay, batch: int) -> None:
-    order = sorted(cell.runs, key=lambda run: (run.prediction.p_oom > LIKELY_OOM, run.prediction.step_time_s))
-    _in_order(cell, batch, order, lambda: len(cell.tried().times_s) >= TOP_RUNS)
-
-
 ReplayedCell = tuple[str, int]
 """Model and number of nodes."""
 
-STRATEGIES: Mapping[str, Callable[[Replay, int], None]] = {
-    "adaptive": _adaptive, "exhaustive": _exhaustive, "random": _random, "predicted": _predicted,
+_IN_ORDER: dict[str, tuple[Callable[[ReplayedRun], Any], Callable[[Replay], bool]]] = {
+    "exhaustive": (lambda run: (run.prediction.p_oom > LIKELY_OOM, run.cost()), lambda cell: False),
+    "random": (lambda run: hashlib.sha256(run.run_id.encode()).digest(), lambda cell: cell.gpu_s >= RANDOM_SHARE * cell.total_gpu_s),
+    "predicted": (lambda run: (run.prediction.p_oom > LIKELY_OOM, run.prediction.step_time_s), lambda cell: len(cell.tried().times_s) >= TOP_RUNS),
 }  # fmt: skip
+"""Strategy that makes runs in a fixed order -> the sort key of a run, and when enough is measured."""
+STRATEGIES = ("adaptive", *_IN_ORDER)
 
 
 def cells_of(cases: Sequence[Case], profile: Profile) -> dict[ReplayedCell, list[ReplayedRun]]:
@@ -191,7 +182,10 @@ def replay(
     replays, rows = list[Replay](), list[dict[str, Any]]()
     for (model, nodes), runs in cells.items():
         cell = Replay(runs, max_p_oom)
-        STRATEGIES[strategy](cell, batch)
+        if strategy == "adaptive":
+            _adaptive(cell, batch)
+        else:
+            _in_order(cell, batch, *_IN_ORDER[strategy])
         cell.confirm()
         replays.append(cell)
         best_s = min(run.step_time_s for run in runs if run.step_time_s)

@@ -22,7 +22,7 @@ class Check:
     """The result of one check, and what the user can do about a problem."""
 
     name: str = ""
-    """The name in the output, which the tables of examine.py and acceptance.py give."""
+    """The name in the output, which the tables of examine.py and run_acceptance.py give."""
     status: CheckStatus
     told: str
     """What the check found, with the numbers."""

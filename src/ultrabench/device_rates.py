@@ -99,6 +99,14 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
     return columns
 
 
+def preflight_rates(preflight: dict[str, Any]) -> dict[str, Any]:
+    """Result column -> rate in what the preflight of an allocation wrote; empty where that cannot be read."""
+    probe, nodes = preflight.get("probe"), preflight.get("nodes")
+    if not isinstance(probe, dict):
+        return {}
+    return summary(probe) | (rates_by_node(probe, len(nodes)) if isinstance(nodes, list) else {})
+
+
 def rates_by_node(probe: dict[str, Any], nodes: int) -> dict[str, list[float]]:
     """Column of NODE_RATES -> the rate of the slowest device of each node, in node order; unreadable ones are left out.
 

@@ -167,7 +167,6 @@ def _dotted(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
-@functools.cache
 def _kind_and_rule(hint: Any) -> tuple[Any, str]:
     """The type without its rules and without None, and the text of its rule."""
     if rules := getattr(hint, "__metadata__", ()):

@@ -1,6 +1,5 @@
 """The result of an attempt: how it ended, and what was measured."""
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -81,7 +80,6 @@ def state(status: str | None, attempt: int | None) -> str:
     return status or (PENDING if attempt is None else RUNNING)
 
 
-@functools.cache  # because there are few statuses and many runs
 def tier(status: str | None) -> int:
     """The place of a status among those of a cell: ok, failed or out of memory, waiting or running, skipped, rejected."""
     if status in UNSETTLED or status in NOT_TRIED:
@@ -89,7 +87,6 @@ def tier(status: str | None) -> int:
     return 0 if status == Status.OK else 1
 
 
-@functools.cache
 def outcome_order(status: str | None) -> tuple[int, bool]:
     """A sort key of the repeats of a run by which the largest has the status of the run: ok, else oom, else another.
 

@@ -1,7 +1,5 @@
 """The words of a routing, and how skewed routing spreads tokens over experts."""
 
-from functools import lru_cache
-
 SKEW = "skew="
 """What the exponent of a power law follows in the word of a routing, such as `skew=1.5`."""
 
@@ -16,7 +14,6 @@ def routing_text(routing: str | None) -> str:
     return f"routing {routing}" if routing else ""
 
 
-@lru_cache(maxsize=64)
 def expert_shares(routing: str, experts: int, chosen: int) -> tuple[float, ...]:
     """Share of the tokens that each expert gets; together they are `chosen`, the number of experts of a token.
 

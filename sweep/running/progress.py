@@ -208,7 +208,7 @@ def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
 
     def order(attempt: AttemptState) -> tuple[bool, bool, tuple[int, bool]]:
         result = attempt.result
-        return attempt.ok is not None, result is None, outcome_order(result and result.status)
+        return attempt.ok is not None, result is None, outcome_order(result.status if result else None)
 
     by_run: dict[str, AttemptState] = {}
     for (run_id, _), attempt in final_attempts(state).items():  # of equal ones the latest repeat

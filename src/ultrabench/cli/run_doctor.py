@@ -8,7 +8,6 @@ from rich.text import Text
 
 from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ClusterError, ConfigError
-from ultrabench.launchers.doctor.acceptance import run_acceptance
 from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import ACCESS, examine, failures, why_not_slurm
@@ -54,8 +53,12 @@ def run_doctor(
             config = load_config([*chosen_overrides, f"cluster={write}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
     if deep:
+        from ultrabench.cli.run_acceptance import (
+            run_acceptance,
+        )  # it needs pandas, which takes time to import
+
         why = f"not started, because {' and '.join(failures(checks))} failed"
-        checks += [skipped("acceptance run", why)] if failures(checks) else run_acceptance(config, say)
+        checks += [skipped("acceptance run", why)] if failures(checks) else run_acceptance(config)
     if why_local and why_local.status is CheckStatus.WARN:
         checks.insert(0, why_local)
     return config, checks

@@ -351,18 +351,14 @@ def decode(text: bytes, path: object = "the journal", kinds: Decoders | None = N
     _require_undamaged(text)
     event = event_of(text)
     if isinstance(event, AllocationEnded) and event.code is None:
-        event = replace(event, code=_code_of(event.reason))
+        codes = (code for words, code in _WORDS_OF_020.items() if event.reason.startswith(words))
+        event = replace(event, code=next(codes, EndCode.OTHER))
     require_safe_names(_names(event))
     return Line(event, head.writer, head.seq, head.time, zlib.crc32(text))
 
 
 _WORDS_OF_020 = {"the sweep is paused": EndCode.PAUSED, "outside the window": EndCode.OUTSIDE_WINDOW}
 """First words of a reason in lines of version 0.2.0.dev, which have no code -> the code."""
-
-
-def _code_of(reason: str) -> EndCode:
-    """The code of an end in a line that has none."""
-    return next((code for words, code in _WORDS_OF_020.items() if reason.startswith(words)), EndCode.OTHER)
 
 
 def _require_known(version: int, path: object) -> None:

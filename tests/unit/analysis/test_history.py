@@ -141,7 +141,7 @@ def test_the_command_fails_a_night_with_a_loss(ultrabench, tmp_path, monkeypatch
     assert json.loads(ultrabench("history", "nights", "--json")[1])["moves"] == document["moves"]
     assert "empty holds no sweep and no .parquet file" in one_line(ultrabench, "history", "empty")
     assert "no night" in one_line(ultrabench, "history", "all.parquet", "--since", "2027-01-01")
-    assert "written YYYY-MM-DD" in one_line(ultrabench, "history", "all.parquet", "--since", "2027")
+    assert "write YYYY-MM-DD" in one_line(ultrabench, "history", "all.parquet", "--since", "2027")
 
 
 def test_a_folder_of_folders_of_sweeps_is_read_once(sweep, ultrabench, tmp_path):  # noqa: F811

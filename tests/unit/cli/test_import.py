@@ -207,7 +207,7 @@ def test_what_a_map_cannot_say(ultrabench, part, change, told):
         ("--map runs.csv runs.csv", "runs.csv: `columns` is missing"),
         ("nanotron empty.csv", "empty.csv has no rows below the header"),
         ("nanotron image.csv", "cannot read image.csv: 'utf-8' codec can't decode byte 0x89"),
-        ("nanotron long.csv", "long.csv, line 2 has more fields than the 1 columns of line 1; fix the line"),
+        ("nanotron long.csv", "cannot read long.csv: Error tokenizing data. C error: Expected 1 fields in line 2, saw 2; give"),
         ("nanotron two.csv", "has none of the 27 columns that this format or map reads, such as 'job_id'; its columns: a, b"),
     ],
 )  # fmt: skip

@@ -6,125 +6,120 @@ from dataclasses import replace
 import pytest
 
 from tests.configs import refused
-from tests.unit.allocations import key_of, told, with_launcher
-from ultrabench.launchers.doctor.acceptance import (
+from tests.unit.allocations import with_launcher
+from tests.unit.analysis.tables import row, table_of
+from ultrabench.cli import run_acceptance
+from ultrabench.cli.run_acceptance import (
     LAYOUTS,
-    Outcome,
-    _differing,
-    acceptance_folder,
     check_equal,
     check_memory,
     check_speed,
-    not_accepted,
-    published,
-    write_acceptance,
+    comparable_rates,
+    covering,
 )
+from ultrabench.launchers.doctor.acceptance import acceptance_folder, not_accepted, write_acceptance
 from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
-from ultrabench.result import RunResult, Status
 from ultrabench.store.folder import SweepFolder
-from ultrabench.store.state import SweepState
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 H100 = ("sweep=acceptance", "hardware=h100x8", "launcher=slurm", "cluster=local")
-PLAN = make_plan(load_config(["sweep=acceptance-small"]))
-OK = RunResult(status=Status.OK, loss_final=6.0, loss_step=5, gradient_norm=4.0, step_times_s=(0.5,) * 6)
-RUNS = PLAN.runs[:3]
 ACCEPTED = passed("x").named("a")
 
 
-def outcome(*ends, runs=RUNS):
-    """A trial whose runs ended like this, each by one attempt."""
-    state = SweepState()
-    for run, end in zip(runs, ends, strict=False):
-        told(state, run, None)
-        state.attempts[key_of(run)].result = end
-    folder = SweepFolder(acceptance_folder(PLAN.config) / "now" / "trial")
-    return Outcome(folder=folder, runs=runs[: len(ends)], state=state, stopped=None)
+@pytest.fixture
+def rows_of(monkeypatch):
+    """Gives the rows of a sweep as an acceptance run reads them."""
+
+    def rows(*columns):
+        monkeypatch.setattr(run_acceptance, "collect", lambda folders, warn: table_of(*columns))
+        return run_acceptance.rows_of(SweepFolder(FOLDER))
+
+    return rows
 
 
-def off(share):
-    """The end of a run whose loss and gradient are off by a share of those of OK."""
-    return replace(OK, loss_final=6 * (1 + share), gradient_norm=4 * (1 + share))
+FOLDER = acceptance_folder(load_config(H100)) / "now" / "layouts"
+
+
+def off(share, status="ok", **more):
+    """The columns of a run whose loss and gradient are off by a share of those of one GPU."""
+    return row("a", status=status, loss_final=6 * (1 + share), gradient_norm=4 * (1 + share), **more)
+
+
+CRASH = row("a", status="crash", reason="rank 1: no")
 
 
 @pytest.mark.parametrize(
-    ("word", "one", "second", "wrong"),
+    ("quantity", "one", "second", "problem"),
     [
-        ("loss", OK, off(5e-5), None),  # the largest of honest layouts
-        ("loss", OK, off(1.4e-3), "1 of 2 layouts match the loss"),  # the copies of a tied embedding differ
-        ("gradient", OK, off(8e-4), None),
-        (
-            "gradient",
-            OK,
-            off(2.6e-2),
-            "1 of 2 layouts match the gradient",
-        ),  # gathered tokens in the wrong order
-        ("loss", OK, None, "has not run"),
-        ("loss", OK, RunResult(status=Status.CRASH, reason="rank 1: no"), "crash, rank 1: no"),
-        ("loss", RunResult(status=Status.TIMEOUT, reason="slow"), OK, "one GPU alone"),
+        ("loss", off(0), off(5e-5), None),  # the largest of honest layouts
+        ("loss", off(0), off(1.4e-3), "1 of 2 layouts match the loss"),  # the copies of a tied embedding differ
+        ("loss", off(0), off(1.4e-3, status="invalid", tokens_per_s_per_gpu=1.0), "1 of 2 layouts match the loss"),
+        ("loss", off(0), off(0, status="invalid", reason="replicas differ"), "invalid, replicas differ"),
+        ("gradient", off(0), off(8e-4), None),
+        ("gradient", off(0), off(2.6e-2), "1 of 2 layouts match the gradient"),  # tokens in the wrong order
+        ("loss", off(0), row("a", status=None), "has not run"),
+        ("loss", off(0), CRASH, "crash, rank 1: no"),
+        ("loss", row("a", status="timeout", reason="slow"), off(0), "one GPU alone: 8B dp8 "),
     ],
-)
-def test_planted_faults_are_told_from_rounding_in_bf16(word, one, second, wrong):
-    runs = make_plan(load_config(H100)).runs[:2]
-    assert runs[0].spec.kernel.precision == "bf16"
-    check = check_equal(outcome(one, runs=runs), outcome(OK, second, runs=runs), word)
-    assert (check.status is CheckStatus.FAIL) == bool(wrong)
-    assert (wrong or f"2 of 2 layouts match the {word} of one GPU at step ") in check.told
-    assert not wrong or "ultrabench sweep show " in check.remedy
+)  # fmt: skip
+def test_planted_faults_are_told_from_rounding_in_bf16(rows_of, quantity, one, second, problem):
+    check = check_equal(rows_of(one, off(0), second), quantity)
+    assert (check.status == CheckStatus.FAIL) == bool(problem)
+    assert (problem or f"2 of 2 layouts match the {quantity} of one GPU: ") in check.told
+    assert not problem or "ultrabench sweep show a " in check.remedy
 
 
-OOM = RunResult(status=Status.OOM, reason="no memory", confirmed=True)
+OOM = {"status": "oom", "reason": "no memory", "predicted_peak_mem_bytes": 2**40}
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "told"),
-    [(OOM, CheckStatus.PASS, "no memory"), (replace(OOM, confirmed=False), CheckStatus.FAIL, "not confirmed"),
-     (OK, CheckStatus.FAIL, "ok")],
+    ("columns", "status", "message"),
+    [(OOM | {"confirmed": True}, CheckStatus.PASS, "no memory"), (OOM, CheckStatus.FAIL, "not confirmed"),
+     (OOM | {"status": "ok"}, CheckStatus.FAIL, "ok")],
 )  # fmt: skip
-def test_an_oom_counts_when_it_is_confirmed(end, status, told):
-    check = check_memory(outcome(end))
-    assert (check.status, told in check.told) == (status, True)
+def test_an_oom_counts_when_it_is_confirmed(rows_of, columns, status, message):
+    check = check_memory(*rows_of(row("a") | columns))
+    assert (check.status, message in check.told) == (status, True)
+
+
+PLAYBOOK = {"model": "1B", "seq_len": 4096, "gbs": 256, "precision": "bf16", "hardware": "h100x8"}
 
 
 @pytest.mark.parametrize(("share", "status"), [(1.1, CheckStatus.PASS), (0.6, CheckStatus.FAIL)])
-def test_our_speed_stands_beside_the_published_one(share, status):
-    config = load_config(H100)
-    known = published(config)
-    plan = make_plan(load_config([*H100, "sweep.seq_len=4096", "sweep.gbs=256", "sweep.pp_schedule=[auto]"]))
-    runs = known.choose(plan)
-    assert [(r.nodes, r.layout.dp, r.layout.zero_stage) for r in runs] == [(1, 8, 0), (2, 16, 1)]
-    step_s = [4096 * 256 / 40149.94 / 8, 4096 * 256 / 38839.82 / 16 / share]
-    ends = [replace(OK, step_times_s=(s,) * 6) for s in step_s]
-    check = check_speed(known, outcome(*ends, runs=runs))
+def test_our_speed_stands_beside_the_published_one(rows_of, share, status):
+    assert [rate.nodes for rate in comparable_rates(load_config(H100))] == [1, 2]
+    rows_of(row("a", 40149.94, **PLAYBOOK), row("b", share * 38839.82, nodes=2, **PLAYBOOK))
+    check = check_speed(SweepFolder(FOLDER), is_published=True)
     assert check.status is status
-    assert "40,150 tokens/s/GPU, published 40,150 (100%)" in check.told
-    assert f"published 38,840 ({share:.0%})" in check.told
+    assert "40,150 tokens/s/GPU, 100% of the published rate (40,150, nanotron; https://hugging" in check.told
+    assert f"{share:.0%} of the published rate (38,840, " in check.told
+    rows_of(CRASH | PLAYBOOK)
+    assert "crash, rank 1: no" in check_speed(SweepFolder(FOLDER), is_published=True).told
+    rows_of(row("a", suspect="throttled", **PLAYBOOK))
+    assert check_speed(SweepFolder(FOLDER), is_published=True).status is CheckStatus.FAIL
 
 
-def test_nothing_is_published_of_other_hardware():
-    assert published(PLAN.config) is None
-    assert published(load_config([*H100, "kernel.precision=fp32"])) is None
-    assert published(load_config([*H100, "hardware.gpus_per_node=4"])) is None
-    assert "ours: tiny " in check_speed(None, outcome(OK, OK)).told
-    assert check_speed(None, outcome()).status is CheckStatus.PASS
+def test_nothing_is_published_of_other_hardware(rows_of):
+    assert comparable_rates(load_config(["sweep=acceptance-small"])) == []
+    assert comparable_rates(load_config([*H100, "kernel.precision=fp32"])) == []
+    rows_of(row("a", 50.0), CRASH, row("b", 70.0))
+    assert "ours: 8B dp8 " in (told := check_speed(SweepFolder(FOLDER), is_published=False).told)
+    assert told.endswith(": 70 tokens/s/GPU")
 
 
 def test_a_published_file_of_the_user_that_lacks_something(alone):
-    files = {"hardware": "gpu: H100-SXM\ngpus_per_node: 8\nnode_link_bytes_per_s: 1e10\nprecision: bf16",
-             "published": "runs: [{nodes: 1}]"}  # fmt: skip
-    for group, text in files.items():
-        (alone / "ultrabench" / group).mkdir(parents=True)
-        (alone / "ultrabench" / group / "mine.yaml").write_text(text)
-    with refused("published/mine.yaml: KeyError('dp'); write it like"):
-        published(load_config(["sweep=acceptance", "hardware=mine"]))
+    (alone / "ultrabench" / "published").mkdir(parents=True)
+    (alone / "ultrabench" / "published" / "mine.yaml").write_text("runs: [{nodes: 1}]")
+    with refused("runs of mine.yaml"):
+        comparable_rates(load_config(H100))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_twelve_layouts_use_every_parallel_form_on_one_and_two_nodes(nodes):
-    chosen = _differing(make_plan(load_config(H100)))
+    chosen = covering(make_plan(load_config(H100)).runs)
     assert len({run.run_id for run in chosen}) == LAYOUTS
     layouts = [run.layout for run in chosen if run.nodes == nodes]
     assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
