@@ -185,6 +185,7 @@ def test_a_line_on_processes_of_this_machine(tmp_path):
 
 
 @pytest.mark.parity
+@pytest.mark.campaign
 def test_ranks_that_share_a_device_train_as_one_process_does():
     layout = "dp=2 tp=2 zero_stage=3"
     done = run(
