@@ -143,7 +143,7 @@ def test_commands_are_refused_in_one_line_and_interrupted_in_time():
     with pytest.raises(RefusedError, match=r"^kernel\.precision='fp9'; must be "):
         machine().run("sweep", "plan", "kernel.precision=fp9")
     with pytest.raises(TimeSpentError):
-        machine(end_s=time.monotonic() + 0.2).run("kernel", "check", "dp=1", "--json")
+        machine(end_s=time.monotonic() + 0.2).run("sweep", "plan", "sweep=playbook", "--json")
 
 
 def test_the_share_of_the_gemm_rate_is_also_known_at_one_clock():
