@@ -10,8 +10,8 @@ SEED ?= 7
 KINDS ?=
 # Options of `make gpu-check`, such as GPU_CHECK="--only memory" or GPU_CHECK=--cpu.
 GPU_CHECK ?=
-# The parts of `make test`, which take about as long as each other; those that begin first use most CPU time.
-PARTS := parity-c-to-f parity-l-to-w slurm-d-to-n local-a-to-f unit-a-to-c unit-k-to-w slurm-t slurm-others local-g-to-z check
+# The parts of `make test`: first those that wait for processes and deadlines, then those that compute.
+PARTS := slurm-t local-a-to-f slurm-others slurm-d-to-n local-g-to-z parity-l-to-w unit-a-to-c parity-c-to-f unit-k-to-w check
 
 # The programs that tests start import the same modules, so their bytecode is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -45,10 +45,10 @@ check: env docs
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.names
 
-# Most tests wait for processes and deadlines, and mypy uses one core, so that all parts run at once; each is
-# printed at its end.
+# All parts that wait run at once, and beside them two that compute, which keep two cores busy. With more, waiting tests
+# would wait longer, since they extend their deadlines on a loaded machine. Each part is printed at its end.
 test: env
-	$(MAKE) --jobs=10 --keep-going --output-sync=target --no-print-directory $(PARTS)
+	$(MAKE) --jobs=7 --keep-going --output-sync=target --no-print-directory $(PARTS)
 unit: env
 	$(BIN)/pytest tests/unit
 unit-a-to-c: env

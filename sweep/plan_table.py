@@ -9,8 +9,10 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow.json import ParseOptions, read_json
 
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.layout import AXES, NEUTRAL, Layout
@@ -74,8 +76,13 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
         }
         for order, c in enumerate(candidates)
     ]
-    table = pa.Table.from_pylist(rows)
-    return table.cast(pa.unify_schemas([table.schema, NULLABLE]))
+    texts = {name: pa.string() for name, value in rows[0].items() if isinstance(value, str)}
+    types = pa.unify_schemas([NULLABLE, pa.schema(texts)])
+    # Table.from_pylist would import pandas, which takes longer.
+    lines = pa.py_buffer(msgspec.json.Encoder().encode_lines(rows))
+    return read_json(pa.BufferReader(lines), parse_options=ParseOptions(explicit_schema=types)).select(
+        [*rows[0]]
+    )
 
 
 HARDWARE_KEY, KERNEL_KEY = b"ultrabench.hardware", b"ultrabench.kernel"

@@ -39,6 +39,8 @@ EMBEDDED = (
     "measure.max_foreign_load=null",
 )
 """Options of a small sweep of the embedded kernel."""
+MEASURING = '"name":"measure"'
+"""What the journal says of a run that has reached its measured steps."""
 AT_ONCE = ("launcher.preflight=false", "retry.backoff_s=0", "measure.max_foreign_load=null", PEAK)
 """Options of a sweep that begins with its first run and does not rest."""
 
@@ -169,7 +171,7 @@ class Bench:
 
     def measuring(self) -> bool:
         """Whether some run has reached its measured steps."""
-        return '"name":"measure"' in self.journal()
+        return MEASURING in self.journal()
 
     def assert_each_ran_once(self, runs: int, allowed: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
         """Asserts that every run ended ok once per repeat and nothing ran twice; returns all rows."""

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.chaos.target import processes
-from tests.local.conftest import AT_ONCE, EMBEDDED, axes
+from tests.local.conftest import AT_ONCE, EMBEDDED, MEASURING, axes
 
 pytestmark = pytest.mark.local
 
@@ -23,13 +23,20 @@ def hung(bench):
     return found
 
 
-def test_a_stopped_rank_is_named_and_the_next_run_measures(bench):
+def test_a_stopped_rank_and_a_killed_one_are_named_and_their_runs_measured_again(bench):
+    """Of the embedded kernel: the first is a hang, and in the run that follows the other is a crash."""
     sizes = axes(gbs=8, nodes=1, tp=1, pp=1, mbs=[1, 2], gas=[4, 2], zero_stage=0)
     steps = ("measure.deadline_floor_s=2", "measure.min_steps=40", "measure.max_steps=40")
     launcher = bench.start("sweep", "launch", *EMBEDDED, *sizes, *steps, *AT_ONCE)
     bench.wait_for(bench.measuring)
     os.kill(processes(bench.folder, "rank")[-1].pid, signal.SIGSTOP)
+    bench.wait_for(lambda: '"status":"hang"' in bench.journal(), 120)
+    begun = bench.journal().count(MEASURING)
+    bench.wait_for(lambda: bench.journal().count(MEASURING) > begun)
+    os.kill(processes(bench.folder, "rank")[-1].pid, signal.SIGKILL)
     bench.end(launcher, seconds=200)
+    (reason,) = (row["reason"] for row in bench.rows() if row["status"] == "crash")
+    assert "killed by SIGKILL, which ultrabench did not send" in reason
     ((row, told),) = hung(bench).values()
     stopped = [r for r in told["evidence"]["hang_evidence"] if r["state"] == "T"]
     assert len(stopped) == 1

@@ -91,7 +91,7 @@ LAYOUTS = [
 
 
 FP8 = [
-    "dp=2 zero_stage=3 gas=2 full fp8", "tp=2 selective compile qwen biased fp8", "tp=2 mbs=2 sequence_parallel=off tied fp8",
+    "dp=2 zero_stage=3 gas=2 full fp8", "tp=2 selective compile qwen biased fp8", "tp=2 selective qwen biased fp8", "tp=2 mbs=2 sequence_parallel=off tied fp8",
     "tp=2 pp=2 gas=4 zbv fp8", "dp=2 cp=2 zero_stage=1 gas=2 selective fp8", "pp=2 gas=4 interleaved attention fp8", "full compile fp8",
 ]  # fmt: skip
 """Layouts that are compared with one process whose factors are rounded as theirs, within a multiple of its rounding."""

@@ -356,8 +356,8 @@ def test_formulas_stand_alone_where_no_run_was_measured():
 
 def overlaps(figure):
     """Texts of a figure that its edge cuts, and pairs of texts that lie over each other."""
-    FigureCanvasAgg(figure).draw()
-    renderer = figure.canvas.get_renderer()
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()  # places all texts
     axes = [(axis, axis.get_view_interval()) for held in figure.axes for axis in (held.xaxis, held.yaxis)]
     ticks = [
         (tick, ends) for axis, ends in axes for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())

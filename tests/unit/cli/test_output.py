@@ -313,7 +313,7 @@ def test_tables_go_to_stdout_and_brackets_are_no_markup(ultrabench, sweep, comma
 
 DRAWING = {"torch", "matplotlib", "seaborn", "submitit", *TRACKERS}
 LIGHT = {
-    "--help": HEAVY, "sweep launch --help": HEAVY, "sweep plan --json": DRAWING | {"pandas", "scipy"},
+    "--help": HEAVY, "sweep launch --help": HEAVY, "sweep plan --json -o p.parquet": DRAWING | {"pandas", "scipy"},
     "sweep status --json": DRAWING, "predict model=8B tp=2 --json": DRAWING, f"sweep show {OK} --json": DRAWING,
     "heatmap --json": DRAWING, "collect": DRAWING,
 }  # fmt: skip

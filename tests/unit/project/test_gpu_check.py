@@ -143,7 +143,7 @@ def test_commands_are_refused_in_one_line_and_interrupted_in_time():
     with pytest.raises(RefusedError, match=r"^kernel\.precision='fp9'; must be "):
         machine().run("sweep", "plan", "kernel.precision=fp9")
     with pytest.raises(TimeSpentError):
-        machine(end_s=time.monotonic() + 0.2).run("kernel", "check", "dp=1", "--json")
+        machine(end_s=time.monotonic() + 0.2).run("sweep", "plan", "sweep=playbook", "--json")
 
 
 def test_the_share_of_the_gemm_rate_is_also_known_at_one_clock():
@@ -185,6 +185,7 @@ def test_a_line_on_processes_of_this_machine(tmp_path):
 
 
 @pytest.mark.parity
+@pytest.mark.campaign
 def test_ranks_that_share_a_device_train_as_one_process_does():
     layout = "dp=2 tp=2 zero_stage=3"
     done = run(
