@@ -357,7 +357,12 @@ def published(config: SweepConfig) -> Published | None:
             axes=axes | {"seq_len": content["seq_len"], "gbs": content["gbs"], "pp_schedule": ["auto"]},
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error!r}; write it like configs/published/h100x8.yaml") from error
+        fault = (
+            f"lacks the key {error.args[0]}"
+            if isinstance(error, KeyError)
+            else f"holds another kind of value ({error})"
+        )
+        raise ConfigError(f"{path} {fault}; write it like configs/published/h100x8.yaml") from error
     return publication if rows and content["precision"] == config.kernel.precision else None
 
 

@@ -156,7 +156,9 @@ def test_plan_warns_of_a_program_that_is_not_here(ultrabench):
     words = ("model=tiny", "kernel=command", "kernel.command=[python,no.py]", "--json")
     code, out, err = ultrabench("sweep", "plan", *words)
     assert (code, json.loads(out)["sweep"]) == (0, "quick-cpu")
-    assert err.startswith("warning: sweep launch would refuse this plan: kernel.command: no.py does not exist here")
+    assert err.startswith(
+        "warning: sweep launch would refuse this plan: kernel.command: no.py does not exist here"
+    )
 
 
 def test_plan_prints_the_script_of_a_job_and_does_nothing_else(ultrabench, tmp_path, monkeypatch):

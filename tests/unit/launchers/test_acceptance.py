@@ -118,7 +118,7 @@ def test_a_published_file_of_the_user_that_lacks_something(alone):
     for group, text in files.items():
         (alone / "ultrabench" / group).mkdir(parents=True)
         (alone / "ultrabench" / group / "mine.yaml").write_text(text)
-    with refused("published/mine.yaml: KeyError('dp'); write it like"):
+    with refused("published/mine.yaml lacks the key dp; write it like"):
         published(load_config(["sweep=acceptance", "hardware=mine"]))
 
 
