@@ -241,7 +241,9 @@ def open_sweep(
     require_local(config)
     require_checkpoint_folder(config)
     if reuse not in (None, "same", "any"):
-        raise ConfigError(f"--reuse {reuse}; must be same (measure again) or any (count them)")
+        raise ConfigError(
+            f"--reuse {reuse}; must be same (measure again in the new environment) or any (keep the old results)"
+        )
     folder = folder_of(config)
     known_as, journal = find_sweep_json(folder), JournalWriter(folder.journal, "launcher")
     in_table = bool(config.hardware.peak_flops_per_s)

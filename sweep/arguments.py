@@ -1,10 +1,12 @@
 """Reads a layout from NAME=VALUE arguments, as the commands `kernel`, `predict` and `plot` take them."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ultrabench.errors import ConfigError, LayoutError, counted, require_known, require_once
 from ultrabench.hardware import Hardware
+from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import (
     AXES,
     FOLLOWING,
@@ -138,8 +140,12 @@ def require_possible(spec: RunSpec, device: str, hardware: Hardware | None = Non
         ConfigError: the kernel cannot run the layout; the message says why.
     """
     _, broken = next(broken_rules(spec.layout, spec.shape), (None, None))
-    seq_len = spec.workload.seq_len
-    if reason := broken or refusal(spec.kernel, spec.layout, spec.shape, seq_len, device, hardware):
-        refused_anyway = refusal(spec.kernel, Layout(dp=1), spec.shape, seq_len, device, hardware)
-        advice = "" if refused_anyway else "choose another layout"
+
+    def refused(kernel: KernelConfig, layout: Layout) -> str | None:
+        return refusal(kernel, layout, spec.shape, spec.workload.seq_len, device, hardware)
+
+    if reason := broken or refused(spec.kernel, spec.layout):
+        advice = "" if refused(spec.kernel, Layout(dp=1)) else "choose another layout"
+        if not broken and advice and not refused(replace(spec.kernel, precision="bf16"), spec.layout):
+            advice = "choose another layout, or precision bf16"
         raise LayoutError(spec.layout.label(), reason, advice)

@@ -123,7 +123,10 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     except FileNotFoundError:
         raise SweepFolderError(f"{path} is missing; to write it, launch the sweep again") from None
     except (OSError, pa.ArrowException) as error:
-        raise SweepFolderError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise SweepFolderError(
+            f"cannot read {path}: {reason}; to write it again, launch the sweep again"
+        ) from error
 
 
 def _with_axes(plan: pa.Table, columns: Sequence[str]) -> pa.Table:

@@ -31,7 +31,7 @@ def schedule_refusals(layout: Layout) -> Iterator[str]:
     rounds = max(1, gas // pp)
     if layout.pp_schedule == "interleaved" and gas % rounds:
         near = " or ".join(str(number) for number in _interleaved_near(gas, pp))
-        yield f"interleaved needs gas to be a multiple of its {rounds} rounds; gas={gas}, pp={pp}: use gas={near}"
+        yield f"interleaved needs gas divisible by gas // pp = {rounds}; gas={gas}, pp={pp}: use gas={near}"
 
 
 def _interleaved_near(gas: int, pp: int) -> Iterator[int]:
@@ -144,7 +144,7 @@ def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator
         yield f"attention=math cannot combine the chunks of cp={layout.cp}; use auto"
     # The fused kernels of GPUs compute in 16 bit only.
     if device == "cuda" and not kernel.in_16_bits:
-        rule = f"needs precision={' or '.join(IN_16_BITS)} on GPUs; precision={precision}"
+        rule = f"needs precision={' or '.join(IN_16_BITS)} on GPUs, not {precision}"
         if layout.cp > 1:
             yield f"cp={layout.cp} {rule}"
         if attention not in ("auto", "math"):

@@ -42,7 +42,7 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
     suffix = path.suffix.lower()
     if suffix not in _METADATA:
         raise ConfigError(
-            f"{path} does not end in .png, .svg or .pdf", "give a file with one of these endings"
+            f"-o {path} does not end in .png, .svg or .pdf", "give a file with one of these endings"
         )
     buffer = io.BytesIO()
     with styled(), warnings.catch_warnings():

@@ -50,7 +50,12 @@ def final(table: pa.Table, more: Sequence[str] = ()) -> pd.DataFrame:
         todo = "launch a sweep: ultrabench sweep launch"
         if "probe" in table["kernel"].to_pylist():
             todo = "draw its bandwidths with: ultrabench plot comm"
-        raise ConfigError(f"{counted(len(table), 'row')}, none of a run that trains a model; {todo}")
+        fact = (
+            f"none of {counted(len(table), 'row')} is of a training run"
+            if len(table)
+            else "the table has no rows"
+        )
+        raise ConfigError(f"{fact}; {todo}")
     oks = {s.repeat: s for s in chain(*ranking.standings.values()) if s.outcome == Status.OK}
     intervals = {row: standing.rate_interval for row, standing in oks.items() if standing.rate_interval}
     ends = pd.DataFrame(intervals.values(), [*intervals], ["rate_low", "rate_high"], float)

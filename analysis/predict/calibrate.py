@@ -102,12 +102,12 @@ def _require_near(old: Sequence[float], new: Sequence[float], base: Profile) -> 
     factor = math.exp(median(map(abs, old)))
     error = min(errors(logs)["median_error"] for logs in (old, new))
     if factor > MAX_FACTOR or error > MAX_ERROR:
-        wrong = (
-            f"half of {len(old):,} runs are off from profile {base.name} by a factor of {factor:,.1f} or more"
+        before = (
+            f"profile {base.name} is off by a median factor of {factor:,.1f} (at most {MAX_FACTOR:g} allowed)"
         )
-        fit = f"and by {100 * error:,.0f} % or more after a fit"
-        rule = f"a profile needs at most {MAX_FACTOR:g} and {100 * MAX_ERROR:.0f} %"
-        raise ConfigError(f"{wrong}, {fit}; {rule}: check the seconds, hardware and model of the rows")
+        after = f"a fit by a median of {100 * error:,.0f} % (at most {100 * MAX_ERROR:.0f} %)"
+        remedy = "check the seconds, hardware and model of the rows"
+        raise ConfigError(f"{len(old):,} runs: {before}, {after}; {remedy}")
 
 
 def _source(fitted: dict[str, int], runs: int, base: Profile) -> str:

@@ -153,7 +153,7 @@ class Layout:
         require_allowed(self)
         if (self.pp_schedule == "none") != (self.pp == 1):
             raise ConfigError(
-                f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; pp=1 needs none, and pp > 1 any other schedule"
+                f"pp_schedule={self.pp_schedule!r} with pp={self.pp}; pp=1 needs pp_schedule=none, pp > 1 another schedule"
             )
         fits_by_schedule = {"interleaved": self.virtual_stages > 1, "zbv": self.virtual_stages == 2}
         if not fits_by_schedule.get(self.pp_schedule, self.virtual_stages == 1):

@@ -6,13 +6,13 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
 
-from ultrabench.errors import ConfigError, most_similar, require_known
+from ultrabench.errors import MOST_NAMES, ConfigError, most_similar, require_known
 
 T = TypeVar("T")
 NAMES = "names"
@@ -44,6 +44,16 @@ def _required(cls: Any) -> frozenset[str]:
 def lacking(cls: Any, values: Mapping[str, Any]) -> list[str]:
     """The fields without a default of the dataclass `cls` that are not in `values`."""
     return [name for name in field_types(cls) if name in _required(cls) - values.keys()]
+
+
+def _lack(missing: Sequence[str]) -> str:
+    """Which keys a record lacks, and what to do."""
+    if len(missing) == 1:
+        return f"lacks the key {missing[0]}; give it a value"
+    if len(missing) <= MOST_NAMES:
+        return f"lacks the keys {', '.join(missing)}; give each of them a value"
+    names = f"{', '.join(missing[:MOST_NAMES])} and {len(missing) - MOST_NAMES} more"
+    return f"lacks the keys {names}; start from a copy of a complete file"
 
 
 def values_of(record: Any) -> dict[str, Any]:
@@ -139,8 +149,7 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
         if not skip_unknown:
             require_known(f"field of {where}", hints, *value, setting=where)
         if missing := lacking(kind, value):
-            fact = f"{where} lacks {', '.join(missing)}".strip()
-            raise ConfigError(f"{fact}; give each of them a value", setting=where)
+            raise ConfigError(f"{where} {_lack(missing)}".strip(), setting=where)
         value_by_field = {name: element for name, element in value.items() if name in hints}
         return kind(
             **{n: value_from(hints[n], v, _dotted(where, n), skip_unknown) for n, v in value_by_field.items()}

@@ -7,6 +7,7 @@ A mistake is found at one of three places, each with its table of patterns and s
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,13 @@ def _several(key: str, value: str, **_: str) -> str:
     return f"{key}={value}: a sweep has one {key}; run the command once for each: {', '.join(overrides)}"
 
 
+def _key_with_space(override: str, key: str, value: str, **_: str) -> str:
+    plain = f"{''.join(key.split())}={' '.join(value.split())}"
+    return f"{override!r}: a key has no spaces or line breaks; write {shlex.quote(plain)}"
+
+
 _WORDS: tuple[tuple[str, Sentence], ...] = (
+    (r"(?s)[^=\"'\[{]*\s[^=\"'\[{]*=.*", _key_with_space),
     (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?!{NAME}(?:[.=]|$)).*", f"{{key}}; {NAME_RULE}".format),
     (rf"[+~]+(?P<group>{_ANY_GROUP})(=.*)?",
      "{override}: a sweep always has a {group}; choose another with {group}=NAME".format),
@@ -133,6 +140,14 @@ def _group_without_name(values: Mapping[str, str], **_: str) -> str:
     return f"{group}={values.get(group)}: a sweep always has a {group}; choose one (see ultrabench configs {group})"
 
 
+def _other_kind(override: str, key: str, **_: str) -> str:
+    """One line for a list that is given settings, or the other way round."""
+    for above in accumulate(key.split("."), "{}.{}".format):
+        if re.fullmatch(_LIST, above):
+            return f"{override}: {above} is a list; write {above}=[A,B]"
+    return f"{override}: {key} holds settings; write {key}.NAME=VALUE"
+
+
 _OF_HYDRA: tuple[tuple[str, Sentence], ...] = (
     (rf"(?:Could not (?:find|override) 'sweep/|Multiple values for )(?P<group>{_ANY_GROUP})\b", in_defaults),
     (r"Could not load 'sweep/override /?(?P<group>\w+)", in_defaults),
@@ -143,8 +158,8 @@ _OF_HYDRA: tuple[tuple[str, Sentence], ...] = (
     (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several),
     (r"Interpolation key '(?P<key>[^']+)' not found",
      "${{{key}}} is not a setting; for a shell variable on the nodes write \\${{{key}}}".format),
-    (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)",
-     "{override}: a key holds either a value or nested settings; write KEY=VALUE or KEY=[A,B] for a key with a value".format),
+    (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)", _other_kind),
+    (r"Could not append to config. An item is already at '(?P<key>[^']+)'", "{key} exists; leave out the + in front of it".format),
     (r"Config group override must be a string", _group_without_name),
     (r"In '(?P<file>[^']+)': ConfigTypeError",
      "{file}.yaml has a list or a text instead of settings; write KEY: VALUE lines, as in the files that ultrabench configs lists".format),
@@ -172,14 +187,15 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
 
 def _unreadable(override: str) -> str:
     """One line for an override that Hydra cannot parse, with a form that it can."""
-    key, _, value = override.partition("=")
+    key, _, value = " ".join(override.split()).partition("=")
     rule = "a value that contains brackets, commas, colons, spaces or quotes needs its own quotes"
     if (plain_keys := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
         rule = "on the command line, a name before a colon takes no quotes"
     mapping = re.sub(r"\[[^][]*\]", lambda of_key: _quoted(of_key[0]), plain_keys)
     readable = mapping if value.startswith("{") else _quoted(value)
     readable = "{NAME: [VALUE, VALUE]}" if readable == value else readable
-    return f"{override}: {rule}; write {shlex.quote(f'{key}={readable}')}"
+    shown = repr(override) if "\n" in override else override
+    return f"{shown}: {rule}; write {shlex.quote(f'{key}={readable}')}"
 
 
 def _quoted(value: str) -> str:

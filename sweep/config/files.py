@@ -111,7 +111,11 @@ def read_yaml(path: Path) -> Any:
     require_few_values(path)
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{path} is not valid YAML: {' '.join(str(error).split())}; fix it there"
+        ) from error
+    except (OmegaConfBaseException, ValueError, OSError) as error:
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
 
 

@@ -103,7 +103,7 @@ class LauncherConfig:
         for key in self.sbatch:
             if not re.fullmatch(r"[a-z][a-z-]*", key):
                 raise ConfigError(
-                    f"launcher.sbatch.{key}; write the name of the option in lower case, without leading dashes"
+                    f"launcher.sbatch: {key!r}; write the name of the option in lower case, without leading dashes"
                 )
             if key in _OURS:
                 instead = "use launcher.time_minutes=" if key == "time" else "leave it out"

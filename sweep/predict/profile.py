@@ -63,7 +63,7 @@ class Profile:
         require_allowed(self, f"profile {self.name}: ")
         if "all" not in self.interval:
             advice = "give interval: {all: [LOW, HIGH]}, two quantiles of log(measured / predicted)"
-            raise ConfigError(f"profile {self.name}: interval lacks all; {advice}")
+            raise ConfigError(f"profile {self.name}: interval lacks the key all; {advice}")
         require_known(f"regime of profile {self.name}", ("all", *REGIMES), *self.interval)
         for name, (low, high) in self.interval.items():
             if not low <= 0 <= high:

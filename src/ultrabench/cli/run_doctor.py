@@ -34,7 +34,7 @@ def run_doctor(
             `run_acceptance` raise it, too.
     """
     if deep and (words := _names("sweep", overrides)):
-        raise ConfigError(f"{words} with --deep, which runs its own sweep (acceptance); leave it out")
+        raise ConfigError(f"--deep runs its own sweep (acceptance); leave out {words}")
     if partition and write is None:
         raise ConfigError(
             f"--partition {partition} needs --write; add it, or set launcher.partition={partition}"

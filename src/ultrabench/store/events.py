@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 
+import ultrabench
 from ultrabench.allowed import at_least, require_allowed, require_safe_names
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.record import non_default_values
@@ -364,5 +365,5 @@ _WORDS_OF_020 = {"the sweep is paused": EndCode.PAUSED, "outside the window": En
 def _require_known(version: int, path: object) -> None:
     if version > SCHEMA_VERSION:
         raise SweepFolderError(
-            f"{path} has schema {version}; this ultrabench reads up to {SCHEMA_VERSION}: upgrade it"
+            f"{path} has schema {version}; ultrabench {ultrabench.__version__} reads up to {SCHEMA_VERSION}: upgrade ultrabench"
         )

@@ -59,6 +59,10 @@ class SweepJson:
         return replace(peak, core_share=share)
 
 
+_REWRITE = "delete it and run the launch command again (the journal holds the results)"
+"""What to do with a sweep.json that cannot be used."""
+
+
 def read_sweep_json(folder: SweepFolder) -> SweepJson:
     """The content of sweep.json in a folder.
 
@@ -79,8 +83,7 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
     path = folder.sweep_json
     try:
         if not (text := path.read_text()):
-            remedy = "delete it and run the launch command again (the journal holds the results)"
-            raise SweepFolderError(f"{path} is empty, perhaps after a crash of the file system; {remedy}")
+            raise SweepFolderError(f"{path} is empty, perhaps after a crash of the file system; {_REWRITE}")
         values = json.loads(text)
     except FileNotFoundError:
         return None
@@ -88,13 +91,16 @@ def find_sweep_json(folder: SweepFolder) -> SweepJson | None:
         raise SweepFolderError(
             f"a parent of {folder.path} is a file; choose another results_dir=FOLDER"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise SweepFolderError(f"cannot read {path}: {error}; is it a sweep folder?") from error
+    except OSError as error:
+        raise SweepFolderError(f"cannot read {path}: {error.strerror}; is it a sweep folder?") from error
+    except (ValueError, RecursionError) as error:
+        raise SweepFolderError(f"{path} is damaged ({error}); {_REWRITE}") from error
     _require_schema(path, values)
     try:
         return from_dict(SweepJson, values, where="sweep.json", skip_unknown=True)
     except (ConfigError, ValueError, TypeError) as error:
-        raise SweepFolderError(f"cannot read {path}: {error}; was it edited by hand?") from error
+        fact = getattr(error, "fact", error)
+        raise SweepFolderError(f"{path} is damaged ({fact}); {_REWRITE}") from error
 
 
 def _require_schema(path: Path, values: Any) -> None:

@@ -16,13 +16,13 @@ from ultrabench.sweep.plan import make_plan
 
 MISTAKES = [
     ("configs modl", "unknown config group 'modl'; did you mean model?"),
-    ("doctor --deep sweep=quick", "sweep=quick with --deep, which runs its own sweep (acceptance)"),
+    ("doctor --deep sweep=quick", "--deep runs its own sweep (acceptance); leave out sweep=quick"),
     ("heatmap nope.parquet", "cannot read nope.parquet: no such file"),
     ("heatmap x.csv", "x.csv is not a parquet file; convert it first: ultrabench import x.csv"),
     ("kernel check zero_stge=1", "unknown argument 'zero_stge'; did you mean zero_stage?"),
     ("kernel check dp=128", "the check runs at most 64"),
     ("kernel check --device gpu", "device='gpu'; must be cpu or cuda"),
-    ("kernel check cp=2 --device cuda", "cp=2 needs precision=bf16 or fp8 on GPUs; precision=fp64; choose another layout"),
+    ("kernel check cp=2 --device cuda", "cp=2 needs precision=bf16 or fp8 on GPUs, not fp64; choose another layout, or precision bf16"),
     ("sweep show 1 --as megatorn", "unknown framework 'megatorn'; did you mean megatron? (known: megatron, torchtitan, torchtitan-main, accelerate, nemo, nanotron, deepspeed)"),
     ("kernel check model=llama3-70b", "needs at least 5,257 GiB (70,5"),
     ("kernel check dp=2 --dump FILE/d", "cannot write --dump FILE/d"),
@@ -95,7 +95,7 @@ WITH_A_SWEEP = [
     ("sweep launch model=tiny kernel.precision=bf16", "a different kernel (kernel.prec"),
     ("collect -o results/quick-cpu/sweep.json/x.parquet",
      "cannot write results/quick-cpu/sweep.json/x.parquet"),
-    ("heatmap -o results", "results does not end in .png, .svg or .pdf; give a file"),
+    ("heatmap -o results", "-o results does not end in .png, .svg or .pdf; give a file"),
     ("sweep top --by model", "unknown column to rank by 'model' (known: tokens_per_s_per_gpu, mfu, "),
     ("heatmap --rank-by energy_j_per_step", "no ok run has a value in energy_j_per_step; rank by another column of"),
     ("sweep rename quick-cpu x.parquet --yes", "NEW='x.parquet'; must be a text of at most 100 ASCII characters that"),
@@ -109,7 +109,7 @@ WITH_A_SWEEP = [
     ("plot schedule quick-cpu", "the figure schedule shows a layout, not results"),
     ("plot schedule tp=2", "unknown setting of the figure schedule 'tp'"),
     ("plot schedule pp=4 gas=3 pp_schedule=1f1b", "1f1b needs gas >= pp; gas=3, pp=4"),
-    ("plot schedule pp=4 gas=9 pp_schedule=interleaved", "a multiple of its 2 rounds; gas=9"),
+    ("plot schedule pp=4 gas=9 pp_schedule=interleaved", "interleaved needs gas divisible by gas // pp = 2; gas=9"),
     ("plot schedule virtual_stages=2", "virtual_stages=2 with pp_schedule=1f1b; must be 1"),
     ("plot schedule pp=100 gas=101", "pp=100, gas=101 has 20,200 passes; a figure holds at most 20,000"),
     ("plot memory tpp=3", "unknown argument 'tpp'; did you mean tp"),
@@ -128,7 +128,7 @@ GLOBAL = "# @package _global_\n"
 AXES = "nodes: [1], seq_len: 64, gbs: 8, tp: [1], pp: [1], cp: [1], zero_stage: [0], mbs: [1]"
 FILES = [
     ("sweep/mine.yaml", "sweep: {models: [tiny]}\n", "sets sweep: and needs this first line"),
-    ("sweep/mine.yaml", "nodes: [1]\n", "/sweep/mine.yaml: sweep lacks seq_len, gbs"),
+    ("sweep/mine.yaml", "nodes: [1]\n", "/sweep/mine.yaml: sweep lacks the keys seq_len, gbs"),
     ("sweep/mine.yaml", f"{GLOBAL}sweep: {{model: tiny, {AXES}}}\n", "/sweep/mine.yaml: unknown field of sweep 'model'; did you mean models?"),
     ("sweep/mine.yaml", f"{GLOBAL}sweep: {{models: [tiny], dp: [8], {AXES}}}\n", "/sweep/mine.yaml: sweep.dp is not an axis"),
     ("sweep/mine.yaml", f"{GLOBAL}sweeps: {{models: [tiny], {AXES}}}\n", "/sweep/mine.yaml: unknown override 'sweeps'; did you mean sweep?"),
@@ -141,9 +141,9 @@ FILES = [
     ("sweep/mine.yaml", f"{GLOBAL}defaults: [playbok]\n", "/sweep/mine.yaml: defaults: unknown sweep 'playbok'; did you mean playb"),
     ("hardware/mine.yaml", "gpu: H100-SXM\nmem: 4\n", "/hardware/mine.yaml: unknown field of hardware 'mem'"),
     ("model/mine.yaml", "hidden: 4\n", "/ultrabench/model/mine.yaml: unknown field of model mine 'hidden'"),
-    ("model/mine.yaml", "hidden_size: [", "/ultrabench/model/mine.yaml: while parsing"),
+    ("model/mine.yaml", "hidden_size: [", "/ultrabench/model/mine.yaml is not valid YAML: while parsing"),
     ("model/mine.yaml", "- a\n- b\n", "/ultrabench/model/mine.yaml holds no settings; write them as in configs/model/"),
-    ("model/mine.yaml", "", "model mine lacks hidden_size"),
+    ("model/mine.yaml", "", "model mine lacks the keys hidden_size"),
     ("model/mine.yaml", "\xff\xfe", "cannot read "),
     *((f"{group}/mine.yml", "a: 1\n", f"/ultrabench/{group}/mine.yml is not read, because its name does not end in .yaml")
       for group in ("sweep", "model")),
@@ -183,8 +183,8 @@ def test_a_mistake_beside_a_sweep_is_one_line(ultrabench, sweep, command, line):
 
 @pytest.mark.parametrize(
     ("name", "text", "line"),
-    [("sweep.json", "{", "cannot read "), ("sweep.json", "[]", "sweep.json has no schema_version"),
-     ("sweep.json", '{"schema_version": 2}', "sweep.json lacks sweep"), ("plan.parquet", "no parquet", "cannot read"),
+    [("sweep.json", "{", "sweep.json is damaged (Expecting"), ("sweep.json", "[]", "sweep.json has no schema_version"),
+     ("sweep.json", '{"schema_version": 2}', "sweep.json is damaged (sweep.json lacks the keys sweep"), ("plan.parquet", "no parquet", "; to write it again, launch the sweep again"),
      ("journal/new.jsonl", '{"v":3,"writer":"w","seq":0,"event":"cancel"}\n', "has schema 3")],
 )  # fmt: skip
 def test_a_file_of_a_sweep_that_cannot_be_read(ultrabench, sweep, name, text, line):

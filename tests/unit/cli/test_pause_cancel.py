@@ -113,7 +113,9 @@ def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follo
     nobody_follows(unreachable)
     refusal = one_line(ultrabench, "sweep", "cancel", code=3)
     assert refusal.startswith("scancel: No such file or directory; ")
-    assert refusal.endswith("The cancel is recorded, but no launcher carries it out: run this command again")
+    assert refusal.endswith(
+        "The cancel is recorded, but no launcher carries it out: run this command again where scancel works"
+    )
     assert (state_of(unreachable).cancelled, len(said(unreachable, "cancel"))) == (True, 2)
 
 

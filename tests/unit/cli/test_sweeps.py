@@ -50,7 +50,7 @@ def test_the_table_shows_the_faster_of_two_cells_and_goes_on_after_a_damaged_swe
     assert code == 0
     assert other.spec.label() in out
     assert "paused" in out
-    assert err.startswith("warning: older: cannot read ")
+    assert err.startswith(f"warning: older: {older.sweep_json.resolve()} is damaged")
 
 
 def test_an_empty_folder_has_no_sweep_to_list(ultrabench, tmp_path):

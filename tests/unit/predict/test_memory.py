@@ -182,7 +182,7 @@ NANOTRON, LIMIT = profile_of("nanotron").memory, {"share": 0.9, "pipeline_share"
     ("framework", "values", "message"),
     [
         ("nanotron", NANOTRON | {"logitz": 1.0}, "logitz"),
-        ("nanotron", {k: v for k, v in NANOTRON.items() if k != "logits"}, "memory lacks logits"),
+        ("nanotron", {k: v for k, v in NANOTRON.items() if k != "logits"}, "memory lacks the key logits"),
         ("megatron", profile_of("megatron").memory | {"limit": LIMIT}, "sigma=0"),
     ],
 )

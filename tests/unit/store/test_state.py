@@ -160,7 +160,7 @@ def test_what_later_versions_write():
     warnings = []
     found = read(["".join(json.dumps(e) + "\n" for e in more).encode()], warnings.append)
     assert ([line.event for line in found], warnings) == ([Cancel(generation=1)], [])
-    with pytest.raises(SweepFolderError, match=r"0\.jsonl has schema 3; .* up to 2: upgrade it"):
+    with pytest.raises(SweepFolderError, match=r"0\.jsonl has schema 3; .* up to 2: upgrade ultrabench"):
         read([json.dumps(told | {"v": 3}).encode() + b"\n"])
 
 

@@ -230,7 +230,7 @@ def test_what_changes_nothing_is_taken(change):
         ({"rope_scaling": {"rope_type": "yarn"}}, '"yarn"; ultrabench trains llama models only with rope_type "llama3" or "default";'),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear"'),
         ({"rope_scaling": "dynamic"}, 'rope_type is "dynamic"'),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks factor, low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling lacks the keys factor, low_freq_factor"),
         ({"rope_scaling": {**SCALING, "low_freq_factor": 4}}, "above low_freq_factor=4"),
         ({"rope_scaling": {**SCALING, "factor": 0.5}}, "rope_scaling.factor=0.5; must be >= 1"),
         ({"head_dim": 127}, "head_dim=127; rotary embeddings need an even head_dim"),

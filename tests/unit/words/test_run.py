@@ -102,7 +102,7 @@ def test_env_id_holds_the_kernel_and_its_declared_variables():
     [
         (lambda v: v["layout"].update(ddp=2), "unknown field of RunSpec.layout 'ddp'; did you mean"),
         (lambda v: v.update(shap={}), "unknown field of RunSpec 'shap'; did you mean shape?"),
-        (lambda v: v["workload"].pop("gbs"), "RunSpec.workload lacks gbs"),
+        (lambda v: v["workload"].pop("gbs"), "RunSpec.workload lacks the key gbs"),
         (lambda v: v["layout"].update(dp="2"), "RunSpec.layout.dp='2' is not an integer"),
         (lambda v: v["layout"].update(dp=True), "RunSpec.layout.dp=True is not an integer"),
         (lambda v: v["layout"].update(dp=2.5), "RunSpec.layout.dp=2.5 is not an integer"),

@@ -130,7 +130,7 @@ def run_cancel(folder: SweepFolder) -> None:
     except ClusterError as error:
         followed = living_launchers(folder, writer.path)
         if not followed:
-            advice = "The cancel is recorded, but no launcher carries it out: run this command again"
+            advice = "The cancel is recorded, but no launcher carries it out: run this command again where scancel works"
             raise ClusterError(f"{error}. {advice}") from error
         say(f"{error}. {followed[0]} follows this sweep and retries until the jobs have ended")
         return
