@@ -59,7 +59,7 @@ def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_cont
     bench.run(*words, right)
     ends = Counter(row["status"] for row in bench.rows())
     assert (ends["ok"], ends["invalid"]) == (3, 1)
-    assert "would be refused" in bench.done("sweep", "plan", *words[2:], other).stderr
+    assert "would refuse this plan" in bench.done("sweep", "plan", *words[2:], other).stderr
     refused = bench.done(*words, other)
     assert refused.returncode == 2
     assert "has results that were read from logs with other patterns" in refused.stderr
