@@ -59,7 +59,7 @@ PIPELINE = {"pp": 2, "pp_schedule": "interleaved", "virtual_stages": 2}
         ("deepspeed", {"cp": 2}, "cp=2: its Ulysses splits attention heads"),
         ("deepspeed", PIPELINE, "pp=2: its pipeline engine needs a PipelineModule in your code"),
         ("deepspeed", {"sequence_parallel": "on"}, "supports sequence_parallel in [off]"),
-        ("deepspeed", {"precision": "fp8"}, "precision=fp8; its file sets precision=bf16"),
+        ("deepspeed", {"precision": "fp8"}, "precision=fp8: its file sets precision=bf16"),
         ("accelerate", PIPELINE, "pp=2: it has no pipelines"),
         ("accelerate", {"zero_stage": 1}, "supports zero_stage in [2, 3]"),
         ("accelerate", {"dp": 4, "gbs": 16, "cp": 2, "dp_shard": 2}, "dp_shard=2 with cp=2: its groups"),
