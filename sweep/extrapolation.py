@@ -64,10 +64,8 @@ def against_published(config: SweepConfig, mfu: float, best: BestRate | None) ->
         return f"no published rate for {gpu_and_precision} is known, so nothing confirms the predicted MFU of {mfu:.1%}"
     if not best.below(mfu):
         return None
-    comparison = (
-        f"predicted MFU {mfu:.1%} is above {best.mfu:.1%}, the best published for {gpu_and_precision}"
-    )
-    return f"{comparison}: {best.what} (flops_formula={best.flops_formula}; {best.source})"
+    comparison = f"predicted MFU {mfu:.1%} by the FLOPs formula {best.flops_formula} is above {best.mfu:.1%}"
+    return f"{comparison}, the best published for {gpu_and_precision}: {best.what} ({best.source})"
 
 
 def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str]:

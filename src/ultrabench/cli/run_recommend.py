@@ -122,8 +122,12 @@ def _is_above_published(best: BestRate | None, run: Candidate) -> bool:
 
 
 def _command(config: SweepConfig, run: Candidate, place: Row, elsewhere: Sequence[str]) -> str:
-    """The command that measures a recommended layout."""
+    """The command that measures a recommended layout; each precision is another kernel and needs a sweep of its own."""
     kernel = {"hardware": config.hardware.name, "kernel": config.kernel.name}
+    usual = {"name": f"{config.name}-{place['precision']}"}
+    usual |= {"launcher": "slurm"} if config.hardware.device == "cuda" else {}
+    keys = {word.partition("=")[0] for word in elsewhere}
+    elsewhere = [*elsewhere, *(f"{key}={value}" for key, value in usual.items() if key not in keys)]
     of_layout = {name: getattr(run.layout, name) for name in AXES}
     words = launch_words({**place, **kernel, **of_layout})
     return " ".join(("ultrabench sweep launch", words, *map(shlex.quote, elsewhere)))
@@ -176,7 +180,7 @@ def _page(config: SweepConfig, rows: Sequence[Row], tokens: float | None) -> Ite
         if row["reason"]:
             yield f"{cell_label(cell, of_cell)}: {row['reason']}"
     if fitting:
-        yield "\nto measure these layouts on the cluster:"
+        yield "\nto measure them, one command per layout; each adds its runs to the sweep name=:"
     yield from (row["command"] for row in fitting)
 
 

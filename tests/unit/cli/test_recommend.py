@@ -27,9 +27,10 @@ def test_a_row_holds_a_layout_and_the_command_that_plans_it_alone(ultrabench):
         assert row["days"] == pytest.approx(15e12 / row["tokens_per_s"] / 86400)
         assert row["cost"] == pytest.approx(row["days"] * 24 * row["gpus"] * 2.5)
         assert row["days_low"] < row["days"] < row["days_high"]
-        _, *verbs, last = shlex.split(row["command"])
-        assert (verbs[:2], last) == (["sweep", "launch"], "cluster=local")
-        (run,) = make_plan(load_config([*verbs[2:], last])).runs
+        _, *verbs = shlex.split(row["command"])
+        assert verbs[:2] == ["sweep", "launch"]
+        assert verbs[-3:] == ["cluster=local", f"name=recommend-h100x8-{row['precision']}", "launcher=slurm"]
+        (run,) = make_plan(load_config(verbs[2:])).runs
         assert (run.run_id, run.prediction.step_time_s) == (row["run_id"], row["step_time_s"])
 
 

@@ -163,7 +163,7 @@ def _extrapolation(
         extrapolated = (
             f"extrapolated beyond the values that profile {profile.name} was fitted to (in brackets)"
         )
-        yield f"{number:,} of {counted(len(runs), 'run')} are {extrapolated}, with wider intervals: {'; '.join(unmeasured)}"
+        yield f"{number:,} of {counted(len(runs), 'run')} {'is' if number == 1 else 'are'} {extrapolated}, with wider intervals: {'; '.join(unmeasured)}"
     published, mfus = best_published(config), dict[str, float]()
     specs = {run.run_id: run.spec for run in runs}
     for run in runs:
