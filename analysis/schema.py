@@ -8,16 +8,14 @@ meaning.
 
 `status` is null while a run is pending or running; [rules](rules.md#statuses) lists the others. `ok` rows have speeds
 and `mfu`. So do `invalid` rows whose only fault is a loss unlike that of other layouts. The file's metadata holds
-`ultrabench.schema_version` and each column's description. Adding a column does not change the version; ultrabench
-refuses files of a newer version.
+each column's description and `ultrabench.schema_version`, which new columns keep; newer versions are refused.
 
 How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kernel, precision, routing):
 
 - `ok` rows compete, except suspect rows and rows `stopped` as `slower_than_best`. If only suspect rows are left, they
   compete.
-- If all competing rows have one `control` and environment, `control_ratio` ranks them: it cancels differences in node
-  speed. Otherwise `tokens_per_s_per_gpu` does. `heatmap --json` names the column (`ranked_by`); `--rank-by COLUMN`
-  chooses another.
+- If all competing rows have one `control` and environment, `control_ratio` ranks them, otherwise
+  `tokens_per_s_per_gpu`. `heatmap --json` names the column (`ranked_by`); `--rank-by COLUMN` chooses another.
 - The value of a run is the median of its repeats. Its interval covers the 95 % intervals of all repeats; for
   `control_ratio` these include the control's. A run is as good as the best if their intervals overlap.
 - An environment is what was chosen (`env`, the program) and observed (GPU, versions, `variables`); `env_id` hashes it.
