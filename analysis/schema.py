@@ -8,24 +8,22 @@ meaning.
 
 `status` is null while a run is pending or running; [rules](rules.md#statuses) lists the others. `ok` rows have speeds
 and `mfu`. So do `invalid` rows whose only fault is a loss unlike that of other layouts. The file's metadata holds
-`ultrabench.schema_version` and each column's description. Adding a column does not change the version; ultrabench
-refuses files of a newer version.
+each column's description and `ultrabench.schema_version`, which new columns keep; newer versions are refused.
 
 How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kernel, precision, routing):
 
 - `ok` rows compete, except suspect rows and rows `stopped` as `slower_than_best`. If only suspect rows are left, they
-  compete with each other.
-- If all competing rows have one `control` and environment, `control_ratio` ranks them: it cancels differences in node
-  speed. Otherwise `tokens_per_s_per_gpu` does. `heatmap --json` names the column (`ranked_by`); `--rank-by COLUMN`
-  chooses another.
+  compete.
+- If all competing rows have one `control` and environment, `control_ratio` ranks them, otherwise
+  `tokens_per_s_per_gpu`. `heatmap --json` names the column (`ranked_by`); `--rank-by COLUMN` chooses another.
 - The value of a run is the median of its repeats. Its interval covers the 95 % intervals of all repeats; for
   `control_ratio` these include the control's. A run is as good as the best if their intervals overlap.
 - An environment is what was chosen (`env`, the program) and observed (GPU, versions, `variables`); `env_id` hashes it.
   Measurements of a run in one environment are repeats; in two, they compete. Within a sweep, a driver update makes no
   new environment.
 - Models with one name and different `model_id` have separate cells, named with the first digits of the id.
-- A suspect imported row (with a `source`) stays in its publisher's cell, even if its architecture or batch is not the
-  cell's.
+- A suspect imported row (with a `source`) belongs to the cell of its source's other rows for that model, even if its
+  sizes or batch differ from theirs.
 """
 
 import pyarrow as pa
@@ -132,7 +130,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("tokens_per_s", FLOAT, "gbs * seq_len / step_time_s."),
         column("tokens_per_s_per_gpu", FLOAT, "tokens_per_s / gpus."),
         column("mfu", FLOAT, "model_flops_per_s_per_gpu / peak_flops_per_s, in the precision of the row."),
-        column("hfu", FLOAT, "Executed FLOPs over the peak; null for other programs, compiled layers that recompute and measure.warmup_steps=1."),
+        column("hfu", FLOAT, "Executed FLOPs over the peak; null for programs other than kernel=embedded, for compiled layers that recompute, and if measure.warmup_steps=1."),
         column("flops_formula", TEXT, "Formula for the FLOPs of a token. palm: 6*N_matmul + 12*L*heads*head_dim*seq_len, where N_matmul counts the parameters in matrix products, including only the chosen experts. megatron: 6*L instead of 12*L."),
         column("peak_flops_per_s", FLOAT, "Dense peak rate of one rank in its precision."),
         column("peak_source", TEXT, "Source of the peak; measured: on this machine."),
@@ -147,7 +145,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("control_ratio", FLOAT, "Speed divided by that of the control layout of its allocation."),
         column("graphs", INT, "Most graphs that torch.compile made on a rank; 0: layers ran eagerly."),
         column("attention", TEXT, "Attention kernel that ran: cudnn, flash, flash3 or math."),
-        column("attention_listed", TEXT, "Listed value of kernel.attention, such as auto; null if the sweep lists one."),
+        column("attention_listed", TEXT, "Listed value of kernel.attention, such as auto; null if the sweep lists only one value."),
         column("loss_final", FLOAT, "Loss at step measure.loss_step, which all layouts of a cell reach; not the last loss."),
         column("gradient_norm", FLOAT, "Norm of the gradient of the first step."),
         column("peak_mem_allocated_bytes", INT, "Largest allocated memory of all ranks."),

@@ -86,7 +86,7 @@ CHECKS = {
         "`ulimit -l` is unlimited where InfiniBand is used", "put `ulimit -l unlimited` into launcher.setup=, or ask the site"),
     "NUMA": HealthCheck(
         "the job has cores of each GPU's NUMA node", "set launcher.exclusive=true, or get cores of both sockets with launcher.cpus="),
-    "NUMA balancing": HealthCheck("kernel.numa_balancing is 0", "have it set to 0, because it stops processes to move their memory"),
+    "NUMA balancing": HealthCheck("kernel.numa_balancing is 0", "have it set to 0, because it halts processes while it moves their memory"),
     "CPU governor": HealthCheck("every core has `performance`", "have it set: cpupower frequency-set -g performance", "cores"),
     "/dev/shm": HealthCheck(
         f"at least {LEAST_FREE_GIB:g} GiB free", "remove old files, or give the container the node's /dev/shm "
