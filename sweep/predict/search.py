@@ -5,10 +5,12 @@ measurement after the other. The chance that a layout does not fit moves with th
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from ultrabench.layout import AXES, FOLLOWING, TEXT_AXES, Layout, dominates
 from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction, too_large
@@ -98,8 +100,6 @@ class Belief:
     """Factor of BIAS_SD, SHAPE_SD and CLIP."""
     variance: float
     mean: float = 0.0
-    shares: list[float] = field(default_factory=list)
-    """Covariance with each measurement, given those before it, in units of its standard deviation."""
 
     @property
     def log_time(self) -> float:
@@ -163,28 +163,48 @@ def _belief(run: Run, p_oom: float) -> Belief:
     return Belief(run, p_oom, place, names, scale, scale**2 * (BIAS_SD**2 + SHAPE_SD**2))
 
 
-def _covariance(a: Belief, b: Belief) -> float:
-    """Covariance of two errors; a word that differs is as far as LENGTH."""
-    squares = sum((x - y) ** 2 for x, y in zip(a.place, b.place, strict=True))
-    squares += LENGTH**2 * sum(x != y for x, y in zip(a.words, b.words, strict=True))
-    return a.scale * b.scale * (BIAS_SD**2 + SHAPE_SD**2 * math.exp(-squares / (2 * LENGTH**2)))
+class _Errors:
+    """The errors of the predictions of a cell's runs: what is expected of each, and how they vary together.
 
-
-def _learn(beliefs: Iterable[Belief], measured: Belief, error: float) -> None:
-    """Conditions all beliefs on log(measured / predicted) = `error` of the run `measured`.
-
-    This is one row of a Cholesky factorisation of the covariance of the measurements (Rasmussen and Williams,
-    Gaussian Processes for Machine Learning, algorithm 2.1), done when the measurement comes in.
+    Each measurement adds one row to a Cholesky factorisation of the covariance of the measurements (Rasmussen and
+    Williams, Gaussian Processes for Machine Learning, algorithm 2.1).
     """
-    measured_shares = tuple(measured.shares)
-    sd = max(math.sqrt(measured.variance + NOISE_SD**2), abs(error - measured.mean) / SURPRISE)
-    surprise = (error - measured.mean) / sd
-    for belief in beliefs:
-        explained = sum(map(float.__mul__, belief.shares, measured_shares))
-        share = (_covariance(belief, measured) - explained) / sd
-        belief.shares.append(share)
-        belief.mean += share * surprise
-        belief.variance = max(0.0, belief.variance - share * share)
+
+    def __init__(self, beliefs: Mapping[str, Belief], most: int) -> None:
+        """`most` is the largest number of measurements."""
+        self.beliefs, self._index = beliefs, {run_id: index for index, run_id in enumerate(beliefs)}
+        self._places = np.array([belief.place for belief in beliefs.values()])
+        self._words = np.array([belief.words for belief in beliefs.values()])
+        self._scales = np.array([belief.scale for belief in beliefs.values()])
+        self._means = np.zeros(len(beliefs))
+        self._variances = np.array([belief.variance for belief in beliefs.values()])
+        # Covariance with each measurement, given those before it, in units of its standard deviation.
+        self._shares, self._count = np.empty((len(beliefs), most)), 0
+
+    def learn(self, run_id: str, error: float | None = None) -> None:
+        """Conditions all errors on that of a measured run; without `error`, on the one that is expected."""
+        index, shares = self._index[run_id], self._shares[:, : self._count]
+        expected = self._means[index]
+        surprise = 0.0 if error is None else error - expected
+        sd = max(math.sqrt(self._variances[index] + NOISE_SD**2), abs(surprise) / SURPRISE)
+        share = (self._covariances(index) - shares @ shares[index]) / sd
+        self._shares[:, self._count] = share
+        self._count += 1
+        self._means += share * surprise / sd
+        self._variances = np.maximum(0.0, self._variances - share**2)
+
+    def _covariances(self, index: int) -> Any:
+        """The covariance of each error with that of one run; a word that differs is as far as LENGTH."""
+        squares = ((self._places - self._places[index]) ** 2).sum(axis=1)
+        squares += LENGTH**2 * (self._words != self._words[index]).sum(axis=1)
+        shape = SHAPE_SD**2 * np.exp(-squares / (2 * LENGTH**2))
+        return self._scales * self._scales[index] * (BIAS_SD**2 + shape)
+
+    def update(self) -> None:
+        """Writes what was learned into the beliefs."""
+        numbers = zip(self._means.tolist(), self._variances.tolist(), strict=True)
+        for belief, (mean, variance) in zip(self.beliefs.values(), numbers, strict=True):
+            belief.mean, belief.variance = mean, variance
 
 
 def _chances(runs: Sequence[Run], tried: Tried) -> list[float]:
@@ -209,19 +229,25 @@ def _chances(runs: Sequence[Run], tried: Tried) -> list[float]:
     return [sum(w * _NORMAL.cdf((score + s) / own_sd) for w, s in likely_shifts) for score in scores]
 
 
-def beliefs_of(runs: Sequence[Run], tried: Tried) -> dict[str, Belief]:
+def beliefs_of(runs: Sequence[Run], tried: Tried) -> Mapping[str, Belief]:
     """run_id -> what is expected of each run of a cell after those that were tried."""
+    return _errors_of(runs, tried).beliefs
+
+
+def _errors_of(runs: Sequence[Run], tried: Tried, count: int = 0) -> _Errors:
+    """What is known of the errors of a cell after the runs that were tried, with room for `count` more."""
     chances = _chances(runs, tried)
-    belief_by_run = {run.run_id: _belief(run, p) for run, p in zip(runs, chances, strict=True)}
-    for run_id, belief in belief_by_run.items():
-        if run_id in tried.times_s:
-            error = math.log(tried.times_s[run_id] / belief.run.prediction.step_time_s)
-            clip = CLIP * belief.scale
-            _learn(belief_by_run.values(), belief, max(-clip, min(clip, error)))
-    for run_id, belief in belief_by_run.items():
-        if run_id in tried.pending:
-            _learn(belief_by_run.values(), belief, belief.mean)
-    return belief_by_run
+    beliefs = {run.run_id: _belief(run, p) for run, p in zip(runs, chances, strict=True)}
+    errors = _Errors(beliefs, len(beliefs.keys() & (tried.times_s.keys() | tried.pending)) + count)
+    for run_id in filter(tried.times_s.__contains__, beliefs):
+        belief = beliefs[run_id]
+        error = math.log(tried.times_s[run_id] / belief.run.prediction.step_time_s)
+        clip = CLIP * belief.scale
+        errors.learn(run_id, max(-clip, min(clip, error)))
+    for run_id in filter(tried.pending.__contains__, beliefs):
+        errors.learn(run_id)
+    errors.update()
+    return errors
 
 
 def _left(beliefs: Mapping[str, Belief], tried: Tried) -> list[Belief]:
@@ -259,8 +285,8 @@ def propose(runs: Sequence[_Run], tried: Tried, count: int = 1) -> list[_Run]:
     Args:
         runs: all runs of the cell, also those that were tried.
     """
-    beliefs, chosen_runs = beliefs_of(runs, tried), list[_Run]()
-    run_by_id = {run.run_id: run for run in runs}
+    errors, chosen_runs = _errors_of(runs, tried, count), list[_Run]()
+    beliefs, run_by_id = errors.beliefs, {run.run_id: run for run in runs}
     untried, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
     successes = len(tried.times_s) + len(tried.pending)
     while len(chosen_runs) < count:
@@ -269,7 +295,8 @@ def propose(runs: Sequence[_Run], tried: Tried, count: int = 1) -> list[_Run]:
         chosen_runs.append(run_by_id[chosen.run.run_id])
         untried.remove(chosen)
         best_s = min(best_s, math.exp(chosen.log_time))
-        _learn((*untried, chosen), chosen, chosen.mean)
+        errors.learn(chosen.run.run_id)
+        errors.update()
     return chosen_runs
 
 
