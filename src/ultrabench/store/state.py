@@ -127,6 +127,12 @@ class SweepState:
     suspect_losses: dict[AttemptKey, str] = field(default_factory=dict)
     """Ok attempts whose loss may be wrong -> the reason; `with_loss_outliers` finds them."""
 
+    def node_facts(self) -> list[dict[str, Any]]:
+        """What the latest preflight of each host found."""
+        in_order = sorted(self.allocations.values(), key=lambda allocation: allocation.submitting_at or 0.0)
+        nodes = (facts for allocation in in_order for facts in allocation.preflight.get("nodes") or ())
+        return [*{str(facts["host"]): facts for facts in nodes}.values()]
+
     @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration of the latest launch; empty when there was no launch."""
