@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("kernel", TEXT, "Name of the training program."),
         column("kernel_version", TEXT, "Version of the training program: 1, 2, ... or its publisher's version."),
         column("kernel_digest", TEXT, "Hash of the program's sources."),
-        column("cluster", TEXT, "Name of the site."),
+        column("cluster", TEXT, "Name of the site (cluster=NAME). Attempts of a launch with Slurm that names none have Slurm's ClusterName."),
         column("hardware", TEXT, "Name of the node type."),
         column("gpu_name", TEXT, "Name of the accelerator, as its driver reports it."),
         column("nodes", INT, "Nodes of the run."),

@@ -88,6 +88,10 @@ class AllocationState:
         """Why the allocation ended; None while it may be alive."""
         return None if self.end is None else self.end.reason
 
+    def cluster(self, named: str | None) -> str | None:
+        """The cluster that its sweep names, or the name that Slurm has for it where the sweep names none (`local`)."""
+        return self.by.get("cluster") or named if named == "local" else named
+
     @property
     def timed(self) -> bool:
         """Whether the batch system has reported how long its nodes were held until its end."""
