@@ -19,7 +19,7 @@ from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import ClusterError
 from ultrabench.layout import dominates
-from ultrabench.node_health import CHECKS, COMPLAINTS, Health, complaints
+from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import DISK_SLOW, SLOWER, UNMEASURED, RunResult, Status
@@ -189,11 +189,8 @@ class Leader:
         found = {"nodes": self._group.facts, "allocation": self._allocation.name, **measured}
         self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=found))
         for facts in self._group.facts:
-            for name, finding in complaints(facts.get("health", {}), *COMPLAINTS).items():
-                check = CHECKS[name]
-                log_line(
-                    f"the health of {facts['host']}: {finding}; limit: {check.limit}; remedy: {check.remedy}"
-                )
+            for line in warning_lines(node_warnings([facts])):
+                log_line(line)
 
     def _not_now(self, task: Task) -> Ending | None:
         """Why `task` must not begin now; None if it may."""

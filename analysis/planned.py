@@ -7,14 +7,15 @@ from ultrabench.analysis.importing.derived import completed, typed
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import SweepFolderError
 from ultrabench.result import Status
+from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.plan_table import HARDWARE_KEY, KERNEL_KEY
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 
 PREDICTED = "predicted"
 """The source of the rows of a plan, which marks titles and the names of files."""
-
-
+NO_ROOM = "no room for the allocator's reserve"
+"""Why a run of a plan is suspect."""
 NOTE = f"Predicted by a plan; nothing was measured. Out of memory: P(OOM) above {ADVISED_P_OOM:g}. "
 """What figures say of such rows."""
 
@@ -27,7 +28,8 @@ def is_predicted(table: pa.Table) -> bool:
 def predicted_results(plan: pa.Table, name: str) -> pa.Table:
     """The rows of a plan.parquet as a result table in which each run ended as predicted.
 
-    A run with P(OOM) of at most ADVISED_P_OOM is ok with the predicted step time, another one has the status oom.
+    A run with P(OOM) of at most ADVISED_P_OOM is ok with the predicted step time, another one has the status oom. As in
+    `advised`, one without room for its allocator's reserve must not win its cell if others have room: it is suspect.
 
     Raises:
         SweepFolderError: the plan does not name its hardware or a model that has a file.
@@ -39,11 +41,15 @@ def predicted_results(plan: pa.Table, name: str) -> pa.Table:
         raise SweepFolderError(f"{name} does not name its hardware or names an unknown model; {need}")
     runs = plan.filter(pc.field("decision") == "run").to_pandas()
     fits = runs["p_oom"] <= ADVISED_P_OOM
+    has_room = fits & (runs["predicted_memory_share"] <= 1)
+    cells = has_room.groupby([runs[name] for name in CellKey._fields], dropna=False)
+    no_room = fits & ~has_room & cells.transform("any")
     rows = runs.assign(
         sweep=name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0,
         status=fits.map({True: Status.OK.value, False: Status.OOM.value}),
         step_time_s=runs["predicted_step_time_s"].where(fits),
         peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(fits),
+        suspect=no_room.map({True: NO_ROOM, False: None}), suspect_codes=no_room.map({True: ["no_room"], False: None}),
     )  # fmt: skip
     frame, _ = completed(rows, {model: model for model in runs["model"]})
     return typed(frame, SCHEMA.names)

@@ -14,13 +14,14 @@ from ultrabench.analysis.cells import Cell, model_marks
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.options import COLUMNS as OPTION_COLUMNS
 from ultrabench.analysis.options import in_rows, varied_options
-from ultrabench.analysis.planned import PREDICTED
+from ultrabench.analysis.planned import PREDICTED, is_predicted
 from ultrabench.analysis.rows import Row
 from ultrabench.analysis.schema import MODEL
 from ultrabench.errors import ConfigError, require_known
 from ultrabench.layout import AXES
 from ultrabench.result import SLOWER, Status, tier
 from ultrabench.standing import Repeat, Standing, standings
+from ultrabench.sweep.candidate import expected_rate
 
 
 def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
@@ -74,6 +75,8 @@ def _no_valid_layout(rejected: Sequence[Row]) -> str:
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
+EXPECTED = "expected_tokens_per_s_per_gpu"
+"""What rows of a plan are ranked by instead: `expected_rate` of their prediction."""
 _MOST_WANTED = (
     DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "tokens_per_j", "cost_per_billion_tokens", "control_ratio",
 )  # fmt: skip
@@ -98,7 +101,7 @@ _WINNER = (
 """Columns that a cell has from its best run."""
 _OTHERS = (
     "run_id", "status", "rule", "reason", "suspect", "stopped", "sweep", "allocation",
-    "control", "control_ratio", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes",
+    "control", "control_ratio", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
 )  # fmt: skip
 """Further columns that rankings need."""
 _OF_REPEAT = (
@@ -148,6 +151,7 @@ class Ranking:
         """
         require_number(table, rank_by)
         self._rank_by = rank_by
+        self._compared = EXPECTED if rank_by == DEFAULT_RANK_BY and is_predicted(table) else rank_by
         final = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
         rows = table.filter(final).sort_by([(name, "ascending") for name in _ORDER])
         self.environments = Environments(rows)
@@ -239,7 +243,7 @@ class Ranking:
         labels = self.environments.labels(s.environment for s in self.standings[of_cell[0].cell])
         return [
             {
-                "ranked_by": "control_ratio" if standing.by_control else self._rank_by,
+                "ranked_by": "control_ratio" if standing.by_control else self._compared,
                 "ranked_value": None if standing.value is None else abs(standing.value),
                 "best": standing.best,
                 "as_good_as_best": standing.as_good,
@@ -279,13 +283,15 @@ class Ranking:
         frame = self._rows.to_pandas()
         keys = _keys(frame)
         in_order = keys.sort_values(_KEY, na_position="first")
-        sign = -1 if self._rank_by in LOWER_IS_BETTER else 1
+        rate = (-1 if self._rank_by in LOWER_IS_BETTER else 1) * frame[self._rank_by]
+        if self._compared == EXPECTED:
+            rate = rate.combine(frame["p_oom"], expected_rate)
         with_cells: pd.DataFrame = frame.assign(
             **{name: keys[name].where(keys[name].notna(), frame[name]) for name in ("gbs", "num_params")},
             cell=in_order.groupby(_KEY, dropna=False, sort=False).ngroup(),
             competes_in=self.environments.ids,
             place=[*zip(frame["sweep"], frame["allocation"], strict=True)],
-            rate=sign * frame[self._rank_by],
+            rate=rate,
             width=frame["step_time_ci95_rel"] if self._rank_by in _AS_SURE_AS_STEP_TIME else None,
         )
         return with_cells
@@ -296,7 +302,8 @@ def rank(table: pa.Table, *, rank_by: str = DEFAULT_RANK_BY, include_suspects: b
 
     Only final ok rows compete. Suspect rows are left out unless `include_suspects` is set or a cell has no others,
     and so are runs that were stopped early as slower than the best. By default, speeds relative to the control layout are
-    compared in cells where all runs have them. A repeated run counts with the median of its repeats.
+    compared in cells where all runs have them, and of a plan the expected speeds. A repeated run counts with the median
+    of its repeats.
 
     Raises:
         ConfigError: `rank_by` is no numeric column, no ok run has a value in it although it is not the default, or MFU

@@ -164,7 +164,9 @@ def _rows(
     state = for_answers(recorded)
     attempts = state.by_run()
     final = {attempt.key for attempt in final_attempts(state).values()}
-    circumstances = {name: _circumstances(allocation) for name, allocation in state.allocations.items()}
+    circumstances = {
+        name: _circumstances(allocation, sweep.cluster) for name, allocation in state.allocations.items()
+    }
     control, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
     shapes, formula, price = shapes_of(sweep, state), formula_of(sweep, state), price_of(sweep, state)
     candidates, programs = [*rows_of(plan, _OF_CANDIDATES)], _programs(plan)
@@ -295,14 +297,19 @@ def _known(row: Row) -> Row:
     return {column: value for column, value in row.items() if value not in (None, ())}
 
 
-def _circumstances(allocation: AllocationState) -> Row:
-    """Columns of the allocation: rates in its preflight, its commit of ultrabench, its job and its control layout."""
+def _circumstances(allocation: AllocationState, cluster: str | None) -> Row:
+    """Columns of the allocation: rates in its preflight, its commit of ultrabench, its job, control layout and cluster.
+
+    Args:
+        cluster: the cluster that the sweep names.
+    """
     preflight, job_id = allocation.preflight, (allocation.job or {}).get("job_id")
     nodes = preflight.get("nodes")
     first = nodes[0] if isinstance(nodes, list) and nodes and isinstance(nodes[0], dict) else {}
     commit = {"git_commit": first["git_commit"]} if isinstance(first.get("git_commit"), str) else {}
     job = {"job_id": None if job_id is None else str(job_id)}
-    return _known(preflight_rates(preflight) | commit | job | {"control": allocation.control})
+    place = {"control": allocation.control, "cluster": allocation.cluster(cluster)}
+    return _known(preflight_rates(preflight) | commit | job | place)
 
 
 def _measured(result: RunResult, gpus: int | None) -> Row:

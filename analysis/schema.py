@@ -16,6 +16,8 @@ How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kern
   compete.
 - If all competing rows have one `control` and environment, `control_ratio` ranks them, otherwise
   `tokens_per_s_per_gpu`. `heatmap --json` names the column (`ranked_by`); `--rank-by COLUMN` chooses another.
+- Rows of a plan are ranked by `tokens_per_s_per_gpu` * (1 - `p_oom`), as `sweep plan --top` and `recommend` rank them.
+  Those without room for the allocator's reserve are suspect where others have room.
 - The value of a run is the median of its repeats. Its interval covers the 95 % intervals of all repeats; for
   `control_ratio` these include the control's. A run is as good as the best if their intervals overlap.
 - An environment is what was chosen (`env`, the program) and observed (GPU, versions, `variables`); `env_id` hashes it.
@@ -61,7 +63,7 @@ GROUPS: dict[str, tuple[pa.Field, ...]] = {
         column("kernel", TEXT, "Name of the training program."),
         column("kernel_version", TEXT, "Version of the training program: 1, 2, ... or its publisher's version."),
         column("kernel_digest", TEXT, "Hash of the program's sources."),
-        column("cluster", TEXT, "Name of the site."),
+        column("cluster", TEXT, "Name of the site (cluster=NAME). Attempts of a launch with Slurm that names none have Slurm's ClusterName."),
         column("hardware", TEXT, "Name of the node type."),
         column("gpu_name", TEXT, "Name of the accelerator, as its driver reports it."),
         column("nodes", INT, "Nodes of the run."),

@@ -14,6 +14,7 @@ from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory, visible
 from ultrabench.launchers.launcher import Launcher, Say
 from ultrabench.launchers.open_sweep import OpenSweep
+from ultrabench.node_health import node_warnings, warning_lines
 from ultrabench.store.events import Submitted, Submitting
 from ultrabench.store.folder import SIGN_OF_LIFE_S
 from ultrabench.store.jobs_seen import JobsSeen
@@ -59,6 +60,8 @@ class Reconciler:
         self.memory = memory
         self._say_once = functools.cache(say)
         self.recorder = EndRecorder(sweep, launcher, memory, self._say_once)
+        self._warned = set[tuple[str, str]]()
+        """Checks and hosts whose warnings were said."""
         self._decided: tuple[float, object, Actions] | None = None
         """The time of the latest decision, the observations it rests on, and the decided actions."""
 
@@ -93,7 +96,7 @@ class Reconciler:
         jobs, state = self.recorder.look()
         self.show(state, jobs.alive)
         actions = self._decide(state, jobs)
-        for note in (*jobs.notes, *self._other_commits(state), *actions.notes):
+        for note in (*jobs.notes, *self._other_commits(state), *self._node_warnings(state), *actions.notes):
             self._say_once(note)
         busy = self._act(actions, state, jobs)
         return state, busy or (bool(jobs.leaving & jobs.running) and not state.cancelled)
@@ -182,6 +185,13 @@ class Reconciler:
         nodes = [n for a in state.allocations.values() for n in a.preflight.get("nodes") or ()]
         others = {(n["host"], c) for n in nodes if sha and (c := n.get("git_commit")) and c != sha}
         return [f"{host} runs commit {c[:12]}, this launcher {sha[:12]}" for host, c in sorted(others) if sha]
+
+    def _node_warnings(self, state: SweepState) -> list[str]:
+        """A line for each check that new nodes fail; each check of a node is warned of once."""
+        warnings = node_warnings(state.node_facts())
+        new_warnings = {place: warnings[place] for place in warnings.keys() - self._warned}
+        self._warned |= new_warnings.keys()
+        return [f"warning: {line}" for line in warning_lines(new_warnings)]
 
     def _message_of(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the last line of a job's log."""

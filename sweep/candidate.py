@@ -110,6 +110,11 @@ class Candidate:
         return tokens_per_s_per_gpu * flops_per_token / self.peak_flops_per_s
 
 
+def expected_rate(rate: float, p_oom: float) -> float:
+    """What predicted runs are ranked by: the predicted rate times the probability that the run fits into memory."""
+    return rate * (1 - p_oom)
+
+
 def cell_columns(cells: Iterable[CellKey]) -> list[str]:
     """The names that tell cells apart in a table: model, nodes, and the others that have several values."""
     columns = zip(CellKey._fields, zip(*cells, strict=True), strict=False)

@@ -18,7 +18,7 @@ from ultrabench.hardware import GIB
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.candidate import Candidate, CellKey
+from ultrabench.sweep.candidate import Candidate, CellKey, expected_rate
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import DERIVED, broken_rules, layouts, shards_of, why_none
 from ultrabench.sweep.plan import CellPlan, cell_plan, narrowed, planned_cells, processes, rejections
@@ -30,12 +30,6 @@ Node = Candidate | Callable[[], Iterable["Entry"]]
 """A run whose rate is exact, or what finds the entries of the runs that are still together in one."""
 Entry = tuple[float, tuple[int | str, ...], Node]
 """The bound of the expected rate, negative, the place of the layout in the grid, and the node."""
-
-
-def expected_rate(run: Candidate) -> float:
-    """The predicted tokens/s/GPU times the probability that the run fits into memory."""
-    prediction = run.prediction
-    return rate(run.spec, prediction.step_time_s) * (1 - prediction.p_oom)
 
 
 def rate(spec: RunSpec, step_time_s: float) -> float:
@@ -141,7 +135,7 @@ class Search:
         prediction = run.prediction
         occupancy = Occupancy(prediction.peak_mem_bytes, prediction.memory_share, prediction.p_oom)
         if self._may_be_taken(occupancy) and run.runs:
-            yield -expected_rate(run), place, run
+            yield -expected_rate(rate(spec, prediction.step_time_s), prediction.p_oom), place, run
 
     def _may_fit(self, spec: RunSpec, variant: int) -> bool:
         """Whether the layout fits with ZeRO-3, whose need of memory grows with mbs and falls with recomputation."""

@@ -115,6 +115,7 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
     of_sweep["kernel"] = sweep.kernel.name
     of_allocation = {
         name: of_sweep
+        | {"cluster": allocation.cluster(sweep.cluster)}
         | preflight_rates(allocation.preflight)
         | _health(allocation, preflight_s.get(name, 0.0))
         for name, allocation in fold(lines).allocations.items()

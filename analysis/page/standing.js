@@ -48,13 +48,15 @@ function standings(cell, isShown) {
   const measured = repeatsOf[cell].filter((row) => rowOf.has(value("contender", row)) && isMeasured(row));
   const trusted = measured.filter(mayWin), competing = trusted.length ? trusted : measured;
   const compared = besideOneControl(competing) ? "control_ratio" : RATE;
+  // A predicted run counts with its rate times the probability that it fits, as expected_rate in candidate.py.
+  const number = (row) => held.cells[cell].predicted ? value(RATE, row) * (1 - value("p_oom", row)) : value(compared, row);
   const ci = (row) => value("step_time_ci95_rel", row) ?? 0, place = (row) => value("place", row);
   const controlCi = new Map(compared === RATE ? [] : competing.filter((row) => value("run_id", row) === value("control", row)).map((row) => [place(row), ci(row)]));
   const ends = Map.groupBy(competing, (row) => value("contender", row));
   const found = [...rowOf].map(([contender, row]) => {
-    const repeats = ends.get(contender) ?? [], reach = (n) => value(compared, n) * Math.hypot(ci(n), controlCi.get(place(n)) ?? 0);
-    const known = repeats.length ? median(repeats.map((n) => value(compared, n))) : value(compared, row);
-    const interval = repeats.length ? [Math.min(...repeats.map((n) => value(compared, n) - reach(n))), Math.max(...repeats.map((n) => value(compared, n) + reach(n)))] : null;
+    const repeats = ends.get(contender) ?? [], reach = (n) => number(n) * Math.hypot(ci(n), controlCi.get(place(n)) ?? 0);
+    const known = repeats.length ? median(repeats.map((n) => number(n))) : number(row);
+    const interval = repeats.length ? [Math.min(...repeats.map((n) => number(n) - reach(n))), Math.max(...repeats.map((n) => number(n) + reach(n)))] : null;
     return { row, run: value("run_id", row), value: known ?? -Infinity, interval, tier: isSuspect(row) ? 0.5 : tierOf(row) };
   });
   const byValue = (a, b) => b.value - a.value || (a.run < b.run ? -1 : a.run > b.run ? 1 : 0);

@@ -152,7 +152,8 @@ def _memory(case: Case, profile: Profile) -> dict[str, float]:
 def row_errors(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """What is measured and predicted of each run that has a step time, in tokens/s/GPU, as JSON values.
 
-    `error` is predicted / measured - 1, and `inside` whether the measured speed lies in the 80 % interval.
+    `step_time_error` is predicted / measured step time - 1, whose size the summaries have; `inside` says whether the
+    measured speed lies in the 80 % interval.
     """
     timed = rows[(rows.status == Status.OK) & rows.step_time_s.notna()]
     tokens = timed.tokens_per_s_per_gpu * timed.step_time_s
@@ -160,7 +161,7 @@ def row_errors(rows: pd.DataFrame) -> list[dict[str, Any]]:
         "predicted_tokens_per_s_per_gpu": tokens / timed.predicted_step_time_s,
         "low_tokens_per_s_per_gpu": tokens / timed.predicted_high_s,
         "high_tokens_per_s_per_gpu": tokens / timed.predicted_low_s,
-        "error": timed.step_time_s / timed.predicted_step_time_s - 1,
+        "step_time_error": timed.predicted_step_time_s / timed.step_time_s - 1,
         "inside": timed.step_time_s.between(timed.predicted_low_s, timed.predicted_high_s),
     }
     described = timed.assign(**speeds)[[*ROW_COLUMNS, "tokens_per_s_per_gpu", *speeds]]

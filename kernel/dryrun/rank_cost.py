@@ -7,6 +7,7 @@ for the first rank of each pipeline stage. The process imports torch, but only i
 import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ultrabench.kernel.dryrun.fake_world import ShardedTensors, fake_world, watc
 from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.step import TrainStep
+from ultrabench.processes import die_with_parent
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
 
@@ -141,4 +143,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent(os.getppid())  # the process that asks may be killed
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # it may have ended already during the import of torch
     main()

@@ -5,9 +5,13 @@ None where the source is missing. A fact that is there or not has the numbers 1 
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, StrEnum
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
+
+from ultrabench.errors import counted
 
 
 class Health(StrEnum):
@@ -180,3 +184,22 @@ def complaints(facts: Mapping[str, Any], *healths: Health, nodes: int = 2) -> di
     findings = ((name, f) for name, f in findings_of(facts).items() if f.health in healths)
     concerned = ((name, f) for name, f in findings if nodes > 1 or not CHECKS[name].between_nodes)
     return {name: f"{name} ({places_text(name, finding)})" for name, finding in concerned}
+
+
+Warnings = dict[tuple[str, str], str]
+"""Name of a check and host -> the finding of a check that exceeds its limit, as a text."""
+
+
+def node_warnings(nodes: Iterable[Mapping[str, Any]]) -> Warnings:
+    """The warnings in the facts about some nodes."""
+    findings = ((facts["host"], complaints(facts.get("health", {}), *COMPLAINTS)) for facts in nodes)
+    return {(name, str(host)): text for host, text_by_name in findings for name, text in text_by_name.items()}
+
+
+def warning_lines(warnings: Warnings) -> Iterator[str]:
+    """A line for each check, with limit and remedy; it names the first of several hosts, whose finding it shows."""
+    for name, of_check in groupby(sorted(warnings), key=itemgetter(0)):
+        (_, host), *others = of_check
+        where = f"{host} and {counted(len(others), 'other node')}" if others else host
+        check = CHECKS[name]
+        yield f"{where}: {warnings[name, host]}; limit: {check.limit}; remedy: {check.remedy}"

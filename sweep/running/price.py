@@ -287,6 +287,8 @@ class Price:
     """CellKey -> number and GPU hours of the attempts that are left."""
     left: int
     """Number of runs that have attempts left."""
+    repeats_only: bool
+    """Whether all attempts that are left are repeats of measured runs."""
     extra: Mapping[str, tuple[int, float]]
     """Number and GPU hours of control runs, repeats of the best and starts of jobs, where there are any."""
     interval: tuple[float, float]
@@ -326,6 +328,7 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
         jobs=jobs,
         runs={cell: _priced(runs) for cell, runs in cells.items()},
         left=len({attempt.key.run_id for attempt in todo}),
+        repeats_only=all(attempt.key.repeat for attempt in todo),
         extra={purpose: (number, cost) for purpose, (number, cost) in extra.items() if number},
         interval=(starts + low, starts + high),
         intervals={cell: _interval(runs, measure) for cell, runs in cells.items()},

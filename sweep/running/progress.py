@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from ultrabench.node_health import node_warnings, warning_lines
 from ultrabench.result import INTERRUPTED, OUTSIDE, PENDING, RUNNING, UNSETTLED, Status, outcome_order
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
@@ -16,7 +17,7 @@ from ultrabench.sweep.running.attempts import attempts_after, expected, searchin
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.standings import best_of_cells, suspects_of
 
-_AS_IT_IS = ("sweep", "runs", "by_status", "attempts", "to_go", "eta_s", "runs_per_hour")
+_AS_IT_IS = ("sweep", "runs", "by_status", "attempts", "to_go", "eta_s", "runs_per_hour", "node_warnings")
 """Fields that `sweep status --json` has under their own names."""
 
 
@@ -61,6 +62,8 @@ class SweepProgress:
     """The best run of each cell so far, sorted by cell."""
     wide: dict[str, float]
     """run_id -> relative half 95 % interval of its step time, for ok runs whose interval missed its target."""
+    node_warnings: tuple[str, ...]
+    """Lines about the health of nodes, from the latest preflight of each."""
     suspects: dict[AttemptKey, str]
     """Attempts whose measurement is suspect -> all reasons."""
     failures: tuple[tuple[Candidate, AttemptState], ...]
@@ -180,6 +183,7 @@ def progress(
             for run_id, a in final.items()
             if a.ok and a.ok.ci_reached is False and (width := ci95_rel(a.ok.step_times_s)) is not None
         },
+        node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
         suspects=suspects,
         failures=_latest_failures(runs, final),
     )

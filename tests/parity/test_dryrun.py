@@ -200,3 +200,12 @@ def test_a_dry_run_of_64_gpus_fits_this_machine():
     parts = ("parameter", "gradient", "optimizer", "activation")
     assert sum(stage[f"{part}_bytes"] for part in parts) == stage["peak_bytes"] == found["peak_bytes"]
     assert stage["model_flops"] * 64 == found["model_flops"] < found["hardware_flops"]
+
+
+def test_a_dry_run_whose_command_is_killed_ends_without_a_traceback():
+    words = "model=tiny pp=2 --json"
+    command = [sys.executable, "-P", "-m", "ultrabench.cli.main", "kernel", "dryrun", *words.split()]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr.readline().startswith("dry run of ")
+        run.kill()
+        assert run.stderr.read() == ""  # it ends when no child has it open any more

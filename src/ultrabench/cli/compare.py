@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, percent_option
 from ultrabench.cli.results import draw, write_result
 from ultrabench.errors import ConfigError, counted
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ultrabench.analysis.compare import Comparison
 
 Results = Annotated[str, typer.Argument(metavar="SWEEP or FILE.parquet", show_default=False)]
+Threshold = Annotated[float, percent_option("--threshold", "Ignore smaller differences of step times.")]
 Record = dict[Any, Any]
 """Column -> value of one row."""
 PUBLISHED = "published"
@@ -29,7 +30,7 @@ MOST_UNPROVEN = 5
 def compare(
     a: Results,
     b: Results,
-    threshold: float = typer.Option(0.05, min=0.0, help="Ignore smaller relative differences of step times."),
+    threshold: Threshold = 5.0,
     output: Path | None = typer.Option(
         None, "-o", "--output", help="Write all layouts (.parquet) or a figure (.png, .svg or .pdf)."
     ),
@@ -54,7 +55,7 @@ def compare(
     (*source_a, table_a), (*source_b, table_b) = (
         open_results(source, results_dir, warn) for source in (a, b)
     )
-    comparison = compared(table_a, table_b, threshold, told_apart(source_a, source_b))
+    comparison = compared(table_a, table_b, threshold / 100, told_apart(source_a, source_b))
     if output is not None:
         _write(comparison, output)
         say(f"wrote {counted(len(comparison.rows), 'layout')} to {output}")

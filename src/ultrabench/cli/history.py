@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since, start_no_threads
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since, percent_option, start_no_threads
 from ultrabench.cli.results import draw
 from ultrabench.errors import counted
 
@@ -18,13 +18,14 @@ Folders = Annotated[
         metavar="[FOLDER]...", help="Sweeps, .parquet files or folders of them; default: --results-dir."
     ),
 ]
+FailAbove = Annotated[float, percent_option("--fail-above", "Ignore smaller losses of speed.")]
 MOST_RUNS = 20
 """Number of runs that are printed, those with the latest changes first."""
 
 
 def history(
     folders: Folders = None,
-    fail_above: float = typer.Option(2.0, min=0.0, metavar="PERCENT", help="Ignore smaller losses of speed."),
+    fail_above: FailAbove = 2.0,
     since: Since = None,
     output: Path | None = typer.Option(None, "-o", "--output", help="Draw a .png, .svg or .pdf figure."),
     json_: Json = False,

@@ -1,5 +1,6 @@
 """The arguments and options that several commands share."""
 
+import math
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +33,25 @@ def require_parquet(path: Path | None) -> Path | None:
     if path is not None and path.suffix != ".parquet":
         raise ConfigError(f"{path}: a table is written as parquet; give a name that ends in .parquet")
     return path
+
+
+def percent_option(name: str, meaning: str) -> Any:
+    """An option for a percentage such as `5` or `0.5%`; a bare number below 1 is refused, because it may be a fraction."""
+
+    def parse_percent(text: str | float) -> float:
+        number, given = str(text).removesuffix("%").strip(), f"{name} {text}"
+        try:
+            percentage = float(number)
+        except ValueError:
+            percentage = math.nan
+        if not 0 <= percentage < math.inf:
+            raise ConfigError(f"{given} is not a percentage of 0 or more; write {name} 5 for 5 %")
+        if 0 < percentage < 1 and number == str(text):
+            both = f"write {name} {100 * percentage:g} for {100 * percentage:g} %, or {name} {number}% for {number} %"
+            raise ConfigError(f"{given} may be a fraction or a percentage; {both}")
+        return percentage
+
+    return typer.Option(name, metavar="PERCENT", parser=parse_percent, help=meaning)
 
 
 def parse_since(text: str) -> datetime:

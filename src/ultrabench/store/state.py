@@ -88,6 +88,10 @@ class AllocationState:
         """Why the allocation ended; None while it may be alive."""
         return None if self.end is None else self.end.reason
 
+    def cluster(self, named: str | None) -> str | None:
+        """The cluster that its sweep names, or the name that Slurm has for it where the sweep names none (`local`)."""
+        return self.by.get("cluster") or named if named == "local" else named
+
     @property
     def timed(self) -> bool:
         """Whether the batch system has reported how long its nodes were held until its end."""
@@ -126,6 +130,12 @@ class SweepState:
     """Failed attempts that the user wants to have tried again."""
     suspect_losses: dict[AttemptKey, str] = field(default_factory=dict)
     """Ok attempts whose loss may be wrong -> the reason; `with_loss_outliers` finds them."""
+
+    def node_facts(self) -> list[dict[str, Any]]:
+        """What the latest preflight of each host found."""
+        in_order = sorted(self.allocations.values(), key=lambda allocation: allocation.submitting_at or 0.0)
+        nodes = (facts for allocation in in_order for facts in allocation.preflight.get("nodes") or ())
+        return [*{str(facts["host"]): facts for facts in nodes}.values()]
 
     @property
     def config(self) -> dict[str, Any]:

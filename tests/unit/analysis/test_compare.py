@@ -240,3 +240,26 @@ def test_nothing_in_common_names_the_columns():
         compared(rows_of(1), [])
     with refused("and B (20): compare tables with the same models and batch"):
         compared(rows_of(1, status="skipped"), rows_of(1))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("compare", "a.parquet", "b.parquet", "--threshold", "0.03"), "write --threshold 3 for 3 %, or --threshold 0.03%"),
+        (("compare", "a.parquet", "b.parquet", "--threshold", "many"), "--threshold many is not a percentage"),
+        (("history", "a.parquet", "--fail-above", "0.5"), "write --fail-above 50 for 50 %, or --fail-above 0.5% for 0.5 %"),
+        (("history", "a.parquet", "--fail-above", "-1"), "--fail-above -1 is not a percentage of 0 or more"),
+    ],
+)  # fmt: skip
+def test_a_share_is_given_in_percent(ultrabench, words, message):  # noqa: F811
+    assert message in one_line(ultrabench, *words)
+
+
+def test_percentages_may_have_their_sign(ultrabench, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("a.parquet", 1), ("b.parquet", 2)):
+        write(name, rows_of(seed))
+    for given, threshold in (((), 0.05), (("3",), 0.03), (("3%",), 0.03), (("0.5%",), 0.005), (("0",), 0)):
+        words = ("--threshold", *given) * bool(given)
+        document = json.loads(ultrabench("compare", "a.parquet", "b.parquet", "--json", *words)[1])
+        assert document["threshold"] == pytest.approx(threshold)

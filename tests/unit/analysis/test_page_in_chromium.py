@@ -319,6 +319,8 @@ def test_sliders_choose_a_layout_of_a_plan_and_show_the_memory_that_it_was_predi
     write_plan(plan.candidates, tmp_path / "plan.parquet", "h100x8")
     tab = opened(read_parquet(tmp_path / "plan.parquet"))
     assert tab.locator("#about").inner_text().startswith("Predicted by a plan; nothing was measured")
+    (board,) = leaderboard(read_parquet(tmp_path / "plan.parquet"))
+    assert tab.evaluate("standings(0, () => true).map(({ run }) => run)") == [row["run_id"] for row in board]
     assert tab.locator("#fit input").count() == 4, "of pp, schedule, ZeRO and recomputation"
     for pp, recompute in ((4, "full"), (1, "none"), (8, "none")):
         for name, place in (("pp", [1, 2, 4, 8].index(pp)), ("recompute", ["none", "full"].index(recompute))):

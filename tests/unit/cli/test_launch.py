@@ -222,6 +222,11 @@ def test_a_launch_tells_how_many_runs_are_left(sweep):
     opened = SimpleNamespace(config=QUICK.config, plan=QUICK, folder=sweep, journal=journal)
     assert f": {total} runs, " in [*first_lines(opened, price_of(QUICK))][1]
     assert f": {total - 2} of {total} runs left, " in [*first_lines(opened, price_of(QUICK, state))][1]
+    for run in QUICK.runs:
+        record(sweep, run, attempt=1)
+    twice = replace(QUICK, config=replace(QUICK.config, repeats=2))
+    price = price_of(twice, fold(read_journal(sweep.journal)))
+    assert f": repeats of {total} runs left, " in [*first_lines(opened, price)][1], "all settled in status"
 
 
 def test_lines_of_a_launch_count_settled_runs_and_tell_what_is_tried_again_or_skipped(capsys):

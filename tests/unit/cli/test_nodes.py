@@ -155,3 +155,15 @@ def test_the_table_of_results_says_the_same_as_the_journals(ultrabench, nights, 
     assert ultrabench("plot", "nodes", "all.parquet", "-o", "nodes.svg")[::2] == (0, "drew nodes.svg\n")
     picture = (tmp_path / "nodes.svg").read_text()
     assert all(text in picture for text in (f"{SLOW} (slow)", f"{FAILING} (failing)", "matmul"))
+
+
+def test_nodes_of_two_clusters_without_a_name_are_told_apart(tmp_path):
+    """Sweeps with launcher=slurm and without cluster= have the name that Slurm gives, those on this machine none."""
+    clusters = ("alps", "jura", "")
+    for sweep in clusters:
+        folder = make_sweep(tmp_path / f"sweep-{sweep}", SPECS[:1])
+        first, *rest = night(0, "n01", 1)
+        write(folder, replace(first, by={"user": "ann", "cluster": sweep, "host": "login"}), *rest)
+        expected = {sweep or "local"}
+        assert {row["cluster"] for row in journal_rows(folder, pytest.fail)} == expected
+        assert {row["cluster"] for row in table_rows(collect([folder], lambda message: None))} == expected

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from statistics import median
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -148,9 +149,10 @@ def test_validate_prints_metrics_rows_and_a_figure(ultrabench):
     assert "step time of healthy rows, profile ultrabench: 9 runs (0 excluded)" in out
     assert out.count("memory and OOM of all rows") == 1
     written = pq.read_table("r.parquet").to_pylist()
-    errors = [row["step_time_s"] / row["predicted_step_time_s"] - 1 for row in written]
-    assert [row["error"] for row in document["rows"]] == pytest.approx(errors)
-    assert "tokens/s/GPU of each run" in out
+    errors = [row["predicted_step_time_s"] / row["step_time_s"] - 1 for row in written]
+    assert [row["step_time_error"] for row in document["rows"]] == pytest.approx(errors)
+    assert median(map(abs, errors)) == pytest.approx(document["all"]["step_time"]["median_error"])
+    assert re.search(r"tokens/s/GPU of each run *\n.* step time error", out)
 
 
 @pytest.mark.parametrize("profile", sorted(files("profiles")))

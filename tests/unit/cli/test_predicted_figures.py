@@ -4,14 +4,17 @@ import json
 import re
 from dataclasses import replace
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from matplotlib.text import Text
+from pyarrow import parquet
 
 from tests.unit.cli.conftest import one_line
-from ultrabench.analysis.collect import open_results
+from ultrabench.analysis.collect import open_results, read_parquet
 from ultrabench.analysis.figures import heatmap
 from ultrabench.analysis.figures.kinds import prepared
 from ultrabench.analysis.figures.plots import memory
+from ultrabench.analysis.page.rows import document
 from ultrabench.analysis.ranking import rank
 
 PLAN = (
@@ -100,3 +103,31 @@ def test_a_plan_of_a_sweep_folder_that_names_no_hardware_is_refused(ultrabench, 
     assert "does not name its hardware or names an unknown model" in one_line(
         ultrabench, "heatmap", str(sweep.plan)
     )
+
+
+def test_all_commands_rank_a_plan_by_the_expected_rate(ultrabench, tmp_path):
+    """Not by the predicted rate alone, and layouts without room for the allocator's reserve come last."""
+    words = (*PLAN[:-1], "100", "--json", "--advise-p-oom", "0.1")
+    ids = [row["run_id"] for row in json.loads(ultrabench(*words)[1])["top"]]
+
+    def told():
+        rows = json.loads(ultrabench("sweep", "top", "plan.parquet", "--json")[1])
+        (cell,) = json.loads(ultrabench("heatmap", "plan.parquet", "--json")[1])
+        first, *_ = document(read_parquet(tmp_path / "plan.parquet"), public=False)["columns"]["run_id"][
+            "values"
+        ]
+        assert {cell["run_id"], first} == {rows[0]["run_id"]}
+        assert cell["ranked_by"] == rows[0]["ranked_by"] == "expected_tokens_per_s_per_gpu"
+        return [row for row in rows if row["status"] == "ok"]
+
+    ok = told()
+    assert [row["run_id"] for row in ok] == ids
+    assert sorted(ok, key=lambda row: -row["tokens_per_s_per_gpu"]) != ok
+    assert ok[0]["ranked_value"] == ok[0]["tokens_per_s_per_gpu"] * (1 - ok[0]["p_oom"])
+    assert "by expected_tokens_per_s_per_gpu" in ultrabench("sweep", "top", "plan.parquet")[1]
+    plan = parquet.read_table("plan.parquet")
+    for without_room, order in ((ids[:1], [*ids[1:], ids[0]]), (ids, ids)):
+        full = pc.if_else(pc.is_in(plan["run_id"], pa.array(without_room)), 1.01, 0.9)
+        column = plan.column_names.index("predicted_memory_share")
+        parquet.write_table(plan.set_column(column, "predicted_memory_share", full), "plan.parquet")
+        assert [row["run_id"] for row in told()] == order

@@ -15,7 +15,7 @@ from ultrabench.launchers.reconcile import Reconciler
 from ultrabench.processes import own_name
 from ultrabench.result import Status
 from ultrabench.store.claim import GIVEN_UP, owner_of
-from ultrabench.store.events import Cancel, Start
+from ultrabench.store.events import Cancel, Preflight, Start
 from ultrabench.store.jobs_seen import JobEnd, same_place, sees
 
 __all__ = ["sweep"]  # a fixture
@@ -213,3 +213,24 @@ def test_a_job_whose_agents_touch_their_journal_is_not_dead(watched, gone):
         assert watched.alive == {watched.mine}
     watched.once(after=0.3 * watched.patience_s)
     assert (watched.ended(watched.mine), statuses(watched.sweep)[key]) == (gone.reason, gone.status)
+
+
+def test_the_health_of_a_node_is_warned_of_once(watched):
+    """Also where later allocations find it again, with another number."""
+    agents = watched.starts(watched.mine)
+
+    def preflight(restart, **errors):
+        facts = {h: {"warn": {"ECC errors in its life": {"GPU 3": n}}} for h, n in errors.items()}
+        nodes = [{"host": host, "health": health} for host, health in facts.items()]
+        agents.journal.write(Preflight(allocation=watched.mine, restart=restart, found={"nodes": nodes}))
+        before = len(watched.told)
+        watched.once()
+        watched.once()
+        return watched.told[before:]
+
+    limit = "limit: no uncorrected errors in the life of a GPU; remedy: watch the GPU; have it replaced if new errors appear"
+    assert preflight(0, gpu03=2) == [f"warning: gpu03: ECC errors in its life (GPU 3: 2 errors); {limit}"]
+    assert preflight(1, gpu03=4, gpu04=1) == [
+        f"warning: gpu04: ECC errors in its life (GPU 3: 1 errors); {limit}"
+    ]
+    assert preflight(2, gpu03=9) == []

@@ -1,11 +1,14 @@
+import io
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from tests.unit.allocations import PLAN, key_of, predicted, told
 from ultrabench.cli.sweep.live import panel
+from ultrabench.cli.sweep.status import _page
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, Launched, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, SweepState
@@ -167,3 +170,30 @@ def test_the_rest_is_scaled_by_what_was_measured():
     planned = [predicted(r, duration_s=10.0) for r in PLANNED]
     state = told(SweepState(), RUNS[0], Status.OK, duration_s=30.0)
     assert progress("s", planned, state, "cuda").eta_s == pytest.approx(30.0 * (len(planned) - 1))
+
+
+def preflighted(name, at, **warnings):
+    """An allocation whose preflight found these warnings: host -> checks."""
+    nodes = [
+        {"host": h, "health": {"warn": {check: {"GPU 0": 2}}} if check else {}}
+        for h, check in warnings.items()
+    ]
+    return AllocationState(name=name, submitting_at=at, preflight={"nodes": nodes})
+
+
+def test_the_health_of_nodes_is_warned_of_once_for_each_check():
+    ecc, limit = "ECC errors in its life", "power limit"
+    old, new = preflighted("b", 1.0, n1=limit, n2=ecc), preflighted("a", 2.0, n1=ecc, n3=limit, n4=None)
+    now = progress("s", PLANNED, SweepState(allocations={"a": new, "b": old}), "cuda")
+    lines = [
+        "n1 and 1 other node: ECC errors in its life (GPU 0: 2 errors); limit: no uncorrected errors in the life of a GPU; "
+        "remedy: watch the GPU; have it replaced if new errors appear",
+        "n3: power limit (GPU 0: 2 W below); limit: not below the GPU's default; "
+        "remedy: have the default restored, or set hardware.power_limit_w= for predictions",
+    ]
+    assert [*now.node_warnings] == lines
+    page = io.StringIO()
+    Console(file=page, width=1000).print(_page(now, None))
+    assert [line for line in page.getvalue().splitlines() if "warning" in line] == [
+        f"warning: {line}" for line in lines
+    ]

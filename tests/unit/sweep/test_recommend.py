@@ -3,11 +3,11 @@
 import pytest
 
 from ultrabench.layout import AXES
-from ultrabench.sweep.candidate import advised
+from ultrabench.sweep.candidate import advised, expected_rate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan, planned_cells
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
-from ultrabench.sweep.recommend import expected_rate, recommendation
+from ultrabench.sweep.recommend import rate, recommendation
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -21,7 +21,10 @@ def config_of(*overrides):
 
 def best_of_all(config):
     """The best runs of a cell as the predictions of all its candidates give them."""
-    return sorted(advised(make_plan(config).runs), key=lambda run: -expected_rate(run))
+    return sorted(
+        advised(make_plan(config).runs),
+        key=lambda run: -expected_rate(rate(run.spec, run.prediction.step_time_s), run.prediction.p_oom),
+    )
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def _same(profile: "Profile", case: object) -> "Profile":
 
 
 def _show_rows(errors: list[dict[str, Any]]) -> None:
-    """Prints what was measured and predicted of each run, in tokens/s/GPU."""
+    """Prints what was measured and predicted of each run, in tokens/s/GPU, and the error of its step time."""
     from ultrabench.cli.tables import show, table
 
     rows = []
@@ -171,8 +171,8 @@ def _show_rows(errors: list[dict[str, Any]]) -> None:
         run = f"{e['model']} {e['precision']}{' compiled' * e['compile']}"
         where = f"{counted(e['nodes'], 'node')} {e['hardware']}"
         interval = f"{low}-{high}{'' if e['inside'] else ' (outside)'}"
-        rows.append((run, where, e["layout"], speed, predicted, interval, f"{e['error']:+.0%}"))
-    heads = ("run", "on", "layout", ">measured", ">predicted", ">80 % interval", ">error")
+        rows.append((run, where, e["layout"], speed, predicted, interval, f"{e['step_time_error']:+.0%}"))
+    heads = ("run", "on", "layout", ">measured", ">predicted", ">80 % interval", ">step time error")
     show(table("tokens/s/GPU of each run", *heads, rows=rows), "")
 
 

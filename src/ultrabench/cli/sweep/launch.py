@@ -164,6 +164,8 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     yield headline(config)
     number = counted(len(runs), "run")
     runs_left = f"{price.left} of {number} left" if price.left < len(runs) else number
+    if price.left and price.repeats_only:  # `sweep status` counts these runs as settled
+        runs_left = f"repeats of {counted(price.left, 'run')} left"
     yield f"{config.name}: {runs_left}, {cost} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"

@@ -30,7 +30,7 @@ from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
-from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, advised, cell_columns
+from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, advised, cell_columns, expected_rate
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import Plan, planned_cells
@@ -263,7 +263,9 @@ def layouts_to_try(
                         "layout": run.spec.label(),
                         "tokens_per_s_per_gpu": rate,
                         "mfu": run.mfu(rate),
-                        "expected_tokens_per_s_per_gpu": rate * (1 if measured else 1 - prediction.p_oom),
+                        "expected_tokens_per_s_per_gpu": expected_rate(
+                            rate, 0 if measured else prediction.p_oom
+                        ),
                         "step_time_s": time_s,
                         "step_time_low_s": time_s if measured else prediction.step_time_low_s,
                         "step_time_high_s": time_s if measured else prediction.step_time_high_s,

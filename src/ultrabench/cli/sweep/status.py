@@ -87,7 +87,8 @@ def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
     above = [Text(standing, style="yellow")] if standing else []
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
     lines = (_of_nodes(n, counts, now.settled_by_nodes[n]) for n, counts in now.by_nodes.items())
-    return Group(*above, panel(now, busy=standing is None, bar=bar), *map(Text, lines))
+    warnings = (Text(f"warning: {line}", "yellow") for line in now.node_warnings)
+    return Group(*above, panel(now, busy=standing is None, bar=bar), *map(Text, lines), *warnings)
 
 
 def _of_nodes(nodes: int, counts: Mapping[str, int], settled: int) -> str:

@@ -61,7 +61,8 @@ def _more(sweep: str, rank_by: str, cells: int) -> str:
 def _print_cell(name: str, runs: list[Row], setting: Sequence[str], first: int) -> None:
     top_row, num_hidden = runs[0], len(runs) - first
     rank_by = str(top_row["ranked_by"])
-    added_columns = {rank_by: rank_by} if rank_by not in SHOWN_AS else {}
+    column = rank_by if rank_by in top_row else "ranked_value"  # the expected rate of a plan is no column
+    added_columns = {rank_by: column} if rank_by not in SHOWN_AS else {}
     compared = rank_by
     if any(row["num_repeats"] > 1 for row in runs):  # the other columns show one repeat of each run
         compared = f"the median {rank_by} of repeats"
