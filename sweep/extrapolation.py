@@ -69,9 +69,12 @@ def against_published(config: SweepConfig, mfu: float, best: BestRate | None) ->
 
 
 def beyond_fit(specs: Iterable[RunSpec], profile: Profile, gpu: str) -> list[str]:
-    """The features of these runs that no run of the profile's fit had, such as `zero_stage=2, 3 (0 to 1)`."""
+    """The features of these runs that no run of the profile's fit had, such as `zero_stage=2, 3 (0 to 1)`.
+
+    A link test has none, because it trains nothing.
+    """
     values_by_feature = dict[str, set[int | str]]()
-    for spec in specs:
+    for spec in (spec for spec in specs if spec.kernel.kind != "probe"):
         for name, value in profile.unmeasured(spec, gpu).items():
             values_by_feature.setdefault(name, set()).add(value)
     return [

@@ -103,6 +103,9 @@ def test_try_log_shows_what_the_patterns_of_a_kernel_find(ultrabench, tmp_path):
     code, out, _ = ultrabench("kernel", "try-log", patterns["step"], "train.log")
     assert (code, "kernel.step_line: 2 steps in train.log" in out, "0.25" in out) == (0, True, True)
     assert "the number is divided by 100" in found["mfu_line"]["form"]
+    log.write_text("".join(f"took {n} s\n" for n in range(1, 9)))
+    out = ultrabench("kernel", "try-log", patterns["step"], "train.log")[1]
+    assert "kernel.step_line: 8 steps in train.log, the first 5:" in out
     log.write_text("mfu 0.40%\n mfu 0.41\n")
     for group, form in {
         "0.4(?P<fraction>0)": "the number is read as a fraction of 1, but a % follows it: name the group (?P<percent>...)",

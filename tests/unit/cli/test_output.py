@@ -239,10 +239,14 @@ def test_retry_names_what_failed_and_leaves_answers_alone(ultrabench, sweep):
     assert again("--only", "hang,timeout") == []
     assert again("--run", CRASHED[:6]) == rows
     sure, unsure = QUICK.runs[2:4]
-    record(sweep, sure, status=Status.OOM, cause="cpu_oom", confirmed=True, reason="no memory")
+    hosts = {"hostnames": ("gpu03", "gpu07")}
+    record(sweep, sure, status=Status.OOM, cause="cpu_oom", confirmed=True, reason="no memory", **hosts)
     record(sweep, unsure, status=Status.OOM, cause="cpu_oom", confirmed=False, reason="no memory")
     assert {row["run_id"] for row in again()} == {CRASHED}
-    assert {row["run_id"] for row in again("--only", "oom")} == {sure.run_id, unsure.run_id}
+    assert {row["run_id"]: row["on"] for row in again("--only", "oom")} == {
+        sure.run_id: "gpu03,gpu07",
+        unsure.run_id: "",
+    }
     assert len(again("--run", sure.run_id)) == 1
 
 

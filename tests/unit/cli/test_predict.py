@@ -74,7 +74,8 @@ def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_pub
     )
     above = ultrabench(*words, "hardware=b200x8")[1]
     assert re.search(
-        r"MFU \d\d\.\d% by the FLOPs formula \w+ is above 30\.0%, the best published for .*: our own 8B .*https://x\.org", above
+        r"MFU \d\d\.\d% by the FLOPs formula \w+ is above 30\.0%, the best published for .*: our own 8B .*https://x\.org",
+        above,
     )
     assert "extrapolated, above published" in above
 

@@ -13,6 +13,7 @@ from tests.unit.predict.test_step_time import spec_of
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.sweep.config.load import load_config, load_model, load_profile
+from ultrabench.sweep.extrapolation import beyond_fit
 from ultrabench.sweep.plan import make_plan, predictor
 from ultrabench.sweep.predict.step_time import NEARLY_FULL
 
@@ -119,6 +120,7 @@ def test_probes_measure_every_node_count_and_their_price_is_what_crosses_the_lin
     assert alone.prediction.step_time_s == pytest.approx(inside)
     assert pair.prediction.step_time_s == pytest.approx(inside + across)
     assert pair.prediction.duration_s < 90
+    assert not beyond_fit([pair.spec], plan.config.profile, plan.config.hardware.gpu_at_limit)
 
 
 def test_a_kernel_of_no_kind_is_refused():

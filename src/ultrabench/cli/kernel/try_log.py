@@ -18,7 +18,7 @@ from ultrabench.log_patterns import (
 from ultrabench.sweep.config.files import files, read_yaml
 
 SHOWN = 5
-"""Number of lines that the table has from the begin of a log."""
+"""Number of matches that the table shows, from the beginning of a log."""
 FACTS = {"step_line": "step", "memory_line": "memory peak", "mfu_line": "MFU value"}
 """Option of a kernel -> what a line that its pattern matches reports."""
 
@@ -122,7 +122,8 @@ def _show(option: str, reading: dict[str, Any], file: Path) -> None:
         return
     columns = [*dict.fromkeys(name for row in lines[:SHOWN] for name in row)]
     first = [[_short(row.get(name)) for name in columns] for row in lines[:SHOWN]]
-    show(f"kernel.{option}: {counted(len(lines), noun)} in {file}")
+    part = f", the first {SHOWN}:" if len(lines) > SHOWN else ""
+    show(f"kernel.{option}: {counted(len(lines), noun)} in {file}{part}")
     show(table("", *(f">{name}" for name in columns), rows=first))
     if refused:
         say(f"kernel.{option}: {counted(len(refused), 'matching line')} ignored, such as:", refused[0])

@@ -44,7 +44,7 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
         require_tracker(plan.config)
     if not as_json:
         title = f"{'would be' if dry_run else 'are'} retried, whatever the retry policy says"
-        columns = ("run", ">repeat", ">attempt", "was", "reason", "retry policy")
+        columns = ("run", ">repeat", ">attempt", "was", "on", "reason", "retry policy")
         show(table(title, *columns, rows=[row.values() for row in rows]))
         for node, why in excluded_nodes(state, plan.config.retry).items():
             say(f"node {node} is excluded: {why}; retry.forgive=[{node}] uses it again")
@@ -84,6 +84,7 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
         "repeat": key.repeat,
         "attempt": key.attempt + 1,
         "was": result.status.value,
+        "on": ",".join(result.hostnames),
         "reason": result.reason,
         "policy": f"{'retry' if verdict.retry else 'no retry'}; {verdict.why}",
     }
