@@ -124,14 +124,17 @@ def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:
     gradient of the weights, beside the sum of those before, which is in fp32 from the second one on. Generated code
     has a new gradient of the logits instead, and a softmax only where ranks share the vocabulary.
     """
-    shape, layout = spec.shape, spec.layout
-    vocabulary = max(1, shape.vocab_size // layout.tp)
-    rows = min(tokens, max(1, LOGITS // vocabulary))
-    summands = min(3, (layout.gas if layout.pp_schedule == "afab" else 1) * -(-tokens // rows))
-    table, table_sum = vocabulary * shape.hidden_size * element, 4.0 * vocabulary * shape.hidden_size
+    layout, vocabulary = spec.layout, max(1, spec.shape.vocab_size // spec.layout.tp)
+    table, table_sum = (vocabulary * spec.shape.hidden_size * width for width in (float(element), 4.0))
     wide = element + 4 * (layout.tp > 1) if spec.compiles else 8 if element == 2 else element
-    softmax = wide * min(rows * vocabulary, WIDE_LOGITS)
-    before = (0, table, table_sum)[summands - 1]
-    # The first gradient is there in bf16 while it becomes fp32 for the second one.
-    after = table + table_sum * (summands > 1) + table * (summands == 2 and element == 2)
-    return rows * vocabulary * element + max(before + softmax, after), table_sum if summands > 1 else table
+    rows = min(tokens, max(1, LOGITS // vocabulary))
+    chunks, most = -(-tokens // rows), 0.0
+    sums_before = chunks * (layout.gas - 1) * (layout.pp_schedule == "afab")
+    for chunk in range(min(3, chunks)):
+        logits = vocabulary * (rows if chunk < chunks - 1 else tokens - chunk * rows)
+        summand = min(2, sums_before + chunk)
+        before = (0.0, table, table_sum)[summand]
+        # The first gradient is there in bf16 while it becomes fp32 for the second one.
+        after = (table, table_sum + (2 if element == 2 else 1) * table, table_sum + table)[summand]
+        most = max(most, logits * element + max(before + wide * min(logits, WIDE_LOGITS), after))
+    return most, table_sum if sums_before + chunks > 1 else table

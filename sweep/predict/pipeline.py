@@ -135,27 +135,34 @@ def loads(
             work = Work(
                 chunk, kind == "forward", not backwards[chunk], is_last, is_zero3 and bool(gathered[chunk])
             )
-            others = [
-                (n != chunk, done, after)
-                for n, (done, after) in enumerate(zip(backwards, gathered, strict=True))
-            ]
+            unreduced = [n != chunk and done < gas for n, done in enumerate(backwards)]
             flags = (
-                [other and 0 < done < gas for other, done, _ in others], [other and done == gas for other, done, _ in others],
-                [other and done < gas for other, done, _ in others], [other and done < gas and after for other, done, after in others],
-            )  # fmt: skip
+                [u and done > 0 for u, done in zip(unreduced, backwards, strict=True)],
+                [n != chunk and done == gas for n, done in enumerate(backwards)],
+                unreduced,
+                [u and after for u, after in zip(unreduced, gathered, strict=True)],
+            )
             loads_by_work[work][(*in_flight, *halfway, *map(int, chain(*flags)))] = None
         in_flight[chunk] -= kind in ("backward", "weight")
         halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")
         gathered[chunk] = kind != "forward"
-    return tuple(
-        (work, tuple(load for load in of_work if not _is_exceeded(load, of_work)))
-        for work, of_work in loads_by_work.items()
-    )
+    heaviest = list[tuple[Work, tuple[Load, ...]]]()
+    for work, of_work in loads_by_work.items():
+        # A later backward needs no less than the first one does with the same load.
+        later = (
+            ()
+            if work.is_forward or not work.is_first
+            else loads_by_work.get(work._replace(is_first=False), ())
+        )
+        if loads_left := tuple(load for load in of_work if not _is_exceeded(load, of_work, later)):
+            heaviest.append((work, loads_left))
+    return tuple(heaviest)
 
 
-def _is_exceeded(load: Load, of_work: Iterable[Load]) -> bool:
-    return any(load != larger and all(map(le, load, larger)) for larger in of_work)
+def _is_exceeded(load: Load, of_work: Iterable[Load], later: Iterable[Load]) -> bool:
+    rivals = chain((larger for larger in of_work if larger != load), later)
+    return any(all(map(le, load, larger)) for larger in rivals)
 
 
 def timeline(layout: Layout) -> list[TimedPass]:

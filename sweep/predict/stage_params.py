@@ -4,11 +4,15 @@ fully_shard pads the rows of each matrix to a multiple of the ranks among which 
 group of their own, with other shards than the rest of the layer.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.stages import Stage
+from ultrabench.run import RunSpec
+from ultrabench.stages import Stage, stages_by_rank
+from ultrabench.sweep.predict.stage_memory import ENDS, EVERY
 
 
 class Size(NamedTuple):
@@ -78,42 +82,55 @@ class StageParams(NamedTuple):
     """The groups among which is that of the peak, in the order of backward."""
 
 
-class _Blocks(NamedTuple):
-    """The sizes of what a rank holds of each block."""
-
-    table: Size
-    """The embedding, or the head."""
-    norm: Size
-    dense: Size
-    """A dense layer."""
-    rest: Size
-    """A layer with experts without them."""
-    experts: Size
-    """The experts of a layer."""
-
-    def layers(self, shape: ModelShape, start: int, end: int) -> Size:
-        """The size of the layers from `start` on to the one before `end`."""
-        sparse = shape.num_sparse_layers(start, end - start)
-        size = NOTHING.plus(self.dense, end - start - sparse)
-        return size.plus(self.rest, sparse).plus(self.experts, sparse) if sparse else size
+def params_of_ranks(spec: RunSpec, which: str) -> Iterator[tuple[int, list[StageParams]]]:
+    """The ranks of the pipeline axis that `which` of `stage_memory` asks for, each with its stages."""
+    shape, layout = spec.shape, spec.layout
+    degrees = layout.tp, layout.zero_shards, layout.ep, layout.expert_shards
+    is_tied, pipeline = shape.tie_word_embeddings and layout.pp == 1, (layout.pp, layout.virtual_stages)
+    for rank, stages in _ranks(shape, *pipeline, layout.pp_schedule, layout.full_every < 2, which):
+        yield rank, [_stage_params(shape, stage, layout.full_every, is_tied, *degrees) for stage in stages]
 
 
 @lru_cache(maxsize=4096)
-def _blocks(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> _Blocks:
-    """The sizes of blocks of which expert_shards ranks share the same experts, and shards ranks the rest."""
+def _ranks(
+    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str, is_uniform: bool, which: str
+) -> list[tuple[int, tuple[Stage, ...]]]:
+    """The ranks that `which` asks for, each with its stages.
+
+    An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under
+    1f1b, where that has more micro-batches in flight, since it sends no gradients.
+    """
+    layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
+    ranks, seen = [], set[tuple[int, ...]]()
+    for rank, stages in enumerate(stages_by_rank(shape, layout)):
+        numbers, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
+        is_like_earlier = numbers in seen and pp_schedule != "zbv" and is_uniform
+        if not is_inner or which == EVERY or (which != ENDS and not is_like_earlier):
+            ranks.append((rank, stages))
+        if is_inner or pp_schedule == "1f1b":
+            seen.add(numbers)
+    return ranks
+
+
+@lru_cache(maxsize=4096)
+def _blocks(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> tuple[Size, ...]:
+    """The sizes of a table, a norm, a dense layer, a sparse layer without its experts, and its experts.
+
+    expert_shards ranks share the same experts, and shards ranks the rest. A table is the embedding or the head.
+    """
     h, q, kv = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp
     normed = (q, kv) if shape.qk_norm_across_heads else (shape.head_width, shape.head_width)
     vectors = [h, h, *(normed if shape.qk_norm else ()), *((q, kv, kv) if shape.attention_bias else ())]
     attention = [(q, h), (kv, h), (kv, h), (h, q), *((rows, 1) for rows in vectors)]
     number, width = shape.num_experts // ep, shape.moe_intermediate_size
-    shared = _feed_forward(h, shape.n_shared_experts * width // tp) if shape.n_shared_experts else []
+    shared = _feed_forward(h, shape.shared_expert_intermediate_size // tp) if shape.n_shared_experts else []
     rows = number * width, h  # those of all experts of the rank under each other
-    return _Blocks(
-        table=_padded(shards, (shape.vocab_size // tp, h)),
-        norm=_padded(shards, (h, 1)),
-        dense=_padded(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
-        rest=_padded(shards, *attention, (shape.num_experts, h), *shared),
-        experts=_padded(expert_shards, rows, rows, (number * h, width)),
+    return (
+        _padded(shards, (shape.vocab_size // tp, h)),
+        _padded(shards, (h, 1)),
+        _padded(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
+        _padded(shards, *attention, (shape.num_experts, h), *shared),
+        _padded(expert_shards, rows, rows, (number * h, width)),
     )
 
 
@@ -127,56 +144,44 @@ def _padded(shards: int, *matrices: tuple[int, int]) -> Size:
 
 
 @lru_cache(maxsize=16384)
-def stage_params(
+def _stage_params(
     shape: ModelShape, stage: Stage, full_every: int, is_tied: bool, *degrees: int
 ) -> StageParams:
     """What a rank holds of a stage.
 
     Args:
         full_every: n if every n-th layer keeps its input only; 0 if none does.
+        is_tied: whether norm and head are in one group with the embedding.
         degrees: tp, the ranks that shard parameters, ep, and the ranks that shard the same experts.
     """
-    start, end, blocks = stage.first_layer, stage.first_layer + stage.num_layers, _blocks(shape, *degrees)
-    last = (
-        NOTHING if is_tied else NOTHING.plus(blocks.norm, stage.has_norm).plus(blocks.table, stage.has_head)
-    )
-    first = NOTHING.plus(blocks.norm, is_tied).plus(blocks.table, stage.has_embedding)
-    size = last.plus(first).plus(blocks.layers(shape, start, end))
+    table, norm, dense, rest, experts = _blocks(shape, *degrees)
+    start, end = stage.first_layer, stage.first_layer + stage.num_layers
+    last = NOTHING.plus(norm, stage.has_norm and not is_tied).plus(table, stage.has_head and not is_tied)
+    first = NOTHING.plus(norm, is_tied).plus(table, stage.has_embedding)
+    # What backward passes, each with the parts whose gradients it reduces first and then.
+    of_layer = {True: (experts, rest), False: (NOTHING, dense)}
+    layers = [(n, LAYER, of_layer[shape.is_sparse(n)]) for n in reversed(range(start, end))]
+    passed = [(end, HEAD, (NOTHING, last)), *layers, (start - 1, EMBEDDING, (NOTHING, first))]
+    shared = [sum(part.whole for part in parts if part.shard < part.whole) for _, _, parts in layers]
 
-    def up_to(layer: int) -> Layers:
+    def remaining(layer: int) -> Layers:
         full = [n for n in range(start, layer + 1) if full_every and (n + 1) % full_every == 0]
         sparse = shape.num_sparse_layers(start, layer + 1 - start) - sum(map(shape.is_sparse, full))
         return Layers(layer + 1 - start - sparse - len(full), sparse, len(full))
 
-    def gathered(layer: int) -> int:
-        whole = blocks.layers(shape, layer, layer + 1)
-        return whole.whole if start <= layer < end and whole.shard < whole.whole else 0
-
-    def reduced_last(layer: int) -> int:
-        if not start <= layer < end:
-            return last.whole
-        return (blocks.rest if shape.is_sparse(layer) else blocks.dense).whole
-
-    groups = list[ParamGroup]()
-    if stage.has_norm or not stage.num_layers:
-        following = gathered(end - 1)
-        groups.append(
-            ParamGroup(HEAD, up_to(end - 1), False, False, last.whole, last.whole, 0, 0, 0, following)
-        )
     # From layer to layer, activations fall and gradients grow by the same number of bytes: the peak is at the ends.
-    for layer in sorted({start, max(start, end - 2), end - 1} if stage.num_layers else (), reverse=True):
-        is_sparse, done = shape.is_sparse(layer), last.plus(blocks.layers(shape, layer + 1, end))
-        groups.append(ParamGroup(
-            LAYER, up_to(layer), is_sparse, full_every > 0 and (layer + 1) % full_every == 0,
-            blocks.layers(shape, layer, layer + 1).whole, (blocks.experts if is_sparse else blocks.dense).whole,
-            done.whole, done.shard, reduced_last(layer + 1), gathered(layer - 1),
-        ))  # fmt: skip
-    if first.whole:
-        done = size.plus(first, -1)
-        groups.append(ParamGroup(
-            EMBEDDING, Layers(0, 0, 0), False, False, first.whole, first.whole, done.whole, done.shard, reduced_last(start), 0,
-        ))  # fmt: skip
-    tied = first.whole * is_tied
+    looked_at = {start, end - 2, end - 1}
+    groups, done, before = list[ParamGroup](), NOTHING, 0
+    for (n, kind, (sooner, later)), following in zip(passed, [*shared, 0, 0], strict=True):
+        size = later.plus(sooner)
+        if n in looked_at or (kind == EMBEDDING and first.whole) or (kind == HEAD and stage.has_norm):
+            is_full = full_every > 0 and (n + 1) % full_every == 0
+            groups.append(ParamGroup(
+                kind, remaining(min(n, end - 1)), bool(sooner.whole), is_full, size.whole, sooner.whole or size.whole, done.whole, done.shard,
+                before, following,
+            ))  # fmt: skip
+        done, before = done.plus(size), later.whole
+    following, tied = shared[0] if shared else 0, first.whole * is_tied
     return StageParams(
-        stage, size, last.whole, first.whole, tied, gathered(end - 1), up_to(end - 1), tuple(groups)
+        stage, done, last.whole, first.whole, tied, following, remaining(end - 1), tuple(groups)
     )

@@ -15,26 +15,29 @@ backward; masters, moments and sums of gradients have 4 bytes. docs/design/predi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import mul
 
 from ultrabench.allowed import NonNegative, require_allowed
-from ultrabench.layout import Layout
-from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.stages import Stage, stages_by_rank
 from ultrabench.sweep.predict.micro_batch import MicroBatch, micro_batch, rank_tokens
 from ultrabench.sweep.predict.pipeline import Work, loads
 from ultrabench.sweep.predict.stage_memory import (
     BACKWARD,
-    ENDS,
     EVERY,
     FORWARD,
     OPTIMIZER,
     MemoryLimit,
     StageMemory,
 )
-from ultrabench.sweep.predict.stage_params import EMBEDDING, HEAD, Layers, StageParams, stage_params
+from ultrabench.sweep.predict.stage_params import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    Layers,
+    ParamGroup,
+    StageParams,
+    params_of_ranks,
+)
 
 MOST_ROUNDS = 4
 """Number of rounds of pp micro-batches that are looked at; later ones are like the first ones."""
@@ -71,7 +74,7 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, which: str = EVERY) ->
     layout, m, memory = spec.layout, micro_batch(spec), list[StageMemory]()
     scale = 2 if spec.kernel.precision == "fp64" else 1
     kept_scale = scale * (1 + c.zbv_margin * (layout.pp_schedule == "zbv"))
-    for rank, params in _params_of_ranks(spec, which):
+    for rank, params in params_of_ranks(spec, which):
         _, phase, weights, gradients, kept, logits, buffers = max(_moments(spec, m, params, rank))
         buffers = scale * buffers + 16 * layout.gas * rank_tokens(spec)  # the batch: inputs and targets
         kept, logits = kept_scale * kept, scale * logits
@@ -88,7 +91,7 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
     They are 12 n / D, or 24 n / D in fp64, and in a pipeline the last targets.
     """
     targets = 8 * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
-    return tuple(_state_bytes(spec, params) + targets for _, params in _params_of_ranks(spec, EVERY))
+    return tuple(_state_bytes(spec, params) + targets for _, params in params_of_ranks(spec, EVERY))
 
 
 def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
@@ -100,42 +103,13 @@ def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
     scale = 24.0 if kernel.precision == "fp64" else 12.0
     state = sum([scale * p.size.shard + 4 * p.size.tensors for p in params])
     if shape.num_experts:
-        orders = (4 + 2 * (layout.ep > 1)) * (
-            kernel.routing != "learned"
+        orders = (
+            0 if kernel.routing == "learned" else 4 + 2 * (layout.ep > 1)
         )  # of rows before and after their way
         state += 8 * orders * rank_tokens(spec) / layout.tp * shape.num_experts_per_tok
         routers = sum(shape.num_sparse_layers(p.stage.first_layer, p.stage.num_layers) for p in params)
         state += 12 * shape.num_experts * routers
     return state
-
-
-def _params_of_ranks(spec: RunSpec, which: str) -> Iterator[tuple[int, list[StageParams]]]:
-    shape, layout = spec.shape, spec.layout
-    degrees = layout.tp, layout.zero_shards, layout.ep, layout.expert_shards
-    is_tied, pipeline = shape.tie_word_embeddings and layout.pp == 1, (layout.pp, layout.virtual_stages)
-    for rank, stages in _ranks(shape, *pipeline, layout.pp_schedule, layout.full_every < 2, which):
-        yield rank, [stage_params(shape, stage, layout.full_every, is_tied, *degrees) for stage in stages]
-
-
-@lru_cache(maxsize=4096)
-def _ranks(
-    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str, is_uniform: bool, which: str
-) -> list[tuple[int, tuple[Stage, ...]]]:
-    """The ranks that `which` asks for, each with its stages.
-
-    An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under
-    1f1b, where that has more micro-batches in flight, since it sends no gradients.
-    """
-    layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    ranks, seen = [], set[tuple[int, ...]]()
-    for rank, stages in enumerate(stages_by_rank(shape, layout)):
-        numbers, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
-        is_like_earlier = numbers in seen and pp_schedule != "zbv" and is_uniform
-        if not is_inner or which == EVERY or (which != ENDS and not is_like_earlier):
-            ranks.append((rank, stages))
-        if is_inner or pp_schedule == "1f1b":
-            seen.add(numbers)
-    return ranks
 
 
 def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int) -> Iterator[Moment]:
@@ -149,9 +123,8 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
     receives, sends = pp > 1 and (number > 1 or rank < pp - 1), number > 1 or rank > 0
     loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
     kept = [_kept(m, p.layers) + loss * p.stage.has_head for p in params]
-    halves = [
-        w * p.size.whole * (w == 2 and _halves(spec, p)) for p in params
-    ]  # the last gradients, not yet in sums
+    # Between both halves of a backward, the gradients of the last one are not yet in the sums.
+    halves = [w * p.size.whole * (w == 2 and _halves(spec, p)) for p in params]
     load_bytes = (
         *kept, *(_halfway(m, p.layers) for p in params),
         *(4 * p.size.whole + half for p, half in zip(params, halves, strict=True)),
@@ -160,10 +133,17 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
     )  # fmt: skip
     for work, of_work in loads(pp, gas, number, schedule, rank, is_zero3):
-        p, phase_moments = params[work.chunk], _forward if work.is_forward else _backward
+        p = params[work.chunk]
         load = max([[*map(mul, load, load_bytes)] for load in of_work], key=sum)
-        is_alone = work.is_first and load[work.chunk] <= kept[work.chunk]
-        if moments := [*phase_moments(spec, m, p, work, is_alone)]:
+        sums = (
+            4.0 * (p.size.shard if pp == 1 and layout.zero_stage >= 2 else p.size.whole) * (not work.is_first)
+        )
+        if work.is_forward:
+            is_alone = work.is_first and load[work.chunk] <= kept[work.chunk]
+            moments = [*_forward(spec, m, p, sums, is_alone=is_alone)]
+        else:
+            moments = [*_backward(spec, m, p, work, sums)]
+        if moments:
             _, phase, weights, gradients, activations, logits, buffers = max(moments)
             activations += sum(load[: 2 * number]) - kept[work.chunk]
             activations += m.hidden * (receives + (receives + sends) * (not work.is_first))  # messages
@@ -192,88 +172,86 @@ def _halves(spec: RunSpec, p: StageParams) -> bool:
     return spec.layout.pp_schedule == "zbv" and not p.stage.has_embedding
 
 
-def _sums_shards(spec: RunSpec) -> bool:
-    """Whether each micro-batch reduces its gradients, so that sums of them are shards."""
-    return spec.layout.pp == 1 and spec.layout.zero_stage >= 2
-
-
-def _forward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, is_alone: bool) -> Iterator[Moment]:
+def _forward(
+    spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_alone: bool
+) -> Iterator[Moment]:
     """The end of a forward, where it needs more than the backward.
 
     Args:
+        sums: bytes of gradients of earlier micro-batches.
         is_alone: whether the stage keeps nothing of other micro-batches.
     """
-    shape, stage, is_zero3 = spec.shape, p.stage, spec.layout.zero_stage == 3
+    shape, layout, stage, is_zero3 = spec.shape, spec.layout, p.stage, spec.layout.zero_stage == 3
     is_sparse = stage.num_layers > 0 and shape.is_sparse(stage.first_layer + stage.num_layers - 1)
-    if not (stage.has_head or is_sparse):
-        return
-    gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
-    if spec.layout.zero_shards > 1 and (
-        is_alone or (is_zero3 and (spec.layout.pp == 1 or not stage.has_head))
-    ):
-        gathered += p.last or p.following  # what was gathered last is still in the buffer of the gather, too
-    sums = 4.0 * (p.size.shard if _sums_shards(spec) else p.size.whole) * (not work.is_first)
-    logits, buffers = (m.loss + m.hidden, 0.0) if stage.has_head else (0.0, m.sparse.forward)
-    yield _moment(FORWARD, m.element * gathered, sums, _kept(m, p.layers), logits, buffers)
+    if stage.has_head or is_sparse:
+        gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
+        # What was gathered last is still in the buffer of the gather, too.
+        if layout.zero_shards > 1 and (is_alone or (is_zero3 and (layout.pp == 1 or not stage.has_head))):
+            gathered += p.last or p.following
+        logits, buffers = (m.loss + m.hidden, 0.0) if stage.has_head else (0.0, m.sparse.forward)
+        yield _moment(FORWARD, m.element * gathered, sums, _kept(m, p.layers), logits, buffers)
 
 
-def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, _: bool) -> Iterator[Moment]:
+def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iterator[Moment]:
     """Of each group its backward or, if it needs more, its reduction."""
     layout, w, whole, halves = spec.layout, m.element, p.size.whole, _halves(spec, p)
-    is_zero3, sums_shards, reduces_after = (
-        layout.zero_stage == 3,
-        _sums_shards(spec),
-        layout.dp_overlap == "off",
-    )
+    is_zero3, reduces_after = layout.zero_stage == 3, layout.dp_overlap == "off"
+    sums_shards = layout.pp == 1 and layout.zero_stage >= 2  # since each micro-batch reduces its gradients
     reduces, frees = work.is_last or sums_shards, work.is_last or (layout.pp == 1 and is_zero3)
-    sums = 4.0 * (p.size.shard if sums_shards else whole) * (not work.is_first)
-    has_whole_sums = sums > 0 and not sums_shards
-    is_in_place = w == 4 and has_whole_sums
+    has_whole_sums, has_table = sums > 0 and not sums_shards, layout.pp_schedule != "afab" or work.is_first
     for group in p.groups:
-        kind, remaining, is_sparse, is_full, size, reduced, done, done_shard, before, following = group
+        size, done = group.whole, group.done
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
-            gathered = done * (not frees) + size * (kind != EMBEDDING) + following + p.tied
+            gathered = done * (not frees) + size * (group.kind != EMBEDDING) + group.following + p.tied
         else:
             gathered = whole - done * frees - (p.first - p.tied) * is_zero3
         freed = w * min(gathered, size * frees)
-        added = 0 if halves or is_in_place else w * size
+        added = 0 if halves or (w == 4 and has_whole_sums) else w * size  # fp32 is added in place
         if halves:
-            gradients, new, reducing = sums + w * (whole - done) * (w == 2 and sums > 0), 0, 0
+            gradients, new, reducing = sums + w * (whole - done) * (w == 2 and sums > 0), 0.0, 0
         elif not reduces or reduces_after:
             gradients, reducing = sums + 4 * done * (not has_whole_sums), 0
-            new = added if has_whole_sums or w == 4 else 4 * reduced + w * size
-        elif has_whole_sums:
-            gradients, new, reducing = (
-                sums - 4 * (done - done_shard),
-                4 * reduced + w * (size - reduced),
-                4 * before,
-            )
+            new = added if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
         else:
-            gradients, new, reducing = sums or 4 * done_shard, 4 * reduced + w * size, 4 * before
-        kept, own = _kept(m, remaining), 0.0
-        if kind == HEAD:
-            has_table = layout.pp_schedule != "afab" or work.is_first
-            buffers = (
-                2 * m.whole_hidden + has_table * (m.table + w * (p.last or p.first))
-                if p.stage.has_head
-                else 0.0
+            gradients = (
+                sums - 4 * (done - group.done_shard) if has_whole_sums else sums or 4 * group.done_shard
             )
-        elif kind == EMBEDDING:
-            kept, buffers = 0.0, m.whole_hidden + w * (p.first + 2 * p.tied)
-        else:
-            gradients += w * p.tied  # the gradient of the head
-            kept -= m.hidden * p.stage.has_norm  # the output of the last layer
-            layer = m.sparse if is_sparse else m.dense
-            own = m.hidden if is_full else layer.kept
-            buffers = max(layer.feed_forward + added / 3, layer.attention + added) - own
-            if halves:
-                kept = _kept(m, p.layers) + _halfway(m, p.layers) - _halfway(m, remaining)
-                own = 0.0
+            reducing, new = (
+                4 * group.before,
+                4.0 * group.reduced + w * (size - group.reduced * has_whole_sums),
+            )
+            if group.kind != LAYER and layout.zero_shards > 1:
+                new += 4 * size / layout.zero_shards
+        kept, own, buffers = _work(m, p, group, added, has_table=has_table, halves=halves)
         if reducing + own + buffers > new - freed:
             yield _moment(BACKWARD, w * gathered, gradients + reducing, kept, 0.0, buffers)
         else:
-            phase = OPTIMIZER if kind == EMBEDDING and reduces else BACKWARD
+            phase = OPTIMIZER if group.kind == EMBEDDING and reduces else BACKWARD
             yield _moment(phase, w * gathered - freed, gradients + new, kept - own, 0.0, 0.0)
         if reduces and reduces_after:
-            gradients = sums * sums_shards + 4 * (whole - done + done_shard + size)
+            gradients = sums * sums_shards + 4 * (whole - done + group.done_shard + size)
             yield _moment(OPTIMIZER, w * whole * (not frees), gradients, 0.0, 0.0, 0.0)
+
+
+def _work(
+    m: MicroBatch, p: StageParams, group: ParamGroup, added: float, *, has_table: bool, halves: bool
+) -> tuple[float, float, float]:
+    """The activations as the backward of a group begins, those that it uses up, and what it needs beside them.
+
+    Args:
+        added: bytes of the gradients of its weights that are not added in place.
+        has_table: whether the gradient of the head's weights is not yet taken.
+        halves: whether the gradients of weights are left to another half.
+    """
+    kept = _kept(m, group.remaining)
+    if group.kind == EMBEDDING:
+        return 0.0, 0.0, m.whole_hidden + m.element * (p.first + 2 * p.tied)
+    if group.kind == HEAD:
+        table = (m.table + m.element * (p.last or p.first)) * has_table
+        return kept, 0.0, (2 * m.whole_hidden + table) * p.stage.has_head
+    layer = m.sparse if group.is_sparse else m.dense
+    own = m.hidden if group.is_full else layer.kept
+    buffers = max(layer.feed_forward + added / 3, layer.attention + added) - own
+    if halves:
+        return _kept(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining), 0.0, buffers
+    return kept - m.hidden * p.stage.has_norm, own, buffers  # the last norm has used the output of the layers
