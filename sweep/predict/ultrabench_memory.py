@@ -201,10 +201,10 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
     has_whole_sums, has_table = sums > 0 and not sums_shards, layout.pp_schedule != "afab" or work.is_first
     for group in p.groups:
         size, done = group.whole, group.done
+        gathered = whole - done * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
-            gathered = done * (not frees) + size * (group.kind != EMBEDDING) + group.following + p.tied
-        else:
-            gathered = whole - done * frees - (p.first - p.tied) * is_zero3
+            is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
+            gathered = done * (not frees) + size * is_gathered + group.following + p.tied
         freed = w * min(gathered, size * frees)
         added = 0 if halves or (w == 4 and has_whole_sums) else w * size  # fp32 is added in place
         if halves:
@@ -223,6 +223,7 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
             if group.kind != LAYER and layout.zero_shards > 1:
                 new += 4 * size / layout.zero_shards
         kept, own, buffers = _work(m, p, group, added, has_table=has_table, halves=halves)
+        gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
         if reducing + own + buffers > new - freed:
             yield _moment(BACKWARD, w * gathered, gradients + reducing, kept, 0.0, buffers)
         else:
