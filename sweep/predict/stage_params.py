@@ -77,6 +77,8 @@ class StageParams(NamedTuple):
     """The same, where norm and head are in that group."""
     following: int
     """Parameters of the last layer that several ranks share."""
+    ends_sparse: bool
+    """Whether the last layer has experts."""
     layers: Layers
     groups: tuple[ParamGroup, ...]
     """The groups among which is that of the peak, in the order of backward."""
@@ -182,6 +184,7 @@ def _stage_params(
             ))  # fmt: skip
         done, before = done.plus(size), later.whole
     following, tied = shared[0] if shared else 0, first.whole * is_tied
+    ends_sparse, all_layers = start < end and shape.is_sparse(end - 1), remaining(end - 1)
     return StageParams(
-        stage, done, last.whole, first.whole, tied, following, remaining(end - 1), tuple(groups)
+        stage, done, last.whole, first.whole, tied, following, ends_sparse, all_layers, tuple(groups)
     )

@@ -134,21 +134,22 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
     )  # fmt: skip
     for work, of_work in loads(pp, gas, number, schedule, rank, is_zero3):
         p = params[work.chunk]
+        if work.is_forward and not (p.stage.has_head or p.ends_sparse):
+            continue  # it needs less than the backward
         load = max([[*map(mul, load, load_bytes)] for load in of_work], key=sum)
         sums = (
             4.0 * (p.size.shard if pp == 1 and layout.zero_stage >= 2 else p.size.whole) * (not work.is_first)
         )
         if work.is_forward:
             is_alone = work.is_first and load[work.chunk] <= kept[work.chunk]
-            moments = [*_forward(spec, m, p, sums, is_alone=is_alone)]
+            most = _forward(spec, m, p, sums, is_alone=is_alone)
         else:
-            moments = [*_backward(spec, m, p, work, sums)]
-        if moments:
-            _, phase, weights, gradients, activations, logits, buffers = max(moments)
-            activations += sum(load[: 2 * number]) - kept[work.chunk]
-            activations += m.hidden * (receives + (receives + sends) * (not work.is_first))  # messages
-            gradients += sum(load[2 * number : 4 * number])
-            yield _moment(phase, weights + sum(load[4 * number :]), gradients, activations, logits, buffers)
+            most = max(_backward(spec, m, p, work, sums))
+        _, phase, weights, gradients, activations, logits, buffers = most
+        activations += sum(load[: 2 * number]) - kept[work.chunk]
+        activations += m.hidden * (receives + (receives + sends) * (not work.is_first))  # messages
+        gradients += sum(load[2 * number : 4 * number])
+        yield _moment(phase, weights + sum(load[4 * number :]), gradients, activations, logits, buffers)
 
 
 def _moment(
@@ -172,24 +173,20 @@ def _halves(spec: RunSpec, p: StageParams) -> bool:
     return spec.layout.pp_schedule == "zbv" and not p.stage.has_embedding
 
 
-def _forward(
-    spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_alone: bool
-) -> Iterator[Moment]:
-    """The end of a forward, where it needs more than the backward.
+def _forward(spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_alone: bool) -> Moment:
+    """The end of a forward.
 
     Args:
         sums: bytes of gradients of earlier micro-batches.
         is_alone: whether the stage keeps nothing of other micro-batches.
     """
-    shape, layout, stage, is_zero3 = spec.shape, spec.layout, p.stage, spec.layout.zero_stage == 3
-    is_sparse = stage.num_layers > 0 and shape.is_sparse(stage.first_layer + stage.num_layers - 1)
-    if stage.has_head or is_sparse:
-        gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
-        # What was gathered last is still in the buffer of the gather, too.
-        if layout.zero_shards > 1 and (is_alone or (is_zero3 and (layout.pp == 1 or not stage.has_head))):
-            gathered += p.last or p.following
-        logits, buffers = (m.loss + m.hidden, 0.0) if stage.has_head else (0.0, m.sparse.forward)
-        yield _moment(FORWARD, m.element * gathered, sums, _kept(m, p.layers), logits, buffers)
+    layout, has_head, is_zero3 = spec.layout, p.stage.has_head, spec.layout.zero_stage == 3
+    gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
+    # What was gathered last is still in the buffer of the gather, too.
+    if layout.zero_shards > 1 and (is_alone or (is_zero3 and (layout.pp == 1 or not has_head))):
+        gathered += p.last or p.following
+    logits, buffers = (m.loss + m.hidden, 0.0) if has_head else (0.0, m.sparse.forward)
+    return _moment(FORWARD, m.element * gathered, sums, _kept(m, p.layers), logits, buffers)
 
 
 def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iterator[Moment]:
@@ -248,8 +245,9 @@ def _work(
     if group.kind == EMBEDDING:
         return 0.0, 0.0, m.whole_hidden + m.element * (p.first + 2 * p.tied)
     if group.kind == HEAD:
-        table = (m.table + m.element * (p.last or p.first)) * has_table
-        return kept, 0.0, (2 * m.whole_hidden + table) * p.stage.has_head
+        if not p.stage.has_head:
+            return kept, 0.0, (4 + 12 / m.element) * m.hidden  # with copies of the norm in fp32
+        return kept, 0.0, 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
     layer = m.sparse if group.is_sparse else m.dense
     own = m.hidden if group.is_full else layer.kept
     buffers = max(layer.feed_forward + added / 3, layer.attention + added) - own
