@@ -172,15 +172,15 @@ def _stage_params(
         return Layers(layer + 1 - start - sparse - len(full), sparse, len(full))
 
     # From layer to layer, activations fall and gradients grow by the same number of bytes: the peak is at the ends.
-    looked_at = {start, end - 2, end - 1}
+    looked_at = {start, shape.first_k_dense_replace, end - 2, end - 1}
     groups, done, before = list[ParamGroup](), NOTHING, 0
     for (n, kind, (sooner, later)), following in zip(passed, [*shared, 0, 0], strict=True):
         size = later.plus(sooner)
         if n in looked_at or (kind == EMBEDDING and first.whole) or (kind == HEAD and stage.has_norm):
             is_full = full_every > 0 and (n + 1) % full_every == 0
             groups.append(ParamGroup(
-                kind, remaining(min(n, end - 1)), bool(sooner.whole), is_full, size.whole, sooner.whole or size.whole, done.whole, done.shard,
-                before, following,
+                kind, remaining(min(n, end - 1)), bool(sooner.whole), is_full, size.whole, sooner.whole or size.whole,
+                done.whole, done.shard, before, following,
             ))  # fmt: skip
         done, before = done.plus(size), later.whole
     following, tied = shared[0] if shared else 0, first.whole * is_tied

@@ -103,9 +103,8 @@ def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
     scale = 24.0 if kernel.precision == "fp64" else 12.0
     state = sum([scale * p.size.shard + 4 * p.size.tensors for p in params])
     if shape.num_experts:
-        orders = (
-            0 if kernel.routing == "learned" else 4 + 2 * (layout.ep > 1)
-        )  # of rows before and after their way
+        # Orders of the rows before and after their way to the experts, where routes do not change.
+        orders = 0 if kernel.routing == "learned" else 4 + 2 * (layout.ep > 1)
         state += 8 * orders * rank_tokens(spec) / layout.tp * shape.num_experts_per_tok
         routers = sum(shape.num_sparse_layers(p.stage.first_layer, p.stage.num_layers) for p in params)
         state += 12 * shape.num_experts * routers
@@ -137,9 +136,8 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         if work.is_forward and not (p.stage.has_head or p.ends_sparse):
             continue  # it needs less than the backward
         load = max([[*map(mul, load, load_bytes)] for load in of_work], key=sum)
-        sums = (
-            4.0 * (p.size.shard if pp == 1 and layout.zero_stage >= 2 else p.size.whole) * (not work.is_first)
-        )
+        summed = p.size.shard if pp == 1 and layout.zero_stage >= 2 else p.size.whole
+        sums = 4.0 * summed * (not work.is_first)
         if work.is_forward:
             is_alone = work.is_first and load[work.chunk] <= kept[work.chunk]
             most = _forward(spec, m, p, sums, is_alone=is_alone)
@@ -155,6 +153,7 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
 def _moment(
     phase: str, weights: float, gradients: float, kept: float, logits: float, buffers: float
 ) -> Moment:
+    """A moment with the sum of its bytes."""
     return weights + gradients + kept + logits + buffers, phase, weights, gradients, kept, logits, buffers
 
 
@@ -210,13 +209,10 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
             gradients, reducing = sums + 4 * done * (not has_whole_sums), 0
             new = added if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
         else:
-            gradients = (
-                sums - 4 * (done - group.done_shard) if has_whole_sums else sums or 4 * group.done_shard
-            )
-            reducing, new = (
-                4 * group.before,
-                4.0 * group.reduced + w * (size - group.reduced * has_whole_sums),
-            )
+            of_done = 4 * group.done_shard
+            gradients = sums - 4 * done + of_done if has_whole_sums else sums or of_done
+            of_rest = w * (size - group.reduced * has_whole_sums)
+            reducing, new = 4 * group.before, 4.0 * group.reduced + of_rest
             if group.kind != LAYER and layout.zero_shards > 1:
                 new += 4 * size / layout.zero_shards
         kept, own, buffers = _work(m, p, group, added, has_table=has_table, halves=halves)
