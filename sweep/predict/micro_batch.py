@@ -16,7 +16,7 @@ LOGITS, WIDE_LOGITS = 2**29, 2**27
 class LayerBytes(NamedTuple):
     """Bytes of a layer for one micro-batch."""
 
-    kept: float
+    stored: float
     """What forward keeps for backward, without recomputation in full."""
     forward: float
     """What the end of forward needs beside what it keeps."""
@@ -88,11 +88,11 @@ def _layer(
     layer = 4 * hidden + channel * (2 * q + 2 * kv + (q + kv) * shape.qk_norm) + block
     if compiled and spec.kernel.precision == "fp8" and not is_sparse:
         layer -= hidden * (2 if layout.tp == 1 else 1)  # backward computes the outputs of norms again
-    kept = layer - channel * width * compiled
+    stored = layer - channel * width * compiled
     if layout.recompute == "selective":  # the inputs of both blocks, q, v, the output of attention, and gate
         sums = (1 + (width > 0 and not compiled)) * (layout.tp > 1)
-        kept = (1 + sums) * hidden + channel * (2 * q + kv + (width or shape.num_experts))
-        kept += rows * (layout.ep > 1)
+        stored = (1 + sums) * hidden + channel * (2 * q + kv + (width or shape.num_experts))
+        stored += rows * (layout.ep > 1)
     # The rows of experts before and after their way, and those of each token side by side.
     forward = (2 + (layout.ep > 1)) * rows + hidden * (width > 0)
     # The gradients of the output, and of gate and up or the product; with tp the gathered input and its gradient.
@@ -104,7 +104,7 @@ def _layer(
         )  # copies while that gradient is summed
     attention = layer - block - hidden + channel * _gradients_of_attention(spec)
     halfway = 4 * hidden + channel * (q + 2 * kv + (q + kv) * shape.qk_norm + 2 * width)
-    return LayerBytes(kept, forward, feed_forward, attention, halfway + rows + 2 * products)
+    return LayerBytes(stored, forward, feed_forward, attention, halfway + rows + 2 * products)
 
 
 def _gradients_of_attention(spec: RunSpec) -> float:
@@ -128,7 +128,7 @@ def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:
     table, table_sum = (vocabulary * spec.shape.hidden_size * width for width in (float(element), 4.0))
     wide = element + 4 * (layout.tp > 1) if spec.compiles else 8 if element == 2 else element
     rows = min(tokens, max(1, LOGITS // vocabulary))
-    chunks, most = -(-tokens // rows), 0.0
+    chunks, peak_bytes = -(-tokens // rows), 0.0
     sums_before = chunks * (layout.gas - 1) * (layout.pp_schedule == "afab")
     for chunk in range(min(3, chunks)):
         logits = vocabulary * (rows if chunk < chunks - 1 else tokens - chunk * rows)
@@ -136,5 +136,5 @@ def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:
         before = (0.0, table, table_sum)[summand]
         # The first gradient is there in bf16 while it becomes fp32 for the second one.
         after = (table, table_sum + (2 if element == 2 else 1) * table, table_sum + table)[summand]
-        most = max(most, logits * element + max(before + wide * min(logits, WIDE_LOGITS), after))
-    return most, table_sum if sums_before + chunks > 1 else table
+        peak_bytes = max(peak_bytes, logits * element + max(before + wide * min(logits, WIDE_LOGITS), after))
+    return peak_bytes, table_sum if sums_before + chunks > 1 else table

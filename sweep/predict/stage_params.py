@@ -55,9 +55,9 @@ class ParamGroup(NamedTuple):
     whole: int
     reduced: int
     """Parameters whose gradients are reduced first: of a sparse layer its experts."""
-    done: int
+    finished: int
     """Parameters whose backward has ended."""
-    done_shard: int
+    finished_shard: int
     before: int
     """Parameters of the group before, whose reduction is under way."""
     following: int
@@ -173,18 +173,18 @@ def _stage_params(
 
     # From layer to layer, activations fall and gradients grow by the same number of bytes: the peak is at the ends.
     looked_at = {start, shape.first_k_dense_replace, end - 2, end - 1}
-    groups, done, before = list[ParamGroup](), NOTHING, 0
+    groups, finished, before = list[ParamGroup](), NOTHING, 0
     for (n, kind, (sooner, later)), following in zip(passed, [*shared, 0, 0], strict=True):
         size = later.plus(sooner)
         if n in looked_at or (kind == EMBEDDING and first.whole) or (kind == HEAD and stage.has_norm):
             is_full = full_every > 0 and (n + 1) % full_every == 0
             groups.append(ParamGroup(
                 kind, remaining(min(n, end - 1)), bool(sooner.whole), is_full, size.whole, sooner.whole or size.whole,
-                done.whole, done.shard, before, following,
+                finished.whole, finished.shard, before, following,
             ))  # fmt: skip
-        done, before = done.plus(size), later.whole
+        finished, before = finished.plus(size), later.whole
     following, tied = shared[0] if shared else 0, first.whole * is_tied
     ends_sparse, all_layers = start < end and shape.is_sparse(end - 1), remaining(end - 1)
     return StageParams(
-        stage, done, last.whole, first.whole, tied, following, ends_sparse, all_layers, tuple(groups)
+        stage, finished, last.whole, first.whole, tied, following, ends_sparse, all_layers, tuple(groups)
     )

@@ -73,14 +73,22 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, which: str = EVERY) ->
     """
     layout, m, memory = spec.layout, micro_batch(spec), list[StageMemory]()
     scale = 2 if spec.kernel.precision == "fp64" else 1
-    kept_scale = scale * (1 + c.zbv_margin * (layout.pp_schedule == "zbv"))
+    stored_scale = scale * (1 + c.zbv_margin * (layout.pp_schedule == "zbv"))
     for rank, params in params_of_ranks(spec, which):
-        _, phase, weights, gradients, kept, logits, buffers = max(_moments(spec, m, params, rank))
+        _, phase, weights, gradients, stored, logits, buffers = max(_moments(spec, m, params, rank))
         buffers = scale * buffers + 16 * layout.gas * rank_tokens(spec)  # the batch: inputs and targets
-        kept, logits = kept_scale * kept, scale * logits
-        reserve = c.base_bytes + c.fragmentation * (kept + logits + buffers)
+        stored, logits = stored_scale * stored, scale * logits
+        reserve = c.base_bytes + c.fragmentation * (stored + logits + buffers)
         reserve += c.reduce_stream_bytes * sum([p.size.shard for p in params])
-        parts = scale * weights, scale * gradients, _state_bytes(spec, params), kept, logits, buffers, reserve
+        parts = (
+            scale * weights,
+            scale * gradients,
+            _state_bytes(spec, params),
+            stored,
+            logits,
+            buffers,
+            reserve,
+        )
         memory.append(StageMemory(rank, phase, *parts))
     return tuple(memory)
 
@@ -121,11 +129,11 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         gas = min(gas, pp + 2)  # from then on a backward follows each forward
     receives, sends = pp > 1 and (number > 1 or rank < pp - 1), number > 1 or rank > 0
     loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
-    kept = [_kept(m, p.layers) + loss * p.stage.has_head for p in params]
+    stored = [_stored(m, p.layers) + loss * p.stage.has_head for p in params]
     # Between both halves of a backward, the gradients of the last one are not yet in the sums.
     halves = [w * p.size.whole * (w == 2 and _halves(spec, p)) for p in params]
     load_bytes = (
-        *kept, *(_halfway(m, p.layers) for p in params),
+        *stored, *(_halfway(m, p.layers) for p in params),
         *(4 * p.size.whole + half for p, half in zip(params, halves, strict=True)),
         *(4 * p.size.shard + half for p, half in zip(params, halves, strict=True)),
         *(w * (p.last if is_zero3 else p.size.whole) for p in params),
@@ -139,27 +147,27 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         summed = p.size.shard if pp == 1 and layout.zero_stage >= 2 else p.size.whole
         sums = 4.0 * summed * (not work.is_first)
         if work.is_forward:
-            is_alone = work.is_first and load[work.chunk] <= kept[work.chunk]
-            most = _forward(spec, m, p, sums, is_alone=is_alone)
+            is_alone = work.is_first and load[work.chunk] <= stored[work.chunk]
+            moment = _forward(spec, m, p, sums, is_alone=is_alone)
         else:
-            most = max(_backward(spec, m, p, work, sums))
-        _, phase, weights, gradients, activations, logits, buffers = most
-        activations += sum(load[: 2 * number]) - kept[work.chunk]
+            moment = max(_backward(spec, m, p, work, sums))
+        _, phase, weights, gradients, activations, logits, buffers = moment
+        activations += sum(load[: 2 * number]) - stored[work.chunk]
         activations += m.hidden * (receives + (receives + sends) * (not work.is_first))  # messages
         gradients += sum(load[2 * number : 4 * number])
         yield _moment(phase, weights + sum(load[4 * number :]), gradients, activations, logits, buffers)
 
 
 def _moment(
-    phase: str, weights: float, gradients: float, kept: float, logits: float, buffers: float
+    phase: str, weights: float, gradients: float, stored: float, logits: float, buffers: float
 ) -> Moment:
     """A moment with the sum of its bytes."""
-    return weights + gradients + kept + logits + buffers, phase, weights, gradients, kept, logits, buffers
+    return weights + gradients + stored + logits + buffers, phase, weights, gradients, stored, logits, buffers
 
 
-def _kept(m: MicroBatch, layers: Layers) -> float:
+def _stored(m: MicroBatch, layers: Layers) -> float:
     """What these layers keep, and the output of the last one."""
-    return layers.dense * m.dense.kept + layers.sparse * m.sparse.kept + (layers.full + 1) * m.hidden
+    return layers.dense * m.dense.stored + layers.sparse * m.sparse.stored + (layers.full + 1) * m.hidden
 
 
 def _halfway(m: MicroBatch, layers: Layers) -> float:
@@ -185,7 +193,7 @@ def _forward(spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_al
     if layout.zero_shards > 1 and (is_alone or (is_zero3 and (layout.pp == 1 or not has_head))):
         gathered += p.last or p.following
     logits, buffers = (m.loss + m.hidden, 0.0) if has_head else (0.0, m.sparse.forward)
-    return _moment(FORWARD, m.element * gathered, sums, _kept(m, p.layers), logits, buffers)
+    return _moment(FORWARD, m.element * gathered, sums, _stored(m, p.layers), logits, buffers)
 
 
 def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iterator[Moment]:
@@ -196,34 +204,34 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
     reduces, frees = work.is_last or sums_shards, work.is_last or (layout.pp == 1 and is_zero3)
     has_whole_sums, has_table = sums > 0 and not sums_shards, layout.pp_schedule != "afab" or work.is_first
     for group in p.groups:
-        size, done = group.whole, group.done
-        gathered = whole - done * frees - (p.first - p.tied) * is_zero3
+        size, finished = group.whole, group.finished
+        gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
             is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
-            gathered = done * (not frees) + size * is_gathered + group.following + p.tied
+            gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
         freed = w * min(gathered, size * frees)
         added = 0 if halves or (w == 4 and has_whole_sums) else w * size  # fp32 is added in place
         if halves:
-            gradients, new, reducing = sums + w * (whole - done) * (w == 2 and sums > 0), 0.0, 0
+            gradients, new, reducing = sums + w * (whole - finished) * (w == 2 and sums > 0), 0.0, 0
         elif not reduces or reduces_after:
-            gradients, reducing = sums + 4 * done * (not has_whole_sums), 0
+            gradients, reducing = sums + 4 * finished * (not has_whole_sums), 0
             new = added if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
         else:
-            of_done = 4 * group.done_shard
-            gradients = sums - 4 * done + of_done if has_whole_sums else sums or of_done
+            of_finished = 4 * group.finished_shard
+            gradients = sums - 4 * finished + of_finished if has_whole_sums else sums or of_finished
             of_rest = w * (size - group.reduced * has_whole_sums)
             reducing, new = 4 * group.before, 4.0 * group.reduced + of_rest
             if group.kind != LAYER and layout.zero_shards > 1:
                 new += 4 * size / layout.zero_shards
-        kept, own, buffers = _work(m, p, group, added, has_table=has_table, halves=halves)
+        stored, released, buffers = _work(m, p, group, added, has_table=has_table, halves=halves)
         gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
-        if reducing + own + buffers > new - freed:
-            yield _moment(BACKWARD, w * gathered, gradients + reducing, kept, 0.0, buffers)
+        if reducing + released + buffers > new - freed:
+            yield _moment(BACKWARD, w * gathered, gradients + reducing, stored, 0.0, buffers)
         else:
             phase = OPTIMIZER if group.kind == EMBEDDING and reduces else BACKWARD
-            yield _moment(phase, w * gathered - freed, gradients + new, kept - own, 0.0, 0.0)
+            yield _moment(phase, w * gathered - freed, gradients + new, stored - released, 0.0, 0.0)
         if reduces and reduces_after:
-            gradients = sums * sums_shards + 4 * (whole - done + group.done_shard + size)
+            gradients = sums * sums_shards + 4 * (whole - finished + group.finished_shard + size)
             yield _moment(OPTIMIZER, w * whole * (not frees), gradients, 0.0, 0.0, 0.0)
 
 
@@ -237,16 +245,20 @@ def _work(
         has_table: whether the gradient of the head's weights is not yet taken.
         halves: whether the gradients of weights are left to another half.
     """
-    kept = _kept(m, group.remaining)
+    stored = _stored(m, group.remaining)
     if group.kind == EMBEDDING:
         return 0.0, 0.0, m.whole_hidden + m.element * (p.first + 2 * p.tied)
     if group.kind == HEAD:
         if not p.stage.has_head:
-            return kept, 0.0, (4 + 12 / m.element) * m.hidden  # with copies of the norm in fp32
-        return kept, 0.0, 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
+            return stored, 0.0, (4 + 12 / m.element) * m.hidden  # with copies of the norm in fp32
+        return stored, 0.0, 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
     layer = m.sparse if group.is_sparse else m.dense
-    own = m.hidden if group.is_full else layer.kept
-    buffers = max(layer.feed_forward + added / 3, layer.attention + added) - own
+    released = m.hidden if group.is_full else layer.stored
+    buffers = max(layer.feed_forward + added / 3, layer.attention + added) - released
     if halves:
-        return _kept(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining), 0.0, buffers
-    return kept - m.hidden * p.stage.has_norm, own, buffers  # the last norm has used the output of the layers
+        return _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining), 0.0, buffers
+    return (
+        stored - m.hidden * p.stage.has_norm,
+        released,
+        buffers,
+    )  # the last norm has used the output of the layers
