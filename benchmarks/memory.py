@@ -1,8 +1,8 @@
-"""The closed form of the kernel's memory against dry runs of random layouts of random small models.
+"""The closed form of the kernel's memory against dry runs of random layouts of random small models, or of published models.
 
-`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts] [fp8]` (200, 21; experts: of models with some) prints JSON lines {family, ranks,
-median, p95, largest}, errors of the peak as fractions, or of the bytes that stay; a dry run takes 1 to 5 s of a core. It imports torch, but only its forked
-children compute, and they need a process of one thread.
+`OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py [LAYOUTS] [SEED] [experts] [fp8] [published]` (200, 21; experts: of small models with some) prints JSON lines
+{family, ranks, median, p95, largest}, errors of the peak as fractions, or of the bytes that stay; a dry run takes 1 to 5 s of a core, one of a published model up
+to 30 s. It imports torch, but only its forked children compute, and they need a process of one thread.
 """
 
 import json
@@ -15,19 +15,34 @@ from functools import partial
 from statistics import median
 
 from ultrabench.errors import ConfigError
+from ultrabench.hardware import GIB
 from ultrabench.kernel.children import run_forked
 from ultrabench.kernel.dryrun.rank_cost import rank_cost
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout, default_virtual_stages
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec, Workload
-from ultrabench.sweep.config.load import load_profile
+from ultrabench.sweep.config.load import load_model, load_profile
 from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 from ultrabench.sweep.refusals import refusal
 
 TIMEOUT_S = 3600.0
+SMALL_MODELS = (
+    "llama3.2-1b",
+    "llama3.2-3b",
+    "llama3-8b",
+    "llama3-8b",
+    "qwen3-8b",
+    "qwen2.5-7b",
+    "mistral-7b",
+    "1B",
+    "olmoe-1b-7b",
+)
+LARGE_MODELS = ("llama3-70b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b")
+PUBLISHED_BYTES = 10 * GIB, 100 * GIB
+"""Smallest and largest predicted peak of a layout of a published model."""
 RECOMPUTE = ("none", "none", "none", "attention", "selective", "full", "every2")
 
 
@@ -86,6 +101,37 @@ def with_experts(spec: RunSpec, pick: random.Random) -> RunSpec | None:
     return None if broken else replace(spec, shape=shape, layout=layout)
 
 
+def published(pick: random.Random) -> RunSpec | None:
+    """A run of a published model that a GPU may just hold, or None when these numbers make no such run."""
+    is_large = pick.random() < len(LARGE_MODELS) / len(LARGE_MODELS + SMALL_MODELS)
+    shape = load_model(pick.choice(LARGE_MODELS if is_large else SMALL_MODELS))
+    pp, cp = pick.choice((1, 2, 4, 4, 8) if is_large else (1, 1, 2, 4)), pick.choice((1, 1, 1, 1, 2, 4))
+    schedule = pick.choice(("1f1b", "1f1b", "afab", "interleaved", "zbv")) if pp > 1 else "none"
+    try:
+        layout = Layout(
+            dp=pick.choice((1, 2, 4, 8)), tp=pick.choice((2, 4, 8, 8) if is_large else (1, 1, 2, 4, 8)), pp=pp, cp=cp,
+            zero_stage=pick.choice((0, 1, 2, 3, 3)), dp_shard=pick.choice((0, 0, 0, 0, 2)), mbs=pick.choice((1, 1, 2, 4)),
+            gas=pick.choice((1, 2, 4) if pp == 1 else (pp, 2 * pp - 1, 2 * pp)), pp_schedule=schedule,
+            virtual_stages=default_virtual_stages(schedule), recompute=pick.choice(RECOMPUTE[1:]),
+            sequence_parallel=pick.choice(("on",) * 7 + ("off",)), cp_exchange=pick.choice(("ring", "allgather")),
+            dp_overlap=pick.choice(("on",) * 7 + ("off",)), ep=pick.choice((1, 2, 4, 8)) if shape.num_experts else 1,
+        )  # fmt: skip
+        kernel = KernelConfig(
+            name="embedded", precision=pick.choice(("bf16",) * 5 + ("fp8",)), compile=pick.random() < 0.2,
+            routing=pick.choice(("balanced", "balanced", "skew=1", "learned")) if shape.num_experts else "balanced",
+        )  # fmt: skip
+        seq_len, ranks = pick.choice((2048, 4096, 4096, 8192)) * pick.choice((1, cp)), layout.world_size
+        work = Workload(seq_len=seq_len, gbs=layout.gbs)
+        spec = RunSpec(shape=shape, workload=work, layout=layout, kernel=kernel, nodes=ranks, gpus_per_node=1)
+    except ConfigError:
+        return None
+    if next(broken_rules(layout, shape), None) or refusal(kernel, layout, shape, seq_len, "cpu"):
+        return None
+    constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
+    peak_bytes = max(stage.allocated_bytes for stage in predict_memory(spec, constants))
+    return spec if PUBLISHED_BYTES[0] < peak_bytes < PUBLISHED_BYTES[1] else None
+
+
 def family(layout: Layout) -> str:
     ring = " cp" if layout.cp > 1 else ""
     again = "" if layout.recompute in ("none", "attention") else " recomputed"
@@ -93,12 +139,12 @@ def family(layout: Layout) -> str:
 
 
 def main() -> None:
-    words = [word for word in sys.argv[1:] if word not in ("experts", "fp8")]
+    words = [word for word in sys.argv[1:] if word not in ("experts", "fp8", "published")]
     layouts, seed = (int(word) for word in (*words, *("200", "21")[len(words) :]))
     pick, errors = random.Random(seed), defaultdict[str, list[float]](list)
     constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
     while layouts:
-        if (spec := spec_of(pick)) is None:
+        if (spec := (published if "published" in sys.argv else spec_of)(pick)) is None:
             continue
         if "experts" in sys.argv and (spec := with_experts(spec, pick)) is None:
             continue

@@ -4,9 +4,9 @@ It is the order of torch.distributed.pipelining, which runs the schedules of our
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from operator import le
 from typing import NamedTuple
 
@@ -100,8 +100,8 @@ def _zbv(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
 class Work(NamedTuple):
     """What a rank does as a forward ends or a backward begins."""
 
-    kind: int
-    """Kind of the stage at work."""
+    chunk: int
+    """Index of the stage at work among those of its rank."""
     is_forward: bool
     is_first: bool
     """Whether no backward of the stage has ended."""
@@ -112,67 +112,57 @@ class Work(NamedTuple):
 
 
 Load = tuple[int, ...]
-"""What a rank holds, as numbers that each take more memory the larger they are.
+"""What the stages of a rank hold: six numbers for each stage, first one of all stages, then the next.
 
-They are six numbers for each kind of its stages, first one of all kinds, then the next: micro-batches whose activations
-its stages keep, the one at work included; micro-batches whose backward has computed the gradients of inputs, but not yet
-of weights; and of its stages that are not at work those with gradients, those whose gradients are not yet reduced, those
-with weights to compute with, and those whose pass before was a backward, too. The last number is that of the
-micro-batches that the stage at work keeps; of a rank with several stages it is at most 2, since more do not matter.
+They are the micro-batches whose activations it keeps, the one at work included; the micro-batches whose backward has
+computed the gradients of inputs, but not yet those of weights; and, of stages that are not at work, 1 for one with sums
+of gradients, with reduced gradients, with weights to compute with, and with weights that a backward left gathered.
 """
 
 
 @lru_cache(maxsize=4096)
 def loads(
-    pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int, kinds: tuple[int, ...]
+    pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int, is_zero3: bool
 ) -> tuple[tuple[Work, tuple[Load, ...]], ...]:
-    """The works of a rank, each with its loads but those that another one exceeds.
-
-    Args:
-        kinds: a number for each stage of the rank, from 0 on, the same for stages that are alike.
-    """
+    """The works of a rank, each with its loads but those that another one exceeds."""
     layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
+    in_flight, halfway, backwards, gathered = ([0] * virtual_stages for _ in range(4))
     loads_by_work = defaultdict[Work, dict[Load, None]](dict)
-    for work, load in _loads(layout, rank, kinds):
-        loads_by_work[work][load] = None
-    return tuple(
-        (work, tuple(load for load in of_work if not _is_exceeded(load, of_work)))
-        for work, of_work in loads_by_work.items()
-    )
-
-
-def _is_exceeded(load: Load, of_work: Iterable[Load]) -> bool:
-    return any(load != larger and all(map(le, load, larger)) for larger in of_work)
-
-
-def _loads(layout: Layout, rank: int, kinds: tuple[int, ...]) -> Iterator[tuple[Work, Load]]:
-    stages, gas = range(layout.virtual_stages), layout.gas
-    in_flight, halfway, backwards, after_backward = ([0 for _ in stages] for _ in range(4))
     for kind, micro_batch, chunk in passes_of(layout, rank):
         in_flight[chunk] += kind == "forward"
         if kind != "weight":
             is_last = kind == "backward" and micro_batch == gas - 1
-            is_first = not backwards[chunk]
-            work = Work(kinds[chunk], kind == "forward", is_first, is_last, bool(after_backward[chunk]))
-            others = [n for n in stages if n != chunk]
-            unreduced = [n for n in others if backwards[n] < gas]
-            groups = (
-                [n for n in others if backwards[n]], [n for n in unreduced if backwards[n]],
-                unreduced, [n for n in unreduced if after_backward[n]],
-            )  # fmt: skip
-            numbers = [in_flight, halfway, *([int(n in group) for n in stages] for group in groups)]
-            own = min(2, in_flight[chunk]) if others else in_flight[chunk]
-            yield work, (*(total for of_stage in numbers for total in _by_kind(of_stage, kinds)), own)
+            work = Work(
+                chunk, kind == "forward", not backwards[chunk], is_last, is_zero3 and bool(gathered[chunk])
+            )
+            unreduced = [n != chunk and done < gas for n, done in enumerate(backwards)]
+            flags = (
+                [u and done > 0 for u, done in zip(unreduced, backwards, strict=True)],
+                [n != chunk and done == gas for n, done in enumerate(backwards)],
+                unreduced,
+                [u and after for u, after in zip(unreduced, gathered, strict=True)],
+            )
+            loads_by_work[work][(*in_flight, *halfway, *map(int, chain(*flags)))] = None
         in_flight[chunk] -= kind in ("backward", "weight")
         halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")
-        after_backward[chunk] = kind != "forward"
+        gathered[chunk] = kind != "forward"
+    heaviest = list[tuple[Work, tuple[Load, ...]]]()
+    for work, of_work in loads_by_work.items():
+        # A later backward needs no less than the first one does with the same load.
+        later = (
+            ()
+            if work.is_forward or not work.is_first
+            else loads_by_work.get(work._replace(is_first=False), ())
+        )
+        if loads_left := tuple(load for load in of_work if not _is_exceeded(load, of_work, later)):
+            heaviest.append((work, loads_left))
+    return tuple(heaviest)
 
 
-def _by_kind(of_stage: Sequence[int], kinds: tuple[int, ...]) -> Iterator[int]:
-    """The sum over the stages of each kind."""
-    for kind in range(max(kinds) + 1):
-        yield sum(number for number, other in zip(of_stage, kinds, strict=True) if other == kind)
+def _is_exceeded(load: Load, of_work: Iterable[Load], later: Iterable[Load]) -> bool:
+    rivals = chain((larger for larger in of_work if larger != load), later)
+    return any(all(map(le, load, larger)) for larger in rivals)
 
 
 def timeline(layout: Layout) -> list[TimedPass]:

@@ -4,37 +4,15 @@ fully_shard pads the rows of each matrix to a multiple of the ranks among which 
 group of their own, with other shards than the rest of the layer.
 """
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
+from ultrabench.run import RunSpec
 from ultrabench.stages import Stage, stages_by_rank
-
-
-class Cut(NamedTuple):
-    """How a run cuts the model."""
-
-    shape: ModelShape
-    tp: int
-    pp: int
-    virtual_stages: int
-    pp_schedule: str
-    zero_stage: int
-    shards: int
-    reduces_each: bool
-    """Whether each micro-batch reduces its gradients, so that sums of them are shards."""
-    frees_each: bool
-    """Whether each backward frees parameters; in a pipeline only the last one of ZeRO-3 does."""
-    reduces_after: bool
-    """Whether gradients are reduced after a backward instead of during it."""
-    full_every: int
-    """n if every n-th layer keeps its input only; 0 if none does."""
-    ep: int
-    expert_shards: int
+from ultrabench.sweep.predict.stage_memory import ENDS, EVERY
 
 
 class Size(NamedTuple):
@@ -53,189 +31,113 @@ class Size(NamedTuple):
 
 
 NOTHING = Size(0, 0, 0)
-OUTSIDE = -1
-"""In place of the number of a layer."""
+HEAD, LAYER, EMBEDDING = "head", "layer", "embedding"
+"""Kinds of a group of parameters: norm and head; a layer; the embedding, with norm and head where it is tied to them."""
+
+
+class Layers(NamedTuple):
+    """Numbers of layers by what they keep."""
+
+    dense: int
+    sparse: int
+    full: int
+    """Layers of both kinds that keep their input only."""
 
 
 class ParamGroup(NamedTuple):
-    """Parameters of a stage that are gathered, and whose gradients are reduced, at once.
+    """Parameters of a stage that are gathered at once."""
 
-    The experts of a layer are reduced before the rest of it, both after backward of the layer.
-    """
-
-    layer: int
-    """Number of the layer in the model; OUTSIDE for the groups before and after the layers."""
+    kind: str
+    remaining: Layers
+    """The layers whose backward has not ended."""
     is_sparse: bool
-    is_experts: bool
-    size: Size
-    done: Size
-    """What the stage's backward has finished before it."""
+    is_full: bool
+    whole: int
+    reduced: int
+    """Parameters whose gradients are reduced first: of a sparse layer its experts."""
+    finished: int
+    """Parameters whose backward has ended."""
+    finished_shard: int
     before: int
     """Parameters of the group before, whose reduction is under way."""
-    around: int
-    """Parameters of the layer around experts, whose gradients wait while those of the experts are reduced; 0 for others."""
     following: int
-    """Parameters of the next layer, which are on their way; 0 where none follows or they are not sharded."""
+    """Parameters of the next layer that several ranks share, which are on their way."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StageParams:
-    """What a rank holds of a stage. It is compared by identity, which makes it a cheap key of a cache."""
+class StageParams(NamedTuple):
+    """What a rank holds of a stage."""
 
     stage: Stage
-    last: Size
-    """Norm and head; nothing where they are one group with the embedding."""
-    first: Size
-    """The embedding, or the group of a tied embedding with norm and head."""
-    whole: Size
+    size: Size
+    last: int
+    """Parameters of norm and head; 0 where they are tied to the embedding."""
+    first: int
+    """Parameters of the group of the embedding."""
+    tied: int
+    """The same, where norm and head are in that group."""
+    following: int
+    """Parameters of the last layer that several ranks share."""
+    ends_sparse: bool
+    """Whether the last layer has experts."""
+    layers: Layers
     groups: tuple[ParamGroup, ...]
-    """The groups among which is that of the peak, in the order of backward: `last`, layers at the ends of each run of like
-    layers, and `first` where it is there."""
-    top_groups: tuple[ParamGroup, ...]
-    """Those without layers below the first dense one and the first one with experts."""
-    top_following: int
-    """Parameters of the last layer that are gathered from several ranks."""
-    top_gather: int
-    """Those of them that are gathered last: of a sparse layer its experts, if several ranks share them."""
-    is_tied: bool
-
-    @property
-    def gathered_last(self) -> int:
-        """Parameters of the group that forward gathers last."""
-        return self.last.whole or self.top_gather
-
-    def sums_bytes(self, sums_shards: bool) -> float:
-        """Bytes of fp32 sums of the stage's gradients, of its shards or of all."""
-        return 4.0 * (self.whole.shard if sums_shards else self.whole.whole)
+    """The groups among which is that of the peak, in the order of backward."""
 
 
-def params_of_rank(cut: Cut, rank: int) -> tuple[StageParams, ...]:
-    """The stages of a rank of the pipeline axis."""
-    degrees = cut.tp, cut.shards, cut.ep, cut.expert_shards
-    return _params_of_rank(
-        cut.shape, cut.pp, cut.virtual_stages, cut.pp_schedule, rank, cut.full_every, *degrees
-    )
-
-
-@lru_cache(maxsize=16384)
-def _params_of_rank(
-    shape: ModelShape,
-    pp: int,
-    virtual_stages: int,
-    pp_schedule: str,
-    rank: int,
-    full_every: int,
-    *degrees: int,
-) -> tuple[StageParams, ...]:
-    stages = stages_of_ranks(shape, pp, virtual_stages, pp_schedule)[rank]
-    is_tied = shape.tie_word_embeddings and pp == 1
-    return tuple(_stage(shape, degrees, _like(shape, stage, full_every), is_tied) for stage in stages)
-
-
-def _like(shape: ModelShape, stage: Stage, full_every: int) -> Stage:
-    """The stage that stands for all stages with layers of the same kinds in the same order, so that their sizes are computed once."""
-    period, first = math.lcm(shape.decoder_sparse_step, full_every or 1), stage.first_layer
-    if first > (start := shape.first_k_dense_replace):
-        first = start + (first - start) % period
-    return replace(stage, index=0, num_blocks=0, first_layer=first)
+def params_of_ranks(spec: RunSpec, which: str) -> Iterator[tuple[int, list[StageParams]]]:
+    """The ranks of the pipeline axis that `which` of `stage_memory` asks for, each with its stages."""
+    shape, layout = spec.shape, spec.layout
+    degrees = layout.tp, layout.zero_shards, layout.ep, layout.expert_shards
+    is_tied, pipeline = shape.tie_word_embeddings and layout.pp == 1, (layout.pp, layout.virtual_stages)
+    for rank, stages in _ranks(shape, *pipeline, layout.pp_schedule, layout.full_every < 2, which):
+        yield rank, [_stage_params(shape, stage, layout.full_every, is_tied, *degrees) for stage in stages]
 
 
 @lru_cache(maxsize=4096)
-def stages_of_ranks(
-    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str
-) -> list[tuple[Stage, ...]]:
-    """The stages of each rank of the pipeline axis, without their parameters."""
+def _ranks(
+    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str, is_uniform: bool, which: str
+) -> list[tuple[int, tuple[Stage, ...]]]:
+    """The ranks that `which` asks for, each with its stages.
+
+    An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under
+    1f1b, where that has more micro-batches in flight, since it sends no gradients.
+    """
     layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    return stages_by_rank(shape, layout)
+    ranks, seen = [], set[tuple[int, ...]]()
+    for rank, stages in enumerate(stages_by_rank(shape, layout)):
+        numbers, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
+        is_like_earlier = numbers in seen and pp_schedule != "zbv" and is_uniform
+        if not is_inner or which == EVERY or (which != ENDS and not is_like_earlier):
+            ranks.append((rank, stages))
+        if is_inner or pp_schedule == "1f1b":
+            seen.add(numbers)
+    return ranks
 
 
-class _Sizes(NamedTuple):
-    """The sizes of what a rank holds of each block."""
+@lru_cache(maxsize=4096)
+def _blocks(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> tuple[Size, ...]:
+    """The sizes of a table, a norm, a dense layer, a sparse layer without its experts, and its experts.
 
-    table: Size
-    """The embedding, or the head."""
-    norm: Size
-    dense: Size
-    """A dense layer."""
-    rest: Size
-    """A layer with experts without them."""
-    experts: Size
-    """The experts of a layer."""
-
-
-def _sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> _Sizes:
-    h, attention = shape.hidden_size, _attention(shape, tp)
+    expert_shards ranks share the same experts, and shards ranks the rest. A table is the embedding or the head.
+    """
+    h, q, kv = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp
+    normed = (q, kv) if shape.qk_norm_across_heads else (shape.head_width, shape.head_width)
+    vectors = [h, h, *(normed if shape.qk_norm else ()), *((q, kv, kv) if shape.attention_bias else ())]
+    attention = [(q, h), (kv, h), (kv, h), (h, q), *((rows, 1) for rows in vectors)]
     number, width = shape.num_experts // ep, shape.moe_intermediate_size
-    rest = [*attention, (shape.num_experts, h)]
-    if shape.n_shared_experts:
-        rest += _feed_forward(h, shape.n_shared_experts * width // tp)
+    shared = _feed_forward(h, shape.shared_expert_intermediate_size // tp) if shape.n_shared_experts else []
     rows = number * width, h  # those of all experts of the rank under each other
-    return _Sizes(
-        table=_padded(shards, (shape.vocab_size // tp, h)),
-        norm=_padded(shards, (h, 1)),
-        dense=_padded(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
-        rest=_padded(shards, *rest),
-        experts=_padded(expert_shards, rows, rows, (number * h, width)),
+    return (
+        _padded(shards, (shape.vocab_size // tp, h)),
+        _padded(shards, (h, 1)),
+        _padded(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
+        _padded(shards, *attention, (shape.num_experts, h), *shared),
+        _padded(expert_shards, rows, rows, (number * h, width)),
     )
 
 
-@lru_cache(maxsize=16384)
-def _stage(shape: ModelShape, degrees: tuple[int, ...], stage: Stage, is_tied: bool) -> StageParams:
-    sizes = _sizes(shape, *degrees)
-    last = NOTHING if is_tied else NOTHING.plus(sizes.norm, stage.has_norm).plus(sizes.table, stage.has_head)
-    first = sizes.norm.plus(sizes.table) if is_tied else NOTHING.plus(sizes.table, stage.has_embedding)
-    whole = last.plus(first).plus(_of_layers(shape, sizes, stage.first_layer, stage.num_layers))
-    layers = tuple(_layer_groups(shape, sizes, stage, last))
-    top_groups_gathered = _gathered(shape, sizes, layers[0].layer) if layers else [0]
-    top_following, top_gather = sum(top_groups_gathered), top_groups_gathered[-1]
-    before = ParamGroup(OUTSIDE, False, False, last, NOTHING, 0, 0, top_following)
-    below = layers[-1].size.whole if layers else 0
-    after = [ParamGroup(OUTSIDE, False, False, first, whole.plus(first, -1), below, 0, 0)] * (first.whole > 0)
-    top_layer = {group.is_sparse: group.layer for group in reversed(layers)}
-    top = [group for group in layers if group.layer == top_layer[group.is_sparse]]
-    groups, top_groups = ((before, *between, *after) for between in (layers, top))
-    return StageParams(stage, last, first, whole, groups, top_groups, top_following, top_gather, is_tied)
-
-
-def _gathered(shape: ModelShape, sizes: _Sizes, layer: int) -> list[int]:
-    """Parameters of each group of a layer that is gathered from several ranks, [0] if the rank has all of them."""
-    groups = (sizes.rest, sizes.experts) if shape.is_sparse(layer) else (sizes.dense,)
-    return [size.whole for size in groups if size.shard < size.whole] or [0]
-
-
-def _of_layers(shape: ModelShape, sizes: _Sizes, first: int, number: int) -> Size:
-    """The size of `number` layers of the model from layer `first` on."""
-    sparse = shape.num_sparse_layers(first, number)
-    dense = NOTHING.plus(sizes.dense, number - sparse)
-    return dense.plus(sizes.rest, sparse).plus(sizes.experts, sparse) if sparse else dense
-
-
-def _layer_groups(shape: ModelShape, sizes: _Sizes, stage: Stage, last: Size) -> Iterator[ParamGroup]:
-    """The groups of `_looked_at` layers, in the order of backward."""
-    end = stage.first_layer + stage.num_layers
-    for layer in _looked_at(shape, stage.first_layer, end):
-        is_sparse, is_first = shape.is_sparse(layer), layer == stage.first_layer
-        done, before = last.plus(_of_layers(shape, sizes, layer + 1, end - layer - 1)), last.whole
-        if layer < end - 1:
-            before = (sizes.rest if shape.is_sparse(layer + 1) else sizes.dense).whole
-        following = 0 if is_first else sum(_gathered(shape, sizes, layer - 1))
-        size = sizes.rest if is_sparse else sizes.dense
-        if is_sparse:
-            yield ParamGroup(layer, True, True, sizes.experts, done, before, size.whole, following)
-            done, before = done.plus(sizes.experts), sizes.experts.whole
-        yield ParamGroup(layer, is_sparse, False, size, done, before, 0, following)
-
-
-def _looked_at(shape: ModelShape, first: int, end: int) -> list[int]:
-    """The layers at the ends of each run of layers that are alike, or that repeat after decoder_sparse_step layers.
-
-    Inside a run, activations fall and gradients grow by the same number of bytes from period to period. The layers of
-    the stage are those from `first` on to the one before `end`.
-    """
-    looked_at, step = set[int](), shape.decoder_sparse_step
-    for start, stop in ((first, shape.first_k_dense_replace), (max(first, shape.first_k_dense_replace), end)):
-        looked_at |= {*range(start, start + step), *range(min(stop, end) - 2 * step, min(stop, end))}
-    return sorted((layer for layer in looked_at if first <= layer < end), reverse=True)
+def _feed_forward(h: int, width: int) -> list[tuple[int, int]]:
+    return [(width, h), (width, h), (h, width)]
 
 
 def _padded(shards: int, *matrices: tuple[int, int]) -> Size:
@@ -243,13 +145,46 @@ def _padded(shards: int, *matrices: tuple[int, int]) -> Size:
     return Size(whole, whole // shards, len(matrices))
 
 
-def _attention(shape: ModelShape, tp: int) -> list[tuple[int, int]]:
-    """Rows and columns of the weights of attention and of both norms of a layer."""
-    h, q, kv = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp
-    normed = (q, kv) if shape.qk_norm_across_heads else (shape.head_width, shape.head_width)
-    vectors = [h, h, *(normed if shape.qk_norm else ()), *((q, kv, kv) if shape.attention_bias else ())]
-    return [(q, h), (kv, h), (kv, h), (h, q), *((rows, 1) for rows in vectors)]
+@lru_cache(maxsize=16384)
+def _stage_params(
+    shape: ModelShape, stage: Stage, full_every: int, is_tied: bool, *degrees: int
+) -> StageParams:
+    """What a rank holds of a stage.
 
+    Args:
+        full_every: n if every n-th layer keeps its input only; 0 if none does.
+        is_tied: whether norm and head are in one group with the embedding.
+        degrees: tp, the ranks that shard parameters, ep, and the ranks that shard the same experts.
+    """
+    table, norm, dense, rest, experts = _blocks(shape, *degrees)
+    start, end = stage.first_layer, stage.first_layer + stage.num_layers
+    last = NOTHING.plus(norm, stage.has_norm and not is_tied).plus(table, stage.has_head and not is_tied)
+    first = NOTHING.plus(norm, is_tied).plus(table, stage.has_embedding)
+    # What backward passes, each with the parts whose gradients it reduces first and then.
+    of_layer = {True: (experts, rest), False: (NOTHING, dense)}
+    layers = [(n, LAYER, of_layer[shape.is_sparse(n)]) for n in reversed(range(start, end))]
+    passed = [(end, HEAD, (NOTHING, last)), *layers, (start - 1, EMBEDDING, (NOTHING, first))]
+    shared = [sum(part.whole for part in parts if part.shard < part.whole) for _, _, parts in layers]
 
-def _feed_forward(h: int, width: int) -> list[tuple[int, int]]:
-    return [(width, h), (width, h), (h, width)]
+    def remaining(layer: int) -> Layers:
+        full = [n for n in range(start, layer + 1) if full_every and (n + 1) % full_every == 0]
+        sparse = shape.num_sparse_layers(start, layer + 1 - start) - sum(map(shape.is_sparse, full))
+        return Layers(layer + 1 - start - sparse - len(full), sparse, len(full))
+
+    # From layer to layer, activations fall and gradients grow by the same number of bytes: the peak is at the ends.
+    looked_at = {start, shape.first_k_dense_replace, end - 2, end - 1}
+    groups, finished, before = list[ParamGroup](), NOTHING, 0
+    for (n, kind, (sooner, later)), following in zip(passed, [*shared, 0, 0], strict=True):
+        size = later.plus(sooner)
+        if n in looked_at or (kind == EMBEDDING and first.whole) or (kind == HEAD and stage.has_norm):
+            is_full = full_every > 0 and (n + 1) % full_every == 0
+            groups.append(ParamGroup(
+                kind, remaining(min(n, end - 1)), bool(sooner.whole), is_full, size.whole, sooner.whole or size.whole,
+                finished.whole, finished.shard, before, following,
+            ))  # fmt: skip
+        finished, before = finished.plus(size), later.whole
+    following, tied = shared[0] if shared else 0, first.whole * is_tied
+    ends_sparse, all_layers = start < end and shape.is_sparse(end - 1), remaining(end - 1)
+    return StageParams(
+        stage, finished, last.whole, first.whole, tied, following, ends_sparse, all_layers, tuple(groups)
+    )

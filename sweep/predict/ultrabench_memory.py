@@ -15,20 +15,14 @@ backward; masters, moments and sums of gradients have 4 bytes. docs/design/predi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from operator import le
-from typing import NamedTuple
+from operator import mul
 
 from ultrabench.allowed import NonNegative, require_allowed
-from ultrabench.kernel_config import ELEMENT_BYTES
-from ultrabench.model_shape import ModelShape
 from ultrabench.run import RunSpec
-from ultrabench.sweep.predict.experts import busiest_share
-from ultrabench.sweep.predict.micro_batch import MicroBatch, Tokens, micro_batch, route_bytes
-from ultrabench.sweep.predict.rank_state import Handling, State, states_of_rank
+from ultrabench.sweep.predict.micro_batch import MicroBatch, micro_batch, rank_tokens
+from ultrabench.sweep.predict.pipeline import Work, loads
 from ultrabench.sweep.predict.stage_memory import (
     BACKWARD,
-    ENDS,
     EVERY,
     FORWARD,
     OPTIMIZER,
@@ -36,12 +30,13 @@ from ultrabench.sweep.predict.stage_memory import (
     StageMemory,
 )
 from ultrabench.sweep.predict.stage_params import (
-    OUTSIDE,
-    Cut,
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    Layers,
     ParamGroup,
     StageParams,
-    params_of_rank,
-    stages_of_ranks,
+    params_of_ranks,
 )
 
 MOST_ROUNDS = 4
@@ -68,204 +63,7 @@ class UltrabenchMemory:
 
 
 Moment = tuple[float, str, float, float, float, float, float]
-"""All bytes, the phase, and the bytes of gathered weights, gradients, activations, logits and buffers."""
-
-
-class GroupBytes(NamedTuple):
-    """Bytes of the stage's weights and gradients around the backward of a group, which do not depend on tokens."""
-
-    group: ParamGroup
-    weights: float
-    """Gathered parameters as the backward begins."""
-    freed: float
-    """Those of them that are freed as it ends."""
-    gradients: float
-    """Gradients of groups before and sums of earlier micro-batches."""
-    reducing: float
-    """The gradients of the group before, whose reduction is under way."""
-    new: float
-    """The group's own gradients as they are reduced, and those that wait for it."""
-    added: float
-    """Gradients of the group's weights that are not added in place."""
-    at_once: float
-    """Gradients of gate and up of its experts, which exist together before they are added in place."""
-    waiting: float
-    """Gradients of the layer around experts, which are not reduced yet."""
-    least_work: float
-    """What its backward needs at least beside what is kept."""
-    phase: str
-    """The phase as the group's gradients are reduced."""
-    update: Moment | None
-    """The reduction after the backward."""
-
-
-def _activations(
-    cut: Cut, m: MicroBatch, state: State, group_bytes: tuple[GroupBytes, ...]
-) -> Iterator[tuple[float, float, float]]:
-    """The activations of each group as its backward begins, those that it uses up, and what it needs beside them."""
-    p, stage, shape = state.params, state.params.stage, cut.shape
-    kept, sent = state.activations + m.kept_by(shape, stage), m.hidden * (not stage.has_norm)
-    work = 0.0 if stage.has_norm or stage.has_head else 3 * m.hidden
-    table = 0.0 if state.is_drained or not stage.has_head else m.table
-    if stage.has_head:
-        work = 2 * m.whole_hidden + m.table_kept * (not state.is_drained) + table
-    if stage.has_norm:
-        work = max(work, m.hidden * stage.has_head + m.norm + table)
-    yield kept, 0.0, work
-    for of_group in group_bytes[1:]:
-        group = of_group.group
-        if group.layer == OUTSIDE:
-            yield state.activations, 0.0, m.whole_hidden + m.word * p.first.whole * (3 if p.is_tied else 1)
-            continue
-        through = group.layer - stage.first_layer + 1
-        kept = state.activations + sent + m.layers_kept(shape, stage.first_layer, through)
-        own = m.layer_kept(group.layer, is_sparse=group.is_sparse)
-        if state.handling.halves:
-            kept = state.activations + m.kept_by(shape, stage) + m.halfway(shape, stage, group.layer + 1)
-            half = m.halfway(shape, stage, group.layer) - m.halfway(shape, stage, group.layer + 1)
-            yield kept, 0.0, max(_layer_work(m, of_group) - own, half + m.hidden + m.norm)
-        elif group.is_sparse and not group.is_experts:  # its backward is over
-            yield kept - own, 0.0, of_group.added
-        else:
-            yield kept, own, _layer_work(m, of_group) - own - (sent if through == stage.num_layers else 0)
-
-
-def _layer_work(m: MicroBatch, of_group: GroupBytes) -> float:
-    """What the backward of a layer needs at most, all that it keeps included."""
-    new, layer = of_group.added, m.sparse
-    if not of_group.group.is_sparse:
-        return max(m.dense.feed_forward + new / 3, m.dense.attention + new)
-    return max(
-        layer.feed_forward + new / 3,
-        layer.sent + new + of_group.at_once,
-        layer.attention + new + of_group.waiting,
-    )
-
-
-@lru_cache(maxsize=65536)
-def _group_bytes(p: StageParams, handling: Handling) -> tuple[GroupBytes, ...]:
-    """The bytes of the groups of a stage among which is that of its peak, in the order of backward."""
-    # Where weights and gradients stay as they are, activations only get less.
-    only_falls = handling.has_sums and not (handling.reduces or handling.regathers or handling.halves)
-    groups = p.top_groups if only_falls else p.groups
-    return tuple(_bytes_of(p, handling, group) for group in groups)
-
-
-def _bytes_of(p: StageParams, handling: Handling, group: ParamGroup) -> GroupBytes:
-    w, is_zero3, sums_shards, reduces_after, has_sums, reduces, frees, regathers, halves = handling
-    size, done, is_layer = group.size, group.done, group.layer != OUTSIDE
-    params, reduced, is_sharded = size.whole, done.whole - done.shard, size.shard < size.whole
-    in_place = w == 4 and has_sums and not sums_shards
-    is_embedding = p.first.whole > 0 and done.whole + params == p.whole.whole
-    old_sums, least_work = p.sums_bytes(sums_shards) * has_sums, 0.0
-    if regathers:
-        tied = p.first.whole if p.is_tied else 0
-        gathered = (0 if frees else done.whole) + tied + (0 if is_embedding else params)
-        gathered += group.around + group.following
-        if is_layer and not group.following and is_sharded:
-            least_work = w * params
-    else:
-        gathered = p.whole.whole - done.whole * frees - (p.first.whole if is_zero3 and not p.is_tied else 0)
-    update = None
-    if reduces and reduces_after:
-        of_sums = old_sums * sums_shards + 4 * (p.whole.whole - reduced)
-        update = _moment(OPTIMIZER, w * p.whole.whole * (not frees), of_sums + 4 * params, 0.0, 0.0, 0.0)
-    # fully_shard refers to the gradient of a group's last matrix until it is reduced.
-    alone, added = 0 if is_layer or p.is_tied else params, 0 if in_place else w * params
-    if not reduces or reduces_after:
-        is_sum = has_sums and not sums_shards
-        sums, reducing = old_sums + 4.0 * done.whole * (not is_sum), 0
-        new: float = added if is_sum or w == 4 else 4 * params + w * alone
-    elif has_sums and not sums_shards:
-        sums, reducing = old_sums - 4 * reduced, 4 * group.before
-        new = 4 * (params + (size.shard if alone and is_sharded else 0))
-    else:
-        sums, reducing = old_sums or 4.0 * done.shard, 4 * group.before
-        new = max((w + 4) * params, 4 * (params + size.shard) + w * alone * is_sharded)
-    if halves:
-        sums, new, added = old_sums + w * (p.whole.whole - done.whole) * has_sums * (w == 2), 0, 0
-    waiting, phase = (
-        0 if in_place or halves else w * group.around,
-        OPTIMIZER if is_embedding and reduces else BACKWARD,
-    )
-    at_once = w * params * 2 / 3 * (in_place and group.is_experts)
-    freed = w * min(gathered, params * frees)
-    return GroupBytes(
-        group,
-        w * gathered,
-        freed,
-        sums,
-        reducing,
-        new + waiting,
-        added,
-        at_once,
-        waiting,
-        least_work,
-        phase,
-        update,
-    )
-
-
-def _moments(cut: Cut, m: MicroBatch, state: State) -> Iterator[Moment]:
-    """The end of a forward; or of each group its backward or, if it needs more, its reduction."""
-    p = state.params
-    if state.is_forward:
-        last = p.first.whole if p.is_tied else p.last.whole or p.top_following
-        gathered = m.word * ((last if cut.zero_stage == 3 else p.whole.whole) + state.copied)
-        all_bytes = state.other_gradients + state.sums
-        kept = state.activations + m.kept_by(cut.shape, p.stage)
-        kept += m.angles * (not p.stage.num_layers)  # those of a stage with layers stay
-        logits, work = 0.0, m.forward(cut.shape, p.stage)
-        if p.stage.has_head:
-            logits, work = m.loss + m.hidden * p.stage.has_norm, 0.0
-        yield _moment(FORWARD, state.other_weights + gathered, all_bytes, kept, logits, work)
-        return
-    group_bytes = _group_bytes(p, state.handling)
-    for of_group, (kept, own, work) in zip(
-        group_bytes, _activations(cut, m, state, group_bytes), strict=True
-    ):
-        group, gathered_weights, freed, sums, reducing, new, _, _, _, least_work, phase, update = of_group
-        if update:
-            yield update
-        if work < least_work:
-            work = least_work
-        weights = state.other_weights + gathered_weights
-        gradients = state.other_gradients + sums + (m.table if p.is_tied and group.layer != OUTSIDE else 0.0)
-        if reducing + own + work > new - freed:
-            yield _moment(BACKWARD, weights, gradients + reducing, kept, 0.0, work)
-        else:
-            yield _moment(phase, weights - freed, gradients + new, kept - own, 0.0, 0.0)
-
-
-def _moment(phase: str, weights: float, gradients: float, kept: float, logits: float, work: float) -> Moment:
-    return weights + gradients + kept + logits + work, phase, weights, gradients, kept, logits, work
-
-
-Peak = tuple[int, tuple[StageParams, ...], Moment]
-"""A rank of the pipeline axis, its stages, and the moment at which it holds most."""
-
-
-@lru_cache(maxsize=16384)
-def _peaks(cut: Cut, gas: int, m: MicroBatch, which: str) -> tuple[Peak, ...]:
-    """The moment of its peak of each rank that `which` asks for."""
-    peaks, larger = list[Peak](), list[tuple[int, ...]]()
-    all_stages = stages_of_ranks(cut.shape, cut.pp, cut.virtual_stages, cut.pp_schedule)
-    for rank, stages in enumerate(all_stages):
-        # An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only
-        # under 1f1b, where that has more micro-batches in flight, since it sends no gradients.
-        is_inner = 0 < rank < cut.pp - 1 and cut.pp_schedule != "zbv" and m.full_every < 2
-        layers = tuple([stage.num_layers for stage in stages])
-        if which == ENDS and 0 < rank < cut.pp - 1:
-            continue
-        if which != EVERY and is_inner and any(all(map(le, layers, others)) for others in larger):
-            continue
-        if is_inner or cut.pp_schedule == "1f1b":
-            larger.append(layers)
-        moments = (
-            moment for state in states_of_rank(cut, gas, m, rank) for moment in _moments(cut, m, state)
-        )
-        peaks.append((rank, params_of_rank(cut, rank), max(moments)))
-    return tuple(peaks)
+"""All bytes, the phase, and the bytes of weights, gradients, activations, logits and buffers."""
 
 
 def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, which: str = EVERY) -> tuple[StageMemory, ...]:
@@ -273,56 +71,26 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, which: str = EVERY) ->
 
     In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
-    layout, cut, scale = spec.layout, _cut(spec), 2 if spec.kernel.precision == "fp64" else 1
-    tokens, gas, is_afab = (
-        layout.mbs * spec.workload.seq_len // layout.cp,
-        layout.gas,
-        layout.pp_schedule == "afab",
-    )
-    on_rank = rank_tokens(spec)
-    m = micro_batch(spec.shape, on_rank, layout.full_every, min(gas, 3) if is_afab else 1)
-    if layout.virtual_stages > 1:
-        gas = min(gas, gas % layout.pp + MOST_ROUNDS * layout.pp)
-    elif not is_afab:
-        gas = min(gas, layout.pp + 2)  # from then on a backward follows each forward
-    memory, kept_scale = list[StageMemory](), scale * (1 + c.zbv_margin * (layout.pp_schedule == "zbv"))
-    for rank, stages, moment in _peaks(cut, gas, m, which):
-        _, phase, weights, gradients, kept, logits, work = moment
-        buffers = scale * work + 16 * layout.gas * tokens  # the batch: inputs and targets
-        kept, logits = kept_scale * kept, scale * logits
-        reserve = c.base_bytes + c.fragmentation * (kept + logits + buffers)
-        reserve += c.reduce_stream_bytes * sum([p.whole.shard for p in stages])
-        optimizer = _optimizer_bytes(stages, scale) + _routing_bytes(spec.shape, on_rank, stages)
-        memory.append(
-            StageMemory(
-                rank, phase, scale * weights, scale * gradients, optimizer, kept, logits, buffers, reserve
-            )
+    layout, m, memory = spec.layout, micro_batch(spec), list[StageMemory]()
+    scale = 2 if spec.kernel.precision == "fp64" else 1
+    stored_scale = scale * (1 + c.zbv_margin * (layout.pp_schedule == "zbv"))
+    for rank, params in params_of_ranks(spec, which):
+        _, phase, weights, gradients, stored, logits, buffers = max(_moments(spec, m, params, rank))
+        buffers = scale * buffers + 16 * layout.gas * rank_tokens(spec)  # the batch: inputs and targets
+        stored, logits = stored_scale * stored, scale * logits
+        reserve = c.base_bytes + c.fragmentation * (stored + logits + buffers)
+        reserve += c.reduce_stream_bytes * sum([p.size.shard for p in params])
+        parts = (
+            scale * weights,
+            scale * gradients,
+            _state_bytes(spec, params),
+            stored,
+            logits,
+            buffers,
+            reserve,
         )
+        memory.append(StageMemory(rank, phase, *parts))
     return tuple(memory)
-
-
-def _cut(spec: RunSpec) -> Cut:
-    layout = spec.layout
-    alone, stage = layout.pp == 1, layout.zero_stage
-    degrees = layout.tp, layout.pp, layout.virtual_stages, layout.pp_schedule
-    reduces_each, frees_each, after = alone and stage >= 2, alone and stage == 3, layout.dp_overlap == "off"
-    of_experts = layout.ep, layout.expert_shards
-    return Cut(
-        spec.shape,
-        *degrees,
-        stage,
-        layout.zero_shards,
-        reduces_each,
-        frees_each,
-        after,
-        layout.full_every,
-        *of_experts,
-    )
-
-
-def _optimizer_bytes(stages: tuple[StageParams, ...], scale: int) -> float:
-    """Bytes of masters and moments, and of the optimizer's count of steps for each parameter."""
-    return sum([scale * 12.0 * p.whole.shard + 4 * p.whole.tensors for p in stages])
 
 
 def static_bytes(spec: RunSpec) -> tuple[float, ...]:
@@ -330,30 +98,167 @@ def static_bytes(spec: RunSpec) -> tuple[float, ...]:
 
     They are 12 n / D, or 24 n / D in fp64, and in a pipeline the last targets.
     """
-    cut, layout, scale = _cut(spec), spec.layout, 2 if spec.kernel.precision == "fp64" else 1
-    targets = 8 * layout.gas * layout.mbs * spec.workload.seq_len // layout.cp if layout.pp > 1 else 0
-    tokens = rank_tokens(spec)
-    ranks = (params_of_rank(cut, rank) for rank in range(layout.pp))
-    return tuple(
-        _optimizer_bytes(stages, scale) + _routing_bytes(spec.shape, tokens, stages) + targets
-        for stages in ranks
-    )
+    targets = 8 * spec.layout.gas * rank_tokens(spec) * (spec.layout.pp > 1)
+    return tuple(_state_bytes(spec, params) + targets for _, params in params_of_ranks(spec, EVERY))
 
 
-def rank_tokens(spec: RunSpec) -> Tokens:
-    """The tokens of a micro-batch on a rank."""
-    layout = spec.layout
-    return Tokens(
-        layout.mbs * spec.workload.seq_len // layout.cp, spec.workload.seq_len // layout.cp, layout.tp, layout.sequence_parallel == "on", layout.cp,
-        layout.cp_exchange, layout.recompute, min(4, ELEMENT_BYTES[spec.kernel.precision]), spec.compiles,
-        busiest_share(spec.kernel, layout, spec.shape), layout.ep, spec.kernel.routing == "learned",
-        spec.kernel.precision == "fp8",
+def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
+    """Masters, moments, the optimizer's count of steps for each parameter, and what stays of routing.
+
+    They are a route that follows from positions, and balance and counts of each router.
+    """
+    shape, layout, kernel = spec.shape, spec.layout, spec.kernel
+    scale = 24.0 if kernel.precision == "fp64" else 12.0
+    state = sum([scale * p.size.shard + 4 * p.size.tensors for p in params])
+    if shape.num_experts:
+        # Orders of the rows before and after their way to the experts, where routes do not change.
+        orders = 0 if kernel.routing == "learned" else 4 + 2 * (layout.ep > 1)
+        state += 8 * orders * rank_tokens(spec) / layout.tp * shape.num_experts_per_tok
+        routers = sum(shape.num_sparse_layers(p.stage.first_layer, p.stage.num_layers) for p in params)
+        state += 12 * shape.num_experts * routers
+    return state
+
+
+def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int) -> Iterator[Moment]:
+    """The moment of most bytes in each work of a rank."""
+    layout, w, number = spec.layout, m.element, len(params)
+    schedule, pp, gas, is_zero3 = layout.pp_schedule, layout.pp, layout.gas, layout.zero_stage == 3
+    if number > 1:
+        gas = min(gas, gas % pp + MOST_ROUNDS * pp)
+    elif schedule != "afab":
+        gas = min(gas, pp + 2)  # from then on a backward follows each forward
+    receives, sends = pp > 1 and (number > 1 or rank < pp - 1), number > 1 or rank > 0
+    loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
+    stored = [_stored(m, p.layers) + loss * p.stage.has_head for p in params]
+    # Between both halves of a backward, the gradients of the last one are not yet in the sums.
+    halves = [w * p.size.whole * (w == 2 and _halves(spec, p)) for p in params]
+    load_bytes = (
+        *stored, *(_halfway(m, p.layers) for p in params),
+        *(4 * p.size.whole + half for p, half in zip(params, halves, strict=True)),
+        *(4 * p.size.shard + half for p, half in zip(params, halves, strict=True)),
+        *(w * (p.last if is_zero3 else p.size.whole) for p in params),
+        *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
     )  # fmt: skip
+    for work, of_work in loads(pp, gas, number, schedule, rank, is_zero3):
+        p = params[work.chunk]
+        if work.is_forward and not (p.stage.has_head or p.ends_sparse):
+            continue  # it needs less than the backward
+        load = max([[*map(mul, load, load_bytes)] for load in of_work], key=sum)
+        summed = p.size.shard if pp == 1 and layout.zero_stage >= 2 else p.size.whole
+        sums = 4.0 * summed * (not work.is_first)
+        if work.is_forward:
+            is_alone = work.is_first and load[work.chunk] <= stored[work.chunk]
+            moment = _forward(spec, m, p, sums, is_alone=is_alone)
+        else:
+            moment = max(_backward(spec, m, p, work, sums))
+        _, phase, weights, gradients, activations, logits, buffers = moment
+        activations += sum(load[: 2 * number]) - stored[work.chunk]
+        activations += m.hidden * (receives + (receives + sends) * (not work.is_first))  # messages
+        gradients += sum(load[2 * number : 4 * number])
+        yield _moment(phase, weights + sum(load[4 * number :]), gradients, activations, logits, buffers)
 
 
-def _routing_bytes(shape: ModelShape, tokens: Tokens, stages: tuple[StageParams, ...]) -> float:
-    """Bytes of routing that stay: a route that follows from positions, and balance and counts of each router."""
-    if not shape.num_experts:
-        return 0.0
-    layers = sum(shape.num_sparse_layers(p.stage.first_layer, p.stage.num_layers) for p in stages)
-    return route_bytes(shape, tokens) * (not tokens.learned) + 12 * shape.num_experts * layers
+def _moment(
+    phase: str, weights: float, gradients: float, stored: float, logits: float, buffers: float
+) -> Moment:
+    """A moment with the sum of its bytes."""
+    return weights + gradients + stored + logits + buffers, phase, weights, gradients, stored, logits, buffers
+
+
+def _stored(m: MicroBatch, layers: Layers) -> float:
+    """What these layers keep, and the output of the last one."""
+    return layers.dense * m.dense.stored + layers.sparse * m.sparse.stored + (layers.full + 1) * m.hidden
+
+
+def _halfway(m: MicroBatch, layers: Layers) -> float:
+    """What these layers keep for the weight half of a backward."""
+    return (layers.dense + layers.full) * m.dense.halfway + layers.sparse * m.sparse.halfway
+
+
+def _halves(spec: RunSpec, p: StageParams) -> bool:
+    """Whether backward of a stage computes gradients of inputs and of weights apart; the first stage has no inputs."""
+    return spec.layout.pp_schedule == "zbv" and not p.stage.has_embedding
+
+
+def _forward(spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_alone: bool) -> Moment:
+    """The end of a forward.
+
+    Args:
+        sums: bytes of gradients of earlier micro-batches.
+        is_alone: whether the stage keeps nothing of other micro-batches.
+    """
+    layout, has_head, is_zero3 = spec.layout, p.stage.has_head, spec.layout.zero_stage == 3
+    gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
+    # What was gathered last is still in the buffer of the gather, too.
+    if layout.zero_shards > 1 and (is_alone or (is_zero3 and (layout.pp == 1 or not has_head))):
+        gathered += p.last or p.following
+    logits, buffers = (m.loss + m.hidden, 0.0) if has_head else (0.0, m.sparse.forward)
+    return _moment(FORWARD, m.element * gathered, sums, _stored(m, p.layers), logits, buffers)
+
+
+def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iterator[Moment]:
+    """Of each group its backward or, if it needs more, its reduction."""
+    layout, w, whole, halves = spec.layout, m.element, p.size.whole, _halves(spec, p)
+    is_zero3, reduces_after = layout.zero_stage == 3, layout.dp_overlap == "off"
+    sums_shards = layout.pp == 1 and layout.zero_stage >= 2  # since each micro-batch reduces its gradients
+    reduces, frees = work.is_last or sums_shards, work.is_last or (layout.pp == 1 and is_zero3)
+    has_whole_sums, has_table = sums > 0 and not sums_shards, layout.pp_schedule != "afab" or work.is_first
+    for group in p.groups:
+        size, finished = group.whole, group.finished
+        gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
+        if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
+            is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
+            gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
+        freed = w * min(gathered, size * frees)
+        added = 0 if halves or (w == 4 and has_whole_sums) else w * size  # fp32 is added in place
+        if halves:
+            gradients, new, reducing = sums + w * (whole - finished) * (w == 2 and sums > 0), 0.0, 0
+        elif not reduces or reduces_after:
+            gradients, reducing = sums + 4 * finished * (not has_whole_sums), 0
+            new = added if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
+        else:
+            of_finished = 4 * group.finished_shard
+            gradients = sums - 4 * finished + of_finished if has_whole_sums else sums or of_finished
+            of_rest = w * (size - group.reduced * has_whole_sums)
+            reducing, new = 4 * group.before, 4.0 * group.reduced + of_rest
+            if group.kind != LAYER and layout.zero_shards > 1:
+                new += 4 * size / layout.zero_shards
+        stored, released, buffers = _work(m, p, group, added, has_table=has_table, halves=halves)
+        gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
+        if reducing + released + buffers > new - freed:
+            yield _moment(BACKWARD, w * gathered, gradients + reducing, stored, 0.0, buffers)
+        else:
+            phase = OPTIMIZER if group.kind == EMBEDDING and reduces else BACKWARD
+            yield _moment(phase, w * gathered - freed, gradients + new, stored - released, 0.0, 0.0)
+        if reduces and reduces_after:
+            gradients = sums * sums_shards + 4 * (whole - finished + group.finished_shard + size)
+            yield _moment(OPTIMIZER, w * whole * (not frees), gradients, 0.0, 0.0, 0.0)
+
+
+def _work(
+    m: MicroBatch, p: StageParams, group: ParamGroup, added: float, *, has_table: bool, halves: bool
+) -> tuple[float, float, float]:
+    """The activations as the backward of a group begins, those that it uses up, and what it needs beside them.
+
+    Args:
+        added: bytes of the gradients of its weights that are not added in place.
+        has_table: whether the gradient of the head's weights is not yet taken.
+        halves: whether the gradients of weights are left to another half.
+    """
+    stored = _stored(m, group.remaining)
+    if group.kind == EMBEDDING:
+        return 0.0, 0.0, m.whole_hidden + m.element * (p.first + 2 * p.tied)
+    if group.kind == HEAD:
+        if not p.stage.has_head:
+            return stored, 0.0, (4 + 12 / m.element) * m.hidden  # with copies of the norm in fp32
+        return stored, 0.0, 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
+    layer = m.sparse if group.is_sparse else m.dense
+    released = m.hidden if group.is_full else layer.stored
+    buffers = max(layer.feed_forward + added / 3, layer.attention + added) - released
+    if halves:
+        return _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining), 0.0, buffers
+    return (
+        stored - m.hidden * p.stage.has_norm,
+        released,
+        buffers,
+    )  # the last norm has used the output of the layers

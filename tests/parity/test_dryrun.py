@@ -20,7 +20,7 @@ from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.micro_batch import micro_batch
-from ultrabench.sweep.predict.ultrabench_memory import rank_tokens, static_bytes
+from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 
 pytestmark = pytest.mark.parity
 
@@ -142,14 +142,16 @@ def test_recomputation_keeps_what_docs_say(server, tp):
     ],
 )
 def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute):
-    """The growth of the peak's activations with the number of layers, within 1 %."""
-    wide = dataclasses.replace(TINY, num_attention_heads=8, num_key_value_heads=8)
+    """The growth of the peak's activations with the number of layers, within 2 %."""
+    wide = dataclasses.replace(
+        TINY, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8
+    )
     shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (4, 8)]
     specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
     few, many = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
-    tokens = rank_tokens(in_precision(specs[0], "bf16"))
-    form = micro_batch(wide, tokens, specs[0].layout.full_every, losses=1)
-    assert (many - few) / 4 == pytest.approx(form.layer_kept(0, is_sparse=False), rel=0.01)
+    m = micro_batch(in_precision(specs[0], "bf16"))
+    stored = m.hidden if recompute == "full" else m.dense.stored
+    assert (many - few) / 4 == pytest.approx(stored, rel=0.02)
 
 
 @pytest.mark.campaign

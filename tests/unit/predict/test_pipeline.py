@@ -1,7 +1,6 @@
 """The order of a pipeline's passes is that of torch's schedules; waits and micro-batches in flight follow from it."""
 
 from itertools import accumulate
-from operator import le
 from types import SimpleNamespace
 
 import pytest
@@ -93,23 +92,11 @@ def test_predicted_memory_counts_the_micro_batches_in_flight(schedule, v):
     for layout in layouts(schedule, v):
         for rank, passes in enumerate(order(layout)):
             most = max(accumulate({"forward": 1, "input": 0}.get(kind, -1) for kind, *_ in passes))
-            loads_by_work = dict(loads(layout.pp, layout.gas, v, schedule, rank, tuple(range(v))))
+            loads_by_work = dict(loads(layout.pp, layout.gas, v, schedule, rank, True))
             in_flights = [sum(load[:v]) for of_work in loads_by_work.values() for load in of_work]
             assert max(in_flights) == most, (layout, rank)
-            assert {work.kind for work in loads_by_work} == set(range(v))
+            assert {work.chunk for work in loads_by_work} == set(range(v))
             if v == 1:
                 assert in_flight(layout, rank) == most, (layout, rank)
                 last = [work.is_first for work in loads_by_work if work.is_last]
                 assert last == [layout.gas == 1], (layout, rank)
-
-
-def test_stages_that_are_alike_are_counted_together():
-    """Three of four stages of a rank are alike: what they hold apart is what they hold together."""
-    rank_words = 4, 9, 4, "interleaved", 1
-    apart, together = (dict(loads(*rank_words, kinds)) for kinds in ((0, 1, 2, 3), (0, 1, 1, 1)))
-    for work, of_work in apart.items():
-        for load in of_work:
-            sums = [n for i in range(0, 24, 4) for n in (load[i], sum(load[i + 1 : i + 4]))] + [load[-1]]
-            alike = together[work._replace(kind=min(1, work.kind))]
-            assert any(all(map(le, sums, larger)) for larger in alike), (work, load)
-    assert sum(map(len, together.values())) < sum(map(len, apart.values()))
