@@ -31,7 +31,9 @@ WRAPPER = """
 import os, sys
 os.environ["ULTRABENCH_REPORT"] += os.environ["RANK"]
 from ultrabench.kernel.worker import main
-sys.exit(main())
+code = main()
+sys.stdout.flush()
+os._exit(code)  # threads of torch may abort a process that ends by itself
 """
 """A program of a rank under torchrun, whose report is named like that of its run with the rank at the end."""
 Event = dict[str, Any]
