@@ -7,15 +7,13 @@ from ultrabench.analysis.importing.derived import completed, typed
 from ultrabench.analysis.schema import SCHEMA
 from ultrabench.errors import SweepFolderError
 from ultrabench.result import Status
-from ultrabench.sweep.candidate import CellKey
+from ultrabench.sweep.candidate import NO_ROOM, CellKey
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.plan_table import HARDWARE_KEY, KERNEL_KEY
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
 
 PREDICTED = "predicted"
 """The source of the rows of a plan, which marks titles and the names of files."""
-NO_ROOM = "no room for the allocator's reserve"
-"""Why a run of a plan is suspect."""
 NOTE = f"Predicted by a plan; nothing was measured. Out of memory: P(OOM) above {ADVISED_P_OOM:g}. "
 """What figures say of such rows."""
 

@@ -139,6 +139,10 @@ def by_cell(candidates: Iterable[Candidate]) -> dict[CellKey, list[Candidate]]:
     return cells
 
 
+NO_ROOM = "no room for the allocator's reserve"
+"""What to say of a run that is likely to fit, but is advised only where no run of its cell has that room."""
+
+
 def advised(runs: Iterable[Candidate], most_p_oom: float = ADVISED_P_OOM) -> list[Candidate]:
     """The runs that are likely enough to fit; those with room for the reserve of their allocator if there are any."""
     likely = [run for run in runs if run.prediction.p_oom <= most_p_oom]

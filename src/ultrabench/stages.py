@@ -39,12 +39,6 @@ class Stage:
             * shape.expert_params
         )
 
-    def num_recomputed(self, interval: int) -> int:
-        """Number of layers of this stage that are recomputed if each `interval`-th layer of the model is; 0 if `interval` is 0."""
-        return (
-            (self.first_layer + self.num_layers) // interval - self.first_layer // interval if interval else 0
-        )
-
     def matmul_params(self, shape: ModelShape) -> int:
         """Number of parameters of this stage that take part in the matrix products of one token."""
         head = shape.embedding_params if self.has_head else 0

@@ -170,26 +170,25 @@ class _Errors:
     Williams, Gaussian Processes for Machine Learning, algorithm 2.1).
     """
 
-    def __init__(self, beliefs: Mapping[str, Belief], most: int) -> None:
-        """`most` is the largest number of measurements."""
+    def __init__(self, beliefs: Mapping[str, Belief]) -> None:
         self.beliefs, self._index = beliefs, {run_id: index for index, run_id in enumerate(beliefs)}
         self._places = np.array([belief.place for belief in beliefs.values()])
         self._words = np.array([belief.words for belief in beliefs.values()])
         self._scales = np.array([belief.scale for belief in beliefs.values()])
         self._means = np.zeros(len(beliefs))
         self._variances = np.array([belief.variance for belief in beliefs.values()])
-        # Covariance with each measurement, given those before it, in units of its standard deviation.
-        self._shares, self._count = np.empty((len(beliefs), most)), 0
+        self._shares = list[Any]()
+        """Covariance of all errors with each measurement, given those before it, in units of its standard deviation."""
 
     def learn(self, run_id: str, error: float | None = None) -> None:
         """Conditions all errors on that of a measured run; without `error`, on the one that is expected."""
-        index, shares = self._index[run_id], self._shares[:, : self._count]
+        index = self._index[run_id]
         expected = self._means[index]
         surprise = 0.0 if error is None else error - expected
         sd = max(math.sqrt(self._variances[index] + NOISE_SD**2), abs(surprise) / SURPRISE)
-        share = (self._covariances(index) - shares @ shares[index]) / sd
-        self._shares[:, self._count] = share
-        self._count += 1
+        explained = sum(share[index] * share for share in self._shares)
+        share = (self._covariances(index) - explained) / sd
+        self._shares.append(share)
         self._means += share * surprise / sd
         self._variances = np.maximum(0.0, self._variances - share**2)
 
@@ -234,11 +233,11 @@ def beliefs_of(runs: Sequence[Run], tried: Tried) -> Mapping[str, Belief]:
     return _errors_of(runs, tried).beliefs
 
 
-def _errors_of(runs: Sequence[Run], tried: Tried, count: int = 0) -> _Errors:
-    """What is known of the errors of a cell after the runs that were tried, with room for `count` more."""
+def _errors_of(runs: Sequence[Run], tried: Tried) -> _Errors:
+    """The errors of a cell's predictions after the runs that were tried."""
     chances = _chances(runs, tried)
     beliefs = {run.run_id: _belief(run, p) for run, p in zip(runs, chances, strict=True)}
-    errors = _Errors(beliefs, len(beliefs.keys() & (tried.times_s.keys() | tried.pending)) + count)
+    errors = _Errors(beliefs)
     for run_id in filter(tried.times_s.__contains__, beliefs):
         belief = beliefs[run_id]
         error = math.log(tried.times_s[run_id] / belief.run.prediction.step_time_s)
@@ -285,7 +284,7 @@ def propose(runs: Sequence[_Run], tried: Tried, count: int = 1) -> list[_Run]:
     Args:
         runs: all runs of the cell, also those that were tried.
     """
-    errors, chosen_runs = _errors_of(runs, tried, count), list[_Run]()
+    errors, chosen_runs = _errors_of(runs, tried), list[_Run]()
     beliefs, run_by_id = errors.beliefs, {run.run_id: run for run in runs}
     untried, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
     successes = len(tried.times_s) + len(tried.pending)

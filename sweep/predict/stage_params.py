@@ -74,7 +74,7 @@ class StageParams(NamedTuple):
     first: int
     """Parameters of the group of the embedding."""
     tied: int
-    """The same, where norm and head are in that group."""
+    """Parameters of that group if it includes norm and head, which are tied to the embedding; else 0."""
     following: int
     """Parameters of the last layer that several ranks share."""
     ends_sparse: bool

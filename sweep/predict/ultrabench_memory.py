@@ -80,16 +80,10 @@ def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, which: str = EVERY) ->
         stored, logits = stored_scale * stored, scale * logits
         reserve = c.base_bytes + c.fragmentation * (stored + logits + buffers)
         reserve += c.reduce_stream_bytes * sum([p.size.shard for p in params])
-        parts = (
-            scale * weights,
-            scale * gradients,
-            _state_bytes(spec, params),
-            stored,
-            logits,
-            buffers,
-            reserve,
+        weights, gradients, optimizer = scale * weights, scale * gradients, _state_bytes(spec, params)
+        memory.append(
+            StageMemory(rank, phase, weights, gradients, optimizer, stored, logits, buffers, reserve)
         )
-        memory.append(StageMemory(rank, phase, *parts))
     return tuple(memory)
 
 
@@ -197,7 +191,7 @@ def _forward(spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_al
 
 
 def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iterator[Moment]:
-    """Of each group its backward or, if it needs more, its reduction."""
+    """The moment of most bytes of each group of parameters: its backward, or the reduction of its gradients."""
     layout, w, whole, halves = spec.layout, m.element, p.size.whole, _halves(spec, p)
     is_zero3, reduces_after = layout.zero_stage == 3, layout.dp_overlap == "off"
     sums_shards = layout.pp == 1 and layout.zero_stage >= 2  # since each micro-batch reduces its gradients
@@ -261,4 +255,4 @@ def _work(
         stored - m.hidden * p.stage.has_norm,
         released,
         buffers,
-    )  # the last norm has used the output of the layers
+    )  # the norm has used the output of the layers

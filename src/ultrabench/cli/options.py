@@ -39,16 +39,16 @@ def percent_option(name: str, meaning: str) -> Any:
     """An option for a percentage such as `5` or `0.5%`; a bare number below 1 is refused, because it may be a fraction."""
 
     def parse_percent(text: str | float) -> float:
-        number, given = str(text).removesuffix("%").strip(), f"{name} {text}"
+        number, option = str(text).removesuffix("%").strip(), f"{name} {text}"
         try:
             percentage = float(number)
         except ValueError:
             percentage = math.nan
         if not 0 <= percentage < math.inf:
-            raise ConfigError(f"{given} is not a percentage of 0 or more; write {name} 5 for 5 %")
+            raise ConfigError(f"{option} is not a percentage of 0 or more; write {name} 5 for 5 %")
         if 0 < percentage < 1 and number == str(text):
-            both = f"write {name} {100 * percentage:g} for {100 * percentage:g} %, or {name} {number}% for {number} %"
-            raise ConfigError(f"{given} may be a fraction or a percentage; {both}")
+            forms = f"write {name} {100 * percentage:g} for {100 * percentage:g} %, or {name} {number}% for {number} %"
+            raise ConfigError(f"{option} may be a fraction or a percentage; {forms}")
         return percentage
 
     return typer.Option(name, metavar="PERCENT", parser=parse_percent, help=meaning)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any
 
+import pyarrow as pa
 import typer
 
 from ultrabench.analysis.collect import collect
@@ -90,8 +91,9 @@ class _Acceptance:
         axes = ALONE | {"nodes": [1], "mbs": [mbs]}
         single_gpu = self._run(self._variant("one", sweep=axes, hardware={"gpus_per_node": 1}))
         layouts = self._run(self._variant("layouts"))
+        rows = [*rows_of(single_gpu), *rows_of(layouts)]
         for quantity in EQUAL_COLUMNS:
-            yield check_equal([*rows_of(single_gpu), *rows_of(layouts)], quantity)
+            yield check_equal(rows, quantity)
         share, mbs = 0.0, 1
         while share <= TOO_MUCH:
             batch = {"mbs": [mbs], "gbs": mbs * gpus}
@@ -170,9 +172,8 @@ def covering(runs: Sequence[Candidate]) -> tuple[Candidate, ...]:
     chosen_runs, pairs = list[Candidate](), set[object]()
     while len(chosen_runs) < min(LAYOUTS, len(runs)):
         others = (run for run in runs if run not in chosen_runs)
-        chosen_runs.append(
-            max(others, key=lambda run: len(_pairs(run) - pairs))
-        )  # max() keeps the first of equals
+        # max() keeps the first of equals.
+        chosen_runs.append(max(others, key=lambda run: len(_pairs(run) - pairs)))
         pairs |= _pairs(chosen_runs[-1])
     return tuple(chosen_runs)
 
@@ -186,7 +187,11 @@ def _pairs(run: Candidate) -> set[object]:
 
 def rows_of(folder: SweepFolder) -> list[Row]:
     """The result rows of a sweep, one for each run, with `show`: the command that shows everything about the run."""
-    rows = [row for row in collect([folder], warn).to_pylist() if row["is_final"]]
+    return _final_rows(collect([folder], warn), folder)
+
+
+def _final_rows(table: pa.Table, folder: SweepFolder) -> list[Row]:
+    rows = [row for row in table.to_pylist() if row["is_final"]]
     return [row | {"show": f"ultrabench sweep show {row['run_id']} {folder.display_name}"} for row in rows]
 
 
@@ -220,14 +225,15 @@ def check_memory(row: Row) -> Check:
 
 def check_speed(folder: SweepFolder, is_published: bool) -> Check:
     """Checks that the best runs of a sweep are as fast as published ones; shows the fastest if nothing is published."""
-    rows = rows_of(folder)
+    table = collect([folder], warn)
+    rows = _final_rows(table, folder)
     if not is_published:
         speeds = [(row["tokens_per_s_per_gpu"] or 0.0, _label(row)) for row in rows]
         ours = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds))
         return passed(f"no published speed for this hardware and precision; {ours}")
     if failures := [row for row in rows if row["status"] != Status.OK]:
         return _failed(failures[0])
-    ranked = [*beside_published(collect([folder], warn))]
+    ranked = [*beside_published(table)]
     is_slow = not ranked or any((entry.share or 0) < MIN_SPEED_SHARE for entry in ranked)
     advice = f"below {MIN_SPEED_SHARE:.0%}: check clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
     problem = (is_slow, FAIL, f"{advice}ultrabench compare {folder.display_name} published")

@@ -53,9 +53,8 @@ def run_doctor(
             config = load_config([*chosen_overrides, f"cluster={write}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
     if deep:
-        from ultrabench.cli.run_acceptance import (
-            run_acceptance,
-        )  # it needs pandas, which takes time to import
+        # It needs pandas, which takes time to import.
+        from ultrabench.cli.run_acceptance import run_acceptance
 
         why = f"not started, because {' and '.join(failures(checks))} failed"
         checks += [skipped("acceptance run", why)] if failures(checks) else run_acceptance(config)

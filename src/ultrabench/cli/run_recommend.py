@@ -14,7 +14,7 @@ from ultrabench.cli.tables import print_json, show, table, three_digits
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
-from ultrabench.sweep.candidate import Candidate, CellKey, cell_columns, cell_label
+from ultrabench.sweep.candidate import NO_ROOM, Candidate, CellKey, cell_columns, cell_label
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
@@ -196,9 +196,5 @@ def _numbers(row: Row, extra: Sequence[str]) -> Iterator[str]:
     yield from (three_digits(row[name]) for name in extra)
     yield f"{row['limited_by']}; {row['lost_to']} {100 * row['lost_share']:.0f} %"
     is_tight = row["peak_mem_bytes"] > row["rank_mem_bytes"]
-    notes = {
-        "no room for the allocator's reserve": is_tight,
-        "extrapolated": row["unmeasured"],
-        "above published": row["above_published"],
-    }
+    notes = {NO_ROOM: is_tight, "extrapolated": row["unmeasured"], "above published": row["above_published"]}
     yield ", ".join(note for note, applies in notes.items() if applies)

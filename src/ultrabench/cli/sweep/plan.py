@@ -30,7 +30,15 @@ from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import SweepState, fold
 from ultrabench.store.sweep_json import find_sweep_json
-from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, advised, cell_columns, expected_rate
+from ultrabench.sweep.candidate import (
+    NO_ROOM,
+    PRUNED,
+    Candidate,
+    CellKey,
+    advised,
+    cell_columns,
+    expected_rate,
+)
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
 from ultrabench.sweep.plan import Plan, planned_cells
@@ -214,7 +222,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
                 (*(row[name] for name in of_cell), row["layout"]),
             )
             why = row["why"] if row["advised"] else "most likely to fit, not advised"
-            why += ", no room for the allocator's reserve" * (not row["has_room"])
+            why += f", {NO_ROOM}" * (not row["has_room"])
             why += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
             top.append((*place, rate, mfu, step, peak, chance, row["limited_by"], why, row["run_id"]))
         numbers = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
