@@ -26,12 +26,9 @@ class HealthReader:
 
     def __init__(self, gpus: Sequence[VisibleGpu], root: Path = ROOT) -> None:
         """`root` is the folder with dev, proc and sys."""
-        module, words = (
-            "ultrabench.agent.health_sources",
-            (str(root), tempfile.gettempdir(), json.dumps(gpus)),
-        )
-        pipe, command = subprocess.PIPE, [sys.executable, "-P", "-m", module, *words]
-        self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)
+        command = [sys.executable, "-P", "-m", "ultrabench.agent.health_sources"]
+        command += [str(root), tempfile.gettempdir(), json.dumps(gpus)]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self._ask(READ_S)
 
     @property

@@ -109,22 +109,15 @@ def _waits_in(rank: RankProgress) -> str | None:
 
 def _has_entered(rank: RankProgress, pending: Pending) -> bool:
     """Whether a rank reported that it has entered a collective."""
-    reports = (
-        g
-        for g in rank.evidence["groups"]
-        if (g["group"], tuple(g["ranks"])) == (pending.group, pending.ranks)
-    )
-    return any(g["entered"] >= pending.number for g in reports)
+    entered = (g for g in rank.evidence["groups"] if g["entered"] >= pending.number)
+    return any((g["group"], tuple(g["ranks"])) == (pending.group, pending.ranks) for g in entered)
 
 
 def _exited(ranks: Ranks, alive: Ranks) -> HangCause | None:
     """Ranks that ended before they were done, while others wait for them."""
     exited = [r for r in ranks if r.code is not None and not r.done]
-    if (
-        not exited
-        or not alive
-        or (any(r.evidence["groups"] for r in alive) and not _waiting_for(alive, exited))
-    ):
+    answered = any(r.evidence["groups"] for r in alive)
+    if not exited or not alive or (answered and not _waiting_for(alive, exited)):
         return None
     return _blame(f"exited early with code {exited[0].code} in phase {exited[0].phase}", exited, alive)
 
@@ -150,10 +143,8 @@ def _missing(ranks: Ranks, alive: Ranks) -> HangCause | None:
     roots = [r for r in roots if not _waits_in(r)] or roots
     if not roots:
         return _each_other([r for r in ranks if r in waiting]) if awaited else None
-    awaited_collective = awaited[roots[0]].most_common(1)[0][0]
-    return _blame(
-        f"never entered {awaited_collective}", [r for r in roots if awaited_collective in awaited[r]], alive
-    )
+    collective = awaited[roots[0]].most_common(1)[0][0]
+    return _blame(f"never entered {collective}", [r for r in roots if collective in awaited[r]], alive)
 
 
 def _each_other(stuck: Ranks) -> HangCause:

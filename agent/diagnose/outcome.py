@@ -157,9 +157,7 @@ def _pointed_at(rank_findings: Sequence[Finding], progress: AttemptProgress) -> 
     """
     failed_ranks = [finding.rank for finding in rank_findings]
     texts = [(rank, "\n".join(last_words(rank.last_text))) for rank in failed_ranks]
-    pointed_hosts = {
-        host for rank, text in texts for host in _named(progress.hosts, text) if host != rank.host
-    }
+    pointed_hosts = {h for rank, text in texts for h in _named(progress.hosts, text) if h != rank.host}
     silent_ranks = [rank for rank in progress.ranks if rank not in failed_ranks and not rank.done]
     if not pointed_hosts and len(silent_ranks) < len(rank_findings):
         pointed_hosts = {rank.host for rank in silent_ranks}

@@ -143,19 +143,15 @@ def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
 
 
 LEAST_FREE_BYTES = 64 << 20
-"""Free bytes that a node needs in each folder of `node_folders` before a run, for its reports and logs."""
+"""Free bytes that a node needs before a run, in shared memory and in the folder of its reports and logs."""
 FULL_BYTES = 1 << 20
 """Free bytes below which a folder counts as full; a rank that ends with an error after that may have failed by it."""
 
 
-def node_folders(scratch: Path) -> tuple[Path, Path]:
-    """The node-local folders that every run writes to: reports and logs, and shared memory."""
-    return scratch.parent, SHARED_MEMORY
-
-
-def short_of_space(folders: Iterable[Path], least_bytes: int) -> str | None:
-    """Which folder has less than `least_bytes` free, and how much it has; None where none has."""
-    for folder in folders:
+def short_of_space(log_folder: Path, least_bytes: int) -> str | None:
+    """Which node-local folder, that of reports and logs or shared memory, has less than `least_bytes` free, and how much;
+    None where none has."""
+    for folder in (log_folder, SHARED_MEMORY):
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)
             if (free := disk.f_bavail * disk.f_frsize) < min(least_bytes, disk.f_blocks * disk.f_frsize // 2):

@@ -214,10 +214,8 @@ class GpuGauge:
 
 def _power_sample(handle: Any) -> PowerSample:
     """The energy counter and the power of a GPU now; NVML has them in mJ and mW."""
-    energy_mj, power_mw = (
-        ask_nvml(query, handle)
-        for query in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage")
-    )
+    energy_mj = ask_nvml("nvmlDeviceGetTotalEnergyConsumption", handle)
+    power_mw = ask_nvml("nvmlDeviceGetPowerUsage", handle)
     energy_j, power_w = (value / 1e3 if value else None for value in (energy_mj, power_mw))
     return PowerSample(time.monotonic(), energy_j, power_w)
 

@@ -13,8 +13,9 @@ SHORTEST_S = 0.5
 
 
 class Sample(NamedTuple):
-    """Ticks since the boot of the host."""
+    """Ticks since the boot of the host, and when they were read by the monotonic clock."""
 
+    time_s: float
     busy: int
     """Ticks of all cores that were used."""
     total: int
@@ -33,25 +34,23 @@ class HostLoad:
         """Drops the samples of the last run."""
         self._first: Sample | None = None
         self._last: Sample | None = None
-        self._began_s = self._sampled_s = 0.0
 
     def sample(self, at_once: bool = False) -> None:
         """Samples the host, at most once in SAMPLE_S seconds; `at_once` takes the last sample of a run that has begun."""
-        now = time.monotonic()
-        if (at_once and self._first is None) or (not at_once and now - self._sampled_s < SAMPLE_S):
+        now, last = time.monotonic(), self._last
+        if (at_once and not last) or (not at_once and last and now - last.time_s < SAMPLE_S):
             return
         ticks = core_ticks()
         idle = ticks[3] + ticks[4]
         agent_ticks = sum(map(cpu_ticks, {os.getpid(), *descendants(os.getpid())}))
-        self._last = Sample(busy=sum(ticks) - idle, total=sum(ticks), agent=agent_ticks)
-        self._sampled_s = now
-        if self._first is None:
-            self._first, self._began_s = self._last, now
+        self._last = Sample(time_s=now, busy=sum(ticks) - idle, total=sum(ticks), agent=agent_ticks)
+        self._first = self._first or self._last
 
     @property
     def shares(self) -> tuple[float, float] | None:
         """The shares of the host's cores that were used, and used by this agent, from 0 to 1; None if unknown."""
-        if self._first is None or self._last is None or self._sampled_s - self._began_s < SHORTEST_S:
+        first, last = self._first, self._last
+        if first is None or last is None or last.time_s - first.time_s < SHORTEST_S:
             return None
-        total = max(1, self._last.total - self._first.total)
-        return (self._last.busy - self._first.busy) / total, (self._last.agent - self._first.agent) / total
+        total = max(1, last.total - first.total)
+        return (last.busy - first.busy) / total, (last.agent - first.agent) / total

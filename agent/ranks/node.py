@@ -216,7 +216,7 @@ class Node:
             (self._run / f"rank{rank}.log").touch()
 
     def _short_of_space(self, least_bytes: int = cleanup.LEAST_FREE_BYTES) -> str | None:
-        return cleanup.short_of_space(cleanup.node_folders(self.scratch), least_bytes)
+        return cleanup.short_of_space(self.scratch.parent, least_bytes)
 
     def _rank_env(self, task: Task, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
         """The variables that torchrun sets, and ours."""
@@ -273,11 +273,8 @@ class Node:
             previous = self._progress.get(rank, Progress())
             progress = read_progress(self._run / f"rank{rank}.report")
             # Smaller counts than before can only be an error of the rank.
-            if (
-                progress != previous
-                and progress.step >= previous.step
-                and progress.microbatches >= previous.microbatches
-            ):
+            is_smaller = progress.step < previous.step or progress.microbatches < previous.microbatches
+            if progress != previous and not is_smaller:
                 self._progress[rank] = progress
                 yield {"rank": rank, **to_dict(progress)}
 
@@ -301,12 +298,11 @@ class Node:
         unusable = self._end_processes()
         if processes.state(self._server.pid) in STOPPED:
             self._server.replace()
-        unusable = unusable or self._gauge.still_held(self.disk.beat)
-        clocks, slowdowns = tuple(self._gauge.clocks_hz), tuple(sorted(self._gauge.slowdowns))
-        load, foreign = self._load.shares, tuple(sorted(self._gauge.foreign))
+        gauge = self._gauge
         return Cleaned(
-            unusable=unusable, sm_clocks_hz=clocks, slowdowns=slowdowns, load=load, foreign_processes=foreign,
-            powers_w=self._gauge.powers_w, health=health,
+            unusable=unusable or gauge.still_held(self.disk.beat), sm_clocks_hz=tuple(gauge.clocks_hz),
+            slowdowns=tuple(sorted(gauge.slowdowns)), powers_w=gauge.powers_w, load=self._load.shares,
+            foreign_processes=tuple(sorted(gauge.foreign)), health=health,
         )  # fmt: skip
 
     def _own_pids(self) -> set[int]:
