@@ -68,12 +68,7 @@ def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str
     left_out_runs = dict[str, str]()
     for cell in outcomes(runs, state, max_p_oom):
         left_out_runs |= reasons(cell.runs, cell.tried)
-        if (
-            cell.others
-            and not propose(cell.runs, cell.tried)
-            and not cell.tried.pending
-            and not cell.further()
-        ):
+        if cell.others and cell.is_over():
             begun = cell.tried_others.begun
             unpromising = (run.run_id for run in cell.others if run.run_id not in begun)
             left_out_runs |= dict.fromkeys(unpromising, _OTHER_VARIANT)

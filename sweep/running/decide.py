@@ -71,9 +71,8 @@ def decide(
     if not attempts_left.todo:
         return Actions(wait=attempts_left.waiting > 0)
     if state.paused:
-        return Actions(
-            stopped=f"paused; resume with: ultrabench sweep resume {shlex.quote(plan.config.name)}"
-        )
+        command = f"ultrabench sweep resume {shlex.quote(plan.config.name)}"
+        return Actions(stopped=f"paused; resume with: {command}")
     if dead_end := _dead_end(state, limits, launch):
         return Actions(dead_end=dead_end)
     window = plan.config.launcher.window

@@ -32,18 +32,11 @@ def other_shapes(models: Iterable[ModelShape], state: SweepState) -> Iterator[st
 def _earlier_runs(state: SweepState) -> Counter[ModelShape]:
     """Shape -> number of the runs of a sweep that were claimed with it; runs that cannot be read are left out."""
     number = Counter[ModelShape]()
-    read = dict[str, ModelShape]()
     for attempts in state.by_run().values():
-        values = next(
-            (a.spec["shape"] for a in attempts if a.spec and isinstance(a.spec.get("shape"), dict)), None
-        )
-        if values is None:
-            continue
-        key = json.dumps(values, sort_keys=True)
-        with contextlib.suppress(ConfigError):
-            if key not in read:
-                read[key] = from_dict(ModelShape, values, skip_unknown=True)
-            number[read[key]] += 1
+        shapes = (a.spec["shape"] for a in attempts if a.spec and isinstance(a.spec.get("shape"), dict))
+        if values := next(shapes, None):
+            with contextlib.suppress(ConfigError):
+                number[from_dict(ModelShape, values, skip_unknown=True)] += 1
     return number
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ultrabench.device_rates import slowest, summary
+from ultrabench.device_rates import summary
 from ultrabench.errors import counted
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
@@ -97,11 +97,10 @@ def impossible(mfu: float | None, device: str = "cuda", gemm_share: float | None
 
 def gemm_rates(state: SweepState) -> dict[str, float]:
     """Allocation -> the FLOPs per second of plain matrix products on its slowest device, for which all others wait."""
-    probes = ((name, allocation.preflight.get("probe")) for name, allocation in state.allocations.items())
-    rates = (
-        (name, slowest(probe.get("gemm_flops_per_s"))) for name, probe in probes if isinstance(probe, dict)
-    )
-    return {name: rate for name, rate in rates if rate is not None}
+    rates = preflight_rates(state).items()
+    return {
+        n: r for (_, column), by_name in rates if column == "gemm_flops_per_s" for n, r in by_name.items()
+    }
 
 
 def low_peak(mfu: float | None) -> list[str]:
@@ -271,9 +270,8 @@ def with_loss_outliers(state: SweepState) -> SweepState:
             step = "" if attempt.result.loss_step is None else f" at step {attempt.result.loss_step}"
             number = len(majority.run_ids - {key.run_id})
             reason = f"loss {majority.text(loss)}{step}; the other {number} layouts of this model and batch have {majority}"
-            attempts[key] = replace(
-                attempt, result=replace(attempt.result, status=Status.INVALID, reason=reason)
-            )
+            result = replace(attempt.result, status=Status.INVALID, reason=reason)
+            attempts[key] = replace(attempt, result=result)
     return replace(state, attempts=attempts, suspect_losses=suspect_losses)
 
 

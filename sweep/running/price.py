@@ -173,13 +173,9 @@ def pack(
         control_s = control.prediction.duration_s if control else 0.0
         own_s = 0.0 if control and control.run_id == run.run_id else run.prediction.duration_s
         group, filled_s = latest.get(kind, ([], 0.0))
-        full = filled_s + own_s > longest_s and filled_s >= control_s / CONTROL_SHARE
-        if (
-            not group
-            or full
-            or least_limit_s(filled_s + own_s, config) > max_limit_s
-            or len(group) >= max_runs
-        ):
+        is_full = filled_s + own_s > longest_s and filled_s >= control_s / CONTROL_SHARE
+        is_too_long = least_limit_s(filled_s + own_s, config) > max_limit_s
+        if not group or is_full or is_too_long or len(group) >= max_runs:
             group, filled_s = [], control_s
             groups.append(group)
         group.append(attempt)

@@ -141,11 +141,8 @@ def progress(
     by_nodes = defaultdict[int, Counter[str]](Counter)
     for run in planned:
         by_nodes[run.nodes][status[run.run_id]] += 1
-    failed = [
-        runs[i]
-        for i, a in final.items()
-        if a.result and not a.ok and not (i in skipped and skipped[i].dominator)
-    ]
+    dominated = {run_id for run_id, skip in skipped.items() if skip.dominator}
+    failed = [runs[i] for i, a in final.items() if a.result and not a.ok and i not in dominated]
     pause_by_key = {final[t.key.run_id].key: t.pause_s for t in attempts_after(failed, state, old)}
     unsettled = {i for i, s in status.items() if s in UNSETTLED} | {key.run_id for key in pause_by_key}
     settled = frozenset(runs.keys() - unsettled)

@@ -80,12 +80,8 @@ def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
     last = results[-1]
     for earlier in results[:-1]:
         is_same_failure = last.fingerprint is not None and earlier.fingerprint == last.fingerprint
-        if (
-            is_same_failure
-            and last.hostnames
-            and earlier.hostnames
-            and not set(last.hostnames) & set(earlier.hostnames)
-        ):
+        share_a_node = not set(last.hostnames).isdisjoint(earlier.hostnames)
+        if is_same_failure and last.hostnames and earlier.hostnames and not share_a_node:
             return ",".join(earlier.hostnames), ",".join(last.hostnames)
     return None
 
@@ -104,15 +100,14 @@ def pointed_at(state: SweepState) -> dict[str, list[RunResult]]:
 
 def suspect_runs(state: SweepState) -> frozenset[str]:
     """The runs that failed for one cause on hosts that have none in common: they are at fault, and not the hosts."""
-    return frozenset(
-        run_id
-        for run_id, failures in pointed_at(state).items()
-        if any(
-            first.cause == second.cause and not {*first.suspect_hosts} & {*second.suspect_hosts}
-            for first, second in combinations(failures, 2)
-            if not _said_by_node(first) and not _said_by_node(second)
-        )
-    )
+    return frozenset(run_id for run_id, failures in pointed_at(state).items() if _are_elsewhere(failures))
+
+
+def _are_elsewhere(failures: Iterable[RunResult]) -> bool:
+    """Whether two failures of a run, which no node has said itself, have one cause and no host in common."""
+    unsaid = [failure for failure in failures if not _said_by_node(failure)]
+    alike = (pair for pair in combinations(unsaid, 2) if pair[0].cause == pair[1].cause)
+    return any(set(first.suspect_hosts).isdisjoint(second.suspect_hosts) for first, second in alike)
 
 
 def _said_by_node(result: RunResult) -> bool:
@@ -141,13 +136,10 @@ def excluded_nodes(state: SweepState, policy: RetryPolicy) -> dict[str, str]:
                 elif run_id not in suspect_run_ids or host not in working_hosts:
                     runs_by_host[host].add(run_id)
     count_by_host = {host: len(runs) for host, runs in runs_by_host.items() if len(runs) >= EXCLUDE_AFTER}
-    reason_by_host = {
-        host: f"suspected in {counted(number, 'run')}" for host, number in count_by_host.items()
-    } | failure_by_host
-    ranked_hosts = sorted(
-        reason_by_host.keys() - {*policy.forgive},
-        key=lambda h: (h not in failure_by_host, -len(runs_by_host[h]), h),
-    )
+    suspicions = {host: f"suspected in {counted(number, 'run')}" for host, number in count_by_host.items()}
+    reason_by_host = suspicions | failure_by_host
+    excluded_hosts = reason_by_host.keys() - {*policy.forgive}
+    ranked_hosts = sorted(excluded_hosts, key=lambda h: (h not in failure_by_host, -len(runs_by_host[h]), h))
     return {host: reason_by_host[host] for host in ranked_hosts[: policy.max_excluded]}
 
 

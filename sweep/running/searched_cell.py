@@ -18,7 +18,7 @@ from ultrabench.sweep.candidate import Candidate, by_cell
 from ultrabench.sweep.predict.network import LINKS, network
 from ultrabench.sweep.predict.predict import with_links
 from ultrabench.sweep.predict.profile import Profile
-from ultrabench.sweep.predict.search import BETTER, Tried
+from ultrabench.sweep.predict.search import BETTER, Tried, propose
 from ultrabench.sweep.running import outliers
 from ultrabench.variant import Value
 
@@ -39,6 +39,10 @@ class SearchedCell(NamedTuple):
     others: list[Candidate]
     """Its runs of other variants."""
     tried_others: Tried
+
+    def is_over(self) -> bool:
+        """Whether nothing is left to make or to wait for, neither of its layouts nor of its other variants."""
+        return not (propose(self.runs, self.tried) or self.tried.pending or self.further())
 
     def further(self) -> list[Candidate]:
         """The runs of other variants to make next, once the search of layouts is over."""
@@ -92,15 +96,12 @@ def on_measured_links(
     """
     nodes, peak = runs[0].nodes, runs[0].peak_flops_per_s
     latest = [[*rates.get((nodes, column), {}).values()][-LATEST:] for column in LINKS]
+    medians = (median(link_rates) if link_rates else None for link_rates in latest)
     if any(latest) and peak is not None:
         with contextlib.suppress(ConfigError, KeyError):
             hardware = from_dict(Hardware, config["hardware"])
             profile = from_dict(Profile, config["profile"], skip_unknown=True)
-            links = network(
-                hardware,
-                nodes,
-                *(median(rates_of_link) if rates_of_link else None for rates_of_link in latest),
-            )
+            links = network(hardware, nodes, *medians)
             constants = hardware, Peak(flops_per_s=peak, source="plan"), links, profile
             return [replace(r, predicted=with_links(r.prediction, r.spec, *constants)) for r in runs]
     return runs
@@ -134,15 +135,11 @@ def worth_trying(
         times_s: run_id -> step time in seconds, of the runs that were measured.
         begun: run_ids of the runs that were tried, whatever their end.
     """
-    best = sorted((run for run in usual if run.run_id in times_s), key=lambda run: times_s[run.run_id])[
-        :BEST_LAYOUTS
-    ]
+    timed = [run for run in usual if run.run_id in times_s]
+    best = sorted(timed, key=lambda run: times_s[run.run_id])[:BEST_LAYOUTS]
     base_by_layout = {run.layout: run for run in best}
-    changes = {
-        run.run_id: _changes(run, base_by_layout[run.layout])
-        for run in others
-        if run.layout in base_by_layout
-    }
+    of_best = [run for run in others if run.layout in base_by_layout]
+    changes = {run.run_id: _changes(run, base_by_layout[run.layout]) for run in of_best}
     alone = [run for run in others if len(changes.get(run.run_id, ())) == 1]
     if untried := [run for run in alone if run.run_id not in begun]:
         return untried
