@@ -78,11 +78,8 @@ def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None
         allowed = {name: config.options.values.get(name, (now.get(name),)) for name in now}
         if group == "workload":  # see require_same_batches
             now.pop("gbs")
-        changed = [
-            f"{group}.{k}: {was[k]!r} -> {now[k]!r}"
-            for k in sorted(now)
-            if was[k] != now[k] and was[k] not in allowed[k]
-        ]
+        others = [k for k in sorted(now) if was[k] != now[k] and was[k] not in allowed[k]]
+        changed = [f"{group}.{k}: {was[k]!r} -> {now[k]!r}" for k in others]
         if changed:
             fact = f"{where} is a sweep with a different {group} ({', '.join(changed)})"
             raise ConfigError(fact, "start a new one with name=NAME")
@@ -241,9 +238,8 @@ def open_sweep(
     require_local(config)
     require_checkpoint_folder(config)
     if reuse not in (None, "same", "any"):
-        raise ConfigError(
-            f"--reuse {reuse}; must be same (measure again in the new environment) or any (keep the old results)"
-        )
+        choices = "same (measure again in the new environment) or any (keep the old results)"
+        raise ConfigError(f"--reuse {reuse}; must be {choices}")
     folder = folder_of(config)
     known_as, journal = find_sweep_json(folder), JournalWriter(folder.journal, "launcher")
     in_table = bool(config.hardware.peak_flops_per_s)
@@ -348,9 +344,8 @@ def accepted(
     if others and reuse is None:
         digests = ", ".join(sorted({r.kernel_digest or "?" for r in others}))
         theirs = f"theirs: kernel_digest {digests}, torch {others[0].torch_version}"
-        difference = (
-            f"other sources, torch or machine; {theirs}; here: {digest}, torch {facts.get('torch_version')}"
-        )
+        ours = f"here: {digest}, torch {facts.get('torch_version')}"
+        difference = f"other sources, torch or machine; {theirs}; {ours}"
         conflict = f"{len(others)} of {len(oks)} results come from a different environment ({difference})"
         raise ConfigError(f"{conflict}; --reuse any counts them, --reuse same measures those runs again")
     if reuse == "any":

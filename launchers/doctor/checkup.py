@@ -325,9 +325,8 @@ class CheckupJob:
             # The folder is removed afterwards, so no process of the job may be left.
             if report is not None and (over or name not in jobs_seen.alive or now > reported_s + END_S):
                 place = f"job {self._job.array_id} ran on {report['host']}"
-                return passed(f"{place}; its report arrived after {reported_s:.0f} s"), report | {
-                    "earliest_s": self._earliest_s
-                }
+                report["earliest_s"] = self._earliest_s
+                return passed(f"{place}; its report arrived after {reported_s:.0f} s"), report
             if report is None and (end := jobs_seen.ended_jobs.get(name)):
                 return self._ended(end.reason), None
             if report is None and not over and now > wait_s:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -191,18 +192,14 @@ class SlurmLauncher:
         self._asked_for = {n: self._asked_for.get(n, began) for n in unended}
         self._ended_at = {n: self._ended_at.get(n, began) for n in allocations.keys() - unended}
         answer = self.query.jobs(self._prefix)
-        jobs_by_name: dict[str, list[SlurmJob]] = {}
+        listed = defaultdict[str, list[SlurmJob]](list)
         for job in answer.jobs.values():
-            if (name := self._allocation(job)) in allocations:
-                jobs_by_name.setdefault(name, []).append(job)
-        jobs_by_name = {
-            n: self._of_the_owner(allocations[n].start.job_id, jobs, answer)
-            for n, jobs in jobs_by_name.items()
-        }
+            listed[self._allocation(job)].append(job)
+        ours = [n for n in listed if n in allocations]
+        jobs_by_name = {n: self._of_the_owner(allocations[n].start.job_id, listed[n], answer) for n in ours}
         # An allocation that was submitted twice has two jobs.
-        active = {
-            n: living[0] for n, jobs in jobs_by_name.items() if (living := [j for j in jobs if not j.over])
-        }
+        living = {n: [job for job in jobs if not job.over] for n, jobs in jobs_by_name.items()}
+        active = {n: jobs[0] for n, jobs in living.items() if jobs}
         queued = {n for n, job in active.items() if job.waits}
         # Suspended jobs are left out, since their agents are stopped and give no sign of life.
         moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.error}
@@ -249,15 +246,12 @@ class SlurmLauncher:
 
     def _timed(self, ended: Allocations, jobs_by_name: Mapping[str, list[SlurmJob]]) -> dict[str, float]:
         """Allocation that is over -> seconds for which its job held nodes, by squeue or else by sacct."""
-        over = {
-            n: allocation for n, allocation in ended.items() if allocation.agents and not allocation.timed
-        }
+        over = {n: a for n, a in ended.items() if a.agents and not a.timed}
         jobs = {n: jobs_by_name[n][-1] for n in over if jobs_by_name.get(n)}
         now, missing = time.monotonic(), over.keys() - jobs.keys()
         self._accounted = {n: self._accounted.get(n, now) for n in missing}
-        job_id_by_name = {
-            n: over[n].start.job_id for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S
-        }
+        recent = [n for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S]
+        job_id_by_name = {n: over[n].start.job_id for n in recent}
         identities = {number: self._identity(over[n]) for n, number in job_id_by_name.items()}
         accounted = self.query.accounting(identities) if job_id_by_name else {}
         jobs |= {n: accounted[number] for n, number in job_id_by_name.items() if number in accounted}

@@ -1,5 +1,6 @@
 """The configuration, partitions, accounts and limits that Slurm shows this user; each is queried once."""
 
+import contextlib
 import re
 import shutil
 from collections import Counter
@@ -147,11 +148,10 @@ class Site:
             ClusterError: slurmctld does not answer.
         """
         text = self._ask_controller("scontrol", "--all", "--oneliner", "show", "partition")
-        try:
+        nodes = ""
+        with contextlib.suppress(CommandError):
             # Without --exact, different nodes share a line, with numbers such as `16+`.
             nodes = self.ask("sinfo", "--all", "--noheader", "--exact", f"--format={_SINFO_FORMAT}")
-        except CommandError:
-            nodes = ""
         rows = [fields for line in nodes.splitlines() if len(fields := line.split("|", 5)) == 6]
         shown = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines())
         return [_partition(facts, rows) for facts in shown if facts.get("PartitionName")]
@@ -216,9 +216,8 @@ class Site:
         """
         config, chosen = self.config, self.partition(partition)
         rules = self._rules(chosen, account, qos)
-        max_nodes = _least(
-            chosen.max_nodes, _nodes(rules, "MaxTRES", chosen), _nodes(rules, "GrpTRES", chosen)
-        )
+        nodes_of_rules = (_nodes(rules, key, chosen) for key in ("MaxTRES", "GrpTRES"))
+        max_nodes = _least(chosen.max_nodes, *nodes_of_rules)
         recorded = config.get("AccountingStorageType", "").endswith("dbd")
         return Limits(
             **asdict(chosen) | {"max_nodes": max_nodes},
@@ -243,13 +242,10 @@ class Site:
         mine = sorted(mine, key=lambda a: a.partition == "")[:1]
         job_qos = qos or next((a.default_qos or ",".join(a.qos) for a in mine), "")
         qos_names = [name for name in (partition.partition_qos, job_qos) if name and "," not in name]
-        try:
-            # For a QOS that does not exist, sacctmgr prints nothing or an error.
-            rows = (
-                self.table("qos", "where", f"name={','.join(qos_names)}", columns=_QOS) if qos_names else []
-            )
-        except CommandError:
-            rows = []
+        rows = list[dict[str, str]]()
+        with contextlib.suppress(CommandError):  # for a QOS that does not exist, or it prints nothing
+            if qos_names:
+                rows = self.table("qos", "where", f"name={','.join(qos_names)}", columns=_QOS)
         of_qos = sorted((r for r in rows if r["Name"] in qos_names), key=lambda r: qos_names.index(r["Name"]))
         if "OverPartQOS" in (of_qos[-1]["Flags"] if of_qos else ""):
             of_qos.reverse()
