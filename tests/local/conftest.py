@@ -31,13 +31,9 @@ PEAK = "++hardware.peak_flops_per_s={fp32:1e11,bf16:1e11}"
 
 
 EMBEDDED = (
-    "model=tiny",
-    "name=t",
-    "sweep.seq_len=32",
-    "measure.warmup_steps=1",
-    "measure.loss_step=3",
+    "model=tiny", "name=t", "sweep.seq_len=32", "measure.warmup_steps=1", "measure.loss_step=3",
     "measure.max_foreign_load=null",
-)
+)  # fmt: skip
 """Options of a small sweep of the embedded kernel."""
 MEASURING = '"name":"measure"'
 """What the journal says of a run that has reached its measured steps."""
@@ -79,12 +75,9 @@ class Bench:
     def environment(self) -> dict[str, str]:
         """Our environment variables; on a slow machine steps of the program last longer, as tests do."""
         step_s = os.environ.get("STEP_S")
+        step = {"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {}
         machine = {VARIABLE: str(self.folder)}  # tests run beside each other, sweeps of one folder do not
-        return {
-            **os.environ,
-            **machine,
-            **({"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {}),
-        }
+        return {**os.environ, **machine, **step}
 
     def done(self, *words: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs a command until it ends; returns both outputs and the exit code."""

@@ -87,15 +87,8 @@ def test_without_a_driver_the_gauge_knows_nothing():
     assert (gauge.still_held(lambda: None), gauge.clocks_hz) == (None, [])
 
 
-CLEAN = {
-    "unusable": None,
-    "sm_clocks_hz": [],
-    "slowdowns": [],
-    "load": None,
-    "foreign_processes": [],
-    "powers_w": [],
-    "health": None,
-}
+CLEAN = dict.fromkeys(("unusable", "load", "health"))
+CLEAN |= {name: [] for name in ("sm_clocks_hz", "slowdowns", "foreign_processes", "powers_w")}
 STEPS = """
 report = open(os.environ["ULTRABENCH_REPORT"], "a", buffering=1)
 for step in range(3):
@@ -121,10 +114,8 @@ def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_
         node.ask("setattr(gpus, 'FREE_S', 0.0)")
         for pid, holder in ((0, "no known process"), (77, "process 77")):
             driver(gpu("a", A, 41 * GIB, pid=pid))
-            assert (
-                node.ask("node.kill()")["unusable"]
-                == f"GPU 0 still has 40.0 GiB in use after the run: {holder}"
-            )
+            held = f"GPU 0 still has 40.0 GiB in use after the run: {holder}"
+            assert node.ask("node.kill()")["unusable"] == held
 
 
 def test_a_gauge_tells_clocks_and_the_faults_that_slow_them(tmp_path, driver):

@@ -27,14 +27,9 @@ def tree(root):
     """Files of a sound node: eight adapters with a port each, two NUMA nodes with all cores, and their governor."""
     files = {"proc/sys/kernel/numa_balancing": "0", "dev/shm/.keep": ""}
     for n, hca in enumerate(HCAS):
-        port = f"sys/class/infiniband/{hca}/ports/1"
         files |= {f"sys/class/infiniband/{hca}/board_id": "MT_0000000838"}
-        files |= {
-            f"{port}/state": "4: ACTIVE",
-            f"{port}/phys_state": "5: LinkUp",
-            f"{port}/rate": "400 Gb/sec (4X NDR)",
-        }
-        files |= {f"{port}/counters/{name}": "0" for name in health_sources.PORT_COUNTERS}
+        files |= port(hca, state="4: ACTIVE", phys_state="5: LinkUp", rate="400 Gb/sec (4X NDR)")
+        files |= port(hca, **{f"counters__{name}": "0" for name in health_sources.PORT_COUNTERS})
         files |= {f"sys/class/infiniband_verbs/uverbs{n}/ibdev": hca, f"dev/infiniband/uverbs{n}": ""}
     for cpu in os.sched_getaffinity(0):
         files[f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor"] = "performance"
@@ -52,9 +47,8 @@ def plant(root, files):
 
 
 def port(hca, **files):
-    return {
-        f"sys/class/infiniband/{hca}/ports/1/{name.replace('__', '/')}": text for name, text in files.items()
-    }
+    folder = f"sys/class/infiniband/{hca}/ports/1"
+    return {f"{folder}/{name.replace('__', '/')}": text for name, text in files.items()}
 
 
 @pytest.fixture
@@ -75,18 +69,12 @@ def look(tmp_path, monkeypatch, capsys):
 
 
 def bad(findings):
-    return {
-        name: (f.health.value, *f.places)
-        for name, f in findings.items()
-        if f.health in (Health.WARN, Health.FAIL)
-    }
+    return {name: (f.health.value, *f.places) for name, f in findings.items() if f.health in ("fail", "warn")}
 
 
 LOST = port("mlx5_3", state="1: DOWN", phys_state="2: Polling", counters__link_downed="2")
-HIDDEN = {
-    "sys/bus/pci/devices/0000:1b:00.0/class": "0x020700",
-    "sys/bus/pci/devices/0000:1c:00.0/class": "0x030200",
-}
+CLASSES = {"1b": "0x020700", "1c": "0x030200"}
+HIDDEN = {f"sys/bus/pci/devices/0000:{bus}:00.0/class": number for bus, number in CLASSES.items()}
 POWERSAVE = {"sys/devices/system/cpu/cpu900/cpufreq/scaling_governor": "powersave"}
 FAULTS = [
     (LOST, {"InfiniBand link lost": ("fail", "mlx5_3:1"), "InfiniBand ports": ("warn", "mlx5_3:1")}),
@@ -154,9 +142,8 @@ SICK = {"ecc": 2, "ecc_in_life": 3, "remap_pending": 1, "remap_failed": 1, "powe
 
 def test_faults_of_gpus_are_found_by_nvml(tmp_path, driver, monkeypatch):
     def set_facts(**of_b):
-        lines = [
-            f"GPU-{x} {k} {n}" for x, more in (("a", {}), ("b", of_b)) for k, n in (SOUND | more).items()
-        ]
+        facts_by_gpu = {"a": SOUND, "b": SOUND | of_b}
+        lines = [f"GPU-{gpu} {name} {n}" for gpu, facts in facts_by_gpu.items() for name, n in facts.items()]
         (tmp_path / "facts").write_text("\n".join(lines))
 
     monkeypatch.setenv("FAKE_HEALTH", str(tmp_path / "facts"))
@@ -171,10 +158,8 @@ def test_faults_of_gpus_are_found_by_nvml(tmp_path, driver, monkeypatch):
         driver(gpu("a", A), gpu("b", B, mask=0x4 | 0x40))
         plant(tmp_path, {f"sys/bus/pci/devices/{B.lower()[4:]}/numa_node": "0"})
         facts = to_facts(examine(first, reader.read_again()))
-    assert [*complaints(facts, Health.FAIL).values()] == [
-        "ECC errors (GPU 1: 2 errors)",
-        "row remapping failed (GPU 1)",
-    ]
+    failures = ["ECC errors (GPU 1: 2 errors)", "row remapping failed (GPU 1)"]
+    assert [*complaints(facts, Health.FAIL).values()] == failures
     assert facts["warn"]["NVLink errors"] == {"GPU 1 link 1 replay": 1}
     assert list(facts["warn"]["NVLink CRC errors"]) == ["GPU 1 link 0 CRC flit"]
     assert facts["warn"]["power limit"] == {"GPU 1": 200}

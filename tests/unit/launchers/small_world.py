@@ -276,24 +276,14 @@ class Stage:
         self, job: SmallJob, journal: TapedJournal, claims: Claims, tape: Tape, witness: list[str]
     ) -> None:
         """The agent that leads an allocation: what ultrabench.agent does around the Leader, and the Leader."""
-        start, name, disk = (
-            Start(job_id=job.job_id, restart=job.restart),
-            job.allocation.name,
-            TapedDisk(claims, tape),
-        )
-        identity = NodeIdentity(node=0, host="gpu01", job=start)
+        start, name = Start(job_id=job.job_id, restart=job.restart), job.allocation.name
+        identity, disk = NodeIdentity(node=0, host="gpu01", job=start), TapedDisk(claims, tape)
         if not disk.retry(partial(lead.owns, claims, name, identity.owner(name))):
             return
         journal.write(AllocationStarted(allocation=name, agent=LeadingAgent(job=start)))
         folder = SimpleNamespace(claims=claims, pause=SimpleNamespace(exists=lambda: False))
-        node = SimpleNamespace(
-            allocation=job.allocation,
-            identity=identity,
-            disk=disk,
-            folder=folder,
-            scratch="",
-            digest=lambda: "digest",
-        )
+        node = SimpleNamespace(allocation=job.allocation, identity=identity, disk=disk, folder=folder)
+        node.scratch, node.digest = "", lambda: "digest"
         ending = lead.Leader(node, TapedRanks(tape, witness), journal).run()
         tape.step(lambda: None, word="is done", kind="done")
         journal.write(AllocationEnded(allocation=name, job=start, **ending._asdict(), source="agent"))

@@ -126,10 +126,8 @@ def test_the_limit_of_a_run_follows_prediction_and_patience():
     short = price.run_limit_s(todo_of(ONE[0]), PLAN.config)
     assert short == PLAN.config.measure.run_limit_s
     assert price.run_limit_s(todo_of(ONE[0], patience=2.0), PLAN.config) == 2 * short
-    assert (
-        price.run_limit_s(todo_of(predicted(ONE[0], duration_s=1e6)), PLAN.config)
-        == price.RUN_LIMIT_FACTOR * 1e6
-    )
+    long = todo_of(predicted(ONE[0], duration_s=1e6))
+    assert price.run_limit_s(long, PLAN.config) == price.RUN_LIMIT_FACTOR * 1e6
 
 
 def test_any_one_run_of_an_allocation_may_be_slow():
