@@ -159,20 +159,23 @@ class AgentGroup:
             if self.listen(POLL_S) > end or self.interrupted:
                 return
 
-    def clocks(self) -> tuple[float | None, str | None]:
-        """Median SM clock (Hz) over all GPUs during the steps of the last run, and what slowed the clocks."""
-        clocks = [clock for node in self._cleaned.values() for clock in node.sm_clocks_hz]
-        slowdowns = {text for node in self._cleaned.values() for text in node.slowdowns}
-        return (median(clocks) if clocks else None), (", ".join(sorted(slowdowns)) or None)
+    def measured(self) -> dict[str, Any]:
+        """The fields of a RunResult that the nodes have measured during the steps of the last run."""
+        nodes = self._cleaned.values()
+        clocks_hz = [clock_hz for node in nodes for clock_hz in node.sm_clocks_hz]
+        powers_w = [power_w for node in nodes for power_w in node.powers_w]
+        slowdowns = {text for node in nodes for text in node.slowdowns}
+        foreign = {text for node in nodes for text in node.foreign_processes}
+        return {
+            "sm_clock_hz": median(clocks_hz) if clocks_hz else None,
+            "throttled": ", ".join(sorted(slowdowns)) or None,
+            "power_w_mean": mean(powers_w) if powers_w else None,
+            "foreign_load": self._foreign_load(),
+            "foreign_gpu_processes": ", ".join(sorted(foreign)) or None,
+        }
 
-    def power_w(self) -> float | None:
-        """Mean power of a GPU (W) over the measured steps of the last run; None where no GPU tells it."""
-        powers_w = [power_w for node in self._cleaned.values() for power_w in node.powers_w]
-        return mean(powers_w) if powers_w else None
-
-    def foreign_load(self) -> tuple[float | None, str | None]:
-        """The share of a node's cores that other programs used during the steps of the last run, the largest of all nodes,
-        and the processes of others on its GPUs.
+    def _foreign_load(self) -> float | None:
+        """The share of a node's cores that other programs used, the largest of all nodes; None where it is unknown.
 
         All simulated nodes are on one host, whose load includes that of each of them.
         """
@@ -181,8 +184,7 @@ class AgentGroup:
         if self._node.allocation.simulated:
             complete = len(loads) == len(self.hosts)
             shares = [loads[0][0] - sum(ours for _, ours in loads)] if complete else []
-        foreign = sorted({text for node in self._cleaned.values() for text in node.foreign_processes})
-        return (max(0.0, *shares) if shares else None), (", ".join(foreign) or None)
+        return max(0.0, *shares) if shares else None
 
     def listen(self, seconds: float) -> float:
         """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent.

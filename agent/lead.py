@@ -287,18 +287,12 @@ class Leader:
         except Exception as error:  # ranks may report anything, for which the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
-        sm_clock_hz, throttled = group.clocks()
-        foreign_load, foreign_gpu_processes = group.foreign_load()
         digest, varied = self._allocation.kernel_digest, variables_of(task.spec.variant)
         return replace(
             result,
             variables={name: value for name, value in result.variables.items() if name not in varied},
             duration_s=time.monotonic() - progress.monotonic_start,
-            sm_clock_hz=sm_clock_hz,
-            throttled=throttled,
-            power_w_mean=group.power_w(),
-            foreign_load=foreign_load,
-            foreign_gpu_processes=foreign_gpu_processes,
+            **group.measured(),
             hostnames=tuple(group.hosts),
             kernel_digest=digest,
             env_id=env_id(progress.environment, task.spec.kernel, digest, varied),

@@ -112,13 +112,8 @@ class TapedRanks:
 
     def finish(self, keep_all: bool) -> None: ...
 
-    def clocks(self) -> tuple[None, None]:
-        return None, None
-
-    foreign_load = clocks
-
-    def power_w(self) -> None:
-        return None
+    def measured(self) -> dict[str, Any]:
+        return {}
 
 
 class Block(NamedTuple):

@@ -51,12 +51,11 @@ class Slurm:
 
     def accounting(self, jobs):
         self.asked += jobs
-        fitting = (
-            {i: row for i, row in self.known.items() if not ours.difference(row, 0.0)}
-            for ours in jobs.values()
-        )
-        pairs = zip(jobs, fitting, strict=True)
-        return {job_id: job for job_id, known in pairs if (job := find(known, job_id))}
+
+        def job_of(job_id, ours):
+            return find({i: row for i, row in self.known.items() if not ours.difference(row, 0.0)}, job_id)
+
+        return {job_id: job for job_id, ours in jobs.items() if (job := job_of(job_id, ours))}
 
     def cancel(self, job_ids):
         self.cancelled.append(sorted(job_ids))

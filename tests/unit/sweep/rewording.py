@@ -83,17 +83,15 @@ LIMITS = JobLimits(max_jobs=2, max_nodes=8, max_gpu_hours=None)
 
 def ending(*, paused=False, window=None, late=False, unmeasured=False, interrupted=None):
     """How an allocation ends, in the words of the agent."""
-    leader = object.__new__(Leader)
-    call = lambda action: action()  # noqa: E731
-    identity = SimpleNamespace(host="gpu01")
-    folder = SimpleNamespace(pause=SimpleNamespace(exists=lambda: paused))
-    leader._node = SimpleNamespace(
-        disk=SimpleNamespace(retry=call), folder=folder, identity=identity, digest=lambda: "other"
-    )
-    leader._allocation = SimpleNamespace(window=window, kernel_digest="digest")
-    leader._group = SimpleNamespace(listen=lambda seconds: None, interrupted=interrupted)
+    limits = {"limit_s": 0.0 if late else float("inf"), "warning_s": 0.0}
+    allocation = SimpleNamespace(name="n1", window=window, kernel_digest="digest", **limits)
+    identity = SimpleNamespace(host="gpu01", job=None, owner=lambda name: {})
+    node = SimpleNamespace(allocation=allocation, identity=identity, digest=lambda: "other")
+    node.disk = SimpleNamespace(retry=lambda action: action())
+    node.folder = SimpleNamespace(pause=SimpleNamespace(exists=lambda: paused))
+    group = SimpleNamespace(listen=lambda seconds: None, interrupted=interrupted)
+    leader = Leader(node, group, journal=None)
     leader._results = [(None, RunResult(status=Status.INVALID, cause=UNMEASURED))] if unmeasured else []
-    leader._ends = 0.0 if late else float("inf")
     return leader._not_now(SimpleNamespace(limit_s=60.0, predicted_duration_s=1.0))
 
 
@@ -102,23 +100,30 @@ ENDINGS = [
 ]  # fmt: skip
 
 
-def drawn_state(seed):
-    """A state of a sweep in which runs ended in many ways, and allocations in the words of the agent."""
-    draw, state = random.Random(seed), SweepState()
-    for _ in range(draw.randrange(12)):
-        hosts = draw.choice(((), ("gpu01",), ("gpu02",)))
-        status = draw.choice((Status.OK, *FAILURES))
-        run, repeat, attempt = draw.choice(RUNS), draw.randrange(2), draw.randrange(3)
-        throttled = draw.choice((None, None, "power"))
+HOSTS = ((), ("gpu01",), ("gpu02",))
+THROTTLED = (None, None, "power")
+
+
+def state_of(results, endings):
+    """A state of a sweep in which runs and allocations ended like this."""
+    state = SweepState()
+    for run, repeat, attempt, status, cause, hosts, allocation, throttled in results:
         told(
-            state, run, status, repeat, attempt, cause=draw.choice((None, UNMEASURED)), suspect_hosts=hosts,
-            hostnames=hosts, allocation=draw.choice("xyz"), reason=f"{status} on {hosts}", throttled=throttled,
+            state, run, status, repeat, attempt, cause=cause, suspect_hosts=hosts, hostnames=hosts,
+            allocation=allocation, reason=f"{status} on {hosts}", throttled=throttled,
         )  # fmt: skip
-    for n in range(draw.randrange(8)):
-        name, why = f"n1-{n}", ending(**draw.choice(ENDINGS))
-        end = AllocationEnded(allocation=name, reason=why.reason, code=why.code)
+    for n, why in enumerate(endings):
+        name, end = f"n1-{n}", AllocationEnded(allocation=f"n1-{n}", **why._asdict())
         state.allocations[name] = AllocationState(name=name, submission=("launch", n), ends={Start(): end})
     return state
+
+
+def drawn_state(seed):
+    """A state in which runs ended in many ways, and allocations in the words of the agent."""
+    draw = random.Random(seed)
+    choices = RUNS, range(2), range(3), (Status.OK, *FAILURES), (None, UNMEASURED), HOSTS, "xyz", THROTTLED
+    results = [[*map(draw.choice, choices)] for _ in range(draw.randrange(12))]
+    return state_of(results, [ending(**draw.choice(ENDINGS)) for _ in range(draw.randrange(8))])
 
 
 def decided(state):

@@ -4,60 +4,43 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.strategies import FAILURES
-from tests.unit.allocations import told
-from tests.unit.sweep.rewording import RUNS, decided, decisions
+from tests.unit.sweep.rewording import HOSTS, RUNS, decided, decisions, state_of
 from ultrabench.agent.diagnose.signatures import BY_NAME
 from ultrabench.result import UNMEASURED, Status
-from ultrabench.store.events import AllocationEnded, EndCode, Ending, Start
+from ultrabench.store.events import EndCode, Ending
 from ultrabench.store.journal import read_journal
-from ultrabench.store.state import AllocationState, SweepState, fold
+from ultrabench.store.state import fold
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/schema2/journal"
 RESULTS = st.tuples(
     st.sampled_from(RUNS), st.integers(0, 1), st.integers(0, 2), st.sampled_from((Status.OK, *FAILURES)),
-    st.sampled_from((None, UNMEASURED, *BY_NAME)), st.sampled_from(((), ("gpu01",), ("gpu02",))), st.sampled_from("xyz"),
+    st.sampled_from((None, UNMEASURED, *BY_NAME)), st.sampled_from(HOSTS), st.sampled_from("xyz"), st.none(),
 )  # fmt: skip
-ENDS = st.lists(st.sampled_from(EndCode), max_size=8)
-
-
-def state_of(results, codes):
-    state = SweepState()
-    for run, repeat, attempt, status, cause, hosts, allocation in results:
-        told(
-            state, run, status, repeat, attempt, cause=cause, suspect_hosts=hosts, hostnames=hosts,
-            allocation=allocation, reason=f"{status} on {hosts}",
-        )  # fmt: skip
-    for n, code in enumerate(codes):
-        name, end = f"n1-{n}", AllocationEnded(allocation=f"n1-{n}", reason="the sweep is paused", code=code)
-        state.allocations[name] = AllocationState(name=name, submission=("launch", n), ends={Start(): end})
-    return state
+ENDS = st.lists(st.builds(Ending, st.just("the sweep is paused"), st.sampled_from(EndCode)), max_size=8)
 
 
 def reworded(state):
     """The state with other words in every reason."""
-    attempts = {
-        key: replace(a, result=a.result and replace(a.result, reason="tout autre chose"))
-        for key, a in state.attempts.items()
-    }
-    allocations = {
-        name: replace(
-            held, ends={start: replace(end, reason="tout autre chose") for start, end in held.ends.items()}
-        )
-        for name, held in state.allocations.items()
-    }
+    reword = partial(replace, reason="tout autre chose")
+    attempts = {key: replace(a, result=a.result and reword(a.result)) for key, a in state.attempts.items()}
+    allocations = dict(state.allocations)
+    for name, allocation in allocations.items():
+        ends = {start: reword(end) for start, end in allocation.ends.items()}
+        allocations[name] = replace(allocation, ends=ends)
     return replace(state, attempts=attempts, allocations=allocations)
 
 
 @settings(deadline=None)
 @given(st.lists(RESULTS, max_size=12), ENDS)
-def test_other_words_change_no_decision(results, codes):
-    state = state_of(results, codes)
+def test_other_words_change_no_decision(results, endings):
+    state = state_of(results, endings)
     assert decided(reworded(state)) == decided(state)
 
 
