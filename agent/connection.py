@@ -180,11 +180,7 @@ class Rendezvous:
 
 
 def connect_to_leader(
-    file: Path,
-    facts: dict[str, Any],
-    secret: str,
-    timeout_s: float,
-    leader_waits: Callable[[], bool] = lambda: False,
+    file: Path, facts: dict[str, Any], secret: str, timeout_s: float, leader_waits: Callable[[], bool]
 ) -> Connection:
     """A connection to the leader whose address is in `file`.
 

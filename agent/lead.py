@@ -131,18 +131,15 @@ class Leader:
     def _unfit(self) -> Ending | None:
         """Why nothing may run on these nodes: foreign processes, full disks, faults, or other sources of the program."""
         facts = self._group.facts
-        foreign = {
-            str(f["host"]): f"other processes use the GPUs: {', '.join(f['foreign'])}"
-            for f in facts
-            if f["foreign"]
-        }
+        users_by_host = {str(f["host"]): ", ".join(f["foreign"]) for f in facts}
+        foreign = {h: f"other processes use the GPUs: {users}" for h, users in users_by_host.items() if users}
         short = {str(f["host"]): str(f["short_of_space"]) for f in facts if f["short_of_space"]}
         if faults := self._faults():
             self._write_preflight()
         if complaint_by_host := faults | short | foreign:
             cause = None if foreign else "disk_full" if short else "node_failure"
             return self._refuse(complaint_by_host, cause)
-        refusals = (self._other_sources(str(f["host"]), f["kernel_digest"]) for f in self._group.facts)
+        refusals = (self._other_sources(str(f["host"]), f["kernel_digest"]) for f in facts)
         return next(filter(None, refusals), None)
 
     def _faults(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ultrabench.store.allocation import inside
 from ultrabench.store.events import EndCode
-from ultrabench.store.jobs_seen import JobLimits, JobsSeen, same_place
+from ultrabench.store.jobs_seen import JobLimits, JobsSeen, Origin, same_place
 from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.plan import Plan
 from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempts
@@ -78,20 +78,15 @@ def decide(
     window = plan.config.launcher.window
     if not inside(window, now_s):
         return Actions(wait=True, notes=(f"outside the window {window}: no jobs are submitted",))
-    return _submit(plan, state, jobs, limits, launch, attempts_left)
+    return _submit(plan, state, jobs, limits, launch.by, attempts_left)
 
 
 def _submit(
-    plan: Plan,
-    state: SweepState,
-    jobs: JobsSeen,
-    limits: JobLimits,
-    launch: Launch,
-    attempts_left: AttemptsLeft,
+    plan: Plan, state: SweepState, jobs: JobsSeen, limits: JobLimits, by: Origin, attempts_left: AttemptsLeft
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
     holding = (state.allocations[name] for name in jobs.alive | jobs.leaving)
-    open_here = [allocation for allocation in holding if same_place(launch.by, allocation.by)]
+    open_here = [allocation for allocation in holding if same_place(by, allocation.by)]
     # New jobs are submitted when half of the old ones are over, so that several go into one array.
     if len(open_here) > limits.max_jobs // 2:
         return Actions(wait=True)

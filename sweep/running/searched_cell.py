@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -119,10 +119,7 @@ def _key(run: Candidate) -> tuple[tuple[str, Value], ...]:
 
 
 def worth_trying(
-    usual: Sequence[Candidate],
-    others: Sequence[Candidate],
-    times_s: Mapping[str, float],
-    begun: Collection[str],
+    usual: Sequence[Candidate], others: Sequence[Candidate], times_s: Mapping[str, float], begun: Set[str]
 ) -> list[Candidate]:
     """The runs of other variants to make next; none when all that are worth it have been made.
 

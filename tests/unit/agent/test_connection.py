@@ -42,6 +42,10 @@ def hello(node, secret=SECRET, **more):
     return json.dumps({"secret": secret, "facts": facts, **more}).encode() + b"\n"
 
 
+def connected(file, node):
+    return connect_to_leader(file, {"node": node, "host": f"n{node}"}, SECRET, 60.0, lambda: False)
+
+
 class Leader:
     """A leader that waits for nodes 1 and 2."""
 
@@ -74,7 +78,7 @@ def test_strangers_delay_nobody(tmp_path):
     leader = Leader(tmp_path)
     strangers = [leader.call(words) for words in STRANGERS.values()]
     assert not leader.peers.done()
-    agents = [connect_to_leader(leader.file, {"node": n, "host": f"n{n}"}, SECRET, 60.0) for n in (1, 2)]
+    agents = [connected(leader.file, n) for n in (1, 2)]
     peers = leader.peers.result(60.0)
     assert {n: peer.facts["host"] for n, peer in peers.items()} == {1: "n1", 2: "n2"}
     assert max(b - a for a, b in zip(leader.beats, leader.beats[1:], strict=False)) < 4.0 * slowness()
@@ -189,7 +193,7 @@ def test_agents_meet_on_an_address_of_ipv6(tmp_path, ipv6):
     rendezvous = Rendezvous(file, ipv6, SECRET)
     with ThreadPoolExecutor(1) as pool:
         peers = pool.submit(rendezvous.wait_for_peers, 2, 30.0, lambda: None)
-        connection = connect_to_leader(file, {"node": 1, "host": "n1"}, SECRET, 30.0)
+        connection = connected(file, 1)
         assert peers.result()[1].facts["host"] == "n1"
         connection.close()
         peers.result()[1].close()
