@@ -41,12 +41,8 @@ def test_a_save_that_hangs_is_given_up_and_the_next_start_removes_what_killed_ru
             *words, *axes(**sizes, mbs=1), "measure.checkpoint_limit_s=1", "measure.deadline_floor_s=0.5"
         )
     (row,) = bench.rows()
-    assert (row["status"], row["cause"], row["suspect_hosts"], row["num_steps_measured"]) == (
-        "ok",
-        None,
-        None,
-        6,
-    )
+    assert (row["status"], row["num_steps_measured"]) == ("ok", 6)
+    assert (row["cause"], row["suspect_hosts"]) == (None, None)
     assert (row["checkpoint_cause"], {row[name] for name in CHECKPOINT}) == ("disk_slow", {None})
     assert "did not finish within 1 s" in row["checkpoint_reason"]
     folder = SweepFolder(bench.folder / "results/t")

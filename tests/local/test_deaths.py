@@ -16,12 +16,11 @@ def underway(bench, words):
     """A launcher that follows what already runs, or has begun a run in an allocation of its own."""
     ran, adopted, planned = len(bench.executions()), bench.count("adopted"), bench.count(PLANNED)
     launcher = bench.start(*words)
-    bench.wait_for(
-        lambda: (
-            bench.count("adopted") > adopted
-            or (bench.count(PLANNED) > planned and len(bench.executions()) > ran)
-        )
-    )
+
+    def begins():
+        return bench.count(PLANNED) > planned and len(bench.executions()) > ran
+
+    bench.wait_for(lambda: bench.count("adopted") > adopted or begins())
     return launcher
 
 
@@ -77,11 +76,9 @@ def follow_again(bench, launcher, number):
     output = bench.end(launcher, 128 + number)
     assert "Traceback" not in output
     last = output.splitlines()[-1]
-    assert last.startswith(
-        f"ended by {number.name}: stopped following the sweep; runs on this machine continue. "
-    )
-    told = last.partition("To follow again: ")[2].partition("; to end them: ultrabench sweep cancel t")[0]
-    first, *words = shlex.split(told)
+    ended, _, told = last.partition(" To follow again: ")
+    assert ended == f"ended by {number.name}: stopped following the sweep; runs on this machine continue."
+    first, *words = shlex.split(told.partition("; to end them: ultrabench sweep cancel t")[0])
     assert first == "ultrabench"
     return words
 

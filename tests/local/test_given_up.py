@@ -44,10 +44,8 @@ def test_nothing_more_is_claimed_where_a_follower_cannot_clean(tmp_path, driver)
     program.write_text(KEEPS_MEMORY)
     events, _ = run_agents(allocation_of(sweep.path, program))
     (end,) = (e for e in events if isinstance(e, AllocationEnded))
-    assert (
-        end.reason == "local-1 is unusable: GPU 0 still has 40.0 GiB in use after the run: no known process"
-    )
-    assert end.avoid == ("local-1",)
+    held = "GPU 0 still has 40.0 GiB in use after the run: no known process"
+    assert (end.reason, end.avoid) == (f"local-1 is unusable: {held}", ("local-1",))
     assert [e.repeat for e in events if isinstance(e, Claimed)] == [0]
 
 
@@ -78,11 +76,8 @@ def run_agents(allocation):
     for node in range(2):
         gpus = sweep.path.parent / f"gpus{node}"
         gpus.write_text(f"GPU-a {test_gpus.A} {2**30} {80 * 2**30} 1980 0 0 0 0\n")
-        place = {
-            "SUBMITIT_LOCAL_GLOBALID": str(node),
-            "FAKE_GPUS": str(gpus),
-            "FAKE_HEALTH": str(sweep.path.parent / f"health{node}"),
-        }
+        place = {"SUBMITIT_LOCAL_GLOBALID": str(node), "FAKE_GPUS": str(gpus)}
+        place["FAKE_HEALTH"] = str(sweep.path.parent / f"health{node}")
         agents.append(
             patience.Process(
                 [sys.executable, "-P", "-m", "ultrabench.agent", str(allocation.folder)],

@@ -25,12 +25,10 @@ def test_four_launchers_at_once_measure_one_allocation_after_another(bench):
     (bench.folder / "program.py").write_text(PROGRAM)
     command = "kernel.command=[python,program.py,{run_id}]".replace("{run_id}", "'{run_id}'")
     names = [f"s{number}" for number in range(4)]
-    launchers = [
-        bench.start(
-            *bench.launch("fine", command, f"name={name}", gbs=8, mbs=[1, 2], nodes=1 + (name > "s2"))
-        )
-        for name in names
-    ]
+    launchers = []
+    for name in names:
+        words = bench.launch("fine", command, f"name={name}", gbs=8, mbs=[1, 2], nodes=1 + (name > "s2"))
+        launchers.append(bench.start(*words))
     outputs = [bench.end(launcher, seconds=240) for launcher in launchers]
     assert all("2 of 2 runs settled (2 ok)" in output for output in outputs), outputs
     waited = [output for output in outputs if "another sweep is measuring on this machine: " in output]

@@ -33,13 +33,8 @@ sweep:
   env: {ALGO: [null, Ring]}
   flags: {overlap: {"off": [], "on": [--overlap]}}
 """
-COMMAND = (
-    "name=t",
-    "kernel=command",
-    'kernel.command=[python,program.py,"{steps}"]',
-    "measure.confirm=1",
-    *AT_ONCE,
-)
+PROGRAM_OF_STEPS = 'kernel.command=[python,program.py,"{steps}"]'
+COMMAND = ("name=t", "kernel=command", PROGRAM_OF_STEPS, "measure.confirm=1", *AT_ONCE)
 MARK = """\
 import os
 with open(os.environ["MARKS"], "a") as marks:
@@ -85,13 +80,10 @@ def test_our_own_kernel_sees_variables_before_it_imports_torch(bench):
     sizes = axes(gbs=4, nodes=1, tp=1, pp=1, mbs=1, gas=None, zero_stage=0)
     env = {"MARKS": f"[{bench.folder}/marks]", "PYTHONPATH": f"[{bench.folder}/site]", "COLOUR": "[red,blue]"}
     listed = ",".join(f"{name}: {values}" for name, values in env.items())
-    bench.run(
-        "sweep", "launch", *EMBEDDED, *sizes, f"+sweep.env={{{listed}}}", *AT_ONCE, "measure.max_steps=6"
-    )
+    words = (*EMBEDDED, *sizes, f"+sweep.env={{{listed}}}", *AT_ONCE, "measure.max_steps=6")
+    bench.run("sweep", "launch", *words)
     assert {row["status"] for row in bench.rows()} == {"ok"}
     marks = (bench.folder / "marks").read_text().split()
-    assert {*marks} == {"red", "blue"}, (
-        "the process that imports torch is started again with the other colour"
-    )
+    assert {*marks} == {"red", "blue"}, "what imports torch is started again with the other colour"
     assert {json.loads(row["variant"])["env.COLOUR"] for row in bench.rows()} == {"red", "blue"}
     assert len({row["env_id"] for row in bench.rows()}) == 1

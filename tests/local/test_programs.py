@@ -22,14 +22,18 @@ print(f"[Rank 0] (after 1 iterations) memory (MB) | allocated: 1 | max allocated
 """
 
 
+MEGATRON = (
+    "kernel=megatron", "kernel.command=[python,program.py]", "model=tiny", "name=t", "measure.warmup_steps=2",
+    "measure.max_steps=6", *AT_ONCE,
+)  # fmt: skip
+"""Options of a sweep of a program that only logs, in the way of Megatron-LM."""
+
+
 def test_steps_are_read_from_the_last_ranks_log(bench):
-    """On two nodes, as Megatron-LM does; memory is read from the logs of all ranks."""
+    """On two nodes; memory is read from the logs of all ranks."""
     (bench.folder / "program.py").write_text(ONLY_LOGS)
-    bench.run(
-        "sweep", "launch", "kernel=megatron", "kernel.command=[python,program.py]", "model=tiny", "name=t",
-        *axes(nodes=2, tp=1, pp=1, zero_stage=1, mbs=1, gas=2, gbs=8), "measure.warmup_steps=2",
-        "measure.max_steps=6", r"kernel.mfu_line='utilization (?P<percent>[0-9]+)%'", *AT_ONCE,
-    )  # fmt: skip
+    sizes = axes(nodes=2, tp=1, pp=1, zero_stage=1, mbs=1, gas=2, gbs=8)
+    bench.run("sweep", "launch", *MEGATRON, *sizes, r"kernel.mfu_line='utilization (?P<percent>[0-9]+)%'")
     (row,) = bench.rows()
     ranks = row["gpus"]
     peaks = [row[f"peak_mem_{name}_bytes"] / 2**20 for name in ("allocated", "reserved", "reserved_rank0")]
@@ -42,11 +46,8 @@ def test_steps_are_read_from_the_last_ranks_log(bench):
 def test_the_first_run_without_a_step_stops_the_others_and_a_mended_pattern_continues_the_sweep(bench):
     """The runs of one program would all end alike; a result that a pattern has found fixes the pattern."""
     (bench.folder / "program.py").write_text(ONLY_LOGS)
-    words = [
-        "sweep", "launch", "kernel=megatron", "kernel.command=[python,program.py]", "model=tiny", "name=t",
-        *axes(nodes=1, tp=1, pp=1, zero_stage=1, mbs=[1, 2, 4], gas=None, gbs=8), "measure.warmup_steps=2",
-        "measure.max_steps=6", *AT_ONCE,
-    ]  # fmt: skip
+    sizes = axes(nodes=1, tp=1, pp=1, zero_stage=1, mbs=[1, 2, 4], gas=None, gbs=8)
+    words = ["sweep", "launch", *MEGATRON, *sizes]
     patterns = ["wall time per iteration", "elapsed time per iteration", "time per iteration"]
     wrong, right, other = (rf"kernel.step_line='{p} .ms.: (?P<milliseconds>[0-9.]+)'" for p in patterns)
     launched = bench.done(*words, wrong)
