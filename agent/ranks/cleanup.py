@@ -149,8 +149,7 @@ FULL_BYTES = 1 << 20
 
 
 def short_of_space(log_folder: Path, least_bytes: int) -> str | None:
-    """Which node-local folder, that of reports and logs or shared memory, has less than `least_bytes` free, and how much;
-    None where none has."""
+    """Which folder, `log_folder` or shared memory, has less than `least_bytes` free, and how much it has; None if none."""
     for folder in (log_folder, SHARED_MEMORY):
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
-from itertools import count
 from statistics import median
 
 from ultrabench.errors import ConfigError, counted
@@ -81,11 +80,6 @@ def _rank(run: Candidate) -> tuple[float, float, str]:
     """Sort key of a control run, smaller is better; the run_id settles ties, so that all launches agree."""
     share, time_s = run.prediction.memory_share, run.prediction.step_time_s
     return (0.0, time_s, run.run_id) if share <= SAFE_SHARE else (share, 0.0, run.run_id)
-
-
-def next_repeat(run_id: str, attempt_keys: Iterable[tuple[str, int, int]], repeats: int) -> int:
-    """The number of a new repeat of a control run, larger than those of the plan and all known ones."""
-    return max([repeats - 1, *(repeat for other, repeat, _ in attempt_keys if other == run_id)]) + 1
 
 
 def run_limit_s(todo: PlannedAttempt, config: SweepConfig) -> float:
@@ -230,7 +224,10 @@ def planned_jobs(
     cells = _controls_used(plan)
     known_attempts = [*state.attempts, *(t.key for t in left.todo)]
     known_attempts += [key for allocation in state.allocations.values() for key in allocation.tasks]
-    repeats: dict[str, Iterator[int]] = {}
+    # The repeats of control runs are new ones: larger than those of the plan and all known ones.
+    last_repeat = defaultdict[str, int](lambda: config.repeats - 1)
+    for run_id, repeat, _ in known_attempts:
+        last_repeat[run_id] = max(last_repeat[run_id], repeat)
     best = best_of_cells(plan.runs, with_loss_outliers(state), config.hardware.device) if left.todo else {}
     priced = set[int]()
     for group in pack(left.todo, config, cells, max_limit_s):
@@ -241,9 +238,8 @@ def planned_jobs(
         control = cells.get(control_key(group[0].candidate))
         control_id = control.run_id if control else None
         if control and all(t.key.run_id != control_id for t in group):
-            if control.run_id not in repeats:
-                repeats[control.run_id] = count(next_repeat(control.run_id, known_attempts, config.repeats))
-            key = AttemptKey(control.run_id, next(repeats[control.run_id]), 0)
+            last_repeat[control.run_id] += 1
+            key = AttemptKey(control.run_id, last_repeat[control.run_id], 0)
             group.append(PlannedAttempt(candidate=control, key=key))
         group = sorted(group, key=lambda t: t.key.run_id != control_id)  # the control run comes first
         start_gpu_hours = start_s * nodes * config.hardware.gpus_per_node / 3600
