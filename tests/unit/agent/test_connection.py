@@ -241,9 +241,8 @@ def node(tmp_path):
 
 @pytest.fixture
 def stop():
-    handlers = {
-        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-    }
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield StopRequest()
     for number, handler in handlers.items():
         signal.signal(number, handler)

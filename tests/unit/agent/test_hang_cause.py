@@ -33,11 +33,9 @@ def group(name, ranks, entered, finished, op="all_reduce", started=None):
     return {**known, "entered": entered, "finished": finished}
 
 
-def facts(rank, host, done=False, state="?", stack=(), groups=(), wchan="", **progress):
+def facts(rank, host, state="?", stack=(), groups=(), wchan="", **progress):
     found = {"state": state, "stack": stack, "groups": groups, "wchan": wchan}
-    return RankProgress(
-        number=rank, host=host, evidence=found, done={"event": "done"} if done else {}, **progress
-    )
+    return RankProgress(number=rank, host=host, evidence=found, **progress)
 
 
 def silent(rank, state="S", **more):
@@ -59,7 +57,7 @@ def others(*left_out):
     return [tp(r) for r in TP if r not in left_out]
 
 
-BUSY = tp(5, entered=122, stack=(FORWARD,))
+BUSY, DONE = tp(5, entered=122, stack=(FORWARD,)), {"code": 0, "done": {"event": "done"}}
 P0, P1 = group("pp", (0, 1), 4, 4), group("tp", (0, 1), 9, 9)
 
 CASES = {
@@ -85,7 +83,7 @@ CASES = {
     "exited early": ([*others(5), silent(5, "?", code=0)], [5],
                      "rank 5 on gpu01 exited early with code 0 in phase measure; 7 ranks wait for it"),
     "exited, and nothing else is known": ([silent(0), silent(1, code=0)], [1], "exited early with code 0"),
-    "exited well": ([*others(5), BUSY, silent(8, code=0, done=True)], [5], "never entered"),
+    "exited well": ([*others(5), BUSY, silent(8, **DONE)], [5], "never entered"),
     "exited, but nobody waits for it": ([waiting(0, group("x", (0, 1), 3, 2)),
                                          waiting(1, group("x", (0, 1), 2, 2), stack=(FORWARD,)),
                                          silent(2, code=0)], [1], "never entered all_reduce #3 of group x"),
@@ -119,7 +117,7 @@ CASES = {
     "only rank 0 reports": ([silent(0), facts(1, "b"), facts(2, "b")], [],
                             "none of 3 ranks stands out: rank 0 is in phase measure, step 7"),
     "nothing is known": ([facts(0, "a"), facts(1, "a")], [], "none of 2 ranks stands out"),
-    "all have ended": ([silent(0, code=0, done=True)], [], "all ranks had ended"),
+    "all have ended": ([silent(0, **DONE)], [], "all ranks had ended"),
 }  # fmt: skip
 
 

@@ -52,9 +52,8 @@ def steps_with(n, **change):
 def progress_of(ranks):
     """The progress of an attempt with these ranks, which may be the same object several times."""
     progress = AttemptProgress(len(ranks), HOSTS)
-    progress.ranks = [
-        replace(r, number=n.number, host=n.host) for r, n in zip(ranks, progress.ranks, strict=True)
-    ]
+    places = ({"number": rank.number, "host": rank.host} for rank in progress.ranks)
+    progress.ranks = [replace(rank, **place) for rank, place in zip(ranks, places, strict=True)]
     return progress
 
 

@@ -79,15 +79,13 @@ def test_one_question_tells_of_all_jobs_of_a_prefix(slurm):
     slurm.prints("queue", QUEUE)
     answer = slurm.jobs()
     assert sorted(answer.jobs) == ["10_0", "10_1", "10_2", "12"]
-    assert answer.jobs["10_0"] == SlurmJob(
-        job_id="10_0", name="ub-a", state="RUNNING", nodes="gpu[01-04]", elapsed_s=93784.0
-    )
+    runs = {"state": "RUNNING", "nodes": "gpu[01-04]", "elapsed_s": 93784.0}
+    assert answer.jobs["10_0"] == SlurmJob(job_id="10_0", name="ub-a", **runs)
     assert answer.jobs["10_2"].reason == "JobArrayTaskLimit"
     assert (answer.age_s, answer.error) == (0.0, None)
     assert list(slurm.jobs("odd").jobs) == ["11"]
-    assert slurm.calls("squeue") == [
-        f"--user={os.getuid()} --states=all --all --array --noheader --format=%i|%A|%T|%M|%N|%r|%j"
-    ]
+    options = "--states=all --all --array --noheader --format=%i|%A|%T|%M|%N|%r|%j"
+    assert slurm.calls("squeue") == [f"--user={os.getuid()} {options}"]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -235,10 +233,9 @@ def test_a_row_of_another_job_with_the_same_id_is_no_answer(slurm, row, differen
     slurm.prints("sacct", row)
     assert list(slurm.accounting(["8"])) == ([] if difference else ["8"])
     assert len(slurm.query.foreign) == bool(difference)
-    assert all(
-        difference in note and note.startswith("sacct shows another job 8, which ")
-        for note in slurm.query.foreign.values()
-    )
+    for note in slurm.query.foreign.values():
+        assert note.startswith("sacct shows another job 8, which ")
+        assert difference in note
     slurm.prints("sacct", OURS + row.replace("COMPLETED", "OUT_OF_MEMORY"))
     slurm.now += 30
     assert slurm.accounting(["8"])["8"].state == ("COMPLETED" if difference else "OUT_OF_MEMORY")

@@ -108,9 +108,8 @@ def require_end(stage: Stage, world: World) -> None:
     world = replace(world, launchers={name: Process(name) for name in names})
     most_jobs, stage.most_jobs = stage.most_jobs, 99
     for _ in range(60):
-        if all(p.over for p in world.launchers.values()) and all(
-            j.phase == "over" for j in world.jobs.values()
-        ):
+        jobs_are_over = all(job.phase == "over" for job in world.jobs.values())
+        if jobs_are_over and all(launcher.over for launcher in world.launchers.values()):
             break
         for name in names:
             if not world.launchers[name].over:

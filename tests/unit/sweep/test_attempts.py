@@ -213,9 +213,8 @@ def test_the_rest_of_a_size_waits_for_its_first_allocation():
     assert canary(SweepState()) == ([1, 1, 1, 2, 2, 2], {1, 2}, 0)
     assert left(RUNS, SweepState()).untried == frozenset()
     assert canary(holds(SweepState(), "n1-a.0", ONE), "n1-a.0") == ([2, 2, 2], {1, 2}, 1 + 2)
-    assert canary(state_of(*((run, 0, 0, "crash") for run in RUNS))) == ([], frozenset(), 0), (
-        "nothing is left"
-    )
+    nothing_left = state_of(*((run, 0, 0, "crash") for run in RUNS))
+    assert canary(nothing_left) == ([], frozenset(), 0)
 
 
 def test_a_run_that_passed_frees_its_size_only():

@@ -174,10 +174,8 @@ def test_the_rest_is_scaled_by_what_was_measured():
 
 def preflighted(name, at, **warnings):
     """An allocation whose preflight found these warnings: host -> checks."""
-    nodes = [
-        {"host": h, "health": {"warn": {check: {"GPU 0": 2}}} if check else {}}
-        for h, check in warnings.items()
-    ]
+    health = {host: {"warn": {check: {"GPU 0": 2}}} if check else {} for host, check in warnings.items()}
+    nodes = [{"host": host, "health": facts} for host, facts in health.items()]
     return AllocationState(name=name, submitting_at=at, preflight={"nodes": nodes})
 
 

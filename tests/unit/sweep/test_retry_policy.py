@@ -165,9 +165,8 @@ def test_the_breaker_wants_the_same_failure_in_a_row_as_the_launcher_saw_the_end
     ago_s = {run.key: 100.0 - n for n, run in enumerate(runs)}
     told = breaker_reason(state_of(*runs), POLICY, ago_s)
     assert told == stops or stops in told
-    assert breaker_reason(state_of(*runs[:10]), POLICY, dict([*ago_s.items()][1:10])) is None, (
-        "one ended before this launch"
-    )
+    but_one = dict([*ago_s.items()][1:10])
+    assert breaker_reason(state_of(*runs[:10]), POLICY, but_one) is None, "one ended before this launch"
     assert breaker_reason(state_of(*runs), replace(POLICY, breaker=None), ago_s) is None
 
 
