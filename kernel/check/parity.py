@@ -33,10 +33,9 @@ from torch.func import functional_call
 from ultrabench.errors import counted
 from ultrabench.kernel.check.rounded_products import round_products
 from ultrabench.kernel.children import ChildError, run_forked
-from ultrabench.kernel.compat import PATIENCE, use_timeout
 from ultrabench.kernel.data import load
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
-from ultrabench.kernel.mesh import build_mesh, local, take
+from ultrabench.kernel.mesh import build_mesh, join, local, take
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
 from ultrabench.kernel.moe import LEARNED, balances, update_balance
 from ultrabench.kernel.rank import environment
@@ -82,14 +81,9 @@ def run_check(spec: CheckSpec) -> CheckResult:
 
 def _own_device(spec: CheckSpec, index: int) -> torch.device:
     """The device of a forked process, which it uses alone; products of fp32 numbers are not rounded to TF32."""
-    environment.set_defaults()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
-    if spec.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
+    return environment.use_device(spec.device, index)
 
 
 def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
@@ -133,13 +127,10 @@ def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
 def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     """Trains `spec.layout` as rank `rank`."""
     device = _own_device(spec, rank)
-    use_timeout(PATIENCE)
     store = dist.FileStore(str(folder / "store"), spec.layout.world_size)  # type: ignore[attr-defined]
-    backend, pin, compiler = ("gloo", None, "aot_eager")
-    if device.type == "cuda":
-        backend, pin, compiler = ("nccl", device, "inductor")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=spec.layout.world_size, device_id=pin)
+    join(device, store, rank, spec.layout.world_size)
     mesh = build_mesh(spec.layout, device.type)
+    compiler = "inductor" if device.type == "cuda" else "aot_eager"
     trainer = TrainStep(spec.run, device, mesh, backend=compiler)
 
     def accumulate(step: int) -> Tensor:

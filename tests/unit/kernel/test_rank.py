@@ -67,6 +67,7 @@ def test_checks_and_benchmarks_join_their_groups_as_a_rank_does(monkeypatch, tmp
 
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(c10d, name, None)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(environment, "set_defaults", lambda: seen.append("allocator"))
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(dist, "init_process_group", join)
