@@ -78,7 +78,8 @@ def part_of(kernel: Kernel, spec: RunSpec) -> str:
     shape, tokens = spec.shape, spec.layout.mbs * spec.workload.seq_len
     name = kernel.span.name.lower()
     if kernel.operator in _PRODUCTS:
-        edges = next((a + b[1:] for a, b in _pairs(kernel.dims) if a[1] == b[0]), [])
+        matrices = [size for size in kernel.dims if len(size) == 2]
+        edges = next((a + b[1:] for a, b in pairwise(matrices) if a[1] == b[0]), [])
         if shape.vocab_size in edges:
             return layer_work.HEAD
         widths = [*edges]
@@ -111,12 +112,6 @@ def _is_cast(kernel: Kernel) -> bool:
         return kernel.dtype == "c10::BFloat16"
     scales = any(len(size) == 2 and size[1] == 1 for size in kernel.dims)
     return kernel.dtype.startswith("c10::Float8") or (kernel.operator in _OF_SCALES and scales)
-
-
-def _pairs(dims: Dims) -> Iterator[tuple[list[int], list[int]]]:
-    """The matrices among the arguments of an operator, each with the next one."""
-    matrices = [size for size in dims if len(size) == 2]
-    return pairwise(matrices)
 
 
 def _is_of_tokens(size: list[int], tokens: int) -> bool:
