@@ -3,7 +3,6 @@
 import gc
 import re
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.registry import list_backends
 
+from benchmarks.live_peak import rank_costs
 from tests.parity.groups import compare_groups
 from tests.parity.planted import FAULTS
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.dryrun.counts import CollectiveCounts
-from ultrabench.kernel.dryrun.rank_cost import measure_step, rank_cost
+from ultrabench.kernel.dryrun.rank_cost import rank_cost
 from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.moe import SparseFeedForward
@@ -39,8 +39,6 @@ COMPILING = (
     "torch.distributed.tensor.experimental._attention", "torch.export._trace", "torch.fx.experimental.validator",
 )  # fmt: skip
 """Modules that torch would import in each rank that compiles, where they took a fifth of its CPU time."""
-LETTING_GO_S = 0.3
-"""Seconds after which gloo's thread has usually let go of what it sent."""
 TIMEOUT_S = 600.0
 
 
@@ -99,23 +97,6 @@ def _count_tokens(spec: CheckSpec, rank: int, folder: Path) -> list[int]:
     return [int(ffn.counts.sum()) for ffn in ffns if isinstance(ffn, SparseFeedForward)]
 
 
-def _cost(spec: CheckSpec, rank: int, folder: Path) -> RankCost:
-    def prepare(trainer: TrainStep) -> None:
-        """Runs the first step; from now on updates end when gloo's thread has let go of what it sent."""
-        right = trainer.update
-
-        def update(loss: torch.Tensor) -> torch.Tensor:
-            out = right(loss)
-            time.sleep(LETTING_GO_S)
-            return out
-
-        trainer.update = update  # type: ignore[method-assign]
-        trainer.update(trainer.accumulate(*trainer.batch(1)))
-
-    join(rank, spec.layout.world_size, folder)
-    return from_dict(RankCost, measure_step(in_precision(spec, "bf16"), prepare))
-
-
 def _compare_replicas(spec: CheckSpec, rank: int, folder: Path) -> None:
     require_equal_replicas(trained_a_step(spec, rank, folder))
 
@@ -170,8 +151,6 @@ counted = partial(_of_ranks, _count)
 """The collectives of the second step of each rank: calls and bytes by axis and operation, and their order."""
 tokens_of_experts = partial(_of_ranks, _count_tokens)
 """The number of tokens, once for each of its experts, that the sparse layers of each rank counted in a step."""
-real_costs = partial(_of_ranks, _cost)
-"""What a step costs each rank, in bf16."""
 compared_replicas = partial(_of_ranks, _compare_replicas)
 """Nothing; ranks that hold different copies of the same parameters after a step are an error."""
 
@@ -184,6 +163,11 @@ def checkpointed(spec: CheckSpec, blind: bool = False) -> list[tuple[list[str], 
 def compiled_losses(spec: CheckSpec, backend: str) -> list[tuple[float, float]]:
     """How far the compiled loss of each rank is from that of one process."""
     return _of_ranks(partial(_compiled_loss, backend), spec)
+
+
+def real_costs(spec: CheckSpec) -> list[RankCost]:
+    """What a step costs each rank, in bf16."""
+    return [from_dict(RankCost, cost) for cost in rank_costs(in_precision(spec, "bf16"))]
 
 
 def dry_costs(spec: CheckSpec) -> list[RankCost]:
