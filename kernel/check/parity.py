@@ -215,7 +215,6 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
         if kind == "grad":
             comparison["worst_parameter"] = worst
     if spec.dump is not None:
-        Path(spec.dump).mkdir(parents=True, exist_ok=True)
         torch.save(exact, Path(spec.dump) / "reference.pt")
         torch.save(whole, Path(spec.dump) / "check.pt")
     missing = [
