@@ -139,12 +139,8 @@ def check_line(machine: Machine, layout: str, precision: str, *more: str) -> Lin
         graphs = f", {result['graphs']} graphs" if "--compile" in more else ""
         return Finding(result["passed"], f"{missing}{differences(result)}{graphs}")
 
-    return Line(
-        " ".join([layout, precision, *more]),
-        compare,
-        ESTIMATES_S["compile" if more else "check"],
-        precision == "fp8",
-    )
+    estimate_s = ESTIMATES_S["compile" if more else "check"]
+    return Line(" ".join([layout, precision, *more]), compare, estimate_s, precision == "fp8")
 
 
 def check_lines(machine: Machine, layouts: Sequence[str], *more: str) -> Iterator[Line]:
@@ -232,12 +228,10 @@ def speed_1b(machine: Machine) -> Iterator[Line]:
     table_of_runs = read_yaml(files("published")["h100x8"])
     row = next(row for row in table_of_runs["runs"] if row["nodes"] == 1)
     axes = [f"sweep.{word}=[{row.get(word, 1)}]" for word in ("tp", "pp", "cp", "zero_stage", "mbs", "gas")]
-    batch = [
-        f"{key}={table_of_runs[name]}"
-        for key, name in (("model", "model"), ("sweep.seq_len", "seq_len"), ("sweep.gbs", "gbs"))
-    ]
+    batch = [f"sweep.{word}={table_of_runs[word]}" for word in ("seq_len", "gbs")]
+    overrides = (*SPEED, f"model={table_of_runs['model']}", *batch, *axes)
     name, published = "gpu-check-1B", row["tokens_per_s_per_gpu"]
-    attempt = partial(speed, machine, name, published, table_of_runs["source"], *SPEED, *batch, *axes)
+    attempt = partial(speed, machine, name, published, table_of_runs["source"], *overrides)
     yield Line(name, attempt, ESTIMATES_S["speed 1B"])
 
 

@@ -6,7 +6,7 @@ themselves count. What no rule knows is `the rest`, and the table names the long
 
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -128,28 +128,20 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
     """
     steps = [e for e in trace["traceEvents"] if str(e.get("name")).startswith("ProfilerStep#") and e.get("cat") == "user_annotation"]  # fmt: skip
     scale, step_s = 1e-6 / max(1, len(steps)), sum(e["dur"] for e in steps) * 1e-6 / max(1, len(steps))
-    seconds, names = (
-        dict.fromkeys(layer_work.PARTS, 0.0),
-        defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float)),
-    )
+    seconds_by_name = {part: Counter[str]() for part in layer_work.PARTS}
     spans = list[Span]()
     for kernel in kernels_of(trace):
         part = part_of(kernel, spec)
-        duration_s = (kernel.span.end - kernel.span.start) * scale
-        seconds[part] += duration_s
-        names[part][kernel.span.name] += duration_s
+        seconds_by_name[part][kernel.span.name] += (kernel.span.end - kernel.span.start) * scale
         spans.append(kernel.span)
     work, parts = layer_work.step_work(spec), []
     for part in (name for name in layer_work.PARTS if name in work or name == layer_work.REST):
-        row = {"part": part, "in_layers": part in layer_work.OF_LAYERS, "seconds": seconds[part], "flops": None, "bytes": None}  # fmt: skip
+        row = {"part": part, "in_layers": part in layer_work.OF_LAYERS, "seconds": float(seconds_by_name[part].total()), "flops": None, "bytes": None}  # fmt: skip
         if part in work:
             row |= work[part]._asdict()
             limit = layer_work.bound(part, work[part], hardware, spec.kernel.precision)
             row |= {"bound_by": limit and limit[0], "bound_s": limit and limit[1]}
-        row["longest"] = [
-            {"name": n, "seconds": s}
-            for n, s in sorted(names[part].items(), key=lambda named: -named[1])[:LONGEST]
-        ]
+        row["longest"] = [{"name": n, "seconds": s} for n, s in seconds_by_name[part].most_common(LONGEST)]
         parts.append(row)
     busy_s = length(union(spans)) * scale
     return {
