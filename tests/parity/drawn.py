@@ -57,12 +57,8 @@ def main() -> int:
     failed, largest = list[str](), dict.fromkeys(("loss_diff", "grad_diff", "param_diff"), 0.0)
     for spec in specs:
         result = asdict(server.ask(run_check, spec))
-        print(
-            json.dumps(
-                {"layout": spec.layout.label(), "compile": spec.compile, "shape": asdict(spec.shape)} | result
-            ),
-            flush=True,
-        )
+        facts = {"layout": spec.layout.label(), "compile": spec.compile, "shape": asdict(spec.shape)}
+        print(json.dumps(facts | result), flush=True)
         failed += [] if result["passed"] else [spec.layout.label()]
         largest = {name: max(value, result[name] or 0.0) for name, value in largest.items()}
     server.close()

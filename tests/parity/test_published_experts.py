@@ -19,9 +19,8 @@ TOKENS = 4096
 def params_of(shape):
     """Parameters of all but the experts, and of all experts."""
     h, layers = shape.hidden_size, shape.num_hidden_layers
-    attention = (
-        2 * h * 128 * (shape.num_attention_heads + shape.num_key_value_heads) + 2 * 128 * shape.qk_norm
-    )
+    heads = shape.num_attention_heads + shape.num_key_value_heads
+    attention = 2 * h * 128 * heads + 2 * 128 * shape.qk_norm
     layer = attention + 2 * h + shape.num_experts * h
     routed = layers * shape.num_experts * 3 * h * shape.moe_intermediate_size
     return layers * layer + 2 * shape.vocab_size * h + h, routed

@@ -104,14 +104,8 @@ def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
         unknown = {"pp", "pp_schedule", "virtual_stages"} if pp == 1 else {"dp_overlap"}
         known = {k: v for k, v in options.items() if k not in unknown}
         computed_in = dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), "fp32")
-        others = {
-            "compile": False,
-            "attention": "flash",
-            "fused_optimizer": True,
-            "tf32": False,
-            "routing": "balanced",
-        }
-        assert ran == known | computed_in | others
+        switches = {"compile": False, "fused_optimizer": True, "tf32": False}
+        assert ran == known | computed_in | switches | {"attention": "flash", "routing": "balanced"}
         assert all(line["tokens"] == spec.tokens_per_step for line in steps)
         assert steps[-1]["loss"] < steps[0]["loss"]
         # Of the products of the matrices, and attention with its scores computed anew.

@@ -73,10 +73,8 @@ def their_name(name):
 
 def in_their_words(shape, tensors):
     """Tensors of our model by the names of theirs, which holds gate and up of each expert as one matrix."""
-    theirs, rows = (
-        {},
-        {"gate": shape.moe_intermediate_size, "up": shape.moe_intermediate_size, "down": shape.hidden_size},
-    )
+    theirs, m = {}, shape.moe_intermediate_size
+    rows = {"gate": m, "up": m, "down": shape.hidden_size}
     for name, tensor in tensors.items():
         block, _, matrix = name.rpartition(".experts.")
         if not block:
@@ -149,9 +147,7 @@ def test_the_decoder_is_the_model_of_its_config_json(name, wide):
     assert {key: diff for key, diff in differences(name).items() if diff >= 1e-10} == {}
 
 
-FAULTS_SEEN = [
-    (fault, *fault.seen["transformers"]) for fault in FAULTS.values() if "transformers" in fault.seen
-]
+FAULTS_SEEN = [(f, *f.seen["transformers"]) for f in FAULTS.values() if "transformers" in f.seen]
 
 
 @pytest.mark.parametrize(("fault", "name"), FAULTS_SEEN, ids=lambda value: getattr(value, "text", None))

@@ -28,11 +28,8 @@ def relative(value, reference):
 def factors():
     """The input of a layer, several weights, and the gradients of their outputs."""
     torch.manual_seed(0)
-    return (
-        numbers(TOKENS, INPUTS),
-        [numbers(n, INPUTS) for n in OUTPUTS],
-        [numbers(TOKENS, n) for n in OUTPUTS],
-    )
+    x, weights = numbers(TOKENS, INPUTS), [numbers(n, INPUTS) for n in OUTPUTS]
+    return x, weights, [numbers(TOKENS, n) for n in OUTPUTS]
 
 
 def test_products_are_those_of_rounded_factors():
