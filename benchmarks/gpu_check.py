@@ -69,14 +69,8 @@ SPEED_8B = (
     "sweep.pp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[3]", "sweep.recompute=[selective]",
 )  # fmt: skip
 ESTIMATES_S = {
-    "machine": 15.0,
-    "check": 15.0,
-    "compile": 30.0,
-    "links": 60.0,
-    "memory": 90.0,
-    "speed 8B": 400.0,
-    "speed 1B": 300.0,
-}
+    "machine": 15.0, "check": 15.0, "compile": 30.0, "links": 60.0, "memory": 90.0, "speed 8B": 400.0, "speed 1B": 300.0,
+}  # fmt: skip
 """Step -> expected seconds of one of its lines, from the runs of benchmarks/h100; those of rows are in gpu_rows.py."""
 LINK_SHARE = 0.6
 """Least bus bandwidth at the largest size, as a share of the rate of a GPU's links in the file of the hardware."""

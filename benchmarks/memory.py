@@ -31,16 +31,8 @@ from ultrabench.sweep.predict.ultrabench_memory import static_bytes
 
 TIMEOUT_S = 3600.0
 SMALL_MODELS = (
-    "llama3.2-1b",
-    "llama3.2-3b",
-    "llama3-8b",
-    "llama3-8b",
-    "qwen3-8b",
-    "qwen2.5-7b",
-    "mistral-7b",
-    "1B",
-    "olmoe-1b-7b",
-)
+    "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-8b", "qwen3-8b", "qwen2.5-7b", "mistral-7b", "1B", "olmoe-1b-7b",
+)  # fmt: skip
 LARGE_MODELS = ("llama3-70b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b")
 PUBLISHED_BYTES = 10 * GIB, 100 * GIB
 """Smallest and largest predicted peak of a layout of a published model."""
