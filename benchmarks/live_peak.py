@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,19 +40,24 @@ def prepare(trainer: TrainStep) -> None:
     trainer.update(trainer.accumulate(*trainer.batch(1)))
 
 
-def rank_cost(spec: RunSpec, rank: int, folder: str) -> dict[str, Any]:
-    """The RankCost of the second step of `rank`, as JSON values."""
+def join_ranks(rank: int, world_size: int, folder: Path) -> None:
+    """Makes the default process group of the ranks that share `folder`."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", spec.layout.world_size)  # type: ignore[attr-defined]
-    join(torch.device("cpu"), store, rank, spec.layout.world_size)
+    store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
+    join(torch.device("cpu"), store, rank, world_size)
+
+
+def rank_cost(spec: RunSpec, rank: int, folder: Path) -> dict[str, Any]:
+    """The RankCost of the second step of `rank`, as JSON values."""
+    join_ranks(rank, spec.layout.world_size, folder)
     return measure_step(spec, prepare)
 
 
 def rank_costs(spec: RunSpec) -> list[dict[str, Any]]:
     """The RankCost of each rank, as JSON values."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
         ranks = range(spec.layout.world_size)
-        bodies = {f"rank {rank}": partial(rank_cost, spec, rank, folder) for rank in ranks}
+        bodies = {f"rank {rank}": partial(rank_cost, spec, rank, Path(name)) for rank in ranks}
         return [*run_forked(bodies, TIMEOUT_S).values()]
 
 
