@@ -156,8 +156,7 @@ class Routing:
 
     def __init__(self, word: str, shape: ModelShape, spans: Sequence[range]) -> None:
         """`spans` are the positions of a sequence that this rank holds."""
-        self.word, self.shape = word, shape
-        self.spans = spans
+        self.word, self.shape, self.spans = word, shape, spans
 
     @cached_property
     def by_position(self) -> list[tuple[int, ...]]:
@@ -186,12 +185,8 @@ def update_balance(models: Sequence[Any], layers: int) -> None:
 
     All ranks have to call it; it sums one number for each expert of each of the `layers` layers of the model.
     """
-    blocks = {
-        int(number): layer.ffn
-        for model in models
-        for number, layer in model.layers.items()
-        if isinstance(layer.ffn, SparseFeedForward)
-    }
+    numbered = (pair for model in models for pair in model.layers.items())
+    blocks = {int(n): layer.ffn for n, layer in numbered if isinstance(layer.ffn, SparseFeedForward)}
     (experts, device) = next((m.shape.num_experts, next(m.parameters()).device) for m in models)
     counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
     for number, block in blocks.items():

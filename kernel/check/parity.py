@@ -217,12 +217,9 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
     if spec.dump is not None:
         torch.save(exact, Path(spec.dump) / "reference.pt")
         torch.save(whole, Path(spec.dump) / "check.pt")
-    missing = [
-        f"rank {r}: {n}"
-        for r, rank_tensors in enumerate(ranks)
-        for n in rank_tensors["parts"]
-        if n not in rank_tensors["grad"]
-    ]
+    missing = list[str]()
+    for r, rank_tensors in enumerate(ranks):
+        missing += [f"rank {r}: {n}" for n in rank_tensors["parts"] if n not in rank_tensors["grad"]]
     comparison["passed"] &= not missing
     comparison["graphs"] = max(rank_tensors["graphs"] for rank_tensors in ranks)
     return CheckResult(**comparison, missing_gradients=tuple(missing))
