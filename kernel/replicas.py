@@ -38,16 +38,15 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     params = {name: local(p.detach()) for name, p in trainer.params.items()}
     summed = {n: p for n, p in params.items() if cut_dim(n) is None and trainer.layout.tp > 1}
     sums = {n: p.view(_BITS[p.element_size()]).sum() for n, p in params.items() if n not in summed}
-    by_axis = {
-        "dp_replicate": {n: total for n, total in sums.items() if not is_expert(n)},
-        "expert_replicate": {n: total for n, total in sums.items() if is_expert(n)},
-    }
-    differing = {
-        n for axis, of in by_axis.items() for n, spread in _spread(trainer, of, axis).items() if spread.any()
-    }
     biases = {name: bias for model in trainer.models for name, bias in balances(model).items()}
-    for axis in MESH_AXES[1:]:
-        differing |= {n for n, spread in _spread(trainer, biases, axis).items() if spread.any()}
+    equal_along = [
+        ("dp_replicate", {n: total for n, total in sums.items() if not is_expert(n)}),
+        ("expert_replicate", {n: total for n, total in sums.items() if is_expert(n)}),
+        *((axis, biases) for axis in MESH_AXES[1:]),
+    ]
+    differing = set[str]()
+    for axis, values in equal_along:
+        differing |= {n for n, spread in _spread(trainer, values, axis).items() if spread.any()}
     for axis in ("tp", "dp_replicate"):
         for name, spread in _spread(trainer, summed, axis).items():
             param = params[name]
