@@ -139,13 +139,9 @@ def test_recomputation_keeps_what_docs_say(server, tp):
 )
 def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute):
     """The growth of the peak's activations with the number of layers, within 2 %."""
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-    }
-    shapes = [dataclasses.replace(TINY, num_hidden_layers=layers, **sizes) for layers in (4, 8)]
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 8)
+    wide = dataclasses.replace(TINY, hidden_size=512, intermediate_size=1024, **heads)
+    shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (4, 8)]
     specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
     few, many = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
     m = micro_batch(in_precision(specs[0], "bf16"))
