@@ -28,6 +28,13 @@ def join(device: torch.device, store: Any = None, rank: int = -1, world_size: in
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=pin)
 
 
+def over_ranks(value: float, device: torch.device, op: Any = dist.ReduceOp.MAX) -> float:
+    """The largest `value` of all ranks, or what `op` makes of their values; all ranks have to call it."""
+    reduced = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op)
+    return float(reduced)
+
+
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The mesh of `layout`; ZeRO shards along dp_shard, and the ranks along dp_replicate hold the same shards.
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local
+from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local, over_ranks
 from ultrabench.kernel.moe import balances
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
@@ -58,9 +58,7 @@ def require_equal_replicas(trainer: TrainStep) -> None:
         if trainer.tied_peer is not None:
             copies.append(swap(copies[0], trainer.tied_peer, trainer.mesh.get_group("pp")))
         differing |= {name for name in tied_names if len({int(copy) for copy in copies}) > 1}
-    anywhere = torch.tensor([len(differing)], device=trainer.device)
-    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-    if anywhere.item():
+    if over_ranks(len(differing), trainer.device):
         places = (
             f"here {sorted(differing)[0]} and {len(differing) - 1} more" if differing else "on other ranks"
         )

@@ -25,7 +25,7 @@ from torch import Tensor
 from ultrabench.device_rates import long_probe, short_probe
 from ultrabench.kernel.compat import PATIENCE
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
-from ultrabench.kernel.mesh import build_mesh, join
+from ultrabench.kernel.mesh import build_mesh, join, over_ranks
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
 from ultrabench.kernel.rank.clock import timed
 from ultrabench.kernel.rank.probe import probe
@@ -108,19 +108,13 @@ class Timing:
         stop = 0 if not enough else 1 if narrow else 2 if len(times) >= measure.max_steps else 0
         return STOP_REASONS[int(self._of_rank_0(stop))]
 
-    def _any_rank(self, condition: bool) -> bool:
-        """Whether `condition` is true on some rank."""
-        any_true = torch.tensor([float(condition)], device=self.device)
-        dist.all_reduce(any_true, dist.ReduceOp.MAX)
-        return bool(any_true)
-
     def _warm_up(self) -> None:
         """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
         begin, steps, seconds = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
         while self.done_steps < steps or self._of_rank_0(time.perf_counter() - begin) < seconds:
             self.step()
         for remaining in range(MOST_COMPILING_STEPS, -1, -1):
-            if not self._any_rank(self.compiled):
+            if not over_ranks(self.compiled, self.device):
                 return
             if remaining:
                 self.step()
@@ -133,9 +127,7 @@ class Timing:
         """Runs one step; returns the FLOPs of all ranks in it."""
         with ExecutedFlops() as executed:
             self.step()
-        total = torch.tensor([executed.flops], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return float(total)
+        return over_ranks(executed.flops, self.device, dist.ReduceOp.SUM)
 
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
