@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gpu_machine import Finding, Line, Machine, RefusedError, TimeSpentError, require_gpus
 from gpu_rows import FIRST as FIRST_ROWS
@@ -32,15 +32,13 @@ from ultrabench import checkout
 from ultrabench.cli.tables import duration, say, show, style_of, table
 from ultrabench.errors import ConfigError, UltrabenchError, counted, require_known
 from ultrabench.hardware import GIB
-from ultrabench.kernel.requests import CheckSpec, RankCost, dry_run
+from ultrabench.kernel.requests import CheckSpec, dry_run
 from ultrabench.layout import Layout
 from ultrabench.processes import run_module, thread_variables
-from ultrabench.record import from_dict, to_dict
+from ultrabench.record import to_dict
 from ultrabench.run import RunSpec
 from ultrabench.sweep.config.files import files, read_yaml, usable
 from ultrabench.sweep.config.load import load_config
-
-T = TypeVar("T")
 
 PRECISIONS = {"cuda": ("fp32", "bf16"), "cpu": ("fp64",)}
 CHECKS = {
@@ -64,21 +62,15 @@ MEMORY_LAYOUTS = {
     1: ("sweep.tp=[1]", "sweep.pp=[1]", "sweep.zero_stage=[0]", "sweep.recompute=[none,selective,full]"),
     2: ("sweep.tp=[1,2]", "sweep.pp=[1,2]", "sweep.zero_stage=[0,3]"),
 }
-"""Fewest ranks -> the layouts of the memory step."""
+"""Number of ranks, 2 also for more -> the layouts of the memory step."""
 SPEED = ("measure=default", "measure.confirm=1")
 SPEED_8B = (
     *SPEED, "model=llama3-8b", "sweep.seq_len=8192", "sweep.gbs=16", "sweep.gas=null", "sweep.mbs=[1,2]", "sweep.tp=[1]",
     "sweep.pp=[1]", "sweep.cp=[1]", "sweep.zero_stage=[3]", "sweep.recompute=[selective]",
 )  # fmt: skip
 ESTIMATES_S = {
-    "machine": 15.0,
-    "check": 15.0,
-    "compile": 30.0,
-    "links": 60.0,
-    "memory": 90.0,
-    "speed 8B": 400.0,
-    "speed 1B": 300.0,
-}
+    "machine": 15.0, "check": 15.0, "compile": 30.0, "links": 60.0, "memory": 90.0, "speed 8B": 400.0, "speed 1B": 300.0,
+}  # fmt: skip
 """Step -> expected seconds of one of its lines, from the runs of benchmarks/h100; those of rows are in gpu_rows.py."""
 LINK_SHARE = 0.6
 """Least bus bandwidth at the largest size, as a share of the rate of a GPU's links in the file of the hardware."""
@@ -141,12 +133,8 @@ def check_line(machine: Machine, layout: str, precision: str, *more: str) -> Lin
         graphs = f", {result['graphs']} graphs" if "--compile" in more else ""
         return Finding(result["passed"], f"{missing}{differences(result)}{graphs}")
 
-    return Line(
-        " ".join([layout, precision, *more]),
-        compare,
-        ESTIMATES_S["compile" if more else "check"],
-        precision == "fp8",
-    )
+    estimate_s = ESTIMATES_S["compile" if more else "check"]
+    return Line(" ".join([layout, precision, *more]), compare, estimate_s, precision == "fp8")
 
 
 def check_lines(machine: Machine, layouts: Sequence[str], *more: str) -> Iterator[Line]:
@@ -182,7 +170,7 @@ def memory(machine: Machine) -> Finding:
         spec = CheckSpec(layout=Layout(dp=2, zero_stage=3, gas=2), precision="bf16").run
         peaks = [(spec, max(live_peaks(spec)))]
     else:
-        layouts = for_ranks(MEMORY_LAYOUTS, machine.ranks)
+        layouts = MEMORY_LAYOUTS[min(machine.ranks, 2)]
         overrides = (*MEMORY_RUNS, *layouts, f"sweep.gbs={2 * machine.ranks}")
         sweep = machine.sweep("gpu-check-memory", *overrides)
         ran = [(sweep.specs[row["run_id"]], row) for row in sweep.rows if row["run_id"] in sweep.specs]
@@ -198,18 +186,13 @@ def memory(machine: Machine) -> Finding:
     return Finding(passed, f"farthest of {len(dry)}: {spec.layout.label()} {sizes}")
 
 
-def for_ranks(values: Mapping[int, T], ranks: int) -> T:
-    """The value for the largest number of ranks that this machine has."""
-    return values[max(number for number in values if number <= ranks)]
-
-
 def live_peaks(spec: RunSpec) -> list[int]:
     """The largest live bytes of each rank in a real step over gloo."""
     command, env = [sys.executable, str(Path(__file__).with_name("live_peak.py"))], thread_variables(1)
     done = subprocess.run(
         command, input=json.dumps(to_dict(spec)), text=True, stdout=subprocess.PIPE, env={**os.environ, **env}
     )
-    return [from_dict(RankCost, cost).peak_bytes for cost in json.loads(done.stdout)]
+    return [cost["peak_bytes"] for cost in json.loads(done.stdout)]
 
 
 def speed(machine: Machine, name: str, published: float, source: str, *overrides: str) -> Finding:
@@ -239,12 +222,10 @@ def speed_1b(machine: Machine) -> Iterator[Line]:
     table_of_runs = read_yaml(files("published")["h100x8"])
     row = next(row for row in table_of_runs["runs"] if row["nodes"] == 1)
     axes = [f"sweep.{word}=[{row.get(word, 1)}]" for word in ("tp", "pp", "cp", "zero_stage", "mbs", "gas")]
-    batch = [
-        f"{key}={table_of_runs[name]}"
-        for key, name in (("model", "model"), ("sweep.seq_len", "seq_len"), ("sweep.gbs", "gbs"))
-    ]
+    batch = [f"sweep.{word}={table_of_runs[word]}" for word in ("seq_len", "gbs")]
+    overrides = (*SPEED, f"model={table_of_runs['model']}", *batch, *axes)
     name, published = "gpu-check-1B", row["tokens_per_s_per_gpu"]
-    attempt = partial(speed, machine, name, published, table_of_runs["source"], *SPEED, *batch, *axes)
+    attempt = partial(speed, machine, name, published, table_of_runs["source"], *overrides)
     yield Line(name, attempt, ESTIMATES_S["speed 1B"])
 
 

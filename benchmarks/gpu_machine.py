@@ -1,6 +1,5 @@
 """The machine that gpu_check.py examines, and the commands of ultrabench that run there until the time is spent."""
 
-import contextlib
 import json
 import math
 import signal
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-from ultrabench.agent.ranks.gpus import visible_gpus
+from ultrabench.agent.ranks.gpus import CLOCK_SM, ask_nvml, visible_gpus
 from ultrabench.cli.tables import say
 from ultrabench.errors import ConfigError, UltrabenchError
 from ultrabench.kernel_config import KernelConfig
@@ -163,17 +162,13 @@ def _interrupt(child: subprocess.Popen[str]) -> None:
 
 def limits() -> dict[str, float | None]:
     """power_limit_w and max_sm_clock_hz of the first visible GPU by NVML; None where it has no answer."""
-    import pynvml
-
-    values: dict[str, float | None] = {"power_limit_w": None, "max_sm_clock_hz": None}
-    with contextlib.suppress(pynvml.NVMLError, IndexError):
-        gpu = visible_gpus()[0]
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-        values["power_limit_w"] = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
-        clock_mhz = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        values["max_sm_clock_hz"] = clock_mhz * 1e6
-    return values
+    power_mw = clock_mhz = None
+    for gpu in visible_gpus()[:1]:
+        ask_nvml("nvmlInit")
+        if handle := ask_nvml("nvmlDeviceGetHandleByUUID", gpu.uuid):
+            power_mw = ask_nvml("nvmlDeviceGetEnforcedPowerLimit", handle)
+            clock_mhz = ask_nvml("nvmlDeviceGetMaxClockInfo", handle, CLOCK_SM)
+    return {"power_limit_w": power_mw and power_mw / 1e3, "max_sm_clock_hz": clock_mhz and clock_mhz * 1e6}
 
 
 def require_gpus(facts: dict[str, Any]) -> None:

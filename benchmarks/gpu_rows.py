@@ -6,6 +6,7 @@ only: the first of `layouts` that is predicted to fit in bf16 and eager.
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,10 +19,9 @@ from trace_parts import markdown, read_trace, summary
 
 from ultrabench.analysis.schema import FLOAT, SCHEMA, TEXT, column
 from ultrabench.hardware import of_peak
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel.requests import CheckSpec
 from ultrabench.layout import Layout
-from ultrabench.model_shape import ModelShape
-from ultrabench.run import AttemptKey, RunSpec, Workload
+from ultrabench.run import AttemptKey
 from ultrabench.sweep.config.files import files, read_yaml
 from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.plan import predictor
@@ -135,17 +135,12 @@ def fitting(machine: Machine, variant: Variant) -> tuple[Path, Layout]:
     for layers in numbers:
         path = model_file(machine.results, variant.size, name, layers)
         for layout in layouts(seq_len, MOST_TOKENS[machine.device]):
-            spec = spec_of(load_model(str(path)), layout, seq_len, precision)
-            if predicts.predict(spec).memory_share <= MOST_MEMORY:
+            run = CheckSpec(
+                layout=layout, shape=load_model(str(path)), seq_len=seq_len, precision=precision
+            ).run
+            if predicts.predict(run).memory_share <= MOST_MEMORY:
                 return path, layout
     return path, layout
-
-
-def spec_of(shape: ModelShape, layout: Layout, seq_len: int, precision: str) -> RunSpec:
-    """An eager run of one rank."""
-    kernel = KernelConfig(name="embedded", precision=precision)
-    workload = Workload(seq_len=seq_len, gbs=layout.gbs)
-    return RunSpec(shape=shape, workload=workload, layout=layout, kernel=kernel, nodes=1, gpus_per_node=1)
 
 
 def measure_row(machine: Machine, variant: Variant, out: Path) -> Finding:
@@ -219,13 +214,5 @@ def write_summary(sweep: Sweep, row: dict[str, Any], variant: Variant, out: Path
 def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
     """Writes rows as a table with the columns of runs.parquet and EXTRA."""
     schema = pa.schema([*SCHEMA, *EXTRA], metadata=SCHEMA.metadata)
-    arrays = [
-        pa.array([row.get(field.name) for row in rows], _readable(field.type)).cast(field.type)
-        for field in schema
-    ]
-    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), path)
-
-
-def _readable(kind: pa.DataType) -> pa.DataType:
-    """The type from which a column of JSON values is read."""
-    return pa.string() if pa.types.is_timestamp(kind) else kind
+    timed_rows = [row | {"started_at": datetime.fromisoformat(row["started_at"])} for row in rows]
+    pq.write_table(pa.Table.from_pylist(timed_rows, schema), path)

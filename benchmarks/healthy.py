@@ -19,15 +19,8 @@ def main() -> int:
     folder, runs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1000
     write_model(folder)
     repeats = f"repeats={-(-runs // 25)}"  # of 25 layouts
-    launch(
-        folder,
-        *LAYOUTS,
-        "name=healthy",
-        "measure.race=null",
-        "measure.max_foreign_load=null",
-        repeats,
-        check=False,
-    )
+    others = ("name=healthy", "measure.race=null", "measure.max_foreign_load=null")
+    launch(folder, *LAYOUTS, *others, repeats, check=False)
     subprocess.run(ultrabench("collect", "healthy"), cwd=folder, check=True)
     table = pq.read_table(folder / "results/healthy/runs.parquet")
     ends = Counter(map(str, table["status"].to_pylist()))

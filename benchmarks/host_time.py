@@ -17,11 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ultrabench.kernel.dryrun.counts import CollectiveCounts
 from ultrabench.kernel.mesh import build_mesh
+from ultrabench.kernel.requests import CheckSpec
 from ultrabench.kernel.step import TrainStep
-from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.model_shape import ModelShape
-from ultrabench.run import RunSpec, Workload
 
 SHAPE = ModelShape(
     name="small", hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8,
@@ -34,9 +33,7 @@ ROUNDS, TIMES = 15, 20
 def seconds(tp: int, recompute: str) -> tuple[float, int]:
     """The lowest CPU seconds of one layer in ROUNDS rounds, forward and backward, and its number of collectives over tp."""
     layout = Layout(tp=tp, dp=1, recompute=recompute)
-    kernel = KernelConfig(name="embedded", precision="fp32")
-    spec = RunSpec(shape=SHAPE, workload=Workload(seq_len=SEQ_LEN, gbs=1), layout=layout, nodes=1, gpus_per_node=tp,
-                   kernel=kernel)  # fmt: skip
+    spec = CheckSpec(layout=layout, shape=SHAPE, seq_len=SEQ_LEN, precision="fp32").run
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     trainer = TrainStep(spec, torch.device("cpu"), build_mesh(layout, "cpu"))
     (model,) = trainer.models

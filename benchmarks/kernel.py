@@ -20,9 +20,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from plain_model import PlainStep
 from sweeps import cold_ranks, report, task_variables, torchrun
 
 from ultrabench.agent.agent_group import free_port
+from ultrabench.kernel.mesh import build_mesh, join
+from ultrabench.kernel.rank.clock import timed
+from ultrabench.kernel.rank.environment import use_device
+from ultrabench.kernel.requests import CheckSpec
+from ultrabench.kernel.step import TrainStep
+from ultrabench.layout import Layout
+from ultrabench.record import to_dict
+from ultrabench.run import Task
+from ultrabench.sweep.config.load import load_config, load_model
 
 FORMS = {"single": 0, "ddp": 0, "fsdp2": 3}
 """Form of plain torch -> the ZeRO stage it is compared with."""
@@ -46,67 +58,38 @@ run_forked({str(rank): partial(body, rank) for rank in range(2)}, 300)
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Runs in a rank; returns the step and CPU times of each program in `job["who"]`, and peak bytes on GPUs."""
-    import torch
-    import torch.distributed as dist
-
-    from ultrabench.kernel import compat
-    from ultrabench.kernel.rank import environment
-
-    environment.set_defaults()
-    compat.use_timeout(compat.PATIENCE)
     torch.set_num_threads(1)
-    cuda = job["device"] == "cuda"
-    device = torch.device("cuda", int(os.environ["RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    device = use_device(job["device"], int(os.environ["RANK"]))
+    join(device)
     steps = {who: {"ours": ours, "plain": plain}[who](job, device) for who in job["who"]}
     seconds: dict[str, list[float]] = {who: [] for who in steps}
     cpu_seconds: dict[str, list[float]] = {who: [] for who in steps}
     for number in range(job["warmup"] + job["steps"]):
         for who, step in steps.items():
-            if cuda:
-                torch.cuda.synchronize()
-            cpu_start, start = time.process_time(), time.perf_counter()
-            loss = step()
+            cpu_start = time.process_time()
+            step_s, loss = timed(device, step)
             if number >= job["warmup"]:
-                seconds[who].append(time.perf_counter() - start)
+                seconds[who].append(step_s)
                 cpu_seconds[who].append(time.process_time() - cpu_start)
             assert loss == loss, "no number"
-    peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if cuda else {}
+    peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}
     dist.destroy_process_group()
     cpu = {f"{who}_cpu": median(taken) for who, taken in cpu_seconds.items()}
     return {**{who: median(taken) for who, taken in seconds.items()}, **cpu, **peak}
 
 
-def ours(job: dict[str, Any], device: Any) -> Callable[[], float]:
+def ours(job: dict[str, Any], device: torch.device) -> Callable[[], float]:
     """A function that runs a step of the embedded kernel."""
-    from ultrabench.kernel.mesh import build_mesh
-    from ultrabench.kernel.step import TrainStep
-    from ultrabench.kernel_config import KernelConfig
-    from ultrabench.layout import Layout
-    from ultrabench.run import RunSpec, Workload
-    from ultrabench.sweep.config.load import load_model
-
-    ranks = int(os.environ["WORLD_SIZE"])
-    layout = Layout(dp=ranks, mbs=job["mbs"], zero_stage=FORMS[job["form"]])
-    spec = RunSpec(
-        shape=load_model(job["model"]), workload=Workload(seq_len=job["seq_len"], gbs=layout.gbs),
-        layout=layout, nodes=1, gpus_per_node=ranks,
-        kernel=KernelConfig(name="embedded", precision=job["precision"], compile=job["compile"]),
-    )  # fmt: skip
+    layout = Layout(dp=dist.get_world_size(), mbs=job["mbs"], zero_stage=FORMS[job["form"]])
+    options = {name: job[name] for name in ("seq_len", "precision", "compile")}
+    spec = CheckSpec(layout=layout, shape=load_model(job["model"]), **options).run
     trainer = TrainStep(spec, device, build_mesh(layout, device.type))
     batch = trainer.batch(1)
     return lambda: float(trainer.update(trainer.accumulate(*batch)))
 
 
-def plain(job: dict[str, Any], device: Any) -> Callable[[], float]:
+def plain(job: dict[str, Any], device: torch.device) -> Callable[[], float]:
     """A function that runs a step of plain torch."""
-    import torch
-    from plain_model import PlainStep
-
-    from ultrabench.sweep.config.load import load_model
-
     torch.manual_seed(0)
     shape = load_model(job["model"])
     trainer = PlainStep(shape, job["seq_len"], job["form"], job["precision"], device, compiled=job["compile"])
@@ -123,8 +106,6 @@ def ranks_of(job: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
     """A row of the result: both times, their ratio, and on GPUs the mfu and peak memory of both."""
-    from ultrabench.sweep.config.load import load_model
-
     found: dict[str, list[dict[str, float]]] = {"ours": [], "plain": []}
     # On CPUs both run in the same processes; on GPUs each has the memory for itself.
     alone = [["ours"], ["plain"], ["plain"], ["ours"]]
@@ -152,16 +133,9 @@ def compare(job: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 def forked_and_execed(folder: Path, times: int) -> dict[str, float]:
     """Median step seconds of the same run on 2 CPU ranks, forked from a warm process and exec'd."""
-    from ultrabench.kernel_config import KernelConfig
-    from ultrabench.layout import Layout
-    from ultrabench.record import to_dict
-    from ultrabench.run import RunSpec, Task, Workload
-    from ultrabench.sweep.config.load import load_config, load_model
-
     steps = {"warmup_steps": 5, "min_steps": 60, "max_steps": 60, "target_ci95_rel": 1e-9}
     layout = Layout(dp=2, zero_stage=1, mbs=4)
-    spec = RunSpec(shape=load_model("mini"), workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout,
-                   kernel=KernelConfig(name="embedded"), nodes=1, gpus_per_node=2)  # fmt: skip
+    spec = CheckSpec(layout=layout, shape=load_model("mini"), precision="fp32").run
     task = Task(run_id=spec.run_id, repeat=0, attempt=0, spec=spec, measure=replace(load_config([]).measure, **steps),
                 device="cpu", rank_mem_bytes=2**32, predicted_step_time_s=0.1, predicted_duration_s=10, limit_s=100)  # fmt: skip
     found: dict[str, list[float]] = {"forked": [], "execed": []}

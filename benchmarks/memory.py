@@ -10,36 +10,29 @@ import math
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
 from ultrabench.kernel.children import run_forked
 from ultrabench.kernel.dryrun.rank_cost import rank_cost
-from ultrabench.kernel_config import KernelConfig
+from ultrabench.kernel.requests import CheckSpec
 from ultrabench.layout import Layout, default_virtual_stages
 from ultrabench.model_shape import ModelShape
-from ultrabench.run import RunSpec, Workload
+from ultrabench.run import RunSpec
+from ultrabench.sweep.arguments import require_possible
 from ultrabench.sweep.config.load import load_model, load_profile
-from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.predict.memory import memory_constants, predict_memory
 from ultrabench.sweep.predict.ultrabench_memory import static_bytes
-from ultrabench.sweep.refusals import refusal
 
 TIMEOUT_S = 3600.0
 SMALL_MODELS = (
-    "llama3.2-1b",
-    "llama3.2-3b",
-    "llama3-8b",
-    "llama3-8b",
-    "qwen3-8b",
-    "qwen2.5-7b",
-    "mistral-7b",
-    "1B",
-    "olmoe-1b-7b",
-)
+    "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-8b", "qwen3-8b", "qwen2.5-7b", "mistral-7b", "1B", "olmoe-1b-7b",
+)  # fmt: skip
 LARGE_MODELS = ("llama3-70b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b")
 PUBLISHED_BYTES = 10 * GIB, 100 * GIB
 """Smallest and largest predicted peak of a layout of a published model."""
@@ -63,73 +56,61 @@ def shape_of(pick: random.Random) -> ModelShape:
     )
 
 
-def spec_of(pick: random.Random) -> RunSpec | None:
-    """A run that the kernel can do, or None when these numbers make no such run."""
+def small(pick: random.Random) -> RunSpec:
+    """A run of a small random model."""
     dp, pp, cp = pick.choice((1, 2, 4, 8)), pick.choice((1, 1, 2, 4)), pick.choice((1, 1, 1, 1, 2, 4))
     schedule = pick.choice(("1f1b", "1f1b", "afab", "interleaved", "zbv")) if pp > 1 else "none"
-    try:
-        layout = Layout(
-            dp=dp, tp=pick.choice((1, 1, 2, 4, 8)), pp=pp, cp=cp, zero_stage=pick.choice((0, 1, 2, 3, 3)),
-            dp_shard=pick.choice((0, 0, 0, 2)), mbs=pick.choice((1, 2, 4, 8)), gas=pick.randint(1, 6),
-            pp_schedule=schedule, virtual_stages=default_virtual_stages(schedule), recompute=pick.choice(RECOMPUTE),
-        )  # fmt: skip
-        kernel = KernelConfig(name="embedded", precision=pick.choice(("bf16", "bf16", "bf16", "fp32")))
-        shape, seq_len, ranks = shape_of(pick), pick.choice((128, 256, 512, 1024)), layout.world_size
-        work = Workload(seq_len=seq_len, gbs=layout.gbs)
-        spec = RunSpec(shape=shape, workload=work, layout=layout, kernel=kernel, nodes=ranks, gpus_per_node=1)
-    except ConfigError:
-        return None
-    broken = next(broken_rules(layout, shape), None) or refusal(kernel, layout, shape, seq_len, "cpu")
-    return None if broken else spec
+    layout = Layout(
+        dp=dp, tp=pick.choice((1, 1, 2, 4, 8)), pp=pp, cp=cp, zero_stage=pick.choice((0, 1, 2, 3, 3)),
+        dp_shard=pick.choice((0, 0, 0, 2)), mbs=pick.choice((1, 2, 4, 8)), gas=pick.randint(1, 6),
+        pp_schedule=schedule, virtual_stages=default_virtual_stages(schedule), recompute=pick.choice(RECOMPUTE),
+    )  # fmt: skip
+    precision = pick.choice(("bf16", "bf16", "bf16", "fp32"))
+    shape, seq_len = shape_of(pick), pick.choice((128, 256, 512, 1024))
+    return CheckSpec(layout=layout, shape=shape, seq_len=seq_len, precision=precision).run
 
 
-def with_experts(spec: RunSpec, pick: random.Random) -> RunSpec | None:
-    """The run with experts in most layers, or None when these numbers make no such run."""
-    try:
-        shape = replace(
-            spec.shape, num_experts=pick.choice((4, 8, 16)), num_experts_per_tok=pick.choice((1, 2, 4)),
-            moe_intermediate_size=spec.shape.hidden_size // pick.choice((1, 2, 4)), n_shared_experts=pick.choice((0, 0, 1)),
-            first_k_dense_replace=pick.choice((0, 0, 1)), decoder_sparse_step=pick.choice((1, 1, 1, 2)),
-            scoring_func=pick.choice(("softmax", "sigmoid")),
-        )  # fmt: skip
-        layout = replace(spec.layout, ep=pick.choice((1, 2, 4, 8)))
-    except ConfigError:
-        return None
-    broken = next(broken_rules(layout, shape), None) or refusal(
-        spec.kernel, layout, shape, spec.workload.seq_len, "cpu"
-    )
-    return None if broken else replace(spec, shape=shape, layout=layout)
+def with_experts(spec: RunSpec, pick: random.Random) -> RunSpec:
+    """The run with experts in most layers."""
+    shape = replace(
+        spec.shape, num_experts=pick.choice((4, 8, 16)), num_experts_per_tok=pick.choice((1, 2, 4)),
+        moe_intermediate_size=spec.shape.hidden_size // pick.choice((1, 2, 4)), n_shared_experts=pick.choice((0, 0, 1)),
+        first_k_dense_replace=pick.choice((0, 0, 1)), decoder_sparse_step=pick.choice((1, 1, 1, 2)),
+        scoring_func=pick.choice(("softmax", "sigmoid")),
+    )  # fmt: skip
+    return replace(spec, shape=shape, layout=replace(spec.layout, ep=pick.choice((1, 2, 4, 8))))
 
 
-def published(pick: random.Random) -> RunSpec | None:
-    """A run of a published model that a GPU may just hold, or None when these numbers make no such run."""
+def published(pick: random.Random) -> RunSpec:
+    """A run of a published model."""
     is_large = pick.random() < len(LARGE_MODELS) / len(LARGE_MODELS + SMALL_MODELS)
     shape = load_model(pick.choice(LARGE_MODELS if is_large else SMALL_MODELS))
     pp, cp = pick.choice((1, 2, 4, 4, 8) if is_large else (1, 1, 2, 4)), pick.choice((1, 1, 1, 1, 2, 4))
     schedule = pick.choice(("1f1b", "1f1b", "afab", "interleaved", "zbv")) if pp > 1 else "none"
+    layout = Layout(
+        dp=pick.choice((1, 2, 4, 8)), tp=pick.choice((2, 4, 8, 8) if is_large else (1, 1, 2, 4, 8)), pp=pp, cp=cp,
+        zero_stage=pick.choice((0, 1, 2, 3, 3)), dp_shard=pick.choice((0, 0, 0, 0, 2)), mbs=pick.choice((1, 1, 2, 4)),
+        gas=pick.choice((1, 2, 4) if pp == 1 else (pp, 2 * pp - 1, 2 * pp)), pp_schedule=schedule,
+        virtual_stages=default_virtual_stages(schedule), recompute=pick.choice(RECOMPUTE[1:]),
+        sequence_parallel=pick.choice(("on",) * 7 + ("off",)), cp_exchange=pick.choice(("ring", "allgather")),
+        dp_overlap=pick.choice(("on",) * 7 + ("off",)), ep=pick.choice((1, 2, 4, 8)) if shape.num_experts else 1,
+    )  # fmt: skip
+    spec = CheckSpec(
+        layout=layout, shape=shape, precision=pick.choice(("bf16",) * 5 + ("fp8",)), compile=pick.random() < 0.2,
+        routing=pick.choice(("balanced", "balanced", "skew=1", "learned")) if shape.num_experts else "balanced",
+        seq_len=pick.choice((2048, 4096, 4096, 8192)) * pick.choice((1, cp)),
+    )  # fmt: skip
+    return spec.run
+
+
+def possible(draw: Callable[..., RunSpec], *values: Any) -> RunSpec | None:
+    """The run that `draw` makes of its values, or None where the kernel cannot do it."""
     try:
-        layout = Layout(
-            dp=pick.choice((1, 2, 4, 8)), tp=pick.choice((2, 4, 8, 8) if is_large else (1, 1, 2, 4, 8)), pp=pp, cp=cp,
-            zero_stage=pick.choice((0, 1, 2, 3, 3)), dp_shard=pick.choice((0, 0, 0, 0, 2)), mbs=pick.choice((1, 1, 2, 4)),
-            gas=pick.choice((1, 2, 4) if pp == 1 else (pp, 2 * pp - 1, 2 * pp)), pp_schedule=schedule,
-            virtual_stages=default_virtual_stages(schedule), recompute=pick.choice(RECOMPUTE[1:]),
-            sequence_parallel=pick.choice(("on",) * 7 + ("off",)), cp_exchange=pick.choice(("ring", "allgather")),
-            dp_overlap=pick.choice(("on",) * 7 + ("off",)), ep=pick.choice((1, 2, 4, 8)) if shape.num_experts else 1,
-        )  # fmt: skip
-        kernel = KernelConfig(
-            name="embedded", precision=pick.choice(("bf16",) * 5 + ("fp8",)), compile=pick.random() < 0.2,
-            routing=pick.choice(("balanced", "balanced", "skew=1", "learned")) if shape.num_experts else "balanced",
-        )  # fmt: skip
-        seq_len, ranks = pick.choice((2048, 4096, 4096, 8192)) * pick.choice((1, cp)), layout.world_size
-        work = Workload(seq_len=seq_len, gbs=layout.gbs)
-        spec = RunSpec(shape=shape, workload=work, layout=layout, kernel=kernel, nodes=ranks, gpus_per_node=1)
+        spec = draw(*values)
+        require_possible(spec, "cpu")
     except ConfigError:
         return None
-    if next(broken_rules(layout, shape), None) or refusal(kernel, layout, shape, seq_len, "cpu"):
-        return None
-    constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
-    peak_bytes = max(stage.allocated_bytes for stage in predict_memory(spec, constants))
-    return spec if PUBLISHED_BYTES[0] < peak_bytes < PUBLISHED_BYTES[1] else None
+    return spec
 
 
 def family(layout: Layout) -> str:
@@ -143,10 +124,14 @@ def main() -> None:
     layouts, seed = (int(word) for word in (*words, *("200", "21")[len(words) :]))
     pick, errors = random.Random(seed), defaultdict[str, list[float]](list)
     constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
+    is_published = "published" in sys.argv
     while layouts:
-        if (spec := (published if "published" in sys.argv else spec_of)(pick)) is None:
+        if (spec := possible(published if is_published else small, pick)) is None:
             continue
-        if "experts" in sys.argv and (spec := with_experts(spec, pick)) is None:
+        peak_bytes = max(stage.allocated_bytes for stage in predict_memory(spec, constants))
+        if is_published and not PUBLISHED_BYTES[0] < peak_bytes < PUBLISHED_BYTES[1]:
+            continue  # a GPU would hold far more, or could not hold it
+        if "experts" in sys.argv and (spec := possible(with_experts, spec, pick)) is None:
             continue
         if "fp8" in sys.argv:
             spec = replace(spec, kernel=replace(spec.kernel, precision="fp8"))

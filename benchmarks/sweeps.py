@@ -71,14 +71,8 @@ def write_tasks(sweep: Path, folder: Path) -> list[Path]:
 
 def torchrun(ranks: int, *words: str) -> list[str]:
     """The command by which torchrun starts a program on so many ranks of this machine."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        *words,
-    ]
+    options = ("--standalone", f"--nproc-per-node={ranks}")
+    return [sys.executable, "-m", "torch.distributed.run", *options, *words]
 
 
 def cold_ranks(folder: Path, ranks: int) -> list[str]:

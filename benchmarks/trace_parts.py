@@ -6,7 +6,7 @@ themselves count. What no rule knows is `the rest`, and the table names the long
 
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -78,7 +78,8 @@ def part_of(kernel: Kernel, spec: RunSpec) -> str:
     shape, tokens = spec.shape, spec.layout.mbs * spec.workload.seq_len
     name = kernel.span.name.lower()
     if kernel.operator in _PRODUCTS:
-        edges = next((a + b[1:] for a, b in _pairs(kernel.dims) if a[1] == b[0]), [])
+        matrices = [size for size in kernel.dims if len(size) == 2]
+        edges = next((a + b[1:] for a, b in pairwise(matrices) if a[1] == b[0]), [])
         if shape.vocab_size in edges:
             return layer_work.HEAD
         widths = [*edges]
@@ -113,12 +114,6 @@ def _is_cast(kernel: Kernel) -> bool:
     return kernel.dtype.startswith("c10::Float8") or (kernel.operator in _OF_SCALES and scales)
 
 
-def _pairs(dims: Dims) -> Iterator[tuple[list[int], list[int]]]:
-    """The matrices among the arguments of an operator, each with the next one."""
-    matrices = [size for size in dims if len(size) == 2]
-    return pairwise(matrices)
-
-
 def _is_of_tokens(size: list[int], tokens: int) -> bool:
     """Whether the first one or two sizes of a tensor, or the first and third, are those of the tokens."""
     return len(size) > 1 and (
@@ -133,28 +128,20 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
     """
     steps = [e for e in trace["traceEvents"] if str(e.get("name")).startswith("ProfilerStep#") and e.get("cat") == "user_annotation"]  # fmt: skip
     scale, step_s = 1e-6 / max(1, len(steps)), sum(e["dur"] for e in steps) * 1e-6 / max(1, len(steps))
-    seconds, names = (
-        dict.fromkeys(layer_work.PARTS, 0.0),
-        defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float)),
-    )
+    seconds_by_name = {part: Counter[str]() for part in layer_work.PARTS}
     spans = list[Span]()
     for kernel in kernels_of(trace):
         part = part_of(kernel, spec)
-        duration_s = (kernel.span.end - kernel.span.start) * scale
-        seconds[part] += duration_s
-        names[part][kernel.span.name] += duration_s
+        seconds_by_name[part][kernel.span.name] += (kernel.span.end - kernel.span.start) * scale
         spans.append(kernel.span)
     work, parts = layer_work.step_work(spec), []
     for part in (name for name in layer_work.PARTS if name in work or name == layer_work.REST):
-        row = {"part": part, "in_layers": part in layer_work.OF_LAYERS, "seconds": seconds[part], "flops": None, "bytes": None}  # fmt: skip
+        row = {"part": part, "in_layers": part in layer_work.OF_LAYERS, "seconds": float(seconds_by_name[part].total()), "flops": None, "bytes": None}  # fmt: skip
         if part in work:
             row |= work[part]._asdict()
             limit = layer_work.bound(part, work[part], hardware, spec.kernel.precision)
             row |= {"bound_by": limit and limit[0], "bound_s": limit and limit[1]}
-        row["longest"] = [
-            {"name": n, "seconds": s}
-            for n, s in sorted(names[part].items(), key=lambda named: -named[1])[:LONGEST]
-        ]
+        row["longest"] = [{"name": n, "seconds": s} for n, s in seconds_by_name[part].most_common(LONGEST)]
         parts.append(row)
     busy_s = length(union(spans)) * scale
     return {

@@ -220,11 +220,10 @@ def keeps_result(operator: Any, *args: Any, **kwargs: Any) -> bool:
     """
     if operator in _MARKED:
         return "kept" in current_meta().get("custom", ())
+    if operator not in _FUSED_ATTENTION:
+        return operator in _SUMS
     names = (argument.name for argument in operator._schema.arguments)
-    return operator in _SUMS or (
-        operator in _FUSED_ATTENTION
-        and dict(zip(names, args, strict=False), **kwargs).get("is_causal", False)
-    )
+    return bool(dict(zip(names, args, strict=False), **kwargs).get("is_causal"))
 
 
 def attention_forward(chosen: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -247,11 +246,8 @@ def attention_backward(
     chosen: str, grad: Tensor, q: Tensor, out: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
-    tensors, log_sum, sizes = (
-        (grad, q, k, v, out),
-        log_sum.contiguous(),
-        (q.shape[2], k.shape[2], 0.0, causal),
-    )
+    tensors, log_sum = (grad, q, k, v, out), log_sum.contiguous()
+    sizes = (q.shape[2], k.shape[2], 0.0, causal)
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
     unused = torch.zeros(2, dtype=torch.int64 if chosen == "cudnn" else torch.uint64, device=q.device)
     if chosen == "cudnn":

@@ -108,48 +108,6 @@ def _turns(
             pair = passing.wait()
 
 
-class _RingSums:
-    """Gradients of keys and values that travel with them, so that the last turn brings them to their rank."""
-
-    def __init__(self, pair: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        self._sums, self._group = torch.zeros_like(pair, dtype=dtype), group
-        self._passing: Passing | None = None
-
-    def of_turn(self) -> Tensor:
-        """The sums of the keys and values that visit."""
-        if self._passing is not None:
-            self._sums = self._passing.wait()
-        return self._sums
-
-    def end_turn(self) -> None:
-        """Sends these sums on."""
-        self._passing = Passing(self._sums, torch.empty_like(self._sums), self._group)
-
-    def own(self) -> Tensor:
-        """The sums of this rank's own keys and values, after all turns."""
-        return self.of_turn()
-
-
-class _GatheredSums:
-    """Gradients of the keys and values of all ranks, which one reduce-scatter brings to their ranks."""
-
-    def __init__(self, pair: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        self._sums = pair.new_zeros((group.size() * len(pair), *pair.shape[1:]), dtype=dtype)
-        self._group, self._turn = group, 0
-
-    def of_turn(self) -> Tensor:
-        """The sums of the keys and values that visit."""
-        return self._sums.chunk(self._group.size())[(self._group.rank() - self._turn) % self._group.size()]
-
-    def end_turn(self) -> None:
-        """Goes on to those of the next rank."""
-        self._turn += 1
-
-    def own(self) -> Tensor:
-        """The sums of this rank's own keys and values, after all turns."""
-        return wait(reduce_scatter(self._sums, self._group))
-
-
 def _pair(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """Keys and values in one tensor to send, 2 x B x S x K x D: in this order attention need not copy them."""
     return torch.stack((k_BKSD.transpose(1, 2), v_BKSD.transpose(1, 2)))
@@ -188,21 +146,30 @@ def _ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, exchange: str,
     chosen: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of q, and those of k and v as `_pair` has them."""
+    """The gradient of q, and those of k and v as `_pair` has them.
+
+    In a ring the sums of these travel with the keys and values, so that the last turn brings them to their rank. Otherwise
+    each rank adds to sums for the pairs of all ranks.
+    """
     pair, group = _pair(k, v), group_of(group_name)
     grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
-    sums = (_RingSums if exchange == "ring" else _GatheredSums)(pair, group, log_sum.dtype)
-    for visiting, query_span, key_span, causal in _turns(pair, group, exchange):
+    num_pairs = 1 if exchange == "ring" else group.size()
+    sums, passing = pair.new_zeros((num_pairs, *pair.shape), dtype=log_sum.dtype), None
+    for turn, (visiting, query_span, key_span, causal) in enumerate(_turns(pair, group, exchange)):
         query_parts = (t[:, :, query_span] for t in (grad, q, out, log_sum))
         dq, dk, dv = attention_backward(
             chosen, *query_parts, *visiting[:, :, key_span].transpose(2, 3), causal=causal
         )
-        grad_pair = sums.of_turn()
+        if passing is not None:
+            sums = passing.wait()
+        grad_pair = sums[(group.rank() - turn) % num_pairs]
         grad_pair[0, :, key_span] += dk.transpose(1, 2)
         grad_pair[1, :, key_span] += dv.transpose(1, 2)
         grad_q[:, :, query_span] += dq
-        sums.end_turn()
-    return grad_q.to(q.dtype), sums.own().to(q.dtype)
+        if exchange == "ring":
+            passing = Passing(sums, torch.empty_like(sums), group)
+    total = wait(reduce_scatter(sums.flatten(0, 1), group)) if passing is None else passing.wait()[0]
+    return grad_q.to(q.dtype), total.to(q.dtype)
 
 
 RING_FORWARD = torch.ops.ultrabench.ring_forward.default

@@ -229,18 +229,12 @@ def _mix(ranks: ExpertRanks, x_TH: Tensor, weights_Tk: Tensor, route: Route, exp
     return y_TH
 
 
-def expert_ranks(
-    layout: Layout, group: dist.ProcessGroup, tp: Ranks, routing: Routing, seq_len: int
-) -> ExpertRanks:
-    """The ranks of the ep axis, with the routing of each rank's tokens."""
-    places = [layout.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
-    spans = (cp.spans(seq_len, layout.cp, place.cp) for place in places)
-    routings = [Routing(routing.word, routing.shape, of_rank) for of_rank in spans]
-    return ExpertRanks(group, tp, [*zip(routings, (place.tp for place in places), strict=True)])
-
-
-def apply_ep(model: Decoder, ranks: ExpertRanks) -> None:
+def apply_ep(model: Decoder, layout: Layout, group: dist.ProcessGroup, tp: Ranks, seq_len: int) -> None:
     """Gives this rank its part of the experts of `model`, in place, and makes tokens travel to all of them."""
+    places = [layout.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
+    spans = [cp.spans(seq_len, layout.cp, place.cp) for place in places]
+    routings = [Routing(model.routing.word, model.shape, of_rank) for of_rank in spans]
+    ranks = ExpertRanks(group, tp, [*zip(routings, (place.tp for place in places), strict=True)])
     for layer in model.layers.values():
         if isinstance(block := layer.ffn, SparseFeedForward):
             for name, weight in block.experts.named_parameters():

@@ -91,11 +91,9 @@ def head_loss(
 
 def _sum(total: Tensor | None, summand: Tensor) -> Tensor:
     """The sum of gradients; it is in at least fp32 from the second summand on, since bf16 loses small ones."""
-    return (
-        summand
-        if total is None
-        else total.to(torch.promote_types(summand.dtype, torch.float32)).add_(summand)
-    )
+    if total is None:
+        return summand
+    return total.to(torch.promote_types(summand.dtype, torch.float32)).add_(summand)
 
 
 class _HeadLoss(torch.autograd.Function):

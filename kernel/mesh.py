@@ -1,10 +1,14 @@
-"""Builds the mesh of ranks, and tells which part of a full parameter a rank holds."""
+"""Joins the ranks, builds their mesh, and tells which part of a full parameter a rank holds."""
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ultrabench.kernel.compat import PATIENCE, use_timeout
 from ultrabench.layout import Layout
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -15,6 +19,20 @@ EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep")
 
 Part = tuple[tuple[int, int, int], ...]
 """Successive cuts (dim, start, length) that lead from a full tensor to one rank's part."""
+
+
+def join(device: torch.device, store: Any = None, rank: int = -1, world_size: int = -1) -> None:
+    """Makes the default process group: NCCL for GPUs, gloo for CPUs; without a store as the environment says."""
+    use_timeout(PATIENCE)
+    backend, pin = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=pin)
+
+
+def over_ranks(value: float, device: torch.device, op: Any = dist.ReduceOp.MAX) -> float:
+    """The largest `value` of all ranks, or what `op` makes of their values; all ranks have to call it."""
+    reduced = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op)
+    return float(reduced)
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:

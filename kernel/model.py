@@ -199,14 +199,11 @@ class Layer(nn.Module):
     def __init__(self, shape: ModelShape, number: int) -> None:
         """`number` is that of the layer in the whole model, from 0 on."""
         super().__init__()
-        self.attention_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
+        h, f, eps = shape.hidden_size, shape.intermediate_size, shape.rms_norm_eps
+        self.attention_norm = RmsNorm(h, eps)
         self.attention = Attention(shape)
-        self.ffn_norm = RmsNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.ffn = (
-            sparse(shape)
-            if shape.is_sparse(number)
-            else FeedForward(shape.hidden_size, shape.intermediate_size)
-        )
+        self.ffn_norm = RmsNorm(h, eps)
+        self.ffn = sparse(shape) if shape.is_sparse(number) else FeedForward(h, f)
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor, *route: Route | None) -> Tensor:
         """The x_BSH after this layer; layers of a model with experts get the route of the tokens."""

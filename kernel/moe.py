@@ -8,8 +8,8 @@ The functions here are the specification, which `ep.py` replaces by sorted token
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -156,19 +156,17 @@ class Routing:
 
     def __init__(self, word: str, shape: ModelShape, spans: Sequence[range]) -> None:
         """`spans` are the positions of a sequence that this rank holds."""
-        self.word, self.shape = word, shape
-        self.positions = [position for span in spans for position in span]
+        self.word, self.shape, self.spans = word, shape, spans
+
+    @cached_property
+    def by_position(self) -> list[tuple[int, ...]]:
+        """The experts of the token at each position that this rank holds."""
+        return [static_experts(self.word, self.shape, position) for position in chain(*self.spans)]
 
     def experts(self, tokens: int, part: int = 0) -> list[tuple[int, ...]]:
         """The experts of `tokens` tokens, from token part*tokens of the flattened micro-batch on."""
         places = range(part * tokens, (part + 1) * tokens)
-        positions = (self.positions[place % len(self.positions)] for place in places)
-        return [self.experts_at(position) for position in positions]
-
-    @cache  # noqa: B019  a process has as many as pipeline stages
-    def experts_at(self, position: int) -> tuple[int, ...]:
-        """The experts of the token at `position`."""
-        return static_experts(self.word, self.shape, position)
+        return [self.by_position[place % len(self.by_position)] for place in places]
 
     def route(self, x_BSH: Tensor) -> Route | None:
         """The route of the tokens of a micro-batch; None if the routers choose."""
@@ -187,12 +185,8 @@ def update_balance(models: Sequence[Any], layers: int) -> None:
 
     All ranks have to call it; it sums one number for each expert of each of the `layers` layers of the model.
     """
-    blocks = {
-        int(number): layer.ffn
-        for model in models
-        for number, layer in model.layers.items()
-        if isinstance(layer.ffn, SparseFeedForward)
-    }
+    numbered = (pair for model in models for pair in model.layers.items())
+    blocks = {int(n): layer.ffn for n, layer in numbered if isinstance(layer.ffn, SparseFeedForward)}
     (experts, device) = next((m.shape.num_experts, next(m.parameters()).device) for m in models)
     counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
     for number, block in blocks.items():

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local
+from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local, over_ranks
 from ultrabench.kernel.moe import balances
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
@@ -38,16 +38,15 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     params = {name: local(p.detach()) for name, p in trainer.params.items()}
     summed = {n: p for n, p in params.items() if cut_dim(n) is None and trainer.layout.tp > 1}
     sums = {n: p.view(_BITS[p.element_size()]).sum() for n, p in params.items() if n not in summed}
-    by_axis = {
-        "dp_replicate": {n: total for n, total in sums.items() if not is_expert(n)},
-        "expert_replicate": {n: total for n, total in sums.items() if is_expert(n)},
-    }
-    differing = {
-        n for axis, of in by_axis.items() for n, spread in _spread(trainer, of, axis).items() if spread.any()
-    }
     biases = {name: bias for model in trainer.models for name, bias in balances(model).items()}
-    for axis in MESH_AXES[1:]:
-        differing |= {n for n, spread in _spread(trainer, biases, axis).items() if spread.any()}
+    equal_along = [
+        ("dp_replicate", {n: total for n, total in sums.items() if not is_expert(n)}),
+        ("expert_replicate", {n: total for n, total in sums.items() if is_expert(n)}),
+        *((axis, biases) for axis in MESH_AXES[1:]),
+    ]
+    differing = set[str]()
+    for axis, values in equal_along:
+        differing |= {n for n, spread in _spread(trainer, values, axis).items() if spread.any()}
     for axis in ("tp", "dp_replicate"):
         for name, spread in _spread(trainer, summed, axis).items():
             param = params[name]
@@ -59,9 +58,7 @@ def require_equal_replicas(trainer: TrainStep) -> None:
         if trainer.tied_peer is not None:
             copies.append(swap(copies[0], trainer.tied_peer, trainer.mesh.get_group("pp")))
         differing |= {name for name in tied_names if len({int(copy) for copy in copies}) > 1}
-    anywhere = torch.tensor([len(differing)], device=trainer.device)
-    dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-    if anywhere.item():
+    if over_ranks(len(differing), trainer.device):
         places = (
             f"here {sorted(differing)[0]} and {len(differing) - 1} more" if differing else "on other ranks"
         )

@@ -60,13 +60,8 @@ class CheckSpec:
     @property
     def run(self) -> RunSpec:
         """The run whose training is checked."""
-        kernel = KernelConfig(
-            name="check",
-            precision=self.precision,
-            compile=self.compile,
-            attention=self.attention,
-            routing=self.routing,
-        )
+        options = {name: getattr(self, name) for name in ("precision", "compile", "attention", "routing")}
+        kernel = KernelConfig(name="check", **options)
         workload = Workload(seq_len=self.seq_len, gbs=self.layout.gbs, seed=self.seed)
         return RunSpec(
             shape=self.shape, workload=workload, layout=self.layout, kernel=kernel,

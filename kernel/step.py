@@ -14,7 +14,7 @@ from ultrabench.kernel.compat import foreach_mul_, foreach_norm
 from ultrabench.kernel.compile import GraphCounter, apply_compile
 from ultrabench.kernel.data import load, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch, end_microbatch
-from ultrabench.kernel.ep import apply_ep, expert_ranks
+from ultrabench.kernel.ep import apply_ep
 from ultrabench.kernel.mesh import cp_group, expert_mesh, is_expert, local, num_losses, num_shards
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import LEARNED, update_balance
@@ -133,8 +133,7 @@ class TrainStep:
         apply_attention(model, self.attention, self.cp_group, self.layout.cp_exchange)
         apply_tp(model, self.tp)
         if self.expert_mesh is not None:
-            ranks = self.expert_mesh.get_group("ep"), self.tp, model.routing
-            apply_ep(model, expert_ranks(self.layout, *ranks, spec.workload.seq_len))
+            apply_ep(model, self.layout, self.expert_mesh.get_group("ep"), self.tp, spec.workload.seq_len)
         apply_recompute(model, self.layout)
         if spec.compiles:
             apply_compile(model, self.compiler)

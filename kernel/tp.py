@@ -80,16 +80,8 @@ class Ranks:
         return partial(wait, reduce_scatter(parts, self.group))
 
 
-def _gradient_shapes(
-    x_BsH: Tensor,
-    _: Any,
-    weights: Sequence[Tensor],
-    __: str,
-    ___: bool,
-    ____: bool,
-    wants_inputs: bool,
-    wants_weights: bool,
-) -> list[Tensor]:
+def _gradient_shapes(x_BsH: Tensor, _: Any, weights: Sequence[Tensor], *options: Any) -> list[Tensor]:
+    *_, wants_inputs, wants_weights = options
     return [t.new_empty(t.shape) for t in (*[x_BsH] * wants_inputs, *[*weights] * wants_weights)]
 
 

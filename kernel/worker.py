@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrabench.device_rates import long_probe, short_probe
-from ultrabench.kernel.compat import PATIENCE, use_timeout
+from ultrabench.kernel.compat import PATIENCE
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
-from ultrabench.kernel.mesh import build_mesh
+from ultrabench.kernel.mesh import build_mesh, join, over_ranks
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
 from ultrabench.kernel.rank.clock import timed
 from ultrabench.kernel.rank.probe import probe
@@ -83,14 +83,9 @@ class Timing:
     def _record(self, number: int, seconds: float, loss: float) -> None:
         if not math.isfinite(loss):
             raise failure.NonFiniteLossError(f"loss is {loss} at step {number}")
-        step_facts = {
-            "tokens": self.task.spec.tokens_per_step,
-            "step": number,
-            "seconds": seconds,
-            "loss": loss,
-        }
-        gradient_norm = float(self.trainer.gradient_norm)
-        self.report.write("step", **step_facts, gradient_norm=gradient_norm, measured=self.measuring)
+        tokens, norm = self.task.spec.tokens_per_step, float(self.trainer.gradient_norm)
+        numbers = {"step": number, "seconds": seconds, "loss": loss, "gradient_norm": norm}
+        self.report.write("step", tokens=tokens, **numbers, measured=self.measuring)
         self.done_steps = number
         if self.measuring:
             self.step_times_s.append(seconds)
@@ -113,19 +108,13 @@ class Timing:
         stop = 0 if not enough else 1 if narrow else 2 if len(times) >= measure.max_steps else 0
         return STOP_REASONS[int(self._of_rank_0(stop))]
 
-    def _any_rank(self, condition: bool) -> bool:
-        """Whether `condition` is true on some rank."""
-        any_true = torch.tensor([float(condition)], device=self.device)
-        dist.all_reduce(any_true, dist.ReduceOp.MAX)
-        return bool(any_true)
-
     def _warm_up(self) -> None:
         """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
         begin, steps, seconds = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
         while self.done_steps < steps or self._of_rank_0(time.perf_counter() - begin) < seconds:
             self.step()
         for remaining in range(MOST_COMPILING_STEPS, -1, -1):
-            if not self._any_rank(self.compiled):
+            if not over_ranks(self.compiled, self.device):
                 return
             if remaining:
                 self.step()
@@ -138,9 +127,7 @@ class Timing:
         """Runs one step; returns the FLOPs of all ranks in it."""
         with ExecutedFlops() as executed:
             self.step()
-        total = torch.tensor([executed.flops], dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return float(total)
+        return over_ranks(executed.flops, self.device, dist.ReduceOp.SUM)
 
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
@@ -203,11 +190,7 @@ class Timing:
 def run(task: Task, report: Report) -> None:
     """Runs the task on this rank, from joining the process group to leaving it."""
     report.phase("process_group")
-    device = torch.device(task.device)
-    environment.set_defaults()
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = environment.use_device(task.device, int(os.environ["LOCAL_RANK"]))
     report.write("memory", **memory.account())
     _join(report, device)
     if dist.get_rank() == 0:
@@ -221,9 +204,7 @@ def run(task: Task, report: Report) -> None:
 
 
 def _join(report: Report, device: torch.device) -> None:
-    """Makes the default process group: NCCL for GPUs, gloo for CPUs."""
-    use_timeout(PATIENCE)
-    backend, pin = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    """Makes the default process group, whose store the agent tells to all ranks if there is an agent."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     path, store = os.environ.get("ULTRABENCH_STORE"), None
     if path is not None:
@@ -235,7 +216,7 @@ def _join(report: Report, device: torch.device) -> None:
         store = dist.TCPStore(host, port, size, is_master, PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
         if is_master:
             report.write("store", port=store.port)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=pin)
+    join(device, store, rank, size)
 
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:

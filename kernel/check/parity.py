@@ -19,7 +19,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,18 +32,18 @@ from torch.func import functional_call
 from ultrabench.errors import counted
 from ultrabench.kernel.check.rounded_products import round_products
 from ultrabench.kernel.children import ChildError, run_forked
-from ultrabench.kernel.compat import PATIENCE, use_timeout
 from ultrabench.kernel.data import load
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
-from ultrabench.kernel.mesh import build_mesh, local, take
+from ultrabench.kernel.mesh import build_mesh, join, local, take
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
 from ultrabench.kernel.moe import LEARNED, balances, update_balance
 from ultrabench.kernel.rank import environment
 from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
-from ultrabench.kernel.step import BETAS, WEIGHT_DECAY, TrainStep, learning_rate
+from ultrabench.kernel.step import BETAS, CLIP_NORM, WEIGHT_DECAY, TrainStep, learning_rate
 from ultrabench.processes import die_with_parent
 from ultrabench.record import from_dict, to_dict
+from ultrabench.run import RunSpec
 from ultrabench.stages import split_stages
 
 TIMEOUT_S = {"cpu": 120.0, "cuda": 600.0}
@@ -82,102 +81,94 @@ def run_check(spec: CheckSpec) -> CheckResult:
 
 def _own_device(spec: CheckSpec, index: int) -> torch.device:
     """The device of a forked process, which it uses alone; products of fp32 numbers are not rounded to TF32."""
-    environment.set_defaults()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
-    if spec.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
+    return environment.use_device(spec.device, index)
 
 
-def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
-    """Trains the plain model on the whole global batch, with clipping and AdamW of torch.
+class _PlainStep:
+    """The plain model on one process, with clipping and AdamW of torch; its methods are those of a TrainStep.
 
     In 16 bits it computes with copies of fp32 parameters, as the layouts do.
     """
-    device = _own_device(spec, 0)
-    torch.set_default_dtype(MASTER_DTYPE[precision])
-    model = Decoder(spec.shape, split_stages(spec.shape, 1)[0], [range(spec.seq_len)], spec.routing).to(
-        device
-    )
-    if precision == "fp8":
-        round_products(model)
-    params = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, param in params.items():
-            param.copy_(model.initial_value(name, param.shape, spec.seed, device))
-    rate = learning_rate(spec.shape)
-    optimizer = torch.optim.AdamW(params.values(), lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
-    def accumulate(step: int) -> Tensor:
-        everything = range(spec.layout.gbs)
-        inputs, targets = load(everything, step, spec.run.workload, spec.shape.vocab_size, device)
-        copies = {name: param.to(COMPUTE_DTYPE[precision]) for name, param in params.items()}
-        loss = cross_entropy(functional_call(model, copies, (inputs,)), targets)
+    def __init__(self, run: RunSpec, precision: str, device: torch.device) -> None:
+        torch.set_default_dtype(MASTER_DTYPE[precision])
+        self.run, self.device, self.dtype = run, device, COMPUTE_DTYPE[precision]
+        shape, spans = run.shape, [range(run.workload.seq_len)]
+        self.model = Decoder(shape, split_stages(shape, 1)[0], spans, run.kernel.routing).to(device)
+        if precision == "fp8":
+            round_products(self.model)
+        self.models, self.params = [self.model], dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(self.model.initial_value(name, param.shape, run.workload.seed, device))
+        rate = learning_rate(shape)
+        self.optimizer = torch.optim.AdamW(
+            self.params.values(), lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY
+        )
+        self.clip_norm = CLIP_NORM
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The inputs and targets of the whole global batch in `step`."""
+        everything = range(self.run.layout.gbs)
+        return load(everything, step, self.run.workload, self.run.shape.vocab_size, self.device)
+
+    def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Computes the gradients of the mean loss, and returns the loss."""
+        copies = {name: param.to(self.dtype) for name, param in self.params.items()}
+        loss = cross_entropy(functional_call(self.model, copies, (inputs,)), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
-    def update(loss: Tensor, clip_norm: float) -> Tensor:
-        torch.nn.utils.clip_grad_norm_(params.values(), clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        if spec.shape.num_experts and spec.routing == LEARNED:
-            update_balance([model], spec.shape.num_hidden_layers)
+    def update(self, loss: Tensor) -> Tensor:
+        """Clips, updates the parameters and clears the gradients; returns the loss."""
+        torch.nn.utils.clip_grad_norm_(self.params.values(), self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.run.shape.num_experts and self.run.kernel.routing == LEARNED:
+            update_balance(self.models, self.run.shape.num_hidden_layers)
         return loss
 
-    torch.save(_trained(spec, params, [model], accumulate, update), folder / f"{precision}.pt")
+
+def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
+    """Trains the plain model on the whole global batch."""
+    trainer = _PlainStep(spec.run, precision, _own_device(spec, 0))
+    torch.save(_trained(spec, trainer), folder / f"{precision}.pt")
 
 
 def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     """Trains `spec.layout` as rank `rank`."""
     device = _own_device(spec, rank)
-    use_timeout(PATIENCE)
     store = dist.FileStore(str(folder / "store"), spec.layout.world_size)  # type: ignore[attr-defined]
-    backend, pin, compiler = ("gloo", None, "aot_eager")
-    if device.type == "cuda":
-        backend, pin, compiler = ("nccl", device, "inductor")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=spec.layout.world_size, device_id=pin)
+    join(device, store, rank, spec.layout.world_size)
     mesh = build_mesh(spec.layout, device.type)
+    compiler = "inductor" if device.type == "cuda" else "aot_eager"
     trainer = TrainStep(spec.run, device, mesh, backend=compiler)
-
-    def accumulate(step: int) -> Tensor:
-        return trainer.accumulate(*trainer.batch(step))
-
-    def update(loss: Tensor, clip_norm: float) -> Tensor:
-        trainer.clip_norm = clip_norm
-        return trainer.update(loss)
-
     with watched(trainer) as watch:
-        tensors_by_kind = _trained(spec, trainer.params, trainer.models, accumulate, update)
+        tensors_by_kind = _trained(spec, trainer)
     require_as_asked(trainer, watch)
     tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
     torch.save(tensors_by_kind, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
-def _trained(
-    spec: CheckSpec,
-    params: Mapping[str, Tensor],
-    models: Sequence[Decoder],
-    accumulate: Callable[[int], Tensor],
-    update: Callable[[Tensor, float], Tensor],
-) -> dict[str, Any]:
+def _trained(spec: CheckSpec, trainer: TrainStep | _PlainStep) -> dict[str, Any]:
     """Trains some steps, of which the second is not clipped; returns what this process holds then.
 
     These are `loss` of all steps, `grad` by name after the first backward, and `param` by name at the end, with which
     the biases of routers count in fp64; rounding may move a token to another expert, and a bias by a whole step.
     """
-    losses, grads = [], dict[str, Tensor]()
+    losses, grads, params = [], dict[str, Tensor](), trainer.params
     for step in range(1, spec.steps + 1):
-        loss = accumulate(step)
+        loss = trainer.accumulate(*trainer.batch(step))
         if step == 1:
             grads = {n: local(p.grad).to("cpu", copy=True) for n, p in params.items() if p.grad is not None}
-        losses.append(update(loss, UNREACHED_NORM if step == 2 else spec.clip).item())
+        trainer.clip_norm = UNREACHED_NORM if step == 2 else spec.clip
+        losses.append(trainer.update(loss).item())
     values = {name: local(param.detach()).cpu() for name, param in params.items()}
     if spec.precision == "fp64":
-        values |= {name: bias for model in models for name, bias in balances(model).items()}
+        values |= {name: bias for model in trainer.models for name, bias in balances(model).items()}
     return {"loss": {"loss": torch.tensor(losses, dtype=torch.float64)}, "grad": grads, "param": values}
 
 
@@ -224,15 +215,11 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
         if kind == "grad":
             comparison["worst_parameter"] = worst
     if spec.dump is not None:
-        Path(spec.dump).mkdir(parents=True, exist_ok=True)
         torch.save(exact, Path(spec.dump) / "reference.pt")
         torch.save(whole, Path(spec.dump) / "check.pt")
-    missing = [
-        f"rank {r}: {n}"
-        for r, rank_tensors in enumerate(ranks)
-        for n in rank_tensors["parts"]
-        if n not in rank_tensors["grad"]
-    ]
+    missing = list[str]()
+    for r, rank_tensors in enumerate(ranks):
+        missing += [f"rank {r}: {n}" for n in rank_tensors["parts"] if n not in rank_tensors["grad"]]
     comparison["passed"] &= not missing
     comparison["graphs"] = max(rank_tensors["graphs"] for rank_tensors in ranks)
     return CheckResult(**comparison, missing_gradients=tuple(missing))

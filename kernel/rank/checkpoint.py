@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from ultrabench.kernel.mesh import over_ranks
 from ultrabench.kernel.moe import balances
 from ultrabench.kernel.rank.clock import Result, timed
 from ultrabench.kernel.step import TrainStep
@@ -73,17 +74,11 @@ class Checkpoint:
         # The thread of an async save needs a group of its own, and that of CPUs.
         self.group = dist.new_group(backend="gloo")
 
-    def _largest(self, value: float) -> float:
-        """The largest value of all ranks."""
-        value_of_ranks = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(value_of_ranks, dist.ReduceOp.MAX)
-        return float(value_of_ranks)
-
     def _timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
         """The seconds of the slowest rank for work that all begin together, and what `work` returns here."""
         dist.barrier()
         seconds, result = timed(self.device, work)
-        return self._largest(seconds), result
+        return over_ranks(seconds, self.device), result
 
     def _remove(self, path: Path) -> None:
         dist.barrier()
@@ -106,7 +101,7 @@ class Checkpoint:
             tensor.zero_()
         load_s, _ = self._timed(partial(load, tensors, checkpoint_id=path, process_group=self.group))
         differing = [name for name, tensor in tensors.items() if not same_bits(tensor, saved.pop(name))]
-        if self._largest(len(differing)):
+        if over_ranks(len(differing), self.device):
             raise NotLoadedError(f"the loaded state differs: {differing or 'only on other ranks'}")
         self._remove(path)
         return {"save_s": save_s, "load_s": load_s, "bytes": size}
@@ -130,10 +125,10 @@ class Checkpoint:
         blocking_s, (start, saving) = self._timed(begin)
         saving.add_done_callback(lambda _: ends.append(time.perf_counter()))
         times_s = [train()]
-        while self._largest(not ends):
+        while over_ranks(not ends, self.device):
             times_s.append(train())
         saving.result()
-        whole_s = self._largest(ends[0] - start)
+        whole_s = over_ranks(ends[0] - start, self.device)
         self._remove(self.folder)
         lost_steps = sum(seconds / step_time_s - 1 for seconds in times_s)
         return {"async_blocking_s": blocking_s, "async_s": whole_s, "async_lost_steps": lost_steps}

@@ -36,6 +36,16 @@ def set_defaults() -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
+def use_device(device_type: str, index: int) -> torch.device:
+    """The CPU, or the GPU `index`, which this process uses from now on."""
+    set_defaults()
+    if device_type == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
 def facts() -> dict[str, Any]:
     """The facts of this process: its devices, versions, and the variables that configure its libraries."""
     cuda = torch.cuda.is_available()

@@ -26,13 +26,9 @@ def last_collectives() -> list[dict[str, Any]]:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) > 1:
             axis = group.group_desc.removeprefix("mesh_")
-            group_counts = {
-                "group": GROUP_NAMES.get(axis, axis),
-                "ranks": ranks,
-                **_count(by_group.get(name, [])),
-            }
-            group_counts["entered"] = group_counts["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-            counts.append(group_counts)
+            numbers = _count(by_group.get(name, []))
+            numbers["entered"] = numbers["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            counts.append({"group": GROUP_NAMES.get(axis, axis), "ranks": ranks, **numbers})
     return counts
 
 

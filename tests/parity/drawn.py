@@ -14,8 +14,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.kernel.check.parity import run_check
 from ultrabench.kernel.requests import TINY, CheckSpec
 from ultrabench.layout import Layout, default_virtual_stages
-from ultrabench.sweep.grid import broken_rules
-from ultrabench.sweep.refusals import refusal
+from ultrabench.sweep.arguments import require_possible
 
 MOST_RANKS = 8
 
@@ -42,12 +41,10 @@ def draw(pick: random.Random) -> CheckSpec | None:
         spec = CheckSpec(
             layout=layout, shape=shape, compile=pick.random() < 1 / 4, precision="fp64", steps=STEPS, routing=routing
         )  # fmt: skip
-        broken = next(broken_rules(layout, shape), None) or refusal(
-            spec.run.kernel, layout, shape, spec.run.workload.seq_len, "cpu"
-        )
+        require_possible(spec.run, "cpu")
     except ConfigError:
         return None
-    return None if broken or layout.world_size > MOST_RANKS else spec
+    return None if layout.world_size > MOST_RANKS else spec
 
 
 def main() -> int:
@@ -60,12 +57,8 @@ def main() -> int:
     failed, largest = list[str](), dict.fromkeys(("loss_diff", "grad_diff", "param_diff"), 0.0)
     for spec in specs:
         result = asdict(server.ask(run_check, spec))
-        print(
-            json.dumps(
-                {"layout": spec.layout.label(), "compile": spec.compile, "shape": asdict(spec.shape)} | result
-            ),
-            flush=True,
-        )
+        facts = {"layout": spec.layout.label(), "compile": spec.compile, "shape": asdict(spec.shape)}
+        print(json.dumps(facts | result), flush=True)
         failed += [] if result["passed"] else [spec.layout.label()]
         largest = {name: max(value, result[name] or 0.0) for name, value in largest.items()}
     server.close()

@@ -3,7 +3,6 @@
 import gc
 import re
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.registry import list_backends
 
+from benchmarks.live_peak import join_ranks, rank_costs
 from tests.parity.groups import compare_groups
 from tests.parity.planted import FAULTS
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.dryrun.counts import CollectiveCounts
-from ultrabench.kernel.dryrun.rank_cost import measure_step, rank_cost
+from ultrabench.kernel.dryrun.rank_cost import rank_cost
 from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.mesh import build_mesh
 from ultrabench.kernel.moe import SparseFeedForward
@@ -39,8 +39,6 @@ COMPILING = (
     "torch.distributed.tensor.experimental._attention", "torch.export._trace", "torch.fx.experimental.validator",
 )  # fmt: skip
 """Modules that torch would import in each rank that compiles, where they took a fifth of its CPU time."""
-LETTING_GO_S = 0.3
-"""Seconds after which gloo's thread has usually let go of what it sent."""
 TIMEOUT_S = 600.0
 
 
@@ -49,18 +47,10 @@ def in_precision(spec: CheckSpec, precision: str) -> RunSpec:
     return replace(spec.run, kernel=replace(spec.run.kernel, precision=precision))
 
 
-def join(rank: int, world_size: int, folder: Path) -> None:
-    """Makes the default process group of the ranks that share `folder`."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-
-
-def trained_a_step(spec: CheckSpec, rank: int, folder: Path) -> TrainStep:
+def trained_a_step(run: RunSpec, rank: int, folder: Path) -> TrainStep:
     """A rank after its first step, which makes optimizer states and warms caches."""
-    join(rank, spec.layout.world_size, folder)
-    run, mesh = in_precision(spec, "fp32"), build_mesh(spec.layout, "cpu")
-    trainer = TrainStep(run, torch.device("cpu"), mesh, backend="aot_eager")
+    join_ranks(rank, run.layout.world_size, folder)
+    trainer = TrainStep(run, torch.device("cpu"), build_mesh(run.layout, "cpu"), backend="aot_eager")
     trainer.update(trainer.accumulate(*trainer.batch(1)))
     return trainer
 
@@ -85,7 +75,7 @@ class Order(CollectiveCounts):
 
 
 def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int]], list[str]]:
-    trainer = trained_a_step(spec, rank, folder)
+    trainer = trained_a_step(in_precision(spec, "fp32"), rank, folder)
     batch = trainer.batch(1)
     with Order(trainer.mesh, trainer.cp_group, trainer.expert_mesh) as counts:
         trainer.update(trainer.accumulate(*batch))
@@ -93,36 +83,19 @@ def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int
 
 
 def _count_tokens(spec: CheckSpec, rank: int, folder: Path) -> list[int]:
-    trainer = trained_a_step(spec, rank, folder)
+    trainer = trained_a_step(in_precision(spec, "fp32"), rank, folder)
     trainer.accumulate(*trainer.batch(2))
     ffns = [layer.ffn for model in trainer.models for layer in model.layers.values()]
     return [int(ffn.counts.sum()) for ffn in ffns if isinstance(ffn, SparseFeedForward)]
 
 
-def _cost(spec: CheckSpec, rank: int, folder: Path) -> RankCost:
-    def prepare(trainer: TrainStep) -> None:
-        """Runs the first step; from now on updates end when gloo's thread has let go of what it sent."""
-        right = trainer.update
-
-        def update(loss: torch.Tensor) -> torch.Tensor:
-            out = right(loss)
-            time.sleep(LETTING_GO_S)
-            return out
-
-        trainer.update = update  # type: ignore[method-assign]
-        trainer.update(trainer.accumulate(*trainer.batch(1)))
-
-    join(rank, spec.layout.world_size, folder)
-    return from_dict(RankCost, measure_step(in_precision(spec, "bf16"), prepare))
-
-
 def _compare_replicas(spec: CheckSpec, rank: int, folder: Path) -> None:
-    require_equal_replicas(trained_a_step(spec, rank, folder))
+    require_equal_replicas(trained_a_step(in_precision(spec, "fp32"), rank, folder))
 
 
 def _compiled_loss(backend: str, spec: CheckSpec, rank: int, folder: Path) -> tuple[float, float]:
     """The largest differences of losses and gradients, compiled by `backend` and with the vocabulary on one rank."""
-    join(rank, spec.layout.world_size, folder)
+    join_ranks(rank, spec.layout.world_size, folder)
     generator = torch.Generator().manual_seed(1)
     logits, targets = torch.randn(24, 100, generator=generator, dtype=torch.float64), torch.arange(24) * 4
     whole_loss = logits_to_gradient(whole := logits.clone(), targets, None)
@@ -135,15 +108,12 @@ def _compiled_loss(backend: str, spec: CheckSpec, rank: int, folder: Path) -> tu
 def _checkpointed(blind: bool, spec: CheckSpec, rank: int, folder: Path) -> tuple[list[str], dict[str, int]]:
     """The names of what differs after a load or in an async save, and the bytes of the state by name; `blind` makes the
     names those of parameters alone."""
-    join(rank, spec.layout.world_size, folder)
-    trainer = TrainStep(spec.run, torch.device("cpu"), build_mesh(spec.layout, "cpu"), backend="aot_eager")
-    steps = iter(range(1, 100))
+    trainer, steps = trained_a_step(spec.run, rank, folder), iter(range(2, 100))
 
     def train() -> float:
         trainer.update(trainer.accumulate(*trainer.batch(next(steps))))
         return 1.0
 
-    train()
     saves = checkpoint.Checkpoint(trainer, folder / "checkpoint")
     if blind:
         saves.tensors = {re.sub("@[^.]*", "", name): tensor for name, tensor in saves.tensors.items()}
@@ -170,8 +140,6 @@ counted = partial(_of_ranks, _count)
 """The collectives of the second step of each rank: calls and bytes by axis and operation, and their order."""
 tokens_of_experts = partial(_of_ranks, _count_tokens)
 """The number of tokens, once for each of its experts, that the sparse layers of each rank counted in a step."""
-real_costs = partial(_of_ranks, _cost)
-"""What a step costs each rank, in bf16."""
 compared_replicas = partial(_of_ranks, _compare_replicas)
 """Nothing; ranks that hold different copies of the same parameters after a step are an error."""
 
@@ -184,6 +152,11 @@ def checkpointed(spec: CheckSpec, blind: bool = False) -> list[tuple[list[str], 
 def compiled_losses(spec: CheckSpec, backend: str) -> list[tuple[float, float]]:
     """How far the compiled loss of each rank is from that of one process."""
     return _of_ranks(partial(_compiled_loss, backend), spec)
+
+
+def real_costs(spec: CheckSpec) -> list[RankCost]:
+    """What a step costs each rank, in bf16."""
+    return [from_dict(RankCost, cost) for cost in rank_costs(in_precision(spec, "bf16"))]
 
 
 def dry_costs(spec: CheckSpec) -> list[RankCost]:

@@ -78,9 +78,8 @@ def require_closed_form(run, dry_run):
 
 def test_the_closed_form_holds_for_random_layouts(server):
     """A sample of the benchmark: with and without a pipeline, its schedules but zbv, and a ring."""
-    errors = {
-        row["family"]: row["largest"] for row in map(json.loads, server.ask(sampled_errors).splitlines())
-    }
+    rows = map(json.loads, server.ask(sampled_errors).splitlines())
+    errors = {row["family"]: row["largest"] for row in rows}
     assert errors.pop("static") < 0.001
     assert errors.pop("every")
     assert {name.split()[0] for name in errors} == {"no", "1f1b", "afab", "interleaved"}
@@ -103,11 +102,8 @@ def flops_of_one_rank_a_stage(spec):
     selective: the products with k, out and up, and with tp > 1 also down. attention: its forward alone.
     """
     shape, layout, seq_len = spec.shape, spec.layout, spec.seq_len
-    h, attention, down = (
-        shape.hidden_size,
-        shape.attention_flops(seq_len) / 3,
-        shape.hidden_size * shape.intermediate_size,
-    )
+    h, attention = shape.hidden_size, shape.attention_flops(seq_len) / 3
+    down = h * shape.intermediate_size
     full = 2 * (shape.layer_matmul_params() - down * (layout.tp == 1)) + attention
     selective = 2 * (h * (shape.kv_width + shape.q_width) + down * (1 + (layout.tp > 1)))
     again = {"none": 0, "attention": attention, "selective": selective}.get(layout.recompute, full)
@@ -143,9 +139,8 @@ def test_recomputation_keeps_what_docs_say(server, tp):
 )
 def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute):
     """The growth of the peak's activations with the number of layers, within 2 %."""
-    wide = dataclasses.replace(
-        TINY, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=8
-    )
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 8)
+    wide = dataclasses.replace(TINY, hidden_size=512, intermediate_size=1024, **heads)
     shapes = [dataclasses.replace(wide, num_hidden_layers=layers) for layers in (4, 8)]
     specs = [spec_of(f"tp={tp} mbs=16 compile {recompute}", shape) for shape in shapes]
     few, many = (cost.activation_bytes for cost in server.ask(dry_costs_of_rank, 0, *specs))
@@ -157,12 +152,10 @@ def test_a_compiled_layer_keeps_what_the_closed_form_says(server, tp, recompute)
 @pytest.mark.campaign
 def test_a_compiled_model_of_70b_fits(server):
     """41 GiB by the closed form, which is that of a dry run where the model has a quarter of its layers."""
-    run, _ = dryrun_spec(
-        ["model=llama3-70b", "nodes=8", "tp=8", "pp=4", "zero_stage=1", "gas=5"], compiled=True
-    )
-    quarter = dataclasses.replace(
-        run, shape=dataclasses.replace(run.shape, num_hidden_layers=run.shape.num_hidden_layers // 4)
-    )
+    words = "model=llama3-70b nodes=8 tp=8 pp=4 zero_stage=1 gas=5"
+    run, _ = dryrun_spec(words.split(), compiled=True)
+    few = dataclasses.replace(run.shape, num_hidden_layers=run.shape.num_hidden_layers // 4)
+    quarter = dataclasses.replace(run, shape=few)
     constants = memory_constants("ultrabench", load_profile("ultrabench").memory)
     whole, few_layers = (predict_memory(spec, constants)[0].allocated_bytes for spec in (run, quarter))
     assert few_layers == pytest.approx(server.ask(dry_cost, quarter).peak_bytes, rel=0.01)
@@ -184,9 +177,8 @@ def test_a_step_in_fp8_multiplies_sends_and_keeps_what_one_in_bf16_does(server, 
 def test_more_micro_batches_need_no_more_memory(server, schedule):
     """Only their inputs and targets stay, of 8 bytes each, but no messages nor what a loss was computed from."""
     few, many = (spec_of(f"pp=2 gas={gas} {schedule}") for gas in (6, 8))
-    less, more = (
-        cost.peak_bytes for cost in server.ask(dry_costs_of_rank, few.layout.first_rank(1), few, many)
-    )
+    costs = server.ask(dry_costs_of_rank, few.layout.first_rank(1), few, many)
+    less, more = (cost.peak_bytes for cost in costs)
     batch = 16 * (many.layout.gas - few.layout.gas) * few.layout.mbs * few.seq_len
     assert more - less == pytest.approx(batch, abs=64)  # and the losses
 

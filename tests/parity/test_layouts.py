@@ -142,14 +142,8 @@ def spec_of(case, shallow=SHALLOW):
     recompute = next(filter(re.compile(str(RECOMPUTE.pattern)).match, words), "none")
     layout = Layout(**{"dp": 1, "virtual_stages": virtual, **axes}, pp_schedule=schedule, recompute=recompute)
     precision = next((word for word in words if word in ("bf16", "fp8", "fp32")), "fp64")
-    return CheckSpec(
-        layout=layout,
-        shape=shape,
-        compile="compile" in words,
-        precision=precision,
-        steps=STEPS,
-        routing=routing,
-    )
+    options = {"precision": precision, "routing": routing, "compile": "compile" in words}
+    return CheckSpec(layout=layout, shape=shape, steps=STEPS, **options)
 
 
 def traits(case: str) -> set[str]:

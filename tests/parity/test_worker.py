@@ -11,15 +11,14 @@ from dataclasses import replace
 import pytest
 
 from tests.configs import measure as measure_of
+from tests.parity.server import in_precision
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
 from tests.unit.agent import one_node
 from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS, SHORT, summary
 from ultrabench.kernel.requests import TINY
-from ultrabench.kernel_config import KernelConfig
 from ultrabench.rank_report import read_progress
 from ultrabench.record import to_dict
-from ultrabench.run import RunSpec, Workload
 
 pytestmark = pytest.mark.parity
 GIB = 2**30
@@ -27,11 +26,7 @@ GIB = 2**30
 
 def task_of(case, precision="fp32"):
     """A short run of the layout that `case` describes."""
-    layout = spec_of(case).layout
-    spec = RunSpec(
-        shape=TINY, workload=Workload(seq_len=64, gbs=layout.gbs), layout=layout, nodes=1,
-        kernel=KernelConfig(name="embedded", precision=precision), gpus_per_node=layout.world_size,
-    )  # fmt: skip
+    spec = in_precision(spec_of(case, TINY), precision)
     measure = measure_of(warmup_steps=2, min_steps=6, max_steps=8, target_ci95_rel=1e-9, loss_step=5)
     made = one_node.task("", "cpu")
     return replace(made, run_id=spec.run_id, spec=spec, measure=measure, rank_mem_bytes=GIB)
@@ -104,14 +99,8 @@ def test_a_run_from_start_to_end(forks, tmp_path, case, precision, seconds):
         unknown = {"pp", "pp_schedule", "virtual_stages"} if pp == 1 else {"dp_overlap"}
         known = {k: v for k, v in options.items() if k not in unknown}
         computed_in = dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), "fp32")
-        others = {
-            "compile": False,
-            "attention": "flash",
-            "fused_optimizer": True,
-            "tf32": False,
-            "routing": "balanced",
-        }
-        assert ran == known | computed_in | others
+        switches = {"compile": False, "fused_optimizer": True, "tf32": False}
+        assert ran == known | computed_in | switches | {"attention": "flash", "routing": "balanced"}
         assert all(line["tokens"] == spec.tokens_per_step for line in steps)
         assert steps[-1]["loss"] < steps[0]["loss"]
         # Of the products of the matrices, and attention with its scores computed anew.

@@ -14,13 +14,8 @@ from ultrabench.kernel.moe import static_experts, update_balance
 from ultrabench.model_shape import ModelShape
 
 H, E, K, M = 16, 8, 2, 12
-SIZES = {
-    "hidden_size": H,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+SIZES = {"hidden_size": H, "intermediate_size": 24, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 THEIRS = {
     "mixtral": (MixtralSparseMoeBlock, {"num_local_experts": E, "intermediate_size": M}, {}),
     "qwen3_moe": (

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import kernel
-from ultrabench.kernel.check import parity
+from ultrabench.kernel import mesh
 from ultrabench.kernel.compat import PATIENCE
 from ultrabench.kernel.rank import environment, memory, progress, stack_dump
 from ultrabench.kernel.rank.failure import (
@@ -19,8 +18,6 @@ from ultrabench.kernel.rank.failure import (
     one_line,
 )
 from ultrabench.kernel.rank.timeline import Span, length, most_allocated, summarize, union
-from ultrabench.kernel.requests import CheckSpec
-from ultrabench.layout import Layout
 
 
 def test_variables_that_steer_a_run_are_recorded(monkeypatch):
@@ -50,28 +47,18 @@ def test_segments_can_grow_unless_the_user_says_otherwise(monkeypatch, given, cu
     assert given == set_to
 
 
-@pytest.mark.parametrize(
-    "joins",
-    [
-        lambda folder: parity._train_rank(CheckSpec(layout=Layout(dp=1)), 0, folder),
-        lambda _: kernel.measure({"device": "cpu", "who": []}),
-    ],
-)
-def test_checks_and_benchmarks_join_their_groups_as_a_rank_does(monkeypatch, tmp_path, joins):
-    """The allocator is configured, and groups of all axes have the long time-out, before the first group is made."""
+def test_the_device_is_prepared_and_groups_wait_long_before_the_first_is_made(monkeypatch):
+    """The allocator is configured, and groups of all axes have the long time-out."""
     seen, c10d = list[Any](), dist.distributed_c10d
 
-    def join(*_, **__):
+    def make_group(*_, **__):
         seen.extend((c10d.default_pg_timeout, c10d.default_pg_nccl_timeout))
-        raise InterruptedError
 
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(c10d, name, None)
     monkeypatch.setattr(environment, "set_defaults", lambda: seen.append("allocator"))
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(dist, "init_process_group", join)
-    with pytest.raises(InterruptedError):
-        joins(tmp_path)
+    monkeypatch.setattr(dist, "init_process_group", make_group)
+    mesh.join(environment.use_device("cpu", 0))
     assert seen == ["allocator", PATIENCE, PATIENCE]
 
 
@@ -163,13 +150,8 @@ def test_of_a_gpu_communication_is_exposed_where_no_other_kernel_runs():
         {"ph": "i", "name": "[memory]", "args": {"Device Type": 1, "Total Allocated": 5}},
     ]})  # fmt: skip
     assert [(k["name"][:4], k["calls"]) for k in seen.pop("top")] == [("gemm", 1.0), ("nccl", 0.5)]
-    parts = {
-        "step_time_s": 100,
-        "compute_s": 25,
-        "communication_s": 15,
-        "exposed_communication_s": 10,
-        "idle_s": 65,
-    }
+    parts = {"step_time_s": 100, "compute_s": 25, "communication_s": 15, "idle_s": 65}
+    parts["exposed_communication_s"] = 10
     assert seen == pytest.approx({"steps": 2} | {name: time * MICRO for name, time in parts.items()})
 
 

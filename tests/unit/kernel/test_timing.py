@@ -26,7 +26,7 @@ class Compiling(Timing):
         trainer = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(graphs=0))
         super().__init__(SimpleNamespace(measure=MEASURE), trainer, None)
         self.last = last
-        self._any_rank, self._of_rank_0 = bool, float
+        self._of_rank_0 = float
 
     def step(self):
         """One more step."""
@@ -62,15 +62,20 @@ def test_the_price_counts_steps_and_seconds(words, step_time_s, seconds):
     assert measure(warmup_steps=2, min_steps=6, max_steps=10, **words).priced_s(step_time_s) == seconds
 
 
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr(worker, "over_ranks", lambda value, *_: value)
+
+
 @pytest.mark.parametrize(("last", "steps"), [(0, 2), (1, 2), (2, 3), (5, 6)])
-def test_the_warm_up_goes_on_while_graphs_are_compiled(last, steps):
+def test_the_warm_up_goes_on_while_graphs_are_compiled(one_rank, last, steps):
     """So that no measured step compiles."""
     timing = Compiling(last)
     timing._warm_up()
     assert timing.done_steps == steps
 
 
-def test_compilation_without_an_end_is_told():
+def test_compilation_without_an_end_is_told(one_rank):
     """In place of a measurement."""
     told = r"step 12 still compiled layers \(12 graphs so far\); use kernel.compile"
     with pytest.raises(RuntimeError, match=told):
@@ -148,7 +153,7 @@ def run_on(gpu):
         "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
         "time": host_clock, "dist": mock.MagicMock(), "TrainStep": gpu.build,
         "build_mesh": mock.Mock(), "device_progress": mock.Mock(), "require_equal_replicas": mock.Mock(),
-        "watched": lambda _: nullcontext(), "require_as_asked": lambda *_: {},
+        "over_ranks": lambda value, *_: value, "watched": lambda _: nullcontext(), "require_as_asked": lambda *_: {},
     }  # fmt: skip
     with ExitStack() as stack:
         for name, fake in fakes.items():

@@ -36,15 +36,12 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     if as_json:
         print_json(to_dict(result))
         return int(not result.passed)
-    difference_by_kind = {
-        "loss": (result.loss_diff, result.loss_allowed),
-        "gradients": (result.grad_diff, result.grad_allowed),
-        "parameters": (result.param_diff, result.param_allowed),
-    }
-    rows = [
-        (kind, "-" if d is None else f"{d:.3g}", f"{allowed:.3g}")
-        for kind, (d, allowed) in difference_by_kind.items()
+    differences = [
+        ("loss", result.loss_diff, result.loss_allowed),
+        ("gradients", result.grad_diff, result.grad_allowed),
+        ("parameters", result.param_diff, result.param_allowed),
     ]
+    rows = [(kind, "-" if d is None else f"{d:.3g}", f"{allowed:.3g}") for kind, d, allowed in differences]
     title = f"{spec.layout.label()}, {spec.shape.name}, {spec.precision} on {spec.device}"
     show(table(title, "difference of", "is", "allowed", rows=rows))
     say(*(f"  {line}" for line in (*result.missing_gradients, result.error) if line))
