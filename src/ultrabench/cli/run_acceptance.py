@@ -124,12 +124,14 @@ class _Acceptance:
         plan = require_runs(make_plan(config))
         sweep = open_sweep(plan, reuse="any", warn=warn, say=say, max_gpu_hours=budget)
         try:
-            code = follow(sweep, launcher, folder.display_name, detach=False, ask=False, stderr=True)
+            code = follow(
+                sweep, launcher, folder.display_name, detach=False, ask=False, stderr=True, ends_jobs=True
+            )
             if code > 128:
                 raise typer.Exit(code)
         except BaseException:
             interrupt(sweep, launcher)
-            say(f"ended the jobs of {folder.path}")
+            say(f"ended the jobs; finished runs are kept in {folder.path}. The same command starts anew.")
             raise
         # A sweep that uses only some GPUs of a node holds the whole node.
         idle_factor = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
