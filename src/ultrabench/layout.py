@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
@@ -55,7 +55,7 @@ POWERS = tuple(2**n for n in range(8))
 
 
 def axis(
-    label: str, meaning: str, *, kind: str, title: str, default: Any = MISSING, implied: tuple[int | str, ...] = (),
+    label: str, meaning: str, *, kind: str, title: str = "", default: Any = MISSING, implied: tuple[int | str, ...] = (),
     usual: tuple[int | str, ...] = (), divides: tuple[str, ...] = (), detail_of: str = "",
     in_sweep: InSweep | None = None, added_later: bool = False,
 ) -> Any:  # fmt: skip
@@ -65,7 +65,7 @@ def axis(
         label: text before the value in short texts, such as mbs in `mbs4`.
         meaning: one sentence for the documentation of result columns.
         kind: DEGREE, BATCH_CUT or CHOICE.
-        title: its name in figures, such as `tensor-parallel degree`.
+        title: its name in figures, such as `tensor-parallel degree`; by default its meaning.
         default: the neutral value; a field without one has to be given.
         implied: usual values, which short texts leave out.
         usual: values that a figure over this axis draws; those of degrees follow from the number of GPUs.
@@ -74,6 +74,7 @@ def axis(
         in_sweep: what a sweep lists, where that differs from the values in a layout.
         added_later: whether the axis came after the first run ids, which do not contain it.
     """
+    title = title or meaning.rstrip(".").lower()
     return field(default=default, metadata={
         "label": label, "meaning": meaning, "kind": kind, "title": title, "implied": implied, "usual": usual,
         "divides": divides, "detail_of": detail_of, "in_sweep": in_sweep, "added_later": added_later,
@@ -87,17 +88,10 @@ class Layout:
     This is the only list of a layout's axes; grid, plan, result columns, rankings, figures and texts use it.
     """
 
-    dp: Count = axis("dp", "Data-parallel degree.", kind=DEGREE, title="data-parallel degree")
-    tp: Count = axis(
-        "tp", "Tensor-parallel degree.", kind=DEGREE, title="tensor-parallel degree",
-        default=1,
-    )  # fmt: skip
-    pp: Count = axis(
-        "pp", "Pipeline-parallel degree.", kind=DEGREE, title="pipeline-parallel degree", default=1
-    )
-    cp: Count = axis(
-        "cp", "Context-parallel degree.", kind=DEGREE, title="context-parallel degree", default=1, implied=(1,)
-    )  # fmt: skip
+    dp: Count = axis("dp", "Data-parallel degree.", kind=DEGREE)
+    tp: Count = axis("tp", "Tensor-parallel degree.", kind=DEGREE, default=1)
+    pp: Count = axis("pp", "Pipeline-parallel degree.", kind=DEGREE, default=1)
+    cp: Count = axis("cp", "Context-parallel degree.", kind=DEGREE, default=1, implied=(1,))
     zero_stage: Annotated[int, between(0, 3)] = axis(
         "z", "What dp*cp ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
         kind=CHOICE, title="ZeRO stage", default=0, usual=(0, 1, 2, 3),
@@ -343,12 +337,8 @@ TRADED = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
 """Axes in which two layouts may differ for `dominates`, which knows how each of them changes memory.
 
 This list is written by hand, because an axis whose effect on memory nobody has looked at must not be in it."""
-_FAMILY = operator.attrgetter(*(name for name in AXES if name not in TRADED))
-
-
-def family(layout: Layout) -> Hashable:
-    """What two layouts have in common of which `dominates` compares the memory."""
-    return _FAMILY(layout)
+family = operator.attrgetter(*(name for name in AXES if name not in TRADED))
+"""Gives what two layouts have in common of which `dominates` compares the memory."""
 
 
 def dominates(oom: Layout, other: Layout) -> bool:

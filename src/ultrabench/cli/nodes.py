@@ -55,13 +55,8 @@ def nodes(
         marked = sum(report.marked for report in node_reports)
         rows_shown = ([*cells(report), health_text(report)] for report in node_reports)
         title = f"{counted(len(node_reports), 'node')}, {marked} marked"
-        show(
-            table(title, *HEADS, "health", rows=rows_shown),
-            "",
-            NOTE,
-            losses_text(node_reports),
-            days_text(node_reports),
-        )
+        notes = NOTE, losses_text(node_reports), days_text(node_reports)
+        show(table(title, *HEADS, "health", rows=rows_shown), "", *notes)
 
 
 def _rows(names: list[str] | None, results_dir: Path) -> "list[Row]":
