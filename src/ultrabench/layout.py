@@ -284,32 +284,21 @@ def details_of(name: str) -> tuple[str, ...]:
     return (*details, *(further for detail in details for further in details_of(detail)))
 
 
-_DETAILS = {name: details for name in AXES if (details := details_of(name))}
-
-
 def labels(values: Mapping[str, Any], names: Sequence[str] = AXES, always: Collection[str] = ()) -> list[str]:
     """The short texts of axes, such as `mbs4`; axes without a value or with a usual one are left out.
 
     Args:
         always: axes whose usual values are shown, too, if they have an effect on the layout.
     """
-    idle = {
-        detail
-        for name, details in _DETAILS.items()
-        if values.get(name) == NEUTRAL[name]
-        for detail in details
-    }
-    shown = {
-        name: "-all" if name == "dp_shard" and values.get(name) == 0 else values.get(name) for name in names
-    }
-    usual = {
-        name: () if name in always and name not in idle else _METADATA[name]["implied"] for name in names
-    }
-    return [
-        f"{_METADATA[name]['label']}{shown[name]}"
-        for name in names
-        if values.get(name) is not None and values[name] not in usual[name]
-    ]
+    idle = {detail for name in AXES if values.get(name) == NEUTRAL.get(name) for detail in details_of(name)}
+    texts = []
+    for name in names:
+        value, traits = values.get(name), _METADATA[name]
+        is_shown = value not in traits["implied"] or (name in always and name not in idle)
+        if value is not None and is_shown:
+            shown = "-all" if name == "dp_shard" and value == 0 else value
+            texts.append(f"{traits['label']}{shown}")
+    return texts
 
 
 def as_text(value: Any) -> str:

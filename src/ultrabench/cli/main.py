@@ -83,9 +83,7 @@ def main() -> None:
         elif option == "--sweep":
             hint = "; give the sweep without an option: ultrabench sweep status NAME"
         for group, commands in (("sweep", sweep_app), ("kernel", kernel_app)):
-            names = {
-                command.callback.__name__ for command in commands.registered_commands if command.callback
-            }
+            names = {c.callback.__name__ for c in commands.registered_commands if c.callback}
             if "No such command" in line and sys.argv[1] in names:
                 hint = f"; did you mean: ultrabench {group} {sys.argv[1]}?"
         code = _fail(f"{line} (see --help{hint})", 2)
