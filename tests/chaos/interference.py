@@ -31,11 +31,9 @@ STRANGER = 65534
 SETTINGS = ("--nodes", "4", "--gpus", "0", "--no-accounting")
 """Options of the second cluster."""
 SAYINGS = {
-    "an HTTP request": b"GET / HTTP/1.1\r\nHost: gpu01\r\n\r\n",
-    "null": b"null\n",
-    "nothing": b"",
+    "an HTTP request": b"GET / HTTP/1.1\r\nHost: gpu01\r\n\r\n", "null": b"null\n", "nothing": b"",
     "half a hello": b'{"secret": "',
-}
+}  # fmt: skip
 """Texts that a port scanner sends to each open port."""
 HELD_S = 15.0
 """Seconds for which an unfinished caller stays connected; a launcher ends frozen agents in less time."""

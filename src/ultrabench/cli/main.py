@@ -52,6 +52,8 @@ def main() -> None:
     _handle_ctrl_c()
     # A command makes few cycles; looking for them after each 700 objects would take a third of its time.
     gc.set_threshold(1_000_000)
+    # Threads of numpy would wait in a loop for work that tables do not have.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         _require_folder()
         code = app(standalone_mode=False)

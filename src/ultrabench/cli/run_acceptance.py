@@ -145,12 +145,9 @@ def comparable_rates(config: SweepConfig) -> list[PublishedRate]:
     Raises:
         ConfigError: a file of published rates cannot be used.
     """
-    rates = [
-        rate
-        for rate in published_rates()
-        if (rate.gpu, rate.precision) == (config.hardware.gpu, config.kernel.precision)
-        if rate.gbs and rate.nodes in config.axes.nodes
-    ]
+    here, nodes = (config.hardware.gpu, config.kernel.precision), config.axes.nodes
+    stated = [rate for rate in published_rates() if rate.gbs and rate.nodes in nodes]
+    rates = [rate for rate in stated if (rate.gpu, rate.precision) == here]
     batch_of = operator.attrgetter("model", "seq_len", "gbs")
     return [rate for rate in rates if batch_of(rate) == batch_of(rates[0])]
 

@@ -65,11 +65,8 @@ def test_an_ascii_terminal_gets_question_marks(sweep):
 
 @pytest.mark.parametrize(
     ("library", "code"),
-    [
-        ("typer", "PRESSED"),
-        ("hydra", "try:\n    PRESSED\nexcept KeyboardInterrupt:\n    raise ValueError from None\n"),
-    ],
-)
+    [("typer", "PRESSED"), ("hydra", "try:\n    PRESSED\nexcept KeyboardInterrupt:\n    raise ValueError from None\n")],
+)  # fmt: skip
 def test_ctrl_c_gives_one_line_also_during_imports_and_where_a_library_makes_another_error_of_it(
     tmp_path, library, code
 ):
@@ -146,11 +143,8 @@ def test_tables_break_no_word_and_cut_no_number(width):
     assert set(text.split()) <= whole
     assert max(len(line) for line in text.splitlines()) <= width
     needed = {
-        50: {"17", "1,234,567", "preempted", *ROW[1].split()},
-        80: {"29.9"},
-        120: {"0.1234"},
-        200: {RUN_ID},
-    }
+        50: {"17", "1,234,567", "preempted", *ROW[1].split()}, 80: {"29.9"}, 120: {"0.1234"}, 200: {RUN_ID},
+    }  # fmt: skip
     assert set().union(*(words for least, words in needed.items() if width >= least)) <= set(text.split())
     assert ("0.1300" in text) == (width >= 120)
 
