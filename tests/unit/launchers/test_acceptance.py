@@ -120,6 +120,15 @@ def test_twelve_layouts_use_every_parallel_form_on_one_and_two_nodes(nodes):
     assert min(max(getattr(layout, word) for layout in layouts) for word in ("dp", "tp", "pp", "cp")) > 1
 
 
+def test_a_plan_says_of_the_other_layouts_that_they_are_left_out_and_null_takes_them_all():
+    plan, whole = (make_plan(load_config([*H100, *words])) for words in ((), ["sweep.max_runs=null"]))
+    reasons = {c.reason for c in plan.candidates if c.rule == "max_runs"}
+    assert reasons == {"not among the sweep.max_runs=12 that cover most pairs of axis values"}
+    assert {run.run_id for run in whole.runs} == {
+        c.run_id for c in plan.candidates if c.rule in (None, "max_runs")
+    }
+
+
 def test_a_large_sweep_wants_an_acceptance_run_that_passed():
     large, two, one = (load_config([*H100, f"sweep.nodes={nodes}"]) for nodes in ("[1,16]", "[1,2]", "[1]"))
     folder = acceptance_folder(large) / "now"
