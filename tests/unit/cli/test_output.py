@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, as_json, record
 from ultrabench import __version__
 from ultrabench.launchers.open_sweep import folder_of, sweep_json_of
@@ -14,7 +15,6 @@ from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched
-from ultrabench.store.journal import JournalWriter
 from ultrabench.store.sweep_json import create_sweep_json
 from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.load import load_config
@@ -178,9 +178,8 @@ def test_status_tells_ooms_failures_and_cancelled_runs_apart(ultrabench, sweep):
 
 
 def test_a_damaged_result_counts_as_the_next_launch_will_count_it(ultrabench, sweep):
-    writer = JournalWriter(sweep.journal, "agent")
-    writer.write(AllocationEnded(allocation="n1", reason="all tasks done", source="agent"))
-    path = next(path for path in sweep.journal.iterdir() if path != writer.path)
+    (path,) = sweep.journal.iterdir()
+    write(sweep, AllocationEnded(allocation="n1", reason="all tasks done", source="agent"))
     path.write_text(path.read_text().replace('"event":"result"', '"event":{result"'))
     _, out, err = ultrabench("sweep", "status")
     assert f"{path}:3: skipped a corrupt line about run {OK}" in err
@@ -365,8 +364,7 @@ def test_plan_warns_of_what_a_launch_would_refuse_of_a_sweep_that_has_begun(ultr
     folder = folder_of(config)
     folder.create()
     create_sweep_json(folder, sweep_json_of(config, {"core_flops_per_s": 1e9, "cores": 2}))
-    journal = JournalWriter(folder.journal, "launcher")
-    journal.write(Launched(generation=1, config=config.resolved))
+    write(folder, Launched(generation=1, config=config.resolved))
     assert "would refuse this plan" not in ultrabench("sweep", "plan", *words, flags)[2]
     line = "sweep launch would refuse this plan: sweep.flags.q.a: ['-x'] -> ['-y'] in a sweep that was launched before; give these"
     assert line in " ".join(ultrabench("sweep", "plan", *words, flags.replace("-x", "-y"))[2].split())

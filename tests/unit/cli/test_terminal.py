@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, record
 from ultrabench.cli.run_doctor import _show
 from ultrabench.cli.tables import PlainConsole, plain, table
@@ -15,7 +16,6 @@ from ultrabench.launchers.doctor.check import failed
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Started
-from ultrabench.store.journal import JournalWriter
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[0m \x1b[2J\x9b1mcut\u202etxt.exe\x00 \u00e9\u4e2d"
 FULL = "ultrabench: cannot use standard output: No space left on device; free or unlock it, or use another\n"
@@ -97,10 +97,10 @@ def test_what_a_run_has_said_is_shown_without_escape_sequences(sweep):
 
 def test_a_followed_log_reads_only_what_is_new_in_the_journal(ultrabench, sweep, tmp_path, monkeypatch):
     key = AttemptKey(QUICK.runs[3].run_id, 0, 0)
-    log, agent = tmp_path / str(key) / "rank0.log", JournalWriter(sweep.journal, "agent")
+    log = tmp_path / str(key) / "rank0.log"
     log.parent.mkdir()
     log.write_text("first\n")
-    agent.write(Started(**key._asdict(), allocation="n1", scratch=str(tmp_path)))
+    agent = write(sweep, Started(**key._asdict(), allocation="n1", scratch=str(tmp_path)))
 
     def sleep(seconds):
         agent.path.write_text(" " * agent.path.stat().st_size)  # who reads it again knows of no log
