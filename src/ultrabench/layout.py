@@ -272,9 +272,9 @@ OTHER_DEGREES = "*".join(DEGREES[1:])
 _degrees_of = operator.attrgetter(*DEGREES)
 
 
-def other_degrees(values: Mapping[str, Any], without: str = DEGREES[0]) -> int:
-    """The product of the degrees among the values of axes, without one of them; a degree without a value is 1."""
-    return math.prod(values.get(name, 1) for name in DEGREES if name != without)
+def other_degrees(values: Mapping[str, Any]) -> int:
+    """The product of the degrees other than dp among the values of axes; a degree without a value is 1."""
+    return math.prod(values.get(name, 1) for name in DEGREES[1:])
 
 
 @functools.cache  # checking the rules of a layout asks for each axis
