@@ -109,7 +109,8 @@ def follow(
         price: the price of what is left, if it is known already.
         ask: whether the user may be asked to replace jobs of others.
         stderr: whether the final table goes to stderr, because stdout holds a JSON document.
-        ends_jobs: whether the caller ends the jobs when a signal ends this command, and says so.
+        ends_jobs: whether the caller ends the jobs when a signal ends this command, and says so; from the first
+            signal on, further ones are ignored.
     """
     config, runs = sweep.config, sweep.plan.runs
     before = settled_runs(sweep.state()).keys()
@@ -128,8 +129,11 @@ def follow(
             reconciler.recorder.withdraw(taken_over, f"taken over by {own_name()}")
             state = reconciler.once()[0] if detach else reconciler.run()
     except KeyboardInterrupt as stop:
-        number, *_ = *stop.args, signal.SIGINT
-        return 128 + number if ends_jobs else _interrupted(sweep, launcher, number, display_name)
+        number = int((*stop.args, signal.SIGINT)[0])
+        if ends_jobs:
+            _handle(signal.SIG_IGN, ENDING)
+            return 128 + number
+        return _interrupted(sweep, launcher, number, display_name)
     _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
     if detach and reconciler.memory.submitted:
         fact = f"Submitted {counted(reconciler.memory.submitted, 'job')}; later ones need a launcher"
