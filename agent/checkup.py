@@ -20,7 +20,7 @@ from ultrabench.agent.ranks.gpus import foreign_processes, visible_gpus
 from ultrabench.errors import ClusterError, UltrabenchError
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.node_health import examine, to_facts
-from ultrabench.processes import run_module
+from ultrabench.processes import run_python
 from ultrabench.record import from_dict
 from ultrabench.store.claim import claim
 from ultrabench.store.folder import write_whole
@@ -95,7 +95,7 @@ def _digest(request: dict[str, Any]) -> dict[str, str | None]:
 def _probe() -> dict[str, Any]:
     """What torch reports, in a process of its own: {torch: facts} or {torch: None, torch_error}."""
     try:
-        facts = run_module("ultrabench.kernel.rank.environment", timeout_s=PROBE_TIMEOUT_S)
+        facts = run_python("-m", "ultrabench.kernel.rank.environment", timeout_s=PROBE_TIMEOUT_S)
         return {"torch": json.loads(facts), "torch_error": None}
     except (ClusterError, ValueError) as error:
         return {"torch": None, "torch_error": str(error)[:300]}

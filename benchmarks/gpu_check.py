@@ -34,7 +34,7 @@ from ultrabench.errors import ConfigError, UltrabenchError, counted, require_kno
 from ultrabench.hardware import GIB
 from ultrabench.kernel.requests import CheckSpec, dry_run
 from ultrabench.layout import Layout
-from ultrabench.processes import run_module, thread_variables
+from ultrabench.processes import run_python, thread_variables
 from ultrabench.record import to_dict
 from ultrabench.run import RunSpec
 from ultrabench.sweep.config.files import files, read_yaml, usable
@@ -349,7 +349,7 @@ def main() -> int:
     # In the background SIGINT is ignored, also by commands that are to end in time.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     require_known("step", LOOK, *(name.partition(":")[0] for name in arguments.only))
-    facts = json.loads(run_module("ultrabench.kernel.rank.environment", timeout_s=300))
+    facts = json.loads(run_python("-m", "ultrabench.kernel.rank.environment", timeout_s=300))
     names = {path.stem: values.get("reported_as", []) for path, values in usable("hardware").items()}
     hardware_name = (
         "cpu" if arguments.cpu else next((n for n, gpus in names.items() if facts["gpu_name"] in gpus), None)

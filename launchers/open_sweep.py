@@ -22,7 +22,7 @@ from ultrabench.hardware import GIB
 from ultrabench.kernel_config import LOG_OPTIONS
 from ultrabench.launchers.launcher import Say
 from ultrabench.launchers.required_programs import PROBE_TIMEOUT_S, require_checkpoint_folder, require_local
-from ultrabench.processes import run_module
+from ultrabench.processes import run_python
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, env_id
@@ -320,7 +320,7 @@ def probe_machine(peak: bool) -> dict[str, Any]:
     """
     words = ["ultrabench.kernel.rank.environment", *(["--peak"] if peak else [])]
     try:
-        return dict(json.loads(run_module(*words, timeout_s=PROBE_TIMEOUT_S)))
+        return dict(json.loads(run_python("-m", *words, timeout_s=PROBE_TIMEOUT_S)))
     except (ClusterError, ValueError) as error:
         raise ClusterError(f"the kernel does not start here: {error}") from error
 

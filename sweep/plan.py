@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import combinations_with_replacement, product
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GUESSED, Peak
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import Layout
+from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, words_of
 from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, by_cell
@@ -139,6 +139,8 @@ def make_plan(
         fill_in(candidates[0].spec, AttemptKey(candidates[0].run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in candidates if c.runs), key=_order)
+    if config.max_runs is not None:
+        runs = _covering(runs, config.max_runs)
     return Plan(config=config, candidates=(*runs, *(c for c in candidates if not c.runs)))
 
 
@@ -160,6 +162,29 @@ def processes(number: int) -> Iterator[Callable[..., Iterable[Any]]]:
 def _order(run: Candidate) -> tuple[bool, float]:
     """Sort key: GPU hours of a run that fits; a run that does not fit comes later, sorted by memory."""
     return (False, run.gpu_hours) if run.fits else (True, run.prediction.memory_share)
+
+
+def _covering(runs: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The runs, all but `most` of them rejected; those left cover many values and pairs of values of the axes.
+
+    Each choice is the run that adds the most new values and pairs; among equal runs it is the first. A fault
+    of a form of parallelism shows where it is used alone or together with one other form, so a small
+    selection should cover the pairs.
+    """
+    pairs_of, covered = {run.run_id: _pairs(run) for run in runs}, set[object]()
+    for _ in runs[:most]:
+        # max() keeps the first of equals.
+        chosen = max(pairs_of, key=lambda run_id: len(pairs_of[run_id] - covered))
+        covered |= pairs_of.pop(chosen)
+    reason = f"not among the sweep.max_runs={most} that cover most pairs of axis values"
+    return [replace(run, rule="max_runs", reason=reason) if run.run_id in pairs_of else run for run in runs]
+
+
+def _pairs(run: Candidate) -> set[object]:
+    """The values and pairs of values of the axes of a run in its cell; of dp and batch, whether they are 1."""
+    values = {name: getattr(run.layout, name) for name in AXES}
+    values |= {name: values[name] > 1 for name in (DEGREES[0], *BATCH)}
+    return {(run.cell, *pair) for pair in combinations_with_replacement(values.items(), 2)}
 
 
 class _Part(NamedTuple):

@@ -53,17 +53,11 @@ def layouts(draw, *, most=8, zero_stages=(0, 1, 2, 3)):
     pp = draw(small)
     schedule = "none" if pp == 1 else draw(st.sampled_from(PP_SCHEDULES[1:]))
     return Layout(
-        dp=draw(small),
-        tp=draw(small),
-        pp=pp,
-        cp=draw(st.integers(1, 3)),
-        zero_stage=draw(st.sampled_from(zero_stages)),
-        mbs=draw(small),
-        gas=draw(st.integers(1, 2 * most)),
-        pp_schedule=schedule,
-        virtual_stages={"interleaved": draw(st.integers(2, 3)), "zbv": 2}.get(schedule, 1),
+        dp=draw(small), tp=draw(small), pp=pp, cp=draw(st.integers(1, 3)),
+        zero_stage=draw(st.sampled_from(zero_stages)), mbs=draw(small), gas=draw(st.integers(1, 2 * most)),
+        pp_schedule=schedule, virtual_stages={"interleaved": draw(st.integers(2, 3)), "zbv": 2}.get(schedule, 1),
         recompute=draw(st.sampled_from(("none", "attention", "selective", "every2", "every3", "full"))),
-    )
+    )  # fmt: skip
 
 
 LONG = RopeScaling(
@@ -77,54 +71,38 @@ def shapes(draw):
     """Any model that ModelShape accepts."""
     heads = draw(st.integers(1, 32))
     return ModelShape(
-        name=draw(st.text(min_size=1, max_size=8)),
-        hidden_size=heads * 2 * draw(st.integers(1, 64)),
-        num_hidden_layers=draw(st.integers(1, 96)),
-        num_attention_heads=heads,
-        num_key_value_heads=draw(divisors(heads)),
-        intermediate_size=draw(st.integers(1, 20000)),
-        vocab_size=draw(st.integers(1, 200000)),
-        tie_word_embeddings=draw(st.booleans()),
-        rope_theta=draw(st.floats(1.0, 1e7)),
-        rms_norm_eps=draw(st.floats(1e-9, 1e-3)),
-        head_dim=draw(st.none() | st.integers(1, 128).map(lambda n: 2 * n)),
-        qk_norm=draw(st.booleans()),
-        rope_scaling=draw(st.none() | st.just(LONG)),
-        sliding_window=draw(st.none() | st.integers(1, 8192)),
-    )
+        name=draw(st.text(min_size=1, max_size=8)), hidden_size=heads * 2 * draw(st.integers(1, 64)),
+        num_hidden_layers=draw(st.integers(1, 96)), num_attention_heads=heads,
+        num_key_value_heads=draw(divisors(heads)), intermediate_size=draw(st.integers(1, 20000)),
+        vocab_size=draw(st.integers(1, 200000)), tie_word_embeddings=draw(st.booleans()),
+        rope_theta=draw(st.floats(1.0, 1e7)), rms_norm_eps=draw(st.floats(1e-9, 1e-3)),
+        head_dim=draw(st.none() | st.integers(1, 128).map(lambda n: 2 * n)), qk_norm=draw(st.booleans()),
+        rope_scaling=draw(st.none() | st.just(LONG)), sliding_window=draw(st.none() | st.integers(1, 8192)),
+    )  # fmt: skip
 
 
 def embedded_kernels():
     """Our own kernel."""
     return st.builds(
-        KernelConfig,
-        name=st.just("embedded"),
-        version=st.integers(1, 9),
+        KernelConfig, name=st.just("embedded"), version=st.integers(1, 9),
         precision=st.sampled_from(("fp32", "bf16", "fp64")),
-    )
+    )  # fmt: skip
 
 
 def command_kernels():
     """Programs of a user."""
     words = st.text(max_size=12)
     return st.builds(
-        KernelConfig,
-        name=st.just("command"),
-        kind=st.just("command"),
-        precision=st.sampled_from(("fp32", "bf16")),
-        compile=st.booleans(),
-        command=st.lists(words, min_size=1, max_size=4).map(tuple),
+        KernelConfig, name=st.just("command"), kind=st.just("command"), precision=st.sampled_from(("fp32", "bf16")),
+        compile=st.booleans(), command=st.lists(words, min_size=1, max_size=4).map(tuple),
         env=st.dictionaries(words, words, max_size=2),
         supports=st.dictionaries(
-            st.sampled_from(("pp", "tp", "zero_stage")),
-            st.lists(st.integers(0, 8), max_size=3).map(tuple),
-            max_size=2,
+            st.sampled_from(("pp", "tp", "zero_stage")), st.lists(st.integers(0, 8), max_size=3).map(tuple), max_size=2,
         ),
         step_line=st.none() | st.just(r"(?P<seconds>\S+) s"),
         memory_line=st.none() | st.just(r"(?P<reserved_gib>\S+)GiB"),
-        mfu_line=st.none() | st.just(r"(?P<percent>\S+)%"),
-        step_rank=st.just("last_stage") | st.integers(-1, 7),
-    )
+        mfu_line=st.none() | st.just(r"(?P<percent>\S+)%"), step_rank=st.just("last_stage") | st.integers(-1, 7),
+    )  # fmt: skip
 
 
 @st.composite
@@ -135,11 +113,9 @@ def run_specs(draw):
     return RunSpec(
         shape=draw(shapes()),
         workload=Workload(seq_len=draw(st.integers(1, 8192)), gbs=layout.gbs, seed=draw(st.integers(0, 99))),
-        layout=layout,
-        kernel=draw(embedded_kernels() | command_kernels()),
-        nodes=layout.world_size // per_node,
+        layout=layout, kernel=draw(embedded_kernels() | command_kernels()), nodes=layout.world_size // per_node,
         gpus_per_node=per_node,
-    )
+    )  # fmt: skip
 
 
 @st.composite
@@ -150,22 +126,18 @@ def results(draw, statuses=tuple(s for s in Status)):
     seconds = st.floats(1e-6, 1e4)
     count = st.none() | st.integers(0, 2**40)
     return RunResult(
-        status=status,
-        reason=None if ok else draw(st.text(max_size=20)),
+        status=status, reason=None if ok else draw(st.text(max_size=20)),
         measured_by=draw(st.sampled_from((None, "report", "log"))),
         stopped=draw(st.sampled_from((None, "interval", "max_steps", "program"))),
         ci_reached=draw(st.none() | st.booleans()),
         step_times_s=tuple(draw(st.lists(seconds, min_size=int(ok), max_size=4))),
-        loss_final=draw(st.none() | st.floats(0, 20)),
-        peak_mem_allocated_bytes=draw(count),
-        peak_mem_reserved_bytes=draw(count),
-        init_time_s=draw(st.none() | seconds),
-        started_at=draw(st.none() | st.floats(0, 2e9)),
-        duration_s=draw(st.none() | seconds),
+        loss_final=draw(st.none() | st.floats(0, 20)), peak_mem_allocated_bytes=draw(count),
+        peak_mem_reserved_bytes=draw(count), init_time_s=draw(st.none() | seconds),
+        started_at=draw(st.none() | st.floats(0, 2e9)), duration_s=draw(st.none() | seconds),
         hostnames=tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
         env_id=draw(st.none() | st.just("e" * 16)),
         evidence=draw(st.dictionaries(st.text(max_size=4), st.integers(), max_size=2)),
-    )
+    )  # fmt: skip
 
 
 def events():

@@ -42,9 +42,9 @@ def attempted(spec, result=None, repeat=0, attempt=0, allocation="a0", **more):
     return [claim] if result is None else [claim, finished(spec, key, result)]
 
 
-def write(folder, *events):
-    """Writes events into a journal of their own; returns its writer, which can go on."""
-    writer = JournalWriter(folder.journal, "agent")
+def write(folder, *events, by="agent"):
+    """Writes events into a journal of their own, of an agent or a launcher; returns its writer."""
+    writer = JournalWriter(folder.journal, by)
     for event in events:
         writer.write(event)
     return writer

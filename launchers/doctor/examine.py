@@ -14,7 +14,7 @@ from ultrabench.launchers.required_programs import require_local
 from ultrabench.launchers.slurm.script import require_plain
 from ultrabench.launchers.slurm.site import REACH_SLURMCTLD, Site
 from ultrabench.node_health import CHECKS
-from ultrabench.processes import run_module
+from ultrabench.processes import run_python
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 LOCAL_TIMEOUT_S = 240.0
@@ -125,7 +125,7 @@ def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
             return [*checks, skipped("this machine", "not checked because the results folder failed")]
         say("checking this machine")
         try:
-            run_module("ultrabench.agent.checkup", str(folder.path), timeout_s=LOCAL_TIMEOUT_S)
+            run_python("-m", "ultrabench.agent.checkup", str(folder.path), timeout_s=LOCAL_TIMEOUT_S)
         except ClusterError as error:
             start = failed(f"the agent does not start: {error}", "reinstall ultrabench")
             return [*checks, start.named("this machine")]

@@ -94,16 +94,11 @@ class Hardware:
             raise ConfigError(f"{fact}; give the dense rates of the GPU and its names in `nvidia-smi -L`")
         if "fp8" in self.peak_flops_per_s and "bf16" not in self.peak_flops_per_s:
             fact = f"peak_flops_per_s of hardware={self.name} has fp8 but no bf16"
-            raise ConfigError(
-                f"{fact}; add bf16, in which an fp8 run computes attention and the head",
-                setting="hardware.peak_flops_per_s",
-            )
-
+            advice = "add bf16, in which an fp8 run computes attention and the head"
+            raise ConfigError(fact, advice, setting="hardware.peak_flops_per_s")
         if self.power_limit_w and not self.rated_power_w:
             fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} without rated_power_w"
-            raise ConfigError(
-                f"{fact}; add rated_power_w from the data sheet", setting="hardware.power_limit_w"
-            )
+            raise ConfigError(fact, "add rated_power_w from the data sheet", setting="hardware.power_limit_w")
 
     @property
     def clock_share(self) -> float:

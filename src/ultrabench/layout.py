@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Annotated, Any, NamedTuple
 
@@ -55,7 +55,7 @@ POWERS = tuple(2**n for n in range(8))
 
 
 def axis(
-    label: str, meaning: str, *, kind: str, title: str, default: Any = MISSING, implied: tuple[int | str, ...] = (),
+    label: str, meaning: str, *, kind: str, title: str = "", default: Any = MISSING, implied: tuple[int | str, ...] = (),
     usual: tuple[int | str, ...] = (), divides: tuple[str, ...] = (), detail_of: str = "",
     in_sweep: InSweep | None = None, added_later: bool = False,
 ) -> Any:  # fmt: skip
@@ -65,7 +65,7 @@ def axis(
         label: text before the value in short texts, such as mbs in `mbs4`.
         meaning: one sentence for the documentation of result columns.
         kind: DEGREE, BATCH_CUT or CHOICE.
-        title: its name in figures, such as `tensor-parallel degree`.
+        title: its name in figures, such as `tensor-parallel degree`; by default its meaning.
         default: the neutral value; a field without one has to be given.
         implied: usual values, which short texts leave out.
         usual: values that a figure over this axis draws; those of degrees follow from the number of GPUs.
@@ -74,6 +74,7 @@ def axis(
         in_sweep: what a sweep lists, where that differs from the values in a layout.
         added_later: whether the axis came after the first run ids, which do not contain it.
     """
+    title = title or meaning.rstrip(".").lower()
     return field(default=default, metadata={
         "label": label, "meaning": meaning, "kind": kind, "title": title, "implied": implied, "usual": usual,
         "divides": divides, "detail_of": detail_of, "in_sweep": in_sweep, "added_later": added_later,
@@ -87,17 +88,10 @@ class Layout:
     This is the only list of a layout's axes; grid, plan, result columns, rankings, figures and texts use it.
     """
 
-    dp: Count = axis("dp", "Data-parallel degree.", kind=DEGREE, title="data-parallel degree")
-    tp: Count = axis(
-        "tp", "Tensor-parallel degree.", kind=DEGREE, title="tensor-parallel degree",
-        default=1,
-    )  # fmt: skip
-    pp: Count = axis(
-        "pp", "Pipeline-parallel degree.", kind=DEGREE, title="pipeline-parallel degree", default=1
-    )
-    cp: Count = axis(
-        "cp", "Context-parallel degree.", kind=DEGREE, title="context-parallel degree", default=1, implied=(1,)
-    )  # fmt: skip
+    dp: Count = axis("dp", "Data-parallel degree.", kind=DEGREE)
+    tp: Count = axis("tp", "Tensor-parallel degree.", kind=DEGREE, default=1)
+    pp: Count = axis("pp", "Pipeline-parallel degree.", kind=DEGREE, default=1)
+    cp: Count = axis("cp", "Context-parallel degree.", kind=DEGREE, default=1, implied=(1,))
     zero_stage: Annotated[int, between(0, 3)] = axis(
         "z", "What dp*cp ranks shard: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
         kind=CHOICE, title="ZeRO stage", default=0, usual=(0, 1, 2, 3),
@@ -278,9 +272,9 @@ OTHER_DEGREES = "*".join(DEGREES[1:])
 _degrees_of = operator.attrgetter(*DEGREES)
 
 
-def other_degrees(values: Mapping[str, Any], without: str = DEGREES[0]) -> int:
-    """The product of the degrees among the values of axes, without one of them; a degree without a value is 1."""
-    return math.prod(values.get(name, 1) for name in DEGREES if name != without)
+def other_degrees(values: Mapping[str, Any]) -> int:
+    """The product of the degrees other than dp among the values of axes; a degree without a value is 1."""
+    return math.prod(values.get(name, 1) for name in DEGREES[1:])
 
 
 @functools.cache  # checking the rules of a layout asks for each axis
@@ -290,32 +284,21 @@ def details_of(name: str) -> tuple[str, ...]:
     return (*details, *(further for detail in details for further in details_of(detail)))
 
 
-_DETAILS = {name: details for name in AXES if (details := details_of(name))}
-
-
 def labels(values: Mapping[str, Any], names: Sequence[str] = AXES, always: Collection[str] = ()) -> list[str]:
     """The short texts of axes, such as `mbs4`; axes without a value or with a usual one are left out.
 
     Args:
         always: axes whose usual values are shown, too, if they have an effect on the layout.
     """
-    idle = {
-        detail
-        for name, details in _DETAILS.items()
-        if values.get(name) == NEUTRAL[name]
-        for detail in details
-    }
-    shown = {
-        name: "-all" if name == "dp_shard" and values.get(name) == 0 else values.get(name) for name in names
-    }
-    usual = {
-        name: () if name in always and name not in idle else _METADATA[name]["implied"] for name in names
-    }
-    return [
-        f"{_METADATA[name]['label']}{shown[name]}"
-        for name in names
-        if values.get(name) is not None and values[name] not in usual[name]
-    ]
+    idle = {detail for name in AXES if values.get(name) == NEUTRAL.get(name) for detail in details_of(name)}
+    texts = []
+    for name in names:
+        value, traits = values.get(name), _METADATA[name]
+        is_shown = value not in traits["implied"] or (name in always and name not in idle)
+        if value is not None and is_shown:
+            shown = "-all" if name == "dp_shard" and value == 0 else value
+            texts.append(f"{traits['label']}{shown}")
+    return texts
 
 
 def as_text(value: Any) -> str:
@@ -343,12 +326,8 @@ TRADED = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
 """Axes in which two layouts may differ for `dominates`, which knows how each of them changes memory.
 
 This list is written by hand, because an axis whose effect on memory nobody has looked at must not be in it."""
-_FAMILY = operator.attrgetter(*(name for name in AXES if name not in TRADED))
-
-
-def family(layout: Layout) -> Hashable:
-    """What two layouts have in common of which `dominates` compares the memory."""
-    return _FAMILY(layout)
+family = operator.attrgetter(*(name for name in AXES if name not in TRADED))
+"""Gives what two layouts have in common of which `dominates` compares the memory."""
 
 
 def dominates(oom: Layout, other: Layout) -> bool:

@@ -28,23 +28,16 @@ class LogPattern(NamedTuple):
 _BYTES_BY_UNIT = {"bytes": 1.0, "mb": 1e6, "gb": 1e9, "mib": 2.0**20, "gib": 2.0**30}
 LOG_PATTERNS: dict[str, LogPattern] = {
     "step_line": LogPattern(
-        {
-            "seconds": ("seconds", 1.0),
-            "milliseconds": ("seconds", 1e-3),
-            "tokens_per_s_per_gpu": ("tokens_per_s_per_gpu", 1.0),
-        },
+        {"seconds": ("seconds", 1.0), "milliseconds": ("seconds", 1e-3), "tokens_per_s_per_gpu": ("tokens_per_s_per_gpu", 1.0)},
         optional={"loss": ("loss", 1.0)},
     ),
     "memory_line": LogPattern(
-        {
-            f"{kind}_{unit}": (f"{kind}_bytes", factor)
-            for kind in ("reserved", "allocated")
-            for unit, factor in _BYTES_BY_UNIT.items()
-        },
+        {f"{kind}_{unit}": (f"{kind}_bytes", factor)
+         for kind in ("reserved", "allocated") for unit, factor in _BYTES_BY_UNIT.items()},
         every_rank=True,
     ),
     "mfu_line": LogPattern({"fraction": ("mfu", 1.0), "percent": ("mfu", 1e-2)}),
-}
+}  # fmt: skip
 """Option of a kernel that holds a pattern -> what it reads; the only list of these options and of their groups."""
 
 _FACTOR_BY_SUFFIX = {"K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}

@@ -294,17 +294,8 @@ def _is_dead(identity: list[str]) -> bool:
     return namespace == pid_namespace() and not alive(pid, started)
 
 
-def run_module(*words: str, timeout_s: float) -> str:
-    """The output of one of our modules, run with its arguments in a process of its own.
-
-    Raises:
-        ClusterError: it cannot be started, takes too long, or fails; the message is the last line of stderr.
-    """
-    return run_python("-m", *words, timeout_s=timeout_s)
-
-
 def run_python(*words: str, timeout_s: float, python: str = sys.executable) -> str:
-    """The output of an interpreter with these arguments, which does not import from the working folder.
+    """The output of an interpreter with these arguments, in a process that does not import from the working folder.
 
     Raises:
         ClusterError: it cannot be started, takes too long, or fails; the message is the last line of stderr.

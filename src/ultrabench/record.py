@@ -35,15 +35,9 @@ def _defaults(cls: Any) -> dict[str, Any]:
     return defaults | {f.name: f.default for f in fields if f.default is not missing}
 
 
-@functools.cache
-def _required(cls: Any) -> frozenset[str]:
-    """The fields without a default."""
-    return frozenset(field_types(cls).keys() - _defaults(cls).keys())
-
-
 def lacking(cls: Any, values: Mapping[str, Any]) -> list[str]:
     """The fields without a default of the dataclass `cls` that are not in `values`."""
-    return [name for name in field_types(cls) if name in _required(cls) - values.keys()]
+    return [name for name in field_types(cls) if name not in _defaults(cls) and name not in values]
 
 
 def _lack(missing: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ KEYS = frozenset({*GROUPS[:-1], *WHOLE, "name", "names", "profile"})
 """Keys of a composed configuration."""
 WORKLOAD = tuple(field_types(Workload))
 """Keys of `sweep` that say what one step trains on."""
-OF_SWEEP = ("strategy", "batch", "scaling")
+OF_SWEEP = ("strategy", "batch", "max_runs", "scaling")
 """Keys of `sweep` that say which of its layouts are run, and what gbs is on more nodes."""
 _NO_AXES = frozenset({*WORKLOAD, *OF_SWEEP, *SWEEP_KEYS})
 """Keys of `sweep` that are no axes of layouts."""

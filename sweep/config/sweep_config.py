@@ -201,6 +201,8 @@ class SweepConfig:
     """Which runs of a cell are made: all, or those that are worth it after what was measured so far."""
     batch: Count = 1
     """Number of runs of a cell that the adaptive strategy makes at the same time."""
+    max_runs: Count | None = None
+    """Largest number of runs, which are chosen to cover many pairs of axis values; None means all runs."""
     scaling: Annotated[str, one_of("strong", WEAK)] = "strong"
     """Whether gbs is the same on all numbers of nodes, or grows with them from that of the smallest number."""
     repeats: Count = 1

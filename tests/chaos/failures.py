@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from tests.chaos.target import (
     nodes_at_work,
     one_of,
     processes,
+    send,
     writers_at_rest,
 )  # fmt: skip
 from tests.slurm.conftest import SETTINGS
@@ -36,8 +36,7 @@ SILENT_S = 13.0
 def _signal(campaign: "Campaign", fault: Fault) -> Hit:
     verb, role = fault.kind.split("_")
     target = one_of(lambda: _at_work(campaign, role), fault)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(target.pid, signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
+    send(signal.SIGKILL if verb == "kill" else signal.SIGSTOP, target.pid)
     return {"target": str(target), "allocations": [target.allocation]}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.chaos.failures import order
 from tests.chaos.fault import Fault
-from tests.chaos.target import AWAY_S, Hit, MissedError, Target, jobs, one_of, processes
+from tests.chaos.target import AWAY_S, Hit, MissedError, Target, jobs, one_of, processes, send, wait_for
 from tests.slurm.conftest import Cluster
 from tests.slurm.sweeps import slurm_says
 from ultrabench.processes import command_line, own_processes, start_time
@@ -31,11 +31,9 @@ STRANGER = 65534
 SETTINGS = ("--nodes", "4", "--gpus", "0", "--no-accounting")
 """Options of the second cluster."""
 SAYINGS = {
-    "an HTTP request": b"GET / HTTP/1.1\r\nHost: gpu01\r\n\r\n",
-    "null": b"null\n",
-    "nothing": b"",
+    "an HTTP request": b"GET / HTTP/1.1\r\nHost: gpu01\r\n\r\n", "null": b"null\n", "nothing": b"",
     "half a hello": b'{"secret": "',
-}
+}  # fmt: skip
 """Texts that a port scanner sends to each open port."""
 HELD_S = 15.0
 """Seconds for which an unfinished caller stays connected; a launcher ends frozen agents in less time."""
@@ -135,8 +133,7 @@ def _unreadable_claim(campaign: "Campaign", fault: Fault) -> Hit:
     leader, claim = one_of(lambda: _claims_at_work(campaign), fault)
     held = claim.read_bytes()
     claim.write_bytes(b"" if fault.share % 2 else b'\x00\xff{"allocation": [')
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(leader.pid, signal.SIGKILL)
+    send(signal.SIGKILL, leader.pid)
     time.sleep(UNREADABLE_S)
     claim.write_bytes(held)
     what = "emptied" if fault.share % 2 else "garbage"
@@ -221,12 +218,8 @@ def _reforking_children(campaign: "Campaign", fault: Fault) -> Hit:
     """Checks that children which fork all the time are gone soon after their run has ended."""
     hit, mark = order(campaign, fault), f"{campaign.bench.folder}/reforking.{fault.number}"
     key = hit["target"].rpartition(" ")[2]
-    end = time.monotonic() + RUN_S
-    while not _has_ended(campaign.folder / "journal", key) and time.monotonic() < end:
-        time.sleep(0.1)
-    end = time.monotonic() + CLEAN_S
-    while _left(mark) and time.monotonic() < end:
-        time.sleep(0.2)
+    wait_for(lambda: _has_ended(campaign.folder / "journal", key), RUN_S)
+    wait_for(lambda: not _left(mark), CLEAN_S)
     if pids := _left(mark):
         campaign.complain(f"children of {key} run on {CLEAN_S:g} s after its end: {pids}")
     return {**hit, "allocations": []}
@@ -263,15 +256,19 @@ class Wrappers:
         campaign.kill_launchers()
         campaign.launch(PATH=f"{folder}:{os.environ['PATH']}")
 
+    def __enter__(self) -> "Wrappers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.flag.unlink()
+
     def pids(self) -> list[int]:
         """The pids of the calls that got a false answer, in order."""
         return [int(word) for word in self.hits.read_text().split()] if self.hits.exists() else []
 
     def wait_for_answer(self) -> None:
         """Waits until squeue is called again; the longer it has failed, the less often it is called."""
-        answered, end = self.flag.with_name("flag.over"), time.monotonic() + UNKNOWN_S
-        while not answered.exists() and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_for(self.flag.with_name("flag.over").exists, UNKNOWN_S)
 
 
 def _clock_offset(campaign: "Campaign", fault: Fault) -> Hit:
@@ -290,16 +287,13 @@ def _double_submission(campaign: "Campaign", fault: Fault) -> Hit:
     """
     hangs = fault.share >= 50
     hanging = {"sbatch": SBATCH % "exec sleep 90", "squeue": FAILING_SQUEUE}
-    wrappers = Wrappers(campaign, fault, hanging if hangs else {"sbatch": SBATCH % ":"})
     what = "whose answer was lost while squeue failed" if hangs else "made twice"
-    try:
+    with Wrappers(campaign, fault, hanging if hangs else {"sbatch": SBATCH % ":"}) as wrappers:
         one_of(wrappers.pids, fault, patience_s=SUBMITS_S)
         if hangs:
             _let_hang(wrappers)
         else:
             time.sleep(HANGS_S)
-    finally:
-        wrappers.flag.unlink()
     if hangs:
         wrappers.wait_for_answer()
     return {"target": f"{len(wrappers.pids())} submissions {what}", "costs": 0}
@@ -312,21 +306,17 @@ def _let_hang(wrappers: Wrappers) -> None:
         time.sleep(HANGS_S)
         for pid in wrappers.pids()[killed:]:
             killed += 1
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            send(signal.SIGKILL, pid)
 
 
 def _empty_squeue(campaign: "Campaign", fault: Fault) -> Hit:
     """For some seconds squeue lists no jobs; in half of the cases sacct also says they are completed."""
     scripts = {"squeue": EMPTY_SQUEUE} | ({"sacct": LYING_SACCT} if fault.share % 2 else {})
     one_of(lambda: jobs(campaign.sweep), fault)
-    wrappers = Wrappers(campaign, fault, scripts)
-    try:
+    with Wrappers(campaign, fault, scripts) as wrappers:
         one_of(wrappers.pids, fault)
         time.sleep(LIES_S)
         waiting = len(jobs(campaign.sweep, states="PD"))
-    finally:
-        wrappers.flag.unlink()
     told = "squeue lists nothing" + ", sacct calls all jobs completed" * (fault.share % 2)
     # A waiting job gives no sign of life, so it may be submitted again if both programs say that it is over.
     return {"target": told, "costs": waiting if fault.share % 2 else 0}

@@ -27,6 +27,8 @@ from tests.chaos.target import (
     nodes_at_work,
     one_of,
     processes,
+    send,
+    wait_for,
 )  # fmt: skip
 from tests.chaos.witness import executions_of
 from ultrabench.processes import alive, descendants, start_time
@@ -84,9 +86,7 @@ def _slow_unlink(campaign: "Campaign", fault: Fault) -> Hit:
     campaign.nodes.slow_unlink.touch()
     try:
         hit, pattern = order(campaign, fault), f"*/*/*/small_files.{fault.number}"
-        end = time.monotonic() + CLEANS_S
-        while any(campaign.nodes.folder.glob(pattern)) and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_for(lambda: not any(campaign.nodes.folder.glob(pattern)), CLEANS_S)
     finally:
         campaign.nodes.slow_unlink.unlink()
     return {**hit, "allocations": []}
@@ -113,8 +113,7 @@ def _scratch_full(campaign: "Campaign", fault: Fault) -> Hit:
 def _stop_fork_server(campaign: "Campaign", fault: Fault) -> Hit:
     """Stops the process that forks the ranks of a node, as a program may do with its parent."""
     server = one_of(lambda: fork_servers(campaign.bench.folder), fault)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(server.pid, signal.SIGSTOP)
+    send(signal.SIGSTOP, server.pid)
     return {"target": str(server)}
 
 
@@ -161,30 +160,23 @@ def _foreign_accounting(campaign: "Campaign", fault: Fault) -> Hit:
     column = FOREIGN_COLUMNS[fault.share % len(FOREIGN_COLUMNS)]
     kills = fault.share >= 50
     one_of(lambda: jobs(campaign.sweep), fault)
-    wrappers = Wrappers(campaign, fault, {"squeue": FORGETFUL_SQUEUE, "sacct": FOREIGN_SACCT % column})
-    hit = list[Target]()
-    try:
+    hit, fakes = list[Target](), {"squeue": FORGETFUL_SQUEUE, "sacct": FOREIGN_SACCT % column}
+    with Wrappers(campaign, fault, fakes) as wrappers:
         if kills:
             hit = [one_of(lambda: processes(campaign.bench.folder, "leader"), fault)]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(hit[0].pid, signal.SIGKILL)
+            send(signal.SIGKILL, hit[0].pid)
         end = time.monotonic() + FORGETS_S
         one_of(wrappers.pids, fault, patience_s=SUBMITS_S)
         time.sleep(max(0.0, end - time.monotonic()))
-    finally:
-        wrappers.flag.unlink()
     target = f"{len(wrappers.pids())} answers with another {column}" + "".join(f", {agent}" for agent in hit)
     return {"target": target, "allocations": [agent.allocation for agent in hit]}
 
 
 def _sbatch_banner(campaign: "Campaign", fault: Fault) -> Hit:
     """For some seconds sbatch prints a banner that names other jobs."""
-    wrappers = Wrappers(campaign, fault, {"sbatch": BANNER})
-    try:
+    with Wrappers(campaign, fault, {"sbatch": BANNER}) as wrappers:
         one_of(wrappers.pids, fault, patience_s=SUBMITS_S)
         time.sleep(BANNER_S)
-    finally:
-        wrappers.flag.unlink()
     return {"target": f"{len(wrappers.pids())} submissions"}
 
 

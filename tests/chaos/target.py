@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +42,19 @@ def one_of(
             return found[fault.share * len(found) // 100]
         time.sleep(pause_s)
     raise MissedError("there was nothing to hit")
+
+
+def wait_for(what: Callable[[], object], seconds: float) -> None:
+    """Waits until `what` holds, at most so many seconds."""
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def send(number: signal.Signals, pid: int) -> None:
+    """Sends a signal to a process that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 class Target(NamedTuple):

@@ -56,12 +56,19 @@ def test_a_job_that_does_not_work(sweeps, word, told, remedy):
     assert list(checks)[-1] == "job", "nothing is said of a node that nobody saw"
 
 
-def test_ctrl_c_cancels_the_job(sweeps, slurm):
-    process = sweeps.start("doctor", *LITTLE, "launcher.setup=['sleep 600']")
+@pytest.mark.parametrize("acceptance", [(), ("--deep", "--wait", "0")])
+def test_ctrl_c_cancels_the_job(sweeps, slurm, acceptance):
+    process = sweeps.start("doctor", *LITTLE, "launcher.setup=['sleep 600']", *acceptance)
     slurm.wait_for(lambda: slurm.jobs())
     time.sleep(1)
     os.kill(process.pid, signal.SIGINT)
+    if acceptance:
+        time.sleep(0.2)
+        os.kill(process.pid, signal.SIGINT)  # who presses twice ends the jobs all the same
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 130, output
     slurm.wait_for(lambda: not slurm.jobs(), 10)
-    assert list(sweeps.folder.iterdir()) == []
+    if acceptance:
+        assert output.splitlines()[-1].startswith("ended the jobs; finished runs are kept in ")
+    else:
+        assert list(sweeps.folder.iterdir()) == []

@@ -60,12 +60,7 @@ def compare(
         _write(comparison, output)
         say(f"wrote {counted(len(comparison.rows), 'layout')} to {output}")
     if json_:
-        sides = {
-            "a": comparison.names[0],
-            "b": comparison.names[1],
-            "only_a": comparison.only[0],
-            "only_b": comparison.only[1],
-        }
+        sides = dict(zip(("a", "b", "only_a", "only_b"), (*comparison.names, *comparison.only), strict=True))
         names = ("threshold", "differing", "regressions", "median_ratio", "checkpoints", "notes", "warning")
         tables = {"winners": comparison.winners, "rows": comparison.rows}
         rows = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source, start_no_threads
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source
 from ultrabench.cli.results import write_result
 from ultrabench.errors import ConfigError, counted, require_known
 
@@ -36,7 +36,6 @@ def export(
         raise ConfigError(f"--project {project}; only wandb and mlflow have projects: leave it out")
     if kind != "csv":
         require_library(kind)
-    start_no_threads()
     from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.export.to_csv import csv_text
     from ultrabench.analysis.export.tracked_runs import tracked_runs

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since, percent_option, start_no_threads
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since, percent_option
 from ultrabench.cli.results import draw
 from ultrabench.errors import counted
 
@@ -34,7 +34,6 @@ def history(
     """Show how the speed of runs changed from night to night.
 
     The exit code is 1 if the latest significant change of a run is a loss of more than --fail-above."""
-    start_no_threads()
     from ultrabench.analysis.history import history as history_of
     from ultrabench.analysis.history import read_nights
     from ultrabench.cli.tables import print_json, say, warn

@@ -52,6 +52,8 @@ def main() -> None:
     _handle_ctrl_c()
     # A command makes few cycles; looking for them after each 700 objects would take a third of its time.
     gc.set_threshold(1_000_000)
+    # Threads of numpy would wait in a loop for work that tables do not have.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         _require_folder()
         code = app(standalone_mode=False)
@@ -83,9 +85,7 @@ def main() -> None:
         elif option == "--sweep":
             hint = "; give the sweep without an option: ultrabench sweep status NAME"
         for group, commands in (("sweep", sweep_app), ("kernel", kernel_app)):
-            names = {
-                command.callback.__name__ for command in commands.registered_commands if command.callback
-            }
+            names = {c.callback.__name__ for c in commands.registered_commands if c.callback}
             if "No such command" in line and sys.argv[1] in names:
                 hint = f"; did you mean: ultrabench {group} {sys.argv[1]}?"
         code = _fail(f"{line} (see --help{hint})", 2)

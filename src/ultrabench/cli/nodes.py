@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since, start_no_threads
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
 from ultrabench.store.folder import SweepFolder, find_sweep, sweeps_in
 
@@ -30,7 +30,6 @@ def nodes(
 
     A node is marked if it was slower than the others on at least two days, by more than chance and the usual
     differences between nodes explain."""
-    start_no_threads()
     from ultrabench.analysis.nodes.nodes import exclude_list, reports
     from ultrabench.analysis.nodes.relative import smallest_losses
     from ultrabench.analysis.nodes.table import HEADS, NOTE, cells, days_text, health_text, losses_text
@@ -55,13 +54,8 @@ def nodes(
         marked = sum(report.marked for report in node_reports)
         rows_shown = ([*cells(report), health_text(report)] for report in node_reports)
         title = f"{counted(len(node_reports), 'node')}, {marked} marked"
-        show(
-            table(title, *HEADS, "health", rows=rows_shown),
-            "",
-            NOTE,
-            losses_text(node_reports),
-            days_text(node_reports),
-        )
+        notes = NOTE, losses_text(node_reports), days_text(node_reports)
+        show(table(title, *HEADS, "health", rows=rows_shown), "", *notes)
 
 
 def _rows(names: list[str] | None, results_dir: Path) -> "list[Row]":

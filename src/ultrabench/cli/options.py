@@ -1,7 +1,6 @@
 """The arguments and options that several commands share."""
 
 import math
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +10,6 @@ import typer
 from ultrabench.errors import ConfigError
 
 RESULTS = Path("results")
-
-
-def start_no_threads() -> None:
-    """Keeps numpy, when it is imported, from starting threads; they wait in a loop for work that tables do not have."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def words(metavar: str, meaning: str) -> Any:

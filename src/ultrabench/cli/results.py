@@ -6,16 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrabench.analysis.figures.kinds import KINDS, prepared, rows_where, runs_drawn
-from ultrabench.cli.options import (
-    RESULTS,
-    AlsoRankBy,
-    Json,
-    RankBy,
-    ResultsDir,
-    Source,
-    start_no_threads,
-    table_file,
-)
+from ultrabench.cli.options import RESULTS, AlsoRankBy, Json, RankBy, ResultsDir, Source, table_file
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
 from ultrabench.store.folder import find_sweep, write_whole
 
@@ -35,7 +26,6 @@ Sweeps = Annotated[
 
 def collect_sweeps(sweeps: Sweeps = None, output: Table = None, results_dir: ResultsDir = RESULTS) -> None:
     """Collect the results of sweeps in one parquet file."""
-    start_no_threads()
     from ultrabench.analysis.cells import caveats
     from ultrabench.analysis.collect import collect, parquet
     from ultrabench.cli.tables import say, warn
@@ -64,7 +54,6 @@ def heatmap(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Draw the best layout per model and node count."""
-    start_no_threads()
     from ultrabench.analysis.cells import compared_with, notes
     from ultrabench.analysis.collect import open_results, told_apart
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
@@ -112,7 +101,6 @@ def plot(
         _print_kinds()
         return
     require_known("figure", KINDS, kind)
-    start_no_threads()
     from ultrabench.analysis.collect import open_results
 
     words = [*(given or [])]
@@ -167,7 +155,6 @@ def report(
     """Write all results to one HTML page that works offline."""
     if output is not None and output.suffix not in (".html", ".htm"):
         raise ConfigError(f"-o {output}: the page is HTML; give a name that ends in .html")
-    start_no_threads()
     from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.page.page import page
     from ultrabench.analysis.page.rows import document

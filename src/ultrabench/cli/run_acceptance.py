@@ -6,8 +6,6 @@ That is equal losses, a recognised lack of memory, and the speed.
 import operator
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import combinations_with_replacement
 from typing import Any
 
 import pyarrow as pa
@@ -26,23 +24,19 @@ from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.doctor.acceptance import acceptance_folder, write_acceptance
 from ultrabench.launchers.doctor.check import FAIL, Check, failed, first_problem, passed
 from ultrabench.launchers.open_sweep import folder_of, open_sweep
-from ultrabench.layout import AXES, BATCH, DEGREES, FOLLOWING
+from ultrabench.layout import DEGREES, FOLLOWING
 from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.store.folder import SweepFolder
-from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.load import config_from_tree, load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import make_plan
-from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.remedy import require_runs
 from ultrabench.sweep.running.outliers import TOLERANCE
-from ultrabench.sweep.running.price import SAFE_SHARE, committed_gpu_hours
+from ultrabench.sweep.running.price import committed_gpu_hours
 
 GPU_HOURS = 3.0
 """Largest number of GPU hours that an acceptance run may use."""
-LAYOUTS = 12
-"""Number of different layouts whose losses and gradients are compared."""
 TOO_MUCH = 3.0
 """A run that is predicted to need this many times the memory of a rank certainly does not fit."""
 MIN_SPEED_SHARE = 0.7
@@ -105,7 +99,7 @@ class _Acceptance:
             batch = {"mbs": [2], "seq_len": rate.seq_len, "gbs": rate.gbs}
             axes |= batch | {"nodes": nodes, "zero_stage": [0, 1]}
             models = [to_dict(load_model(rate.model))]
-            layouts = self._run(self._variant("published", sweep=axes, models=models))
+            layouts = self._run(self._variant("published", sweep=axes, models=models, max_p_oom=1.0))
         yield check_speed(layouts, is_published=bool(self._published))
 
     def write(self, checks: Sequence[Check]) -> None:
@@ -120,7 +114,7 @@ class _Acceptance:
         return config_from_tree({**tree, **changed, "name": name, "results_dir": str(self._folder)})
 
     def _run(self, config: SweepConfig) -> SweepFolder:
-        """Runs at most LAYOUTS runs of a sweep to their end; if it is interrupted, all its jobs are ended.
+        """Runs a sweep to its end; if it is interrupted, all its jobs are ended.
 
         Raises:
             ClusterError: the cluster or this machine cannot be used.
@@ -129,15 +123,15 @@ class _Acceptance:
         launcher, budget = choose_launcher(config, folder), self._left_gpu_hours
         plan = require_runs(make_plan(config))
         sweep = open_sweep(plan, reuse="any", warn=warn, say=say, max_gpu_hours=budget)
-        sweep.plan = replace(sweep.plan, candidates=covering(sweep.plan.runs))
-        write_plan(sweep.plan.candidates, folder.plan)
         try:
-            code = follow(sweep, launcher, folder.display_name, detach=False, ask=False, stderr=True)
+            code = follow(
+                sweep, launcher, folder.display_name, detach=False, ask=False, stderr=True, ends_jobs=True
+            )
             if code > 128:
                 raise typer.Exit(code)
         except BaseException:
             interrupt(sweep, launcher)
-            say(f"ended the jobs of {folder.path}")
+            say(f"ended the jobs; finished runs are kept in {folder.path}. The same command starts anew.")
             raise
         # A sweep that uses only some GPUs of a node holds the whole node.
         idle_factor = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
@@ -151,38 +145,11 @@ def comparable_rates(config: SweepConfig) -> list[PublishedRate]:
     Raises:
         ConfigError: a file of published rates cannot be used.
     """
-    rates = [
-        rate
-        for rate in published_rates()
-        if (rate.gpu, rate.precision) == (config.hardware.gpu, config.kernel.precision)
-        if rate.gbs and rate.nodes in config.axes.nodes
-    ]
+    here, nodes = (config.hardware.gpu, config.kernel.precision), config.axes.nodes
+    stated = [rate for rate in published_rates() if rate.gbs and rate.nodes in nodes]
+    rates = [rate for rate in stated if (rate.gpu, rate.precision) == here]
     batch_of = operator.attrgetter("model", "seq_len", "gbs")
     return [rate for rate in rates if batch_of(rate) == batch_of(rates[0])]
-
-
-def covering(runs: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """At most LAYOUTS of `runs` that certainly fit, which cover many values and pairs of values of the axes.
-
-    Each choice is the run that adds the most new values and pairs; among equal runs it is the first. A fault
-    of a form of parallelism shows where it is used alone or together with one other form, so a small
-    selection should cover the pairs.
-    """
-    runs = [run for run in runs if run.prediction.memory_share <= SAFE_SHARE] or runs
-    chosen_runs, pairs = list[Candidate](), set[object]()
-    while len(chosen_runs) < min(LAYOUTS, len(runs)):
-        others = (run for run in runs if run not in chosen_runs)
-        # max() keeps the first of equals.
-        chosen_runs.append(max(others, key=lambda run: len(_pairs(run) - pairs)))
-        pairs |= _pairs(chosen_runs[-1])
-    return tuple(chosen_runs)
-
-
-def _pairs(run: Candidate) -> set[object]:
-    """The values and pairs of values of the axes of a run on its number of nodes; of dp and batch, whether they are 1."""
-    values = {name: getattr(run.layout, name) for name in AXES}
-    values |= {name: values[name] > 1 for name in (DEGREES[0], *BATCH)}
-    return {(run.nodes, *pair) for pair in combinations_with_replacement(values.items(), 2)}
 
 
 def rows_of(folder: SweepFolder) -> list[Row]:
@@ -191,7 +158,7 @@ def rows_of(folder: SweepFolder) -> list[Row]:
 
 
 def _final_rows(table: pa.Table, folder: SweepFolder) -> list[Row]:
-    rows = [row for row in table.to_pylist() if row["is_final"]]
+    rows = [row for row in table.to_pylist() if row["is_final"] and row["rule"] is None]
     return [row | {"show": f"ultrabench sweep show {row['run_id']} {folder.display_name}"} for row in rows]
 
 

@@ -13,6 +13,7 @@ from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import ACCESS, examine, failures, why_not_slurm
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
+from ultrabench.sweep.config.compose import parts_of
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
@@ -33,8 +34,8 @@ def run_doctor(
         ConfigError: --deep is given with a sweep, or --partition without --write. `examine` and
             `run_acceptance` raise it, too.
     """
-    if deep and (words := _names("sweep", overrides)):
-        raise ConfigError(f"--deep runs its own sweep (acceptance); leave out {words}")
+    if deep and (name := parts_of(overrides).get("sweep")):
+        raise ConfigError(f"--deep runs its own sweep (acceptance); leave out sweep={name}")
     if partition and write is None:
         raise ConfigError(
             f"--partition {partition} needs --write; add it, or set launcher.partition={partition}"
@@ -49,7 +50,7 @@ def run_doctor(
     config = load_config(chosen_overrides)
     if write is not None:
         _write(config, site, write, force, why_local)
-        if not _names("cluster", chosen_overrides):
+        if "cluster" not in parts_of(chosen_overrides):
             config = load_config([*chosen_overrides, f"cluster={write}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
     if deep:
@@ -78,17 +79,12 @@ def report(config: SweepConfig, checks: Sequence[Check], as_json: bool) -> int:
 
 def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], Check | None]:
     """The overrides with a launcher, and why it is not Slurm; Slurm is chosen if it answers."""
-    if _names("launcher", overrides):
+    if "launcher" in parts_of(overrides):
         return [*overrides], None
     why = why_not_slurm(site)
     launcher = "slurm" if why is None else "local"
     say(f"checking launcher={launcher}: {why.told if why else 'Slurm responds here'}")
     return [*overrides, f"launcher={launcher}"], why
-
-
-def _names(group: str, overrides: Sequence[str]) -> str | None:
-    """The override that chooses an option of `group`; None when there is none."""
-    return next((o for o in overrides if o.lstrip("+~").partition("=")[0] == group), None)
 
 
 def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: Check | None) -> None:

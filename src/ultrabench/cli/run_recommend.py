@@ -15,6 +15,7 @@ from ultrabench.errors import ConfigError
 from ultrabench.hardware import GIB
 from ultrabench.layout import AXES
 from ultrabench.sweep.candidate import NO_ROOM, Candidate, CellKey, cell_columns, cell_label
+from ultrabench.sweep.config.compose import parts_of
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import BestRate, best_published, beyond_fit, published_mfu
@@ -28,6 +29,8 @@ SHORT = {name: f"sweep.{name}" for name in ("nodes", *AXES[1:], "seq_len", "gbs"
     "precision": "kernel.precision"
 }
 """Short key of an override -> its key."""
+PREDICTED = ("step_time_s", "step_time_low_s", "step_time_high_s", "peak_mem_bytes", "p_oom", "limited_by")
+"""Keys of a row that the prediction of its run has, too."""
 
 
 def run_recommend(
@@ -40,8 +43,7 @@ def run_recommend(
         raise ConfigError(f"kernel={config.kernel.name} does not train; use kernel=embedded")
     price = config.price_per_gpu_hour if price is None else price
     elsewhere = [word for word in words if not _is_in_row(word)]
-    named = [word.removeprefix("model=") for word in words if word.startswith("model=")]
-    model = named[0] if named else None  # maybe a path, which the name of the model does not say
+    model = parts_of(words).get("model")  # maybe a path, which the name of the model does not say
     rows = [row for cell in recommendations(config, top) for row in _rows(config, cell, elsewhere, model)]
     for row in rows:
         row.update(_training(row, tokens, price) if tokens and row["layout"] else {})
@@ -57,14 +59,14 @@ def in_full(overrides: Sequence[str]) -> list[str]:
     """The overrides as `sweep plan` takes them, such as sweep.nodes=[1,2] for nodes=[1,2], with the default sweep."""
     pairs = (override.partition("=") for override in overrides)
     words = [f"{SHORT.get(key, key)}{eq}{value}" for key, eq, value in pairs]
-    return words if any(word.startswith("sweep=") for word in words) else ["sweep=recommend", *words]
+    return words if "sweep" in parts_of(words) else ["sweep=recommend", *words]
 
 
 def with_fp8(config: SweepConfig, words: Sequence[str]) -> SweepConfig:
     """The sweep in fp8, too, where the hardware and a model have it and no override chooses the precision."""
     hardware, options = config.hardware, config.options
     has_fp8 = hardware.device == "cuda" and not hardware.fp8_refusal and "fp8" in hardware.peak_flops_per_s
-    chosen = any(word.lstrip("+").startswith("kernel.precision=") for word in words)
+    chosen = "kernel.precision" in parts_of(words)
     if chosen or not has_fp8 or config.kernel.kind != "embedded" or all(m.num_experts for m in config.models):
         return config
     precisions = tuple(dict.fromkeys((*options.values["precision"], "fp8")))
@@ -98,13 +100,8 @@ def _rows(
             "mfu": run.mfu(per_gpu),
             "tokens_per_s": per_gpu * place["gpus"],
             "tokens_per_s_per_gpu": per_gpu,
-            "step_time_s": prediction.step_time_s,
-            "step_time_low_s": prediction.step_time_low_s,
-            "step_time_high_s": prediction.step_time_high_s,
-            "peak_mem_bytes": prediction.peak_mem_bytes,
+            **{name: getattr(prediction, name) for name in PREDICTED},
             "rank_mem_bytes": config.hardware.mem_bytes,
-            "p_oom": prediction.p_oom,
-            "limited_by": prediction.limited_by,
             "lost_to": lost_to,
             "lost_share": share,
             "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
@@ -126,8 +123,7 @@ def _command(config: SweepConfig, run: Candidate, place: Row, elsewhere: Sequenc
     kernel = {"hardware": config.hardware.name, "kernel": config.kernel.name}
     usual = {"name": f"{config.name}-{place['precision']}"}
     usual |= {"launcher": "slurm"} if config.hardware.device == "cuda" else {}
-    keys = {word.partition("=")[0] for word in elsewhere}
-    elsewhere = [*elsewhere, *(f"{key}={value}" for key, value in usual.items() if key not in keys)]
+    elsewhere = [*elsewhere, *(f"{k}={value}" for k, value in usual.items() if k not in parts_of(elsewhere))]
     of_layout = {name: getattr(run.layout, name) for name in AXES}
     words = launch_words({**place, **kernel, **of_layout})
     return " ".join(("ultrabench sweep launch", words, *map(shlex.quote, elsewhere)))
@@ -136,13 +132,11 @@ def _command(config: SweepConfig, run: Candidate, place: Row, elsewhere: Sequenc
 def _training(row: Row, tokens: float, price: float | None) -> Row:
     """Days and cost of a training of so many tokens, and their 80 % intervals."""
     days = tokens / row["tokens_per_s"] / 86400
-    low, high = (days * row[f"step_time_{end}_s"] / row["step_time_s"] for end in ("low", "high"))
-    cost_of_day = 24 * row["gpus"] * price if price is not None else None
-    names = {"days": days, "days_low": low, "days_high": high}
-    costs = {
-        name.replace("days", "cost"): cost_of_day and value * cost_of_day for name, value in names.items()
-    }
-    return names | (costs if price is not None else {})
+    slowdown = {end: row[f"step_time{end}_s"] / row["step_time_s"] for end in ("", "_low", "_high")}
+    spent = {f"days{end}": days * factor for end, factor in slowdown.items()}
+    if price is not None:
+        spent |= {f"cost{end}": days * factor * 24 * row["gpus"] * price for end, factor in slowdown.items()}
+    return spent
 
 
 def _page(config: SweepConfig, rows: Sequence[Row], tokens: float | None) -> Iterator[RenderableType]:
@@ -152,27 +146,19 @@ def _page(config: SweepConfig, rows: Sequence[Row], tokens: float | None) -> Ite
     yield headline(config)
     fitting = [row for row in rows if row["layout"]]
     extra = [name for name in ("days", "cost") if fitting and name in fitting[0]]
-    heads = (
-        "model",
-        *(f">{name}" for name in of_cell[1:]),
-        "layout",
+    numbers = (
         ">MFU",
         ">tokens/s",
         ">tokens/s/GPU",
         ">step s",
         ">peak GiB",
+        ">P(OOM)",
+        *(f">{name}" for name in extra),
     )
+    heads = ("model", *(f">{name}" for name in of_cell[1:]), "layout", *numbers, "limited by", "note")
     lines = ([*(row[name] for name in of_cell), *_numbers(row, extra)] for row in fitting)
     if fitting:
-        yield table(
-            "\nbest predicted layouts",
-            *heads,
-            ">P(OOM)",
-            *(f">{name}" for name in extra),
-            "limited by",
-            "note",
-            rows=lines,
-        )
+        yield table("\nbest predicted layouts", *heads, rows=lines)
         yield f"MFU: relative to the peak of the precision, FLOPs by the formula {config.measure.flops_formula}; step s: 80 % interval in brackets"
         yield "peak GiB: includes the allocator's reserve; P(OOM) does not, because a full GPU gets the reserve back"
         yield "limited by: the main limit of the layout, and the largest part of the step that is not compute"

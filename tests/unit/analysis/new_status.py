@@ -34,6 +34,7 @@ class Finder(importlib.machinery.PathFinder):
 if __name__ == "__main__":
     sys.meta_path.insert(0, Finder)
 
+from tests.sweep_folder import write  # noqa: E402
 from tests.unit.analysis.sweeps import LAYOUTS, OK, attempted, make_sweep, spec_of  # noqa: E402
 from tests.unit.analysis.tables import row, table_of  # noqa: E402
 from ultrabench.analysis import cells, ranking  # noqa: E402
@@ -44,7 +45,7 @@ from ultrabench.analysis.page.rows import document  # noqa: E402
 from ultrabench.cli.sweep.live import counts_line  # noqa: E402
 from ultrabench.cli.tables import style_of  # noqa: E402
 from ultrabench.result import Status  # noqa: E402
-from ultrabench.store.journal import JournalWriter, read_journal  # noqa: E402
+from ultrabench.store.journal import read_journal  # noqa: E402
 from ultrabench.store.state import fold  # noqa: E402
 from ultrabench.store.sweep_json import read_sweep_json  # noqa: E402
 from ultrabench.sweep.config.sweep_config import ATTEMPTS, RetryPolicy  # noqa: E402
@@ -57,9 +58,7 @@ def places(folder):
     """Place where statuses show -> what it tells of a run that melted."""
     spec, status = spec_of(LAYOUTS[0]), Status("melted")
     sweep = make_sweep(folder / "s", [spec])
-    writer = JournalWriter(sweep.journal, "agent")
-    for event in attempted(spec, replace(OK, status=status, step_times_s=())):
-        writer.write(event)
+    write(sweep, *attempted(spec, replace(OK, status=status, step_times_s=())))
     state, head = fold(read_journal(sweep.journal)), read_sweep_json(sweep)
     runs = [*runs_of(head, read_rows(sweep.plan, runs_only=True), state)]
     now = progress("s", runs, state, "cuda")

@@ -66,11 +66,6 @@ def attempted(spec, result=None, repeat=0, attempt=0, allocation="a0"):
     return sweep_folder.attempted(spec, result, repeat, attempt, allocation, predicted=predicted)
 
 
-def claim(writer, spec, repeat=0, attempt=0, result=None):
-    for event in attempted(spec, result, repeat, attempt):
-        writer.write(event)
-
-
 def rows_of(*folders, warn=lambda message: pytest.fail(message)):
     return collect(folders, warn).to_pylist()
 
@@ -84,7 +79,8 @@ SPECS = tuple(spec_of(layout) for layout in LAYOUTS)
 
 
 def swept(path, *results, specs=SPECS):
-    """A sweep of specs whose first runs were claimed and ended like this; None: not ended. With its journal's writer."""
+    """A sweep of specs whose first runs were claimed and ended like this; None: not ended."""
     folder = make_sweep(path / "s", specs)
     events = (event for words in zip(specs, results, strict=False) for event in attempted(*words))
-    return folder, write(folder, *events)
+    write(folder, *events)
+    return folder

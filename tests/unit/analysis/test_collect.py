@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tests.configs import refused
+from tests.sweep_folder import write
 from tests.unit.analysis.sweeps import (
     OK,
     PREDICTED,
     SPECS,
     TINY,
-    claim,
+    attempted,
     make_sweep,
     rows_of,
     spec_of,
@@ -26,7 +27,7 @@ from ultrabench.layout import Layout
 from ultrabench.record import to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import AllocationPlanned, Launched, Preflight, Result, Submitted
-from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.sweep.candidate import PRUNED, Candidate
 from ultrabench.sweep.config.load import read_hardware
@@ -35,9 +36,9 @@ from ultrabench.sweep.running.standings import suspects_of
 
 
 def test_speed_and_mfu_by_hand(tmp_path):
-    folder, writer = swept(tmp_path, specs=SPECS[:1])
-    writer.write(Submitted(allocation="a0", job={"job_id": 4711, "host": "login"}))
-    claim(writer, SPECS[0], result=OK)
+    folder = swept(tmp_path, specs=SPECS[:1])
+    submitted = Submitted(allocation="a0", job={"job_id": 4711, "host": "login"})
+    write(folder, submitted, *attempted(SPECS[0], OK))
     (row,) = rows_of(folder)
     # 16,384 tokens in 0.2 s on 8 GPUs. A layer multiplies by 4*64*64 + 3*64*128 = 40,960
     # parameters; two of them and a head of 256*64 have N = 98,304.
@@ -56,23 +57,23 @@ def test_speed_and_mfu_by_hand(tmp_path):
     assert values(row, exact) == exact
     assert row["started_at"].isoformat() == "1970-01-01T00:00:00+00:00"
     # The formula of the latest launch counts: Megatron's halves the attention.
-    writer.write(Launched(generation=1, config={"measure": {"flops_formula": "megatron"}}))
+    write(folder, Launched(generation=1, config={"measure": {"flops_formula": "megatron"}}))
     (row,) = rows_of(folder)
     halved = (6 * 98_304 + 6 * 2 * 64 * 128) * 10_240
     assert (row["flops_formula"], row["mfu"]) == ("megatron", pytest.approx(halved / 989e12))
 
 
 def test_the_latest_launch_says_how_the_batch_scales(tmp_path):
-    folder, writer = swept(tmp_path, specs=SPECS[:1])
+    folder = swept(tmp_path, specs=SPECS[:1])
     assert [row["scaling"] for row in rows_of(folder)] == ["strong"]
-    writer.write(Launched(generation=1, config={"sweep": {"scaling": "weak"}}))
+    write(folder, Launched(generation=1, config={"sweep": {"scaling": "weak"}}))
     assert [row["scaling"] for row in rows_of(folder)] == ["weak"]
 
 
 def test_the_latest_launch_says_what_tokens_cost(tmp_path):
-    folder, writer = swept(tmp_path, OK, specs=SPECS[:1])
+    folder = swept(tmp_path, OK, specs=SPECS[:1])
     assert [row["cost_per_billion_tokens"] for row in rows_of(folder)] == [None]
-    writer.write(Launched(generation=1, config={"cluster": {"price_per_gpu_hour": 3.6864}}))
+    write(folder, Launched(generation=1, config={"cluster": {"price_per_gpu_hour": 3.6864}}))
     assert [row["cost_per_billion_tokens"] for row in rows_of(folder)] == [
         pytest.approx(100.0)
     ]  # at 10,240 tokens/s/GPU
@@ -100,17 +101,17 @@ def test_the_latest_launch_says_what_tokens_cost(tmp_path):
     ids=["ok", "clock", "throttled", "energy", "invalid", "running", "crash", "in doubt"],
 )  # fmt: skip
 def test_the_row_of_an_attempt_tells_its_result(tmp_path, result, expected):
-    assert values(rows_of(swept(tmp_path, result)[0])[0], expected) == expected
+    assert values(rows_of(swept(tmp_path, result))[0], expected) == expected
 
 
 @pytest.mark.parametrize(("share", "suspect"), [(0.99, False), (1.01, True)])
 def test_a_run_faster_than_plain_matrix_products_is_suspect(tmp_path, share, suspect):
     """Its attention counts only below the diagonal, and the slowest device of its allocation decides."""
-    folder, writer = swept(tmp_path, OK, specs=SPECS[:1])
+    folder = swept(tmp_path, OK, specs=SPECS[:1])
     least = (6 * 98_304 + 6 * 2 * 64 * 128) * 10_240  # as in the test of mfu by hand
     probe = {"gemm_flops_per_s": [least / share, *[1.1 * least] * 7], "memory_copy_bytes_per_s": [1.0] * 8}
-    writer.write(AllocationPlanned(allocation="a0", nodes=1, limit_s=60.0, tasks=()))
-    writer.write(Preflight(allocation="a0", found={"probe": probe}))
+    planned = AllocationPlanned(allocation="a0", nodes=1, limit_s=60.0, tasks=())
+    write(folder, planned, Preflight(allocation="a0", found={"probe": probe}))
     (row,) = rows_of(folder)
     assert row["suspect_codes"] == (["above_gemm"] if suspect else None)
     state = with_loss_outliers(fold(read_journal(folder.journal)))
@@ -134,7 +135,7 @@ def test_a_model_with_experts_is_read_again_from_its_row(tmp_path):
     kernel = KernelConfig(name="embedded", precision="bf16", routing="learned")
     sparse = replace(spec_of(Layout(dp=8, ep=4, gas=16), kernel), shape=replace(TINY, **experts, **layers))
     folder = make_sweep(tmp_path / "sparse", [sparse], kernel=kernel, models=(sparse.shape,))
-    claim(JournalWriter(folder.journal, "w"), sparse, result=OK)
+    write(folder, *attempted(sparse, OK))
     (row,) = rows_of(folder)
     assert values(row, experts | layers) == experts | layers
     assert (row["ep"], row["routing"]) == (4, "learned")
@@ -156,7 +157,7 @@ def test_peak_of_a_laptop_is_measured_or_unknown(tmp_path, core_rate):
     peak = {"core_flops_per_s": core_rate, "cores": 2}
     laptop = read_hardware({"name": "laptop", "gpu": "cpu"})
     folder = make_sweep(tmp_path / "s", [spec], (), laptop, peak, precision="fp32")
-    claim(JournalWriter(folder.journal, "agent"), spec, result=replace(OK, hardware_flops_per_step=None))
+    write(folder, *attempted(spec, replace(OK, hardware_flops_per_step=None)))
     (row,) = rows_of(folder)
     assert (row["tokens_per_s"] is not None, row["hfu"]) == (True, None)
     told = row["peak_flops_per_s"], row["peak_source"], row["mfu"]
@@ -179,9 +180,9 @@ def test_candidates_without_an_attempt_say_why_and_hold_no_numbers(tmp_path):
 
 def test_what_another_run_dominates_is_skipped_and_says_by_whom(tmp_path):
     small, large = (spec_of(Layout(dp=8, zero_stage=1, mbs=m, gas=16 // m)) for m in (1, 2))
-    folder, writer = swept(tmp_path, specs=(small, large))
-    for attempt in range(2):
-        claim(writer, small, attempt=attempt, result=RunResult(status=Status.OOM, confirmed=True))
+    oom = RunResult(status=Status.OOM, confirmed=True)
+    folder = swept(tmp_path, oom, specs=(small, large))
+    write(folder, *attempted(small, oom, attempt=1))
     row = rows_of(folder)[-1]
     assert (row["run_id"], row["status"], row["attempt"]) == (large.run_id, "skipped", None)
     assert row["dominated_by"] == small.run_id
@@ -190,25 +191,24 @@ def test_what_another_run_dominates_is_skipped_and_says_by_whom(tmp_path):
 
 def test_an_outlying_loss_is_an_invalid_row_that_keeps_its_numbers(tmp_path):
     ends = [replace(OK, loss_final=loss, loss_step=5) for loss in (5.0, 5.0, 5.0, 9.0)]
-    folder, writer = swept(tmp_path, *ends)
+    folder = swept(tmp_path, *ends)
     row = rows_of(folder)[3]
     assert (row["status"], row["is_final"], row["step_time_s"]) == ("invalid", True, 0.2)
     assert row["reason"].startswith("loss 9 at step 5; the other 3 layouts")
-    claim(writer, SPECS[3], attempt=1, result=ends[0])
+    write(folder, *attempted(SPECS[3], ends[0], attempt=1))
     assert [(r["status"], r["is_final"]) for r in rows_of(folder)[3:5]] == [("invalid", False), ("ok", True)]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, seed):
     choose = random.Random(seed)
-    folder, _ = swept(tmp_path, specs=SPECS[:6])
-    writers = [JournalWriter(folder.journal, "agent") for _ in range(3)]
+    folder = swept(tmp_path, specs=SPECS[:6])
     attempts = Counter()
     for spec in SPECS:
         for repeat in range(choose.randrange(3)):
             for attempt in range(choose.randint(1, 3)):
                 result = choose.choice([None, OK, RunResult(status=Status.HANG, reason="silent")])
-                claim(choose.choice(writers), spec, repeat, attempt, result)
+                write(folder, *attempted(spec, result, repeat, attempt))
                 attempts[spec.run_id] += 1
     rows = rows_of(folder)
     assert rows == rows_of(folder)
@@ -221,9 +221,9 @@ def test_every_candidate_is_a_row_and_one_row_is_final(tmp_path, seed):
 
 
 def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path):
-    folder, writer = swept(tmp_path, specs=SPECS[:1])
+    folder = swept(tmp_path, specs=SPECS[:1])
     other = replace(SPECS[1], shape=replace(SPECS[0].shape, name="other", num_hidden_layers=3))
-    claim(writer, other, result=OK)
+    write(folder, *attempted(other, OK))
     row = rows_of(folder)[1]
     assert (row["run_id"], row["model"], row["num_hidden_layers"]) == (other.run_id, "other", 3)
     assert (row["dp"], row["mbs"], row["precision"], row["gpus"]) == (8, 2, "bf16", 8)
@@ -232,16 +232,17 @@ def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path):
 
 def test_models_that_a_later_launch_added_are_known(tmp_path):
     added = replace(SPECS[0], shape=replace(SPECS[0].shape, name="added", vocab_size=512))
-    folder, writer = swept(tmp_path, specs=[added])
+    folder = swept(tmp_path, specs=[added])
     assert rows_of(folder)[0]["num_params"] is None
-    writer.write(Launched(generation=1, config={"models": [to_dict(added.shape)]}))
+    write(folder, Launched(generation=1, config={"models": [to_dict(added.shape)]}))
     assert rows_of(folder)[0]["num_params"] == added.shape.num_params
 
 
 def test_a_lost_claim_loses_no_result(tmp_path):
-    folder, writer = swept(tmp_path, specs=SPECS[:1])
-    for run_id in (SPECS[0].run_id, "f" * 16):
-        writer.write(Result(run_id=run_id, repeat=0, attempt=0, result=OK))
+    folder = swept(tmp_path, specs=SPECS[:1])
+    write(
+        folder, *(Result(run_id=name, repeat=0, attempt=0, result=OK) for name in (SPECS[0].run_id, "f" * 16))
+    )
     told = []
     known, unknown = rows_of(folder, warn=told.append)
     assert known["mfu"] is not None

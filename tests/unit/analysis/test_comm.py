@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from tests.configs import refused
-from tests.unit.analysis.sweeps import OK, claim, make_sweep, rows_of, spec_of
+from tests.sweep_folder import write
+from tests.unit.analysis.sweeps import OK, attempted, make_sweep, rows_of, spec_of
 from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.figures.plots.comm import figure, points
@@ -12,7 +13,6 @@ from ultrabench.analysis.ranking import rank
 from ultrabench.device_rates import OPERATIONS, bandwidths
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
-from ultrabench.store.journal import JournalWriter
 
 PROBE = KernelConfig(name="probe", kind="probe", precision="bf16")
 
@@ -38,7 +38,7 @@ def test_a_probe_has_rates_and_is_no_run_of_a_model(tmp_path):
     """The row says what the links did, and no ranking or heatmap takes it for training."""
     spec, found = spec_of(Layout(dp=16), kernel=PROBE, nodes=2), probe(10.0, 100.0, 2**20, 2**28)
     folder = make_sweep(tmp_path / "comm", [spec], kernel=PROBE)
-    claim(JournalWriter(folder.journal, "agent"), spec, result=replace(OK, step_times_s=(), probe=found))
+    write(folder, *attempted(spec, replace(OK, step_times_s=(), probe=found)))
     (told,) = rows_of(folder)
     expected = {
         "status": "ok", "nodes": 2, "gpus": 16, "kernel": "probe", "gemm_flops_per_s": 6e14,

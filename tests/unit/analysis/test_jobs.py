@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.sweep_folder import write
 from tests.unit.analysis.sweeps import SPECS, attempted, rows_of, swept, values
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import AllocationPlanned, Claimed, Preflight, Start, Submitted
@@ -39,9 +40,8 @@ def submitted(**job):
 
 
 def rows_after(path, *events):
-    folder, writer = swept(path, specs=(CONTROL, OTHER))
-    for event in events:
-        writer.write(event)
+    folder = swept(path, specs=(CONTROL, OTHER))
+    write(folder, *events)
     return rows_of(folder)
 
 

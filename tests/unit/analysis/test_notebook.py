@@ -11,11 +11,11 @@ import pytest
 
 import ultrabench
 from tests.configs import refused
-from tests.unit.analysis.sweeps import OK, SPECS, claim, make_sweep
+from tests.sweep_folder import write
+from tests.unit.analysis.sweeps import OK, SPECS, attempted, make_sweep
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.notebook import table_of
 from ultrabench.errors import UltrabenchError
-from ultrabench.store.journal import JournalWriter
 
 PAGE = Path(__file__).parents[3] / "docs/guide/results.md"
 
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
     """A sweep in ./results with an ok run and runs that were never tried."""
     monkeypatch.chdir(tmp_path)
     made = make_sweep(tmp_path / "results/quick-cpu", SPECS)
-    claim(JournalWriter(made.journal, "agent"), SPECS[0], result=OK)
+    write(made, *attempted(SPECS[0], OK))
     return made
 
 

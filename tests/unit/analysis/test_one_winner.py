@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sweep_folder import write
 from tests.unit.analysis.sweeps import OK, attempted, make_sweep, spec_of
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.page.rows import document
@@ -15,7 +16,7 @@ from ultrabench.analysis.ranking import leaderboard, rank
 from ultrabench.layout import Layout
 from ultrabench.result import SLOWER, Status
 from ultrabench.store.events import AllocationPlanned
-from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows, runs_of
@@ -46,19 +47,13 @@ REPEATS = st.tuples(
 def sweep_of(repeats, with_controls):
     """A sweep folder with these repeats: number of nodes, number of the run, repeat, allocation and result."""
     folder = make_sweep(Path(tempfile.mkdtemp()) / "s", [spec for specs in CELLS.values() for spec in specs])
-    writer = JournalWriter(folder.journal, "agent")
-    for nodes in CELLS:
-        for name, control in zip("xyz", with_controls, strict=True):
-            specs = CELLS[nodes]
-            writer.write(
-                AllocationPlanned(
-                    allocation=f"{name}{nodes}", nodes=nodes, limit_s=60.0, tasks=(),
-                    control=specs[0].run_id if control else None,
-                )
-            )  # fmt: skip
+    for nodes, specs in CELLS.items():
+        for name, has_control in zip("xyz", with_controls, strict=True):
+            control = specs[0].run_id if has_control else None
+            planned = {"nodes": nodes, "limit_s": 60.0, "tasks": (), "control": control}
+            write(folder, AllocationPlanned(allocation=f"{name}{nodes}", **planned))
     for (nodes, run, repeat), (name, result) in {r[:3]: r[3:] for r in repeats}.items():
-        for event in attempted(CELLS[nodes][run], result, repeat, allocation=f"{name}{nodes}"):
-            writer.write(event)
+        write(folder, *attempted(CELLS[nodes][run], result, repeat, allocation=f"{name}{nodes}"))
     return folder
 
 

@@ -83,7 +83,7 @@ def test_ratios_of_a_heatmap_are_of_the_same_model():
 
 
 def test_a_launch_tells_that_earlier_runs_had_another_shape(tmp_path):
-    folder, _ = swept(tmp_path, OK, OK)
+    folder = swept(tmp_path, OK, OK)
     state = fold(read_journal(folder.journal))
     assert [*other_shapes([TINY, replace(HALF, name="other")], state)] == []
     (line,) = other_shapes([replace(HALF, rope_theta=5e5)], state)

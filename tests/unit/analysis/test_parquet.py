@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.configs import refused
-from tests.unit.analysis.sweeps import OK, SPECS, TINY, claim, rows_of, spec_of, swept
+from tests.sweep_folder import write
+from tests.unit.analysis.sweeps import OK, SPECS, TINY, attempted, rows_of, spec_of, swept
 from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.collect import collect, parquet, read_parquet
 from ultrabench.analysis.measured import measured_runs
@@ -22,7 +23,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "columns.md"
 
 
 def test_parquet_and_back_and_through_pandas(tmp_path):
-    table = collect([swept(tmp_path, None, OK)[0]], pytest.fail)
+    table = collect([swept(tmp_path, None, OK)], pytest.fail)
     (path := tmp_path / "runs.parquet").write_bytes(parquet(table))
     assert read_parquet(path).equals(table)
     assert read_parquet(path).schema.equals(SCHEMA, check_metadata=True)
@@ -92,8 +93,8 @@ def test_an_attempt_becomes_the_run_that_it_measured(tmp_path):
     pipeline = {"pp_schedule": "interleaved", "virtual_stages": 2, "recompute": "every2"}
     kernel = KernelConfig(name="embedded", precision="bf16", compile=True)
     spec = spec_of(Layout(dp=2, tp=2, pp=2, gas=8, **pipeline), kernel)
-    folder, writer = swept(tmp_path, specs=SPECS[:1])
-    claim(writer, spec, result=replace(OK, peak_mem_reserved_rank0_bytes=7, attention="flash"))
+    folder = swept(tmp_path, specs=SPECS[:1])
+    write(folder, *attempted(spec, replace(OK, peak_mem_reserved_rank0_bytes=7, attention="flash")))
     ((run,), left_out) = measured_runs(table_of(*rows_of(folder)))
     assert (run.spec, left_out) == (replace(spec, kernel=replace(kernel, attention="flash")), {})
     assert (run.status, run.is_final, run.kernel_version) == ("ok", True, str(kernel.version))

@@ -12,7 +12,6 @@ from ultrabench.launchers.open_sweep import sweep_json_of
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Launched
-from ultrabench.store.journal import JournalWriter
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.plan import make_plan
 
@@ -56,11 +55,10 @@ def sweep(tmp_path):
     return folder
 
 
-def record(sweep, run, attempt=0, writer=None, repeat=0, allocation=None, **values):
+def record(sweep, run, attempt=0, repeat=0, allocation=None, **values):
     """Journals the result of a run's attempt: ok in 0.1 s a step unless `values` say otherwise."""
     result = ended(**{"loss_final": 3.0} | values) if "status" not in values else ended(**values)
-    event = finished(run.spec, AttemptKey(run.run_id, repeat, attempt), result, allocation=allocation)
-    (writer or JournalWriter(sweep.journal, "agent")).write(event)
+    write(sweep, finished(run.spec, AttemptKey(run.run_id, repeat, attempt), result, allocation=allocation))
 
 
 def content(sweep):

@@ -51,26 +51,12 @@ def read_back(kind, folder):
 def require_same(run, row, config=str, number=float):
     """That a run of a tracker has the settings and numbers of the row of `sweep top`."""
     for name in (
-        "model",
-        "nodes",
-        "tp",
-        "pp",
-        "mbs",
-        "zero_stage",
-        "gbs",
-        "seq_len",
-        "precision",
-        "hardware",
-    ):
+        "model", "nodes", "tp", "pp", "mbs", "zero_stage", "gbs", "seq_len", "precision", "hardware",
+    ):  # fmt: skip
         assert run["config"][name] == config(row[name]), name
     for name in (
-        "step_time_s",
-        "tokens_per_s_per_gpu",
-        "ranked_value",
-        "mfu",
-        "num_repeats",
-        "peak_mem_reserved_bytes",
-    ):
+        "step_time_s", "tokens_per_s_per_gpu", "ranked_value", "mfu", "num_repeats", "peak_mem_reserved_bytes",
+    ):  # fmt: skip
         assert (number(run["metrics"][name]) if name in run["metrics"] else None) == row[name], name
 
 

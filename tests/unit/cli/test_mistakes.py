@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -261,8 +259,3 @@ def test_the_shell_of_the_node_gets_its_variables():
     config = load_config(["kernel=command", 'kernel.command=[bash,-c,"echo \\${HOME} {tp}"]', "model=tiny"])
     run = make_plan(config).runs[0]
     assert fill_in(run.spec, AttemptKey(run.run_id, 0, 0), config.measure) == ["bash", "-c", "echo ${HOME} 1"]
-
-
-def test_python_m_ultrabench_is_the_command():
-    command = [sys.executable, "-m", "ultrabench", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == __version__

@@ -36,10 +36,8 @@ def night(day, host, number, *, xids=(FAILING,)):
     probe = {
         "gemm_flops_per_s": [7e14 * speed * (1 + 0.01 * rank) for rank in range(8)],
         "memory_copy_bytes_per_s": [2.9e12] * 8,
-        "collectives": {
-            "allreduce": {"all": [], "intra_node": [{"bytes": 8, "busbw_bytes_per_s": TWO_SLOW}]}
-        },
-    }
+        "collectives": {"allreduce": {"all": [], "intra_node": [{"bytes": 8, "busbw_bytes_per_s": TWO_SLOW}]}},
+    }  # fmt: skip
     yield AllocationPlanned(allocation=name, nodes=1, limit_s=60.0, tasks=(), control=SPECS[0].run_id)
     yield Preflight(allocation=name, found={"nodes": [{"host": host}], "probe": probe})
     yield from recorded(SPECS[0], replace(OK, **at, step_times_s=(0.1 / speed,) * 6), number, name)

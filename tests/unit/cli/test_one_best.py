@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, as_json, record
 from ultrabench.store.events import AllocationPlanned
-from ultrabench.store.journal import JournalWriter
 
 NODES = QUICK.runs[0].nodes
 CONTROL, A, B = [run for run in QUICK.runs if run.nodes == NODES][:3]
@@ -18,12 +18,11 @@ def two_allocations(sweep):
     for journal in sweep.journal.iterdir():
         journal.unlink()
     for repeat, (name, runs) in enumerate(MEASURED.items()):
-        writer = JournalWriter(sweep.journal, f"agent-{name}")
         planned = {"nodes": NODES, "limit_s": 60.0, "tasks": (), "control": CONTROL.run_id}
-        writer.write(AllocationPlanned(allocation=name, **planned))
+        write(sweep, AllocationPlanned(allocation=name, **planned))
         for run, time_s in runs:
             where = {"allocation": name, "repeat": repeat if run is CONTROL else 0}
-            record(sweep, run, writer=writer, step_times_s=(time_s,) * 6, **where)
+            record(sweep, run, step_times_s=(time_s,) * 6, **where)
     return sweep
 
 

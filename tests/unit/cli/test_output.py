@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, as_json, record
 from ultrabench import __version__
 from ultrabench.launchers.open_sweep import folder_of, sweep_json_of
@@ -14,7 +15,6 @@ from ultrabench.record import to_dict
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched
-from ultrabench.store.journal import JournalWriter
 from ultrabench.store.sweep_json import create_sweep_json
 from ultrabench.sweep.candidate import CellKey
 from ultrabench.sweep.config.load import load_config
@@ -90,27 +90,14 @@ def test_plan_top_names_what_fits_how_sure_a_prediction_is_and_what_limits_a_lay
 
 def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_nothing_else_is_left(ultrabench):
     words = [
-        "sweep",
-        "plan",
-        "model=llama3-70b",
-        "hardware=h100x8",
-        "sweep.seq_len=8192",
-        "sweep.gbs=128",
-        "--top",
-        "9",
-    ]
+        "sweep", "plan", "model=llama3-70b", "hardware=h100x8", "sweep.seq_len=8192", "sweep.gbs=128", "--top", "9",
+    ]  # fmt: skip
     odds = [row["p_oom"] for row in as_json(ultrabench, *words, "sweep.nodes=[4]")["top"]]
     assert (max(odds) <= 0.1, len(odds)) == (True, 3)
     eight = [
-        "sweep",
-        "plan",
-        "model=llama3-8b",
-        "hardware=h100x8",
-        "sweep.nodes=[1]",
-        "sweep.seq_len=8192",
-        "--top",
+        "sweep", "plan", "model=llama3-8b", "hardware=h100x8", "sweep.nodes=[1]", "sweep.seq_len=8192", "--top",
         "9",
-    ]
+    ]  # fmt: skip
     few, more = (as_json(ultrabench, *eight, "--advise-p-oom", most)["top"] for most in ("0.01", "0.1"))
     assert max(row["p_oom"] for row in few) < 0.01 < max(row["p_oom"] for row in more) <= 0.1
     (only,) = as_json(ultrabench, *words, "sweep.nodes=[2]", "max_p_oom=1")["top"]
@@ -191,9 +178,8 @@ def test_status_tells_ooms_failures_and_cancelled_runs_apart(ultrabench, sweep):
 
 
 def test_a_damaged_result_counts_as_the_next_launch_will_count_it(ultrabench, sweep):
-    writer = JournalWriter(sweep.journal, "agent")
-    writer.write(AllocationEnded(allocation="n1", reason="all tasks done", source="agent"))
-    path = next(path for path in sweep.journal.iterdir() if path != writer.path)
+    (path,) = sweep.journal.iterdir()
+    write(sweep, AllocationEnded(allocation="n1", reason="all tasks done", source="agent"))
     path.write_text(path.read_text().replace('"event":"result"', '"event":{result"'))
     _, out, err = ultrabench("sweep", "status")
     assert f"{path}:3: skipped a corrupt line about run {OK}" in err
@@ -288,17 +274,8 @@ def test_help_shows_whole_sentences_at_80_columns(ultrabench, group, monkeypatch
 
 def test_configs_json_names_every_group(ultrabench):
     groups = {
-        "model",
-        "hardware",
-        "sweep",
-        "kernel",
-        "launcher",
-        "measure",
-        "retry",
-        "cluster",
-        "profile",
-        "framework",
-    }
+        "model", "hardware", "sweep", "kernel", "launcher", "measure", "retry", "cluster", "profile", "framework",
+    }  # fmt: skip
     assert set(as_json(ultrabench, "configs")) == groups
     assert "quick" in as_json(ultrabench, "configs", "sweep")["sweep"]
 
@@ -380,22 +357,14 @@ def test_plan_warns_of_what_a_launch_would_refuse_of_a_sweep_that_has_begun(ultr
     (tmp_path / "train").write_text("#!/bin/sh\n")
     (tmp_path / "train").chmod(0o755)
     words = [
-        *[
-            "kernel=command",
-            "kernel.command=[./train]",
-            "sweep=quick",
-            "model=tiny",
-            "sweep.nodes=[1]",
-            "name=b",
-        ]
-    ]
+        "kernel=command", "kernel.command=[./train]", "sweep=quick", "model=tiny", "sweep.nodes=[1]", "name=b",
+    ]  # fmt: skip
     flags = "+sweep.flags={q: {a: [-x], b: []}}"
     config = load_config([*words, flags])
     folder = folder_of(config)
     folder.create()
     create_sweep_json(folder, sweep_json_of(config, {"core_flops_per_s": 1e9, "cores": 2}))
-    journal = JournalWriter(folder.journal, "launcher")
-    journal.write(Launched(generation=1, config=config.resolved))
+    write(folder, Launched(generation=1, config=config.resolved))
     assert "would refuse this plan" not in ultrabench("sweep", "plan", *words, flags)[2]
     line = "sweep launch would refuse this plan: sweep.flags.q.a: ['-x'] -> ['-y'] in a sweep that was launched before; give these"
     assert line in " ".join(ultrabench("sweep", "plan", *words, flags.replace("-x", "-y"))[2].split())

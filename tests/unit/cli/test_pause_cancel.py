@@ -2,10 +2,11 @@
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
-from tests.sweep_folder import events_of
+from tests.sweep_folder import events_of, write
 from tests.unit.cli.conftest import QUICK, as_json, content, one_line, record
 from ultrabench.errors import ClusterError
 from ultrabench.launchers import open_sweep as opening
@@ -18,7 +19,7 @@ from ultrabench.store.events import (
     LeadingAgent,
 )
 from ultrabench.store.folder import living_launchers
-from ultrabench.store.journal import JournalWriter, read_journal
+from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.sweep.config.load import load_config
 
@@ -29,18 +30,19 @@ def state_of(sweep):
     return fold(read_journal(sweep.journal))
 
 
+PLANNED = AllocationPlanned(allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=())
+
+
 def said(sweep, kind):
     return sorted(events_of(sweep, kind), key=lambda event: event.generation)
 
 
 def settle(sweep, *left, config=QUICK.config.resolved, repeats=1):
     """Every run but those of `left` ends ok once, in a sweep of so many repeats."""
-    writer = JournalWriter(sweep.journal, "agent")
-    writer.write(Launched(generation=2, config={**config, "repeats": repeats}))
+    write(sweep, Launched(generation=2, config={**config, "repeats": repeats}))
     for run in QUICK.runs:
         if run not in left:
-            record(sweep, run, attempt=1, writer=writer)
-    return writer
+            record(sweep, run, attempt=1)
 
 
 def test_a_pause_is_told_to_agents_and_launchers_and_twice_is_once(ultrabench, sweep):
@@ -74,21 +76,21 @@ def test_a_cancel_stays_until_the_next_launch(ultrabench, sweep):
     assert (state.cancelled, len(state.attempts)) == (True, 2)
     assert "nothing to pause: quick-cpu is cancelled" in ultrabench("sweep", "pause")[2]
     assert not sweep.pause.exists()
-    JournalWriter(sweep.journal, "launcher").write(Launched(generation=state.generation + 1, config={}))
+    write(sweep, Launched(generation=state.generation + 1, config={}))
     assert not state_of(sweep).cancelled
 
 
 def test_a_settled_sweep_is_cancelled_while_something_runs(ultrabench, sweep):
-    settle(sweep).write(AllocationPlanned(allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=()))
+    settle(sweep)
+    write(sweep, PLANNED)
     assert "Cancelled. Results are kept" in ultrabench("sweep", "cancel")[2]
 
 
 @pytest.fixture
 def unreachable(sweep, monkeypatch):
     """The same sweep on a cluster whose programs are not here."""
-    JournalWriter(sweep.journal, "launcher").write(Launched(generation=2, config=SLURM))
-    planned = AllocationPlanned(allocation="n1-b.0", nodes=1, limit_s=60.0, tasks=())
-    JournalWriter(sweep.journal, "agent").write(planned)
+    write(sweep, Launched(generation=2, config=SLURM), by="launcher")
+    write(sweep, PLANNED)
     monkeypatch.setenv("PATH", str(sweep.path))
     return sweep
 
@@ -100,8 +102,7 @@ def nobody_follows(sweep):
 
 def over(sweep):
     """Ends the allocation of the sweep on a cluster."""
-    ended = AllocationEnded(allocation="n1-b.0", reason="all tasks done", source="agent")
-    JournalWriter(sweep.journal, "agent").write(ended)
+    write(sweep, AllocationEnded(allocation="n1-b.0", reason="all tasks done", source="agent"))
 
 
 def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follows(ultrabench, unreachable):
@@ -122,8 +123,7 @@ def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follo
 def test_whose_jobs_only_they_can_end_is_told(ultrabench, unreachable):
     for n, user in enumerate(("ann", own_name())):
         by = {"user": user, "cluster": "big", "host": "login1"}
-        planned = AllocationPlanned(allocation=f"n1-c.{n}", nodes=1, limit_s=60.0, tasks=(), by=by)
-        JournalWriter(unreachable.journal, "agent").write(planned)
+        write(unreachable, replace(PLANNED, allocation=f"n1-c.{n}", by=by))
     err = ultrabench("sweep", "cancel")[2]
     assert err.splitlines()[0] == "jobs of ann are still active: only their owner can end them"
 
@@ -178,9 +178,7 @@ def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench,
 
     assert standing() == jobs_run, "a job is queued"
     agent = LeadingAgent(host="gpu01", pid=1, journal="agent-gpu01-1-x.jsonl")
-    writer = JournalWriter(unreachable.journal, "agent")
-    (name,) = state_of(unreachable).allocations
-    writer.write(AllocationStarted(allocation=name, agent=agent))
+    write(unreachable, AllocationStarted(allocation=PLANNED.allocation, agent=agent))
     assert standing() == jobs_run, "a job runs its preflight"
     over(unreachable)
     assert standing() == f"Nothing is running. To continue: {command}"

@@ -52,15 +52,8 @@ def test_predict_tells_what_no_run_of_the_fit_had(ultrabench):
 
 def test_a_plan_marks_predictions_that_are_extrapolated_or_above_what_others_published(ultrabench):
     words = [
-        "sweep",
-        "plan",
-        "model=llama3-8b",
-        "sweep.nodes=[1]",
-        "sweep.seq_len=8192",
-        "sweep.gbs=64",
-        "--top",
-        "2",
-    ]
+        "sweep", "plan", "model=llama3-8b", "sweep.nodes=[1]", "sweep.seq_len=8192", "sweep.gbs=64", "--top", "2",
+    ]  # fmt: skip
     plan = as_json(ultrabench, *words, "hardware=h100x8")
     assert plan["unmeasured"][0] == "zero_stage=1, 2, 3 (0)"
     assert plan["top"][0]["unmeasured"] == ["zero_stage=3 (0)"]

@@ -18,17 +18,9 @@ from ultrabench.analysis.page.rows import document
 from ultrabench.analysis.ranking import rank
 
 PLAN = (
-    "sweep",
-    "plan",
-    "model=llama3-8b",
-    "hardware=h100x8",
-    "sweep.tp=[1,2]",
-    "sweep.pp=[1]",
-    "-o",
-    "plan.parquet",
-    "--top",
-    "1",
-)
+    "sweep", "plan", "model=llama3-8b", "hardware=h100x8", "sweep.tp=[1,2]", "sweep.pp=[1]", "-o", "plan.parquet",
+    "--top", "1",
+)  # fmt: skip
 
 
 def test_a_heatmap_of_a_plan_shows_its_first_layout_and_says_that_it_is_predicted(ultrabench, tmp_path):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, record
 from ultrabench.cli.run_doctor import _show
 from ultrabench.cli.tables import PlainConsole, plain, table
@@ -15,7 +16,6 @@ from ultrabench.launchers.doctor.check import failed
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import Started
-from ultrabench.store.journal import JournalWriter
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31mred\x1b[0m \x1b[2J\x9b1mcut\u202etxt.exe\x00 \u00e9\u4e2d"
 FULL = "ultrabench: cannot use standard output: No space left on device; free or unlock it, or use another\n"
@@ -65,11 +65,8 @@ def test_an_ascii_terminal_gets_question_marks(sweep):
 
 @pytest.mark.parametrize(
     ("library", "code"),
-    [
-        ("typer", "PRESSED"),
-        ("hydra", "try:\n    PRESSED\nexcept KeyboardInterrupt:\n    raise ValueError from None\n"),
-    ],
-)
+    [("typer", "PRESSED"), ("hydra", "try:\n    PRESSED\nexcept KeyboardInterrupt:\n    raise ValueError from None\n")],
+)  # fmt: skip
 def test_ctrl_c_gives_one_line_also_during_imports_and_where_a_library_makes_another_error_of_it(
     tmp_path, library, code
 ):
@@ -100,10 +97,10 @@ def test_what_a_run_has_said_is_shown_without_escape_sequences(sweep):
 
 def test_a_followed_log_reads_only_what_is_new_in_the_journal(ultrabench, sweep, tmp_path, monkeypatch):
     key = AttemptKey(QUICK.runs[3].run_id, 0, 0)
-    log, agent = tmp_path / str(key) / "rank0.log", JournalWriter(sweep.journal, "agent")
+    log = tmp_path / str(key) / "rank0.log"
     log.parent.mkdir()
     log.write_text("first\n")
-    agent.write(Started(**key._asdict(), allocation="n1", scratch=str(tmp_path)))
+    agent = write(sweep, Started(**key._asdict(), allocation="n1", scratch=str(tmp_path)))
 
     def sleep(seconds):
         agent.path.write_text(" " * agent.path.stat().st_size)  # who reads it again knows of no log
@@ -146,11 +143,8 @@ def test_tables_break_no_word_and_cut_no_number(width):
     assert set(text.split()) <= whole
     assert max(len(line) for line in text.splitlines()) <= width
     needed = {
-        50: {"17", "1,234,567", "preempted", *ROW[1].split()},
-        80: {"29.9"},
-        120: {"0.1234"},
-        200: {RUN_ID},
-    }
+        50: {"17", "1,234,567", "preempted", *ROW[1].split()}, 80: {"29.9"}, 120: {"0.1234"}, 200: {RUN_ID},
+    }  # fmt: skip
     assert set().union(*(words for least, words in needed.items() if width >= least)) <= set(text.split())
     assert ("0.1300" in text) == (width >= 120)
 

@@ -9,14 +9,7 @@ from tests.configs import refused
 from tests.unit.allocations import with_launcher
 from tests.unit.analysis.tables import row, table_of
 from ultrabench.cli import run_acceptance
-from ultrabench.cli.run_acceptance import (
-    LAYOUTS,
-    check_equal,
-    check_memory,
-    check_speed,
-    comparable_rates,
-    covering,
-)
+from ultrabench.cli.run_acceptance import check_equal, check_memory, check_speed, comparable_rates
 from ultrabench.launchers.doctor.acceptance import acceptance_folder, not_accepted, write_acceptance
 from ultrabench.launchers.doctor.check import CheckStatus, failed, passed
 from ultrabench.store.folder import SweepFolder
@@ -119,12 +112,21 @@ def test_a_published_file_of_the_user_that_lacks_something(alone):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_twelve_layouts_use_every_parallel_form_on_one_and_two_nodes(nodes):
-    chosen = covering(make_plan(load_config(H100)).runs)
-    assert len({run.run_id for run in chosen}) == LAYOUTS
-    layouts = [run.layout for run in chosen if run.nodes == nodes]
+    plan = make_plan(load_config(H100))
+    assert len({run.run_id for run in plan.runs}) == 12
+    layouts = [run.layout for run in plan.runs if run.nodes == nodes]
     assert {layout.zero_stage for layout in layouts} == {0, 1, 2, 3}
     assert {layout.pp_schedule for layout in layouts} >= {"none", "1f1b", "interleaved", "zbv"}
     assert min(max(getattr(layout, word) for layout in layouts) for word in ("dp", "tp", "pp", "cp")) > 1
+
+
+def test_a_plan_says_of_the_other_layouts_that_they_are_left_out_and_null_takes_them_all():
+    plan, whole = (make_plan(load_config([*H100, *words])) for words in ((), ["sweep.max_runs=null"]))
+    reasons = {c.reason for c in plan.candidates if c.rule == "max_runs"}
+    assert reasons == {"not among the sweep.max_runs=12 that cover most pairs of axis values"}
+    assert {run.run_id for run in whole.runs} == {
+        c.run_id for c in plan.candidates if c.rule in (None, "max_runs")
+    }
 
 
 def test_a_large_sweep_wants_an_acceptance_run_that_passed():

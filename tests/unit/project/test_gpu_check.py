@@ -148,22 +148,17 @@ def test_commands_are_refused_in_one_line_and_interrupted_in_time():
 
 def test_the_share_of_the_gemm_rate_is_also_known_at_one_clock():
     row = {
-        "model_flops_per_s_per_gpu": 3e14,
-        "gemm_flops_per_s": 6e14,
-        "gemm_sm_clock_hz": 1.2e9,
+        "model_flops_per_s_per_gpu": 3e14, "gemm_flops_per_s": 6e14, "gemm_sm_clock_hz": 1.2e9,
         "sm_clock_hz": 1.5e9,
-    }
+    }  # fmt: skip
     assert gemm_shares(row) == {"bf16_gemm_share": 0.5, "bf16_gemm_share_at_clock": 0.4}
     assert gemm_shares(row | {"gemm_sm_clock_hz": None}) == {"bf16_gemm_share": 0.5}
 
 
 def test_rows_are_a_table_of_results_with_their_settings(tmp_path):
     row = {
-        "run_id": "ab",
-        "step_times_s": [5.5, 5.0],
-        "min_s": 10.0,
-        "started_at": "2026-11-26T12:00:00+00:00",
-    }
+        "run_id": "ab", "step_times_s": [5.5, 5.0], "min_s": 10.0, "started_at": "2026-11-26T12:00:00+00:00",
+    }  # fmt: skip
     write_rows([row], path := tmp_path / "rows.parquet")
     (stored,) = pq.read_table(path).to_pylist()
     stored["started_at"] = stored["started_at"].isoformat()

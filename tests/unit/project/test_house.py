@@ -10,16 +10,10 @@ ROOMS = ("agent", "analysis", "configs", "kernel", "launchers", "sweep")
 SOURCES = sorted(
     [*PACKAGE.glob("**/*.py")] + [path for room in ROOMS for path in (ROOT / room).glob("**/*.py")]
 )
+OF_PAGES = ("docs", "results", "benchmarks", "tests", "examples")
 OUR_FOLDERS = (*ROOMS, "src", "docs", "tests", "examples", "benchmarks", ".ci")
 PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *(
-            p
-            for f in ("docs", "results", "benchmarks", "tests", "examples")
-            for p in (ROOT / f).glob("**/*.md")
-        ),
-    ]
+    [*ROOT.glob("*.md"), *(page for folder in OF_PAGES for page in (ROOT / folder).glob("**/*.md"))]
 )
 MACHINE_PATH = re.compile(r"(?<![\w./$~}])/(?:work|root|Users|home/\w+|workspace)/")
 

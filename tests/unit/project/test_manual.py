@@ -16,15 +16,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))]
 PLACEHOLDER = re.compile(r"\.\.\.|[A-Z]{2,}[\w.]*|\[.*")
 """A word that stands for what a reader has to write."""
 NOT_HERE = (
-    "profile=mine",
-    "cluster=mine",
-    "model=meta-llama/",
-    "model=~/",
-    "./my-model",
-    "kernel=mine",
-    "kernel=titan",
+    "profile=mine", "cluster=mine", "model=meta-llama/", "model=~/", "./my-model", "kernel=mine", "kernel=titan",
     "sweep=mine",
-)
+)  # fmt: skip
 """Beginnings of names whose files a reader makes first."""
 
 

@@ -56,20 +56,13 @@ KERNELS = (
     ("nvjet_q", 10, "aten::mm", [[128, 64], [64, 64]]),
     ("nvjet_fp8", 10, "aten::_scaled_mm", [[128, 64], [64, 32], []]),
     ("nvjet_head", 30, "aten::mm", [[128, 64], [64, 256]]),
-    (
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop",
-        20,
-        "aten::_cudnn_attention_forward",
-        [[2, 4, 64, 16]],
-    ),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 20, "aten::_cudnn_attention_forward", [[2, 4, 64, 16]]),
     ("triton_poi_fused__scaled_dot_product_cudnn_attention_mul_0", 5, "", []),
-    ("triton_red_fused__log_softmax_0", 7, "", []),
-    ("elementwise_kernel", 7, "aten::exp", [[128, 256]]),
+    ("triton_red_fused__log_softmax_0", 7, "", []), ("elementwise_kernel", 7, "aten::exp", [[128, 256]]),
     ("vectorized_elementwise_kernel", 5, "aten::mul", [[2, 64, 64], [64]]),
     ("multi_tensor_apply_kernel", 8, "aten::_fused_adamw_", [[], []]),
-    ("multi_tensor_apply_kernel", 6, "aten::_foreach_copy_", [[], []]),
-    ("Memcpy DtoD", 4, "", []),
-)
+    ("multi_tensor_apply_kernel", 6, "aten::_foreach_copy_", [[], []]), ("Memcpy DtoD", 4, "", []),
+)  # fmt: skip
 
 
 def test_a_kernel_belongs_to_the_part_of_the_operator_that_launched_it():

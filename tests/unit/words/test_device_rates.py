@@ -9,15 +9,13 @@ def rows(*rates):
 
 
 WHOLE = {
-    "event": "probe",
-    "gemm_flops_per_s": [7e14, 6e14, 6.5e14],
-    "memory_copy_bytes_per_s": [3e12, 2.5e12, 2.9e12],
+    "event": "probe", "gemm_flops_per_s": [7e14, 6e14, 6.5e14], "memory_copy_bytes_per_s": [3e12, 2.5e12, 2.9e12],
     "collectives": {
         "allreduce": {"all": rows(1e9, 4e10)[::-1], "intra_node": rows(2e9, 3e11)},
         "allgather": {"all": rows(1e9, 5e10), "intra_node": rows(2e9, 2e11)},
         "reducescatter": {"all": rows(1e9, 6e10), "intra_node": None},
     },
-}
+}  # fmt: skip
 KNOWN = {
     "gemm_flops_per_s": 6e14, "memory_copy_bytes_per_s": 2.5e12, "allreduce_busbw_bytes_per_s": 4e10,
     "allgather_busbw_bytes_per_s": 5e10, "reducescatter_busbw_bytes_per_s": 6e10,

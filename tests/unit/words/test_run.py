@@ -74,10 +74,6 @@ def test_whatever_changes_the_measurement_changes_run_id(other):
     assert other.run_id != SPEC.run_id
 
 
-def test_a_step_trains_on_whole_sequences():
-    assert SPEC.tokens_per_step == 8 * 128
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -15,7 +15,6 @@ from ultrabench.cli.options import (
     RankBy,
     ResultsDir,
     Source,
-    start_no_threads,
     table_file,
 )
 from ultrabench.errors import ConfigError
@@ -119,7 +118,6 @@ def status(
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Show the running and failed runs, and the best runs so far."""
-    start_no_threads()
     from ultrabench.cli.sweep.status import show_status
 
     show_status(find_sweep(sweep, results_dir), watch, json_)
@@ -147,7 +145,6 @@ def effects(source: Source = None, json_: Json = False, results_dir: ResultsDir 
     """Show the effect of each value of each axis, all else equal.
 
     It compares runs that differ in one axis only. The axis with the largest significant effect comes first."""
-    start_no_threads()
     from ultrabench.cli.sweep.effects import show_effects
 
     show_effects(source, json_, results_dir)
@@ -202,7 +199,6 @@ def cancel(sweep: Sweep = None, results_dir: ResultsDir = RESULTS) -> None:
 @sweep_app.command("list")
 def list_sweeps(json_: Json = False, results_dir: ResultsDir = RESULTS) -> None:
     """List all sweeps with their state, progress and best run."""
-    start_no_threads()
     from ultrabench.cli.sweep.sweeps import show_sweeps
 
     show_sweeps(results_dir, json_)

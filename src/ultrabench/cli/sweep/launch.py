@@ -100,6 +100,7 @@ def follow(
     detach: bool,
     ask: bool,
     stderr: bool,
+    ends_jobs: bool = False,
 ) -> int:
     """Follows an open sweep to its end, or leaves it after the first submission; returns the exit code.
 
@@ -108,6 +109,8 @@ def follow(
         price: the price of what is left, if it is known already.
         ask: whether the user may be asked to replace jobs of others.
         stderr: whether the final table goes to stderr, because stdout holds a JSON document.
+        ends_jobs: whether the caller ends the jobs when a signal ends this command, and says so; from the first
+            signal on, further ones are ignored.
     """
     config, runs = sweep.config, sweep.plan.runs
     before = settled_runs(sweep.state()).keys()
@@ -126,7 +129,10 @@ def follow(
             reconciler.recorder.withdraw(taken_over, f"taken over by {own_name()}")
             state = reconciler.once()[0] if detach else reconciler.run()
     except KeyboardInterrupt as stop:
-        number, *_ = *stop.args, signal.SIGINT
+        number = int((*stop.args, signal.SIGINT)[0])
+        if ends_jobs:
+            _handle(signal.SIG_IGN, ENDING)
+            return 128 + number
         return _interrupted(sweep, launcher, number, display_name)
     _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
     if detach and reconciler.memory.submitted:
