@@ -34,7 +34,7 @@ from ultrabench.store.kernel_secrets import hide, keep
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json
 from ultrabench.sweep.config.load import profile_of
-from ultrabench.sweep.config.options import listed, read_flags
+from ultrabench.sweep.config.options import read_flags, values_in
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig, scaled_gbs
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
@@ -98,7 +98,7 @@ def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where
     sweep = resolved.get("sweep", {})
     if not {"nodes", "gbs"} <= sweep.keys() or config.kernel.kind == "probe":
         return
-    earlier_nodes, gbs = sorted(listed(sweep["nodes"])), listed(sweep["gbs"])[0]
+    earlier_nodes, gbs = sorted(values_in(sweep["nodes"])), values_in(sweep["gbs"])[0]
     earlier_scaling, smallest = sweep.get("scaling") or "strong", min(config.axes.nodes)
 
     def earlier(nodes: int) -> Fraction:
@@ -127,8 +127,7 @@ def require_same_log(state: SweepState, config: SweepConfig) -> None:
 def require_same_flags(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if a value of a flag now means other arguments than at the latest launch."""
     flags = state.config.get("sweep", {}).get(FLAGS) or {}
-    kernel = replace(config.kernel, flags={})
-    was = read_flags(flags, kernel) if isinstance(flags, dict) else {}
+    was = read_flags(flags) if isinstance(flags, dict) else {}
     for name, value in ((name, value) for name, table in was.items() for value in table):
         parts = config.options.arguments.get(name, {}).get(value)
         if parts is not None and parts != was[name][value]:

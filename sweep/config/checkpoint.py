@@ -154,23 +154,17 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     """
     kind, values = values.get("model_type"), {**values, **_rope(values)}
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        trained = ", ".join(MODEL_TYPES)
         facts = [f"{key} is {_short(values[key])}" for key in _changed(values)]
-        changed = ", ".join(
-            (*facts, *([_BESIDE_KEYS[kind]] if isinstance(kind, str) and kind in _BESIDE_KEYS else []))
-        )
-        model_type = f"model_type {kind!r}{f' ({changed})' if changed else ''}"
-        probable = nearest_name(kind, MODEL_TYPES) if isinstance(kind, str) and not changed else None
-        hint = f" did you mean {probable}?" if probable else ""
-        raise ConfigError(
-            f"model={where}: unsupported {model_type};{hint} ultrabench trains {trained}; {_remedy(values)}"
-        )
+        facts += [fact for model_type, fact in _BESIDE_KEYS.items() if model_type == kind]
+        changed, probable = f" ({', '.join(facts)})", nearest_name(str(kind), MODEL_TYPES)
+        hint = f" did you mean {probable}?" if probable and not facts else ""
+        unsupported = f"unsupported model_type {kind!r}{changed if facts else ''};{hint}"
+        rule = f"ultrabench trains {', '.join(MODEL_TYPES)}"
+        raise ConfigError(f"model={where}: {unsupported} {rule}", _remedy(values))
     usual, fixed = {**DEFAULTS, **MODEL_TYPES[kind]}, FIXED.get(kind, {})
     for key, trained_value in _changed(values, {*usual, *fixed}).items():
-        fact = f"model={where}: {key} is {_short(values[key])}"
-        raise ConfigError(
-            f"{fact}; ultrabench trains {kind} models only with {key} {trained_value}; {_remedy(values)}"
-        )
+        rule = f"ultrabench trains {kind} models only with {key} {trained_value}"
+        raise ConfigError(f"model={where}: {key} is {_short(values[key])}; {rule}", _remedy(values))
     _require_sizes(values, usual, where)
     words = {field: key for key, field in RENAMED.items() if field in usual and values.get(key) is not None}
     values |= {RENAMED[key]: value for key, value in values.items() if key in RENAMED and value is not None}

@@ -234,7 +234,7 @@ def test_what_cannot_be_used_is_told_in_one_line(overrides, line):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("sweep.nodes=[]", "sweep.nodes=[]; must be a list of at least one value"),
+        ("sweep.nodes=[]", "sweep.nodes is empty; list at least one value"),
         ("sweep.tp=[1,-2]", "sweep.tp=-2; must be >= 1"),
         ("sweep.zero_stage=[4]", "sweep.zero_stage=4; must be 0 to 3"),
         ("sweep.nodes=1.5", "sweep.nodes=1.5 is not an integer"), ("sweep.nodes=null", "sweep lacks nodes"),
