@@ -72,7 +72,7 @@ def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None
     """
     for group in ("hardware", "kernel", "workload"):
         was, now = to_dict(getattr(described, group)), to_dict(getattr(config, group))
-        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: require_same_log.
+        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: _require_same_log.
         for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS):
             now.pop(name, None)
         allowed = {name: config.options.values.get(name, (now.get(name),)) for name in now}
@@ -114,7 +114,14 @@ def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where
             raise ConfigError(fact, f"{same}start a new one with name=NAME")
 
 
-def require_same_log(state: SweepState, config: SweepConfig) -> None:
+def require_same_launch(state: SweepState, config: SweepConfig, where: Path) -> None:
+    """Raises ConfigError where the latest launch had other patterns of logs, arguments of flags, or batches."""
+    _require_same_log(state, config)
+    require_same_flags(state, config)
+    require_same_batches(state.config, config, where)
+
+
+def _require_same_log(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if results of the sweep were read from logs in another way than `config` says."""
     was, now = state.config.get("kernel", {}), to_dict(config.kernel)
     changed = [f"kernel.{k}: {was[k]!r} -> {now[k]!r}" for k in LOG_OPTIONS if k in was and was[k] != now[k]]
@@ -264,9 +271,7 @@ def open_sweep(
         plan = within_limit(make_plan(config, core_flops_per_s=rate, cores=cores), max_limit_s)
     reader, fold = JournalReader(folder.journal, warn), Fold()
     state = fold.add(reader.poll())
-    require_same_log(state, config)
-    require_same_flags(state, config)
-    require_same_batches(state.config, config, folder.path)
+    require_same_launch(state, config, folder.path)
     accepts = accepted(config, environment, state, reuse)
     digest, origin = config.kernel.digest(), provenance(config)
     launch = Launched(

@@ -21,7 +21,7 @@ from ultrabench.run import RunSpec
 from ultrabench.sweep.candidate import Candidate, CellKey, expected_rate
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import DERIVED, broken_rules, layouts, shards_of, why_none
-from ultrabench.sweep.plan import CellPlan, cell_plan, narrowed, planned_cells, processes, rejections
+from ultrabench.sweep.plan import CellPlan, narrowed, planned_cells, processes, rejections
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
 from ultrabench.sweep.refusals import refusal
 from ultrabench.sweep.remedy import remedies
@@ -175,7 +175,7 @@ def cell_search(
 ) -> Search:
     """The search for the best runs of a cell."""
     peak = config.hardware.peak(cell.precision, cell.nodes, None, os.cpu_count() or 1)
-    planned = cell_plan(config, shape, cell, peak)
+    planned = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
     return Search(planned=planned, most_p_oom=min(most_p_oom, config.max_p_oom), most_share=most_share)
 
 

@@ -13,7 +13,7 @@ import typer
 from ultrabench.analysis.export.library import require_library
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
-from ultrabench.cli.sweep.planning import plan_with_bar
+from ultrabench.cli.sweep.plan import plan_with_bar
 from ultrabench.cli.sweep.tracking import tracked
 from ultrabench.cli.tables import can_ask, say, show, three_digits, warn
 from ultrabench.errors import counted

@@ -8,23 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, too_long
-from ultrabench.cli.sweep.planning import plan_with_bar
-from ultrabench.cli.tables import print_json, say, show, table, three_digits, warn
+from ultrabench.cli.tables import out, print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.choose import require_max_nodes
-from ultrabench.launchers.open_sweep import (
-    accepted,
-    folder_of,
-    in_force,
-    require_same,
-    require_same_batches,
-    require_same_flags,
-    require_same_log,
-)
+from ultrabench.launchers.open_sweep import accepted, folder_of, in_force, require_same, require_same_launch
 from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
@@ -40,11 +32,12 @@ from ultrabench.sweep.candidate import (
     expected_rate,
 )
 from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import Plan, planned_cells
+from ultrabench.sweep.plan import PARALLEL_FROM, Plan, make_plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
-from ultrabench.sweep.remedy import nothing_fits, same_commands
+from ultrabench.sweep.remedy import nothing_fits, require_runs, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
@@ -63,6 +56,23 @@ SEARCHED = {"expected runs": "runs"}
 """Column of the table -> key of a cell in the JSON document, for the adaptive search, which makes only some runs."""
 
 
+def plan_with_bar(config: SweepConfig, **rate: Any) -> Plan:
+    """The plan of a sweep; on a terminal a large one shows a bar on stderr.
+
+    Raises:
+        ConfigError: no candidate can run.
+    """
+    console = out(stderr=True)
+    columns = TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", visible=False)
+
+        def advance(done: int, of: int) -> None:
+            bar.update(task, completed=done, total=of, visible=of >= PARALLEL_FROM)
+
+        return require_runs(make_plan(config, advance=advance, **rate))
+
+
 def show_plan(
     overrides: list[str], as_json: bool, output: Path | None, top: int | None, advise_p_oom: float | None
 ) -> None:
@@ -77,9 +87,7 @@ def show_plan(
             state = for_answers(fold(read_journal(folder.journal, warn)))
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 rate = {"core_flops_per_s": described.core_flops_per_s, "cores": described.cores or 1}
-            require_same_log(state, config)
-            require_same_batches(state.config, config, folder.path)
-            require_same_flags(state, config)
+            require_same_launch(state, config, folder.path)
             if config.kernel.kind == "command":  # whether our own kernel has changed, only torch can tell
                 accepted(config, {}, state, None)
         require_local(config)
