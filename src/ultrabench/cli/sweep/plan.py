@@ -3,7 +3,7 @@
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
-from ultrabench.sweep.running.progress import progress
+from ultrabench.sweep.running.progress import SweepProgress, progress
 from ultrabench.sweep.running.standings import measured_rates
 
 COUNTS = {
@@ -100,10 +100,10 @@ def show_plan(
         write_plan(plan.candidates, output, config.hardware.name)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     now = progress(config.name, plan.runs, state, config.hardware.device)
-    rates = measured_rates(plan.runs, for_answers(state), config.hardware.device)
+    rates = measured_rates(plan.runs, state, config.hardware.device)
     best = layouts_to_try(plan, top, rates, advised_p_oom) if top else []
-    price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
-    _set_expected_runs(summary, plan, price, now.settled - now.skipped.keys())
+    price = price_of(plan, state)
+    summary = _summary(plan, price, now)
     advised_cells = {key_of(row) for row in best if row["advised"]}
     notes = [
         *nothing_fits(plan, advised_cells, advised_p_oom),
@@ -123,37 +123,35 @@ def show_plan(
         notes += [interval_line(price), *too_long(plan), priced]
     notes += _chosen_ep(plan)
     if as_json:
-        print_json(_document(summary, price, notes) | ({"top": best} if top else {}))
+        print_json(summary | {"notes": notes} | ({"top": best} if top else {}))
         return
     show(*_page(plan, price, summary, best), *notes)
 
 
-def _set_expected_runs(summary: dict[str, Any], plan: Plan, price: Price, settled: Set[str]) -> None:
-    """Sets `runs` to the expected number of runs, and `runs_at_most` to the largest possible one.
+def _summary(plan: Plan, price: Price, now: SweepProgress) -> dict[str, Any]:
+    """The document of `sweep plan --json` without what is said about predictions.
 
-    Args:
-        settled: run_ids of the runs that are settled and were not skipped.
+    `runs` is the expected number of runs, and `runs_at_most` the largest possible one.
     """
-    for cell in (*summary["cells"], summary):
-        cell["runs_at_most"] = cell["runs"]
-    if plan.config.strategy == "adaptive":
-        settled_in = Counter(run.cell for run in plan.runs if run.run_id in settled)
-        for cell in summary["cells"]:
-            key = key_of(cell)
-            cell["runs"] = price.runs.get(key, (0, 0.0))[0] + settled_in[key]
-        summary["runs"] = sum(cell["runs"] for cell in summary["cells"])
-
-
-def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[str, Any]:
+    summary, settled = plan.summary(), now.settled - now.skipped.keys()
+    settled_in = Counter(run.cell for run in plan.runs if run.run_id in settled)
     for cell in summary["cells"]:
         key = key_of(cell)
-        cell["predicted_gpu_hours"] = round(price.runs.get(key, (0, 0.0))[1], 4)
-        cell["predicted_gpu_hours_interval"] = [round(end, 4) for end in price.intervals.get(key, (0.0, 0.0))]
-    extra = ((purpose, number, round(cost, 4)) for purpose, (number, cost) in price.extra.items())
-    beside = {purpose: {"count": number, "predicted_gpu_hours": cost} for purpose, number, cost in extra}
-    summary |= {"predicted_gpu_hours": round(price.gpu_hours, 4)}
-    ends = [round(end, 4) for end in price.interval]
-    return summary | {"predicted_gpu_hours_interval": ends, "beside_runs": beside, "notes": notes}
+        number, cost = price.runs.get(key, (0, 0.0))
+        cell["runs_at_most"] = cell["runs"]
+        if plan.config.strategy == "adaptive":
+            cell["runs"] = number + settled_in[key]
+        cell.update(_rounded(cost, price.intervals.get(key, (0.0, 0.0))))
+    counts = {"settled": len(now.settled), "runs_at_most": summary["runs"]}
+    counts |= {"runs": sum(cell["runs"] for cell in summary["cells"])}
+    extra = price.extra.items()
+    beside = {name: {"count": n, "predicted_gpu_hours": round(cost, 4)} for name, (n, cost) in extra}
+    return summary | counts | _rounded(price.gpu_hours, price.interval) | {"beside_runs": beside}
+
+
+def _rounded(gpu_hours: float, interval: tuple[float, float]) -> dict[str, Any]:
+    ends = [round(end, 4) for end in interval]
+    return {"predicted_gpu_hours": round(gpu_hours, 4), "predicted_gpu_hours_interval": ends}
 
 
 def _chosen_ep(plan: Plan) -> Iterator[str]:
