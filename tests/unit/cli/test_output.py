@@ -91,28 +91,11 @@ def test_plan_top_names_what_fits_how_sure_a_prediction_is_and_what_limits_a_lay
 
 
 def test_plan_top_leaves_out_what_may_not_fit_and_marks_the_likeliest_where_nothing_else_is_left(ultrabench):
-    words = [
-        "sweep",
-        "plan",
-        "model=llama3-70b",
-        "hardware=h100x8",
-        "sweep.seq_len=8192",
-        "sweep.gbs=128",
-        "--top",
-        "9",
-    ]
+    batch, first = ("sweep.seq_len=8192", "sweep.gbs=128"), ("--top", "9")
+    words = ["sweep", "plan", "model=llama3-70b", "hardware=h100x8", *batch, *first]
     odds = [row["p_oom"] for row in as_json(ultrabench, *words, "sweep.nodes=[4]")["top"]]
     assert (max(odds) <= 0.1, len(odds)) == (True, 3)
-    eight = [
-        "sweep",
-        "plan",
-        "model=llama3-8b",
-        "hardware=h100x8",
-        "sweep.nodes=[1]",
-        "sweep.seq_len=8192",
-        "--top",
-        "9",
-    ]
+    eight = ["sweep", "plan", "model=llama3-8b", "hardware=h100x8", "sweep.nodes=[1]", batch[0], *first]
     few, more = (as_json(ultrabench, *eight, "--advise-p-oom", most)["top"] for most in ("0.01", "0.1"))
     assert max(row["p_oom"] for row in few) < 0.01 < max(row["p_oom"] for row in more) <= 0.1
     (only,) = as_json(ultrabench, *words, "sweep.nodes=[2]", "max_p_oom=1")["top"]
@@ -360,14 +343,8 @@ def test_a_peak_that_was_measured_beside_other_programs_is_told(ultrabench, swee
 def test_plan_warns_of_what_a_launch_would_refuse_of_a_sweep_that_has_begun(ultrabench, tmp_path):
     (tmp_path / "train").write_text("#!/bin/sh\n")
     (tmp_path / "train").chmod(0o755)
-    words = [
-        "kernel=command",
-        "kernel.command=[./train]",
-        "sweep=quick",
-        "model=tiny",
-        "sweep.nodes=[1]",
-        "name=b",
-    ]
+    program = ("kernel=command", "kernel.command=[./train]")
+    words = [*program, "sweep=quick", "model=tiny", "sweep.nodes=[1]", "name=b"]
     flags = "+sweep.flags={q: {a: [-x], b: []}}"
     config = load_config([*words, flags])
     folder = folder_of(config)
