@@ -209,9 +209,8 @@ def _require_sizes(values: Mapping[str, Any], usual: Mapping[str, Any], where: s
             continue
         if all(values.get(word) is None for word in words):
             others = values.keys() - {*SIZES_OF_EXPERTS, *RENAMED, *usual}
-            typing_error = next(
-                filter(None, (nearest_name(word, others, _TYPING_ERROR) for word in words)), None
-            )
+            near = (nearest_name(word, others, _TYPING_ERROR) for word in words)
+            typing_error = next(filter(None, near), None)
             hint = f"is {typing_error} a misspelling?" if typing_error else "add it"
             raise ConfigError(f"model={where} lacks {' or '.join(words)} (a size of its experts); {hint}")
 
@@ -246,9 +245,7 @@ def _changed(values: Mapping[str, Any], read: Collection[str] = ()) -> dict[str,
     if "rope_type" in changed:
         changed["rope_type"] += ' or "default"'
     layers = values.get("layer_types")
-    if layers is not None and (
-        not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
-    ):
+    if layers is not None and (not isinstance(layers, list) or {*map(str, layers)} - {"full_attention"}):
         changed["layer_types"] = '"full_attention" in all layers'
     return changed
 
@@ -261,9 +258,8 @@ def in_our_words(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     for key, field in RENAMED.items():
         if key in values and (twice := [k for k in values if k != key and RENAMED.get(k, k) == field]):
-            raise ConfigError(
-                f"{where}: {key} and {twice[0]} mean the same; give only one of them", setting=where
-            )
+            fact = f"{where}: {key} and {twice[0]} mean the same"
+            raise ConfigError(fact, "give only one of them", setting=where)
     return {RENAMED.get(key, key): value for key, value in values.items()}
 
 

@@ -173,9 +173,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(error, OverrideParseException):
         return ConfigError(_unreadable(error.override))
     if isinstance(error, yaml.YAMLError):
-        return ConfigError(
-            f"a configuration file is not valid YAML: {' '.join(str(error).split())}; fix it there"
-        )
+        fault = " ".join(str(error).split())
+        return ConfigError(f"a configuration file is not valid YAML: {fault}; fix it there")
     line = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
     return ConfigError(f"cannot use the overrides {' '.join(overrides)!r}: {line}")
 

@@ -109,14 +109,11 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     profile = profile_of(tree, hardware.device)
     kind = kernel.get("kind", "embedded")
     seconds = {key: getattr(hardware, key) if kind == "embedded" else 0.0 for key in ("warmup_s", "min_s")}
+    of_field = field_types(SweepConfig)
     needed = {"preflight": kind != "command" or hardware.device == "cuda"}
     values = {
         **{key: tree[key] for key in WHOLE if key in tree},
-        **{
-            key: value_from(field_types(SweepConfig)[key], sweep[key], f"sweep.{key}")
-            for key in OF_SWEEP
-            if sweep.get(key) is not None
-        },
+        **{k: value_from(of_field[k], sweep[k], f"sweep.{k}") for k in OF_SWEEP if sweep.get(k) is not None},
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "price_per_gpu_hour": cluster.get("price_per_gpu_hour"),
@@ -183,9 +180,8 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     if "nodes" not in listed:
         raise ConfigError("sweep lacks nodes; give a list, such as sweep.nodes=[1,2]", setting="sweep")
     if "auto" in listed.get("gas", ()):
-        raise ConfigError(
-            "sweep.gas=auto is not an integer; write sweep.gas=null to derive gas from the batch"
-        )
+        advice = "write sweep.gas=null to derive gas from the batch"
+        raise ConfigError("sweep.gas=auto is not an integer", advice)
     for name in TEXT_AXES & listed.keys():
         listed[name] = [as_text(value) if NEUTRAL[name] == "on" else str(value) for value in listed[name]]
     kinds = {"nodes": Count, **TYPES_IN_SWEEP}
@@ -258,9 +254,8 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
             advice = f"for a new GPU, add to its file: {', '.join(lacking(Hardware, values))}"
             raise ConfigError(unknown, advice, setting="hardware.gpu")
         if len(paths) > 1:
-            raise ConfigError(
-                f"{paths[1]}: {paths[0]} also has rates of gpu={values['gpu']}; rename one of them"
-            )
+            fact = f"{paths[1]}: {paths[0]} also has rates of gpu={values['gpu']}"
+            raise ConfigError(fact, "rename one of them")
         values = rated[paths[0]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
 
@@ -307,9 +302,8 @@ def load_model(name: str) -> ModelShape:
     """
     if "/" in name or name.endswith(".json") or (name not in files("model") and Path(name).is_dir()):
         return read_checkpoint_config(name)
-    return _load(
-        "model", name, lambda values: shape_from(in_our_words(values, f"model {name}"), f"model {name}")
-    )
+    where = f"model {name}"
+    return _load("model", name, lambda values: shape_from(in_our_words(values, where), where))
 
 
 def load_profile(name: str) -> Profile:

@@ -41,14 +41,11 @@ NAME = r"[A-Za-z_]\w*"
 NAME_RULE = "a name consists of letters, digits and '_' and does not start with a digit"
 """What NAME allows the names of options that a user chooses."""
 _RULE = re.compile(r"(?P<left>[\w* ]+?) +(?P<relation>divides|<=|>=|==) +(?P<right>[\w* ]+)")
-_RELATIONS = {
-    "divides": lambda a, b: a != 0 and b % a == 0,
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-}
-_DENIED = {"divides": "does not divide", "<=": "is more than", ">=": "is less than", "==": "is not"}
-"""Relation of a rule -> how the reason of a rejection says that it does not hold."""
+_RELATIONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "divides": (lambda a, b: a != 0 and b % a == 0, "does not divide"),
+    "<=": (operator.le, "is more than"), ">=": (operator.ge, "is less than"), "==": (operator.eq, "is not"),
+}  # fmt: skip
+"""Relation of a rule -> whether it holds, and how the reason of a rejection says that it does not."""
 _Scalar = Annotated[
     str | int | float | bool | None, Meta(description="a text, a number, true, false or null")
 ]
@@ -66,19 +63,17 @@ class WordRule:
 
     def broken(self, values: Mapping[str, Any]) -> str | None:
         """Why the values of a run break the rule; None where they do not."""
-        left, right = (math.prod(_number(name, values) for name in side) for side in (self.left, self.right))
-        if _RELATIONS[self.relation](left, right):
+        sides = ((float(values.get(name, name)) for name in side) for side in (self.left, self.right))
+        left, right = map(math.prod, sides)
+        holds, denied = _RELATIONS[self.relation]
+        if holds(left, right):
             return None
-        return f"{'*'.join(self.left)}={left:g} {_DENIED[self.relation]} {'*'.join(self.right)}={right:g}"
+        return f"{'*'.join(self.left)}={left:g} {denied} {'*'.join(self.right)}={right:g}"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The words that the rule compares."""
         return tuple(name for name in (*self.left, *self.right) if not name.isdecimal())
-
-
-def _number(name: str, values: Mapping[str, Any]) -> float:
-    return float(name if name.isdecimal() else values[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

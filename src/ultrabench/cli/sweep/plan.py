@@ -105,15 +105,11 @@ def show_plan(
     price = price_of(plan, state)
     summary = _summary(plan, price, now)
     advised_cells = {key_of(row) for row in best if row["advised"]}
-    notes = [
-        *nothing_fits(plan, advised_cells, advised_p_oom),
-        *other_shapes(config.models, state),
-        *same_commands(plan),
-    ]
+    notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
+    notes += same_commands(plan)
     fresh = [run for run in plan.runs if run.run_id not in rates]
-    summary["unmeasured"] = beyond_fit(
-        (run.spec for run in fresh), config.profile, config.hardware.gpu_at_limit
-    )
+    specs = (run.spec for run in fresh)
+    summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)
     notes += _extrapolation(plan, fresh, summary["unmeasured"], best)
     if now.settled:
         price_note = "the price covers the rest" if price.jobs else "nothing is left to run"
@@ -223,10 +219,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
             rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", three_digits(row["step_time_s"])
             mfu = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
             step, chance = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
-            peak, place = (
-                f"{row['peak_mem_bytes'] / GIB:.1f}",
-                (*(row[name] for name in of_cell), row["layout"]),
-            )
+            peak, place = f"{row['peak_mem_bytes'] / GIB:.1f}", (*(row[n] for n in of_cell), row["layout"])
             why = row["why"] if row["advised"] else "most likely to fit, not advised"
             why += f", {NO_ROOM}" * (not row["has_room"])
             why += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
@@ -262,14 +255,13 @@ def layouts_to_try(
     runs_by_cell = plan.cells
     for _, cell in planned_cells(plan.config):
         rows, runs = list[Row](), runs_by_cell.get(cell, [])
-        likely_ids = {
-            run.run_id for run in advised((r for r in runs if r.run_id not in rates), advised_p_oom)
-        }
+        predicted = (run for run in runs if run.run_id not in rates)
+        likely_ids = {run.run_id for run in advised(predicted, advised_p_oom)}
         for run in runs:
             prediction, tokens = run.prediction, run.spec.tokens_per_step / run.layout.world_size
             measured = run.run_id in rates
             if rate := rates.get(run.run_id, tokens / prediction.step_time_s):
-                time_s = tokens / rate
+                time_s, p_oom = tokens / rate, 0 if measured else prediction.p_oom
                 rows.append(
                     {
                         **cell._asdict(),
@@ -277,9 +269,7 @@ def layouts_to_try(
                         "layout": run.spec.label(),
                         "tokens_per_s_per_gpu": rate,
                         "mfu": run.mfu(rate),
-                        "expected_tokens_per_s_per_gpu": expected_rate(
-                            rate, 0 if measured else prediction.p_oom
-                        ),
+                        "expected_tokens_per_s_per_gpu": expected_rate(rate, p_oom),
                         "step_time_s": time_s,
                         "step_time_low_s": time_s if measured else prediction.step_time_low_s,
                         "step_time_high_s": time_s if measured else prediction.step_time_high_s,

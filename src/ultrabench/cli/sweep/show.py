@@ -53,10 +53,8 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
     if as_json:
         spec = next((a.spec for a in attempts if a.spec), None)
         tries = [_document(a, folder.log_folder(a.key)) for a in attempts]
-        numbers_of_plan = {"plan": row, "communication_over_compute": ratios}
-        print_json(
-            {"sweep": folder.name, "run_id": run_id, **numbers_of_plan, "spec": spec, "attempts": tries}
-        )
+        run = {"sweep": folder.name, "run_id": run_id, "plan": row, "communication_over_compute": ratios}
+        print_json({**run, "spec": spec, "attempts": tries})
         return
     planned = {name: value for name, value in (row or {}).items() if name not in ("order", "run_id")}
     columns = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
