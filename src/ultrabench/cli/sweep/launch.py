@@ -116,11 +116,10 @@ def follow(
     caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
         _handle(_stop, caught)
-        tracker = None if detach else config.launcher.track
-        if detach and config.launcher.track:
-            say(
-                f"--detach does not track runs; to export them later: ultrabench export {config.launcher.track}"
-            )
+        tracker = config.launcher.track
+        if detach and tracker:
+            say(f"--detach does not track runs; to export them later: ultrabench export {tracker}")
+            tracker = None
         with tracked(tracker, sweep.folder), Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, display.say)
             reconciler.recorder.withdraw(taken_over, f"taken over by {own_name()}")

@@ -186,9 +186,8 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
         of_cell = ("model", *(f">{name}" for name in columns[1:]))
         heads = (*of_cell, "layout", ">tokens/s/GPU", ">MFU", ">x predicted")
         yield table("best so far", *heads, rows=rows)
-        if formulas := {
-            run.flops_formula for run, _ in now.best if run.shape.num_experts and run.peak_flops_per_s
-        }:
+        with_experts = (run for run, _ in now.best if run.shape.num_experts and run.peak_flops_per_s)
+        if formulas := {run.flops_formula for run in with_experts}:
             yield Text(formula_text(formulas, has_experts=True))
     if now.failures:
         yield Text("last failures and OOMs")

@@ -170,10 +170,8 @@ def _extrapolation(
     config, profile, gpu = plan.config, plan.config.profile, plan.config.hardware.gpu_at_limit
     if unmeasured:
         number = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
-        extrapolated = (
-            f"extrapolated beyond the values that profile {profile.name} was fitted to (in brackets)"
-        )
-        yield f"{number:,} of {counted(len(runs), 'run')} {'is' if number == 1 else 'are'} {extrapolated}, with wider intervals: {'; '.join(unmeasured)}"
+        extrapolated = f"extrapolated beyond the values that profile {profile.name} was fitted to"
+        yield f"{number:,} of {counted(len(runs), 'run')} {'is' if number == 1 else 'are'} {extrapolated} (in brackets), with wider intervals: {'; '.join(unmeasured)}"
     published, mfus = best_published(config), dict[str, float]()
     specs = {run.run_id: run.spec for run in runs}
     for run in runs:
