@@ -34,7 +34,7 @@ from ultrabench.store.kernel_secrets import hide, keep
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json
 from ultrabench.sweep.config.load import profile_of
-from ultrabench.sweep.config.options import listed, read_flags
+from ultrabench.sweep.config.options import read_flags, values_in
 from ultrabench.sweep.config.sweep_config import WEAK, SweepConfig, scaled_gbs
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
@@ -72,7 +72,7 @@ def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None
     """
     for group in ("hardware", "kernel", "workload"):
         was, now = to_dict(getattr(described, group)), to_dict(getattr(config, group))
-        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: require_same_log.
+        # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: _require_same_log.
         for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS):
             now.pop(name, None)
         allowed = {name: config.options.values.get(name, (now.get(name),)) for name in now}
@@ -95,7 +95,7 @@ def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where
     sweep = resolved.get("sweep", {})
     if not {"nodes", "gbs"} <= sweep.keys() or config.kernel.kind == "probe":
         return
-    earlier_nodes, gbs = sorted(listed(sweep["nodes"])), listed(sweep["gbs"])[0]
+    earlier_nodes, gbs = sorted(values_in(sweep["nodes"])), values_in(sweep["gbs"])[0]
     earlier_scaling, smallest = sweep.get("scaling") or "strong", min(config.axes.nodes)
 
     def earlier(nodes: int) -> Fraction:
@@ -111,7 +111,14 @@ def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where
             raise ConfigError(fact, f"{same}start a new one with name=NAME")
 
 
-def require_same_log(state: SweepState, config: SweepConfig) -> None:
+def require_same_launch(state: SweepState, config: SweepConfig, where: Path) -> None:
+    """Raises ConfigError where the latest launch had other patterns of logs, arguments of flags, or batches."""
+    _require_same_log(state, config)
+    require_same_flags(state, config)
+    require_same_batches(state.config, config, where)
+
+
+def _require_same_log(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if results of the sweep were read from logs in another way than `config` says."""
     was, now = state.config.get("kernel", {}), to_dict(config.kernel)
     changed = [f"kernel.{k}: {was[k]!r} -> {now[k]!r}" for k in LOG_OPTIONS if k in was and was[k] != now[k]]
@@ -124,8 +131,7 @@ def require_same_log(state: SweepState, config: SweepConfig) -> None:
 def require_same_flags(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if a value of a flag now means other arguments than at the latest launch."""
     flags = state.config.get("sweep", {}).get(FLAGS) or {}
-    kernel = replace(config.kernel, flags={})
-    was = read_flags(flags, kernel) if isinstance(flags, dict) else {}
+    was = read_flags(flags) if isinstance(flags, dict) else {}
     for name, value in ((name, value) for name, table in was.items() for value in table):
         parts = config.options.arguments.get(name, {}).get(value)
         if parts is not None and parts != was[name][value]:
@@ -261,9 +267,7 @@ def open_sweep(
         plan = within_limit(make_plan(config, core_flops_per_s=rate, cores=cores), max_limit_s)
     reader, fold = JournalReader(folder.journal, warn), Fold()
     state = fold.add(reader.poll())
-    require_same_log(state, config)
-    require_same_flags(state, config)
-    require_same_batches(state.config, config, folder.path)
+    require_same_launch(state, config, folder.path)
     accepts = accepted(config, environment, state, reuse)
     digest, origin = config.kernel.digest(), provenance(config)
     launch = Launched(

@@ -121,10 +121,8 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
     if gpus % rest:
         raise ConfigError(f"{OTHER_DEGREES}={rest} does not divide {gpu_counts}; choose degrees that do")
     if (dp := values.get("dp", gpus // rest)) != gpus // rest:
-        advice = f"give dp={gpus // rest}, leave dp out, or change nodes, tp, pp or cp"
-        raise ConfigError(
-            f"dp={dp} with {OTHER_DEGREES}={rest} needs {dp * rest} GPUs, not {gpu_counts}: {advice}"
-        )
+        fact = f"dp={dp} with {OTHER_DEGREES}={rest} needs {dp * rest} GPUs, not {gpu_counts}"
+        raise ConfigError(f"{fact}: give dp={gpus // rest}, leave dp out, or change nodes, tp, pp or cp")
     layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values))
     workload = Workload(seq_len=values["seq_len"], gbs=layout.gbs)
     place = {"nodes": nodes, "gpus_per_node": per_node}

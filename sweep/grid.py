@@ -81,13 +81,8 @@ def layouts(axes: Axes, shape: ModelShape, gpus: int, gpus_per_node: int, gbs: i
         schedules = _schedules(axes, value_by_axis["pp"], gas)
         degrees_of_ep = _ep_values(axes, gpus // value_by_axis["pp"], shape)
         for (schedule, stages), dp_shard, ep in dict.fromkeys(product(schedules, shards, degrees_of_ep)):
-            value_by_axis |= {
-                "pp_schedule": schedule,
-                "virtual_stages": stages,
-                "dp_shard": dp_shard,
-                "ep": ep,
-            }
-            yield Layout(dp=dp, gas=gas, **value_by_axis)
+            value_by_axis |= {"pp_schedule": schedule, "virtual_stages": stages}
+            yield Layout(dp=dp, gas=gas, dp_shard=dp_shard, ep=ep, **value_by_axis)
 
 
 def _ep_values(axes: Axes, ranks: int, shape: ModelShape) -> list[int]:
@@ -140,12 +135,9 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     if layout.dp_shard == copies:
         yield "dp_shard_divides_dp", f"{shards} equals dp*cp={copies}; leave dp_shard out or use all"
     if layout.dp_shard and copies % layout.dp_shard:
-        indivisible = f"{shards} does not divide dp*cp={copies} (dp={layout.dp}, cp={layout.cp})"
         common = gcd(layout.dp_shard, copies)
-        yield (
-            "dp_shard_divides_dp",
-            f"{indivisible}; use dp_shard={common if 1 < common < copies else 'all'}",
-        )
+        why = f"{shards} does not divide dp*cp={copies} (dp={layout.dp}, cp={layout.cp})"
+        yield "dp_shard_divides_dp", f"{why}; use dp_shard={common if 1 < common < copies else 'all'}"
     if layout.dp_overlap == "off" and copies == 1:
         yield "dp_overlap_needs_dp", "dp_overlap=off needs dp*cp > 1; dp=1, cp=1"
     for name, value in values_of(layout).items():
@@ -156,10 +148,8 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     for axis, degrees in DIVIDES.items():
         ranks, value = prod(getattr(layout, degree) for degree in degrees), getattr(layout, axis)
         if ranks % value:
-            yield (
-                f"{axis}_divides_{'_'.join(degrees)}",
-                f"{axis}={value} does not divide {'*'.join(degrees)}={ranks}",
-            )
+            rule = f"{axis}_divides_{'_'.join(degrees)}"
+            yield rule, f"{axis}={value} does not divide {'*'.join(degrees)}={ranks}"
     yield from _broken_by_experts(layout, shape)
     if layout.gas < layout.pp - 1:
         yield "enough_micro_batches", next(schedule_refusals(layout))

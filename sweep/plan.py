@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from itertools import combinations_with_replacement, product
 from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import Any
 
 from ultrabench.errors import ConfigError
 from ultrabench.hardware import GUESSED, Peak
@@ -126,13 +126,13 @@ def make_plan(
     require_countable(config.axes, config.models, config.options.values)
     parts = [*_parts(config, core_flops_per_s, cores)]
     variants = sum(1 for _ in variants_of(config.options))
-    of, candidates = sum(len(part.layouts) for part in parts) * variants, list[Candidate]()
+    of, candidates = sum(len(of_part) for _, of_part in parts) * variants, list[Candidate]()
     if not of:
         axes, workload = next(batches(config))
         none = why_none(axes, config.hardware.gpus_per_node, workload)
         raise ConfigError(f"no candidate: {none}; choose divisors")
     with processes(os.cpu_count() or 1 if of >= PARALLEL_FROM else 1) as map_parts:
-        for batch in map_parts(partial(_candidates, config), parts):
+        for batch in map_parts(_candidates, parts):
             candidates += batch
             advance(len(candidates), of)
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
@@ -187,15 +187,6 @@ def _pairs(run: Candidate) -> set[object]:
     return {(run.cell, *pair) for pair in combinations_with_replacement(values.items(), 2)}
 
 
-class _Part(NamedTuple):
-    """Some layouts of one cell."""
-
-    shape: ModelShape
-    cell: CellKey
-    peak: Peak
-    layouts: list[Layout]
-
-
 def batches(config: SweepConfig) -> Iterator[tuple[Axes, Workload]]:
     """The axes and the workload of each batch of a sweep; with weak scaling each number of nodes has its own batches."""
     nodes = sorted({*config.axes.nodes})
@@ -218,14 +209,17 @@ def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
                 yield shape, CellKey(shape.name, nodes, seq_len, batch, precision)
 
 
-def _parts(config: SweepConfig, core_flops_per_s: float | None, cores: int) -> Iterator[_Part]:
-    """All layouts of the grid, in its order."""
+def _parts(
+    config: SweepConfig, core_flops_per_s: float | None, cores: int
+) -> Iterator[tuple["CellPlan", list[Layout]]]:
+    """All layouts of the grid, in its order, some at a time with what makes their candidates."""
     per_node = config.hardware.gpus_per_node
     for shape, cell in planned_cells(config):
         peak = config.hardware.peak(cell.precision, cell.nodes, core_flops_per_s, cores)
+        planned = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
         of_cell = [*layouts(config.axes, shape, cell.nodes * per_node, per_node, cell.gbs)]
         for start in range(0, len(of_cell), PART):
-            yield _Part(shape, cell, peak, of_cell[start : start + PART])
+            yield planned, of_cell[start : start + PART]
 
 
 def narrowed(config: SweepConfig, cell: CellKey) -> SweepConfig:
@@ -253,7 +247,7 @@ def kernel_of(kernel: KernelConfig, precision: str, variant: Variant) -> KernelC
     return replace(kernel, precision=precision, **chosen)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CellPlan:
     """Makes the candidates of one cell."""
 
@@ -261,9 +255,20 @@ class CellPlan:
     shape: ModelShape
     cell: CellKey
     peak: Peak
-    programs: tuple[tuple[dict[str, Value], KernelConfig, tuple[str, ...]], ...]
-    """Variant, kernel and arguments of each combination of the options of variants."""
-    predictor: Predictor
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """What predicts the runs of the cell."""
+        return predictor(self.config, self.cell.nodes, self.peak)
+
+    @cached_property
+    def programs(self) -> list[tuple[dict[str, Value], KernelConfig, tuple[str, ...]]]:
+        """Variant, kernel and arguments of each combination of the options of variants."""
+        kernel, options = self.config.kernel, self.config.options
+        return [
+            (variant, kernel_of(kernel, self.cell.precision, variant), options.arguments_of(variant))
+            for variant in variants_of(options)
+        ]
 
     def specs(self, layout: Layout) -> Iterator[RunSpec]:
         """The runs of a layout, one for each variant."""
@@ -300,25 +305,10 @@ class CellPlan:
         )
 
 
-def cell_plan(config: SweepConfig, shape: ModelShape, cell: CellKey, peak: Peak) -> CellPlan:
-    """What makes the candidates of a cell."""
-    return CellPlan(
-        config=config,
-        shape=shape,
-        cell=cell,
-        peak=peak,
-        programs=tuple(
-            (variant, kernel_of(config.kernel, cell.precision, variant), config.options.arguments_of(variant))
-            for variant in variants_of(config.options)
-        ),
-        predictor=predictor(config, cell.nodes, peak),
-    )
-
-
-def _candidates(config: SweepConfig, part: _Part) -> list[Candidate]:
+def _candidates(part: tuple[CellPlan, list[Layout]]) -> list[Candidate]:
     """The candidates of a part of the grid."""
-    planned = cell_plan(config, part.shape, part.cell, part.peak)
-    return [planned.candidate(spec) for layout in part.layouts for spec in planned.specs(layout)]
+    planned, of_part = part
+    return [planned.candidate(spec) for layout in of_part for spec in planned.specs(layout)]
 
 
 def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:

@@ -21,7 +21,7 @@ from ultrabench.run import RunSpec
 from ultrabench.sweep.candidate import Candidate, CellKey, expected_rate
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.grid import DERIVED, broken_rules, layouts, shards_of, why_none
-from ultrabench.sweep.plan import CellPlan, cell_plan, narrowed, planned_cells, processes, rejections
+from ultrabench.sweep.plan import CellPlan, narrowed, planned_cells, processes, rejections
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
 from ultrabench.sweep.refusals import refusal
 from ultrabench.sweep.remedy import remedies
@@ -73,21 +73,16 @@ class Search:
         planned, cell, axes = self.planned, self.planned.cell, self.planned.config.axes
         least = {**axes.layout, "recompute": ("none",), "zero_stage": (0,), "dp_shard": ("all",)}
         per_node, listed = planned.config.hardware.gpus_per_node, axes.layout.get("gas")
-        of_groups = layouts(
-            replace(axes, layout=least), planned.shape, cell.nodes * per_node, per_node, cell.gbs
-        )
-        for index, layout in enumerate(of_groups):
+        gpus, axes = cell.nodes * per_node, replace(axes, layout=least)
+        for index, layout in enumerate(layouts(axes, planned.shape, gpus, per_node, cell.gbs)):
             if listed and layout.gas not in listed:
                 continue
             for variant, spec in enumerate(planned.specs(layout)):
                 if reason := self._reason_of_group(spec):
                     self.reasons[reason] += 1
                     continue
-                yield (
-                    -self._bound(spec),
-                    (0, index, variant),
-                    partial(self._recomputing, spec, index, variant),
-                )
+                parts = partial(self._recomputing, spec, index, variant)
+                yield -self._bound(spec), (0, index, variant), parts
 
     def _reason_of_group(self, spec: RunSpec) -> str | None:
         """Why no layout of the group can run; None where another value of recomputation or ZeRO may help."""
@@ -102,11 +97,8 @@ class Search:
         """The parts of a group by recomputation."""
         for recompute in {*self.planned.config.axes.layout["recompute"]}:
             part = replace(spec, layout=replace(spec.layout, recompute=recompute))
-            yield (
-                -self._bound(part),
-                (0, index, variant, recompute),
-                partial(self._members, part, index, variant),
-            )
+            members = partial(self._members, part, index, variant)
+            yield -self._bound(part), (0, index, variant, recompute), members
 
     def _bound(self, spec: RunSpec) -> float:
         """A rate that no ZeRO stage of the layout exceeds."""
@@ -175,7 +167,7 @@ def cell_search(
 ) -> Search:
     """The search for the best runs of a cell."""
     peak = config.hardware.peak(cell.precision, cell.nodes, None, os.cpu_count() or 1)
-    planned = cell_plan(config, shape, cell, peak)
+    planned = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
     return Search(planned=planned, most_p_oom=min(most_p_oom, config.max_p_oom), most_share=most_share)
 
 

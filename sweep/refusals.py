@@ -159,9 +159,8 @@ def _of_accelerator(
     if hardware.architecture is None or not kernel.in_16_bits or attention == "math":
         return
     if needed := _lacking("flash" if attention == "auto" else attention, sm, head_width):
-        other = (
-            "auto" if attention not in ("auto", "flash") and not _lacking("flash", sm, head_width) else "math"
-        )
+        has_flash = attention not in ("auto", "flash") and not _lacking("flash", sm, head_width)
+        other = "auto" if has_flash else "math"
         has = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
         yield f"attention={attention} needs {needed}; {has}: use {other}{' and cp=1' * (layout.cp > 1 and other == 'math')}"
 
@@ -202,9 +201,8 @@ def unsupported(
     for name, allowed in (kernel.flags | kernel.supports).items():
         if name == ROUTED:
             continue
-        value = (
-            kernel.precision if name == "precision" else getattr(layout, name, getattr(shape, name, layout))
-        )
+        of_model = getattr(shape, name, layout)
+        value = kernel.precision if name == "precision" else getattr(layout, name, of_model)
         if value is layout:
             yield f"kernel.supports or kernel.flags names {name!r}, which is not a word of a layout or a model"
             continue

@@ -61,11 +61,9 @@ def nothing_fits(
         if cell not in skipped_cells and not any(c.fits for c in candidates):
             smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)
             fact = f"{cell_label(cell, cell_columns(cells))}: no layout is likely to fit into {limit:.4g} GiB"
-            remedy = " or ".join(
-                remedies(narrowed(plan.config, cell), smallest.shape, cell.nodes, advised_p_oom)
-            )
-            advice = remedy or "a smaller model"
-            yield f"{fact}; the smallest is {_layout(smallest)}; try {advice}"
+            of_cell = narrowed(plan.config, cell)
+            advice = " or ".join(remedies(of_cell, smallest.shape, cell.nodes, advised_p_oom))
+            yield f"{fact}; the smallest is {_layout(smallest)}; try {advice or 'a smaller model'}"
 
 
 def same_commands(plan: Plan) -> Iterator[str]:
@@ -105,9 +103,8 @@ def remedies(
     layouts = config.axes.layout
     all_settings = SETTINGS
     if shape.num_experts:
-        largest_ep = {
-            "ep": gcd(shape.num_experts, nodes * config.hardware.gpus_per_node // min(layouts["pp"]))
-        }
+        ranks_of_stage = nodes * config.hardware.gpus_per_node // min(layouts["pp"])
+        largest_ep = {"ep": gcd(shape.num_experts, ranks_of_stage)}
         all_settings = (largest_ep, *SETTINGS, *(setting | largest_ep for setting in SETTINGS))
     new_settings = ({k: v for k, v in setting.items() if v not in layouts[k]} for setting in all_settings)
     settings = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)

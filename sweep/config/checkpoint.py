@@ -154,23 +154,17 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     """
     kind, values = values.get("model_type"), {**values, **_rope(values)}
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        trained = ", ".join(MODEL_TYPES)
         facts = [f"{key} is {_short(values[key])}" for key in _changed(values)]
-        changed = ", ".join(
-            (*facts, *([_BESIDE_KEYS[kind]] if isinstance(kind, str) and kind in _BESIDE_KEYS else []))
-        )
-        model_type = f"model_type {kind!r}{f' ({changed})' if changed else ''}"
-        probable = nearest_name(kind, MODEL_TYPES) if isinstance(kind, str) and not changed else None
-        hint = f" did you mean {probable}?" if probable else ""
-        raise ConfigError(
-            f"model={where}: unsupported {model_type};{hint} ultrabench trains {trained}; {_remedy(values)}"
-        )
+        facts += [fact for model_type, fact in _BESIDE_KEYS.items() if model_type == kind]
+        changed, probable = f" ({', '.join(facts)})", nearest_name(str(kind), MODEL_TYPES)
+        hint = f" did you mean {probable}?" if probable and not facts else ""
+        unsupported = f"unsupported model_type {kind!r}{changed if facts else ''};{hint}"
+        rule = f"ultrabench trains {', '.join(MODEL_TYPES)}"
+        raise ConfigError(f"model={where}: {unsupported} {rule}", _remedy(values))
     usual, fixed = {**DEFAULTS, **MODEL_TYPES[kind]}, FIXED.get(kind, {})
     for key, trained_value in _changed(values, {*usual, *fixed}).items():
-        fact = f"model={where}: {key} is {_short(values[key])}"
-        raise ConfigError(
-            f"{fact}; ultrabench trains {kind} models only with {key} {trained_value}; {_remedy(values)}"
-        )
+        rule = f"ultrabench trains {kind} models only with {key} {trained_value}"
+        raise ConfigError(f"model={where}: {key} is {_short(values[key])}; {rule}", _remedy(values))
     _require_sizes(values, usual, where)
     words = {field: key for key, field in RENAMED.items() if field in usual and values.get(key) is not None}
     values |= {RENAMED[key]: value for key, value in values.items() if key in RENAMED and value is not None}
@@ -215,9 +209,8 @@ def _require_sizes(values: Mapping[str, Any], usual: Mapping[str, Any], where: s
             continue
         if all(values.get(word) is None for word in words):
             others = values.keys() - {*SIZES_OF_EXPERTS, *RENAMED, *usual}
-            typing_error = next(
-                filter(None, (nearest_name(word, others, _TYPING_ERROR) for word in words)), None
-            )
+            near = (nearest_name(word, others, _TYPING_ERROR) for word in words)
+            typing_error = next(filter(None, near), None)
             hint = f"is {typing_error} a misspelling?" if typing_error else "add it"
             raise ConfigError(f"model={where} lacks {' or '.join(words)} (a size of its experts); {hint}")
 
@@ -252,9 +245,7 @@ def _changed(values: Mapping[str, Any], read: Collection[str] = ()) -> dict[str,
     if "rope_type" in changed:
         changed["rope_type"] += ' or "default"'
     layers = values.get("layer_types")
-    if layers is not None and (
-        not isinstance(layers, list) or any(kind != "full_attention" for kind in layers)
-    ):
+    if layers is not None and (not isinstance(layers, list) or {*map(str, layers)} - {"full_attention"}):
         changed["layer_types"] = '"full_attention" in all layers'
     return changed
 
@@ -267,9 +258,8 @@ def in_our_words(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     for key, field in RENAMED.items():
         if key in values and (twice := [k for k in values if k != key and RENAMED.get(k, k) == field]):
-            raise ConfigError(
-                f"{where}: {key} and {twice[0]} mean the same; give only one of them", setting=where
-            )
+            fact = f"{where}: {key} and {twice[0]} mean the same"
+            raise ConfigError(fact, "give only one of them", setting=where)
     return {RENAMED.get(key, key): value for key, value in values.items()}
 
 

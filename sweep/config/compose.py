@@ -39,7 +39,7 @@ from ultrabench.variant import CELL_OPTIONS, KERNEL_OPTIONS
 Sentence = Callable[..., str]
 """Makes one line from the named parts of a mistake."""
 _ANY_GROUP = "|".join(GROUPS)
-_GROUP = rf"\+?(?P<group>{_ANY_GROUP})"
+_GROUP = rf"(?P<group>{_ANY_GROUP})"
 _LIST = rf"\+?(?:kernel\.command|sweep\.(?:nodes|models|{'|'.join(AXES[1:])}))"
 """Pattern of the keys whose values are lists."""
 _MAY_LIST = rf"(?:{_LIST}|\+?sweep\.(?:{'|'.join(CELL_OPTIONS[:2])})|kernel\.(?:precision|{'|'.join(KERNEL_OPTIONS)}))"
@@ -100,7 +100,9 @@ _WORDS: tuple[tuple[str, Sentence], ...] = (
      "{override} has no closing bracket: the shell splits at spaces; write the list without spaces: {key}={items}".format),
     (r"[^=~]*|=.*", _no_override),
     (rf"{_GROUP}=", "{override} has no value; give a name (see ultrabench configs {group})".format),
-    (r"\+?model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; for several use sweep.models={items}".format),
+    (rf"(?!model){_GROUP}=(null|true|false|-?[\d.]+)",
+     "{override}: a sweep always has a {group}; choose one (see ultrabench configs {group})".format),
+    (r"model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; for several use sweep.models={items}".format),
     (r"\+?sweep\.rules=[^\"']*", "{override}: a rule contains spaces and needs quotes; write '{key}=[\"etp divides dp\"]'".format),
     (r"sweep\..*=\[?(?P<low>\d+)(-|:|\.\.)(?P<high>\d+)\]?", _range),
     (rf"({_ANY_GROUP})=\[[\w.,\s-]+\]", _several),
@@ -109,7 +111,7 @@ _WORDS: tuple[tuple[str, Sentence], ...] = (
      "{override}: a list needs brackets and commas; write {key}={items}".format),
     (rf"{_GROUP}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); set values with "
      "{group}.KEY=VALUE or in a file, ultrabench/{group}/NAME.yaml".format),
-    (rf"(?!\+?model){_GROUP}=(.*/.*|.*\.ya?ml)", _path_of_option),
+    (rf"(?!model){_GROUP}=(.*/.*|.*\.ya?ml)", _path_of_option),
     (r"hardware\.gpu=.*", "{override}: a file holds the GPU and its rates; choose the file with hardware=NAME".format),
     (r"[+~]*hydra\b.*", "{override}: Hydra's own settings have no effect here; leave it out".format),
     (r"\+?launcher\.sbatch\.-.*", "{key}; write the option's name without leading dashes".format),
@@ -134,12 +136,6 @@ def in_defaults(group: str, **_: str) -> str:
     return f"to choose another {group} in a sweep file, write under defaults: '- override /{group}: NAME', with the slash"
 
 
-def _group_without_name(values: Mapping[str, str], **_: str) -> str:
-    """One line for a group that is given no name, such as hardware=null."""
-    group = next((group for group in GROUPS if values.get(group) in ("null", "", "~")), GROUPS[0])
-    return f"{group}={values.get(group)}: a sweep always has a {group}; choose one (see ultrabench configs {group})"
-
-
 def _other_kind(override: str, key: str, **_: str) -> str:
     """One line for a list that is given settings, or the other way round."""
     for above in accumulate(key.split("."), "{}.{}".format):
@@ -160,7 +156,6 @@ _OF_HYDRA: tuple[tuple[str, Sentence], ...] = (
      "${{{key}}} is not a setting; for a shell variable on the nodes write \\${{{key}}}".format),
     (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)", _other_kind),
     (r"Could not append to config. An item is already at '(?P<key>[^']+)'", "{key} exists; leave out the + in front of it".format),
-    (r"Config group override must be a string", _group_without_name),
     (r"In '(?P<file>[^']+)': ConfigTypeError",
      "{file}.yaml has a list or a text instead of settings; write KEY: VALUE lines, as in the files that ultrabench configs lists".format),
     (r"Sweep parameters '(?P<key>[^'=]+)=(?P<value>[^']*)' requires",
@@ -178,9 +173,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     if isinstance(error, OverrideParseException):
         return ConfigError(_unreadable(error.override))
     if isinstance(error, yaml.YAMLError):
-        return ConfigError(
-            f"a configuration file is not valid YAML: {' '.join(str(error).split())}; fix it there"
-        )
+        fault = " ".join(str(error).split())
+        return ConfigError(f"a configuration file is not valid YAML: {fault}; fix it there")
     line = " ".join(str(error).partition("\n")[0].split()) or type(error).__name__
     return ConfigError(f"cannot use the overrides {' '.join(overrides)!r}: {line}")
 

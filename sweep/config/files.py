@@ -112,9 +112,8 @@ def read_yaml(path: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"{path} is not valid YAML: {' '.join(str(error).split())}; fix it there"
-        ) from error
+        fault = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid YAML: {fault}; fix it there") from error
     except (OmegaConfBaseException, ValueError, OSError) as error:
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -52,9 +51,8 @@ def framework_from(values: Mapping[str, Any]) -> Framework:
 
 def text_of(settings: Sequence[str], file: str) -> str:
     """The content of a file with settings KEY.KEY=VALUE: JSON or YAML by its suffix, or else one setting a line."""
-    tree = settings_tree(settings)
-    writers = {
-        ".json": lambda: json.dumps(tree, indent=2),
-        ".yaml": lambda: yaml.safe_dump(tree, sort_keys=False).rstrip(),
-    }
-    return writers.get(Path(file).suffix, lambda: "\n".join(settings))()
+    if file.endswith(".json"):
+        return json.dumps(settings_tree(settings), indent=2)
+    if file.endswith(".yaml"):
+        return yaml.safe_dump(settings_tree(settings), sort_keys=False).rstrip()
+    return "\n".join(settings)

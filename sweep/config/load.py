@@ -31,7 +31,7 @@ from ultrabench.sweep.config.files import (
     usable,
 )
 from ultrabench.sweep.config.framework import Framework, framework_from
-from ultrabench.sweep.config.options import SWEEP_KEYS, read_options, values_in, values_of_setting
+from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options, values_in
 from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
 
@@ -39,8 +39,8 @@ WHOLE = ("results_dir", "models", "repeats", "trace", "max_p_oom")
 """Keys of a composed configuration whose values are taken as they are."""
 KEYS = frozenset({*GROUPS[:-1], *WHOLE, "name", "names", "profile"})
 """Keys of a composed configuration."""
-WORKLOAD = tuple(field_types(Workload))
-"""Keys of `sweep` that say what one step trains on."""
+WORKLOAD = field_types(Workload)
+"""Key of `sweep` that says what one step trains on -> its type."""
 OF_SWEEP = ("strategy", "batch", "max_runs", "scaling")
 """Keys of `sweep` that say which of its layouts are run, and what gbs is on more nodes."""
 _NO_AXES = frozenset({*WORKLOAD, *OF_SWEEP, *SWEEP_KEYS})
@@ -103,18 +103,17 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     settings = {key: value for key, value in kernel.items() if key != "profile" and value is not None}
     of_kernel = {"name": names["kernel"]} | settings | first_values
     kernel_config = from_dict(KernelConfig, of_kernel, where="kernel")
-    workload = {key: values_of_setting(sweep[key], f"sweep.{key}")[0] for key in WORKLOAD if key in sweep}
+    workload = {
+        key: read_list(sweep[key], kind, f"sweep.{key}")[0] for key, kind in WORKLOAD.items() if key in sweep
+    }
     profile = profile_of(tree, hardware.device)
     kind = kernel.get("kind", "embedded")
     seconds = {key: getattr(hardware, key) if kind == "embedded" else 0.0 for key in ("warmup_s", "min_s")}
+    of_field = field_types(SweepConfig)
     needed = {"preflight": kind != "command" or hardware.device == "cuda"}
     values = {
         **{key: tree[key] for key in WHOLE if key in tree},
-        **{
-            key: value_from(field_types(SweepConfig)[key], sweep[key], f"sweep.{key}")
-            for key in OF_SWEEP
-            if sweep.get(key) is not None
-        },
+        **{k: value_from(of_field[k], sweep[k], f"sweep.{k}") for k in OF_SWEEP if sweep.get(k) is not None},
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "price_per_gpu_hour": cluster.get("price_per_gpu_hour"),
@@ -165,22 +164,13 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
     options = {}
     for name, meaning in meanings.items():
         setting = f"kernel.{name}"
-        listed = values_of_setting(values.get(name), setting)
-        typed = (value if value is None else value_from(kinds[name], value, setting) for value in listed)
+        listed = dict.fromkeys(read_list(values.get(name), kinds[name] | None, setting))
         if len(listed) > 1 and name != "precision" and values.get("kind", "embedded") != "embedded":
             remedy = "list the values under sweep.flags, sweep.words or sweep.env"
             fact = f"kernel.{name} lists several values, which only ultrabench's own kernel supports"
             raise ConfigError(fact, remedy, setting=setting)
-        options[name] = tuple(dict.fromkeys(meaning.get(value, value) for value in typed))
+        options[name] = tuple(dict.fromkeys(meaning.get(value, value) for value in listed))
     return options
-
-
-def _list_of(kind: Any) -> Any:
-    return Annotated[tuple[kind, ...], Meta(min_length=1, description="a list of at least one value")]
-
-
-_LISTS = {name: _list_of(kind) for name, kind in {"nodes": Count, **TYPES_IN_SWEEP}.items()}
-"""Name -> type of the list of its values in a sweep."""
 
 
 def _axes(sweep: dict[str, Any]) -> Axes:
@@ -190,12 +180,12 @@ def _axes(sweep: dict[str, Any]) -> Axes:
     if "nodes" not in listed:
         raise ConfigError("sweep lacks nodes; give a list, such as sweep.nodes=[1,2]", setting="sweep")
     if "auto" in listed.get("gas", ()):
-        raise ConfigError(
-            "sweep.gas=auto is not an integer; write sweep.gas=null to derive gas from the batch"
-        )
+        advice = "write sweep.gas=null to derive gas from the batch"
+        raise ConfigError("sweep.gas=auto is not an integer", advice)
     for name in TEXT_AXES & listed.keys():
         listed[name] = [as_text(value) if NEUTRAL[name] == "on" else str(value) for value in listed[name]]
-    axes = {name: value_from(_LISTS[name], values, f"sweep.{name}") for name, values in listed.items()}
+    kinds = {"nodes": Count, **TYPES_IN_SWEEP}
+    axes = {name: read_list(values, kinds[name], f"sweep.{name}") for name, values in listed.items()}
     usual: dict[str, Any] = {name: (value,) for name, value in NEUTRAL.items() if name not in FOLLOWING}
     usual |= {name: (in_sweep.default,) for name, in_sweep in IN_SWEEP.items()}
     return Axes(nodes=axes.pop("nodes"), layout=usual | axes)
@@ -264,9 +254,8 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
             advice = f"for a new GPU, add to its file: {', '.join(lacking(Hardware, values))}"
             raise ConfigError(unknown, advice, setting="hardware.gpu")
         if len(paths) > 1:
-            raise ConfigError(
-                f"{paths[1]}: {paths[0]} also has rates of gpu={values['gpu']}; rename one of them"
-            )
+            fact = f"{paths[1]}: {paths[0]} also has rates of gpu={values['gpu']}"
+            raise ConfigError(fact, "rename one of them")
         values = rated[paths[0]] | {k: v for k, v in values.items() if v is not None}
     return from_dict(Hardware, values, where="hardware")
 
@@ -297,12 +286,8 @@ def load_hardware(name: str) -> Hardware:
     Raises:
         ConfigError: there is no such hardware, or a value of its file cannot be used.
     """
-    return _load(
-        "hardware",
-        name,
-        read_hardware,
-        "; for other hardware, write its rates to ./ultrabench/hardware/NAME.yaml",
-    )
+    advice = "; for other hardware, write its rates to ./ultrabench/hardware/NAME.yaml"
+    return _load("hardware", name, read_hardware, advice)
 
 
 def load_model(name: str) -> ModelShape:
@@ -317,9 +302,8 @@ def load_model(name: str) -> ModelShape:
     """
     if "/" in name or name.endswith(".json") or (name not in files("model") and Path(name).is_dir()):
         return read_checkpoint_config(name)
-    return _load(
-        "model", name, lambda values: shape_from(in_our_words(values, f"model {name}"), f"model {name}")
-    )
+    where = f"model {name}"
+    return _load("model", name, lambda values: shape_from(in_our_words(values, where), where))
 
 
 def load_profile(name: str) -> Profile:

@@ -41,14 +41,11 @@ NAME = r"[A-Za-z_]\w*"
 NAME_RULE = "a name consists of letters, digits and '_' and does not start with a digit"
 """What NAME allows the names of options that a user chooses."""
 _RULE = re.compile(r"(?P<left>[\w* ]+?) +(?P<relation>divides|<=|>=|==) +(?P<right>[\w* ]+)")
-_RELATIONS = {
-    "divides": lambda a, b: a != 0 and b % a == 0,
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-}
-_DENIED = {"divides": "does not divide", "<=": "is more than", ">=": "is less than", "==": "is not"}
-"""Relation of a rule -> how the reason of a rejection says that it does not hold."""
+_RELATIONS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "divides": (lambda a, b: a != 0 and b % a == 0, "does not divide"),
+    "<=": (operator.le, "is more than"), ">=": (operator.ge, "is less than"), "==": (operator.eq, "is not"),
+}  # fmt: skip
+"""Relation of a rule -> whether it holds, and how the reason of a rejection says that it does not."""
 _Scalar = Annotated[
     str | int | float | bool | None, Meta(description="a text, a number, true, false or null")
 ]
@@ -66,19 +63,17 @@ class WordRule:
 
     def broken(self, values: Mapping[str, Any]) -> str | None:
         """Why the values of a run break the rule; None where they do not."""
-        left, right = (math.prod(_number(name, values) for name in side) for side in (self.left, self.right))
-        if _RELATIONS[self.relation](left, right):
+        sides = ((float(values.get(name, name)) for name in side) for side in (self.left, self.right))
+        left, right = map(math.prod, sides)
+        holds, denied = _RELATIONS[self.relation]
+        if holds(left, right):
             return None
-        return f"{'*'.join(self.left)}={left:g} {_DENIED[self.relation]} {'*'.join(self.right)}={right:g}"
+        return f"{'*'.join(self.left)}={left:g} {denied} {'*'.join(self.right)}={right:g}"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The words that the rule compares."""
         return tuple(name for name in (*self.left, *self.right) if not name.isdecimal())
-
-
-def _number(name: str, values: Mapping[str, Any]) -> float:
-    return float(name if name.isdecimal() else values[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,20 +107,14 @@ def values_in(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def listed(value: Any) -> list[Any]:
-    """What `values_in` returns, each value once."""
-    values = values_in(value)
-    return [value for index, value in enumerate(values) if value not in values[:index]]
-
-
-def values_of_setting(value: Any, setting: str) -> list[Any]:
-    """What `listed` returns, which has at least one value.
+def read_list(values: Any, kind: Any, setting: str) -> tuple[Any, ...]:
+    """What `values_in` returns, each value turned into this type.
 
     Raises:
-        ConfigError: the list is empty.
+        ConfigError: the list is empty, or its type forbids a value.
     """
-    if values := listed(value):
-        return values
+    if listed := values_in(values):
+        return tuple(value_from(kind, value, setting) for value in listed)
     raise ConfigError(f"{setting} is empty; list at least one value", setting=setting)
 
 
@@ -145,14 +134,18 @@ def read_options(
     Raises:
         ConfigError: an option has no values or one that is not allowed, or the kernel cannot have it.
     """
-    values: dict[str, tuple[Value, ...]] = {name: _list(sweep[name], Size, name) for name in CELL_OPTIONS[:2]}
+    values: dict[str, tuple[Value, ...]] = {
+        name: tuple(dict.fromkeys(read_list(sweep[name], Size, f"sweep.{name}"))) for name in CELL_OPTIONS[:2]
+    }
     values |= {"precision": kernels["precision"]}
     values |= {name: kernels[name] for name in KERNEL_OPTIONS if len(kernels[name]) > 1}
-    values |= {f"{ENV}.{name}": of for name, of in _variables(_mapping(sweep, ENV), kernel).items()}
-    arguments = read_flags(_mapping(sweep, FLAGS), kernel)
+    for name, of in _mapping(sweep, ENV, kernel).items():
+        texts = _texts(of, f"{ENV}.{name}", text_of=_in_environment)
+        values[f"{ENV}.{name}"] = tuple(None if value is None else _in_environment(value) for value in texts)
+    arguments = read_flags(_mapping(sweep, FLAGS, kernel))
     values |= {f"{FLAGS}.{name}": tuple(table) for name, table in arguments.items()}
-    rules = tuple(map(_rule, listed(sweep.get("rules") or [])))
-    words = {name: _texts(of, f"{WORDS}.{name}") for name, of in _mapping(sweep, WORDS).items()}
+    rules = tuple(map(_rule, values_in(sweep.get("rules") or [])))
+    words = {name: _texts(of, f"{WORDS}.{name}") for name, of in _mapping(sweep, WORDS, kernel).items()}
     _require_used(words, arguments, kernel)
     values |= {f"{WORDS}.{name}": of for name, of in words.items()}
     values |= {name: _texts(sweep[name], name, Line) for name in PLACES if sweep.get(name) is not None}
@@ -167,12 +160,6 @@ def read_options(
     return Options(values=values, arguments=arguments, rules=rules)
 
 
-def _list(values: Any, kind: Any, name: str) -> tuple[Value, ...]:
-    return tuple(
-        value_from(kind, value, f"sweep.{name}") for value in values_of_setting(values, f"sweep.{name}")
-    )
-
-
 def _texts(
     values: Any, name: str, kind: Any = _Scalar, text_of: Callable[[Value], str] = in_command
 ) -> tuple[Value, ...]:
@@ -181,12 +168,10 @@ def _texts(
     Raises:
         ConfigError: two of them are the same for the program.
     """
-    checked_values = [_list([value], kind, name)[0] for value in values_in(values)]
-    _require_different(
-        f"sweep.{name}",
-        (("null" if v is None else repr(v), v if v is None else text_of(v)) for v in checked_values),
-    )
-    return _list(values, kind, name)
+    read: tuple[Value, ...] = read_list(values, kind, f"sweep.{name}")
+    received = (("null" if v is None else repr(v), v if v is None else text_of(v)) for v in read)
+    _require_different(f"sweep.{name}", received)
+    return read
 
 
 def _require_different(setting: str, received_by_value: Iterable[tuple[str, object]]) -> None:
@@ -207,40 +192,33 @@ def _require_different_attention(kernels: Mapping[str, tuple[Value, ...]], hardw
         _require_different("kernel.attention", received)
 
 
-def _mapping(sweep: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """NAME -> values of a group of options whose names a user chooses."""
+def _mapping(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) -> dict[str, Any]:
+    """NAME -> values of a group of options whose names a user chooses.
+
+    Raises:
+        ConfigError: a name cannot be used here, or the kernel takes no such option or has it already.
+    """
     mapping = sweep.get(group) or {}
     if not isinstance(mapping, dict):
         fact = f"sweep.{group}={mapping!r} is not a mapping"
         raise ConfigError(fact, f"write one, such as {EXAMPLES[group]}", setting=f"sweep.{group}")
-    for name in mapping:
-        if not re.fullmatch(NAME, str(name)):
-            raise ConfigError(f"sweep.{group}.{name}; {NAME_RULE}", setting=f"sweep.{group}")
-    for name in filter(is_secret, map(str, mapping)):
-        fact = f"sweep.{group}.{name} looks like a secret, and results show swept values; use kernel.env"
-        raise ConfigError(fact, setting=f"sweep.{group}.{name}")
+    is_variable, set_by_kernel = group == ENV, getattr(kernel, group, {})
+    for name in map(str, mapping):
+        setting = f"sweep.{group}.{name}"
+        if not re.fullmatch(NAME, name):
+            raise ConfigError(f"{setting}; {NAME_RULE}", setting=f"sweep.{group}")
+        refusals = {
+            f"{setting} looks like a secret, and results show swept values; use kernel.env": is_secret(name),
+            f"{setting} with kernel={kernel.name}; only a command takes arguments: use kernel=command":
+                not is_variable and kernel.kind != "command",
+            f"{setting}: ultrabench sets {name} for each rank; leave it out": is_variable and name in RANK_VARIABLES,
+            f"{setting} and kernel.{group}.{name} are both set; give only one of them": name in set_by_kernel,
+            f"{setting}: {name} is already a word of every run; choose another name":
+                not is_variable and name in _words_of_runs(),
+        }  # fmt: skip
+        for line in (line for line, applies in refusals.items() if applies):
+            raise ConfigError(line, setting=setting)
     return {str(name): values for name, values in mapping.items()}
-
-
-def _variables(variables: Mapping[str, Any], kernel: KernelConfig) -> dict[str, tuple[Value, ...]]:
-    """Environment variable -> its values as texts; None unsets it."""
-    for name in variables:
-        setting = f"sweep.{ENV}.{name}"
-        if name in RANK_VARIABLES:
-            raise ConfigError(
-                f"{setting}: ultrabench sets {name} for each rank; leave it out", setting=setting
-            )
-        if name in kernel.env:
-            raise ConfigError(
-                f"{setting} and kernel.env.{name} are both set; give only one of them", setting=setting
-            )
-    values_by_name = {
-        name: _texts(of, f"{ENV}.{name}", text_of=_in_environment) for name, of in variables.items()
-    }
-    return {
-        name: tuple(None if value is None else _in_environment(value) for value in values)
-        for name, values in values_by_name.items()
-    }
 
 
 def _in_environment(value: Value) -> str:
@@ -248,68 +226,38 @@ def _in_environment(value: Value) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def read_flags(flags: Mapping[str, Any], kernel: KernelConfig) -> _Arguments:
+def read_flags(flags: Mapping[str, Any]) -> _Arguments:
     """Flag -> each of its values -> its arguments, of `sweep.flags`.
 
     Raises:
-        ConfigError: a flag has no values, the kernel is no command, or kernel.flags has the flag, too.
+        ConfigError: a flag has no values, or two with the same arguments.
     """
     tables: _Arguments = {}
     for name, table in flags.items():
         setting = f"sweep.{FLAGS}.{name}"
-        _require_command(setting, kernel)
-        if name in kernel.flags:
-            raise ConfigError(
-                f"{setting} and kernel.flags.{name} are both set; give only one of them", setting=setting
-            )
-        _require_no_word_of_runs(setting, name)
         if not isinstance(table, dict) or not table:
             remedy = f"write {{VALUE: [ARGUMENT, ...]}}, such as sweep.{FLAGS}: {EXAMPLES[FLAGS]}"
             raise ConfigError(
                 f"{setting}={table!r} does not map values to arguments", remedy, setting=setting
             )
-        names = {value: as_text(value) for value in table}
-        kind = tuple[str, ...]
-        tables[name] = {
-            names[value]: value_from(kind, parts, f"{setting}.{names[value]}")
-            for value, parts in table.items()
-        }
+        parts_by_value = {as_text(value): parts for value, parts in table.items()}
+        tables[name] = value_from(dict[str, tuple[str, ...]], parts_by_value, setting)
         _require_different(setting, tables[name].items())
     return tables
 
 
-def _require_command(setting: str, kernel: KernelConfig) -> None:
-    if kernel.kind != "command":
-        remedy = "only a command takes arguments: use kernel=command"
-        raise ConfigError(f"{setting} with kernel={kernel.name}; {remedy}", setting=setting)
-
-
-def _require_no_word_of_runs(setting: str, name: str) -> None:
-    if name in _words_of_runs():
-        raise ConfigError(
-            f"{setting}: {name} is already a word of every run; choose another name", setting=setting
-        )
-
-
 def _require_used(words: Mapping[str, Any], arguments: _Arguments, kernel: KernelConfig) -> None:
-    """Raises ConfigError for a word that has another meaning, or that the command uses nowhere."""
+    """Raises ConfigError for a word that the command uses nowhere."""
     tables = (*kernel.flags.values(), *arguments.values())
     parts = [*kernel.command, *(part for table in tables for added in table.values() for part in added)]
-    for name in words:
-        setting = f"sweep.{WORDS}.{name}"
-        _require_command(setting, kernel)
-        _require_no_word_of_runs(setting, name)
-        if not any(f"{{{name}}}" in part for part in parts):
-            in_braces = [text for part in parts for text in re.findall(r"\{[^{}]*\}", part)]
-            unknown = [
-                text
-                for text in in_braces
-                if text[1:-1] not in (*words, *_words_of_runs(), *AttemptKey._fields, "steps")
-            ]
-            near = nearest_name(f"{{{name}}}", unknown, 0.55)
-            lacks = f"the command has {near} instead" if near else f"the command does not contain {{{name}}}"
-            fact = f"{setting} has no effect: {lacks}"
-            raise ConfigError(fact, f"use {{{name}}} in kernel.command", setting=setting)
+    names_in_braces = [name for part in parts for name in re.findall(r"\{([^{}]*)\}", part)]
+    for name in (name for name in words if name not in names_in_braces):
+        known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps")
+        unknown = [f"{{{other}}}" for other in names_in_braces if other not in known_names]
+        near = nearest_name(f"{{{name}}}", unknown, 0.55)
+        lacks = f"the command has {near} instead" if near else f"the command does not contain {{{name}}}"
+        fact, setting = f"sweep.{WORDS}.{name} has no effect: {lacks}", f"sweep.{WORDS}.{name}"
+        raise ConfigError(fact, f"use {{{name}}} in kernel.command", setting=setting)
 
 
 def _words_of_runs() -> tuple[str, ...]:
@@ -319,9 +267,8 @@ def _words_of_runs() -> tuple[str, ...]:
 
 def _numbers_of_runs() -> tuple[str, ...]:
     """Those of them that are numbers in every run."""
-    sizes = [
-        name for name, kind in field_types(ModelShape).items() if getattr(kind, "__origin__", kind) is int
-    ]
+    shape = field_types(ModelShape).items()
+    sizes = [name for name, kind in shape if getattr(kind, "__origin__", kind) is int]
     layout = [name for name in AXES if name not in TEXT_AXES]
     return (*layout, *sizes, *CELL_OPTIONS[:2], "nodes", "gpus_per_node", "world_size")
 

@@ -48,9 +48,8 @@ class Terminal(io.StringIO):
 
 def ask(given=None, *, plan=PLAN, used=0.0, yes=False):
     """The budget of a sweep whose only allocation has used so many GPU hours and tried nothing."""
-    end = AllocationEnded(
-        allocation="a", reason="done", held_s=3600 * used / PLAN.config.hardware.gpus_per_node
-    )
+    held_s = 3600 * used / PLAN.config.hardware.gpus_per_node
+    end = AllocationEnded(allocation="a", reason="done", held_s=held_s)
     state = SweepState(allocations={"a": AllocationState(name="a", ends={end.job: end})})
     return ask_for_budget(plan, price_of(plan, state), state, CLUSTER, given, yes)
 
@@ -134,9 +133,8 @@ def test_the_share_of_busy_cores_is_measured():
 )
 def test_without_a_terminal_a_number_has_to_be_given(monkeypatch, stdin, used, yes):
     monkeypatch.setattr(sys, "stdin", stdin)
-    with pytest.raises(
-        ConfigError, match=r"^[\d.,]+ GPU hours are predicted, .* --max-gpu-hours [\d.]+$"
-    ) as caught:
+    line = r"^[\d.,]+ GPU hours are predicted, .* --max-gpu-hours [\d.]+$"
+    with pytest.raises(ConfigError, match=line) as caught:
         ask(yes=yes, used=used)
     # The number it names is enough for what was predicted.
     number = float(str(caught.value).split()[-1])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import patience
+from tests.configs import write_config
 from tests.unit.cli.conftest import one_line
 
 
@@ -23,9 +24,8 @@ def test_a_folder_whose_name_is_not_utf_8_is_read(sweep, words):
 def test_an_empty_sweep_json_has_a_remedy_that_works(ultrabench, sweep):
     content = sweep.sweep_json.read_text()
     sweep.sweep_json.write_text("")
-    assert "is empty, perhaps after a crash of the file system; delete it and run" in one_line(
-        ultrabench, "sweep", "status"
-    )
+    line = one_line(ultrabench, "sweep", "status")
+    assert "is empty, perhaps after a crash of the file system; delete it and run" in line
     sweep.sweep_json.unlink()
     sweep.sweep_json.write_text(content)  # as the next launch writes it
     assert ultrabench("sweep", "status")[0] == 0
@@ -34,11 +34,9 @@ def test_an_empty_sweep_json_has_a_remedy_that_works(ultrabench, sweep):
 def test_a_yaml_file_of_billions_of_aliases_is_refused_at_once(ultrabench):
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
-    path = Path("ultrabench/model/bomb.yaml")
-    path.parent.mkdir(parents=True)
-    path.write_text("\n".join(lines))
+    write_config("model/bomb", "\n".join(lines))
     assert "its aliases expand to 4,412,961,516 values" in one_line(ultrabench, "sweep", "plan", "model=bomb")
-    path.with_name("bytes.yaml").write_bytes(b"\xff\xfe")
+    Path("ultrabench/model/bytes.yaml").write_bytes(b"\xff\xfe")
     assert ultrabench("sweep", "plan")[0] == 0, "files that nobody names are not read"
 
 

@@ -108,15 +108,12 @@ def over(sweep):
 def test_a_cancel_that_slurm_does_not_take_is_written_down_and_left_to_who_follows(ultrabench, unreachable):
     code, out, err = ultrabench("sweep", "cancel")
     assert (code, out) == (0, "")
-    assert re.fullmatch(
-        "scancel: No such file .* follows this sweep and retries until the jobs have ended\n", err
-    )
+    assert err.startswith("scancel: No such file")
+    assert err.endswith(" follows this sweep and retries until the jobs have ended\n")
     nobody_follows(unreachable)
     refusal = one_line(ultrabench, "sweep", "cancel", code=3)
     assert refusal.startswith("scancel: No such file or directory; ")
-    assert refusal.endswith(
-        "The cancel is recorded, but no launcher carries it out: run this command again where scancel works"
-    )
+    assert "recorded, but no launcher carries it out: run this command again where scancel works" in refusal
     assert (state_of(unreachable).cancelled, len(said(unreachable, "cancel"))) == (True, 2)
 
 
@@ -169,17 +166,15 @@ def test_watching_writes_and_submits_nothing(ultrabench, unreachable, monkeypatc
 def test_the_status_of_a_sweep_that_nobody_follows_says_how_to_go_on(ultrabench, unreachable):
     nobody_follows(unreachable)
     command = "ultrabench sweep resume quick-cpu"
-    jobs_run = (
-        f"No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher: {command}"
-    )
+    jobs_run = "No launcher follows this sweep. Submitted jobs keep running; new ones need a launcher"
 
     def standing():
         return as_json(ultrabench, "sweep", "status")["standing"]
 
-    assert standing() == jobs_run, "a job is queued"
+    assert standing() == f"{jobs_run}: {command}", "a job is queued"
     agent = LeadingAgent(host="gpu01", pid=1, journal="agent-gpu01-1-x.jsonl")
     write(unreachable, AllocationStarted(allocation=PLANNED.allocation, agent=agent))
-    assert standing() == jobs_run, "a job runs its preflight"
+    assert standing() == f"{jobs_run}: {command}", "a job runs its preflight"
     over(unreachable)
     assert standing() == f"Nothing is running. To continue: {command}"
 

@@ -116,26 +116,6 @@ def test_dots_has_its_published_sizes():
     assert (shape.scoring_func, shape.qk_norm, shape.sliding_window) == ("sigmoid", True, None)
 
 
-@pytest.mark.parametrize(
-    ("base", "without", "read"),
-    [
-        (QWEN2, ("num_key_value_heads",), {"num_key_value_heads": 32}),
-        (MIXTRAL, ("rope_theta", "rms_norm_eps"), {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "norm_topk_prob": True}),
-        (QWEN_MOE, ("norm_topk_prob", "head_dim"), {"norm_topk_prob": False, "head_width": 64}),
-        (GLM, ("first_k_dense_replace", "partial_rotary_factor", "attention_bias", "norm_topk_prob"),
-         {"first_k_dense_replace": 1, "rotary_width": 64, "attention_bias": False, "norm_topk_prob": True}),
-        (OLMOE, ("norm_topk_prob", "num_key_value_heads"),
-         {"norm_topk_prob": False, "num_key_value_heads": 16, "moe_intermediate_size": 1024}),
-        (DOTS, ("norm_topk_prob", "first_k_dense_replace", "routed_scaling_factor"),
-         {"norm_topk_prob": False, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}),
-    ],
-)  # fmt: skip
-def test_what_a_model_with_experts_or_biases_leaves_out_is_what_transformers_takes(base, without, read):
-    change = {"num_attention_heads": 32, "hidden_size": 4096} if base is QWEN2 else {}
-    shape = load_model(write("m.json", change, without, base))
-    assert {name: getattr(shape, name) for name in read} == read
-
-
 def test_a_config_json_that_transformers_5_wrote_is_read():
     """It has num_local_experts for every type, and rotations in rope_parameters."""
     rope = {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.5}
@@ -190,23 +170,34 @@ ROPE = ("rope_scaling", "rope_theta")
 
 
 @pytest.mark.parametrize(
-    ("change", "without", "read"),
+    ("base", "change", "without", "read"),
     [
         # What is absent is what transformers takes.
-        ({}, (*KV, "tie_word_embeddings", "rms_norm_eps", "rope_theta"),
-         {"num_key_value_heads": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}),
-        (ALONE, KV, {"num_key_value_heads": 8}), ({**ALONE, "num_key_value_heads": None}, (), {"num_key_value_heads": 32}),
-        ({"model_type": "qwen3", "hidden_size": 2048}, KV, {"num_key_value_heads": 32, "head_dim": 128, "qk_norm": True}),
-        ({"tie_word_embeddings": True}, (), {"tie_word_embeddings": True}),
-        # Rotations are read in the words of any version.
-        ({}, (), {"rope_theta": 5e5, "rope_scaling": LONG}), ({"rope_scaling": OLD_SCALING}, (), {"rope_scaling": LONG}),
-        ({"rope_parameters": {**SCALING, "rope_theta": 7.0}}, ROPE, {"rope_theta": 7.0, "rope_scaling": LONG}),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, ROPE, {"rope_theta": 7.0, "rope_scaling": None}),
-        ({"rope_scaling": None}, (), {"rope_scaling": None}), ({"rope_scaling": {"type": "default"}}, (), {"rope_scaling": None}),
+        (QWEN2, {"num_attention_heads": 32, "hidden_size": 4096}, KV, {"num_key_value_heads": 32}),
+        (MIXTRAL, {}, ("rope_theta", "rms_norm_eps"), {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "norm_topk_prob": True}),
+        (QWEN_MOE, {}, ("norm_topk_prob", "head_dim"), {"norm_topk_prob": False, "head_width": 64}),
+        (GLM, {}, ("first_k_dense_replace", "partial_rotary_factor", "attention_bias", "norm_topk_prob"),
+         {"first_k_dense_replace": 1, "rotary_width": 64, "attention_bias": False, "norm_topk_prob": True}),
+        (OLMOE, {}, ("norm_topk_prob", "num_key_value_heads"),
+         {"norm_topk_prob": False, "num_key_value_heads": 16, "moe_intermediate_size": 1024}),
+        (DOTS, {}, ("norm_topk_prob", "first_k_dense_replace", "routed_scaling_factor"),
+         {"norm_topk_prob": False, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}),
+        *((LLAMA, *row) for row in [
+            ({}, (*KV, "tie_word_embeddings", "rms_norm_eps", "rope_theta"),
+             {"num_key_value_heads": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}),
+            (ALONE, KV, {"num_key_value_heads": 8}), ({**ALONE, "num_key_value_heads": None}, (), {"num_key_value_heads": 32}),
+            ({"model_type": "qwen3", "hidden_size": 2048}, KV, {"num_key_value_heads": 32, "head_dim": 128, "qk_norm": True}),
+            ({"tie_word_embeddings": True}, (), {"tie_word_embeddings": True}),
+            # Rotations are read in the words of any version.
+            ({}, (), {"rope_theta": 5e5, "rope_scaling": LONG}), ({"rope_scaling": OLD_SCALING}, (), {"rope_scaling": LONG}),
+            ({"rope_parameters": {**SCALING, "rope_theta": 7.0}}, ROPE, {"rope_theta": 7.0, "rope_scaling": LONG}),
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, ROPE, {"rope_theta": 7.0, "rope_scaling": None}),
+            ({"rope_scaling": None}, (), {"rope_scaling": None}), ({"rope_scaling": {"type": "default"}}, (), {"rope_scaling": None}),
+        ]),
     ],
 )  # fmt: skip
-def test_sizes_and_rotations_of_any_version_are_read(change, without, read):
-    shape = load_model(write("m.json", change, without))
+def test_sizes_and_rotations_of_any_version_are_read(base, change, without, read):
+    shape = load_model(write("m.json", change, without, base))
     assert {name: getattr(shape, name) for name in read} == read
 
 
@@ -221,9 +212,8 @@ def test_what_changes_nothing_is_taken(change):
     assert load_model(write("m.json", change)).num_params == 8_030_261_248
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
+REFUSED = [
+    *((LLAMA, "", change, line) for change, line in [
         ({"attention_bias": True}, "attention_bias is true; ultrabench trains llama models only with attention_bias "),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"hidden_act": "gelu"}, 'only with hidden_act "silu"; to benchmark its sizes only, write them to ./ultrabench/'),
@@ -248,39 +238,25 @@ def test_what_changes_nothing_is_taken(change):
         *(({"model_type": kind}, f"model_type {kind!r}") for kind in (None, ["llama"])),
         ({"hidden_size": "4096"}, "hidden_size='4096' is not an integer"), ({"num_attention_heads": None}, "num_attention_heads"),
         ({"num_attention_heads": 0}, "num_attention_heads=0; must be >= 1"),
-    ],
-)  # fmt: skip
-def test_what_would_be_another_model_is_refused_by_name(change, line):
-    with refused(line):
-        load_model(write("m.json", change))
-
-
-@pytest.mark.parametrize(
-    ("base", "change", "line"),
-    [
+    ]),
+    *((base, "", change, line) for base, change, line in [
         (QWEN_MOE, {"attention_bias": True}, "attention_bias is true; ultrabench trains qwen3_moe models only with attention_bias false"),
         (QWEN_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; ultrabench trains qwen3_moe models only with mlp_only_layers []"),
         (GLM, {"n_group": 8}, "n_group is 8"), (GLM, {"topk_group": 4}, "topk_group is 4"), (DOTS, {"attention_bias": True}, "dots1 models only with"),
         (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0; ultrabench trains olmoe models only with clip_qkv null; "), (MIXTRAL, {"router_jitter_noise": 0.01}, "router_jitter_noise is 0.01"),
         (QWEN, {"num_experts": 8}, "num_experts is 8; ultrabench trains qwen3 models only with num_experts 0"),
         (MIXTRAL, {"num_local_experts": 1}, "model=m.json: num_experts_per_tok=2; must be in 1..num_local_experts=1"),
-    ],
-)  # fmt: skip
-def test_what_makes_a_model_with_experts_another_one_is_refused_by_name(base, change, line):
-    with refused(line):
-        load_model(write("m.json", change, base=base))
+    ]),
+    (MIXTRAL, "num_local_experts", {}, "lacks num_experts or num_local_experts or n_routed_experts (a size of its experts); add it"),
+    (MIXTRAL, "num_local_experts", {"num_local_expert": 8}, "(a size of its experts); is num_local_expert a misspelling?"),
+    (MIXTRAL, "num_experts_per_tok", {}, "model=m.json lacks num_experts_per_tok ("), (GLM, "n_shared_experts", {}, "lacks n_shared_experts ("),
+    (QWEN_MOE, "moe_intermediate_size", {"moe_intermediate_sizes": 768}, "lacks moe_intermediate_size (a size of its experts); is moe_intermediate_sizes a misspelling"),
+]  # fmt: skip
+"""Published config.json, a key that it lacks, other values of keys, and a part of the refusal."""
 
 
-@pytest.mark.parametrize(
-    ("base", "without", "change", "line"),
-    [
-        (MIXTRAL, "num_local_experts", {}, "lacks num_experts or num_local_experts or n_routed_experts (a size of its experts); add it"),
-        (MIXTRAL, "num_local_experts", {"num_local_expert": 8}, "(a size of its experts); is num_local_expert a misspelling?"),
-        (MIXTRAL, "num_experts_per_tok", {}, "model=m.json lacks num_experts_per_tok ("), (GLM, "n_shared_experts", {}, "lacks n_shared_experts ("),
-        (QWEN_MOE, "moe_intermediate_size", {"moe_intermediate_sizes": 768}, "lacks moe_intermediate_size (a size of its experts); is moe_intermediate_sizes a misspelling"),
-    ],
-)  # fmt: skip
-def test_sizes_of_experts_are_given_or_the_key_is_named(base, without, change, line):
+@pytest.mark.parametrize(("base", "without", "change", "line"), REFUSED)
+def test_what_would_be_another_model_or_lacks_a_size_is_refused_by_its_key(base, without, change, line):
     with refused(line):
         load_model(write("m.json", change, (without,), base))
 
@@ -288,11 +264,9 @@ def test_sizes_of_experts_are_given_or_the_key_is_named(base, without, change, l
 @pytest.mark.parametrize("word", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_a_model_in_yaml_may_have_the_words_of_any_config_json(word):
     sizes = {**SMALL, word: 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    write_config("model/small", yaml.safe_dump(sizes), Path("ultrabench"))
+    write_config("model/small", yaml.safe_dump(sizes))
     assert load_model("small").num_experts == 8
-    write_config(
-        "model/small", yaml.safe_dump({**sizes, "num_experts": 8, "num_local_experts": 8}), Path("ultrabench")
-    )
+    write_config("model/small", yaml.safe_dump({**sizes, "num_experts": 8, "num_local_experts": 8}))
     with refused("num_local_experts and "):
         load_model("small")
 

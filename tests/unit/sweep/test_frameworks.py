@@ -3,24 +3,22 @@
 import functools
 import importlib
 import json
-from dataclasses import replace
 
 import pytest
 import yaml
 
-from tests.unit.sweep.test_other_kernels import CHANGES
+from tests.unit.sweep.test_other_kernels import CHANGES, spec_of, with_values
 from ultrabench.cli.sweep.show_as import not_expressed, spec_there, with_precision
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
-from ultrabench.record import values_of
-from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
+from ultrabench.run import AttemptKey, fill_in
 from ultrabench.sweep.config.framework import text_of
 from ultrabench.sweep.config.load import load_config, load_framework
 
 CONFIG = load_config(["model=llama3-8b", "sweep.nodes=[1]"])
-USUAL = {
-    "dp": 2, "tp": 2, "gas": 4, "zero_stage": 3, "seq_len": 4096, "gbs": 8, "precision": "bf16",
-}  # fmt: skip
+USUAL = spec_of(
+    Layout(dp=2, tp=2, gas=4, zero_stage=3), CONFIG.models[0], KernelConfig(name="x", precision="bf16")
+)
 
 
 framework_of = functools.cache(load_framework)
@@ -28,16 +26,8 @@ framework_of = functools.cache(load_framework)
 
 def shown(name, **more):
     """The file of a framework for a run, and what it does not express."""
-    framework, values = framework_of(name), USUAL | more
-    records = (
-        Layout(dp=1), CONFIG.models[0], Workload(seq_len=1, gbs=1), KernelConfig(name="x"),
-    )  # fmt: skip
-    layout, shape, workload, kernel = (
-        replace(r, **{k: v for k, v in values.items() if k in values_of(r)}) for r in records
-    )
-    gpus = layout.world_size
-    spec = RunSpec(layout=layout, shape=shape, workload=workload, kernel=kernel, nodes=1, gpus_per_node=gpus)
-    there = with_precision(framework.kernel, kernel.precision)
+    framework, spec = framework_of(name), with_values(USUAL, more)
+    there = with_precision(framework.kernel, spec.kernel.precision)
     words = fill_in(spec_there(spec, there), AttemptKey("x", 0, 0), CONFIG.measure)
     return text_of(words, framework.file), [*not_expressed(spec, there, framework.elsewhere)]
 
@@ -78,11 +68,8 @@ def test_accelerate_accepts_its_file(tmp_path):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.parallelism_config import ParallelismConfig
 
-    for more in (
-        {"precision": "fp32", "zero_stage": 2},
-        {"dp": 4, "gbs": 16, "dp_shard": 2},
-        {"cp": 2, "recompute": "full"},
-    ):
+    in_fp32 = {"precision": "fp32", "zero_stage": 2}
+    for more in (in_fp32, {"dp": 4, "gbs": 16, "dp_shard": 2}, {"cp": 2, "recompute": "full"}):
         (tmp_path / "fsdp.yaml").write_text(text := shown("accelerate", **more)[0])
         config = load_config_from_file(str(tmp_path / "fsdp.yaml"))
         sizes = {
@@ -126,14 +113,14 @@ def test_the_keys_of_nemo_are_fields_of_its_model():
         "model": parallel.TransformerConfig.__dataclass_fields__.keys(),
         "ddp": ddp.DistributedDataParallelConfig.__dataclass_fields__.keys(),
     }
-    of_model = {
-        "rotary_base",
-        "rotary_percent",
-        "seq_length",
-        "vocab_size",
-        "share_embeddings_and_output_weights",
-    }
+    of_rotations, shared = {"rotary_base", "rotary_percent"}, "share_embeddings_and_output_weights"
     for more in ({}, PIPELINE, {"recompute": "full"}):
         for line in shown("nemo", zero_stage=1, **more)[0].splitlines():
             group, _, key = line.partition("=")[0].partition(".")
-            assert group not in fields or key in {*fields[group], *of_model}, key
+            assert group not in fields or key in {
+                *fields[group],
+                *of_rotations,
+                "seq_length",
+                "vocab_size",
+                shared,
+            }, key

@@ -152,23 +152,13 @@ def test_the_grid_is_every_combination_that_fits_once(axes, gpus, gbs):
 
 
 def test_auto_tries_the_degrees_that_share_the_experts_of_a_model_and_changes_no_dense_one():
-    words = [
-        "model=olmoe-1b-7b",
-        "hardware=h100x8",
-        "sweep.nodes=[4]",
-        "sweep.pp=[1,4]",
-        "sweep.zero_stage=[0]",
-    ]
-    candidates = make_plan(load_config(words)).candidates
-    by_ranks = {32: {1, 2, 4, 8, 16, 32}, 8: {1, 2, 4, 8}}  # of a pipeline stage
-    assert {(32 // c.layout.pp, c.layout.ep) for c in candidates} == {
-        (n, ep) for n in by_ranks for ep in by_ranks[n]
-    }
+    words = ["model=olmoe-1b-7b", "hardware=h100x8", "sweep.zero_stage=[0]"]
+    candidates = make_plan(load_config([*words, "sweep.nodes=[4]", "sweep.pp=[1,4]"])).candidates
+    of_32_ranks, of_8_ranks = ({(pp, 2**n) for n in range(most)} for pp, most in ((1, 6), (4, 4)))
+    assert {(c.layout.pp, c.layout.ep) for c in candidates} == of_32_ranks | of_8_ranks
     assert not {c.rule for c in candidates} & {"ep_divides_dp_cp_tp", "ep_divides_experts"}
-    largest = {
-        c.layout.ep for c in make_plan(load_config([*words[:2], "sweep.nodes=[16]", *words[4:]])).candidates
-    }
-    assert max(largest) == 64
+    on_16_nodes = make_plan(load_config([*words, "sweep.nodes=[16]"])).candidates
+    assert max(c.layout.ep for c in on_16_nodes) == 64
     dense = ["model=llama3-8b", "hardware=h100x8", "sweep.nodes=[1]"]
     assert run_ids(dense) == run_ids([*dense, "sweep.ep=[1]"])
     with refused("auto or a number >= 1"):
@@ -198,50 +188,46 @@ def test_the_default_sweep_is_small_and_covers_everything():
 SHARD, NOTHING = "dp_shard_divides_dp", "needs zero_stage > 0; zero_stage=0 shards nothing"
 
 
-@pytest.mark.parametrize(
-    ("layout", "broken"),
-    [
-        (Layout(dp=1, tp=3), ("tp_divides_heads", "tp=3 does not divide num_attention_heads=4")),
-        (Layout(dp=1, tp=3, zero_stage=1), ("tp_divides_heads", "tp=3 does not divide num_attention_heads=4")),
-        (Layout(dp=1, tp=4), ("tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2")),
-        (Layout(dp=1, zero_stage=2), ("zero_needs_dp", "zero_stage=2 needs dp*cp > 1; dp=1, cp=1")),
-        (Layout(dp=1, pp=4, gas=2, pp_schedule="afab"), ("enough_micro_batches", "gas=2 is less than pp-1=3")),
-        (Layout(dp=1, pp=12, gas=12, pp_schedule="1f1b"), ("no_empty_stage", "pp=12 leaves stage 8 empty (4 layers)")),
-        (Layout(dp=2, tp=2, zero_stage=1), None),
-        (Layout(dp=1, cp=8, zero_stage=3), None),  # ZeRO spans dp*cp
-        (Layout(dp=8, zero_stage=3, dp_shard=4), None),
-        (Layout(dp=8, dp_shard=3), (SHARD, f"dp_shard=3 {NOTHING}")),
-        (Layout(dp=8, zero_stage=3, dp_shard=3), (SHARD, "dp_shard=3 does not divide dp*cp=8 (dp=8, cp=1); use dp_shard=all")),
-        (Layout(dp=4, cp=2, zero_stage=1, dp_shard=6), (SHARD, "dp_shard=6 does not divide dp*cp=8 (dp=4, cp=2); use dp_shard=2")),
-        (Layout(dp=8, zero_stage=3, dp_shard=8), (SHARD, "dp_shard=8 equals dp*cp=8; leave dp_shard out or use all")),
-        (Layout(dp=2, tp=2, zero_stage=3, dp_shard=1), (SHARD, "dp_shard=1 shards nothing (dp_shard=node means 1 where "
-         "tp=2 fills a node); use a smaller tp or dp_shard=all")),
-    ],
-)  # fmt: skip
-def test_the_first_broken_rule_gives_its_reason(layout, broken):
-    assert next(broken_rules(layout, load_model("tiny-gqa")), None) == broken
+TINY = load_model("tiny")
+GQA = load_model("tiny-gqa")
+MOE = replace(GQA, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=33, n_shared_experts=1)
 
 
 @pytest.mark.parametrize(
-    ("layout", "broken"),
+    ("shape", "layout", "broken"),
     [
-        (Layout(dp=2, ep=4), ("ep_divides_dp_cp_tp", "ep=4 does not divide dp*cp*tp=2")),
-        (Layout(dp=4, tp=4, ep=16), ("tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2")),
-        (Layout(dp=8, tp=2, ep=16), ("ep_divides_experts", "ep=16 does not divide num_experts=8")),
-        (Layout(dp=12, ep=4, zero_stage=3, dp_shard=6),
-         ("ep_fits_dp_shard", "ep=4 neither divides tp*dp_shard=6 nor is a multiple of it")),
-        (Layout(dp=12, ep=4, zero_stage=3, dp_shard=2), None),  # a group of experts fills two shard groups
-        (Layout(dp=2, cp=2, tp=2, ep=8, zero_stage=1), None),
-        (Layout(dp=12, ep=4), None),
+        *((GQA, *row) for row in [
+            (Layout(dp=1, tp=3), ("tp_divides_heads", "tp=3 does not divide num_attention_heads=4")),
+            (Layout(dp=1, tp=3, zero_stage=1), ("tp_divides_heads", "tp=3 does not divide num_attention_heads=4")),
+            (Layout(dp=1, tp=4), ("tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2")),
+            (Layout(dp=1, zero_stage=2), ("zero_needs_dp", "zero_stage=2 needs dp*cp > 1; dp=1, cp=1")),
+            (Layout(dp=1, pp=4, gas=2, pp_schedule="afab"), ("enough_micro_batches", "gas=2 is less than pp-1=3")),
+            (Layout(dp=1, pp=12, gas=12, pp_schedule="1f1b"), ("no_empty_stage", "pp=12 leaves stage 8 empty (4 layers)")),
+            (Layout(dp=2, tp=2, zero_stage=1), None),
+            (Layout(dp=1, cp=8, zero_stage=3), None),  # ZeRO spans dp*cp
+            (Layout(dp=8, zero_stage=3, dp_shard=4), None),
+            (Layout(dp=8, dp_shard=3), (SHARD, f"dp_shard=3 {NOTHING}")),
+            (Layout(dp=8, zero_stage=3, dp_shard=3), (SHARD, "dp_shard=3 does not divide dp*cp=8 (dp=8, cp=1); use dp_shard=all")),
+            (Layout(dp=4, cp=2, zero_stage=1, dp_shard=6), (SHARD, "dp_shard=6 does not divide dp*cp=8 (dp=4, cp=2); use dp_shard=2")),
+            (Layout(dp=8, zero_stage=3, dp_shard=8), (SHARD, "dp_shard=8 equals dp*cp=8; leave dp_shard out or use all")),
+            (Layout(dp=2, tp=2, zero_stage=3, dp_shard=1), (SHARD, "dp_shard=1 shards nothing (dp_shard=node means 1 where "
+             "tp=2 fills a node); use a smaller tp or dp_shard=all")),
+        ]),
+        *((MOE, *row) for row in [  # ranks of one stage share the experts, and fit shard groups
+            (Layout(dp=2, ep=4), ("ep_divides_dp_cp_tp", "ep=4 does not divide dp*cp*tp=2")),
+            (Layout(dp=4, tp=4, ep=16), ("tp_divides_kv_heads", "tp=4 does not divide num_key_value_heads=2")),
+            (Layout(dp=8, tp=2, ep=16), ("ep_divides_experts", "ep=16 does not divide num_experts=8")),
+            (Layout(dp=12, ep=4, zero_stage=3, dp_shard=6),
+             ("ep_fits_dp_shard", "ep=4 neither divides tp*dp_shard=6 nor is a multiple of it")),
+            (Layout(dp=12, ep=4, zero_stage=3, dp_shard=2), None),  # a group of experts fills two shard groups
+            (Layout(dp=2, cp=2, tp=2, ep=8, zero_stage=1), None),
+            (Layout(dp=12, ep=4), None),
+        ]),
+        (TINY, Layout(dp=2, ep=2), ("ep_needs_experts", "ep=2 needs a model with experts; tiny has none")),
     ],
 )  # fmt: skip
-def test_experts_are_shared_by_ranks_of_one_stage_that_fit_shard_groups(layout, broken):
-    assert next(broken_rules(layout, MOE), None) == broken
-
-
-def test_a_dense_model_has_no_expert_parallelism():
-    reason = ("ep_needs_experts", "ep=2 needs a model with experts; tiny has none")
-    assert [*broken_rules(Layout(dp=2, ep=2), load_model("tiny"))] == [reason]
+def test_the_first_broken_rule_gives_its_reason(shape, layout, broken):
+    assert next(broken_rules(layout, shape), None) == broken
 
 
 @given(
@@ -254,13 +240,8 @@ def test_a_dense_model_has_no_expert_parallelism():
 )  # fmt: skip
 def test_the_page_of_rules_has_each_rule(layout):
     table = RULES_PAGE.read_text().split("| rule | rejects |")[1].split("\n\n")[0]
-    for shape in (MOE, load_model("tiny")):
+    for shape in (MOE, TINY):
         assert all(f"`{rule}`" in table for rule, _ in broken_rules(layout, shape))
-
-
-MOE = replace(
-    load_model("tiny-gqa"), num_experts=8, num_experts_per_tok=2, moe_intermediate_size=33, n_shared_experts=1
-)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +263,7 @@ def test_experts_that_our_kernel_cannot_train_are_refused(changes, layout, routi
 
 def test_a_routing_without_effect_is_refused():
     kernel = KernelConfig(name="embedded", routing="skew=0.5")
-    found = refusal(kernel, Layout(dp=1), load_model("tiny"), 64, "cpu")
+    found = refusal(kernel, Layout(dp=1), TINY, 64, "cpu")
     assert found == "routing=skew=0.5 needs a model with experts; tiny has none: use routing=balanced"
 
 

@@ -1,7 +1,9 @@
 """Options beside layouts: they are read, planned, named in run ids, priced, searched and extended."""
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -86,10 +88,9 @@ def test_runs_are_read_again_from_the_table_of_the_plan():
     sweep = sweep_json_of(ALL.config, {"core_flops_per_s": 1e9, "cores": 2})
     state = SweepState(launched=Launched(generation=1, config=ALL.config.resolved))
     again = [*runs_of(sweep, rows_of(plan_table(ALL.candidates)), state)]
-    assert [(r.run_id, r.cell, r.spec.variant) for r in again] == [
-        (r.run_id, r.cell, r.spec.variant) for r in ALL.runs
+    assert [(r.spec.run_id, r.run_id, r.cell, r.spec.variant) for r in again] == [
+        (r.run_id, r.run_id, r.cell, r.spec.variant) for r in ALL.runs
     ]
-    assert [r.spec.run_id for r in again] == [r.run_id for r in ALL.runs]
     old = plan_table(plan(*WORDS).candidates).drop_columns(["precision", "variant"])
     assert config_from_tree(ALL.config.resolved).options == ALL.config.options
     assert "variant" not in old.column_names
@@ -100,9 +101,8 @@ def test_control_runs_have_the_first_variant_and_share_the_allocations_of_others
         assert control.spec.variant == {"env.ALGO": None, "flags.overlap": "off", "words.etp": 1}
         assert control_key(control) == key
     groups = pack(next_attempts(ALL, SweepState()).todo, ALL.config, controls(ALL))
-    assert sorted(sorted({t.candidate.cell for t in group}) for group in groups) == sorted(
-        [c] for c in ALL.cells
-    )
+    cells = [{todo.candidate.cell for todo in group} for group in groups]
+    assert sorted(map(sorted, cells)) == sorted([cell] for cell in ALL.cells)
     (job,) = planned_jobs(ALL, next_attempts(ALL, SweepState()), SweepState())
     assert job.attempts[0].key.run_id == job.control
 
@@ -202,13 +202,9 @@ def test_a_launch_keeps_the_batch_of_each_number_of_nodes(words, change, tmp_pat
     begun = plan("sweep.nodes=[2,4]", "sweep.scaling=weak", program=()).config
     later = plan("sweep.scaling=weak", *words, program=()).config
     described = sweep_json_of(begun, {"core_flops_per_s": 1e9, "cores": 2})
-    if change is None:
-        require_same(described, later, tmp_path)
-        return
-    with refused(change):
-        require_same(described, later, tmp_path)
-    with refused(change):
-        require_same_batches(begun.resolved, later, tmp_path)
+    for difference in (partial(require_same, described), partial(require_same_batches, begun.resolved)):
+        with refused(change) if change else nullcontext():
+            difference(later, tmp_path)
 
 
 def test_the_search_tries_layouts_first_and_then_other_options_on_the_best_few():
@@ -270,8 +266,6 @@ def test_losses_of_different_programs_are_not_compared():
         (["+sweep.env={A: [1, '1']}"], "sweep.env.A: 1 and '1' are the same for the program; leave one out"),
         (["+sweep.env={A: [null, null]}"], "sweep.env.A: null and null are the same for the program"),
         (["+sweep.env.1BAD=[a]"], "sweep.env.1BAD; a name consists of letters, digits and '_' and does not start with a digit"),
-        (["sweep.evn.X=[a]"], "unknown override 'sweep.evn.X'; did you mean +sweep.env.X?"),
-        (["sweep.scaling=week"], "sweep.scaling='week'; must be strong or weak; did you mean weak?"),
         (["sweep.strategy=adaptiv"], "did you mean adaptive?"),
         (["sweep.cp_exchange=[rings]"], "sweep.cp_exchange='rings'; must be ring or allgather; did you mean ring?"),
         (["+sweep.env={A: [1, true]}"], "sweep.env.A: 1 and True are the same for the program"),
@@ -296,10 +290,8 @@ def test_losses_of_different_programs_are_not_compared():
 )  # fmt: skip
 def test_what_cannot_vary_is_refused_in_one_line(words, line):
     with refused(line):
-        plan(
-            'kernel.command=[train,"--etp={etp}"]' if "etp" in str(words) else "kernel.command=[train]",
-            *words,
-        )
+        arguments = ',"--etp={etp}"' if "etp" in str(words) else ""
+        plan(f"kernel.command=[train{arguments}]", *words)
 
 
 @pytest.mark.parametrize(
@@ -362,9 +354,8 @@ def test_auto_is_refused_beside_the_attention_that_it_becomes(hardware, precisio
     if different:
         assert len({run.spec.kernel.attention for run in plan(*words, program=()).runs}) == 2
         return
-    with refused(
-        f"kernel.attention: {attention.replace(',', ' and ')} are the same for the program; leave one out"
-    ):
+    both = attention.replace(",", " and ")
+    with refused(f"kernel.attention: {both} are the same for the program; leave one out"):
         plan(*words, program=())
 
 

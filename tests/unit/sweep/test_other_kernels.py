@@ -13,7 +13,7 @@ from ultrabench.layout import AXES, TEXT_AXES, USUAL, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import values_of
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in
-from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.load import load_config, load_model
 from ultrabench.sweep.plan import make_plan
 from ultrabench.sweep.refusals import refusal
 from ultrabench.sweep.remedy import same_commands
@@ -74,9 +74,8 @@ def test_torchtitan_after_0_3_0_is_told_batches_in_tokens_and_no_context_paralle
               "training.num-tokens-per-microbatch-per-dp-rank": "4096", "config": "llama3_8b"}  # fmt: skip
     assert piped.items() >= {**counts, "parallelism.num-pp-microbatches": "4"}.items()
     assert flat.items() >= {**counts, "parallelism.num-pp-microbatches": "1"}.items()
-    assert not {"training.seq-len", "training.global-batch-size", "parallelism.context-parallel-degree"} & {
-        *flat
-    }
+    absent = {"training.seq-len", "training.global-batch-size", "parallelism.context-parallel-degree"}
+    assert not absent & flat.keys()
     _, runs, refused = planned("torchtitan-main", "sweep.cp=2", "sweep.cp_exchange=[allgather]")
     assert not runs
     assert any("supports cp in [1]" in reason for reason in refused), refused
@@ -122,48 +121,51 @@ def test_a_precision_that_the_command_of_another_program_does_not_say_is_refused
         assert words != words_of_bf16 or f"kernel {name} supports precision in [bf16" in reason
 
 
+def spec_of(layout, shape, kernel, seq_len=4096):
+    """A run on one node."""
+    place = {"nodes": 1, "gpus_per_node": layout.world_size}
+    workload = Workload(seq_len=seq_len, gbs=layout.gbs)
+    return RunSpec(layout=layout, shape=shape, workload=workload, kernel=kernel, **place)
+
+
+def with_values(spec, values):
+    """The run with other values of axes, sizes, batch and options of the kernel, on as many GPUs as it then needs."""
+    records = {name: getattr(spec, name) for name in ("layout", "shape", "workload", "kernel")}
+    changed = {
+        name: replace(record, **{k: v for k, v in values.items() if k in values_of(record)})
+        for name, record in records.items()
+    }
+    return replace(spec, **changed, gpus_per_node=changed["layout"].world_size)
+
+
 def spec_in(precision, config):
     """A run of eight GPUs that each of these programs can do."""
-    axes = {"torchtitan": {"zero_stage": 3, "cp_exchange": "allgather"}}.get(
-        config.kernel.name, {"zero_stage": 1}
-    )
-    return RunSpec(
-        shape=config.models[0], workload=Workload(seq_len=8192, gbs=8), nodes=1, gpus_per_node=8,
-        layout=Layout(dp=8, **axes), kernel=replace(config.kernel, precision=precision),
-    )  # fmt: skip
+    is_torchtitan = config.kernel.name == "torchtitan"
+    axes = {"zero_stage": 3, "cp_exchange": "allgather"} if is_torchtitan else {"zero_stage": 1}
+    return spec_of(Layout(dp=8, **axes), config.models[0], replace(config.kernel, precision=precision), 8192)
 
 
 def test_an_axis_that_the_command_of_another_program_does_not_say_is_refused():
     spec = with_experts(Layout(dp=2, tp=2, gas=2, zero_stage=1, dp_overlap="off"))
     megatron = load_config(["kernel=megatron", "model=8B"]).kernel
     without = {name: table for name, table in megatron.flags.items() if name != "dp_overlap"}
-    reasons = [
-        refusal(kernel, spec.layout, spec.shape, 64, "cuda")
-        for kernel in (megatron, replace(megatron, flags=without))
-    ]
+    kernels = (megatron, replace(megatron, flags=without), replace(megatron, name="mine", flags=without))
+    reasons = [refusal(kernel, spec.layout, spec.shape, 64, "cuda") for kernel in kernels]
     rule = "and would run as dp_overlap=on: add dp_overlap to kernel.flags"
-    assert reasons == [None, f"kernel megatron has no word for dp_overlap=off {rule}"]
-    assert refusal(replace(megatron, name="mine", flags=without), spec.layout, spec.shape, 64, "cuda") is None
+    assert reasons == [None, f"kernel megatron has no word for dp_overlap=off {rule}", None]
 
 
 def with_experts(layout=None, **changed):
     """A run of a small model with experts, sigmoid scores and a dense first layer."""
-    shape = replace(
-        load_config(["model=tiny-moe", "hardware=cpu"]).models[0], scoring_func="sigmoid", **changed
-    )
+    shape = replace(load_model("tiny-moe"), scoring_func="sigmoid", **changed)
     layout = layout or Layout(dp=2, tp=2, ep=2, gas=2, zero_stage=1)
-    kernel = KernelConfig(name="x", precision="bf16")
-    workload = Workload(seq_len=64, gbs=layout.gbs)
-    return RunSpec(
-        layout=layout, shape=shape, workload=workload, kernel=kernel, nodes=1, gpus_per_node=layout.world_size
-    )
+    return spec_of(layout, shape, KernelConfig(name="x", precision="bf16"), 64)
 
 
 def test_megatron_is_told_how_experts_are_made_chosen_and_spread():
     config = load_config(["kernel=megatron", "model=8B"])
-    spec = with_experts(
-        n_shared_experts=2, routed_scaling_factor=2.5, attention_bias=True, partial_rotary_factor=0.5
-    )
+    sizes = {"n_shared_experts": 2, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}
+    spec = with_experts(attention_bias=True, **sizes)
     told = dict(word.lstrip("-").partition("=")[::2] for word in command_of(spec, config))
     expected = {
         "num-experts": "8", "moe-router-topk": "2", "moe-ffn-hidden-size": "64", "ffn-hidden-size": "256",
@@ -208,9 +210,8 @@ def test_torchtitan_is_told_ep_and_what_to_register_for_a_model_with_experts():
     learned = replace(spec, kernel=replace(spec.kernel, routing="learned"))
     assert [*not_expressed(learned, config.kernel)][1].startswith("routing=learned: ")
     assert spec_there(learned, config.kernel).kernel.command == config.kernel.command
-    assert "--debug.moe-force-load-balance" not in command_of(
-        spec, config
-    )  # its router chooses in a run of its own
+    command = command_of(spec, config)
+    assert "--debug.moe-force-load-balance" not in command, "its router chooses in a run of its own"
     full = replace(config.models[0], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
     reason = "kernel torchtitan supports num_experts in [0]; num_experts=8"
     assert refusal(config.kernel, spec.layout, full, 64, "cuda") == reason
@@ -252,13 +253,8 @@ def test_every_word_of_a_run_changes_the_command_or_is_named_beside_it(framework
         shape = replace(shape, rope_scaling=None)
 
     def shown(**more):
-        layout = {"dp": 2, "tp": 2, "gas": 4, "zero_stage": zero_stage}
-        records = (
-            Layout(**layout), shape, Workload(seq_len=4096, gbs=8), KernelConfig(name="x", precision="bf16"),
-        )  # fmt: skip
-        made = [replace(r, **{k: v for k, v in more.items() if k in values_of(r)}) for r in records]
-        spec = RunSpec(layout=made[0], shape=made[1], workload=made[2], kernel=made[3], nodes=1,
-                       gpus_per_node=made[0].world_size)  # fmt: skip
+        layout = Layout(dp=2, tp=2, gas=4, zero_stage=zero_stage)
+        spec = with_values(spec_of(layout, shape, KernelConfig(name="x", precision="bf16")), more)
         return command_of(spec, config), list(not_expressed(spec, kernel))
 
     assert shown()[1] == []
@@ -286,14 +282,11 @@ RECOMPUTE_FLAGS = {
 
 def test_a_model_that_torchtitan_does_not_have_is_not_called_by_the_name_of_another():
     config = load_config(["kernel=torchtitan", "model=qwen3-8b", "sweep.nodes=[1]"])  # hidden_size=4096, too
-    (shape,), layout = config.models, Layout(dp=2, zero_stage=3)
-    spec = RunSpec(layout=layout, shape=shape, workload=Workload(seq_len=4096, gbs=2), kernel=config.kernel,
-                   nodes=1, gpus_per_node=2)  # fmt: skip
+    spec = spec_of(Layout(dp=2, zero_stage=3), config.models[0], config.kernel)
     assert not [word for word in command_of(spec, config) if "llama3_8b" in word]
     (told,) = [line for line in not_expressed(spec, config.kernel) if line.startswith("the model")]
-    assert (
-        "--config=llama3_8b selects another; register one with hidden_size=4096, num_hidden_layers=36" in told
-    )
+    advice = "register one with hidden_size=4096, num_hidden_layers=36"
+    assert f"--config=llama3_8b selects another; {advice}" in told
     assert "qk_norm=True" in told
 
 
@@ -309,8 +302,7 @@ def test_a_pipeline_with_too_few_micro_batches_is_refused(kernel, zero_stage):
 def test_nanotron_is_told_layout_and_model_by_the_lines_of_its_file():
     config = load_config(["kernel=nanotron", "model=llama3-8b", "sweep.nodes=[1]"])
     layout = Layout(dp=2, tp=2, pp=2, gas=4, mbs=2, zero_stage=1, recompute="full", pp_schedule="1f1b")
-    spec = RunSpec(layout=layout, shape=config.models[0], workload=Workload(seq_len=4096, gbs=16), kernel=config.kernel,
-                   nodes=1, gpus_per_node=8)  # fmt: skip
+    spec = spec_of(layout, config.models[0], config.kernel)
     assert list(not_expressed(spec, config.kernel)) == []
     bash, option, script, *words = command_of(spec, config)
     shown = script.replace("exec python run_train.py --config-file", "cat")

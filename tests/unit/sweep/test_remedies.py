@@ -1,19 +1,19 @@
 """Follows the remedies that messages print, as a user would who copies them: they must lead somewhere."""
 
+import json
 import re
 import shlex
 
 import pytest
 
+from tests.messages import GOLDEN
 from tests.unit.sweep import test_config
 
 pytestmark = pytest.mark.usefixtures("alone")
 
+(MARK,) = test_config.test_what_cannot_be_used_is_told_in_one_line.pytestmark
 CASES = [
-    overrides
-    for mark in test_config.test_what_cannot_be_used_is_told_in_one_line.pytestmark
-    for overrides, _ in mark.args[1]
-] + [
+    *(overrides for overrides, _ in MARK.args[1]), *(row["overrides"] for row in json.loads(GOLDEN.read_text())),
     ["kernel=command", "kernel.command=[python,a.py,{foo}]"], ["kernel=command", "kernel.command=[python,a b,{tp}:x]"],
     ["name=ünï"], ["name=a:b"], ["kernel=command", "kernel.command=[x]", "kernel.env={A: b:c}"],
 ]  # fmt: skip
@@ -37,13 +37,11 @@ def following(overrides, message):
     words = words if message.endswith("?") else words[:1]
     others = {override: [other for other in overrides if other != override] for override in overrides}
     several = len(overrides) > 1
-    refused = (
-        [each for each in overrides if not several or test_config.refusal(*others[each]) != message][:1]
-        if words
-        else []
-    )
+    if not words:
+        return None
+    refused = [each for each in overrides if not several or test_config.refusal(*others[each]) != message][:1]
     stays = [each for each in overrides if each not in refused and key(each) not in map(key, words)]
-    return [*words, *stays] if words else None
+    return [*words, *stays]
 
 
 @pytest.mark.parametrize("overrides", CASES, ids=" ".join)

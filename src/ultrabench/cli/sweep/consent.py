@@ -43,11 +43,10 @@ def headline(config: SweepConfig) -> str:
     if config.kernel.kind == "probe":
         return f"sweep {config.name}: links of {hardware}, {with_what}"
     seq_lens, batches = config.options.values["seq_len"], config.options.values["gbs"]
-    ends = [
-        count(int(config.gbs_on(end(config.axes.nodes), end(batches))) * end(seq_lens)) for end in (min, max)
-    ]
-    tokens_text = " to ".join(dict.fromkeys(ends))
-    smallest = counted(min(config.axes.nodes), "node")
+    nodes = config.axes.nodes
+    tokens = [int(config.gbs_on(end(nodes), end(batches))) * end(seq_lens) for end in (min, max)]
+    tokens_text = " to ".join(dict.fromkeys(map(count, tokens)))
+    smallest = counted(min(nodes), "node")
     on_more = f" on {smallest}, scaled with the number of nodes" if config.scaling == WEAK else ""
     batch = f"sequences of {listed['seq_len']} tokens, global batch {listed['gbs']}{on_more} ({tokens_text} tokens)"
     variants = [f"{name} {listed[name]}" for name, of in config.options.of_variants.items() if len(of) > 1]
@@ -83,13 +82,8 @@ def price_table(
         shown_table.add_row(f"{purpose}: {number:,}", *("" for _ in (*columns, *names)), three_digits(cost))
     shown_table.add_section()
     sums = (f"{sum(column):,}" for column in zip(*counts.values(), strict=True))
-    shown_table.add_row(
-        "all",
-        *("" for _ in columns),
-        *sums,
-        three_digits(price.gpu_hours),
-        " to ".join(map(three_digits, price.interval)),
-    )
+    ends = " to ".join(map(three_digits, price.interval))
+    shown_table.add_row("all", *("" for _ in columns), *sums, three_digits(price.gpu_hours), ends)
     return shown_table
 
 
@@ -194,7 +188,5 @@ def _print_price(plan: Plan, price: Price, limits: JobLimits, used: float) -> No
     largest = counted(max(job.nodes for job in jobs), "node")
     say(interval_line(price), *too_long(plan), jobs_line(price, plan.config))
     at_a_time = f"{counted(limits.max_jobs, 'job')} and {counted(limits.max_nodes, 'node')} at a time"
-    end_and_use = (
-        f"done in {duration(earliest_s)} at the earliest; used so far: {three_digits(used)} GPU hours"
-    )
-    say(f"at most {at_a_time}, {largest} per job; {end_and_use}")
+    end = f"done in {duration(earliest_s)} at the earliest"
+    say(f"at most {at_a_time}, {largest} per job; {end}; used so far: {three_digits(used)} GPU hours")

@@ -20,12 +20,9 @@ def show_effects(source: str | None, as_json: bool, results: Path) -> None:
             for axis, of_axis in of_axes.items()
             for effect in of_axis
         ]
-        without_pairs = {
-            axis: why_no_pairs(measured, axis) for axis, of_axis in of_axes.items() if not of_axis
-        }
-        print_json(
-            {"name": name, "effects": listed, "without_pairs": without_pairs, "left_out": measured.left_out}
-        )
+        unpaired = {axis: why_no_pairs(measured, axis) for axis, of_axis in of_axes.items() if not of_axis}
+        of_pairs = {"without_pairs": unpaired, "left_out": measured.left_out}
+        print_json({"name": name, "effects": listed, **of_pairs})
         return
     lines = [cells(axis, effect) for axis, of_axis in of_axes.items() for effect in of_axis]
     if lines:

@@ -13,7 +13,7 @@ import typer
 from ultrabench.analysis.export.library import require_library
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine, headline
 from ultrabench.cli.sweep.live import Display, panel
-from ultrabench.cli.sweep.planning import plan_with_bar
+from ultrabench.cli.sweep.plan import plan_with_bar
 from ultrabench.cli.sweep.tracking import tracked
 from ultrabench.cli.tables import can_ask, say, show, three_digits, warn
 from ultrabench.errors import counted
@@ -119,11 +119,10 @@ def follow(
     caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
     try:
         _handle(_stop, caught)
-        tracker = None if detach else config.launcher.track
-        if detach and config.launcher.track:
-            say(
-                f"--detach does not track runs; to export them later: ultrabench export {config.launcher.track}"
-            )
+        tracker = config.launcher.track
+        if detach and tracker:
+            say(f"--detach does not track runs; to export them later: ultrabench export {tracker}")
+            tracker = None
         with tracked(tracker, sweep.folder), Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, display.say)
             reconciler.recorder.withdraw(taken_over, f"taken over by {own_name()}")

@@ -121,12 +121,9 @@ def _numbers(run: Candidate, result: RunResult) -> str:
         return ", ".join(("ok", *(f"{name} {rate / 1e9:.3g} GB/s" for name, rate in links if rate)))
     rate = run.tokens_per_s_per_gpu(result)
     mfu = run.mfu(rate)
-    used = [
-        None if mfu is None else f"{percent(mfu)} MFU{of_peak(run.cell.precision)}",
-        memory(result.peak_mem_reserved_bytes),
-    ]
+    of_rate = None if mfu is None else f"{percent(mfu)} MFU{of_peak(run.cell.precision)}"
     speed = f"{rate:,.0f} tokens/s/GPU, step {median(result.step_times_s):.4g} s"
-    return ", ".join(("ok", *filter(None, used), speed))
+    return ", ".join(filter(None, ("ok", of_rate, memory(result.peak_mem_reserved_bytes), speed)))
 
 
 def panel(now: SweepProgress, busy: bool, bar: bool = False) -> RenderableType:
@@ -137,15 +134,11 @@ def panel(now: SweepProgress, busy: bool, bar: bool = False) -> RenderableType:
 def counts_line(now: SweepProgress, busy: bool) -> Text:
     """A line such as `quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours`."""
     over = Counter({s: n for s, n in now.by_status.items() if s not in UNSETTLED}) - now.again_by_status
-    ended, retried = (
-        ", ".join(f"{n} {s}" for s, n in count_by_status.items())
-        for count_by_status in (over, now.again_by_status)
-    )
+    both = (over, now.again_by_status)
+    ended, retried = (", ".join(f"{n} {s}" for s, n in counts.items()) for counts in both)
     total = now.useful_gpu_hours + now.wasted_gpu_hours
     spent, between = now.wasted_by_status, now.wasted_by_status.get("between_runs", 0.0)
-    status_by_label = {"in OOMs": "oom"} | {
-        f"in {status} runs": str(status) for status in sorted(INTERRUPTED)
-    }
+    status_by_label = {"in OOMs": "oom"} | {f"in {s} runs": str(s) for s in sorted(INTERRUPTED)}
     parts = {how: spent.get(status, 0.0) for how, status in status_by_label.items()}
     failed = now.wasted_gpu_hours - between - sum(parts.values())
     parts |= {"in failed runs": failed, "between runs": between}
@@ -193,9 +186,8 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
         of_cell = ("model", *(f">{name}" for name in columns[1:]))
         heads = (*of_cell, "layout", ">tokens/s/GPU", ">MFU", ">x predicted")
         yield table("best so far", *heads, rows=rows)
-        if formulas := {
-            run.flops_formula for run, _ in now.best if run.shape.num_experts and run.peak_flops_per_s
-        }:
+        with_experts = (run for run, _ in now.best if run.shape.num_experts and run.peak_flops_per_s)
+        if formulas := {run.flops_formula for run in with_experts}:
             yield Text(formula_text(formulas, has_experts=True))
     if now.failures:
         yield Text("last failures and OOMs")

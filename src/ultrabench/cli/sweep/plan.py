@@ -3,28 +3,20 @@
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, too_long
-from ultrabench.cli.sweep.planning import plan_with_bar
-from ultrabench.cli.tables import print_json, say, show, table, three_digits, warn
+from ultrabench.cli.tables import out, print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
 from ultrabench.launchers.choose import require_max_nodes
-from ultrabench.launchers.open_sweep import (
-    accepted,
-    folder_of,
-    in_force,
-    require_same,
-    require_same_batches,
-    require_same_flags,
-    require_same_log,
-)
+from ultrabench.launchers.open_sweep import accepted, folder_of, in_force, require_same, require_same_launch
 from ultrabench.launchers.required_programs import require_local, require_program
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.store.journal import read_journal
@@ -40,16 +32,17 @@ from ultrabench.sweep.candidate import (
     expected_rate,
 )
 from ultrabench.sweep.config.load import load_config
+from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.extrapolation import against_published, best_published, beyond_fit, published_mfu
-from ultrabench.sweep.plan import Plan, planned_cells
+from ultrabench.sweep.plan import PARALLEL_FROM, Plan, make_plan, planned_cells
 from ultrabench.sweep.plan_table import Row, write_plan
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
-from ultrabench.sweep.remedy import nothing_fits, same_commands
+from ultrabench.sweep.remedy import nothing_fits, require_runs, same_commands
 from ultrabench.sweep.running.attempts import next_attempts
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within_limit
-from ultrabench.sweep.running.progress import progress
+from ultrabench.sweep.running.progress import SweepProgress, progress
 from ultrabench.sweep.running.standings import measured_rates
 
 COUNTS = {
@@ -61,6 +54,23 @@ COUNTS = {
 """Column of the table -> key of a cell in the JSON document."""
 SEARCHED = {"expected runs": "runs"}
 """Column of the table -> key of a cell in the JSON document, for the adaptive search, which makes only some runs."""
+
+
+def plan_with_bar(config: SweepConfig, **rate: Any) -> Plan:
+    """The plan of a sweep; on a terminal a large one shows a bar on stderr.
+
+    Raises:
+        ConfigError: no candidate can run.
+    """
+    console = out(stderr=True)
+    columns = TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", visible=False)
+
+        def advance(done: int, of: int) -> None:
+            bar.update(task, completed=done, total=of, visible=of >= PARALLEL_FROM)
+
+        return require_runs(make_plan(config, advance=advance, **rate))
 
 
 def show_plan(
@@ -77,9 +87,7 @@ def show_plan(
             state = for_answers(fold(read_journal(folder.journal, warn)))
             if not config.hardware.peak_flops_per_s:  # as measured for that sweep
                 rate = {"core_flops_per_s": described.core_flops_per_s, "cores": described.cores or 1}
-            require_same_log(state, config)
-            require_same_batches(state.config, config, folder.path)
-            require_same_flags(state, config)
+            require_same_launch(state, config, folder.path)
             if config.kernel.kind == "command":  # whether our own kernel has changed, only torch can tell
                 accepted(config, {}, state, None)
         require_local(config)
@@ -92,20 +100,16 @@ def show_plan(
         write_plan(plan.candidates, output, config.hardware.name)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     now = progress(config.name, plan.runs, state, config.hardware.device)
-    rates = measured_rates(plan.runs, for_answers(state), config.hardware.device)
+    rates = measured_rates(plan.runs, state, config.hardware.device)
     best = layouts_to_try(plan, top, rates, advised_p_oom) if top else []
-    price, summary = price_of(plan, state), plan.summary() | {"settled": len(now.settled)}
-    _set_expected_runs(summary, plan, price, now.settled - now.skipped.keys())
+    price = price_of(plan, state)
+    summary = _summary(plan, price, now)
     advised_cells = {key_of(row) for row in best if row["advised"]}
-    notes = [
-        *nothing_fits(plan, advised_cells, advised_p_oom),
-        *other_shapes(config.models, state),
-        *same_commands(plan),
-    ]
+    notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
+    notes += same_commands(plan)
     fresh = [run for run in plan.runs if run.run_id not in rates]
-    summary["unmeasured"] = beyond_fit(
-        (run.spec for run in fresh), config.profile, config.hardware.gpu_at_limit
-    )
+    specs = (run.spec for run in fresh)
+    summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)
     notes += _extrapolation(plan, fresh, summary["unmeasured"], best)
     if now.settled:
         price_note = "the price covers the rest" if price.jobs else "nothing is left to run"
@@ -115,37 +119,35 @@ def show_plan(
         notes += [interval_line(price), *too_long(plan), priced]
     notes += _chosen_ep(plan)
     if as_json:
-        print_json(_document(summary, price, notes) | ({"top": best} if top else {}))
+        print_json(summary | {"notes": notes} | ({"top": best} if top else {}))
         return
     show(*_page(plan, price, summary, best), *notes)
 
 
-def _set_expected_runs(summary: dict[str, Any], plan: Plan, price: Price, settled: Set[str]) -> None:
-    """Sets `runs` to the expected number of runs, and `runs_at_most` to the largest possible one.
+def _summary(plan: Plan, price: Price, now: SweepProgress) -> dict[str, Any]:
+    """The document of `sweep plan --json` without what is said about predictions.
 
-    Args:
-        settled: run_ids of the runs that are settled and were not skipped.
+    `runs` is the expected number of runs, and `runs_at_most` the largest possible one.
     """
-    for cell in (*summary["cells"], summary):
-        cell["runs_at_most"] = cell["runs"]
-    if plan.config.strategy == "adaptive":
-        settled_in = Counter(run.cell for run in plan.runs if run.run_id in settled)
-        for cell in summary["cells"]:
-            key = key_of(cell)
-            cell["runs"] = price.runs.get(key, (0, 0.0))[0] + settled_in[key]
-        summary["runs"] = sum(cell["runs"] for cell in summary["cells"])
-
-
-def _document(summary: dict[str, Any], price: Price, notes: list[str]) -> dict[str, Any]:
+    summary, settled = plan.summary(), now.settled - now.skipped.keys()
+    settled_in = Counter(run.cell for run in plan.runs if run.run_id in settled)
     for cell in summary["cells"]:
         key = key_of(cell)
-        cell["predicted_gpu_hours"] = round(price.runs.get(key, (0, 0.0))[1], 4)
-        cell["predicted_gpu_hours_interval"] = [round(end, 4) for end in price.intervals.get(key, (0.0, 0.0))]
-    extra = ((purpose, number, round(cost, 4)) for purpose, (number, cost) in price.extra.items())
-    beside = {purpose: {"count": number, "predicted_gpu_hours": cost} for purpose, number, cost in extra}
-    summary |= {"predicted_gpu_hours": round(price.gpu_hours, 4)}
-    ends = [round(end, 4) for end in price.interval]
-    return summary | {"predicted_gpu_hours_interval": ends, "beside_runs": beside, "notes": notes}
+        number, cost = price.runs.get(key, (0, 0.0))
+        cell["runs_at_most"] = cell["runs"]
+        if plan.config.strategy == "adaptive":
+            cell["runs"] = number + settled_in[key]
+        cell.update(_rounded(cost, price.intervals.get(key, (0.0, 0.0))))
+    counts = {"settled": len(now.settled), "runs_at_most": summary["runs"]}
+    counts |= {"runs": sum(cell["runs"] for cell in summary["cells"])}
+    extra = price.extra.items()
+    beside = {name: {"count": n, "predicted_gpu_hours": round(cost, 4)} for name, (n, cost) in extra}
+    return summary | counts | _rounded(price.gpu_hours, price.interval) | {"beside_runs": beside}
+
+
+def _rounded(gpu_hours: float, interval: tuple[float, float]) -> dict[str, Any]:
+    ends = [round(end, 4) for end in interval]
+    return {"predicted_gpu_hours": round(gpu_hours, 4), "predicted_gpu_hours_interval": ends}
 
 
 def _chosen_ep(plan: Plan) -> Iterator[str]:
@@ -168,10 +170,8 @@ def _extrapolation(
     config, profile, gpu = plan.config, plan.config.profile, plan.config.hardware.gpu_at_limit
     if unmeasured:
         number = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
-        extrapolated = (
-            f"extrapolated beyond the values that profile {profile.name} was fitted to (in brackets)"
-        )
-        yield f"{number:,} of {counted(len(runs), 'run')} {'is' if number == 1 else 'are'} {extrapolated}, with wider intervals: {'; '.join(unmeasured)}"
+        extrapolated = f"extrapolated beyond the values that profile {profile.name} was fitted to"
+        yield f"{number:,} of {counted(len(runs), 'run')} {'is' if number == 1 else 'are'} {extrapolated} (in brackets), with wider intervals: {'; '.join(unmeasured)}"
     published, mfus = best_published(config), dict[str, float]()
     specs = {run.run_id: run.spec for run in runs}
     for run in runs:
@@ -217,10 +217,7 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
             rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", three_digits(row["step_time_s"])
             mfu = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
             step, chance = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
-            peak, place = (
-                f"{row['peak_mem_bytes'] / GIB:.1f}",
-                (*(row[name] for name in of_cell), row["layout"]),
-            )
+            peak, place = f"{row['peak_mem_bytes'] / GIB:.1f}", (*(row[n] for n in of_cell), row["layout"])
             why = row["why"] if row["advised"] else "most likely to fit, not advised"
             why += f", {NO_ROOM}" * (not row["has_room"])
             why += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
@@ -256,14 +253,13 @@ def layouts_to_try(
     runs_by_cell = plan.cells
     for _, cell in planned_cells(plan.config):
         rows, runs = list[Row](), runs_by_cell.get(cell, [])
-        likely_ids = {
-            run.run_id for run in advised((r for r in runs if r.run_id not in rates), advised_p_oom)
-        }
+        predicted = (run for run in runs if run.run_id not in rates)
+        likely_ids = {run.run_id for run in advised(predicted, advised_p_oom)}
         for run in runs:
             prediction, tokens = run.prediction, run.spec.tokens_per_step / run.layout.world_size
             measured = run.run_id in rates
             if rate := rates.get(run.run_id, tokens / prediction.step_time_s):
-                time_s = tokens / rate
+                time_s, p_oom = tokens / rate, 0 if measured else prediction.p_oom
                 rows.append(
                     {
                         **cell._asdict(),
@@ -271,9 +267,7 @@ def layouts_to_try(
                         "layout": run.spec.label(),
                         "tokens_per_s_per_gpu": rate,
                         "mfu": run.mfu(rate),
-                        "expected_tokens_per_s_per_gpu": expected_rate(
-                            rate, 0 if measured else prediction.p_oom
-                        ),
+                        "expected_tokens_per_s_per_gpu": expected_rate(rate, p_oom),
                         "step_time_s": time_s,
                         "step_time_low_s": time_s if measured else prediction.step_time_low_s,
                         "step_time_high_s": time_s if measured else prediction.step_time_high_s,

@@ -53,10 +53,8 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
     if as_json:
         spec = next((a.spec for a in attempts if a.spec), None)
         tries = [_document(a, folder.log_folder(a.key)) for a in attempts]
-        numbers_of_plan = {"plan": row, "communication_over_compute": ratios}
-        print_json(
-            {"sweep": folder.name, "run_id": run_id, **numbers_of_plan, "spec": spec, "attempts": tries}
-        )
+        run = {"sweep": folder.name, "run_id": run_id, "plan": row, "communication_over_compute": ratios}
+        print_json({**run, "spec": spec, "attempts": tries})
         return
     planned = {name: value for name, value in (row or {}).items() if name not in ("order", "run_id")}
     columns = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
@@ -175,10 +173,8 @@ def _trace_lines(summary: dict[str, Any]) -> Iterator[RenderableType]:
         yield f"  {part.replace('_', ' ')}: {seconds:.4g} s ({_share(seconds, step_s)})"
     kinds = ", ".join(f"{kind} {size / GIB:.4g}" for kind, size in summary["memory_bytes"].items())
     yield f"  memory in GiB: {kinds}"
-    rows = [
-        (k["name"][:60], f"{k['calls']:g}", f"{k['seconds']:.4g}", _share(k["seconds"], step_s))
-        for k in summary["top"]
-    ]
+    top = ((k["name"][:60], k["calls"], k["seconds"]) for k in summary["top"])
+    rows = [(name, f"{calls:g}", f"{s:.4g}", _share(s, step_s)) for name, calls, s in top]
     kind = "kernel" if summary["device"] == "cuda" else "operator"
     yield table("", kind, ">calls a step", ">s a step", ">of the step", rows=rows)
     yield f"files: {summary['folder']}"

@@ -125,9 +125,8 @@ def _spec_of_plan(path: Path, run: str) -> tuple[str, RunSpec]:
         rule = f"give a rank up to {len(ids):,}, or the first digits of one id, from: ultrabench sweep top {path}"
         raise SweepFolderError(f"{run!r} matches {counted(len(matches), 'run')} of {path}; {rule}")
     (row,) = table.filter(pc.field("run_id") == matches[0]).to_pylist()
-    return matches[0], replace(
-        spec_of(row), shape=load_model(row["model"])
-    )  # a row has no settings of rotations
+    # A row has no settings of rotations.
+    return matches[0], replace(spec_of(row), shape=load_model(row["model"]))
 
 
 def spec_there(spec: RunSpec, kernel: KernelConfig) -> RunSpec:
@@ -176,9 +175,8 @@ def not_expressed(
     expressed = {*words, *kernel.flags, *IMPLIED}
     if others:
         expressed |= model.keys()
-        other_flags = " ".join(
-            flag for name in others for flags in kernel.flags[name].values() for flag in flags
-        )
+        tables = (kernel.flags[name].values() for name in others)
+        other_flags = " ".join(flag for table in tables for flags in table for flag in flags)
         register = f"register one with {_sizes(spec.shape)} and add the flag that selects it"
         yield f"the model, because {other_flags} selects another; {register}"
     if MODEL in elsewhere:
@@ -196,11 +194,11 @@ def not_expressed(
     routing = spec.kernel.routing_of(spec.shape)
     if routing and routing not in kernel.flags.get(ROUTED, ()):
         yield f"routing={routing}: its own router chooses the experts of each token"
+    in_braces = words_in(own_kernel, with_tables=False)
     for name in ("precision", "compile", "attention"):
-        if name not in words_in(own_kernel, with_tables=False) and (
-            ours := getattr(spec.kernel, name)
-        ) != getattr(kernel, name):
-            yield f"{name}={ours}: its {text} sets {name}={getattr(kernel, name)}"
+        ours, theirs = getattr(spec.kernel, name), getattr(kernel, name)
+        if name not in in_braces and ours != theirs:
+            yield f"{name}={ours}: its {text} sets {name}={theirs}"
     if kernel.precision == "fp8":
         yield f"the scale per row of precision=fp8: its {text} sets {' '.join(kernel.flags['precision']['fp8'])}"
 
