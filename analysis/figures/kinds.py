@@ -23,8 +23,6 @@ class Kind:
     """Values of --axis, the default first; empty for a figure without a choice of axis."""
     by: str = ""
     """The column that is up without --by; empty for a figure without a choice of column."""
-    draws_runs: bool = False
-    """Whether it draws a mark for each run, or the numbers of runs in the column `runs`."""
     over_any_axis: bool = False
     """Whether it is drawn over any axis that varied in the results, which the command names after the kind."""
     of_layout: bool = False
@@ -33,29 +31,18 @@ class Kind:
 
 KINDS = {
     "comm": Kind("bandwidth of collectives over nodes, from sweep=comm"),
-    "scatter": Kind("MFU and throughput of every measured run over nodes", draws_runs=True),
-    "scaling": Kind(
-        "best throughput and its memory over nodes or a degree",
-        ("nodes", *DEGREES, *DIVIDES),
-        draws_runs=True,
-    ),
+    "scatter": Kind("MFU and throughput of every measured run over nodes"),
+    "scaling": Kind("best throughput and its memory over nodes or a degree", ("nodes", *DEGREES, *DIVIDES)),
     "effect": Kind("speedup by each value of an axis, all else equal: effect AXIS", over_any_axis=True),
-    "largest-batch": Kind(
-        "largest micro-batch that fits over tp, pp and recompute, predicted and measured", draws_runs=True
-    ),
+    "largest-batch": Kind("largest micro-batch that fits over tp, pp and recompute, predicted and measured"),
     "pareto": Kind(
-        "throughput, energy or cost against peak memory, with the Pareto front",
-        by="tokens_per_s_per_gpu",
-        draws_runs=True,
+        "throughput, energy or cost against peak memory, with the Pareto front", by="tokens_per_s_per_gpu"
     ),
-    "predicted": Kind("predicted against measured step time and memory of each run", draws_runs=True),
-    "checkpoint": Kind(
-        "time and bandwidth of checkpoints over nodes, from measure.checkpoint=true", draws_runs=True
-    ),
+    "predicted": Kind("predicted against measured step time and memory of each run"),
+    "checkpoint": Kind("time and bandwidth of checkpoints over nodes, from measure.checkpoint=true"),
     "failures": Kind(
         "how runs ended, over nodes or a degree",
         ("nodes", *(name for name in (*DEGREES, *USUAL) if name not in TEXT_AXES)),
-        draws_runs=True,
     ),
     "nodes": Kind("rates of each node over time, slow and failing nodes first"),
     "bubble": Kind("bubble of pipeline schedules over micro-batches, and the measured cost of pipelines"),
@@ -107,11 +94,11 @@ def prepared(
     return points, lambda: module.figure(points, title=title, notes=notes, **options)
 
 
-def runs_drawn(kind: str, points: "pd.DataFrame") -> int | None:
+def runs_drawn(points: "pd.DataFrame") -> int | None:
     """How many runs a figure of these points shows; None for a figure of formulas, layouts or links."""
-    if not KINDS[kind].draws_runs:
-        return None
-    return int(points["runs"].sum()) if "runs" in points else len(points)
+    if "runs" in points:
+        return int(points["runs"].sum())
+    return len(points) if "run_id" in points else None
 
 
 def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":

@@ -6,13 +6,12 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import layout_words
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, known, may_be_best, measured, notes
-from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid
+from ultrabench.analysis.figures.style import Panel, looks, panel_grid
 from ultrabench.analysis.planned import is_predicted
 from ultrabench.analysis.ranking import LOWER_IS_BETTER, require_number
 from ultrabench.errors import counted
@@ -26,6 +25,8 @@ _ACROSS, _CLOSE = "memory_gib", 0.05
 """What is across, and how far apart two named runs are, as a part of the largest values of the front."""
 _UP = {"tokens_per_s_per_gpu": "tokens/s/GPU"}
 """Column that may be up -> its name, if it has another one."""
+_FRONT: dict[str, Any] = {"label": "Pareto front", "color": "black", "linewidth": 0.9}
+_LIMIT: dict[str, Any] = {"label": "GPU memory", "color": GREY, "linestyle": "--", "linewidth": 1}
 _NAME: dict[str, Any] = {
     "fontsize": 6.5, "va": "center", "zorder": 0,
     "arrowprops": {"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "relpos": (0, 0.5)},
@@ -76,25 +77,21 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, by: str) -> Figure:
         )
     heading = f"{'Throughput' if by in _UP else by} against memory, with the Pareto front of {counted(len(drawn), 'run')}: {title}"
     about += f"\n{notes}"
-    whole, middle, panels = panel_grid(len(names), title=heading, notes=about, columns=1, height=2.6)
-    styles = looks(nodes, ordered=True, linestyle="", markersize=3.5)
-    for axes, name in zip(panels, names, strict=True):
+    styles = looks(nodes, ordered=True, name=lambda n: counted(n, "node"), linestyle="", markersize=3.5)
+    keys = [*styles.values(), _FRONT, *([_LIMIT] if drawn["limit_gib"].notna().any() else [])]
+    whole, panels = panel_grid(names, title=heading, notes=about, keys=keys, columns=1, height=2.6)
+    for name, axes in panels.items():
         for n, node_runs in drawn[drawn["panel"] == name].groupby("nodes"):
             axes.plot(node_runs[_ACROSS], node_runs[by], alpha=0.7, **styles[n])
-        axes.plot(*fronts[name][[_ACROSS, by]].T.to_numpy(), color="black", linewidth=0.9, zorder=1)
+        axes.plot(*fronts[name][[_ACROSS, by]].T.to_numpy(), zorder=1, **_FRONT)
         axes.set(xlim=(0, 1.05 * axes.dataLim.x1), ylim=(0, 1.06 * axes.dataLim.y1))
         limits = drawn["limit_gib"][drawn["panel"] == name].dropna()
         if len(limits):
-            axes.axvline(limits.iloc[0], color=GREY, linestyle="--", linewidth=1)
+            axes.axvline(limits.iloc[0], **_LIMIT)
             axes.set_xlim(0, 1.05 * max(axes.dataLim.x1, limits.iloc[0]))
         _name(axes, named_runs[name], by)
         across = f"peak reserved memory, {drawn['memory_of'].iloc[0]} (GiB)"
-        label(axes, name, across, f"{up} (lower is better)" if is_lower_better else up)
-    keys = [legend_entry(counted(n, "node"), **styles[n]) for n in nodes]
-    keys.append(legend_entry("Pareto front", color="black", linewidth=0.9))
-    if drawn["limit_gib"].notna().any():
-        keys.append(legend_entry("GPU memory", color=GREY, linestyle="--", linewidth=1))
-    legend(middle, keys)
+        axes.describe(name, across, f"{up} (lower is better)" if is_lower_better else up)
     return whole
 
 
@@ -120,7 +117,7 @@ def _named(front: pd.DataFrame, by: str) -> pd.DataFrame:
     return front.assign(text=["\n".join(lines) for lines in wrapped]).iloc[row_numbers]
 
 
-def _name(axes: Axes, named_runs: pd.DataFrame, by: str) -> None:
+def _name(axes: Panel, named_runs: pd.DataFrame, by: str) -> None:
     """Writes the names beside the panel, each as high as its run where there is room, with a line to it."""
     step = max(text.count("\n") + 1 for text in named_runs["text"]) / _LINES
     height, end = 1 + step / 2, axes.get_ylim()[1]
