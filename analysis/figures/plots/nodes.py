@@ -76,7 +76,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         locator = AutoDateLocator(minticks=2, maxticks=7)  # type: ignore[no-untyped-call]
         axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
-        axes.xaxis.get_offset_text().set_fontsize(7)
+        axes.xaxis.get_offset_text().set(fontsize=7, visible=True)
+        axes.tick_params("x", labelbottom=True)  # matplotlib names shared ticks in the last row alone
     bar = axes.figure.colorbar(
         marks, ax=[*panels.values()], location="bottom", shrink=0.4, aspect=40, extend="both"
     )

@@ -4,12 +4,14 @@ import json
 import math
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 
 from tests.sweep_folder import claimed, finished, write
 from tests.unit.analysis.sweeps import OK, SPECS, make_sweep
 from tests.unit.cli.conftest import one_line
 from ultrabench.analysis.collect import collect
+from ultrabench.analysis.figures.kinds import prepared
 from ultrabench.analysis.nodes.measurements import CONTROL, LINKS, NODE_RATES, journal_rows, table_rows
 from ultrabench.analysis.nodes.nodes import reports
 from ultrabench.analysis.page.rows import document
@@ -155,6 +157,20 @@ def test_the_table_of_results_says_the_same_as_the_journals(ultrabench, nights, 
     assert ultrabench("plot", "nodes", "all.parquet", "-o", "nodes.svg")[::2] == (0, "drew nodes.svg\n")
     picture = (tmp_path / "nodes.svg").read_text()
     assert all(text in picture for text in (f"{SLOW} (slow)", f"{FAILING} (failing)", "matmul"))
+
+
+def test_every_panel_of_the_figure_has_dates_also_above_an_empty_place(nights):
+    """Three rates leave the last place of the second column empty."""
+    table = collect(nights, pytest.fail)
+    column = table.schema.field(NODE_RATES[1])
+    unknown = pa.nulls(len(table), column.type)
+    table = table.set_column(table.column_names.index(column.name), column, unknown)
+    figure = prepared("nodes", table, title="t")[1]()
+    figure.draw_without_rendering()
+    dates = [
+        [tick.get_text() for tick in axes.get_xticklabels() if tick.get_visible()] for axes in figure.axes[:3]
+    ]
+    assert dates == [["15", "16", "17", "18"]] * 3
 
 
 def test_nodes_of_two_clusters_without_a_name_are_told_apart(tmp_path):
