@@ -7,12 +7,13 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis.cells import layout_words
@@ -102,6 +103,14 @@ def tracked_runs(table: pa.Table, *, ranks: bool = True) -> list[TrackedRun]:
     rows = table.take([number_by_key[_key_of(row)] for row in marks]).to_pylist()
     pairs = zip(rows, marks, strict=True)
     return [_tracked(row, of_row, ranks) for row, of_row in pairs if row["status"] not in NOT_TRIED]
+
+
+def csv_text(runs: Sequence[TrackedRun]) -> str:
+    """The text of a CSV file with a line for each run; what is not known of a run is empty."""
+    names = [{"sweep": run.sweep, "run_id": run.run_id, "name": run.name} for run in runs]
+    parts = names, [run.config for run in runs], [run.metrics for run in runs], [run.tags for run in runs]
+    table = pd.concat([pd.DataFrame(part, dtype=object) for part in parts], axis=1)
+    return table.to_csv(index=False, lineterminator="\n")
 
 
 def _tracked(row: Row, marks: Row, ranks: bool) -> TrackedRun:
