@@ -111,13 +111,11 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
             if isinstance(line.event, Preflight):
                 name = line.event.allocation
                 preflight_s[name] = max(line.time, preflight_s.get(name, 0.0))
-    of_sweep = {"sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name}
-    of_sweep["kernel"] = sweep.kernel.name
+    of_sweep = {
+        "sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name, "kernel": sweep.kernel.name,
+    }  # fmt: skip
     of_allocation = {
-        name: of_sweep
-        | {"cluster": allocation.cluster(sweep.cluster)}
-        | preflight_rates(allocation.preflight)
-        | _health(allocation, preflight_s.get(name, 0.0))
+        name: of_sweep | _of_allocation(allocation, sweep.cluster, preflight_s.get(name, 0.0))
         for name, allocation in fold(lines).allocations.items()
     }
     for _, end in ends.values():
@@ -142,11 +140,13 @@ def _seconds(time: datetime | None) -> float | None:
     return None if time is None else time.astimezone(UTC).timestamp()
 
 
-def _health(allocation: AllocationState, time_s: float) -> Row:
-    """The control run of an allocation; of its latest preflight the findings by host and the time, which only journals have."""
+def _of_allocation(allocation: AllocationState, cluster: str | None, time_s: float) -> Row:
+    """The columns of an allocation; of its latest preflight also the findings by host and the time, which only journals have."""
     nodes = allocation.preflight.get("nodes")
     facts = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
     return {
+        **preflight_rates(allocation.preflight),
+        "cluster": allocation.cluster(cluster),
         "control": allocation.control,
         "health": {str(node.get("host")): node["health"] for node in facts if node.get("health")},
         "preflight_s": time_s,
@@ -170,14 +170,8 @@ def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
     counted_places = set[tuple[object, object]]()
     for row in sorted(timed, key=lambda row: (row["status"] != Status.OK, row["started_at"])):
         is_control = row["run_id"] == row.get("control") and row["status"] == Status.OK and row["step_time_s"]
-        place = row["sweep"], row["allocation"]
-        if place in counted_places and not is_control:
-            continue
-        nodes, started_s, setting = (
-            nodes_of(row),
-            row["started_at"],
-            tuple(row.get(name) for name in _SETTING),
-        )
+        place, nodes, started_s = (row["sweep"], row["allocation"]), nodes_of(row), row["started_at"]
+        setting = tuple(row.get(name) for name in _SETTING)
         if is_control:
             rate = 1 / row["step_time_s"]
             yield Measurement(CONTROL, row["hardware"], (*setting, row["run_id"]), nodes, started_s, rate)
