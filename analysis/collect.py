@@ -107,9 +107,8 @@ def read_parquet(path: Path) -> pa.Table:
         table = predicted_results(table, path.stem)
     version = _version(table)
     if version is None or "run_id" not in table.column_names:
-        raise SweepFolderError(
-            f"{path} is not a result table; to make one: ultrabench collect -o FILE.parquet"
-        )
+        todo = "to make one: ultrabench collect -o FILE.parquet"
+        raise SweepFolderError(f"{path} is not a result table", todo)
     if version > RESULTS_SCHEMA_VERSION:
         rule = f"this ultrabench reads versions up to {RESULTS_SCHEMA_VERSION}: upgrade ultrabench"
         raise SweepFolderError(f"{path} has schema version {version}; {rule}")

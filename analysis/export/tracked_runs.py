@@ -116,9 +116,8 @@ def csv_text(runs: Sequence[TrackedRun]) -> str:
 def _tracked(row: Row, marks: Row, ranks: bool) -> TrackedRun:
     options = {f"variant.{name}": str(value) for name, value in marks["options"].items()}
     numbers = [*_present(marks, (*_RANKS * ranks, _RANKED)), *_present(row, _METRICS)]
-    texts = {name: marks[name] for name in (*_MARKS * ranks, "ranked_by")} | {
-        name: row[name] for name in _TAGS
-    }
+    texts = {name: marks[name] for name in (*_MARKS * ranks, "ranked_by")}
+    texts |= {name: row[name] for name in _TAGS}
     cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
     return TrackedRun(
         sweep=row["sweep"] or row["source"] or "",

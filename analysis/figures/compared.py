@@ -77,11 +77,8 @@ def _draw(axes: Panel, ratios: pd.DataFrame, won: Set[tuple[object, ...]]) -> No
 def _notes(comparison: Comparison) -> Iterator[str]:
     """The lines under the figure: what was left out, and which cells another layout wins."""
     changes = [f"{name} {a} -> {b}" for name, (a, b) in comparison.differing.items() if name in MAY_DIFFER]
-    changed = (
-        f"From A to B: {', '.join(changes)}."
-        if changes
-        else "No known change of hardware, kernel or precision."
-    )
+    unchanged = "No known change of hardware, kernel or precision."
+    changed = f"From A to B: {', '.join(changes)}." if changes else unchanged
     yield f"A: {comparison.names[0]}. B: {comparison.names[1]}. {changed}"
     yield " ".join(comparison.notes)
     yield "Grey band: differences within the threshold. Above 1 x, B is slower."

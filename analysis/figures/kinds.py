@@ -29,15 +29,14 @@ class Kind:
     """Whether it shows a layout, given as NAME=VALUE; results are then what was measured of it, or are not taken."""
 
 
+_RATE = "tokens_per_s_per_gpu"
 KINDS = {
     "comm": Kind("bandwidth of collectives over nodes, from sweep=comm"),
     "scatter": Kind("MFU and throughput of every measured run over nodes"),
     "scaling": Kind("best throughput and its memory over nodes or a degree", ("nodes", *DEGREES, *DIVIDES)),
     "effect": Kind("speedup by each value of an axis, all else equal: effect AXIS", over_any_axis=True),
     "largest-batch": Kind("largest micro-batch that fits over tp, pp and recompute, predicted and measured"),
-    "pareto": Kind(
-        "throughput, energy or cost against peak memory, with the Pareto front", by="tokens_per_s_per_gpu"
-    ),
+    "pareto": Kind("throughput, energy or cost against peak memory, with the Pareto front", by=_RATE),
     "predicted": Kind("predicted against measured step time and memory of each run"),
     "checkpoint": Kind("time and bandwidth of checkpoints over nodes, from measure.checkpoint=true"),
     "failures": Kind(

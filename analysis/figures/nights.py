@@ -27,9 +27,8 @@ _OTHERS: dict[str, Any] = {
 def figure(history: History) -> Figure:
     """The rates of all runs over those of their first nights, and a line where significant changes begin."""
     cells = defaultdict[str, list[Series]](list)
-    names = set_apart(
-        [series.cell for series in history.series], [n for n in SETTINGS if n in history.series[0].cell]
-    )
+    of_series = [series.cell for series in history.series]
+    names = set_apart(of_series, [name for name in SETTINGS if name in of_series[0]])
     for series, settings in zip(history.series, names, strict=True):
         heading = f"{series.cell['model']} on {counted(series.cell['nodes'], 'node')}"
         cells[" | ".join((heading, *([", ".join(settings)] if settings else [])))].append(series)

@@ -21,13 +21,9 @@ def figure(document: Mapping[str, Any], name: str) -> Figure:
     cells, share = document["cells"], document["gpu_hours_share"]
     worst = max([_NEAR / 100, *(cell["regret"] for cell in cells if cell["regret"] is not None)])
     styles = looks([*dict.fromkeys(cell["model"] for cell in cells)], ordered=False, linestyle="")
-    whole, panels = panel_grid(
-        [name],
-        title=f"{name}: {document['strategy']}, batch {document['batch']}, {100 * share:.1f} % of the GPU hours",
-        notes=f"Numbers: nodes of the cell. Line: regret of {_NEAR} %. Hollow: the strategy found no working layout.",
-        keys=styles.values(),
-        height=3.6,
-    )
+    title = f"{name}: {document['strategy']}, batch {document['batch']}, {100 * share:.1f} % of the GPU hours"
+    notes = f"Numbers: nodes of the cell. Line: regret of {_NEAR} %. Hollow: the strategy found no working layout."
+    whole, panels = panel_grid([name], title=title, notes=notes, keys=styles.values(), height=3.6)
     axes = panels[name]
     for cell in cells:
         has_layout = cell["regret"] is not None

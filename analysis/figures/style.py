@@ -94,27 +94,22 @@ def panel_grid(
     """
     names = [*names]
     if len(names) > MOST_PANELS:
-        rule = (
-            f"a figure holds at most {MOST_PANELS}: select fewer rows with COLUMN=VALUE, such as model=NAME"
-        )
-        raise ConfigError(f"{counted(len(names), 'panel')} to draw; {rule}")
+        todo = "select fewer rows with COLUMN=VALUE, such as model=NAME"
+        fact = f"{counted(len(names), 'panel')} to draw; a figure holds at most {MOST_PANELS}"
+        raise ConfigError(f"{fact}: {todo}")
     columns = min(columns, len(names))
     rows = -(-len(names) // columns)
-    heading = wrapped(title, _TITLE_WIDTH)
-    note_lines = wrapped(notes, _NOTE_WIDTH)
+    heading, note_lines = wrapped(title, _TITLE_WIDTH), wrapped(notes, _NOTE_WIDTH)
     title_height, notes_height = _TITLE_LINE * len(heading) + _MARGIN, _NOTE_LINE * len(note_lines) + _MARGIN
     parts = [title_height, rows * height + 0.3, notes_height]
     whole = Figure(figsize=(WIDTH, sum(parts)), layout="constrained", facecolor="white")
     above, middle, below = whole.subfigures(3, 1, squeeze=False, height_ratios=parts).flat
-    beside = 0.08 / WIDTH
-    above.text(
-        beside, 1 - _MARGIN / title_height, "\n".join(heading), fontsize=12, fontweight="bold", va="top"
-    )
+    beside, large = 0.08 / WIDTH, {"fontsize": 12, "fontweight": "bold"}
+    above.text(beside, 1 - _MARGIN / title_height, "\n".join(heading), va="top", **large)
     small: dict[str, Any] = {"fontsize": 7, "color": GREY, "linespacing": 1.35}
     below.text(beside, _MARGIN / notes_height, "\n".join(note_lines), va="bottom", **small)
-    panels = list(
-        middle.subplots(rows, columns, squeeze=False, subplot_kw={"axes_class": Panel}, **options).flat
-    )
+    kind = {"axes_class": Panel}
+    panels = list(middle.subplots(rows, columns, squeeze=False, subplot_kw=kind, **options).flat)
     for unused in panels[len(names) :]:
         unused.remove()
     for axes in panels[: len(names)]:

@@ -101,10 +101,8 @@ def _values(name: str, source: Source, texts: pd.Series) -> pd.Series:
     if source.values or kind == BOOL:
         meanings = {key.lower(): value for key, value in (source.values or _TRUTH).items()}
         for line, text in texts[~no_value & ~words.isin(meanings)].items():
-            unknown = unknown_name(
-                f"{'' if source.values else 'truth '}value of {column}", text, source.values or _TRUTH
-            )
-            raise ConfigError(f"line {line}: {unknown}")
+            kind_of_value = f"{'' if source.values else 'truth '}value of {column}"
+            raise ConfigError(f"line {line}: {unknown_name(kind_of_value, text, source.values or _TRUTH)}")
         return words.map(meanings).astype(object)
     if kind == TEXT:
         return texts.where(~no_value, None).astype(object)

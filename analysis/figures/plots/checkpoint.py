@@ -39,10 +39,10 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     count = counted(len(without), "run")
     left_out = f"Excluded: {count} without checkpoint: {_reasons(without)}.\n" if len(without) else ""
     lines = "Lines: median of layouts and repeats; bands: minimum to maximum. Times are those of the slowest rank."
-    caches = (
-        "Loads may be served from the page cache of the nodes; steps lost do not include the blocking time."
+    lines += (
+        " Loads may be served from the page cache of the nodes; steps lost do not include the blocking time."
     )
-    return saved, f"{lines} {caches}\n{left_out}{made_with(table)}"
+    return saved, f"{lines}\n{left_out}{made_with(table)}"
 
 
 def _reasons(without: pd.DataFrame) -> str:

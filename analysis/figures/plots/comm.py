@@ -44,13 +44,12 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         jobs = [name for name in table.column_names if name.endswith("_busbw_bytes_per_s")]
         page = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
         advice = page if any(table[name].null_count < len(table) for name in jobs) else ""
-        rule = "the table has no bandwidths by size; measure them with: ultrabench sweep launch sweep=comm"
-        raise ConfigError(f"{rule}{advice}")
+        todo = f"measure them with: ultrabench sweep launch sweep=comm{advice}"
+        raise ConfigError("the table has no bandwidths by size", todo)
     places = sorted({f"{run['hardware']} of {run['cluster']}" for run in rates})
     if len(places) > 1:
-        raise ConfigError(
-            f"bandwidths of {len(places)} places ({'; '.join(places)}): plot one with cluster=NAME or hardware=NAME"
-        )
+        todo = "plot one with cluster=NAME or hardware=NAME"
+        raise ConfigError(f"bandwidths of {len(places)} places ({'; '.join(places)}): {todo}")
     frame = pd.DataFrame(rates)
     inside = frame["scope"] == "intra_node"
     if (frame["nodes"] == 1).any():

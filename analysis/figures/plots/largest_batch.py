@@ -64,9 +64,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     tried = frame[frame["status"].isin([Status.OK, Status.OOM]) & frame["suspect"].isna()]
     tried = tried.fillna({APART: NEUTRAL[APART]}).dropna(subset=[*place, "mbs"])
     if not len(tried):
-        raise none_left(
-            frame, f"none with {ACROSS}, {UP} and mbs that ended ok or out of memory and is not suspect"
-        )
+        wanted = f"none with {ACROSS}, {UP} and mbs that ended ok or out of memory and is not suspect"
+        raise none_left(frame, wanted)
     is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
     runs, incomplete = measured_runs(table.filter(is_measured))
     limits = _limits({(run.sweep, run.run_id): run for run in runs})
@@ -87,13 +86,12 @@ def _measured(of_square: pd.DataFrame) -> dict[str, Any]:
     largest = ok.max() if len(ok) else 0 if oom.min() == 1 else np.nan
     predicted = of_square["predicted"].max()
     of_layout = oom[of_square["predicted"] == predicted]
+    is_too_large = of_layout.min() <= predicted and not ok.max() >= predicted
     return {
         "predicted": predicted,
         "measured": largest,
         "oom": (oom[oom > ok.max()] if len(ok) else oom).min(),
-        "contradicted": bool(
-            ok.max() > predicted or (of_layout.min() <= predicted and not ok.max() >= predicted)
-        ),
+        "contradicted": bool(ok.max() > predicted or is_too_large),
         "runs": of_square["id"].nunique(),
     }
 

@@ -99,9 +99,8 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
     chosen = read_arguments(texts, PREDICTED, "model=llama3-8b tp=8")
     runs = None if table is None else final(table)
     is_plan = table is not None and is_predicted(table)
-    row_values = (
-        {} if runs is None else _best_values(runs, chosen) if is_plan else _values_of_rows(runs, chosen)
-    )
+    values_of = _best_values if is_plan else _values_of_rows
+    row_values = {} if runs is None else values_of(runs, chosen)
     arguments = PREDICTED | {name: values[0] for name, values in row_values.items()} | chosen
     config = config_of(arguments)
     bars, reasons = list[dict[str, Any]](), dict[str, str]()
@@ -165,9 +164,8 @@ def _best_values(runs: pd.DataFrame, chosen: Values) -> dict[str, list[Any]]:
     for name in chosen.keys() & {*runs.columns}:
         runs = runs[runs[name] == chosen[name]]
     if not len(runs):
-        raise ConfigError(
-            f"no layout of the plan has {' '.join(f'{k}={v}' for k, v in chosen.items())}; choose other values"
-        )
+        settings = " ".join(f"{name}={value}" for name, value in chosen.items())
+        raise ConfigError(f"no layout of the plan has {settings}", "choose other values")
     best = runs.sort_values("standing", kind="stable").iloc[0]
     names = [name for name in (*_OF_CELL, *AXES) if name not in chosen and pd.notna(best[name])]
     is_usual = {name: name in ADDED_LATER and best[name] == NEUTRAL[name] for name in names}
@@ -214,12 +212,8 @@ def _measured(runs: pd.DataFrame, bars: pd.DataFrame, config: SweepConfig) -> tu
     Without AFAB the runs may have another gas, if both are above pp.
     """
     (shape,), kernel = config.models, config.kernel
-    kernel_columns = {
-        "kernel": kernel.name,
-        "precision": kernel.precision,
-        "routing": kernel.routing_of(shape),
-    }
-    bars = bars.assign(hardware=config.hardware.name, **kernel_columns)[["value", *_ALIKE]]
+    of_kernel = {"kernel": kernel.name, "precision": kernel.precision, "routing": kernel.routing_of(shape)}
+    bars = bars.assign(hardware=config.hardware.name, **of_kernel)[["value", *_ALIKE]]
     pairs = runs.merge(bars, how="cross", suffixes=("", "_of_bar"))
     of_bar = {name: pairs[f"{name}_of_bar"] for name in _ALIKE}
     fits = pd.DataFrame({name: pairs[name].isna() | (pairs[name] == of_bar[name]) for name in _ALIKE})
@@ -253,11 +247,9 @@ def _notes(bars: pd.DataFrame, reasons: Mapping[str, str], config: SweepConfig) 
     meaning = f"peak memory and P(OOM), the probability that it does not fit ({odds} %)"
     capacity = f"{config.hardware.gpu} has {memory / GIB:,.4g} GiB"
     yield f"Predicted with profile {config.profile.name}: {meaning}. {capacity}."
-    moments = {moment: bars.loc[bars["phase"] == phase, "value"] for phase, moment in _MOMENTS.items()}
-    spans = "; ".join(
-        f"peak of {_span(values)}: {moment}" for moment, values in moments.items() if len(values)
-    )
-    yield f"A bar shows the memory held at its peak; {spans}."
+    by_moment = ((moment, bars["value"][bars["phase"] == phase]) for phase, moment in _MOMENTS.items())
+    spans = [f"peak of {_span(values)}: {moment}" for moment, values in by_moment if len(values)]
+    yield f"A bar shows the memory held at its peak; {'; '.join(spans)}."
     if bars["bytes"].max() > _CUT * memory:
         yield f"Bars are cut off at {_CUT:g} times the GPU memory; the numbers on them are not."
     for reason in dict.fromkeys(reasons.values()):

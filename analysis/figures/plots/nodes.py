@@ -48,13 +48,11 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     places = {report.node: place for place, report in enumerate(shown)}
     names = [_name(report) for report in shown]
     frame = frame.assign(place=frame["nodes"].map(places.get)).dropna(subset="place").astype({"place": int})
-    drawn = frame.assign(node=frame["place"].map(names.__getitem__))[
-        ["rate", "node", "time", "ratio", "place"]
-    ]
+    frame["node"] = frame["place"].map(names.__getitem__)
     others = len(node_reports) - len(shown)
     left_out = f"Not drawn: {counted(others, 'faster node')}.\n" if others else ""
     about = "Colour: ratio to the median of the same measurement on that day."
-    return drawn, f"{left_out}{about} {made_with(table)}"
+    return frame, f"{left_out}{about} {made_with(table)}"
 
 
 def _name(report: NodeReport) -> str:
@@ -78,9 +76,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
         axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
         axes.xaxis.get_offset_text().set(fontsize=7, visible=True)
         axes.tick_params("x", labelbottom=True)  # matplotlib names shared ticks in the last row alone
-    bar = axes.figure.colorbar(
-        marks, ax=[*panels.values()], location="bottom", shrink=0.4, aspect=40, extend="both"
-    )
+    place: dict[str, Any] = {"location": "bottom", "shrink": 0.4, "aspect": 40, "extend": "both"}
+    bar = axes.figure.colorbar(marks, ax=[*panels.values()], **place)
     bar.set_label("ratio to the median", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return whole

@@ -52,11 +52,8 @@ def points(table: pa.Table, by: str) -> tuple[pd.DataFrame, str]:
     values = -runs[by] if by in LOWER_IS_BETTER else runs[by]
     best = values.groupby(runs["panel"]).cummax()
     before = best.groupby(runs["panel"]).shift(fill_value=-math.inf)
-    limits = (
-        {name: load_hardware(name).mem_bytes / GIB for name in runs["hardware"].unique()}
-        if is_predicted(table)
-        else {}
-    )
+    planned_on = runs["hardware"].unique() if is_predicted(table) else ()
+    limits = {name: load_hardware(name).mem_bytes / GIB for name in planned_on}
     runs = runs.assign(front=values > before, limit_gib=runs["hardware"].map(limits).astype(float))
     return runs.sort_index(), left_out + without + notes(table, all_runs)
 
@@ -72,9 +69,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, by: str) -> Figure:
     about = f"Pareto front: no other run has as little memory and {'lower' if is_lower_better else 'higher'} {up}."
     about += " Colour: number of nodes; to draw only one: nodes=N."
     if unnamed:
-        about += (
-            f"\nUnlabelled: {counted(unnamed, 'run')} of the front, too close to others or too many to label."
-        )
+        count = counted(unnamed, "run")
+        about += f"\nUnlabelled: {count} of the front, too close to others or too many to label."
     heading = f"{'Throughput' if by in _UP else by} against memory, with the Pareto front of {counted(len(drawn), 'run')}: {title}"
     about += f"\n{notes}"
     styles = looks(nodes, ordered=True, name=lambda n: counted(n, "node"), linestyle="", markersize=3.5)
@@ -103,15 +99,11 @@ def _named(front: pd.DataFrame, by: str) -> pd.DataFrame:
         if all(abs(point[1] - other[1]) + abs(point[2] - other[2]) > _CLOSE for other in far):
             far.append(point)
     front = front.loc[[point[0] for point in reversed(far)]]
-    layouts = [
-        {str(name): value for name, value in run.items() if pd.notna(value)}
-        for run in front[[*AXES]].convert_dtypes().to_dict("records")
-    ]
-    names = [
-        f"{counted(nodes, 'node')}: {' '.join(layout_words(layout))}"
-        for nodes, layout in zip(front["nodes"], layouts, strict=True)
-    ]
-    wrapped = [textwrap.wrap(name, _LINE_WIDTH) for name in names]
+    wrapped = []
+    for run in front[["nodes", *AXES]].convert_dtypes().to_dict("records"):
+        layout = {str(name): run[name] for name in AXES if pd.notna(run[name])}
+        name = f"{counted(run['nodes'], 'node')}: {' '.join(layout_words(layout))}"
+        wrapped.append(textwrap.wrap(name, _LINE_WIDTH))
     room = min(len(front), _LINES // max(map(len, wrapped)))
     row_numbers = [round(n * (len(front) - 1) / max(1, room - 1)) for n in range(room)]
     return front.assign(text=["\n".join(lines) for lines in wrapped]).iloc[row_numbers]
