@@ -91,6 +91,5 @@ def test_the_page_lists_both_environments_and_names_no_variable_where_it_is_publ
     columns = document(IN_BOTH, public=public)["columns"]
     assert len(columns["contender"]["known"]) == 2
     assert ("Ring" in json.dumps(columns)) is not public
-    assert columns["environment"]["known"] == (
-        ["environment e1", "environment e2"] if public else ["ALGO=Ring", "ALGO=Tree"]
-    )
+    labels = ["environment e1", "environment e2"] if public else ["ALGO=Ring", "ALGO=Tree"]
+    assert columns["environment"]["known"] == labels

@@ -64,9 +64,9 @@ def as_svg(kind, *rows):
 def test_a_run_is_its_repeat_nearest_to_the_median_and_a_good_one_counts():
     rows = [row("a", rate=rate, repeat=n) for n, rate in enumerate((100.0, 130.0, 110.0))]
     rows += [row("b", rate=90.0, suspect="x"), row("b", rate=80.0, repeat=1), row("c", status="oom")]
-    found = measured(final(table_of(*rows, row("a", rate=500.0, repeat=3, is_final=False))))
-    assert found.set_index("run_id")["tokens_per_s_per_gpu"].to_dict() == {"a": 110.0, "b": 80.0}
-    assert found["good"].all()
+    runs = measured(final(table_of(*rows, row("a", rate=500.0, repeat=3, is_final=False))))
+    assert runs.set_index("run_id")["tokens_per_s_per_gpu"].to_dict() == {"a": 110.0, "b": 80.0}
+    assert runs["good"].all()
 
 
 def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publisher():
@@ -148,11 +148,9 @@ def test_scatter_has_mfu_as_height_or_the_speed_where_it_is_not_comparable():
 
 
 def test_failures_count_runs_by_how_they_ended():
-    found = drawn("failures", *SEVERAL)[0].set_index(["panel", "nodes", "end"])["runs"].to_dict()
-    assert found == {
-        ("8B", 1, "ok"): 1, ("8B", 2, "ok"): 1, ("8B", 2, "suspect"): 1, ("8B", 4, "ok"): 1, ("8B", 4, "oom"): 1,
-        ("8B", 4, "pending"): 1, ("80B", 4, "ok"): 1,
-    }  # fmt: skip
+    found = drawn("failures", *SEVERAL)[0].set_index(["panel", "nodes", "end"])["runs"]
+    ends = [(1, "ok"), (2, "ok"), (2, "suspect"), (4, "ok"), (4, "oom"), (4, "pending")]
+    assert found.to_dict() == dict.fromkeys([*(("8B", *end) for end in ends), ("80B", 4, "ok")], 1)
     assert drawn("failures", *SEVERAL, axis="dp")[0]["dp"].max() == 32
 
 
@@ -202,9 +200,8 @@ EFFICIENCY = ["efficiency", "efficiency_low", "efficiency_high"]
 
 def weak_row(run_id, nodes, rate, ci, **more):
     """A row of weak scaling, with half its relative 95 % interval."""
-    return row(
-        run_id, rate, nodes=nodes, gbs=256 * nodes, gas=32, scaling="weak", step_time_ci95_rel=ci, **more
-    )
+    batch = {"gbs": 256 * nodes, "gas": 32, "scaling": "weak"}
+    return row(run_id, rate, nodes=nodes, step_time_ci95_rel=ci, **batch, **more)
 
 
 def test_panels_are_in_the_order_of_their_numbers():
@@ -222,10 +219,8 @@ def test_the_batches_of_weak_scaling_share_a_panel():
     strong = row("c", 100.0, nodes=2, gbs=256, scaling="strong")
     assert {*panels_of(*weak, strong)} == {"8B | gbs 256 per node", "8B | gbs 256"}
     assert "nodes (weak: gbs 256 per node)" in drawn("scaling", *weak)[1]
-    assert (
-        lacking(("Strong and weak scaling", "nodes (strong: gbs 256)"), drawn("scaling", *weak, strong)[1])
-        == []
-    )
+    told = drawn("scaling", *weak, strong)[1]
+    assert lacking(("Strong and weak scaling", "nodes (strong: gbs 256)"), told) == []
 
 
 def test_efficiency_is_against_the_smallest_number_of_nodes_with_the_intervals_of_both():
@@ -281,12 +276,8 @@ def test_pareto_marks_the_runs_that_no_other_beats():
         row("equal", rate=90.0, peak_mem_reserved_bytes=2**30 + 1), row("worse", rate=80.0),
         row("unknown", rate=999.0, peak_mem_reserved_bytes=None), row("doubtful", rate=999.0, suspect="mfu 1.2"),
     ]  # fmt: skip
-    assert by_run("pareto", *rows)["front"].to_dict() == {
-        "fast": True,
-        "small": True,
-        "equal": False,
-        "worse": False,
-    }
+    front = {"fast": True, "small": True, "equal": False, "worse": False}
+    assert by_run("pareto", *rows)["front"].to_dict() == front
 
 
 def test_pareto_by_another_column_has_the_front_where_rankings_have_the_best():
@@ -356,11 +347,11 @@ def overlaps(figure):
     """Texts of a figure that its edge cuts, and pairs of texts that lie over each other."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()  # places all texts
-    axes = [(axis, axis.get_view_interval()) for held in figure.axes for axis in (held.xaxis, held.yaxis)]
-    ticks = [
-        (tick, *ends) for axis, ends in axes for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
-    ]
-    unseen = {tick.label1 for tick, *ends in ticks if not min(ends) <= tick.get_loc() <= max(ends)}
+    axes = [(axis, axis.get_view_interval()) for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
+    unseen = {
+        tick.label1 for axis, ends in axes for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
+        if not min(ends) <= tick.get_loc() <= max(ends)
+    }  # fmt: skip
     texts = {text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()} - unseen
     boxes = [(text.get_text(), Text.get_window_extent(text, renderer).padded(-1)) for text in texts]
     edge, shown = figure.bbox.padded(1), [(text, box) for text, box in boxes if box.width > 0]

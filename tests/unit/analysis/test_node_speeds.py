@@ -18,11 +18,8 @@ def measured(rate, nodes, value, day=0.0, setting=()):
 
 def each_day(days, rate, value):
     """A measurement of each node on each day; `value` gives it for the node, its number and the day."""
-    return [
-        measured(rate, [node], value(node, n, day), day)
-        for day in range(days)
-        for n, node in enumerate(NODES)
-    ]
+    places = [(day, n, node) for day in range(days) for n, node in enumerate(NODES)]
+    return [measured(rate, [node], value(node, n, day), day) for day, n, node in places]
 
 
 def cluster(
@@ -105,9 +102,8 @@ def test_nodes_that_were_always_together_get_no_answer():
     assert not {(CONTROL, SLOW), (CONTROL, PARTNER)} & speeds.keys()
     assert len(speeds) == len(rest)
     two = each_day(9, PRODUCTS, lambda _, n, day: 1 - 0.1 * n)
-    assert relative_speeds(row for row in two if row.nodes[0] in NODES[:2]) == {}, (
-        "of two nodes neither is the usual one"
-    )
+    # Of two nodes neither is the usual one.
+    assert relative_speeds(row for row in two if row.nodes[0] in NODES[:2]) == {}
 
 
 @pytest.mark.parametrize(("first_day", "hours_apart"), [(0.0, 1), (23.5 / 24, 1), (0.0, 0)])
@@ -143,9 +139,9 @@ def test_a_node_that_is_slow_on_some_days_only_needs_more_of_them():
 
 
 def test_a_small_difference_is_never_marked():
-    rows = each_day(
-        6, MEMORY, lambda node, n, day: 0.992 if node == SLOW else 1 + 1e-5 * np.sin(n * (day + 1))
-    )
-    speed = relative_speeds(rows)[MEMORY, SLOW]
+    def value(node, n, day):
+        return 0.992 if node == SLOW else 1 + 1e-5 * np.sin(n * (day + 1))
+
+    speed = relative_speeds(each_day(6, MEMORY, value))[MEMORY, SLOW]
     assert speed.high < 1
     assert not speed.slow

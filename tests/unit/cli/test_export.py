@@ -157,9 +157,8 @@ def test_a_sweep_whose_tracker_is_gone_is_not_resumed(ultrabench, sweep, monkeyp
 
 def test_mistakes_of_an_export_are_one_line(ultrabench, sweep):
     assert "did you mean wandb?" in one_line(ultrabench, "export", "wandbb")
-    assert one_line(ultrabench, "export", "csv", "--project", "p").startswith(
-        "--project p; only wandb and mlflow "
-    )
+    line = one_line(ultrabench, "export", "csv", "--project", "p")
+    assert line.startswith("--project p; only wandb and mlflow ")
     for path in sweep.journal.iterdir():
         path.unlink()
     assert one_line(ultrabench, "export", "csv").startswith("no run of quick-cpu has ended")

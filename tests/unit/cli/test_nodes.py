@@ -21,7 +21,7 @@ from ultrabench.store.events import AllocationPlanned, Preflight
 
 HOSTS = [f"n{number:02}" for number in range(1, 9)]
 SLOW, FAILING, UNLUCKY = "n03", "n05", "n07"
-TWO_SLOW = 4e11
+INTRA_NODE = {"bytes": 8, "busbw_bytes_per_s": 4e11}
 NIGHT_S = 24 * 3600.0
 
 
@@ -38,9 +38,7 @@ def night(day, host, number, *, xids=(FAILING,)):
     probe = {
         "gemm_flops_per_s": [7e14 * speed * (1 + 0.01 * rank) for rank in range(8)],
         "memory_copy_bytes_per_s": [2.9e12] * 8,
-        "collectives": {
-            "allreduce": {"all": [], "intra_node": [{"bytes": 8, "busbw_bytes_per_s": TWO_SLOW}]}
-        },
+        "collectives": {"allreduce": {"all": [], "intra_node": [INTRA_NODE]}},
     }
     yield AllocationPlanned(allocation=name, nodes=1, limit_s=60.0, tasks=(), control=SPECS[0].run_id)
     yield Preflight(allocation=name, found={"nodes": [{"host": host}], "probe": probe})
@@ -50,9 +48,8 @@ def night(day, host, number, *, xids=(FAILING,)):
         end = RunResult(status=Status.NODE_FAIL, cause="xid", suspect_hosts=(host,), **at)
     if host == UNLUCKY:
         many = (host,) if day == 1 else tuple(HOSTS)
-        end = RunResult(
-            status=Status.NODE_FAIL, cause="ecc_error" if day == 1 else AGENT_GONE, suspect_hosts=many, **at
-        )
+        cause = "ecc_error" if day == 1 else AGENT_GONE
+        end = RunResult(status=Status.NODE_FAIL, cause=cause, suspect_hosts=many, **at)
     yield from recorded(SPECS[1], end, number, name)
 
 
@@ -81,10 +78,8 @@ def test_the_slow_and_the_failing_node_are_marked_and_no_other(ultrabench, night
     assert 0.94 < products["low"] < products["relative"] < products["high"] < 1
     assert slow["rates"][LINKS[0]]["relative"] == pytest.approx(1)
     assert (slow["runs"], slow["attempts"], slow["throttled"], slow["failures"]) == (8, 8, 4, {})
-    assert (slow["first_seen"], slow["last_seen"]) == (
-        "2023-11-14T22:15:20+00:00",
-        "2023-11-17T22:15:20+00:00",
-    )
+    seen = [f"2023-11-{day}T22:15:20+00:00" for day in (14, 17)]
+    assert [slow["first_seen"], slow["last_seen"]] == seen
     assert [node["host"] for node in others if node["slow"] or node["failing"]] == []
     unlucky = next(node for node in others if node["host"] == UNLUCKY)
     assert unlucky["failures"] == {"ecc_error": 1}, "a failure that points at all nodes is no node's own"
@@ -167,10 +162,10 @@ def test_every_panel_of_the_figure_has_dates_also_above_an_empty_place(nights):
     table = table.set_column(table.column_names.index(column.name), column, unknown)
     figure = prepared("nodes", table, title="t")[1]()
     figure.draw_without_rendering()
-    dates = [
-        [tick.get_text() for tick in axes.get_xticklabels() if tick.get_visible()] for axes in figure.axes[:3]
-    ]
-    assert dates == [["15", "16", "17", "18"]] * 3
+    labels = (axes.get_xticklabels() for axes in figure.axes[:3])
+    assert [[label.get_text() for label in row if label.get_visible()] for row in labels] == [
+        ["15", "16", "17", "18"]
+    ] * 3
 
 
 def test_nodes_of_two_clusters_without_a_name_are_told_apart(tmp_path):
