@@ -91,16 +91,15 @@ def _notes(pairs: pd.DataFrame, piped: pd.DataFrame) -> str:
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each pp: lines of the formulas, and points of measured runs coloured by their number of nodes."""
     lines, pairs = drawn[drawn["nodes"] == 0], drawn[drawn["nodes"] > 0]
-    point = {"linestyle": "", "marker": "o"}
-    nodes = looks(sorted(pairs["nodes"].unique()), ordered=True, name=lambda n: counted(n, "node"), **point)
+    node_counts, point = sorted(pairs["nodes"].unique()), {"linestyle": "", "marker": "o"}
+    nodes = looks(node_counts, ordered=True, name=lambda n: counted(n, "node"), **point)
     against = " and measured cost of pipelines (points)" if len(pairs) else ""
     heading = f"Bubble of pipeline schedules (lines){against}: {title}"
     styles = _styles(lines)
-    measured_with = [name for name in _MARKERS if (pairs["schedule"] == name).any()]
     markers = [
-        {**point, "label": f"measured, {name}", "marker": _MARKERS[name], "color": GREY}
-        for name in measured_with
-    ]
+        {"label": f"measured, {name}", "linestyle": "", "marker": marker, "color": GREY}
+        for name, marker in _MARKERS.items() if (pairs["schedule"] == name).any()
+    ]  # fmt: skip
     keys, degrees = [*styles.values(), *markers, *nodes.values()], sorted(drawn["pp"].unique())
     whole, panels = panel_grid(degrees, title=heading, notes=notes, keys=keys, sharey=True)
     for pp, axes in panels.items():

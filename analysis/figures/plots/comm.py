@@ -70,7 +70,7 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
             places, spans = rates["nodes"].map(nodes.index), (rates[name] / 1e9 for name in _RATES)
             axes.line_in_band(places, *spans, **styles[size], markersize=4, markeredgewidth=0)
         axes.describe(_TITLES[operation], "nodes (1: within a node)", "bus bandwidth (GB/s)")
-        axes.yaxis.label.set_visible(axes.yaxis.get_tick_params()["labelleft"])
+        axes.yaxis.label.set_visible(axes.yaxis.get_tick_params()["labelleft"])  # once, as the shared ticks
         axes.categories(nodes)
         axes.log_scale("y", drawn["p5"].min(), drawn["p95"].max())
     return whole

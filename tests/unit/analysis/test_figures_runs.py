@@ -313,16 +313,11 @@ def test_long_names_of_models_do_not_hide_what_tells_panels_apart():
     assert {"gbs 128", "gbs 256"} <= {*told}
 
 
-def test_a_measured_share_is_against_the_run_that_differs_only_in_its_pipeline():
-    found, _ = bubble_points(table_of(*PIPELINES))
-    pairs = found[found["nodes"] > 0]
+def test_the_lines_are_of_every_pp_and_stages_and_a_share_is_against_the_run_that_differs_only_in_its_pipeline():
+    points, _ = bubble_points(table_of(*PIPELINES))
+    pairs, lines = points[points["nodes"] > 0], points[points["nodes"] == 0]
     assert pairs[["pp", "schedule"]].values.tolist() == [[2, "1f1b"], [4, "interleaved"]]
     assert [*pairs["share"]] == pytest.approx([0.2, 0.5])
-
-
-def test_the_lines_are_of_every_pp_and_of_the_interleaved_stages_of_the_table():
-    found, _ = bubble_points(table_of(*PIPELINES))
-    lines = found[found["nodes"] == 0]
     assert {*zip(lines["pp"], lines["schedule"], lines["virtual_stages"], strict=True)} == {
         (pp, *series) for pp, v in ((2, 2), (4, 3), (8, 2)) for series in (("1f1b", 1), ("interleaved", v), ("zbv", 2))
     }  # fmt: skip
