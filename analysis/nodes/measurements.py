@@ -3,13 +3,13 @@
 A row is a dict of COLUMNS. The command reads the rows from journals, the page and the figure from a result table.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 
 from ultrabench.device_rates import NODE_RATES, preflight_rates
 from ultrabench.result import Status
@@ -23,21 +23,11 @@ Row = dict[str, Any]
 LINKS = ("allreduce_intra_node_busbw_bytes_per_s", "allreduce_busbw_bytes_per_s")
 CONTROL = "control_steps_per_s"
 """The rate of the control run, the reciprocal of its step time."""
-RATES = dict(
-    zip((*NODE_RATES, *LINKS, CONTROL), ("matmul", "memory", "links inside", "links", "control"), strict=True)
-)
+_MEASURED = ("matmul", "memory", "links inside", "links", "control")
+RATES = dict(zip((*NODE_RATES, *LINKS, CONTROL), _MEASURED, strict=True))
 """Rate that is compared between nodes -> what it is of."""
-_OF_RESULT = (
-    "status", "cause", "suspect_hosts", "hostnames", "throttled", "gpu_name", "torch_version", "cuda_version",
-)  # fmt: skip
-_OF_ALLOCATION = ("control", *NODE_RATES, *LINKS)
-COLUMNS = (
-    "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "started_at", "step_time_s", *_OF_RESULT, *_OF_ALLOCATION,
-)  # fmt: skip
-"""The columns of results that say something about nodes."""
 _SETTING = ("kernel", "gpu_name", "torch_version", "cuda_version")
 """Columns that must be equal where rates are compared, beside cluster and hardware."""
-_result_values = operator.attrgetter(*_OF_RESULT)
 
 
 class Node(NamedTuple):
@@ -60,6 +50,13 @@ class _Result(msgspec.Struct, gc=False):
     cuda_version: str | None = None
     started_at: float | None = None
     step_times_s: tuple[float, ...] = ()
+
+
+COLUMNS = (
+    "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "step_time_s", "control", *NODE_RATES, *LINKS,
+    *(name for name in _Result.__struct_fields__ if name != "step_times_s"),
+)  # fmt: skip
+"""The columns of results that say something about nodes."""
 
 
 class _Ended(msgspec.Struct, gc=False):
@@ -124,9 +121,8 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
             **of_allocation.get(end.allocation or "", of_sweep),
             "allocation": end.allocation,
             "run_id": end.run_id,
-            "started_at": result.started_at,
+            **asdict(result),
             "step_time_s": median(result.step_times_s) if result.step_times_s else None,
-            **dict(zip(_OF_RESULT, _result_values(result), strict=True)),
         }
 
 
