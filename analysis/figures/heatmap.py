@@ -206,8 +206,8 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     top = foot + sum(_HEADER + grid.size[1] + _AXIS for grid in grids)
     height = top + _TITLE_LINE * len(heading) + _TOP
     picture, inches = Figure(figsize=(width, height), facecolor="white"), np.array([width, height])
-    left = left_inches / width
-    picture.text(left, 1 - _TOP / height, "\n".join(heading), va="top", linespacing=1.25, **_TITLE)
+    margin = left_inches / width
+    picture.text(margin, 1 - _TOP / height, "\n".join(heading), va="top", linespacing=1.25, **_TITLE)
     end = scale_end(map(_scaled, cells))
     for grid in grids:
         wide, high = grid.size
@@ -220,7 +220,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
             place = (left_inches + wide + 0.25, down) / inches
             _draw_bar(picture.add_axes((*place, *(0.18, high) / inches)), grid, end)
         top = down - _AXIS
-    picture.text(left, foot / height, "\n".join(lines), va="top", linespacing=1.35, **_SMALL)
+    picture.text(margin, foot / height, "\n".join(lines), va="top", linespacing=1.35, **_SMALL)
     return picture
 
 

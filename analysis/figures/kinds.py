@@ -77,19 +77,19 @@ def prepared(
         ConfigError: no such kind, axis or column, or the table has nothing to draw.
     """
     require_known("figure", KINDS, kind)
-    axes, of_layout, over_any_axis = KINDS[kind].axes, KINDS[kind].of_layout, KINDS[kind].over_any_axis
-    if layout and not of_layout:
+    chosen = KINDS[kind]
+    if layout and not chosen.of_layout:
         raise ConfigError(f"layout: the figure {kind} shows results, not a layout; filter the rows instead")
-    if axis is not None and not axes and not over_any_axis:
+    if axis is not None and not chosen.axes and not chosen.over_any_axis:
         raise ConfigError(f"--axis {axis}: the figure {kind} takes no axis; remove --axis")
-    if by is not None and not KINDS[kind].by:
+    if by is not None and not chosen.by:
         raise ConfigError(f"--by {by}: the figure {kind} takes no column; remove --by")
-    if axis is not None and not over_any_axis:
-        require_known(f"axis of the figure {kind}", axes, axis)
+    if axis is not None and not chosen.over_any_axis:
+        require_known(f"axis of the figure {kind}", chosen.axes, axis)
     module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
-    options = {"axis": axis} if over_any_axis else {"axis": axis or axes[0]} if axes else {}
-    options |= {"by": by or KINDS[kind].by} if KINDS[kind].by else {}
-    points, notes = module.points(*((layout or {},) if of_layout else ()), table, **options)
+    options = {"axis": axis or next(iter(chosen.axes), None)} if chosen.axes or chosen.over_any_axis else {}
+    options |= {"by": by or chosen.by} if chosen.by else {}
+    points, notes = module.points(*((layout or {},) if chosen.of_layout else ()), table, **options)
     return points, lambda: module.figure(points, title=title, notes=notes, **options)
 
 

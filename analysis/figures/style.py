@@ -30,6 +30,8 @@ _TITLE_WIDTH, _NAME_WIDTH, _NOTE_WIDTH, _LEGEND_WIDTH, _TICKS_WIDTH = 66, 72, 12
 """Numbers of characters that fit into the width of a figure."""
 _MARKERS = "osD^vPX*<>"
 _LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+Looks = dict[Any, dict[str, Any]]
+"""Value of a series -> its label, colour, marker and line style, as options of `plot`."""
 
 
 class Panel(Axes):
@@ -132,10 +134,8 @@ def _draw_legend(middle: SubFigure, keys: Sequence[Any], title: str | None) -> N
     middle.legend(handles=handles, title=title, loc="outside upper left", ncols=columns, **options)
 
 
-def looks(
-    values: Sequence[Any], *, ordered: bool, name: Callable[[Any], str] = str, **options: Any
-) -> dict[Any, dict[str, Any]]:
-    """Value -> colour, marker and line style, so that series differ without colour, too, and its label in the legend.
+def looks(values: Sequence[Any], *, ordered: bool, name: Callable[[Any], str] = str, **options: Any) -> Looks:
+    """The looks of series, which differ without colour, too, and their labels in the legend.
 
     Args:
         ordered: whether the values have an order, which the colours then follow from dark to light.

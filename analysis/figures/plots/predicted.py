@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, may_be_best, measured, notes
-from ultrabench.analysis.figures.style import Panel, looks, panel_grid
+from ultrabench.analysis.figures.style import Looks, Panel, looks, panel_grid
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 
@@ -63,9 +63,7 @@ def validated(rows: pd.DataFrame, profile: str) -> Figure:
     return figure(ok, title=f"profile {profile}", notes=note)
 
 
-def _scatter(
-    axes: Panel, drawn: pd.DataFrame, measured: str, predicted: str, styles: dict[Any, dict[str, Any]]
-) -> None:
+def _scatter(axes: Panel, drawn: pd.DataFrame, measured: str, predicted: str, styles: Looks) -> None:
     """Draws a marker for each run and the line of equal values, on logarithmic scales."""
     positive = drawn[(drawn[measured] > 0) & (drawn[predicted] > 0)]
     axes.set(xscale="log", yscale="log")

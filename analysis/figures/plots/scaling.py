@@ -13,7 +13,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.runs import final, known, may_be_best, measured, notes
-from ultrabench.analysis.figures.style import Panel, looks, panel_grid
+from ultrabench.analysis.figures.style import Looks, Panel, looks, panel_grid
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, DEGREES, TITLES
 
@@ -120,7 +120,7 @@ def _against(panel_runs: pd.DataFrame) -> str:
     return f"efficiency (% of {counted(int(panel_runs['nodes'].min()), 'node')})"
 
 
-def _draw(axes: Panel, panel_runs: pd.DataFrame, column: str, styles: dict[Any, dict[str, Any]]) -> None:
+def _draw(axes: Panel, panel_runs: pd.DataFrame, column: str, styles: Looks) -> None:
     """Draws the lines of a panel, each from the smallest value of the axis to the largest."""
     thin, low, high = f"{column}_equal", f"{column}_low", f"{column}_high"
     fastest_first = panel_runs.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")

@@ -1,5 +1,8 @@
 """The commands `plot` and `report`: the kinds of figures, what is written, and what they say of mistakes."""
 
+import runpy
+from pathlib import Path
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -7,6 +10,9 @@ from tests.unit.analysis.tables import PIPELINES, row, table_of
 from tests.unit.cli.conftest import as_json, one_line
 from ultrabench.analysis.figures.kinds import KINDS
 
+ROOT = Path(__file__).parents[3]
+GALLERY = runpy.run_path(str(ROOT / "examples/gallery/draw.py"))["commands"]()
+"""The words of each command of examples/gallery/README.md."""
 OF_RESULTS = [kind for kind in KINDS if kind != "schedule"]
 OVER_ANY_AXIS = ["--axis", "pp"]
 """Words for a figure that is drawn over any axis."""
@@ -16,6 +22,20 @@ def test_list_shows_every_kind_in_a_line(ultrabench):
     code, out, _ = ultrabench("plot", "--list")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(KINDS)
+
+
+def test_every_kind_of_figure_is_in_the_gallery():
+    assert {words[1] for words in GALLERY if words[0] == "plot"} == {*KINDS}
+
+
+@pytest.mark.parametrize("words", GALLERY, ids=lambda words: Path(words[-1]).name)
+def test_a_command_of_the_gallery_draws_its_picture(ultrabench, words, tmp_path, monkeypatch):
+    drawn, kept = tmp_path / Path(words[-1]).name, ROOT / words[-1]
+    monkeypatch.chdir(ROOT)
+    code, _, err = ultrabench(*words[:-1], str(drawn))
+    assert code == 0, err
+    assert drawn.stat().st_size > 5000
+    assert kept.exists() or kept.suffix == ".html", "draw it: make gallery"
 
 
 def test_a_layout_is_drawn_without_results(ultrabench, tmp_path):
