@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -107,9 +108,8 @@ def read_parquet(path: Path) -> pa.Table:
         table = predicted_results(table, path.stem)
     version = _version(table)
     if version is None or "run_id" not in table.column_names:
-        raise SweepFolderError(
-            f"{path} is not a result table; to make one: ultrabench collect -o FILE.parquet"
-        )
+        todo = "to make one: ultrabench collect -o FILE.parquet"
+        raise SweepFolderError(f"{path} is not a result table", todo)
     if version > RESULTS_SCHEMA_VERSION:
         rule = f"this ultrabench reads versions up to {RESULTS_SCHEMA_VERSION}: upgrade ultrabench"
         raise SweepFolderError(f"{path} has schema version {version}; {rule}")
@@ -147,12 +147,11 @@ def _with_codes(table: pa.Table) -> pa.Table:
 
 def _version(table: pa.Table) -> int | None:
     """The newest schema version in the metadata or rows of the table; None when there is none."""
-    claims: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
+    claims: list[Any] = [(table.schema.metadata or {}).get(VERSION_KEY)]
     if "schema_version" in table.column_names:
         claims += table["schema_version"].unique().to_pylist()
-    versions = [c.decode() if isinstance(c, bytes) else str(c) for c in claims if c is not None]
     try:
-        return max((int(version.removesuffix(".0")) for version in versions), default=None)
+        return max((int(float(claim)) for claim in claims if claim is not None), default=None)
     except ValueError:
         return None
 

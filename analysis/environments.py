@@ -6,7 +6,7 @@ repeats of one run.
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import pyarrow as pa
@@ -17,6 +17,7 @@ CHOSEN = ("env", "kernel_digest", "kernel_version")
 """Columns with what the user chose: the variables of kernel.env, and the program."""
 OBSERVED = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "variables", "driver_version")
 """Columns with what a rank saw."""
+_WITHOUT_DRIVER = [name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"]
 COLUMNS = ("sweep", "run_id", "status", "env_id", *CHOSEN, *OBSERVED)
 """Columns that this module reads."""
 _CONTEXT = (
@@ -37,15 +38,15 @@ class Environments:
     def __init__(self, table: pa.Table) -> None:
         has_several = len(table["env_id"].drop_null().unique()) > 1
         rows = table.select([*COLUMNS]).to_pylist() if has_several else []
-        parts_by_id = {row["env_id"]: row for row in rows if row["status"] == "ok" and row["env_id"]}
-        self._same, self._merged_drivers = _merged(rows)
+        ok_rows = [row for row in rows if row["status"] == "ok" and row["env_id"]]
+        parts_by_id = {row["env_id"]: row for row in ok_rows}
+        self._same, self._merged_drivers = _merged(ok_rows)
         self._parts = {env_id: parts_by_id[env_id] for env_id in sorted({*self._same.values()})}
         env_ids_by_run = defaultdict[tuple[str, str], set[str]](set)
         env_ids_by_sweep = defaultdict[str, set[str]](set)
-        for row in rows:
-            if row["status"] == "ok" and row["env_id"]:
-                env_ids_by_run[row["sweep"], row["run_id"]].add(self._same[row["env_id"]])
-                env_ids_by_sweep[row["sweep"]].add(self._same[row["env_id"]])
+        for row in ok_rows:
+            env_ids_by_run[row["sweep"], row["run_id"]].add(self._same[row["env_id"]])
+            env_ids_by_sweep[row["sweep"]].add(self._same[row["env_id"]])
 
         def environment(row: Mapping[str, str]) -> str | None:
             """The env_id of a row; a run that failed early has seen nothing, and belongs to that of its sweep."""
@@ -65,15 +66,11 @@ class Environments:
         parts = [self._parts[env_id] for env_id in distinct]
         differing = [name for name in (*CHOSEN, *OBSERVED) if len({part[name] for part in parts}) > 1]
         text_by_id = {env_id: self._words(env_id, differing, distinct) for env_id in distinct}
-        ambiguous = {
-            text for text in text_by_id.values() if [*text_by_id.values()].count(text) > 1 or not text
-        }
-        labels = {
-            env_id: f" environment {env_id[:ID_CHARS]}"
+        times = Counter(text_by_id.values())
+        return {
+            env_id: text if text and times[text] == 1 else f"{text} environment {env_id[:ID_CHARS]}".strip()
             for env_id, text in text_by_id.items()
-            if text in ambiguous
         }
-        return {env_id: f"{text}{labels.get(env_id, '')}".strip() for env_id, text in text_by_id.items()}
 
     def _words(self, env_id: str, columns: Sequence[str], env_ids: Sequence[str]) -> str:
         """The values of one environment in these columns; of variables only those that differ in `env_ids`."""
@@ -81,9 +78,8 @@ class Environments:
         for column in columns:
             values = {other_id: self._parts[other_id][column] for other_id in env_ids}
             if column in _VARIABLES:
-                texts += _variables(
-                    {other_id: json.loads(text or "{}") for other_id, text in values.items()}, env_id
-                )
+                variables = {other_id: json.loads(text or "{}") for other_id, text in values.items()}
+                texts += _variables(variables, env_id)
             else:
                 name = _NAMES.get(column, column.removesuffix("_version"))
                 texts.append(f"{name} {values[env_id] or 'unknown'}")
@@ -97,8 +93,10 @@ class Environments:
     @property
     def parts(self) -> list[dict[str, str | None]]:
         """For each row its column -> value of CHOSEN and OBSERVED without the driver; empty where there is one."""
-        names = [name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"]
-        return [{name: self._parts[env_id][name] for name in names} if env_id else {} for env_id in self.ids]
+        return [
+            {name: self._parts[env_id][name] for name in _WITHOUT_DRIVER} if env_id else {}
+            for env_id in self.ids
+        ]
 
     @property
     def notes(self) -> list[str]:
@@ -109,17 +107,13 @@ class Environments:
         ]
 
 
-def _merged(rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
+def _merged(ok_rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """env_id -> the env_id that stands for it, and sweep -> the drivers of environments of it that count as one."""
-    names = ("sweep", *(name for name in (*CHOSEN, *OBSERVED) if name != "driver_version"))
-    ok_rows = (row for row in rows if row["status"] == "ok" and row["env_id"])
-    environments = (
-        (tuple(str(row[n]) for n in names), row["env_id"], row["driver_version"] or "") for row in ok_rows
-    )
+    keys = ((tuple(str(row[n]) for n in ("sweep", *_WITHOUT_DRIVER)), row) for row in ok_rows)
+    environments = ((key, row["env_id"], row["driver_version"] or "") for key, row in keys)
     representative_by_id, merged = same_environments(sorted(environments))
-    return representative_by_id, {
-        key[0]: drivers for key, drivers in merged.items() if isinstance(key, tuple)
-    }
+    drivers_by_sweep = {key[0]: drivers for key, drivers in merged.items() if isinstance(key, tuple)}
+    return representative_by_id, drivers_by_sweep
 
 
 def _variables(variables_by_id: Mapping[str, Mapping[str, str]], env_id: str) -> list[str]:
@@ -134,9 +128,8 @@ def differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
     """Column that tells what was measured where -> its values in the tables A and B, where these differ."""
     values_by_column = {}
     for name in _CONTEXT:
-        values_a, values_b = (
-            sorted(map(str, table[name].drop_null().unique().to_pylist())) for table in (a, b)
-        )
+        distinct = (table[name].drop_null().unique().to_pylist() for table in (a, b))
+        values_a, values_b = (sorted(map(str, values)) for values in distinct)
         if values_a != values_b:
             values_by_column[name] = " / ".join(values_a) or "unknown", " / ".join(values_b) or "unknown"
     return values_by_column

@@ -89,9 +89,8 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     if unknown := [name for name in _NEEDED if row[name] is None]:
         raise ConfigError(f"missing {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
     if row["precision"] not in PRECISIONS:
-        raise ConfigError(
-            f"precision={row['precision']} cannot be predicted; supported: {', '.join(PRECISIONS)}"
-        )
+        todo = f"supported: {', '.join(PRECISIONS)}"
+        raise ConfigError(f"precision={row['precision']} cannot be predicted", todo)
     kernel, version = row["kernel"], row.get("kernel_version") or ""
     of_kernel: dict[str, Any] = {"name": kernel, "version": int(version) if version.isdecimal() else 1}
     of_kernel |= {} if kernel == "embedded" else {"kind": "command", "command": (kernel,)}

@@ -20,14 +20,13 @@ def other_models(rows_of_a: Sequence[Row], rows_of_b: Sequence[Row]) -> Iterator
     """
     shapes_a, shapes_b = _shapes(rows_of_a), _shapes(rows_of_b)
     for name in sorted(shapes_a.keys() & shapes_b.keys()):
-        only_a = [
-            shapes_a[name][model_id] for model_id in sorted(shapes_a[name].keys() - shapes_b[name].keys())
-        ]
-        only_b = [
-            shapes_b[name][model_id] for model_id in sorted(shapes_b[name].keys() - shapes_a[name].keys())
-        ]
+        of_a, of_b = shapes_a[name], shapes_b[name]
+        only_a, only_b = (
+            min(of_a.keys() - of_b.keys(), default=None),
+            min(of_b.keys() - of_a.keys(), default=None),
+        )
         if only_a and only_b:
-            yield f"model {name} differs: {differences(only_a[0], only_b[0], '{} is {} in A and {} in B')}"
+            yield f"model {name} differs: {differences(of_a[only_a], of_b[only_b], '{} is {} in A and {} in B')}"
 
 
 def _shapes(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -61,10 +61,9 @@ class BesidePublished:
         theirs = f"{rate.tokens_per_s_per_gpu:,.0f}, {rate.what}{at_nodes}; {rate.source}"
         if self.share is not None:
             return f"{ours}, {self.share:.0%} of the published rate ({theirs})"
-        pairs = (
-            f"{name} {a} ({'not stated' if b is None else b})" for name, (a, b) in self.differing.items()
-        )
-        return f"{ours}; no published rate matches. The nearest ({theirs}) differs: {', '.join(pairs)}"
+        stated = ((name, a, "not stated" if b is None else b) for name, (a, b) in self.differing.items())
+        pairs = ", ".join(f"{name} {a} ({b})" for name, a, b in stated)
+        return f"{ours}; no published rate matches. The nearest ({theirs}) differs: {pairs}"
 
 
 def published_rates() -> list[PublishedRate]:
@@ -77,10 +76,8 @@ def published_rates() -> list[PublishedRate]:
     for path in files("published").values():
         content = read_yaml(path)
         shared = {name: content[name] for name in ("gpu", *_MATCHED, "what", "source") if name in content}
-        for run in content.get("runs", ()):
-            rates.append(
-                from_dict(PublishedRate, shared | run, where=f"runs of {path.name}", skip_unknown=True)
-            )
+        runs, where = (shared | run for run in content.get("runs", ())), f"runs of {path.name}"
+        rates += [from_dict(PublishedRate, run, where=where, skip_unknown=True) for run in runs]
     return rates
 
 
@@ -116,10 +113,8 @@ def none_comparable(table: pa.Table) -> str:
     """Why `beside_published` finds no cell in a table, and what to do."""
     if not published_rates():
         return "configs/published/ has no rates; add some in ./ultrabench/published/NAME.yaml"
-    names = ["status", "suspect", "suspect_codes", "stopped"]
-    return str(
-        none_left(table.filter(pc.field("is_final")).select(names).to_pandas(), "none can be compared")
-    )
+    runs = table.filter(pc.field("is_final")).select(["status", "suspect", "suspect_codes", "stopped"])
+    return str(none_left(runs.to_pandas(), "none can be compared"))
 
 
 def _beside(cell: Cell, ours: dict[str, Any], rate: PublishedRate, model_id: str | None) -> BesidePublished:

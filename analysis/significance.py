@@ -71,10 +71,8 @@ def _correlation(runs: Iterable[Sequence[float]]) -> float:
     for run in runs:
         if len(run) >= 3:
             deviations = stats.rankdata(run) - (len(run) + 1) / 2
-            products, squares = (
-                products + float(deviations[1:] @ deviations[:-1]),
-                squares + float(deviations @ deviations),
-            )
+            products += float(deviations[1:] @ deviations[:-1])
+            squares += float(deviations @ deviations)
             lengths.append(len(run))
     if not squares:
         return 0.0

@@ -35,10 +35,8 @@ class MLflow:
         name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ultrabench"
         self._client, self._parents = client(uri), dict[str, str]()
         self.where = f"experiment {name} at {uri}"
-        experiment = self._client.get_experiment_by_name(name)
-        self._experiment = (
-            experiment.experiment_id if experiment else self._client.create_experiment(name, artifacts)
-        )
+        experiment, make = self._client.get_experiment_by_name(name), self._client.create_experiment
+        self._experiment = experiment.experiment_id if experiment else make(name, artifacts)
 
     def log(self, run: TrackedRun) -> None:
         """Makes or updates a run: settings as params, which never change, numbers as metrics, the outcome as tags."""

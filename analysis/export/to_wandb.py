@@ -43,9 +43,8 @@ class WeightsAndBiases:
         self._finish(logged, exit_code=0)
 
     def _begin(self, key: str, name: str, sweep: str, kind: str) -> Any:
-        quiet = self._wandb.Settings(
-            silent=True, console="off", disable_git=True, x_disable_stats=True, x_disable_meta=True
-        )
+        without = dict.fromkeys(("disable_git", "x_disable_stats", "x_disable_meta"), True)
+        quiet = self._wandb.Settings(silent=True, console="off", **without)
         return self._wandb.init(
             project=self._project, id=key, name=name, group=sweep, job_type=kind, dir=str(self._folder),
             resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow", settings=quiet,

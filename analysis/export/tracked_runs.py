@@ -7,12 +7,13 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 
 from ultrabench.analysis.cells import layout_words
@@ -104,12 +105,19 @@ def tracked_runs(table: pa.Table, *, ranks: bool = True) -> list[TrackedRun]:
     return [_tracked(row, of_row, ranks) for row, of_row in pairs if row["status"] not in NOT_TRIED]
 
 
+def csv_text(runs: Sequence[TrackedRun]) -> str:
+    """The text of a CSV file with a line for each run; what is not known of a run is empty."""
+    names = [{"sweep": run.sweep, "run_id": run.run_id, "name": run.name} for run in runs]
+    parts = names, [run.config for run in runs], [run.metrics for run in runs], [run.tags for run in runs]
+    table = pd.concat([pd.DataFrame(part, dtype=object) for part in parts], axis=1)
+    return table.to_csv(index=False, lineterminator="\n")
+
+
 def _tracked(row: Row, marks: Row, ranks: bool) -> TrackedRun:
     options = {f"variant.{name}": str(value) for name, value in marks["options"].items()}
     numbers = [*_present(marks, (*_RANKS * ranks, _RANKED)), *_present(row, _METRICS)]
-    texts = {name: marks[name] for name in (*_MARKS * ranks, "ranked_by")} | {
-        name: row[name] for name in _TAGS
-    }
+    texts = {name: marks[name] for name in (*_MARKS * ranks, "ranked_by")}
+    texts |= {name: row[name] for name in _TAGS}
     cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
     return TrackedRun(
         sweep=row["sweep"] or row["source"] or "",

@@ -84,9 +84,8 @@ def _refused(error: Exception) -> UltrabenchError:
     """The error of a tracker's library, which may be of any class, as one of ours."""
     if isinstance(error, UltrabenchError):
         return error
-    return UltrabenchError(
-        f"the tracker failed: {first_line(error)}", "export again when it works; existing runs are updated"
-    )
+    todo = "export again when it works; existing runs are updated"
+    return UltrabenchError(f"the tracker failed: {first_line(error)}", todo)
 
 
 def first_line(error: Exception) -> str:

@@ -4,24 +4,24 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import MAY_DIFFER
 from ultrabench.analysis.compare import Comparison
 from ultrabench.analysis.figures.picture import GREY
-from ultrabench.analysis.figures.style import label, legend, legend_entry, log_ticks, panel_grid
+from ultrabench.analysis.figures.style import Panel, panel_grid
 from ultrabench.analysis.significance import ALPHA
 from ultrabench.errors import ConfigError, counted
 
 _LOOKS: dict[str | None, dict[str, Any]] = {
-    "slower": {"marker": "^", "color": "#d55e00", "markersize": 7, "linestyle": ""},
-    "faster": {"marker": "v", "color": "#0173b2", "markersize": 7, "linestyle": ""},
-    None: {"marker": "o", "color": "#949494", "markersize": 3.5, "linestyle": ""},
-}
+    "slower": {"marker": "^", "color": "#d55e00", "markersize": 7, "label": f"slower, p <= {ALPHA:g} corrected"},
+    "faster": {"marker": "v", "color": "#0173b2", "markersize": 7, "label": f"faster, p <= {ALPHA:g} corrected"},
+    None: {"marker": "o", "color": "#949494", "markersize": 3.5, "label": "no significant difference"},
+}  # fmt: skip
 """Finding -> marker; layouts without one have small grey points."""
 _WON: dict[str, Any] = {
-    "marker": "s", "markerfacecolor": "none", "color": "black", "markersize": 11, "linestyle": "",
+    "marker": "s", "markerfacecolor": "none", "color": "black", "markersize": 11,
+    "label": "best of its cell in only one of A and B",
 }  # fmt: skip
 """Frame around the layouts that won a cell in A or in B, where these differ."""
 _NAMED = 6
@@ -40,35 +40,29 @@ def figure(comparison: Comparison) -> Figure:
         raise ConfigError("no layout has a step time in both A and B", todo)
     models = list(rows.sort_values(["num_params", "model"])["model"].unique())
     heading = f"Step times of {comparison.title}: {counted(len(rows), 'layout')}"
+    keys = [look | {"linestyle": ""} for look in (*_LOOKS.values(), _WON)]
     note = "\n".join(_notes(comparison))
-    whole, middle, panels = panel_grid(len(models), title=heading, notes=note, sharey=True)
+    whole, panels = panel_grid(models, title=heading, notes=note, keys=keys, sharey=True)
     winners = comparison.winners.to_dict("records")
     won = {(w["model"], w["nodes"], w[side]) for w in winners for side in ("best_a", "best_b")}
     a, b = (name if len(name) <= 14 else f"{name[:12]}.." for name in comparison.names)
-    for axes, model in zip(panels, models, strict=True):
+    for model, axes in panels.items():
         axes.axhspan(1 / (1 + comparison.threshold), 1 + comparison.threshold, color="#efefef", zorder=0)
         axes.axhline(1, color=GREY, linewidth=0.8)
         _draw(axes, rows[rows["model"] == model].reset_index(drop=True), won)
-        label(axes, model, "layouts, sorted by ratio", f"step time of {b} / {a}")
-        axes.set_yscale("log")
-        log_ticks(axes.yaxis, rows["ratio"].min(), rows["ratio"].max())
-        axes.yaxis.set_major_formatter("{x:g} x")
-    names_of = {
-        name: f"{name}, p <= {ALPHA:g} corrected" if name else "no significant difference" for name in _LOOKS
-    }
-    handles = [legend_entry(names_of[name], **look) for name, look in _LOOKS.items()]
-    legend(middle, [*handles, legend_entry("best of its cell in only one of A and B", **_WON)])
+        axes.describe(model, "layouts, sorted by ratio", f"step time of {b} / {a}")
+        axes.log_scale("y", rows["ratio"].min(), rows["ratio"].max(), "{x:g} x")
     return whole
 
 
-def _draw(axes: Axes, ratios: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
+def _draw(axes: Panel, ratios: pd.DataFrame, won: Set[tuple[object, ...]]) -> None:
     """Draws the ratios of one model with their findings, frames around winners, and the name of the largest."""
     for finding, look in _LOOKS.items():
         shown = ratios[ratios["finding"].isna() if finding is None else ratios["finding"] == finding]
-        axes.plot(shown.index + 1, shown["ratio"], markeredgewidth=0, **look)
+        axes.plot(shown.index + 1, shown["ratio"], linestyle="", markeredgewidth=0, **look)
     framed = [cell in won for cell in zip(ratios["model"], ratios["nodes"], ratios["layout"], strict=True)]
     if any(framed):  # without a point it would have no size in the layout
-        axes.plot(ratios.index[framed] + 1, ratios["ratio"][framed], clip_on=False, **_WON)
+        axes.plot(ratios.index[framed] + 1, ratios["ratio"][framed], linestyle="", clip_on=False, **_WON)
     last, number = ratios.iloc[-1], len(ratios)
     # It is above all others, which are not larger.
     side, place, away = ("right", "bottom", (4, 8)) if number > 1 else ("left", "center", (9, 0))
@@ -83,11 +77,8 @@ def _draw(axes: Axes, ratios: pd.DataFrame, won: Set[tuple[object, ...]]) -> Non
 def _notes(comparison: Comparison) -> Iterator[str]:
     """The lines under the figure: what was left out, and which cells another layout wins."""
     changes = [f"{name} {a} -> {b}" for name, (a, b) in comparison.differing.items() if name in MAY_DIFFER]
-    changed = (
-        f"From A to B: {', '.join(changes)}."
-        if changes
-        else "No known change of hardware, kernel or precision."
-    )
+    unchanged = "No known change of hardware, kernel or precision."
+    changed = f"From A to B: {', '.join(changes)}." if changes else unchanged
     yield f"A: {comparison.names[0]}. B: {comparison.names[1]}. {changed}"
     yield " ".join(comparison.notes)
     yield "Grey band: differences within the threshold. Above 1 x, B is slower."

@@ -7,6 +7,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
@@ -99,9 +100,8 @@ def paint(axes: Axes, grid: Grid, cell: Cell, lines: Sequence[Line], end: float)
     # Each line is a text of its own, so that a viewer without the font still centres every line.
     for place, (text, size, weight) in zip(places, lines, strict=True):
         centre_y = y + 0.5 + (place - places[-1] / 2) / grid.height
-        axes.text(
-            x + 0.5, centre_y, text, color=ink, fontsize=size, fontweight=weight, ha="center", va="center"
-        )
+        font: dict[str, Any] = {"color": ink, "fontsize": size, "fontweight": weight}
+        axes.text(x + 0.5, centre_y, text, ha="center", va="center", **font)
 
 
 def _places(lines: Sequence[Line]) -> list[float]:
@@ -189,9 +189,8 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         ConfigError: there are no cells, or more than _MOST_PANELS panels.
     """
     if not cells:
-        raise ConfigError(
-            "the table has no cells; plan a sweep, or draw bandwidths with: ultrabench plot comm"
-        )
+        todo = "plan a sweep, or draw bandwidths with: ultrabench plot comm"
+        raise ConfigError("the table has no cells", todo)
     grids = _grids(cells, compared_with)
     if len(grids) > _MOST_PANELS:
         groups = f"{counted(len(cells), 'cell')} in {len(grids)} groups of hardware, kernel, precision, routing, seq_len and gbs"
@@ -206,25 +205,22 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
     foot = 0.2 + _NOTE_LINE * len(lines)
     top = foot + sum(_HEADER + grid.size[1] + _AXIS for grid in grids)
     height = top + _TITLE_LINE * len(heading) + _TOP
-    picture = Figure(figsize=(width, height), facecolor="white")
-    picture.text(
-        left_inches / width, 1 - _TOP / height, "\n".join(heading), va="top", linespacing=1.25, **_TITLE
-    )
+    picture, inches = Figure(figsize=(width, height), facecolor="white"), np.array([width, height])
+    margin = left_inches / width
+    picture.text(margin, 1 - _TOP / height, "\n".join(heading), va="top", linespacing=1.25, **_TITLE)
     end = scale_end(map(_scaled, cells))
     for grid in grids:
         wide, high = grid.size
         down = top - _HEADER - high
-        axes = picture.add_axes((left_inches / width, down / height, wide / width, high / height))
+        axes = picture.add_axes((*(left_inches, down) / inches, *(wide, high) / inches))
         for cell, written in zip(grid.cells, grid.lines, strict=True):
             paint(axes, grid, cell, written, end)
         _draw_labels(axes, grid, room)
         if any(cell.shown_value is not None for cell in grid.cells):
-            bar = picture.add_axes(
-                ((left_inches + wide + 0.25) / width, down / height, 0.18 / width, high / height)
-            )
-            _draw_bar(bar, grid, end)
+            place = (left_inches + wide + 0.25, down) / inches
+            _draw_bar(picture.add_axes((*place, *(0.18, high) / inches)), grid, end)
         top = down - _AXIS
-    picture.text(left_inches / width, foot / height, "\n".join(lines), va="top", linespacing=1.35, **_SMALL)
+    picture.text(margin, foot / height, "\n".join(lines), va="top", linespacing=1.35, **_SMALL)
     return picture
 
 

@@ -23,39 +23,25 @@ class Kind:
     """Values of --axis, the default first; empty for a figure without a choice of axis."""
     by: str = ""
     """The column that is up without --by; empty for a figure without a choice of column."""
-    draws_runs: bool = False
-    """Whether it draws a mark for each run, or the numbers of runs in the column `runs`."""
     over_any_axis: bool = False
     """Whether it is drawn over any axis that varied in the results, which the command names after the kind."""
     of_layout: bool = False
     """Whether it shows a layout, given as NAME=VALUE; results are then what was measured of it, or are not taken."""
 
 
+_RATE = "tokens_per_s_per_gpu"
 KINDS = {
     "comm": Kind("bandwidth of collectives over nodes, from sweep=comm"),
-    "scatter": Kind("MFU and throughput of every measured run over nodes", draws_runs=True),
-    "scaling": Kind(
-        "best throughput and its memory over nodes or a degree",
-        ("nodes", *DEGREES, *DIVIDES),
-        draws_runs=True,
-    ),
+    "scatter": Kind("MFU and throughput of every measured run over nodes"),
+    "scaling": Kind("best throughput and its memory over nodes or a degree", ("nodes", *DEGREES, *DIVIDES)),
     "effect": Kind("speedup by each value of an axis, all else equal: effect AXIS", over_any_axis=True),
-    "largest-batch": Kind(
-        "largest micro-batch that fits over tp, pp and recompute, predicted and measured", draws_runs=True
-    ),
-    "pareto": Kind(
-        "throughput, energy or cost against peak memory, with the Pareto front",
-        by="tokens_per_s_per_gpu",
-        draws_runs=True,
-    ),
-    "predicted": Kind("predicted against measured step time and memory of each run", draws_runs=True),
-    "checkpoint": Kind(
-        "time and bandwidth of checkpoints over nodes, from measure.checkpoint=true", draws_runs=True
-    ),
+    "largest-batch": Kind("largest micro-batch that fits over tp, pp and recompute, predicted and measured"),
+    "pareto": Kind("throughput, energy or cost against peak memory, with the Pareto front", by=_RATE),
+    "predicted": Kind("predicted against measured step time and memory of each run"),
+    "checkpoint": Kind("time and bandwidth of checkpoints over nodes, from measure.checkpoint=true"),
     "failures": Kind(
         "how runs ended, over nodes or a degree",
         ("nodes", *(name for name in (*DEGREES, *USUAL) if name not in TEXT_AXES)),
-        draws_runs=True,
     ),
     "nodes": Kind("rates of each node over time, slow and failing nodes first"),
     "bubble": Kind("bubble of pipeline schedules over micro-batches, and the measured cost of pipelines"),
@@ -91,27 +77,27 @@ def prepared(
         ConfigError: no such kind, axis or column, or the table has nothing to draw.
     """
     require_known("figure", KINDS, kind)
-    axes, of_layout, over_any_axis = KINDS[kind].axes, KINDS[kind].of_layout, KINDS[kind].over_any_axis
-    if layout and not of_layout:
+    chosen = KINDS[kind]
+    if layout and not chosen.of_layout:
         raise ConfigError(f"layout: the figure {kind} shows results, not a layout; filter the rows instead")
-    if axis is not None and not axes and not over_any_axis:
+    if axis is not None and not chosen.axes and not chosen.over_any_axis:
         raise ConfigError(f"--axis {axis}: the figure {kind} takes no axis; remove --axis")
-    if by is not None and not KINDS[kind].by:
+    if by is not None and not chosen.by:
         raise ConfigError(f"--by {by}: the figure {kind} takes no column; remove --by")
-    if axis is not None and not over_any_axis:
-        require_known(f"axis of the figure {kind}", axes, axis)
+    if axis is not None and not chosen.over_any_axis:
+        require_known(f"axis of the figure {kind}", chosen.axes, axis)
     module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
-    options = {"axis": axis} if over_any_axis else {"axis": axis or axes[0]} if axes else {}
-    options |= {"by": by or KINDS[kind].by} if KINDS[kind].by else {}
-    points, notes = module.points(*((layout or {},) if of_layout else ()), table, **options)
+    options = {"axis": axis or next(iter(chosen.axes), None)} if chosen.axes or chosen.over_any_axis else {}
+    options |= {"by": by or chosen.by} if chosen.by else {}
+    points, notes = module.points(*((layout or {},) if chosen.of_layout else ()), table, **options)
     return points, lambda: module.figure(points, title=title, notes=notes, **options)
 
 
-def runs_drawn(kind: str, points: "pd.DataFrame") -> int | None:
+def runs_drawn(points: "pd.DataFrame") -> int | None:
     """How many runs a figure of these points shows; None for a figure of formulas, layouts or links."""
-    if not KINDS[kind].draws_runs:
-        return None
-    return int(points["runs"].sum()) if "runs" in points else len(points)
+    if "runs" in points:
+        return int(points["runs"].sum())
+    return len(points) if "run_id" in points else None
 
 
 def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":

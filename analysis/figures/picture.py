@@ -41,9 +41,8 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
     """
     suffix = path.suffix.lower()
     if suffix not in _METADATA:
-        raise ConfigError(
-            f"-o {path} does not end in .png, .svg or .pdf", "give a file with one of these endings"
-        )
+        todo = "give a file with one of these endings"
+        raise ConfigError(f"-o {path} does not end in .png, .svg or .pdf", todo)
     buffer = io.BytesIO()
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")

@@ -50,12 +50,8 @@ def final(table: pa.Table, more: Sequence[str] = ()) -> pd.DataFrame:
         todo = "launch a sweep: ultrabench sweep launch"
         if "probe" in table["kernel"].to_pylist():
             todo = "draw its bandwidths with: ultrabench plot comm"
-        fact = (
-            f"none of {counted(len(table), 'row')} is of a training run"
-            if len(table)
-            else "the table has no rows"
-        )
-        raise ConfigError(f"{fact}; {todo}")
+        none = f"none of {counted(len(table), 'row')} is of a training run"
+        raise ConfigError(none if len(table) else "the table has no rows", todo)
     oks = {s.repeat: s for s in chain(*ranking.standings.values()) if s.outcome == Status.OK}
     intervals = {row: standing.rate_interval for row, standing in oks.items() if standing.rate_interval}
     ends = pd.DataFrame(intervals.values(), [*intervals], ["rate_low", "rate_high"], float)
@@ -139,9 +135,8 @@ def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.assign(batch=pd.Series(batches, frame.index, object))
     for name in _OF_PANEL:
         if frame.groupby("model")[name].nunique().max() > 1:
-            panel += " | " + frame[name].map(cells.SETTINGS[name], na_action="ignore").fillna(
-                f"unknown {name}"
-            )
+            settings = frame[name].map(cells.SETTINGS[name], na_action="ignore")
+            panel += " | " + settings.fillna(f"unknown {name}")
     batch_of_all = frame["gbs"] / frame["nodes"].where(frame["scaling"] == WEAK, 1)
     order = ["num_params", "model", *PANEL[:-1], "batch_of_all", "panel", "nodes", *AXES]
     frame = frame.assign(panel=panel, batch_of_all=batch_of_all)

@@ -79,13 +79,10 @@ def _fill_model(frame: pd.DataFrame, models: Mapping[str, str]) -> Iterator[tupl
                 other = frame[rows & frame[size].notna() & (frame[size] != usual)]
                 subject = "vocabulary" if size == "vocab_size" else "architecture"
                 grouped = (size == "num_key_value_heads") & (other[size] < other["num_attention_heads"])
-                text = (
-                    f"different {subject}: {size}="
-                    + _text(other[size])
-                    + grouped.map({True: " (GQA)", False: ""})
-                )
-                yield f"other_{subject}", text + f", {models[name]} has {usual}"
-                frame.loc[rows, size] = frame.loc[rows, size].where(frame.loc[rows, size].notna(), usual)
+                text = f"different {subject}: {size}=" + _text(other[size])
+                text += grouped.map({True: " (GQA)", False: ""}) + f", {models[name]} has {usual}"
+                yield f"other_{subject}", text
+                frame.loc[rows & frame[size].isna(), size] = usual
     for row, shape in _shapes(frame).items():
         frame.loc[row, _PARAMS] = [getattr(shape, name) for name in _PARAMS]
 
@@ -119,9 +116,8 @@ def _fill_speed(frame: pd.DataFrame) -> None:
     known = (frame["status"] == "ok") & (frame["gpus"] != 0) & (speed > 0) & (speed < math.inf)
     frame.loc[known, "tokens_per_s_per_gpu"] = speed
     frame.loc[known, "tokens_per_s"] = _computed(frame, "tokens_per_s_per_gpu * gpus")
-    frame.loc[known, "step_time_s"] = frame["step_time_s"].fillna(
-        _computed(frame, "tokens_per_step / tokens_per_s")
-    )
+    step_time_s = _computed(frame, "tokens_per_step / tokens_per_s")
+    frame.loc[known, "step_time_s"] = frame["step_time_s"].fillna(step_time_s)
     shapes = _shapes(frame[known & (frame["seq_len"] > 0)])
     flops = {row: shape.flops_per_token(int(frame["seq_len"][row])) for row, shape in shapes.items()}
     rates = pd.Series(flops, dtype=float) * speed.reindex([*flops])

@@ -1,10 +1,9 @@
 """Makes result rows of the rows of a CSV file: as many as it has, in its order."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,12 +11,11 @@ import pyarrow as pa
 
 from ultrabench.analysis.importing.derived import Doubts, completed, typed
 from ultrabench.analysis.importing.table_map import KINDS, UNITS, Source, TableMap, condition
-from ultrabench.analysis.rows import doubt_columns
 from ultrabench.analysis.schema import BOOL, INT, SCHEMA, SIZES, TEXT
 from ultrabench.errors import ConfigError, UltrabenchError, require_known, unknown_name
 from ultrabench.layout import AXES
 from ultrabench.record import content_id
-from ultrabench.result import Doubt, Status
+from ultrabench.result import Status
 
 _NO_VALUE = frozenset({"", "nan", "null", "na", "n/a", "-"})
 """Texts, in lower case, that mean that a value is unknown; in columns of numbers `none` does so, too."""
@@ -103,10 +101,8 @@ def _values(name: str, source: Source, texts: pd.Series) -> pd.Series:
     if source.values or kind == BOOL:
         meanings = {key.lower(): value for key, value in (source.values or _TRUTH).items()}
         for line, text in texts[~no_value & ~words.isin(meanings)].items():
-            unknown = unknown_name(
-                f"{'' if source.values else 'truth '}value of {column}", text, source.values or _TRUTH
-            )
-            raise ConfigError(f"line {line}: {unknown}")
+            kind_of_value = f"{'' if source.values else 'truth '}value of {column}"
+            raise ConfigError(f"line {line}: {unknown_name(kind_of_value, text, source.values or _TRUTH)}")
         return words.map(meanings).astype(object)
     if kind == TEXT:
         return texts.where(~no_value, None).astype(object)
@@ -128,14 +124,14 @@ def _with_doubts(
         for text in rule.when:
             rows = rows[condition(text)[1](rows)]
         doubts.append((rule.code or sentence, pd.Series(sentence, rows.index)))
-    doubts_by_line: dict[Any, list[Doubt]] = {line: [] for line in frame.index}
-    counts = defaultdict[str, Counter[str]](Counter)
-    for code, sentences in doubts:
-        for line, sentence in sentences.dropna().items():
-            doubts_by_line[line].append(Doubt(code, sentence))
-            counts[code][str(frame.at[line, "status"])] += 1
-    of_doubt = pd.DataFrame([*map(doubt_columns, doubts_by_line.values())], frame.index, dtype=object)
-    frame = frame.assign(**of_doubt, run_id=[content_id(row) for row in typed(frame, _IDENTITY).to_pylist()])
+    parts = [pd.DataFrame({"code": code, "sentence": of_lines.dropna()}) for code, of_lines in doubts]
+    pairs = pd.concat(parts)
+    by_line = pairs.groupby(level=0)
+    frame["suspect"] = pd.Series({line: "; ".join(of) for line, of in by_line["sentence"]}, dtype=object)
+    frame["suspect_codes"] = pd.Series({line: [*of] for line, of in by_line["code"]}, dtype=object)
+    frame["run_id"] = [content_id(row) for row in typed(frame, _IDENTITY).to_pylist()]
     frame["repeat"] = frame.groupby("run_id").cumcount()
     frame["sweep"], frame["source"] = frame["sweep"].fillna(path.stem), frame["source"].fillna(path.name)
-    return typed(frame, SCHEMA.names), dict(sorted(counts.items()))
+    by_code = frame["status"].loc[pairs.index].groupby(pairs["code"].array)
+    counts = {str(code): Counter(statuses) for code, statuses in by_code}
+    return typed(frame, SCHEMA.names), counts

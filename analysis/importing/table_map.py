@@ -50,9 +50,8 @@ class Source:
         except re.error as error:
             raise ConfigError(f"pattern={self.pattern!r} is not a regular expression: {error}") from None
         if groups != 1:
-            raise ConfigError(
-                f"pattern={self.pattern!r} has {groups} groups; use exactly one, as in '^([^_]+)_'"
-            )
+            todo = "use exactly one, as in '^([^_]+)_'"
+            raise ConfigError(f"pattern={self.pattern!r} has {groups} groups", todo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +145,8 @@ def condition(text: str) -> tuple[str, Callable[[pd.DataFrame], pd.Series]]:
     """
     parts = text.split()
     if len(parts) != 3 or parts[1] not in _COMPARISONS:
-        raise ConfigError(
-            f"condition {text!r}; write COLUMN OPERATOR VALUE, with an operator of {' '.join(_COMPARISONS)}"
-        )
+        todo = f"write COLUMN OPERATOR VALUE, with an operator of {' '.join(_COMPARISONS)}"
+        raise ConfigError(f"condition {text!r}", todo)
     column, compare, value = parts[0], _COMPARISONS[parts[1]], parts[2].lower()
     if KINDS.get(column, INT) not in (INT, FLOAT):
         return (

@@ -3,13 +3,13 @@
 A row is a dict of COLUMNS. The command reads the rows from journals, the page and the figure from a result table.
 """
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import asdict
 
 from ultrabench.device_rates import NODE_RATES, preflight_rates
 from ultrabench.result import Status
@@ -23,21 +23,11 @@ Row = dict[str, Any]
 LINKS = ("allreduce_intra_node_busbw_bytes_per_s", "allreduce_busbw_bytes_per_s")
 CONTROL = "control_steps_per_s"
 """The rate of the control run, the reciprocal of its step time."""
-RATES = dict(
-    zip((*NODE_RATES, *LINKS, CONTROL), ("matmul", "memory", "links inside", "links", "control"), strict=True)
-)
+_MEASURED = ("matmul", "memory", "links inside", "links", "control")
+RATES = dict(zip((*NODE_RATES, *LINKS, CONTROL), _MEASURED, strict=True))
 """Rate that is compared between nodes -> what it is of."""
-_OF_RESULT = (
-    "status", "cause", "suspect_hosts", "hostnames", "throttled", "gpu_name", "torch_version", "cuda_version",
-)  # fmt: skip
-_OF_ALLOCATION = ("control", *NODE_RATES, *LINKS)
-COLUMNS = (
-    "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "started_at", "step_time_s", *_OF_RESULT, *_OF_ALLOCATION,
-)  # fmt: skip
-"""The columns of results that say something about nodes."""
 _SETTING = ("kernel", "gpu_name", "torch_version", "cuda_version")
 """Columns that must be equal where rates are compared, beside cluster and hardware."""
-_result_values = operator.attrgetter(*_OF_RESULT)
 
 
 class Node(NamedTuple):
@@ -60,6 +50,13 @@ class _Result(msgspec.Struct, gc=False):
     cuda_version: str | None = None
     started_at: float | None = None
     step_times_s: tuple[float, ...] = ()
+
+
+COLUMNS = (
+    "sweep", "cluster", "hardware", "kernel", "allocation", "run_id", "step_time_s", "control", *NODE_RATES, *LINKS,
+    *(name for name in _Result.__struct_fields__ if name != "step_times_s"),
+)  # fmt: skip
+"""The columns of results that say something about nodes."""
 
 
 class _Ended(msgspec.Struct, gc=False):
@@ -111,13 +108,11 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
             if isinstance(line.event, Preflight):
                 name = line.event.allocation
                 preflight_s[name] = max(line.time, preflight_s.get(name, 0.0))
-    of_sweep = {"sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name}
-    of_sweep["kernel"] = sweep.kernel.name
+    of_sweep = {
+        "sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name, "kernel": sweep.kernel.name,
+    }  # fmt: skip
     of_allocation = {
-        name: of_sweep
-        | {"cluster": allocation.cluster(sweep.cluster)}
-        | preflight_rates(allocation.preflight)
-        | _health(allocation, preflight_s.get(name, 0.0))
+        name: of_sweep | _of_allocation(allocation, sweep.cluster, preflight_s.get(name, 0.0))
         for name, allocation in fold(lines).allocations.items()
     }
     for _, end in ends.values():
@@ -126,9 +121,8 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
             **of_allocation.get(end.allocation or "", of_sweep),
             "allocation": end.allocation,
             "run_id": end.run_id,
-            "started_at": result.started_at,
+            **asdict(result),
             "step_time_s": median(result.step_times_s) if result.step_times_s else None,
-            **dict(zip(_OF_RESULT, _result_values(result), strict=True)),
         }
 
 
@@ -142,11 +136,13 @@ def _seconds(time: datetime | None) -> float | None:
     return None if time is None else time.astimezone(UTC).timestamp()
 
 
-def _health(allocation: AllocationState, time_s: float) -> Row:
-    """The control run of an allocation; of its latest preflight the findings by host and the time, which only journals have."""
+def _of_allocation(allocation: AllocationState, cluster: str | None, time_s: float) -> Row:
+    """The columns of an allocation; of its latest preflight also the findings by host and the time, which only journals have."""
     nodes = allocation.preflight.get("nodes")
     facts = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
     return {
+        **preflight_rates(allocation.preflight),
+        "cluster": allocation.cluster(cluster),
         "control": allocation.control,
         "health": {str(node.get("host")): node["health"] for node in facts if node.get("health")},
         "preflight_s": time_s,
@@ -170,14 +166,8 @@ def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
     counted_places = set[tuple[object, object]]()
     for row in sorted(timed, key=lambda row: (row["status"] != Status.OK, row["started_at"])):
         is_control = row["run_id"] == row.get("control") and row["status"] == Status.OK and row["step_time_s"]
-        place = row["sweep"], row["allocation"]
-        if place in counted_places and not is_control:
-            continue
-        nodes, started_s, setting = (
-            nodes_of(row),
-            row["started_at"],
-            tuple(row.get(name) for name in _SETTING),
-        )
+        place, nodes, started_s = (row["sweep"], row["allocation"]), nodes_of(row), row["started_at"]
+        setting = tuple(row.get(name) for name in _SETTING)
         if is_control:
             rate = 1 / row["step_time_s"]
             yield Measurement(CONTROL, row["hardware"], (*setting, row["run_id"]), nodes, started_s, rate)

@@ -76,9 +76,8 @@ def relative_speeds(measured: Iterable[Measurement]) -> dict[tuple[str, Node], R
     for measurement in measured:
         if measurement.value > 0:
             groups[measurement.rate, measurement.hardware, measurement.nodes[0].cluster].append(measurement)
-    effects = {
-        (str(rate), node): e for (rate, *_), group in groups.items() for node, e in _fit(group).items()
-    }
+    fits = ((str(rate), _fit(group)) for (rate, *_), group in groups.items())
+    effects = {(rate, node): effect for rate, fit in fits for node, effect in fit.items()}
     level = 1 - (1 - CONFIDENCE) / 2 / max(1, sum(e.error is not None for e in effects.values()))
     speeds = {}
     for key, (effect, days, error, freedom) in effects.items():
@@ -151,10 +150,8 @@ def _fit(group: Sequence[Measurement]) -> dict[Node, _Effect]:
     was_compared = np.zeros_like(scores, dtype=bool)
     np.add.at(scores, rows.day, (x * (y - x @ effects)[:, None]) @ inverse)
     np.logical_or.at(was_compared, rows.day, rows.took_part & (abs(x) > 1e-9))
-    days, freedom = (
-        was_compared.sum(axis=0),
-        len(y) - len(rows.constants) - round(np.trace(squares @ inverse)),
-    )
+    days = was_compared.sum(axis=0)
+    freedom = len(y) - len(rows.constants) - round(np.trace(squares @ inverse))
     # The projection on what stays open: 1/n among n nodes that are compared, 1/2 more where two cannot be told apart.
     still_open = np.eye(len(rows.nodes)) - squares @ inverse
     told_apart = (np.diag(still_open) < 0.5 - 1e-6) & (days > 0)

@@ -24,9 +24,8 @@ NOTE = (
 def cells(report: NodeReport) -> list[object]:
     """The cells of a node under HEADS."""
     speeds = [_speed(report, rate) for rate in RATES]
-    marks = ["failing"] * report.failing + [f"slow: {', '.join(RATES[rate] for rate in report.slow)}"] * bool(
-        report.slow
-    )
+    slow = ", ".join(RATES[rate] for rate in report.slow)
+    marks = ["failing"] * report.failing + [f"slow: {slow}"] * bool(slow)
     failures = ", ".join(f"{cause} {number}" for cause, number in report.failures.most_common())
     counts = report.throttled or None, report.failures[XID] or None
     return [
@@ -37,9 +36,8 @@ def cells(report: NodeReport) -> list[object]:
 
 def health_text(report: NodeReport) -> str | None:
     """The findings of the latest preflight of a node, such as `power limit (GPU 0: 200 W below)`; None if unknown."""
-    return "; ".join(complaints(report.health, *COMPLAINTS).values()) or (
-        "no findings" if report.health else None
-    )
+    none = "no findings" if report.health else None
+    return "; ".join(complaints(report.health, *COMPLAINTS).values()) or none
 
 
 def losses_text(reports: Sequence[NodeReport]) -> str:

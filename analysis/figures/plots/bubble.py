@@ -6,14 +6,12 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.picture import DARK, EDGE, GREY
 from ultrabench.analysis.figures.runs import final, measured
-from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid, remark
+from ultrabench.analysis.figures.style import Panel, looks, panel_grid
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, FOLLOWING, Layout, default_schedule, details_of
 from ultrabench.sweep.predict.pipeline import bubble_share
@@ -93,27 +91,27 @@ def _notes(pairs: pd.DataFrame, piped: pd.DataFrame) -> str:
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each pp: lines of the formulas, and points of measured runs coloured by their number of nodes."""
     lines, pairs = drawn[drawn["nodes"] == 0], drawn[drawn["nodes"] > 0]
-    nodes, degrees = looks(sorted(pairs["nodes"].unique()), ordered=True), sorted(drawn["pp"].unique())
+    node_counts, point = sorted(pairs["nodes"].unique()), {"linestyle": "", "marker": "o"}
+    nodes = looks(node_counts, ordered=True, name=lambda n: counted(n, "node"), **point)
     against = " and measured cost of pipelines (points)" if len(pairs) else ""
     heading = f"Bubble of pipeline schedules (lines){against}: {title}"
-    whole, middle, panels = panel_grid(len(degrees), title=heading, notes=notes, sharey=True)
     styles = _styles(lines)
-    for axes, pp in zip(panels, degrees, strict=True):
+    markers = [
+        {"label": f"measured, {name}", "linestyle": "", "marker": marker, "color": GREY}
+        for name, marker in _MARKERS.items() if (pairs["schedule"] == name).any()
+    ]  # fmt: skip
+    keys, degrees = [*styles.values(), *markers, *nodes.values()], sorted(drawn["pp"].unique())
+    whole, panels = panel_grid(degrees, title=heading, notes=notes, keys=keys, sharey=True)
+    for pp, axes in panels.items():
         for schedule_and_stages, series in lines[lines["pp"] == pp].groupby(["schedule", "virtual_stages"]):
             axes.plot(series["gas"], 100 * series["share"], **styles[schedule_and_stages], zorder=3)
         for (schedule, n), series in pairs[pairs["pp"] == pp].groupby(["schedule", "nodes"]):
             look = {"color": nodes[n]["color"], "marker": _MARKERS[schedule], **EDGE}
             axes.scatter(series["gas"], 100 * series["share"], 22, **look, zorder=4)
         if len(pairs) and not (pairs["pp"] == pp).any():
-            remark(axes, "no measured pairs")
-        label(axes, f"pp={pp}", "micro-batches per step (gas)", "share of the step (%)")
+            axes.remark("no measured pairs")
+        axes.describe(f"pp={pp}", "micro-batches per step (gas)", "share of the step (%)")
         _scale(axes, drawn)
-    measured_with = [name for name in _MARKERS if (pairs["schedule"] == name).any()]
-    legend(middle, [
-        *(Line2D([], [], **look) for look in styles.values()),
-        *(legend_entry(f"measured, {name}", linestyle="", marker=_MARKERS[name], color=GREY) for name in measured_with),
-        *(legend_entry(counted(n, "node"), linestyle="", marker="o", color=nodes[n]["color"]) for n in nodes),
-    ])  # fmt: skip
     return whole
 
 
@@ -131,7 +129,7 @@ def _styles(lines: pd.DataFrame) -> dict[tuple[str, int], dict[str, Any]]:
     }
 
 
-def _scale(axes: Axes, drawn: pd.DataFrame) -> None:
+def _scale(axes: Panel, drawn: pd.DataFrame) -> None:
     """Scales gas by powers of two, and the share to 100 %, from below 0 where a pipeline was faster."""
     smallest_gas, largest_gas = int(drawn["gas"].min()), int(drawn["gas"].max())
     ticks = [2**n for n in range(smallest_gas.bit_length() - 1, largest_gas.bit_length())]

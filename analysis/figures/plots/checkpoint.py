@@ -2,16 +2,14 @@
 
 from collections import Counter
 from itertools import product
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import seaborn as sns
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.runs import final, known
-from ultrabench.analysis.figures.style import categories, label, legend, legend_entry, looks, panel_grid
+from ultrabench.analysis.figures.style import looks, panel_grid
 from ultrabench.errors import counted
 from ultrabench.result import SLOWER
 
@@ -25,8 +23,6 @@ _SERIES = {
 }
 """Series -> its column, what the column is multiplied by, and the unit, each of which has a panel."""
 _UNITS = tuple(dict.fromkeys(unit for _, _, unit in _SERIES.values()))
-_LINE: dict[str, Any] = {"estimator": "median", "errorbar": ("pi", 100), "err_kws": {"linewidth": 0}}
-"""Options of seaborn for a line through the medians and a band from the lowest to the highest value."""
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -43,10 +39,10 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     count = counted(len(without), "run")
     left_out = f"Excluded: {count} without checkpoint: {_reasons(without)}.\n" if len(without) else ""
     lines = "Lines: median of layouts and repeats; bands: minimum to maximum. Times are those of the slowest rank."
-    caches = (
-        "Loads may be served from the page cache of the nodes; steps lost do not include the blocking time."
+    lines += (
+        " Loads may be served from the page cache of the nodes; steps lost do not include the blocking time."
     )
-    return saved, f"{lines} {caches}\n{left_out}{made_with(table)}"
+    return saved, f"{lines}\n{left_out}{made_with(table)}"
 
 
 def _reasons(without: pd.DataFrame) -> str:
@@ -59,20 +55,19 @@ def _reasons(without: pd.DataFrame) -> str:
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A row of panels for each model, all with the same node counts; each series has a line."""
-    models, nodes = list(drawn["panel"].unique()), sorted(drawn["nodes"].unique())
-    heading = f"Checkpoints over node counts: {title}"
-    whole, middle, panels = panel_grid(
-        len(models) * len(_UNITS), title=heading, notes=notes, columns=len(_UNITS)
-    )
+    nodes = sorted(map(int, drawn["nodes"].unique()))
     styles = looks([*_SERIES], ordered=False, markersize=4, markeredgewidth=0)
-    at = drawn["nodes"].map(nodes.index)
-    for axes, (model, panel_unit) in zip(panels, product(models, _UNITS), strict=True):
-        here = drawn["panel"] == model
+    of_panels, heading = product(drawn["panel"].unique(), _UNITS), f"Checkpoints over node counts: {title}"
+    legend, columns = styles.values(), len(_UNITS)
+    whole, panels = panel_grid(of_panels, title=heading, notes=notes, keys=legend, columns=columns)
+    drawn = drawn.assign(place=drawn["nodes"].map(nodes.index))
+    for (model, panel_unit), axes in panels.items():
+        by_place = drawn[drawn["panel"] == model].groupby("place")
         for name, (column, factor, unit) in _SERIES.items():
             if unit == panel_unit:
-                sns.lineplot(x=at[here], y=factor * drawn.loc[here, column], ax=axes, **_LINE, **styles[name])
-        label(axes, model, "nodes", panel_unit)
-        categories(axes, [int(number) for number in nodes])
+                spans = factor * by_place[column].agg(["min", "median", "max"]).dropna()
+                axes.line_in_band(spans.index, *spans.to_numpy().T, **styles[name])
+        axes.describe(model, "nodes", panel_unit)
+        axes.categories(nodes)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    legend(middle, [legend_entry(name, **styles[name]) for name in _SERIES])
     return whole

@@ -5,19 +5,10 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import seaborn as sns
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.figures.style import (
-    categories,
-    label,
-    legend,
-    legend_entry,
-    log_ticks,
-    looks,
-    panel_grid,
-)
+from ultrabench.analysis.figures.style import looks, panel_grid
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
 
@@ -29,10 +20,6 @@ _RATES = {
     "p95": ("busbw_p95_bytes_per_s", "max"),
 }
 """Name of a rate in `points` -> its name in the column `bandwidths`, and what is taken of several."""
-_LINE: dict[str, Any] = {
-    "estimator": "median", "errorbar": ("pi", 100), "err_kws": {"linewidth": 0}, "markersize": 4, "markeredgewidth": 0,
-}  # fmt: skip
-"""Options of seaborn for a line through the medians and a band from the lowest to the highest rate."""
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -57,13 +44,12 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         jobs = [name for name in table.column_names if name.endswith("_busbw_bytes_per_s")]
         page = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
         advice = page if any(table[name].null_count < len(table) for name in jobs) else ""
-        rule = "the table has no bandwidths by size; measure them with: ultrabench sweep launch sweep=comm"
-        raise ConfigError(f"{rule}{advice}")
+        todo = f"measure them with: ultrabench sweep launch sweep=comm{advice}"
+        raise ConfigError("the table has no bandwidths by size", todo)
     places = sorted({f"{run['hardware']} of {run['cluster']}" for run in rates})
     if len(places) > 1:
-        raise ConfigError(
-            f"bandwidths of {len(places)} places ({'; '.join(places)}): plot one with cluster=NAME or hardware=NAME"
-        )
+        todo = "plot one with cluster=NAME or hardware=NAME"
+        raise ConfigError(f"bandwidths of {len(places)} places ({'; '.join(places)}): {todo}")
     frame = pd.DataFrame(rates)
     inside = frame["scope"] == "intra_node"
     if (frame["nodes"] == 1).any():
@@ -74,20 +60,19 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each operation with a line and a band for each size; all panels have the same scale."""
-    nodes, sizes = sorted(drawn["nodes"].unique()), sorted(drawn["size"].unique(), reverse=True)
+    nodes, sizes = sorted(map(int, drawn["nodes"].unique())), sorted(drawn["size"].unique(), reverse=True)
+    styles = looks(sizes, ordered=True, name=_size)
     heading = f"Bus bandwidth over node counts: {title}"
-    whole, middle, panels = panel_grid(len(OPERATIONS), title=heading, notes=notes, sharey=True)
-    styles = looks(sizes, ordered=True)
-    rates = drawn.melt(["operation", "size", "nodes"], [*_RATES], value_name="rate")
-    rates = rates.assign(GB_per_s=rates["rate"] / 1e9, at=rates["nodes"].map(nodes.index))
-    for axes, operation in zip(panels, OPERATIONS, strict=True):
-        for size, size_rates in rates[rates["operation"] == operation].groupby("size"):
-            sns.lineplot(size_rates, x="at", y="GB_per_s", ax=axes, **_LINE, **styles[size])
-        label(axes, _TITLES[operation], "nodes (1: within a node)", "bus bandwidth (GB/s)")
-        categories(axes, [int(n) for n in nodes])
-        axes.set_yscale("log")
-        log_ticks(axes.yaxis, drawn["p5"].min(), drawn["p95"].max())
-    legend(middle, [legend_entry(_size(size), **styles[size]) for size in sizes], "buffer size of each rank")
+    options: dict[str, Any] = {"keys_title": "buffer size of each rank", "sharey": True}
+    whole, panels = panel_grid(OPERATIONS, title=heading, notes=notes, keys=styles.values(), **options)
+    for operation, axes in panels.items():
+        for size, rates in drawn[drawn["operation"] == operation].groupby("size"):
+            places, spans = rates["nodes"].map(nodes.index), (rates[name] / 1e9 for name in _RATES)
+            axes.line_in_band(places, *spans, **styles[size], markersize=4, markeredgewidth=0)
+        axes.describe(_TITLES[operation], "nodes (1: within a node)", "bus bandwidth (GB/s)")
+        axes.yaxis.label.set_visible(axes.yaxis.get_tick_params()["labelleft"])  # once, as the shared ticks
+        axes.categories(nodes)
+        axes.log_scale("y", drawn["p5"].min(), drawn["p95"].max())
     return whole
 
 

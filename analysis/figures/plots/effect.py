@@ -11,35 +11,18 @@ from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.effects import FEWEST_PAIRS, LEVEL, competing, effects, pairs, require_pairs
 from ultrabench.analysis.figures.picture import DARK, GREY
 from ultrabench.analysis.figures.runs import final
-from ultrabench.analysis.figures.style import (
-    COLOURS,
-    categories,
-    label,
-    legend,
-    legend_entry,
-    log_ticks,
-    panel_grid,
-)
+from ultrabench.analysis.figures.style import COLOURS, panel_grid
 from ultrabench.analysis.knobs import in_order, value_text
 from ultrabench.errors import counted
 from ultrabench.layout import TITLES
 
 _DOT: dict[str, Any] = {
-    "color": COLOURS[0],
-    "marker": "o",
-    "markersize": 3,
-    "linestyle": "",
-    "markeredgewidth": 0,
-    "alpha": 0.3,
-}
+    "color": COLOURS[0], "marker": "o", "markersize": 3, "linestyle": "", "markeredgewidth": 0, "alpha": 0.3,
+}  # fmt: skip
 _MEAN: dict[str, Any] = {"color": DARK, "marker": "o", "markersize": 5, "linewidth": 1.4}
 _BASELINE: dict[str, Any] = {
-    "color": DARK,
-    "marker": "s",
-    "markersize": 5,
-    "markerfacecolor": "white",
-    "linestyle": "",
-}
+    "color": DARK, "marker": "s", "markersize": 5, "linestyle": "", "markerfacecolor": "white",
+}  # fmt: skip
 _SPREAD = 0.16
 """Half the width over which the pairs of a value are spread, where values are 1 apart."""
 
@@ -59,10 +42,7 @@ def points(table: pa.Table, axis: str | None) -> tuple[pd.DataFrame, str]:
     of_runs = pairs(measured, axis)
     require_pairs(measured, axis, of_runs)
     columns = ["value", "ratio", "low", "high", "pairs"]
-    of_values = pd.DataFrame(
-        [[getattr(effect, name) for name in columns] for effect in effects(measured, axis)]
-    )
-    drawn = of_runs.merge(of_values.set_axis(columns, axis=1), on="value")
+    drawn = of_runs.merge(pd.DataFrame(effects(measured, axis))[columns], on="value")
     models = measured.runs.loc[of_runs["left"]].sort_values(["num_params", "model"])["model"].unique()
     drawn = drawn.assign(pair_ratio=np.exp(drawn["log_ratio"]), models=", ".join(models))
     return drawn.sort_values(
@@ -75,7 +55,13 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     baseline, models = drawn[["against", "models"]].iloc[0]
     heading = f"Speedup by {axis}, all else equal: {title}, {models}"
     about = f"Bars: {100 * LEVEL:.0f} % interval of the mean ratio; no bar: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
-    whole, middle, (axes,) = panel_grid(1, title=heading, notes=f"{about}\n{notes}", height=3.0)
+    keys = [
+        {"label": f"geometric mean and {100 * LEVEL:.0f} % interval", **_MEAN},
+        {"label": f"pair of runs that differ only in {axis}", **_DOT},
+        {"label": "baseline", **_BASELINE},
+    ]
+    whole, panels = panel_grid([axis], title=heading, notes=f"{about}\n{notes}", keys=keys, height=3.0)
+    axes = panels[axis]
     axes.axhline(1, color=GREY, linewidth=0.8)
     values = in_order(axis, {baseline, *drawn["value"]})
     names = []
@@ -91,15 +77,8 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
         axes.plot([place, place], [low, high], color=_MEAN["color"], linewidth=_MEAN["linewidth"])
         axes.plot(place, ratio, **_MEAN)
         names.append(f"{value_text(axis, value)}\n{counted(int(number), 'pair')}")
-    categories(axes, names)
-    label(axes, "", TITLES.get(axis, axis), f"speed relative to {axis}={value_text(axis, baseline)}")
+    axes.categories(names)
+    axes.describe("", TITLES.get(axis, axis), f"speed relative to {axis}={value_text(axis, baseline)}")
     ends = drawn[["pair_ratio", "low", "high"]].astype(float)
-    axes.set_yscale("log")
-    log_ticks(axes.yaxis, min(1.0, ends.min().min()), max(1.0, ends.max().max()))
-    axes.yaxis.set_major_formatter("{x:g} x")
-    legend(middle, [
-        legend_entry(f"geometric mean and {100 * LEVEL:.0f} % interval", **_MEAN),
-        legend_entry(f"pair of runs that differ only in {axis}", **_DOT),
-        legend_entry("baseline", **_BASELINE),
-    ])  # fmt: skip
+    axes.log_scale("y", min(1.0, ends.min().min()), max(1.0, ends.max().max()), "{x:g} x")
     return whole

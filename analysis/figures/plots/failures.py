@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.runs import final, known
-from ultrabench.analysis.figures.style import categories, label, legend, panel_grid
+from ultrabench.analysis.figures.style import panel_grid
 from ultrabench.errors import counted
 from ultrabench.layout import TITLES
 from ultrabench.result import PENDING, STATUSES, Status
@@ -43,17 +43,18 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """The bars of the numbers of runs in `drawn`, with the number in each part that is high enough."""
-    of_panel, values = drawn.groupby("panel", sort=False), sorted(drawn[axis].unique())
+    of_panel, values = drawn.groupby("panel", sort=False), sorted(map(int, drawn[axis].unique()))
     heading = f"How {counted(int(drawn['runs'].sum()), 'run')} ended, over {axis}: {title}"
-    whole, middle, panels = panel_grid(len(of_panel), title=heading, notes=notes)
-    for axes, (name, panel_runs) in zip(panels, of_panel, strict=True):
+    keys = [Patch(**_look(end)) for end in _in_order(drawn["end"])]
+    whole, panels = panel_grid(drawn["panel"].unique(), title=heading, notes=notes, keys=keys)
+    for name, panel_runs in of_panel:
+        axes = panels[name]
         numbers = panel_runs.pivot(index="end", columns=axis, values="runs").reindex(columns=values)
         _bars(axes, numbers.fillna(0).astype(int))
-        label(axes, str(name), TITLES.get(axis, axis), "runs")
-        categories(axes, [int(value) for value in values])
+        axes.describe(str(name), TITLES.get(axis, axis), "runs")
+        axes.categories(values)
         axes.grid(visible=False, axis="x")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(middle, [Patch(**_look(end)) for end in _in_order(drawn["end"])])
     return whole
 
 

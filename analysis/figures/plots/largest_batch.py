@@ -11,14 +11,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ultrabench.analysis.cells import notes
 from ultrabench.analysis.figures.picture import DARK
 from ultrabench.analysis.figures.runs import final
-from ultrabench.analysis.figures.style import COLOURS, PALE, categories, label, panel_grid
+from ultrabench.analysis.figures.style import COLOURS, PALE, Panel, panel_grid
 from ultrabench.analysis.knobs import in_order
 from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
@@ -65,9 +64,8 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     tried = frame[frame["status"].isin([Status.OK, Status.OOM]) & frame["suspect"].isna()]
     tried = tried.fillna({APART: NEUTRAL[APART]}).dropna(subset=[*place, "mbs"])
     if not len(tried):
-        raise none_left(
-            frame, f"none with {ACROSS}, {UP} and mbs that ended ok or out of memory and is not suspect"
-        )
+        wanted = f"none with {ACROSS}, {UP} and mbs that ended ok or out of memory and is not suspect"
+        raise none_left(frame, wanted)
     is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
     runs, incomplete = measured_runs(table.filter(is_measured))
     limits = _limits({(run.sweep, run.run_id): run for run in runs})
@@ -88,13 +86,12 @@ def _measured(of_square: pd.DataFrame) -> dict[str, Any]:
     largest = ok.max() if len(ok) else 0 if oom.min() == 1 else np.nan
     predicted = of_square["predicted"].max()
     of_layout = oom[of_square["predicted"] == predicted]
+    is_too_large = of_layout.min() <= predicted and not ok.max() >= predicted
     return {
         "predicted": predicted,
         "measured": largest,
         "oom": (oom[oom > ok.max()] if len(ok) else oom).min(),
-        "contradicted": bool(
-            ok.max() > predicted or (of_layout.min() <= predicted and not ok.max() >= predicted)
-        ),
+        "contradicted": bool(ok.max() > predicted or is_too_large),
         "runs": of_square["id"].nunique(),
     }
 
@@ -149,27 +146,28 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """For each model and recomputation two panels of squares, tp across and pp up: predicted, and measured."""
     tps, pps = (sorted(map(int, drawn[name].unique())) for name in (ACROSS, UP))
     words, by_panel = in_order(APART, drawn[APART]), drawn.groupby([APART, "panel"])
-    names = [key[::-1] for key in product(words, drawn["panel"].unique()) if key in by_panel.groups]
+    keys = [key for key in product(words, drawn["panel"].unique()) if key in by_panel.groups]
+    of_panels = product(keys, ("predicted", "measured"))
     about = "Squares: the largest mbs that fits with any tried layout of these degrees, at most gbs / dp; oom: the smallest larger"
     about += f" mbs that did not fit; ?: unknown. Predicted to fit: P(OOM) of at most {100 * LIKELY_OOM:.0f} %. Framed: contradicted by"
     about += f" measured runs ({int(drawn['contradicted'].sum())} of {counted(len(drawn), 'square')}). To draw only 4 nodes: nodes=4."
     heading = f"Largest micro-batch that fits, predicted and measured: {title}"
     height = _TOP + _ROW * len(pps)
-    whole, _, panels = panel_grid(2 * len(names), title=heading, notes=f"{about}\n{notes}", height=height)
+    whole, panels = panel_grid(of_panels, title=heading, notes=f"{about}\n{notes}", height=height)
     largest = drawn[["predicted", "measured"]].max().max()
-    for axes, ((name, word), column) in zip(panels, product(names, ("predicted", "measured")), strict=True):
+    for ((word, name), column), axes in panels.items():
         for _, square in by_panel.get_group((word, name)).iterrows():
             _square(axes, square, column, (tps.index(square[ACROSS]), pps.index(square[UP])), largest)
         shown = f" | {APART} {word}" if len(words) > 1 else ""
-        label(axes, f"{column.capitalize()}: {name}{shown}", ACROSS, UP)
-        categories(axes, tps)
+        axes.describe(f"{column.capitalize()}: {name}{shown}", ACROSS, UP)
+        axes.categories(tps)
         axes.set_yticks(range(len(pps)), [str(pp) for pp in pps])
         axes.set_ylim(-0.5, len(pps) - 0.5)
         axes.grid(visible=False)
     return whole
 
 
-def _square(axes: Axes, square: pd.Series, column: str, place: tuple[int, int], largest: float) -> None:
+def _square(axes: Panel, square: pd.Series, column: str, place: tuple[int, int], largest: float) -> None:
     """Draws one square: its mbs as number and colour; measured ones also name the mbs that ran out of memory."""
     value, oom = square[column], square["oom"] if column == "measured" else np.nan
     text = "?" if pd.isna(value) else f"{value:.0f}" if value else "none"

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from ultrabench.analysis.figures.picture import DARK, EDGE
 from ultrabench.analysis.figures.runs import final
-from ultrabench.analysis.figures.style import COLOURS, WIDTH, categories, label, legend, panel_grid
+from ultrabench.analysis.figures.style import COLOURS, WIDTH, Panel, panel_grid
 from ultrabench.analysis.planned import is_predicted
 from ultrabench.errors import ConfigError, LayoutError, counted
 from ultrabench.hardware import GIB
@@ -60,18 +60,25 @@ _MOMENTS = {
 }
 """Phase of a step -> its name in the note."""
 _HATCHES = ("", "////", "", "\\\\\\\\", "....", "", "xxxx")
+_PARTS: dict[Any, dict[str, Any]] = {
+    part: {"facecolor": colour, "hatch": hatch, **EDGE}
+    for part, colour, hatch in zip(MEMORY_PARTS, COLOURS, _HATCHES, strict=False)
+}
+"""Part of the memory -> its look."""
 _CUT = 2.2
 """Largest height of the scale, as a multiple of the memory of a GPU."""
 _NUMBER_WIDTH = 0.3
 """Inches that a bar with a number has."""
 _THINNEST = 0.005
 """Share of the height of the scale below which a part of a bar cannot be seen."""
-_MARKS = {
-    "measured": ("measured, largest of all ranks", "o"),
-    "measured_rank0": ("measured, rank 0", "s"),
-    "oom": ("measured: out of memory", "X"),
+_MARK = {"color": DARK, "linestyle": "", "markeredgecolor": "white", "markeredgewidth": 0.6}
+_MARKS: dict[str, dict[str, Any]] = {
+    "measured": {"label": "measured, largest of all ranks", "marker": "o", **_MARK},
+    "measured_rank0": {"label": "measured, rank 0", "marker": "s", **_MARK},
+    "oom": {"label": "measured: out of memory", "marker": "X", **_MARK},
 }
-"""What is shown of a run -> its name and marker."""
+"""What is shown of a run -> its look."""
+_LIMIT: dict[str, Any] = {"color": DARK, "linestyle": "--", "linewidth": 1.2}
 
 
 def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple[pd.DataFrame, str]:
@@ -92,9 +99,8 @@ def points(layout: Values, table: pa.Table | None = None, *, axis: str) -> tuple
     chosen = read_arguments(texts, PREDICTED, "model=llama3-8b tp=8")
     runs = None if table is None else final(table)
     is_plan = table is not None and is_predicted(table)
-    row_values = (
-        {} if runs is None else _best_values(runs, chosen) if is_plan else _values_of_rows(runs, chosen)
-    )
+    values_of = _best_values if is_plan else _values_of_rows
+    row_values = {} if runs is None else values_of(runs, chosen)
     arguments = PREDICTED | {name: values[0] for name, values in row_values.items()} | chosen
     config = config_of(arguments)
     bars, reasons = list[dict[str, Any]](), dict[str, str]()
@@ -158,9 +164,8 @@ def _best_values(runs: pd.DataFrame, chosen: Values) -> dict[str, list[Any]]:
     for name in chosen.keys() & {*runs.columns}:
         runs = runs[runs[name] == chosen[name]]
     if not len(runs):
-        raise ConfigError(
-            f"no layout of the plan has {' '.join(f'{k}={v}' for k, v in chosen.items())}; choose other values"
-        )
+        settings = " ".join(f"{name}={value}" for name, value in chosen.items())
+        raise ConfigError(f"no layout of the plan has {settings}", "choose other values")
     best = runs.sort_values("standing", kind="stable").iloc[0]
     names = [name for name in (*_OF_CELL, *AXES) if name not in chosen and pd.notna(best[name])]
     is_usual = {name: name in ADDED_LATER and best[name] == NEUTRAL[name] for name in names}
@@ -207,12 +212,8 @@ def _measured(runs: pd.DataFrame, bars: pd.DataFrame, config: SweepConfig) -> tu
     Without AFAB the runs may have another gas, if both are above pp.
     """
     (shape,), kernel = config.models, config.kernel
-    kernel_columns = {
-        "kernel": kernel.name,
-        "precision": kernel.precision,
-        "routing": kernel.routing_of(shape),
-    }
-    bars = bars.assign(hardware=config.hardware.name, **kernel_columns)[["value", *_ALIKE]]
+    of_kernel = {"kernel": kernel.name, "precision": kernel.precision, "routing": kernel.routing_of(shape)}
+    bars = bars.assign(hardware=config.hardware.name, **of_kernel)[["value", *_ALIKE]]
     pairs = runs.merge(bars, how="cross", suffixes=("", "_of_bar"))
     of_bar = {name: pairs[f"{name}_of_bar"] for name in _ALIKE}
     fits = pd.DataFrame({name: pairs[name].isna() | (pairs[name] == of_bar[name]) for name in _ALIKE})
@@ -246,11 +247,9 @@ def _notes(bars: pd.DataFrame, reasons: Mapping[str, str], config: SweepConfig) 
     meaning = f"peak memory and P(OOM), the probability that it does not fit ({odds} %)"
     capacity = f"{config.hardware.gpu} has {memory / GIB:,.4g} GiB"
     yield f"Predicted with profile {config.profile.name}: {meaning}. {capacity}."
-    moments = {moment: bars.loc[bars["phase"] == phase, "value"] for phase, moment in _MOMENTS.items()}
-    spans = "; ".join(
-        f"peak of {_span(values)}: {moment}" for moment, values in moments.items() if len(values)
-    )
-    yield f"A bar shows the memory held at its peak; {spans}."
+    by_moment = ((moment, bars["value"][bars["phase"] == phase]) for phase, moment in _MOMENTS.items())
+    spans = [f"peak of {_span(values)}: {moment}" for moment, values in by_moment if len(values)]
+    yield f"A bar shows the memory held at its peak; {'; '.join(spans)}."
     if bars["bytes"].max() > _CUT * memory:
         yield f"Bars are cut off at {_CUT:g} times the GPU memory; the numbers on them are not."
     for reason in dict.fromkeys(reasons.values()):
@@ -268,34 +267,34 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     top = min(1.25 * highest if 3 * highest < memory else max(1.25 * highest, 1.15 * memory), _CUT * memory)
     heading = f"Predicted memory of {first['model']} by part, over {_TITLES[axis]}"
     heading += f"; measured: {title}" if drawn["shown"].isin([*_MARKS]).any() else ""
-    whole, middle, (axes,) = panel_grid(1, title=heading, notes=notes, height=3.6)
-    handles, below = list[Any](), pd.Series(0.0, bars.index)
-    for part, colour, hatch in zip(MEMORY_PARTS, COLOURS, _HATCHES, strict=False):
-        if largest := bars[part].max():
-            name = part if largest > _THINNEST * top else f"{part} (at most {largest:.2g} {unit})"
-            look: dict[str, Any] = {"label": name, "facecolor": colour, "hatch": hatch, **EDGE}
-            handles.append(axes.bar(bars.index, bars[part], 0.7, below, **look))
-            below = below + bars[part]
-    if memory < top:
-        limit = f"{memory:,.4g} {unit} of {first['gpu']}"
-        handles.append(axes.axhline(memory, color=DARK, linestyle="--", linewidth=1.2, label=limit))
-    for shown, (name, marker) in _MARKS.items():
+    largest = bars[[*MEMORY_PARTS]].max()
+    keys: list[Any] = [
+        Patch(label=part if size > _THINNEST * top else f"{part} (at most {size:.2g} {unit})", **_PARTS[part])
+        for part, size in largest[largest > 0].items()
+    ]
+    limits = [{**_LIMIT, "label": f"{memory:,.4g} {unit} of {first['gpu']}"}] if memory < top else []
+    marks = {shown: look for shown, look in _MARKS.items() if (drawn["shown"] == shown).any()}
+    keys += [*limits, *marks.values()]
+    whole, panels = panel_grid([axis], title=heading, notes=notes, keys=keys, height=3.6)
+    axes, below = panels[axis], pd.Series(0.0, bars.index)
+    for part in largest[largest > 0].index:
+        axes.bar(bars.index, bars[part], 0.7, below, **_PARTS[part])
+        below = below + bars[part]
+    for limit in limits:
+        axes.axhline(memory, **limit)
+    for shown, look in marks.items():
         runs = drawn[drawn["shown"] == shown]
-        if len(runs):
-            places = runs["value"].map([*bars["value"]].index)
-            look = {"label": name, "color": DARK, "marker": marker, "markeredgecolor": "white", "zorder": 4}
-            handles += axes.plot(places, runs["bytes"], linestyle="", markeredgewidth=0.6, **look)
-    label(axes, first["panel"], _TITLES[axis] + _REMARKS.get(axis, f" ({axis})"), f"memory ({unit})")
+        axes.plot(runs["value"].map([*bars["value"]].index), runs["bytes"], zorder=4, **look)
+    axes.describe(first["panel"], _TITLES[axis] + _REMARKS.get(axis, f" ({axis})"), f"memory ({unit})")
     _name_bars(axes, drawn, bars, top)
     axes.grid(axis="x", visible=False)
     axes.set_ylim(0, top)
-    legend(middle, handles)
     return whole
 
 
-def _name_bars(axes: Axes, drawn: pd.DataFrame, bars: pd.DataFrame, top: float) -> None:
+def _name_bars(axes: Panel, drawn: pd.DataFrame, bars: pd.DataFrame, top: float) -> None:
     """Names the bars below, and above them the peak and P(OOM), as far as there is room."""
-    categories(axes, _names(bars["value"]))
+    axes.categories(_names(bars["value"]))
     width = (WIDTH - 1) / max(5, len(bars))
     if width < _NUMBER_WIDTH:
         return

@@ -1,10 +1,7 @@
 """Draws nodes over time: a panel for each rate, with a mark for each measurement, coloured by its ratio to the median of its day."""
 
-from collections import defaultdict
-from datetime import UTC, datetime
 from typing import Any
 
-import matplotlib
 import pandas as pd
 import pyarrow as pa
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
@@ -12,9 +9,9 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
 from ultrabench.analysis.figures.runs import final
-from ultrabench.analysis.figures.style import label, panel_grid
+from ultrabench.analysis.figures.style import panel_grid
 from ultrabench.analysis.nodes.measurements import RATES, measurements, table_rows
-from ultrabench.analysis.nodes.nodes import reports
+from ultrabench.analysis.nodes.nodes import NodeReport, reports
 from ultrabench.analysis.nodes.relative import days_of
 from ultrabench.errors import ConfigError, counted
 
@@ -22,6 +19,9 @@ MOST_NODES = 40
 """Largest number of nodes in a figure: the marked ones, then the slowest."""
 _RANGE = 0.05
 """Relative difference from the median at the ends of the scale of colours."""
+_MARK: dict[str, Any] = {
+    "marker": "s", "edgecolors": "grey", "linewidths": 0.3, "cmap": "RdBu", "vmin": 1 - _RANGE, "vmax": 1 + _RANGE,
+}  # fmt: skip
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -36,71 +36,48 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         final(table)  # says why where there are no runs at all
         todo = "each allocation measures them at its start unless measure.preflight=false"
         raise ConfigError(f"{counted(len(rows), 'row')}, none with the rate of a node; {todo}")
-    day_of = days_of(measurement.time_s for measurement in measured)
-    alike = defaultdict(list)
-    for measurement in measured:
-        alike[measurement.rate, measurement.hardware, measurement.setting, day_of[measurement.time_s]].append(
-            measurement.value
-        )
-    middle = {key: float(pd.Series(values).median()) for key, values in alike.items()}
-    shown = {report.node: report for report in node_reports[:MOST_NODES]}
-    names = [
-        f"{node.host} ({'failing' if r.failing else 'slow'})" if r.marked else node.host
-        for node, r in shown.items()
-    ]
-    name_of = dict(zip(shown, names, strict=True))
-    marks = [
-        (RATES[measurement.rate], name_of[node], datetime.fromtimestamp(measurement.time_s, UTC),
-         measurement.value / middle[measurement.rate, measurement.hardware, measurement.setting, day_of[measurement.time_s]])
-        for measurement in measured for node in measurement.nodes if node in shown
-    ]  # fmt: skip
-    frame = pd.DataFrame(marks, columns=["rate", "node", "time", "ratio"])
-    frame["place"] = frame["node"].map({name: n for n, name in enumerate(names)})
-    left_out = (
-        f"Not drawn: {counted(len(node_reports) - len(shown), 'faster node')}.\n"
-        if len(node_reports) > len(shown)
-        else ""
-    )
-    return (
-        frame,
-        f"{left_out}Colour: ratio to the median of the same measurement on that day. {made_with(table)}",
-    )
+    frame = pd.DataFrame(measured)
+    day = frame["time_s"].map(days_of(frame["time_s"]))
+    of_alike = frame.groupby(["rate", "hardware", "setting", day], sort=False, dropna=False)["value"]
+    frame = frame.assign(
+        ratio=frame["value"] / of_alike.transform("median"),
+        time=pd.to_datetime(frame["time_s"], unit="s", utc=True),
+        rate=frame["rate"].map(RATES),
+    ).explode("nodes")
+    shown = node_reports[:MOST_NODES]
+    places = {report.node: place for place, report in enumerate(shown)}
+    names = [_name(report) for report in shown]
+    frame = frame.assign(place=frame["nodes"].map(places.get)).dropna(subset="place").astype({"place": int})
+    frame["node"] = frame["place"].map(names.__getitem__)
+    others = len(node_reports) - len(shown)
+    left_out = f"Not drawn: {counted(others, 'faster node')}.\n" if others else ""
+    about = "Colour: ratio to the median of the same measurement on that day."
+    return frame, f"{left_out}{about} {made_with(table)}"
+
+
+def _name(report: NodeReport) -> str:
+    mark = f" ({'failing' if report.failing else 'slow'})" if report.marked else ""
+    return f"{report.node.host}{mark}"
 
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each rate, whose rows are nodes, the slowest at the top."""
     rates = [rate for rate in RATES.values() if rate in {*drawn["rate"]}]
     names = drawn.drop_duplicates("place").set_index("place")["node"].sort_index()
-    height = 1.0 + 0.14 * len(names)
-    whole, middle, panels = panel_grid(
-        len(rates),
-        title=f"Rates of nodes over time: {title}",
-        notes=notes,
-        height=height,
-        sharey=True,
-        sharex=True,
-    )
-    scale: dict[str, Any] = {"cmap": matplotlib.colormaps["RdBu"], "vmin": 1 - _RANGE, "vmax": 1 + _RANGE}
-    for axes, rate in zip(panels, rates, strict=True):
-        of_rate = drawn[drawn["rate"] == rate]
-        marks = axes.scatter(
-            of_rate["time"],
-            of_rate["place"],
-            c=of_rate["ratio"],
-            s=22,
-            marker="s",
-            edgecolors="grey",
-            linewidths=0.3,
-            **scale,
-        )
-        label(axes, rate, "time (UTC)", "")
+    options: dict[str, Any] = {"height": 1.0 + 0.14 * len(names), "sharex": True, "sharey": True}
+    whole, panels = panel_grid(rates, title=f"Rates of nodes over time: {title}", notes=notes, **options)
+    for rate, axes in panels.items():
+        marks = axes.scatter("time", "place", 22, "ratio", data=drawn[drawn["rate"] == rate], **_MARK)
+        axes.describe(rate, "time (UTC)", "")
         axes.set_yticks([*names.index], [*names], fontsize=7)
         axes.set_ylim(names.index.max() + 0.6, names.index.min() - 0.6)
         locator = AutoDateLocator(minticks=2, maxticks=7)  # type: ignore[no-untyped-call]
         axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
-        axes.xaxis.get_offset_text().set_fontsize(7)
-    bar = middle.colorbar(marks, ax=panels, location="bottom", shrink=0.4, aspect=40, extend="both")
+        axes.xaxis.get_offset_text().set(fontsize=7, visible=True)
+        axes.tick_params("x", labelbottom=True)  # matplotlib names shared ticks in the last row alone
+    place: dict[str, Any] = {"location": "bottom", "shrink": 0.4, "aspect": 40, "extend": "both"}
+    bar = axes.figure.colorbar(marks, ax=[*panels.values()], **place)
     bar.set_label("ratio to the median", fontsize=8)
     bar.ax.tick_params(labelsize=7)
     return whole

@@ -6,13 +6,12 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import layout_words
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, known, may_be_best, measured, notes
-from ultrabench.analysis.figures.style import label, legend, legend_entry, looks, panel_grid
+from ultrabench.analysis.figures.style import Panel, looks, panel_grid
 from ultrabench.analysis.planned import is_predicted
 from ultrabench.analysis.ranking import LOWER_IS_BETTER, require_number
 from ultrabench.errors import counted
@@ -26,6 +25,8 @@ _ACROSS, _CLOSE = "memory_gib", 0.05
 """What is across, and how far apart two named runs are, as a part of the largest values of the front."""
 _UP = {"tokens_per_s_per_gpu": "tokens/s/GPU"}
 """Column that may be up -> its name, if it has another one."""
+_FRONT: dict[str, Any] = {"label": "Pareto front", "color": "black", "linewidth": 0.9}
+_LIMIT: dict[str, Any] = {"label": "GPU memory", "color": GREY, "linestyle": "--", "linewidth": 1}
 _NAME: dict[str, Any] = {
     "fontsize": 6.5, "va": "center", "zorder": 0,
     "arrowprops": {"arrowstyle": "-", "color": GREY, "linewidth": 0.4, "relpos": (0, 0.5)},
@@ -51,11 +52,8 @@ def points(table: pa.Table, by: str) -> tuple[pd.DataFrame, str]:
     values = -runs[by] if by in LOWER_IS_BETTER else runs[by]
     best = values.groupby(runs["panel"]).cummax()
     before = best.groupby(runs["panel"]).shift(fill_value=-math.inf)
-    limits = (
-        {name: load_hardware(name).mem_bytes / GIB for name in runs["hardware"].unique()}
-        if is_predicted(table)
-        else {}
-    )
+    planned_on = runs["hardware"].unique() if is_predicted(table) else ()
+    limits = {name: load_hardware(name).mem_bytes / GIB for name in planned_on}
     runs = runs.assign(front=values > before, limit_gib=runs["hardware"].map(limits).astype(float))
     return runs.sort_index(), left_out + without + notes(table, all_runs)
 
@@ -71,30 +69,25 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, by: str) -> Figure:
     about = f"Pareto front: no other run has as little memory and {'lower' if is_lower_better else 'higher'} {up}."
     about += " Colour: number of nodes; to draw only one: nodes=N."
     if unnamed:
-        about += (
-            f"\nUnlabelled: {counted(unnamed, 'run')} of the front, too close to others or too many to label."
-        )
+        count = counted(unnamed, "run")
+        about += f"\nUnlabelled: {count} of the front, too close to others or too many to label."
     heading = f"{'Throughput' if by in _UP else by} against memory, with the Pareto front of {counted(len(drawn), 'run')}: {title}"
     about += f"\n{notes}"
-    whole, middle, panels = panel_grid(len(names), title=heading, notes=about, columns=1, height=2.6)
-    styles = looks(nodes, ordered=True, linestyle="", markersize=3.5)
-    for axes, name in zip(panels, names, strict=True):
+    styles = looks(nodes, ordered=True, name=lambda n: counted(n, "node"), linestyle="", markersize=3.5)
+    keys = [*styles.values(), _FRONT, *([_LIMIT] if drawn["limit_gib"].notna().any() else [])]
+    whole, panels = panel_grid(names, title=heading, notes=about, keys=keys, columns=1, height=2.6)
+    for name, axes in panels.items():
         for n, node_runs in drawn[drawn["panel"] == name].groupby("nodes"):
             axes.plot(node_runs[_ACROSS], node_runs[by], alpha=0.7, **styles[n])
-        axes.plot(*fronts[name][[_ACROSS, by]].T.to_numpy(), color="black", linewidth=0.9, zorder=1)
+        axes.plot(*fronts[name][[_ACROSS, by]].T.to_numpy(), zorder=1, **_FRONT)
         axes.set(xlim=(0, 1.05 * axes.dataLim.x1), ylim=(0, 1.06 * axes.dataLim.y1))
         limits = drawn["limit_gib"][drawn["panel"] == name].dropna()
         if len(limits):
-            axes.axvline(limits.iloc[0], color=GREY, linestyle="--", linewidth=1)
+            axes.axvline(limits.iloc[0], **_LIMIT)
             axes.set_xlim(0, 1.05 * max(axes.dataLim.x1, limits.iloc[0]))
         _name(axes, named_runs[name], by)
         across = f"peak reserved memory, {drawn['memory_of'].iloc[0]} (GiB)"
-        label(axes, name, across, f"{up} (lower is better)" if is_lower_better else up)
-    keys = [legend_entry(counted(n, "node"), **styles[n]) for n in nodes]
-    keys.append(legend_entry("Pareto front", color="black", linewidth=0.9))
-    if drawn["limit_gib"].notna().any():
-        keys.append(legend_entry("GPU memory", color=GREY, linestyle="--", linewidth=1))
-    legend(middle, keys)
+        axes.describe(name, across, f"{up} (lower is better)" if is_lower_better else up)
     return whole
 
 
@@ -106,21 +99,17 @@ def _named(front: pd.DataFrame, by: str) -> pd.DataFrame:
         if all(abs(point[1] - other[1]) + abs(point[2] - other[2]) > _CLOSE for other in far):
             far.append(point)
     front = front.loc[[point[0] for point in reversed(far)]]
-    layouts = [
-        {str(name): value for name, value in run.items() if pd.notna(value)}
-        for run in front[[*AXES]].convert_dtypes().to_dict("records")
-    ]
-    names = [
-        f"{counted(nodes, 'node')}: {' '.join(layout_words(layout))}"
-        for nodes, layout in zip(front["nodes"], layouts, strict=True)
-    ]
-    wrapped = [textwrap.wrap(name, _LINE_WIDTH) for name in names]
+    wrapped = []
+    for run in front[["nodes", *AXES]].convert_dtypes().to_dict("records"):
+        layout = {str(name): run[name] for name in AXES if pd.notna(run[name])}
+        name = f"{counted(run['nodes'], 'node')}: {' '.join(layout_words(layout))}"
+        wrapped.append(textwrap.wrap(name, _LINE_WIDTH))
     room = min(len(front), _LINES // max(map(len, wrapped)))
     row_numbers = [round(n * (len(front) - 1) / max(1, room - 1)) for n in range(room)]
     return front.assign(text=["\n".join(lines) for lines in wrapped]).iloc[row_numbers]
 
 
-def _name(axes: Axes, named_runs: pd.DataFrame, by: str) -> None:
+def _name(axes: Panel, named_runs: pd.DataFrame, by: str) -> None:
     """Writes the names beside the panel, each as high as its run where there is room, with a line to it."""
     step = max(text.count("\n") + 1 for text in named_runs["text"]) / _LINES
     height, end = 1 + step / 2, axes.get_ylim()[1]

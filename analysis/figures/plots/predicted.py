@@ -4,25 +4,18 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, may_be_best, measured, notes
-from ultrabench.analysis.figures.style import (
-    label,
-    legend,
-    legend_entry,
-    log_ticks,
-    looks,
-    panel_grid,
-    remark,
-)
+from ultrabench.analysis.figures.style import Looks, Panel, looks, panel_grid
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 
 _TIME, _MEMORY = ("step_time_s", "predicted_step_time_s"), ("memory_gib", "predicted_gib")
 """Columns of what was measured and of what was predicted."""
+_SHOWN = {"step time (s)": _TIME, "peak memory (GiB)": _MEMORY}
+_EQUAL: dict[str, Any] = {"label": "equal", "color": GREY, "linewidth": 0.8}
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -47,22 +40,16 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """Panels of the step time and the memory of each run; a third one if `drawn` has the column `regime`."""
     names = list(drawn["panel"].unique())
     heading = f"Predicted against measured, {counted(len(drawn), 'run')}: {title}"
-    regimes = "regime" in drawn
-    whole, middle, panels = panel_grid(2 + regimes, title=heading, notes=notes, height=3.1)
     styles = looks(names, ordered=False, linestyle="", markersize=3.5)
-    shown_columns = {"step time (s)": _TIME, "peak memory (GiB)": _MEMORY}
-    for axes, (shown, columns) in zip(panels, shown_columns.items(), strict=False):
-        _scatter(axes, drawn, *columns, styles)
-        label(axes, shown.partition(" (")[0].capitalize(), f"measured {shown}", f"predicted {shown}")
-    if regimes:
-        _ratios(panels[2], drawn)
-    legend(
-        middle,
-        [
-            *(legend_entry(name, **styles[name]) for name in names),
-            legend_entry("equal", color=GREY, linewidth=0.8),
-        ],
-    )
+    regimes = ["regime"] if "regime" in drawn else []
+    keys = [*styles.values(), _EQUAL]
+    whole, panels = panel_grid([*_SHOWN, *regimes], title=heading, notes=notes, keys=keys, height=3.1)
+    for shown, columns in _SHOWN.items():
+        _scatter(panels[shown], drawn, *columns, styles)
+        name = shown.partition(" (")[0].capitalize()
+        panels[shown].describe(name, f"measured {shown}", f"predicted {shown}")
+    for regime in regimes:
+        _ratios(panels[regime], drawn)
     return whole
 
 
@@ -76,30 +63,28 @@ def validated(rows: pd.DataFrame, profile: str) -> Figure:
     return figure(ok, title=f"profile {profile}", notes=note)
 
 
-def _scatter(
-    axes: Axes, drawn: pd.DataFrame, measured: str, predicted: str, styles: dict[Any, dict[str, Any]]
-) -> None:
+def _scatter(axes: Panel, drawn: pd.DataFrame, measured: str, predicted: str, styles: Looks) -> None:
     """Draws a marker for each run and the line of equal values, on logarithmic scales."""
     positive = drawn[(drawn[measured] > 0) & (drawn[predicted] > 0)]
     axes.set(xscale="log", yscale="log")
     if not len(positive):
-        remark(axes, "not recorded or not predicted")
+        axes.remark("not recorded or not predicted")
         return
     values = positive[[measured, predicted]]
     ends = [values.min().min() / 1.2, values.max().max() * 1.2]
-    axes.plot(ends, ends, color=GREY, linewidth=0.8)
+    axes.plot(ends, ends, **_EQUAL)
     for name, panel_runs in positive.groupby("panel"):
         axes.plot(panel_runs[measured], panel_runs[predicted], alpha=0.65, **styles[name])
+    for direction in ("x", "y"):
+        axes.log_scale(direction, *ends)
     axes.set(xlim=ends, ylim=ends)
-    for scale in (axes.xaxis, axes.yaxis):
-        log_ticks(scale, *ends)
 
 
-def _ratios(axes: Axes, drawn: pd.DataFrame) -> None:
+def _ratios(axes: Panel, drawn: pd.DataFrame) -> None:
     """Draws the measured over the predicted step times of each regime as boxes."""
     ratios = (drawn[_TIME[0]] / drawn[_TIME[1]]).groupby(drawn["regime"]).agg(list)
     if len(ratios):
         names = [str(name).replace("_", "\n") for name in ratios.index]
         axes.boxplot([*ratios], tick_labels=names, whis=(10, 90), showfliers=False)
     axes.axhline(1, color=GREY, linewidth=0.8)
-    label(axes, "Step time by regime", "box: quartiles, whiskers: 10 to 90 %", "measured / predicted")
+    axes.describe("Step time by regime", "box: quartiles, whiskers: 10 to 90 %", "measured / predicted")

@@ -9,20 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.runs import final, known, may_be_best, measured, notes
-from ultrabench.analysis.figures.style import (
-    categories,
-    label,
-    legend,
-    legend_entry,
-    looks,
-    panel_grid,
-    remark,
-)
+from ultrabench.analysis.figures.style import Looks, Panel, looks, panel_grid
 from ultrabench.errors import counted
 from ultrabench.layout import AXES, DEGREES, TITLES
 
@@ -98,19 +89,17 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
         heading = f"{kinds} scaling, best and all else equal: {title}"
         about = f"{_EFFICIENCY_NOTE} {about}"
         columns.insert(1, _EFFICIENCY[0])
-    whole, middle, panels = panel_grid(
-        len(columns) * len(names), title=heading, notes=about, columns=len(columns)
-    )
-    styles = looks(lines, ordered=True, markersize=4.5, linewidth=1.4)
-    values = sorted(drawn[axis].unique())
+    styles = looks(lines, ordered=True, name=_line_name, markersize=4.5, linewidth=1.4)
+    keys = [*styles.values(), {"label": "all else equal", "color": _THIN["color"], "linewidth": 0.7}]
+    of_panels, number = product(names, columns), len(columns)
+    whole, panels = panel_grid(of_panels, title=heading, notes=about, keys=keys, columns=number)
+    values = sorted(map(int, drawn[axis].unique()))
     drawn = drawn.assign(across=drawn[axis].map(values.index))
-    for axes, (name, column) in zip(panels, product(names, columns), strict=True):
+    for (name, column), axes in panels.items():
         panel_runs = drawn[drawn["panel"] == name]
         _draw(axes, panel_runs, column, styles)
-        categories(axes, [int(value) for value in values])
-        label(axes, name, _across(panel_runs, axis), _COLUMNS.get(column) or _against(panel_runs))
-    keys = [legend_entry(_line_name(line), **styles[line]) for line in lines]
-    legend(middle, [*keys, legend_entry("all else equal", color=_THIN["color"], linewidth=0.7)])
+        axes.categories(values)
+        axes.describe(name, _across(panel_runs, axis), _COLUMNS.get(column) or _against(panel_runs))
     return whole
 
 
@@ -131,12 +120,11 @@ def _against(panel_runs: pd.DataFrame) -> str:
     return f"efficiency (% of {counted(int(panel_runs['nodes'].min()), 'node')})"
 
 
-def _draw(axes: Axes, panel_runs: pd.DataFrame, column: str, styles: dict[Any, dict[str, Any]]) -> None:
+def _draw(axes: Panel, panel_runs: pd.DataFrame, column: str, styles: Looks) -> None:
     """Draws the lines of a panel, each from the smallest value of the axis to the largest."""
     thin, low, high = f"{column}_equal", f"{column}_low", f"{column}_high"
-    panel_runs = panel_runs.sort_values(
-        ["across", "tokens_per_s_per_gpu"], ascending=[True, False], kind="stable"
-    )
+    fastest_first = panel_runs.sort_values("tokens_per_s_per_gpu", ascending=False, kind="stable")
+    panel_runs = fastest_first.sort_values("across", kind="stable")
     if thin not in panel_runs:
         panel_runs = panel_runs.assign(**{thin: panel_runs[column]})
     recorded = panel_runs.dropna(subset=thin)
@@ -150,4 +138,4 @@ def _draw(axes: Axes, panel_runs: pd.DataFrame, column: str, styles: dict[Any, d
             axes.vlines(best_runs["across"], best_runs[low], best_runs[high], color=styles[line]["color"])
     axes.set_ylim(0, 1.06 * panel_runs.filter([column, thin, high]).max().max() if len(recorded) else 1)
     if not len(recorded):
-        remark(axes, "not recorded")
+        axes.remark("not recorded")

@@ -1,6 +1,7 @@
 """Draws every measured run: MFU over the number of nodes, with the throughput as the size of its marker."""
 
 import zlib
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ultrabench.analysis.figures.picture import GREY
 from ultrabench.analysis.figures.runs import final, known, measured, notes
-from ultrabench.analysis.figures.style import categories, label, legend, legend_entry, panel_grid
+from ultrabench.analysis.figures.style import panel_grid
 from ultrabench.analysis.numbers import count
 from ultrabench.errors import counted
 from ultrabench.hardware import of_peak
@@ -20,6 +21,11 @@ _LARGEST, _SMALLEST = 90.0, 5.0
 """Areas of the largest and the smallest marker in square points; between them they are proportional to tokens/s."""
 _SPREAD = 0.36
 """Largest distance of a run from the middle of its number of nodes."""
+_CROSS: dict[str, Any] = {"color": "#8a8a8a", "marker": "x"}
+_KEYS = (
+    {"label": "area: tokens/s of all GPUs, relative to the largest in the panel", "marker": "o", "color": "#3b528b", "linestyle": ""},
+    {"label": "cannot win: suspect or stopped early", "linestyle": "", **_CROSS},
+)  # fmt: skip
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -43,11 +49,11 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
 
 def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each model; the markers of runs that cannot win are crosses without colour."""
-    names, nodes = drawn.sort_index()["panel"].unique(), sorted(drawn["nodes"].unique())
+    names, nodes = drawn.sort_index()["panel"].unique(), sorted(map(int, drawn["nodes"].unique()))
     shown, highest = drawn["shown"].iloc[0], drawn["height"].max()
     heading = f"{shown.partition(' ')[0]} and throughput of {counted(len(drawn), 'run')} over nodes: {title}"
-    whole, middle, panels = panel_grid(len(names), title=heading, notes=notes, sharey=True)
-    for axes, name in zip(panels, names, strict=True):
+    whole, panels = panel_grid(names, title=heading, notes=notes, keys=_KEYS, sharey=True)
+    for name, axes in panels.items():
         panel_runs = drawn[drawn["panel"] == name]
         largest = panel_runs["tokens_per_s"].max()
         panel_runs = panel_runs.assign(
@@ -55,20 +61,16 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
             area=np.maximum(_LARGEST * panel_runs["tokens_per_s"] / largest, _SMALLEST),
         )
         good, crosses = panel_runs[panel_runs["good"]], panel_runs[~panel_runs["good"]]
-        axes.scatter("at", "height", "area", color="#8a8a8a", marker="x", linewidth=0.7, data=crosses)
+        axes.scatter("at", "height", "area", linewidth=0.7, data=crosses, **_CROSS)
         axes.scatter("at", "height", "area", "height", data=good, cmap="viridis", vmin=0, vmax=highest,
                      alpha=0.85, edgecolor="black", linewidth=0.3)  # fmt: skip
         height = shown.replace("MFU", f"MFU{of_peak(panel_runs['precision'].iloc[0])}")
-        label(axes, name, f"nodes (largest marker: {count(largest, 'tokens/s')})", height)
-        categories(axes, [int(n) for n in nodes])
+        axes.describe(name, f"nodes (largest marker: {count(largest, 'tokens/s')})", height)
+        axes.categories(nodes)
         axes.set_ylim(0, 1.06 * highest)
     colours = ScalarMappable(Normalize(0, highest), "viridis")
-    bar = middle.colorbar(colours, ax=panels, fraction=0.03, pad=0.01, format="{x:,.10g}")
+    bar = axes.figure.colorbar(colours, ax=[*panels.values()], fraction=0.03, pad=0.01, format="{x:,.10g}")
     bar.outline.set_visible(False)
     bar.set_label(shown, fontsize=8.5, color=GREY)
     bar.ax.tick_params(labelsize=8, color=GREY)
-    legend(middle, [
-        legend_entry("area: tokens/s of all GPUs, relative to the largest in the panel", linestyle="", marker="o", color="#3b528b"),
-        legend_entry("cannot win: suspect or stopped early", linestyle="", marker="x", color="#8a8a8a"),
-    ])  # fmt: skip
     return whole

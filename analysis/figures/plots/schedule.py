@@ -7,11 +7,10 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ultrabench.analysis.figures.style import WIDTH, label, legend, panel_grid
+from ultrabench.analysis.figures.style import WIDTH, Panel, panel_grid
 from ultrabench.errors import ConfigError, counted, require_known
 from ultrabench.layout import details_of
 from ultrabench.sweep.arguments import layout_of, read_arguments
@@ -28,6 +27,7 @@ _LABEL = 0.13
 """Smallest distance in inches of the names of two rows."""
 _IDLE: dict[str, Any] = {"facecolor": "white", "edgecolor": "#a8a8a8", "hatch": "/////", "linewidth": 0}
 _COLOURS = matplotlib.colormaps["viridis"]
+_KEYS_TITLE = "number, and colour from dark to light: micro-batch"
 _HALVES = {"input": "backward: gradient of the input", "weight": "backward: gradient of weights"}
 
 
@@ -80,14 +80,16 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     name, share = drawn["schedule"].iloc[0], f"{100 * (1 - _work(drawn) / step):.1f} %"
     where = f"{counted(gas, 'micro-batch')} on {counted(ranks, 'rank')}"
     heading = f"Pipeline schedule {name}, {where}: the bubble is {share} of the step"
-    whole, middle, (axes,) = panel_grid(1, title=heading, notes=notes, height=tall + 0.7)
+    options: dict[str, Any] = {"height": tall + 0.7, "keys": _keys(drawn), "keys_title": _KEYS_TITLE}
+    whole, panels = panel_grid([title], title=heading, notes=notes, **options)
+    axes = panels[title]
     drawn = drawn.assign(row=drawn["rank"] * (chunks + _GAP) + drawn["chunk"])
     for _, rank_passes in drawn.groupby("rank"):
         since = np.append(0.0, rank_passes["end"])
         gaps = zip(since, np.append(rank_passes["start"], step) - since, strict=True)
         axes.broken_barh([gap for gap in gaps if gap[1] > 1e-9], (rank_passes["row"].min(), chunks), **_IDLE)
     _draw_passes(axes, drawn, gas, (WIDTH - 1) / step, tall / rows)
-    label(axes, title, "time (1: forward of one micro-batch through all layers of a rank)", "")
+    axes.describe(title, "time (1: forward of one micro-batch through all layers of a rank)", "")
     label_step = -(-_LABEL // (tall / rows))
     labelled = drawn.drop_duplicates("row")[:: max(1, round(label_step))]
     names = [
@@ -98,11 +100,10 @@ def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.set(xlim=(0, step), ylim=(rows, 0))
-    legend(middle, _keys(drawn), "number, and colour from dark to light: micro-batch")
     return whole
 
 
-def _draw_passes(axes: Axes, drawn: pd.DataFrame, gas: int, inch: float, row_inch: float) -> None:
+def _draw_passes(axes: Panel, drawn: pd.DataFrame, gas: int, inch: float, row_inch: float) -> None:
     """Draws a box for each pass, with its number where that fits; `inch` is the width of one unit of time."""
     narrowest = (drawn["end"] - drawn["start"]).min() * inch
     font = min(_LARGEST_FONT, 95 * narrowest / len(str(gas - 1)), 50 * row_inch)

@@ -37,8 +37,7 @@ def export(
     if kind != "csv":
         require_library(kind)
     from ultrabench.analysis.collect import open_results
-    from ultrabench.analysis.export.to_csv import csv_text
-    from ultrabench.analysis.export.tracked_runs import tracked_runs
+    from ultrabench.analysis.export.tracked_runs import csv_text, tracked_runs
     from ultrabench.analysis.export.trackers import log_results, open_tracker
     from ultrabench.cli.tables import out, print_json, say, warn
 

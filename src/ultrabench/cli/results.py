@@ -119,7 +119,7 @@ def plot(
     path = output or Path(f"{begin}{'-'.join(filter(None, (kind, axis, by)))}.png")
     drawn, make = prepared(kind, table, title=name, axis=axis, by=by, **options)
     draw(path, make)
-    runs = runs_drawn(kind, drawn)
+    runs = runs_drawn(drawn)
     say(f"drew {path}" if runs is None else f"drew {counted(runs, 'run')} to {path}")
 
 

@@ -62,15 +62,9 @@ def places(folder):
     state, head = fold(read_journal(sweep.journal)), read_sweep_json(sweep)
     runs = [*runs_of(head, read_rows(sweep.plan, runs_only=True), state)]
     now = progress("s", runs, state, "cuda")
-    numbers = {
-        "backoff_s": 30.0,
-        "backoff_max_s": 60.0,
-        "max_excluded": 8,
-        "forgive": (),
-        "breaker": 10,
-        "causes": {},
-    }
-    policy = RetryPolicy(attempts=dict.fromkeys(ATTEMPTS, 1), **numbers)
+    pauses = {"backoff_s": 30.0, "backoff_max_s": 60.0, "breaker": 10}
+    attempts = dict.fromkeys(ATTEMPTS, 1)
+    policy = RetryPolicy(attempts=attempts, **pauses, max_excluded=8, forgive=(), causes={})
     decision = decide_retry([*state.attempts.values()], policy)
     other = row("b", mbs=2, gas=16)
     table, before = table_of(row("a", status="melted"), other), table_of(row("a"), other)

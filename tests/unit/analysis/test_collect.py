@@ -63,20 +63,25 @@ def test_speed_and_mfu_by_hand(tmp_path):
     assert (row["flops_formula"], row["mfu"]) == ("megatron", pytest.approx(halved / 989e12))
 
 
-def test_the_latest_launch_says_how_the_batch_scales(tmp_path):
-    folder = swept(tmp_path, specs=SPECS[:1])
-    assert [row["scaling"] for row in rows_of(folder)] == ["strong"]
-    write(folder, Launched(generation=1, config={"sweep": {"scaling": "weak"}}))
-    assert [row["scaling"] for row in rows_of(folder)] == ["weak"]
+ADDED = replace(SPECS[0], shape=replace(TINY, name="added", vocab_size=512))
+"""A run of a model that the first launch does not know, with 10,240 tokens/s/GPU."""
 
 
-def test_the_latest_launch_says_what_tokens_cost(tmp_path):
-    folder = swept(tmp_path, OK, specs=SPECS[:1])
-    assert [row["cost_per_billion_tokens"] for row in rows_of(folder)] == [None]
-    write(folder, Launched(generation=1, config={"cluster": {"price_per_gpu_hour": 3.6864}}))
-    assert [row["cost_per_billion_tokens"] for row in rows_of(folder)] == [
-        pytest.approx(100.0)
-    ]  # at 10,240 tokens/s/GPU
+@pytest.mark.parametrize(
+    ("config", "column", "before", "after"),
+    [
+        ({"sweep": {"scaling": "weak"}}, "scaling", "strong", "weak"),
+        ({"cluster": {"price_per_gpu_hour": 3.6864}}, "cost_per_billion_tokens", None, pytest.approx(100.0)),
+        ({"models": [to_dict(ADDED.shape)]}, "num_params", None, ADDED.shape.num_params),
+    ],
+)
+def test_the_latest_launch_says_how_the_batch_scales_what_tokens_cost_and_what_models_are(
+    tmp_path, config, column, before, after
+):
+    folder = swept(tmp_path, OK, specs=[ADDED])
+    assert [row[column] for row in rows_of(folder)] == [before]
+    write(folder, Launched(generation=1, config=config))
+    assert [row[column] for row in rows_of(folder)] == [after]
 
 
 @pytest.mark.parametrize(
@@ -228,14 +233,6 @@ def test_runs_no_longer_in_the_plan_are_read_from_their_claims(tmp_path):
     assert (row["run_id"], row["model"], row["num_hidden_layers"]) == (other.run_id, "other", 3)
     assert (row["dp"], row["mbs"], row["precision"], row["gpus"]) == (8, 2, "bf16", 8)
     assert row["mfu"] is not None
-
-
-def test_models_that_a_later_launch_added_are_known(tmp_path):
-    added = replace(SPECS[0], shape=replace(SPECS[0].shape, name="added", vocab_size=512))
-    folder = swept(tmp_path, specs=[added])
-    assert rows_of(folder)[0]["num_params"] is None
-    write(folder, Launched(generation=1, config={"models": [to_dict(added.shape)]}))
-    assert rows_of(folder)[0]["num_params"] == added.shape.num_params
 
 
 def test_a_lost_claim_loses_no_result(tmp_path):

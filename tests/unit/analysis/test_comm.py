@@ -5,7 +5,7 @@ import pytest
 
 from tests.configs import refused
 from tests.sweep_folder import write
-from tests.unit.analysis.sweeps import OK, attempted, make_sweep, rows_of, spec_of
+from tests.unit.analysis.sweeps import OK, attempted, make_sweep, rows_of, spec_of, values
 from tests.unit.analysis.tables import row, table_of
 from ultrabench.analysis.figures.picture import render
 from ultrabench.analysis.figures.plots.comm import figure, points
@@ -44,10 +44,9 @@ def test_a_probe_has_rates_and_is_no_run_of_a_model(tmp_path):
         "status": "ok", "nodes": 2, "gpus": 16, "kernel": "probe", "gemm_flops_per_s": 6e14,
         "sendrecv_busbw_bytes_per_s": 10.0 * 2**28, "alltoall_intra_node_busbw_bytes_per_s": 100.0 * 2**28,
     }  # fmt: skip
-    expected |= dict.fromkeys(
-        ("model", "num_params", "dp", "gbs", "mfu", "tokens_per_s", "predicted_step_time_s")
-    )
-    assert {name: told[name] for name in expected} == expected
+    of_training = ("model", "num_params", "dp", "gbs", "mfu", "tokens_per_s", "predicted_step_time_s")
+    expected |= dict.fromkeys(of_training)
+    assert values(told, expected) == expected
     assert len(told["bandwidths"]) == 5 * 2 * 2
     assert rank(table_of(told)) == []
 
@@ -97,9 +96,8 @@ def test_an_operation_that_was_not_measured_has_an_empty_panel():
 
 
 def test_nothing_to_draw_and_two_places_are_mistakes():
-    with refused(
-        "the table has no bandwidths by size; measure them with: ultrabench sweep launch sweep=comm"
-    ):
+    none = "the table has no bandwidths by size; measure them with: ultrabench sweep launch sweep=comm"
+    with refused(none):
         points(table_of(row("a")))
     with refused("sweep=comm; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"):
         points(table_of(row("a", allreduce_busbw_bytes_per_s=4e11)))

@@ -10,25 +10,22 @@ from ultrabench.analysis.ranking import leaderboard, rank
 
 
 def measured_in(env_id, rate, sweep=None, *, env=None, run_id="a", repeat=0, **parts):
-    return row(
-        run_id, rate, sweep=sweep or env_id, env_id=env_id, env=env and json.dumps(env), repeat=repeat, torch_version="2.13",
-        kernel_digest="d", **parts,
-    )  # fmt: skip
+    parts = {"torch_version": "2.13", "kernel_digest": "d", "env": env and json.dumps(env)} | parts
+    return row(run_id, rate, sweep=sweep or env_id, env_id=env_id, repeat=repeat, **parts)
 
 
 RING, TREE = ({"env": {"ALGO": algo, "DEBUG": "1"}} for algo in ("Ring", "Tree"))
+IN_RING = table_of(measured_in("e1", 20.0, **RING))
+IN_BOTH = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 10.0, **TREE))
 
 
 def test_runs_of_one_layout_in_two_environments_compete():
-    table = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 10.0, **TREE))
-    (cell,) = rank(table)
+    (cell,) = rank(IN_BOTH)
     assert (cell.tokens_per_s_per_gpu, cell.env_id, cell.environment) == (20.0, "e1", "ALGO=Ring")
     assert (cell.num_runs, cell.num_repeats) == (2, 1)
-    (board,) = leaderboard(table)
-    assert [(r["environment"], r["tokens_per_s_per_gpu"]) for r in board] == [
-        ("ALGO=Ring", 20.0),
-        ("ALGO=Tree", 10.0),
-    ]
+    (board,) = leaderboard(IN_BOTH)
+    rates = {r["environment"]: r["tokens_per_s_per_gpu"] for r in board}
+    assert [*rates.items()] == [("ALGO=Ring", 20.0), ("ALGO=Tree", 10.0)]
 
 
 @pytest.mark.parametrize(
@@ -43,14 +40,8 @@ def test_runs_of_one_layout_in_two_environments_compete():
     ],
 )  # fmt: skip
 def test_a_label_names_what_differs(first, second, labels):
-    (board,) = leaderboard(
-        table_of(measured_in("e1", 20.0) | _columns(first), measured_in("e2", 10.0) | _columns(second))
-    )
+    (board,) = leaderboard(table_of(measured_in("e1", 20.0, **first), measured_in("e2", 10.0, **second)))
     assert [r["environment"] for r in board] == labels
-
-
-def _columns(values):
-    return {name: json.dumps(value) if name == "env" else value for name, value in values.items()}
 
 
 def test_equal_environments_of_two_sweeps_are_repeats():
@@ -79,35 +70,26 @@ def test_a_run_that_failed_early_belongs_to_the_environment_of_its_sweep():
 
 def test_environments_are_not_ranked_by_the_ratio_to_controls_of_their_own():
     beside = {"control": "a", "control_ratio": 1.0}
-    (cell,) = rank(
-        table_of(measured_in("e1", 20.0, **RING, **beside), measured_in("e2", 10.0, **TREE, **beside))
-    )
-    assert (cell.ranked_by, cell.environment, cell.as_good_as_best) == (
-        "tokens_per_s_per_gpu",
-        "ALGO=Ring",
-        (),
-    )
+    rows = measured_in("e1", 20.0, **RING, **beside), measured_in("e2", 10.0, **TREE, **beside)
+    (cell,) = rank(table_of(*rows))
+    assert (cell.ranked_by, cell.environment) == ("tokens_per_s_per_gpu", "ALGO=Ring")
+    assert cell.as_good_as_best == ()
 
 
 def test_layouts_are_compared_in_equal_environments():
     steps = {"step_times_s": [1.0] * 8}
-    a = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 10.0, **TREE))
     with refused(match=r"env is .*Ring.* / .*Tree.* in A and .* in B"):
-        compare(a, table_of(measured_in("e3", 10.0, **steps)), 0.05)
-    b = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 5.0, **TREE))
-    found = compare(a, b, 0.05)
-    assert sorted(found.rows["ratio"]) == pytest.approx([1.0, 2.0])
-    assert compare(
-        table_of(measured_in("e1", 20.0, **RING)), table_of(measured_in("e2", 10.0, **TREE)), 0.05
-    ).differing["env"] == ('{"ALGO": "Ring", "DEBUG": "1"}', '{"ALGO": "Tree", "DEBUG": "1"}')
+        compare(IN_BOTH, table_of(measured_in("e3", 10.0, **steps)), 0.05)
+    slower = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 5.0, **TREE))
+    assert sorted(compare(IN_BOTH, slower, 0.05).rows["ratio"]) == pytest.approx([1.0, 2.0])
+    differing = compare(IN_RING, table_of(measured_in("e2", 10.0, **TREE)), 0.05).differing
+    assert differing["env"] == ('{"ALGO": "Ring", "DEBUG": "1"}', '{"ALGO": "Tree", "DEBUG": "1"}')
 
 
 @pytest.mark.parametrize("public", [False, True])
 def test_the_page_lists_both_environments_and_names_no_variable_where_it_is_public(public):
-    table = table_of(measured_in("e1", 20.0, **RING), measured_in("e2", 10.0, **TREE))
-    columns = document(table, public=public)["columns"]
+    columns = document(IN_BOTH, public=public)["columns"]
     assert len(columns["contender"]["known"]) == 2
     assert ("Ring" in json.dumps(columns)) is not public
-    assert columns["environment"]["known"] == (
-        ["environment e1", "environment e2"] if public else ["ALGO=Ring", "ALGO=Tree"]
-    )
+    labels = ["environment e1", "environment e2"] if public else ["ALGO=Ring", "ALGO=Tree"]
+    assert columns["environment"]["known"] == labels

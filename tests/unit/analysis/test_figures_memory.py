@@ -141,10 +141,8 @@ def test_a_measured_peak_far_above_the_prediction_is_inside_the_scale():
 def test_the_note_tells_defaults_moments_of_peaks_and_words_without_a_row():
     told = points({"model": "llama3-8b", "tp": 8}, axis="seq_len")[1]
     assert told.startswith("Defaults: hardware=h100x8 nodes=1 zero_stage=0 mbs=1 gas=pp recompute=none.")
-    assert (
-        "peak of 1,024, 2,048: in the optimizer step, after activations and gathered weights are freed"
-        in told
-    )
+    phase = "in the optimizer step, after activations and gathered weights are freed"
+    assert f"peak of 1,024, 2,048: {phase}" in told
     told = points(LAYOUT | {"gas": 64, "seq_len": 8192}, table_of(*RUNS), axis="tp")[1]
     assert "No row has gas=64, seq_len=8192." in told
     assert "No row has" not in points(LAYOUT, table_of(*RUNS), axis="tp")[1]

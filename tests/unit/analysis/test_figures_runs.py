@@ -31,7 +31,8 @@ SEVERAL = [
     row("h", model="80B", num_params=80_000_000_000, nodes=4, rate=10.0),
 ]  # fmt: skip
 CANNOT_WIN = "2 of 5 ok runs, suspect or stopped early as slower."
-RUNS = [name for name, kind in KINDS.items() if kind.draws_runs]
+OTHERS = ("comm", "effect", "nodes", "bubble", "schedule", "memory")
+RUNS = [name for name in KINDS if name not in OTHERS]
 
 
 def drawn(kind, *rows, **options):
@@ -42,6 +43,19 @@ def drawn(kind, *rows, **options):
     return points, "\n".join(text.get_text() for text in figure.findobj(Text))
 
 
+def by_run(kind, *rows, **options):
+    """The points of a figure of these rows by their run_id."""
+    return prepared(kind, table_of(*rows), title="sweep", **options)[0].set_index("run_id")
+
+
+def panels_of(*rows):
+    return [*final(table_of(*rows))["panel"].unique()]
+
+
+def lacking(words, text):
+    return [word for word in words if word not in text]
+
+
 def as_svg(kind, *rows):
     """The SVG of a figure of these rows."""
     return render(prepared(kind, table_of(*rows), title="sweep")[1], Path("f.svg")).decode()
@@ -50,18 +64,18 @@ def as_svg(kind, *rows):
 def test_a_run_is_its_repeat_nearest_to_the_median_and_a_good_one_counts():
     rows = [row("a", rate=rate, repeat=n) for n, rate in enumerate((100.0, 130.0, 110.0))]
     rows += [row("b", rate=90.0, suspect="x"), row("b", rate=80.0, repeat=1), row("c", status="oom")]
-    found = measured(final(table_of(*rows, row("a", rate=500.0, repeat=3, is_final=False))))
-    assert found.set_index("run_id")["tokens_per_s_per_gpu"].to_dict() == {"a": 110.0, "b": 80.0}
-    assert found["good"].all()
+    runs = measured(final(table_of(*rows, row("a", rate=500.0, repeat=3, is_final=False))))
+    assert runs.set_index("run_id")["tokens_per_s_per_gpu"].to_dict() == {"a": 110.0, "b": 80.0}
+    assert runs["good"].all()
 
 
 def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publisher():
     """An imported row whose doubt is its batch is in the panel of the others, as in rankings."""
     other = row("b", hardware="a100x8", rate=50.0)
-    assert list(final(table_of(row("a"), other))["panel"]) == ["8B | a100x8", "8B | h100x8"]
+    assert panels_of(row("a"), other) == ["8B | a100x8", "8B | h100x8"]
     doubted = row("b", gbs=128, source="playbook", suspect="other batch")
-    assert set(final(table_of(row("a", source="playbook"), doubted))["panel"]) == {"8B"}
-    assert set(final(table_of(row("a"), row("b", gbs=128)))["panel"]) == {"8B | gbs 128", "8B | gbs 256"}
+    assert panels_of(row("a", source="playbook"), doubted) == ["8B"]
+    assert panels_of(row("a"), row("b", gbs=128)) == ["8B | gbs 128", "8B | gbs 256"]
 
 
 @pytest.mark.parametrize(
@@ -85,30 +99,27 @@ def test_panels_tell_what_cannot_be_compared_apart_and_keep_doubts_of_a_publishe
 def test_the_picture_tells_what_is_drawn_and_left_out_in_any_order_of_rows(kind, rows, words):
     told = as_svg(kind, *rows)
     assert told == as_svg(kind, *random.Random(1).sample(rows, len(rows)))
-    assert [word for word in words if word not in told] == []
+    assert lacking(words, told) == []
 
 
 @pytest.mark.parametrize(
-    ("kind", "axis", "lacking", "told"),
+    ("kind", "options", "columns", "told"),
     [
-        ("scatter", None, {"tokens_per_s_per_gpu": None}, "1 row, none of an ok run with a speed"),
-        ("scaling", None, {"suspect": "x"}, "1 run, none can win: 1 suspect"),
-        ("scaling", "tp", {"tp": None}, "1 run, none with tp"),
-        ("failures", "tp", {"tp": None}, "1 run, none with tp"),
-        (
-            "checkpoint",
-            None,
-            {},
-            "1 run, none with checkpoint; measure it with: ultrabench sweep launch measure.checkpoint=true",
-        ),
-        ("pareto", None, {"peak_mem_reserved_bytes": None}, "1 run, none with peak memory"),
-        ("predicted", None, {"predicted_step_time_s": None}, "ultrabench predict validate FILE.parquet -o"),
-        ("bubble", None, {}, "1 row, none of a run with pp > 1; plan some with"),
+        ("scatter", {}, {"tokens_per_s_per_gpu": None}, "1 row, none of an ok run with a speed"),
+        ("scatter", {"by": "mfu"}, {}, "the figure scatter takes no column; remove --by"),
+        ("scaling", {}, {"suspect": "x"}, "1 run, none can win: 1 suspect"),
+        ("scaling", {"axis": "tp"}, {"tp": None}, "1 run, none with tp"),
+        ("failures", {"axis": "tp"}, {"tp": None}, "1 run, none with tp"),
+        ("checkpoint", {}, {}, "1 run, none with checkpoint; measure it with: ultrabench sweep launch measure.checkpoint=true"),
+        ("pareto", {}, {"peak_mem_reserved_bytes": None}, "1 run, none with peak memory"),
+        ("pareto", {"by": "power_w_mean"}, {}, "1 run, none with power_w_mean; choose another --by"),
+        ("predicted", {}, {"predicted_step_time_s": None}, "ultrabench predict validate FILE.parquet -o"),
+        ("bubble", {}, {}, "1 row, none of a run with pp > 1; plan some with"),
     ],
-)
-def test_a_figure_without_anything_to_draw_says_what_to_do(kind, axis, lacking, told):
+)  # fmt: skip
+def test_a_figure_without_anything_to_draw_says_what_to_do(kind, options, columns, told):
     with refused(told):
-        prepared(kind, table_of(row("a", **lacking)), title="sweep", axis=axis)
+        prepared(kind, table_of(row("a", **columns)), title="sweep", **options)
 
 
 def test_scaling_over_an_axis_that_regroups_ranks_changes_nothing_else():
@@ -137,11 +148,9 @@ def test_scatter_has_mfu_as_height_or_the_speed_where_it_is_not_comparable():
 
 
 def test_failures_count_runs_by_how_they_ended():
-    found = drawn("failures", *SEVERAL)[0].set_index(["panel", "nodes", "end"])["runs"].to_dict()
-    assert found == {
-        ("8B", 1, "ok"): 1, ("8B", 2, "ok"): 1, ("8B", 2, "suspect"): 1, ("8B", 4, "ok"): 1, ("8B", 4, "oom"): 1,
-        ("8B", 4, "pending"): 1, ("80B", 4, "ok"): 1,
-    }  # fmt: skip
+    found = drawn("failures", *SEVERAL)[0].set_index(["panel", "nodes", "end"])["runs"]
+    ends = [(1, "ok"), (2, "ok"), (2, "suspect"), (4, "ok"), (4, "oom"), (4, "pending")]
+    assert found.to_dict() == dict.fromkeys([*(("8B", *end) for end in ends), ("80B", 4, "ok")], 1)
     assert drawn("failures", *SEVERAL, axis="dp")[0]["dp"].max() == 32
 
 
@@ -151,7 +160,7 @@ def test_scaling_has_the_best_of_each_value_and_what_is_equal_but_for_the_axis()
         row("d", nodes=2, mbs=2, gas=8, rate=160.0), row("e", nodes=2, rate=900.0, suspect="mfu 1.2 is above 1"),
         row("f", pp=2, dp=4, gas=64, pp_schedule="1f1b", virtual_stages=None, rate=170.0),
     ]  # fmt: skip
-    found = drawn("scaling", *rows)[0].set_index("run_id")
+    found = by_run("scaling", *rows)
     assert list(found.index[found["best"]]) == ["a", "d"]
     assert found["equal"]["a"] == found["equal"]["c"] != found["equal"]["d"]
     assert found["memory_gib"]["a"] == 100.0
@@ -160,8 +169,8 @@ def test_scaling_has_the_best_of_each_value_and_what_is_equal_but_for_the_axis()
     assert list(found.index[found["best"]]) == ["b", "a", "d"]
     assert found["equal"]["a"] == found["equal"]["b"] != found["equal"]["c"]
     words = ("over tp", "best on 1 node\n", "best on 2 nodes", "all else equal", "largest of all ranks")
-    assert [word for word in words if word not in told] == []
-    found = drawn("scaling", *rows, axis="pp")[0].set_index("run_id")
+    assert lacking(words, told) == []
+    found = by_run("scaling", *rows, axis="pp")
     assert found["equal"]["a"] == found["equal"]["f"]
 
 
@@ -186,65 +195,52 @@ def test_scaling_says_which_memory_it_shows_and_where_no_line_has_two_values():
     assert "No line has" not in drawn("scaling", *rows, row("c", tp=2, dp=4), axis="tp")[1]
 
 
+EFFICIENCY = ["efficiency", "efficiency_low", "efficiency_high"]
+
+
 def weak_row(run_id, nodes, rate, ci, **more):
     """A row of weak scaling, with half its relative 95 % interval."""
-    return row(
-        run_id, rate, nodes=nodes, gbs=256 * nodes, gas=32, scaling="weak", step_time_ci95_rel=ci, **more
-    )
+    batch = {"gbs": 256 * nodes, "gas": 32, "scaling": "weak"}
+    return row(run_id, rate, nodes=nodes, step_time_ci95_rel=ci, **batch, **more)
 
 
 def test_panels_are_in_the_order_of_their_numbers():
     rows = [row(f"{s} {g}", seq_len=s, gbs=g) for s in (128, 64) for g in (1024, 8)]
     weak = [row(f"{n} {g}", gbs=n * g, nodes=n, scaling="weak", model="9B") for n in (2, 1) for g in (16, 8)]
-    sizes = [f"8B | seq_len {s} | gbs {g}" for s in (64, 128) for g in ("8", "1,024")]
-    assert [*final(table_of(*rows, *weak))["panel"].unique()] == [
-        *sizes,
-        "9B | seq_len 4,096 | gbs 8 per node",
-        "9B | seq_len 4,096 | gbs 16 per node",
-    ]
+    strong_panels = [f"8B | seq_len {s} | gbs {g}" for s in (64, 128) for g in ("8", "1,024")]
+    weak_panels = [f"9B | seq_len 4,096 | gbs {g} per node" for g in (8, 16)]
+    assert panels_of(*rows, *weak) == [*strong_panels, *weak_panels]
 
 
 def test_the_batches_of_weak_scaling_share_a_panel():
     weak = [weak_row("a", 1, 200.0, 0.0), weak_row("b", 2, 150.0, 0.0)]
-    assert {*final(table_of(*weak))["panel"]} == {"8B"}
+    assert panels_of(*weak) == ["8B"]
     assert len({cell.panel for cell in rank(table_of(*weak))}) == 1
     strong = row("c", 100.0, nodes=2, gbs=256, scaling="strong")
-    assert {*final(table_of(*weak, strong))["panel"]} == {"8B | gbs 256 per node", "8B | gbs 256"}
+    assert {*panels_of(*weak, strong)} == {"8B | gbs 256 per node", "8B | gbs 256"}
     assert "nodes (weak: gbs 256 per node)" in drawn("scaling", *weak)[1]
     told = drawn("scaling", *weak, strong)[1]
-    assert [word for word in ("Strong and weak scaling", "nodes (strong: gbs 256)") if word not in told] == []
+    assert lacking(("Strong and weak scaling", "nodes (strong: gbs 256)"), told) == []
 
 
 def test_efficiency_is_against_the_smallest_number_of_nodes_with_the_intervals_of_both():
-    rows = [
-        weak_row("a", 2, 200.0, 0.03),
-        weak_row("b", 4, 150.0, 0.04),
-        weak_row("slow", 4, 80.0, 0.0, tp=2),
-    ]
+    rows = weak_row("a", 2, 200.0, 0.03), weak_row("b", 4, 150.0, 0.04), weak_row("slow", 4, 80.0, 0.0, tp=2)
     points, told = drawn("scaling", *rows)
     found = points.set_index("run_id")
     assert found["efficiency"]["a"] == 100
     assert math.isnan(found["efficiency_low"]["a"])
     down, up = math.hypot(math.log(0.96), math.log(1.03)), math.hypot(math.log(1.04), math.log(0.97))
-    ends = 75 * math.exp(-down), 75 * math.exp(up)
-    assert [*found.loc["b", ["efficiency", "efficiency_low", "efficiency_high"]]] == pytest.approx(
-        [75, *ends]
-    )
+    assert [*found.loc["b", EFFICIENCY]] == pytest.approx([75, 75 * math.exp(-down), 75 * math.exp(up)])
     assert math.isnan(found["efficiency"]["slow"])
     assert math.isnan(found["efficiency_equal"]["slow"])
     assert found["efficiency_equal"]["b"] == 75
-    assert "efficiency (% of 2 nodes)" in told
-    assert "Weak scaling" in told
+    assert lacking(("efficiency (% of 2 nodes)", "Weak scaling"), told) == []
 
 
 def test_the_interval_of_an_efficiency_holds_all_repeats_of_its_runs():
-    rows = [weak_row("a", 1, 200.0, 0.0)] + [
-        weak_row("b", 2, rate, 0.0, repeat=n) for n, rate in enumerate((90.0, 100.0, 120.0))
-    ]
-    found = drawn("scaling", *rows)[0].set_index("run_id")
-    assert [*found.loc["b", ["efficiency", "efficiency_low", "efficiency_high"]]] == pytest.approx(
-        [50, 45, 60]
-    )
+    repeats = [weak_row("b", 2, rate, 0.0, repeat=n) for n, rate in enumerate((90.0, 100.0, 120.0))]
+    found = by_run("scaling", weak_row("a", 1, 200.0, 0.0), *repeats)
+    assert [*found.loc["b", EFFICIENCY]] == pytest.approx([50, 45, 60])
 
 
 def test_the_largest_batch_is_predicted_by_the_memory_model_and_bounded_by_runs():
@@ -280,8 +276,8 @@ def test_pareto_marks_the_runs_that_no_other_beats():
         row("equal", rate=90.0, peak_mem_reserved_bytes=2**30 + 1), row("worse", rate=80.0),
         row("unknown", rate=999.0, peak_mem_reserved_bytes=None), row("doubtful", rate=999.0, suspect="mfu 1.2"),
     ]  # fmt: skip
-    found = drawn("pareto", *rows)[0].set_index("run_id")["front"].to_dict()
-    assert found == {"fast": True, "small": True, "equal": False, "worse": False}
+    front = {"fast": True, "small": True, "equal": False, "worse": False}
+    assert by_run("pareto", *rows)["front"].to_dict() == front
 
 
 def test_pareto_by_another_column_has_the_front_where_rankings_have_the_best():
@@ -289,17 +285,10 @@ def test_pareto_by_another_column_has_the_front_where_rankings_have_the_best():
         row("saves", energy_j_per_step=50.0, tokens_per_j=4.0), row("small", energy_j_per_step=70.0, tokens_per_j=3.0, peak_mem_reserved_bytes=2**30),
         row("worse", energy_j_per_step=80.0, tokens_per_j=2.0), row("unknown"),
     ]  # fmt: skip
-    for by, words in (
-        ("energy_j_per_step", "energy_j_per_step (lower is better)"),
-        ("tokens_per_j", "tokens_per_j"),
-    ):
+    for by, words in (("energy_j_per_step", " (lower is better)"), ("tokens_per_j", "")):
         points, texts = drawn("pareto", *rows, by=by)
         assert points.set_index("run_id")["front"].to_dict() == {"saves": True, "small": True, "worse": False}
-        assert words in texts.splitlines()
-    with refused("4 runs, none with power_w_mean; choose another --by"):
-        drawn("pareto", *rows, by="power_w_mean")
-    with refused("the figure scatter takes no column; remove --by"):
-        drawn("scatter", *rows, by="mfu")
+        assert by + words in texts.splitlines()
 
 
 def test_pareto_says_how_many_runs_of_a_front_have_no_name():
@@ -314,7 +303,7 @@ def test_predicted_has_the_runs_that_may_win_and_have_a_prediction():
         row("a", rate=200.0, predicted_peak_mem_bytes=2**36), row("b", rate=150.0), row("c", predicted_step_time_s=None),
         row("d", suspect="x"), row("e", status="oom", predicted_step_time_s=1.0),
     ]  # fmt: skip
-    found = drawn("predicted", *rows)[0].set_index("run_id")["predicted_gib"]
+    found = by_run("predicted", *rows)["predicted_gib"]
     assert (sorted(found.index), found.dropna().to_dict()) == (["a", "b"], {"a": 64.0})
 
 
@@ -324,16 +313,11 @@ def test_long_names_of_models_do_not_hide_what_tells_panels_apart():
     assert {"gbs 128", "gbs 256"} <= {*told}
 
 
-def test_a_measured_share_is_against_the_run_that_differs_only_in_its_pipeline():
-    found, _ = bubble_points(table_of(*PIPELINES))
-    pairs = found[found["nodes"] > 0]
+def test_the_lines_are_of_every_pp_and_stages_and_a_share_is_against_the_run_that_differs_only_in_its_pipeline():
+    points, _ = bubble_points(table_of(*PIPELINES))
+    pairs, lines = points[points["nodes"] > 0], points[points["nodes"] == 0]
     assert pairs[["pp", "schedule"]].values.tolist() == [[2, "1f1b"], [4, "interleaved"]]
     assert [*pairs["share"]] == pytest.approx([0.2, 0.5])
-
-
-def test_the_lines_are_of_every_pp_and_of_the_interleaved_stages_of_the_table():
-    found, _ = bubble_points(table_of(*PIPELINES))
-    lines = found[found["nodes"] == 0]
     assert {*zip(lines["pp"], lines["schedule"], lines["virtual_stages"], strict=True)} == {
         (pp, *series) for pp, v in ((2, 2), (4, 3), (8, 2)) for series in (("1f1b", 1), ("interleaved", v), ("zbv", 2))
     }  # fmt: skip
@@ -358,20 +342,15 @@ def overlaps(figure):
     """Texts of a figure that its edge cuts, and pairs of texts that lie over each other."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()  # places all texts
-    axes = [(axis, axis.get_view_interval()) for held in figure.axes for axis in (held.xaxis, held.yaxis)]
-    ticks = [
-        (tick, ends) for axis, ends in axes for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
-    ]
-    unseen = {tick.label1 for tick, ends in ticks if not min(ends) <= tick.get_loc() <= max(ends)}
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    texts = [text for text in texts if text not in unseen]
+    axes = [(axis, axis.get_view_interval()) for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
+    unseen = {
+        tick.label1 for axis, ends in axes for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
+        if not min(ends) <= tick.get_loc() <= max(ends)
+    }  # fmt: skip
+    texts = {text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()} - unseen
     boxes = [(text.get_text(), Text.get_window_extent(text, renderer).padded(-1)) for text in texts]
-    edge = figure.bbox.padded(1)
-    cut = [
-        told
-        for told, box in boxes
-        if box.width > 0 and not (edge.contains(*box.min) and edge.contains(*box.max))
-    ]
+    edge, shown = figure.bbox.padded(1), [(text, box) for text, box in boxes if box.width > 0]
+    cut = [text for text, box in shown if not (edge.contains(*box.min) and edge.contains(*box.max))]
     pairs = [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
     return cut, pairs
 

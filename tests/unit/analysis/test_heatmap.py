@@ -74,12 +74,11 @@ def test_no_text_is_clipped_and_none_overlap(models, nodes, compared):
     picture = figure(cells, title="playbook-h100x8", notes="Layouts: 3 ok. " * 12, compared_with=compared)
     assert overlaps(picture) == ([], [])
     squares = picture.axes[0]
-    ends = {
-        text: text.get_window_extent().transformed(squares.transData.inverted()) for text in squares.texts
-    }
-    inside = [text for text in ends if text.get_text().startswith(("dp", "3 crash", "mbs"))]
-    assert inside
-    assert [text for text in inside if int(ends[text].x0) != int(ends[text].x1)] == []
+    to_squares = squares.transData.inverted()
+    inside = [text for text in squares.texts if text.get_text().startswith(("dp", "3 crash", "mbs"))]
+    ends = [text.get_window_extent().transformed(to_squares) for text in inside]
+    assert ends
+    assert [int(end.x0) for end in ends] == [int(end.x1) for end in ends]
 
 
 def test_svg_holds_the_words():
@@ -126,9 +125,8 @@ def test_a_square_counts_what_was_tried_and_marks_another_best_layout():
         ["43.2 %", "dp8 tp1 pp1 z1", "mbs4 gas8", "41.8 GiB", "1,234 tried"],
     ]  # fmt: skip
     assert sum(isinstance(patch, Polygon) for patch in picture.axes[0].patches) == 2
-    assert "In 2 of 3 cells, marked by a corner, old has a different best layout" in " ".join(
-        texts_of(picture)
-    )
+    note = "In 2 of 3 cells, marked by a corner, old has a different best layout"
+    assert note in " ".join(texts_of(picture))
 
 
 @pytest.mark.parametrize(
@@ -160,10 +158,9 @@ def test_different_hardware_gets_its_own_panel_and_a_panel_without_mfu_no_colour
     [("svg", rb"<\?xml"), ("pdf", rb"%PDF.*(/TrueType|CIDFontType2)"), ("png", rb"\x89PNG")],
 )
 def test_same_input_same_bytes_and_no_trace_in_the_settings(suffix, holds):
-    before = dict(matplotlib.rcParams)
+    before, paths = dict(matplotlib.rcParams), [Path(f"f.{suffix}")] * 2
     one, two = (
-        render(lambda: figure([ODD, cell(nodes=2)], title="$x", notes="a_b$c$"), Path(f"f.{suffix}"))
-        for _ in range(2)
+        render(lambda: figure([ODD, cell(nodes=2)], title="$x", notes="a_b$c$"), path) for path in paths
     )
     assert one == two
     assert dict(matplotlib.rcParams) == before
@@ -181,8 +178,7 @@ def test_what_cannot_be_drawn():
     with refused("no cells"):
         figure([], title="t")
     many = [cell(gbs=gbs) for gbs in range(25)]
-    with refused(
-        "25 cells in 25 groups of hardware, kernel, precision, routing, seq_len and gbs; a heatmap holds at most 24 groups"
-    ):
+    groups = "25 cells in 25 groups of hardware, kernel, precision, routing, seq_len and gbs"
+    with refused(f"{groups}; a heatmap holds at most 24 groups"):
         figure(many, title="t")
     assert len(figure(many[1:], title="t").axes) == 48

@@ -16,6 +16,12 @@ def measured(rate, nodes, value, day=0.0, setting=()):
     return Measurement(rate, "h100x8", setting, tuple(nodes), 1e9 + day * DAY_S, value)
 
 
+def each_day(days, rate, value):
+    """A measurement of each node on each day; `value` gives it for the node, its number and the day."""
+    places = [(day, n, node) for day in range(days) for n, node in enumerate(NODES)]
+    return [measured(rate, [node], value(node, n, day), day) for day, n, node in places]
+
+
 def cluster(
     seed, days, *, rates=(PRODUCTS, MEMORY, CONTROL), nodes_together=1, noise=0.01, between=0.005, slower=0.04
 ):
@@ -95,10 +101,9 @@ def test_nodes_that_were_always_together_get_no_answer():
     speeds = relative_speeds(rows)
     assert not {(CONTROL, SLOW), (CONTROL, PARTNER)} & speeds.keys()
     assert len(speeds) == len(rest)
-    two = [
-        measured(PRODUCTS, [node], 1 - 0.1 * n, day) for day in range(9) for n, node in enumerate(NODES[:2])
-    ]
-    assert relative_speeds(two) == {}, "of two nodes neither is the usual one"
+    two = each_day(9, PRODUCTS, lambda _, n, day: 1 - 0.1 * n)
+    # Of two nodes neither is the usual one.
+    assert relative_speeds(row for row in two if row.nodes[0] in NODES[:2]) == {}
 
 
 @pytest.mark.parametrize(("first_day", "hours_apart"), [(0.0, 1), (23.5 / 24, 1), (0.0, 0)])
@@ -118,44 +123,25 @@ def test_measurements_of_one_day_are_one_observation(first_day, hours_apart):
 
 def test_a_node_is_compared_only_with_what_was_measured_alike():
     """On another day, or in another setting, all nodes are a tenth slower."""
-    rows = [
-        measured(
-            PRODUCTS,
-            [node],
-            (0.9 if n < 9 else 1) * (1 + 0.001 * np.sin(n + 7 * day)),
-            day,
-            ("old" if n < 9 else "new",),
-        )
-        for day in range(4)
-        for n, node in enumerate(NODES)
-    ]
-    assert slow_nodes(rows) == set()
-    assert slow_nodes(row._replace(setting=()) for row in rows if row.nodes[0] in NODES[6:]) == {*NODES[6:9]}
+    rows = each_day(4, PRODUCTS, lambda _, n, day: (0.9 if n < 9 else 1) * (1 + 0.001 * np.sin(n + 7 * day)))
+    old_or_new = [row._replace(setting=("old" if row.nodes[0] in NODES[:9] else "new",)) for row in rows]
+    assert slow_nodes(old_or_new) == set()
+    assert slow_nodes(row for row in rows if row.nodes[0] in NODES[6:]) == {*NODES[6:9]}
 
 
 def test_a_node_that_is_slow_on_some_days_only_needs_more_of_them():
-    def bad_days(number):
-        return [
-            measured(
-                MEMORY,
-                [node],
-                0.85 if node == SLOW and day < number else 1 + 0.002 * np.sin(n * (day + 1)),
-                day,
-            )
-            for day in range(6)
-            for n, node in enumerate(NODES)
-        ]
+    for bad_days, slow in ((1, set()), (6, {SLOW})):
 
-    assert slow_nodes(bad_days(1)) == set()
-    assert slow_nodes(bad_days(6)) == {SLOW}
+        def value(node, n, day, bad_days=bad_days):
+            return 0.85 if node == SLOW and day < bad_days else 1 + 0.002 * np.sin(n * (day + 1))
+
+        assert slow_nodes(each_day(6, MEMORY, value)) == slow
 
 
 def test_a_small_difference_is_never_marked():
-    rows = [
-        measured(MEMORY, [node], 0.992 if node == SLOW else 1 + 1e-5 * np.sin(n * (day + 1)), day)
-        for day in range(6)
-        for n, node in enumerate(NODES)
-    ]
-    speed = relative_speeds(rows)[MEMORY, SLOW]
+    def value(node, n, day):
+        return 0.992 if node == SLOW else 1 + 1e-5 * np.sin(n * (day + 1))
+
+    speed = relative_speeds(each_day(6, MEMORY, value))[MEMORY, SLOW]
     assert speed.high < 1
     assert not speed.slow

@@ -21,10 +21,8 @@ def beside(**columns):
 
 def test_a_share_of_the_published_rate_of_as_many_nodes():
     entry = beside()
-    assert (
-        "38,945 tokens/s/GPU, 97% of the published rate (40,150, nanotron; https://huggingface.co/"
-        in entry.text
-    )
+    share = "38,945 tokens/s/GPU, 97% of the published rate (40,150, nanotron; https://huggingface.co/"
+    assert share in entry.text
     assert beside(nodes=2).share == pytest.approx(38945 / 38839.82)
     assert "40,150" in beside(nodes=1, hardware="h100x8", model_id=load_model("1B").model_id).text
     assert "38,840, nanotron, on 2 instead of 4 nodes;" in beside(nodes=4).text
@@ -59,12 +57,9 @@ def test_rates_of_the_user_and_their_mistakes(tmp_path, monkeypatch):
 
 def test_the_command_prints_and_tells_programs(ultrabench, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
-    rows = (
-        row("a", 38945.0, **PLAYBOOK),
-        row("b", nodes=2, status="oom", **PLAYBOOK),
-        row("c", model="odd", flops_formula="megatron"),
-    )
-    (tmp_path / "a.parquet").write_bytes(parquet(table_of(*rows)))
+    rows = row("a", 38945.0, **PLAYBOOK), row("b", nodes=2, status="oom", **PLAYBOOK)
+    odd = row("c", model="odd", flops_formula="megatron")
+    (tmp_path / "a.parquet").write_bytes(parquet(table_of(*rows, odd)))
     code, out, _ = ultrabench("compare", "a.parquet", "published")
     assert code == 0
     assert out.startswith("a: 1 of 2 cells with a rate match a published rate\n  1B on 1 x h100x8, dp8 ")

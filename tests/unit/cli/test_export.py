@@ -39,25 +39,29 @@ def read_back(kind, folder):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'ultrabench[{kind}]'")
     command = [sys.executable, "-m", "tests.unit.cli.read_back", kind]
-    root = str(__file__).partition("/tests/")[0]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root}
-    )
+    env = os.environ | {"PYTHONPATH": str(__file__).partition("/tests/")[0]}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("exported 3 runs to ") == 2
     return json.loads(done.stdout)
 
 
+SETTINGS = ("model", "nodes", "tp", "pp", "mbs", "zero_stage", "gbs", "seq_len", "precision", "hardware")
+NUMBERS = (
+    "step_time_s",
+    "tokens_per_s_per_gpu",
+    "ranked_value",
+    "mfu",
+    "num_repeats",
+    "peak_mem_reserved_bytes",
+)
+
+
 def require_same(run, row, config=str, number=float):
     """That a run of a tracker has the settings and numbers of the row of `sweep top`."""
-    for name in (
-        "model", "nodes", "tp", "pp", "mbs", "zero_stage", "gbs", "seq_len", "precision", "hardware",
-    ):  # fmt: skip
-        assert run["config"][name] == config(row[name]), name
-    for name in (
-        "step_time_s", "tokens_per_s_per_gpu", "ranked_value", "mfu", "num_repeats", "peak_mem_reserved_bytes",
-    ):  # fmt: skip
-        assert (number(run["metrics"][name]) if name in run["metrics"] else None) == row[name], name
+    assert {name: run["config"][name] for name in SETTINGS} == {name: config(row[name]) for name in SETTINGS}
+    numbers = {name: number(run["metrics"][name]) if name in run["metrics"] else None for name in NUMBERS}
+    assert numbers == {name: row[name] for name in NUMBERS}
 
 
 def test_csv_has_a_line_for_each_run_that_ended_with_the_numbers_of_top(ultrabench, measured):
@@ -121,10 +125,8 @@ def test_tensorboard_reads_one_event_file_a_layout_with_its_step_times(ultrabenc
     assert run["metrics"].pop("step_times_s") == pytest.approx([best["step_time_s"]] * 6)
     single = {name: point for name, (point,) in run["metrics"].items()}
     require_same({**run, "metrics": single}, best, lambda value: value, lambda n: pytest.approx(n, rel=1e-6))
-    beside = {
-        path.name for path in (tmp_path / "results" / "tensorboard" / "quick-cpu").iterdir() if path.is_file()
-    }
-    assert beside == {"report.html", "runs.parquet"}
+    folder = tmp_path / "results/tensorboard/quick-cpu"
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {"report.html", "runs.parquet"}
 
 
 @pytest.mark.parametrize("command", ["export {}", "sweep launch model=tiny launcher.track={}"])
@@ -155,9 +157,8 @@ def test_a_sweep_whose_tracker_is_gone_is_not_resumed(ultrabench, sweep, monkeyp
 
 def test_mistakes_of_an_export_are_one_line(ultrabench, sweep):
     assert "did you mean wandb?" in one_line(ultrabench, "export", "wandbb")
-    assert one_line(ultrabench, "export", "csv", "--project", "p").startswith(
-        "--project p; only wandb and mlflow "
-    )
+    line = one_line(ultrabench, "export", "csv", "--project", "p")
+    assert line.startswith("--project p; only wandb and mlflow ")
     for path in sweep.journal.iterdir():
         path.unlink()
     assert one_line(ultrabench, "export", "csv").startswith("no run of quick-cpu has ended")
@@ -185,10 +186,8 @@ def test_a_tracker_that_hangs_delays_neither_runs_nor_the_end(sweep, tracker, mo
         patience.wait_until(lambda: called.exists() and called.read_text(), 60)
         ended = time.monotonic()
     assert time.monotonic() - ended < patience.slowness() * 5.0
-    assert (
-        "wandb may miss some runs; to add them: ultrabench export wandb quick-cpu\n"
-        in capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert "wandb may miss some runs; to add them: ultrabench export wandb quick-cpu\n" in told
     assert not Path(f"/proc/{called.read_text()}").exists()
 
 

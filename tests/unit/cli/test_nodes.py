@@ -4,12 +4,14 @@ import json
 import math
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 
 from tests.sweep_folder import claimed, finished, write
 from tests.unit.analysis.sweeps import OK, SPECS, make_sweep
 from tests.unit.cli.conftest import one_line
 from ultrabench.analysis.collect import collect
+from ultrabench.analysis.figures.kinds import prepared
 from ultrabench.analysis.nodes.measurements import CONTROL, LINKS, NODE_RATES, journal_rows, table_rows
 from ultrabench.analysis.nodes.nodes import reports
 from ultrabench.analysis.page.rows import document
@@ -19,7 +21,7 @@ from ultrabench.store.events import AllocationPlanned, Preflight
 
 HOSTS = [f"n{number:02}" for number in range(1, 9)]
 SLOW, FAILING, UNLUCKY = "n03", "n05", "n07"
-TWO_SLOW = 4e11
+INTRA_NODE = {"bytes": 8, "busbw_bytes_per_s": 4e11}
 NIGHT_S = 24 * 3600.0
 
 
@@ -36,8 +38,8 @@ def night(day, host, number, *, xids=(FAILING,)):
     probe = {
         "gemm_flops_per_s": [7e14 * speed * (1 + 0.01 * rank) for rank in range(8)],
         "memory_copy_bytes_per_s": [2.9e12] * 8,
-        "collectives": {"allreduce": {"all": [], "intra_node": [{"bytes": 8, "busbw_bytes_per_s": TWO_SLOW}]}},
-    }  # fmt: skip
+        "collectives": {"allreduce": {"all": [], "intra_node": [INTRA_NODE]}},
+    }
     yield AllocationPlanned(allocation=name, nodes=1, limit_s=60.0, tasks=(), control=SPECS[0].run_id)
     yield Preflight(allocation=name, found={"nodes": [{"host": host}], "probe": probe})
     yield from recorded(SPECS[0], replace(OK, **at, step_times_s=(0.1 / speed,) * 6), number, name)
@@ -46,9 +48,8 @@ def night(day, host, number, *, xids=(FAILING,)):
         end = RunResult(status=Status.NODE_FAIL, cause="xid", suspect_hosts=(host,), **at)
     if host == UNLUCKY:
         many = (host,) if day == 1 else tuple(HOSTS)
-        end = RunResult(
-            status=Status.NODE_FAIL, cause="ecc_error" if day == 1 else AGENT_GONE, suspect_hosts=many, **at
-        )
+        cause = "ecc_error" if day == 1 else AGENT_GONE
+        end = RunResult(status=Status.NODE_FAIL, cause=cause, suspect_hosts=many, **at)
     yield from recorded(SPECS[1], end, number, name)
 
 
@@ -77,10 +78,8 @@ def test_the_slow_and_the_failing_node_are_marked_and_no_other(ultrabench, night
     assert 0.94 < products["low"] < products["relative"] < products["high"] < 1
     assert slow["rates"][LINKS[0]]["relative"] == pytest.approx(1)
     assert (slow["runs"], slow["attempts"], slow["throttled"], slow["failures"]) == (8, 8, 4, {})
-    assert (slow["first_seen"], slow["last_seen"]) == (
-        "2023-11-14T22:15:20+00:00",
-        "2023-11-17T22:15:20+00:00",
-    )
+    seen = [f"2023-11-{day}T22:15:20+00:00" for day in (14, 17)]
+    assert [slow["first_seen"], slow["last_seen"]] == seen
     assert [node["host"] for node in others if node["slow"] or node["failing"]] == []
     unlucky = next(node for node in others if node["host"] == UNLUCKY)
     assert unlucky["failures"] == {"ecc_error": 1}, "a failure that points at all nodes is no node's own"
@@ -153,6 +152,19 @@ def test_the_table_of_results_says_the_same_as_the_journals(ultrabench, nights, 
     assert ultrabench("plot", "nodes", "all.parquet", "-o", "nodes.svg")[::2] == (0, "drew nodes.svg\n")
     picture = (tmp_path / "nodes.svg").read_text()
     assert all(text in picture for text in (f"{SLOW} (slow)", f"{FAILING} (failing)", "matmul"))
+
+
+def test_every_panel_of_the_figure_has_dates_also_above_an_empty_place(nights):
+    """Three rates leave the last place of the second column empty."""
+    table = collect(nights, pytest.fail)
+    column = table.schema.field(NODE_RATES[1])
+    unknown = pa.nulls(len(table), column.type)
+    table = table.set_column(table.column_names.index(column.name), column, unknown)
+    figure = prepared("nodes", table, title="t")[1]()
+    figure.draw_without_rendering()
+    days = ["15", "16", "17", "18"]
+    for axes in figure.axes[:3]:
+        assert [label.get_text() for label in axes.get_xticklabels() if label.get_visible()] == days
 
 
 def test_nodes_of_two_clusters_without_a_name_are_told_apart(tmp_path):

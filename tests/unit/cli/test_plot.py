@@ -1,5 +1,8 @@
 """The commands `plot` and `report`: the kinds of figures, what is written, and what they say of mistakes."""
 
+import runpy
+from pathlib import Path
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -7,6 +10,9 @@ from tests.unit.analysis.tables import PIPELINES, row, table_of
 from tests.unit.cli.conftest import as_json, one_line
 from ultrabench.analysis.figures.kinds import KINDS
 
+ROOT = Path(__file__).parents[3]
+GALLERY = runpy.run_path(str(ROOT / "examples/gallery/draw.py"))["commands"]()
+"""The words of each command of examples/gallery/README.md."""
 OF_RESULTS = [kind for kind in KINDS if kind != "schedule"]
 OVER_ANY_AXIS = ["--axis", "pp"]
 """Words for a figure that is drawn over any axis."""
@@ -16,6 +22,20 @@ def test_list_shows_every_kind_in_a_line(ultrabench):
     code, out, _ = ultrabench("plot", "--list")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(KINDS)
+
+
+def test_every_kind_of_figure_is_in_the_gallery():
+    assert {words[1] for words in GALLERY if words[0] == "plot"} == {*KINDS}
+
+
+@pytest.mark.parametrize("words", GALLERY, ids=lambda words: Path(words[-1]).name)
+def test_a_command_of_the_gallery_draws_its_picture(ultrabench, words, tmp_path, monkeypatch):
+    drawn, kept = tmp_path / Path(words[-1]).name, ROOT / words[-1]
+    monkeypatch.chdir(ROOT)
+    code, _, err = ultrabench(*words[:-1], str(drawn))
+    assert code == 0, err
+    assert drawn.stat().st_size > 5000
+    assert kept.exists() or kept.suffix == ".html", "draw it: make gallery"
 
 
 def test_a_layout_is_drawn_without_results(ultrabench, tmp_path):
@@ -57,9 +77,7 @@ def test_a_figure_is_drawn_without_the_columns_that_it_can_do_without(ultrabench
     lacking = ["gas", "virtual_stages", "gbs", "num_params", "hardware", "precision", "mfu", "torch_version"]
     pq.write_table(table_of(*PIPELINES).drop_columns(lacking), tmp_path / "t.parquet")
     words = OVER_ANY_AXIS if KINDS[kind].over_any_axis else []
-    code, _, err = ultrabench(
-        "plot", kind, str(tmp_path / "t.parquet"), *words, "-o", str(tmp_path / "f.svg")
-    )
+    code, _, err = ultrabench("plot", kind, "t.parquet", *words, "-o", "f.svg")
     assert (code, (tmp_path / "f.svg").exists()) == (0, True), err
 
 
@@ -89,25 +107,21 @@ def test_an_effect_that_cannot_be_drawn_is_one_line_with_the_axes_that_varied(
 def test_a_name_without_its_group_is_understood(ultrabench, tmp_path):
     rows = row("a", variant='{"words.etp": 1}'), row("b", variant='{"words.etp": 8}')
     pq.write_table(table_of(*rows), tmp_path / "t.parquet")
-    assert "unknown axis 'etp'; did you mean words.etp?" in one_line(
-        ultrabench, "plot", "effect", "etp", "t.parquet"
-    )
+    said = one_line(ultrabench, "plot", "effect", "etp", "t.parquet")
+    assert "unknown axis 'etp'; did you mean words.etp?" in said
 
 
 def test_effects_are_a_table_a_document_and_a_figure(ultrabench, tmp_path):
     stopped = row("s", mbs=4, gas=8, stopped="slower_than_best")
     pq.write_table(table_of(*PIPELINES, stopped), tmp_path / "t.parquet")
     code, out, err = ultrabench("sweep", "effects", "t.parquet")
-    assert (code, out.splitlines()[1].split()) == (
-        0,
-        ["axis", "value", "baseline", "speedup", "98", "%", "interval", "pairs"],
-    )
-    assert "pp 2 1 0.800 too few pairs (need 3) 1" in [" ".join(line.split()) for line in out.splitlines()]
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert (code, lines[1]) == (0, "axis value baseline speedup 98 % interval pairs")
+    assert "pp 2 1 0.800 too few pairs (need 3) 1" in lines
     assert "No pairs for pp_schedule: no two runs differ only in it." in err
     assert "The baseline is the first value listed in the sweep, or the most frequent value" in err
-    assert (
-        "Runs excluded: 1 out of memory or failed, 1 suspect, 1 stopped early as slower than the best." in err
-    )
+    excluded = "1 out of memory or failed, 1 suspect, 1 stopped early as slower than the best"
+    assert f"Runs excluded: {excluded}." in err
     document = as_json(ultrabench, "sweep", "effects", "t.parquet")
     first = {"axis": "pp", "value": 2, "against": 1, "ratio": pytest.approx(0.8), "low": None, "high": None}
     assert next(e for e in document["effects"] if e["axis"] == "pp") == {**first, "pairs": 1, "proven": False}
