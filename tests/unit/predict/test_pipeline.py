@@ -98,5 +98,5 @@ def test_predicted_memory_counts_the_micro_batches_in_flight(schedule, v):
             assert {work.chunk for work in loads_by_work} == set(range(v))
             if v == 1:
                 assert in_flight(layout, rank) == most, (layout, rank)
-                last = [work.is_first for work in loads_by_work if work.is_last]
+                last = [not work.has_sums for work in loads_by_work if work.is_last]
                 assert last == [layout.gas == 1], (layout, rank)
