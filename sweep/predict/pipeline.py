@@ -111,20 +111,23 @@ class Work(NamedTuple):
     of the head. After the last stage's first weight half -1: the head's gradients are not yet in sums of 4 bytes."""
     is_last: bool
     """Whether it is the stage's last backward in a step, which reduces its gradients."""
+    after_backward: bool
+    """Whether the stage's pass before was a backward, which leaves its parameters gathered under ZeRO-3."""
 
 
 Load = tuple[int, ...]
-"""What the stages of a rank hold: six numbers for each stage, first one of all stages, then the next.
+"""What the stages of a rank hold: seven numbers for each stage, first one of all stages, then the next.
 
 They are the micro-batches whose activations it keeps, the one at work included; the micro-batches whose backward has
 computed the gradients of inputs, but not yet those of weights; and, of stages that are not at work, `Work.has_sums`,
-`Work.unsummed`, and 1 for one with reduced gradients and with weights to compute with.
+`Work.unsummed`, and 1 for one with reduced gradients, with weights to compute with, and with weights that a backward
+left gathered.
 """
 
 
 @lru_cache(maxsize=4096)
 def loads(
-    pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int, widens: bool
+    pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int, is_zero3: bool, widens: bool
 ) -> tuple[tuple[Work, tuple[Load, ...]], ...]:
     """The works of a rank, each with its loads but those that another one exceeds.
 
@@ -132,7 +135,7 @@ def loads(
         widens: whether sums of gradients have more bytes than the gradients of a weight half.
     """
     layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    in_flight, halfway, backwards, summed, unsummed = ([0] * virtual_stages for _ in range(5))
+    in_flight, halfway, backwards, summed, unsummed, gathered = ([0] * virtual_stages for _ in range(6))
     loads_by_work = defaultdict[Work, dict[Load, None]](dict)
     for kind, micro_batch, chunk in passes_of(layout, rank):
         in_flight[chunk] += kind == "forward"
@@ -146,12 +149,15 @@ def loads(
                 map(mul, unreduced, unsummed),
                 (n != chunk and done == gas for n, done in enumerate(backwards)),
                 unreduced,
+                map(mul, unreduced, gathered),
             )
-            work = Work(work_kind, chunk, bool(summed[chunk]), unsummed[chunk], is_last)
+            after_backward = is_zero3 and gathered[chunk] > 0
+            work = Work(work_kind, chunk, bool(summed[chunk]), unsummed[chunk], is_last, after_backward)
             loads_by_work[work][(*in_flight, *halfway, *map(int, chain(*of_others)))] = None
         in_flight[chunk] -= kind in ("backward", "weight")
         halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")
+        gathered[chunk] = int(kind != "forward")
         if kind == "input":
             summed[chunk], unsummed[chunk] = int(summed[chunk] or unsummed[chunk] != 0), 0
         elif kind == "weight" and widens and not is_first_stage:

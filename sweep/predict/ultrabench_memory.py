@@ -130,8 +130,9 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         *stored, *(_halfway(m, p.layers) if _halves(spec, p) else m.hidden for p in params),
         *(4 * p.size.whole for p in params), *(w * _unsummed(p) for p in params),
         *(4 * p.size.shard for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
+        *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
     )  # fmt: skip
-    for work, of_work in loads(pp, gas, number, schedule, rank, w == 2):
+    for work, of_work in loads(pp, gas, number, schedule, rank, is_zero3, w == 2):
         p = params[work.chunk]
         if work.kind == "forward" and not (p.stage.has_head or p.ends_sparse):
             continue  # it needs less than the backward
@@ -214,7 +215,7 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
     for group in p.groups:
         size, finished = group.whole, group.finished
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
-        if is_zero3:  # forward has freed the layers' parameters
+        if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
             is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
             gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
         freed, added = w * size * frees, 0.0 if halves else float(w * size)
