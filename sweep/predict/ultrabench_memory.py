@@ -208,10 +208,8 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
     is_zero3, reduces_after = layout.zero_stage == 3, layout.dp_overlap == "off"
     sums_shards = _sums_shards(layout)
     reduces, frees = work.is_last or sums_shards, work.is_last or (layout.pp == 1 and is_zero3)
-    has_whole_sums, has_table = (
-        sums > 0 and not sums_shards,
-        layout.pp_schedule != "afab" or not work.has_sums,
-    )
+    has_whole_sums = sums > 0 and not sums_shards
+    has_table = layout.pp_schedule != "afab" or not work.has_sums
     for group in p.groups:
         size, finished = group.whole, group.finished
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
