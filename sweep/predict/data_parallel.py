@@ -44,7 +44,7 @@ def data_parallel(
         groups: what `param_groups` returns.
 
     Below ZeRO-1 one all-reduce sums the gradients. Above, they are scattered among the shards and their parts
-    summed over the replicas, and the parameters are gathered, twice for each micro-batch in ZeRO-3.
+    summed over the replicas, and the parameters are gathered, more than once in ZeRO-3.
     """
     gas, stage = layout.gas, layout.zero_stage
     times = [_group_s(layout, group, word_bytes, links, c) for group in groups if group.ranks > 1]
@@ -89,7 +89,9 @@ def _group_s(
 def reduces_and_gathers(layout: Layout) -> tuple[int, int]:
     """How often a step reduces gradients and gathers parameters with a ZeRO stage."""
     stage, gas = layout.zero_stage, layout.gas
-    return gas if stage >= 2 and layout.pp == 1 else 1, 2 * gas if stage == 3 else 1
+    if layout.pp > 1:  # a backward keeps its parameters for the next forward
+        return 1, 1 + gas if stage == 3 else 1
+    return gas if stage >= 2 else 1, 2 * gas if stage == 3 else 1
 
 
 def _crossing_s(

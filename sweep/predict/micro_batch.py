@@ -24,6 +24,8 @@ class LayerBytes(NamedTuple):
     """What the backward of the feed-forward or of the experts needs, all that the layer keeps included."""
     attention: float
     """What the backward of attention needs, all that the layer still keeps included."""
+    input_half: float
+    """What the input half of a backward needs beside what the layer keeps."""
     halfway: float
     """The gradients that the input half of a backward keeps for the weight half."""
 
@@ -47,18 +49,16 @@ class MicroBatch(NamedTuple):
 
 def micro_batch(spec: RunSpec) -> MicroBatch:
     """The bytes of one micro-batch of a run; those of a run in fp64 are the bytes in fp32."""
-    shape, layout, tp = spec.shape, spec.layout, spec.layout.tp
-    element, tokens = min(4, ELEMENT_BYTES[spec.kernel.precision]), rank_tokens(spec)
-    whole_hidden = float(tokens * shape.hidden_size * element)
-    hidden = whole_hidden / tp if layout.sequence_parallel == "on" else whole_hidden
-    channel = tokens / tp * element
-    dense = sparse = _layer(spec, hidden, channel, whole_hidden, is_sparse=False)
-    if shape.num_experts:
-        sparse = _layer(spec, hidden, channel, whole_hidden, is_sparse=True)
+    tp, element = spec.layout.tp, min(4, ELEMENT_BYTES[spec.kernel.precision])
+    tokens = rank_tokens(spec)
+    whole_hidden = float(tokens * spec.shape.hidden_size * element)
+    hidden = whole_hidden / tp if spec.layout.sequence_parallel == "on" else whole_hidden
+    dense = sparse = _layer(spec, element, hidden, whole_hidden, is_sparse=False)
+    if spec.shape.num_experts:
+        sparse = _layer(spec, element, hidden, whole_hidden, is_sparse=True)
     loss, table = _loss(spec, tokens, element)
-    return MicroBatch(
-        element, hidden, whole_hidden, dense, sparse, whole_hidden * (1 + (tp > 1)) + loss, table
-    )
+    loss += whole_hidden * (1 + (tp > 1))
+    return MicroBatch(element, hidden, whole_hidden, dense, sparse, loss, table)
 
 
 def rank_tokens(spec: RunSpec) -> int:
@@ -66,19 +66,15 @@ def rank_tokens(spec: RunSpec) -> int:
     return spec.layout.mbs * spec.workload.seq_len // spec.layout.cp
 
 
-def _layer(
-    spec: RunSpec, hidden: float, channel: float, whole_hidden: float, *, is_sparse: bool
-) -> LayerBytes:
+def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, *, is_sparse: bool) -> LayerBytes:
     """The bytes of a layer.
 
     It keeps the inputs and outputs of both norms, q, k, v and the output of attention, and gate, up, silu(gate) and the
     product of its feed-forward or its shared experts. Of the rows of its routed experts it keeps the input, gate, up
     and the product with their weights. A compiled layer computes silu(gate) again.
-
-    Args:
-        channel: bytes of one channel of the tokens of a rank, t*w.
     """
     shape, layout, compiled = spec.shape, spec.layout, spec.compiles
+    channel = whole_hidden / shape.hidden_size / layout.tp  # of the tokens of a rank, t*w
     q, kv, width, rows, products = shape.q_width, shape.kv_width, shape.intermediate_size, 0.0, 0.0
     if is_sparse:
         width = shape.shared_expert_intermediate_size
@@ -93,28 +89,30 @@ def _layer(
         sums = (1 + (width > 0 and not compiled)) * (layout.tp > 1)
         stored = (1 + sums) * hidden + channel * (2 * q + kv + (width or shape.num_experts))
         stored += rows * (layout.ep > 1)
-    # The rows of experts before and after their way, and those of each token side by side.
+    # The rows of experts before and after their way, those of each token side by side, and what recomputation drops.
     forward = (2 + (layout.ep > 1)) * rows + hidden * (width > 0)
+    forward += (rows + 3 * products + hidden) * (layout.recompute in ("selective", "full"))
     # The gradients of the output, and of gate and up or the product; with tp the gathered input and its gradient.
     feed_forward = layer + hidden + (4 * products if is_sparse else channel * 2 * width)
     if layout.tp > 1 and not is_sparse:
         feed_forward = max(feed_forward, layer - channel * 2 * width + 2 * hidden + 2 * whole_hidden)
-        feed_forward += (
-            3 * hidden * (layout.sequence_parallel == "off")
-        )  # copies while that gradient is summed
-    attention = layer - block - hidden + channel * _gradients_of_attention(spec)
-    halfway = 4 * hidden + channel * (q + 2 * kv + (q + kv) * shape.qk_norm + 2 * width)
-    return LayerBytes(stored, forward, feed_forward, attention, halfway + rows + 2 * products)
+    gradients = channel * _gradients_of_attention(spec, element)
+    attention = layer - block - hidden + gradients
+    # The gradients of the feed-forward and of its norm, and then those of attention.
+    halfway = 2 * hidden + channel * 2 * width + rows + 2 * products
+    input_half = max(feed_forward - layer, halfway + gradients)
+    halfway += 2 * hidden + channel * (q + 2 * kv + (q + kv) * shape.qk_norm)
+    input_half = max(input_half, halfway + whole_hidden * (layout.tp > 1))
+    return LayerBytes(stored, forward, feed_forward, attention, input_half, halfway)
 
 
-def _gradients_of_attention(spec: RunSpec) -> float:
+def _gradients_of_attention(spec: RunSpec, element: int) -> float:
     """Channels of the gradients of q, k, v and the output; with cp of keys and values of others and fp32 sums, too."""
     q, kv, layout = spec.shape.q_width, spec.shape.kv_width, spec.layout
     if layout.cp == 1:
         return 2 * q + 2 * kv
     parts = 2 if layout.cp_exchange == "ring" else layout.cp
-    sums = 4 / min(4, ELEMENT_BYTES[spec.kernel.precision]) * (q + 2 * (parts + 1) * kv)
-    return 2.5 * q + (4 + 2 * parts) * kv + sums
+    return 2.5 * q + (4 + 2 * parts) * kv + 4 / element * (q + 2 * (parts + 1) * kv)
 
 
 def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import chain, product
-from operator import le
+from operator import le, mul
 from typing import NamedTuple
 
 from ultrabench.layout import Layout
@@ -100,11 +100,15 @@ def _zbv(layout: Layout, rank: int) -> Iterator[tuple[str, int]]:
 class Work(NamedTuple):
     """What a rank does as a forward ends or a backward begins."""
 
+    kind: str
+    """The kind of pass. The weight half of zbv's first stage, whose input has no gradient, is a whole backward."""
     chunk: int
     """Index of the stage at work among those of its rank."""
-    is_forward: bool
-    is_first: bool
-    """Whether no backward of the stage has ended."""
+    has_sums: bool
+    """Whether the stage has sums of gradients of earlier micro-batches."""
+    unsummed: int
+    """1 if it has gradients of a weight half that its next input half adds to the sums; of the last stage only those
+    of the head. After the last stage's first weight half -1: the head's gradients are not yet in sums of 4 bytes."""
     is_last: bool
     """Whether it is the stage's last backward in a step, which reduces its gradients."""
     after_backward: bool
@@ -112,49 +116,63 @@ class Work(NamedTuple):
 
 
 Load = tuple[int, ...]
-"""What the stages of a rank hold: six numbers for each stage, first one of all stages, then the next.
+"""What the stages of a rank hold: seven numbers for each stage, first one of all stages, then the next.
 
 They are the micro-batches whose activations it keeps, the one at work included; the micro-batches whose backward has
-computed the gradients of inputs, but not yet those of weights; and, of stages that are not at work, 1 for one with sums
-of gradients, with reduced gradients, with weights to compute with, and with weights that a backward left gathered.
+computed the gradients of inputs, but not yet those of weights; and, of stages that are not at work, `Work.has_sums`,
+`Work.unsummed`, and 1 for one with reduced gradients, with weights to compute with, and with weights that a backward
+left gathered.
 """
 
 
 @lru_cache(maxsize=4096)
 def loads(
-    pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int, is_zero3: bool
+    pp: int, gas: int, virtual_stages: int, pp_schedule: str, rank: int, is_zero3: bool, widens: bool
 ) -> tuple[tuple[Work, tuple[Load, ...]], ...]:
-    """The works of a rank, each with its loads but those that another one exceeds."""
+    """The works of a rank, each with its loads but those that another one exceeds.
+
+    Args:
+        widens: whether sums of gradients have more bytes than the gradients of a weight half.
+    """
     layout = Layout(dp=1, pp=pp, gas=gas, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    in_flight, halfway, backwards, gathered = ([0] * virtual_stages for _ in range(4))
+    in_flight, halfway, backwards, summed, unsummed, gathered = ([0] * virtual_stages for _ in range(6))
     loads_by_work = defaultdict[Work, dict[Load, None]](dict)
     for kind, micro_batch, chunk in passes_of(layout, rank):
         in_flight[chunk] += kind == "forward"
-        if kind != "weight":
-            is_last = kind == "backward" and micro_batch == gas - 1
-            work = Work(
-                chunk, kind == "forward", not backwards[chunk], is_last, is_zero3 and bool(gathered[chunk])
-            )
+        is_first_stage = pp_schedule == "zbv" and rank == chunk == 0
+        if not (is_first_stage and kind == "input"):
+            work_kind = "backward" if is_first_stage and kind == "weight" else kind
+            is_last = work_kind == "backward" and micro_batch == gas - 1
             unreduced = [n != chunk and done < gas for n, done in enumerate(backwards)]
-            flags = (
-                [u and done > 0 for u, done in zip(unreduced, backwards, strict=True)],
-                [n != chunk and done == gas for n, done in enumerate(backwards)],
+            of_others = (
+                map(mul, unreduced, summed),
+                map(mul, unreduced, unsummed),
+                (n != chunk and done == gas for n, done in enumerate(backwards)),
                 unreduced,
-                [u and after for u, after in zip(unreduced, gathered, strict=True)],
+                map(mul, unreduced, gathered),
             )
-            loads_by_work[work][(*in_flight, *halfway, *map(int, chain(*flags)))] = None
+            after_backward = is_zero3 and gathered[chunk] > 0
+            work = Work(work_kind, chunk, bool(summed[chunk]), unsummed[chunk], is_last, after_backward)
+            loads_by_work[work][(*in_flight, *halfway, *map(int, chain(*of_others)))] = None
         in_flight[chunk] -= kind in ("backward", "weight")
         halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")
-        gathered[chunk] = kind != "forward"
+        gathered[chunk] = int(kind != "forward")
+        if kind == "input":
+            summed[chunk], unsummed[chunk] = int(summed[chunk] or unsummed[chunk] != 0), 0
+        elif kind == "weight" and widens and not is_first_stage:
+            # The last stage, on rank 0, sums all gradients but those of the head at the end of a weight half.
+            summed[chunk], unsummed[chunk] = (
+                int(summed[chunk] or rank == 0),
+                1 if rank or summed[chunk] else -1,
+            )
+        elif kind != "forward":
+            summed[chunk] = 1
     heaviest = list[tuple[Work, tuple[Load, ...]]]()
     for work, of_work in loads_by_work.items():
         # A later backward needs no less than the first one does with the same load.
-        later = (
-            ()
-            if work.is_forward or not work.is_first
-            else loads_by_work.get(work._replace(is_first=False), ())
-        )
+        is_first = work.kind == "backward" and not work.has_sums
+        later = loads_by_work.get(work._replace(has_sums=True), ()) if is_first else ()
         if loads_left := tuple(load for load in of_work if not _is_exceeded(load, of_work, later)):
             heaviest.append((work, loads_left))
     return tuple(heaviest)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from ultrabench.allowed import NonNegative, require_allowed
+from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.micro_batch import MicroBatch, micro_batch, rank_tokens
 from ultrabench.sweep.predict.pipeline import Work, loads
@@ -121,35 +122,35 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         gas = min(gas, gas % pp + MOST_ROUNDS * pp)
     elif schedule != "afab":
         gas = min(gas, pp + 2)  # from then on a backward follows each forward
+    sums_shards = _sums_shards(layout)
     receives, sends = pp > 1 and (number > 1 or rank < pp - 1), number > 1 or rank > 0
     loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
     stored = [_stored(m, p.layers) + loss * p.stage.has_head for p in params]
-    # Between both halves of a backward, the gradients of the last one are not yet in the sums.
-    halves = [w * p.size.whole * (w == 2 and _halves(spec, p)) for p in params]
     load_bytes = (
-        *stored, *(_halfway(m, p.layers) for p in params),
-        *(4 * p.size.whole + half for p, half in zip(params, halves, strict=True)),
-        *(4 * p.size.shard + half for p, half in zip(params, halves, strict=True)),
-        *(w * (p.last if is_zero3 else p.size.whole) for p in params),
+        *stored, *(_halfway(m, p.layers) if _halves(spec, p) else m.hidden for p in params),
+        *(4 * p.size.whole for p in params), *(w * _unsummed(p) for p in params),
+        *(4 * p.size.shard for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
         *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
     )  # fmt: skip
-    for work, of_work in loads(pp, gas, number, schedule, rank, is_zero3):
+    for work, of_work in loads(pp, gas, number, schedule, rank, is_zero3, w == 2):
         p = params[work.chunk]
-        if work.is_forward and not (p.stage.has_head or p.ends_sparse):
+        if work.kind == "forward" and not (p.stage.has_head or p.ends_sparse):
             continue  # it needs less than the backward
         load = max([[*map(mul, load, load_bytes)] for load in of_work], key=sum)
-        summed = p.size.shard if pp == 1 and layout.zero_stage >= 2 else p.size.whole
-        sums = 4.0 * summed * (not work.is_first)
-        if work.is_forward:
-            is_alone = work.is_first and load[work.chunk] <= stored[work.chunk]
-            moment = _forward(spec, m, p, sums, is_alone=is_alone)
+        summed, is_later = p.size.shard if sums_shards else p.size.whole, work.has_sums or work.unsummed != 0
+        sums = 4.0 * summed * work.has_sums
+        if work.kind == "forward":
+            is_alone = not is_later and load[work.chunk] <= stored[work.chunk]
+            moment = _forward(spec, m, p, sums + w * _unsummed(p) * work.unsummed, is_alone=is_alone)
+        elif work.kind == "weight":
+            moment = max(_weight_half(m, p, work, sums))
         else:
             moment = max(_backward(spec, m, p, work, sums))
         _, phase, weights, gradients, activations, logits, buffers = moment
         activations += sum(load[: 2 * number]) - stored[work.chunk]
-        activations += m.hidden * (receives + (receives + sends) * (not work.is_first))  # messages
-        gradients += sum(load[2 * number : 4 * number])
-        yield _moment(phase, weights + sum(load[4 * number :]), gradients, activations, logits, buffers)
+        activations += m.hidden * (receives + (receives + sends) * is_later)  # messages
+        gradients += sum(load[2 * number : 5 * number])
+        yield _moment(phase, weights + sum(load[5 * number :]), gradients, activations, logits, buffers)
 
 
 def _moment(
@@ -174,6 +175,16 @@ def _halves(spec: RunSpec, p: StageParams) -> bool:
     return spec.layout.pp_schedule == "zbv" and not p.stage.has_embedding
 
 
+def _unsummed(p: StageParams) -> int:
+    """The parameters whose gradients a weight half leaves unsummed."""
+    return p.last or p.size.whole
+
+
+def _sums_shards(layout: Layout) -> bool:
+    """Whether each micro-batch reduces its gradients."""
+    return layout.pp == 1 and layout.zero_stage >= 2
+
+
 def _forward(spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_alone: bool) -> Moment:
     """The end of a forward.
 
@@ -186,7 +197,8 @@ def _forward(spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_al
     # What was gathered last is still in the buffer of the gather, too.
     if layout.zero_shards > 1 and (is_alone or (is_zero3 and (layout.pp == 1 or not has_head))):
         gathered += p.last or p.following
-    logits, buffers = (m.loss + m.hidden, 0.0) if has_head else (0.0, m.sparse.forward)
+    logits, buffers = (m.loss + m.hidden * p.stage.has_norm) * has_head, m.sparse.forward * p.ends_sparse
+    logits, buffers = (logits, 0.0) if logits > buffers else (0.0, buffers)
     return _moment(FORWARD, m.element * gathered, sums, _stored(m, p.layers), logits, buffers)
 
 
@@ -194,27 +206,31 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
     """The moment of most bytes of each group of parameters: its backward, or the reduction of its gradients."""
     layout, w, whole, halves = spec.layout, m.element, p.size.whole, _halves(spec, p)
     is_zero3, reduces_after = layout.zero_stage == 3, layout.dp_overlap == "off"
-    sums_shards = layout.pp == 1 and layout.zero_stage >= 2  # since each micro-batch reduces its gradients
+    sums_shards = _sums_shards(layout)
     reduces, frees = work.is_last or sums_shards, work.is_last or (layout.pp == 1 and is_zero3)
-    has_whole_sums, has_table = sums > 0 and not sums_shards, layout.pp_schedule != "afab" or work.is_first
+    has_whole_sums = sums > 0 and not sums_shards
+    has_table = layout.pp_schedule != "afab" or not work.has_sums
     for group in p.groups:
         size, finished = group.whole, group.finished
         gathered = whole - finished * frees - (p.first - p.tied) * is_zero3
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
             is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
             gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
-        freed = w * min(gathered, size * frees)
-        added = 0 if halves or (w == 4 and has_whole_sums) else w * size  # fp32 is added in place
+        freed, added = w * size * frees, 0.0 if halves else float(w * size)
+        if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
+            added = 8 / 3 * group.reduced * group.is_sparse
         if halves:
-            gradients, new, reducing = sums + w * (whole - finished) * (w == 2 and sums > 0), 0.0, 0
+            unsummed = w * max(0, _unsummed(p) - finished) + 4 * finished * (not work.has_sums)
+            gradients, new, reducing = sums + unsummed * work.unsummed, 0.0, 0
         elif not reduces or reduces_after:
             gradients, reducing = sums + 4 * finished * (not has_whole_sums), 0
             new = added if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
         else:
             of_finished = 4 * group.finished_shard
             gradients = sums - 4 * finished + of_finished if has_whole_sums else sums or of_finished
-            of_rest = w * (size - group.reduced * has_whole_sums)
-            reducing, new = 4 * group.before, 4.0 * group.reduced + of_rest
+            reducing, new = 4 * group.before, 4.0 * group.reduced + w * size * (not has_whole_sums)
+            if layout.zero_shards == 1 and not has_whole_sums:  # the result is as large
+                new = max(new, 8.0 * group.reduced + w * (size - group.reduced))
             if group.kind != LAYER and layout.zero_shards > 1:
                 new += 4 * size / layout.zero_shards
         stored, released, buffers = _work(m, p, group, added, has_table=has_table, halves=halves)
@@ -227,6 +243,20 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
         if reduces and reduces_after:
             gradients = sums * sums_shards + 4 * (whole - finished + group.finished_shard + size)
             yield _moment(OPTIMIZER, w * whole * (not frees), gradients, 0.0, 0.0, 0.0)
+
+
+def _weight_half(m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iterator[Moment]:
+    """The begin and the end of the weight half of a backward, for which its input half has kept all activations.
+
+    The first gradient is that of a norm, with three copies of the residual stream in fp32. Products free their inputs.
+    """
+    w, whole = m.element, p.size.whole
+    sums += w * _unsummed(p) * work.unsummed
+    gathered, stored = m.whole_hidden * (m.whole_hidden > m.hidden), _stored(m, p.layers)
+    yield _moment(BACKWARD, w * whole, sums, stored, 0.0, max(12 / w * m.hidden, gathered))
+    new = w * whole * (not work.unsummed and (w == 2 or not work.has_sums))
+    freed = _halfway(m, p.layers) + p.layers.dense * 2 * m.hidden
+    yield _moment(BACKWARD, w * whole, sums + new, stored - freed, 0.0, gathered)
 
 
 def _work(
@@ -243,14 +273,18 @@ def _work(
     if group.kind == EMBEDDING:
         return 0.0, 0.0, m.whole_hidden + m.element * (p.first + 2 * p.tied)
     if group.kind == HEAD:
-        if not p.stage.has_head:
-            return stored, 0.0, (4 + 12 / m.element) * m.hidden  # with copies of the norm in fp32
-        return stored, 0.0, 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
+        # The gradients of the loss, and those of the norm with three copies in fp32.
+        loss = 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
+        return stored, 0.0, max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
     layer = m.sparse if group.is_sparse else m.dense
+    if halves:
+        return (
+            _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining),
+            0.0,
+            layer.input_half,
+        )
     released = m.hidden if group.is_full else layer.stored
     buffers = max(layer.feed_forward + added / 3, layer.attention + added) - released
-    if halves:
-        return _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining), 0.0, buffers
     return (
         stored - m.hidden * p.stage.has_norm,
         released,

@@ -97,6 +97,26 @@ def test_fp8_allocates_what_dry_runs_of_it_said(layout, layers, compiled, bf16, 
         assert most.allocated_bytes / 2**20 == pytest.approx(peak, rel=0.022), precision
 
 
+EXPERTS = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+ZBV = Layout(dp=1, pp=2, gas=4, mbs=4, pp_schedule="zbv", virtual_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "precision", "peaks"),
+    [
+        (ZBV, SMALL, "bf16", (425.04, 314.74)),
+        (replace(ZBV, dp=2, tp=2, gas=2, mbs=1, zero_stage=1), SMALL, "bf16", (51.13, 48.57)),
+        (Layout(dp=2, ep=2, gas=2, mbs=8, recompute="selective"), EXPERTS, "bf16", (317.11,)),
+        (Layout(dp=2, gas=3, zero_stage=1), EXPERTS, "fp32", (275.64,)),
+    ],
+)
+def test_split_backwards_and_experts_allocate_what_dry_runs_of_them_said(layout, shape, precision, peaks):
+    """The MiB of each rank of a pipeline."""
+    spec = spec_of(layout, replace(shape, num_hidden_layers=4), seq_len=512, precision=precision)
+    stages = predict_memory(spec, constants("ultrabench"))
+    assert [stage.allocated_bytes / 2**20 for stage in stages] == pytest.approx(peaks, rel=0.02)
+
+
 def test_fp64_takes_twice_the_bytes_of_fp32_and_zbv_a_margin():
     plain = Layout(dp=1, pp=2, gas=4, pp_schedule="1f1b")
     zbv = replace(plain, pp_schedule="zbv", virtual_stages=2)

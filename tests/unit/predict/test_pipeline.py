@@ -92,11 +92,11 @@ def test_predicted_memory_counts_the_micro_batches_in_flight(schedule, v):
     for layout in layouts(schedule, v):
         for rank, passes in enumerate(order(layout)):
             most = max(accumulate({"forward": 1, "input": 0}.get(kind, -1) for kind, *_ in passes))
-            loads_by_work = dict(loads(layout.pp, layout.gas, v, schedule, rank, True))
+            loads_by_work = dict(loads(layout.pp, layout.gas, v, schedule, rank, True, True))
             in_flights = [sum(load[:v]) for of_work in loads_by_work.values() for load in of_work]
             assert max(in_flights) == most, (layout, rank)
             assert {work.chunk for work in loads_by_work} == set(range(v))
             if v == 1:
                 assert in_flight(layout, rank) == most, (layout, rank)
-                last = [work.is_first for work in loads_by_work if work.is_last]
+                last = [not work.has_sums for work in loads_by_work if work.is_last]
                 assert last == [layout.gas == 1], (layout, rank)

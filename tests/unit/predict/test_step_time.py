@@ -13,7 +13,7 @@ from tests.configs import refused
 from tests.strategies import layouts, shapes
 from ultrabench.hardware import Peak
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import Layout
+from ultrabench.layout import Layout, default_schedule
 from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.files import files
 from ultrabench.sweep.config.load import load_config, load_model, load_profile
@@ -60,9 +60,13 @@ def test_parts_are_finite_and_add_up_to_a_positive_time(profile, layout, shape, 
     assert found.dp <= alone.dp + host_s
 
 
-@pytest.mark.parametrize(("zero_stage", "times"), [(0, 0), (1, 1), (2, 2.5), (3, 6)])
-def test_zero_costs_the_host_as_often_as_it_reduces_and_gathers(zero_stage, times):
-    spec = spec_of(Layout(dp=8, gas=4, zero_stage=zero_stage))
+@pytest.mark.parametrize(
+    ("zero_stage", "pp", "times"),
+    [(0, 1, 0), (1, 1, 1), (2, 1, 2.5), (3, 1, 6), (1, 2, 11 / 16), (3, 2, 33 / 16)],
+)
+def test_zero_costs_the_host_as_often_as_it_reduces_and_gathers(zero_stage, pp, times):
+    """The first of two stages has 11 of 16 layers."""
+    spec = spec_of(Layout(dp=8, gas=4, zero_stage=zero_stage, pp=pp, pp_schedule=default_schedule(pp, 4)))
     less, more = (step_time(spec, "ultrabench-cpu", zero_layer_s=s).dp for s in (1.0, 2.0))
     assert more - less == pytest.approx(times * spec.shape.num_hidden_layers)
 
