@@ -361,12 +361,11 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
         _require_global(path)
     _require_readable(overrides, path)
     for_hydra = [*_usual_sweep(options), *map(_as_models, overrides)]
-    tree, choices = _composed(for_hydra)
-    return {**tree, "names": {group: choices[group] for group in GROUPS if group in choices}}
+    return _composed(for_hydra)
 
 
-def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tree that Hydra makes of overrides it understands, and the chosen option of each group."""
+def _composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """What `compose_tree` returns, of overrides that Hydra understands."""
     # Importing Hydra takes longer than answering most commands, which only read what was composed.
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -386,7 +385,7 @@ def _composed(overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise _explained(error, overrides) from error
     assert isinstance(tree, dict)
-    return tree, choices
+    return {**tree, "names": {group: choices[group] for group in GROUPS if group in choices}}
 
 
 @functools.cache
