@@ -43,7 +43,8 @@ def _required(cls: Any) -> frozenset[str]:
 
 def lacking(cls: Any, values: Mapping[str, Any]) -> list[str]:
     """The fields without a default of the dataclass `cls` that are not in `values`."""
-    return [name for name in field_types(cls) if name in _required(cls) - values.keys()]
+    missing = _required(cls) - values.keys()
+    return [name for name in field_types(cls) if name in missing] if missing else []
 
 
 def _lack(missing: Sequence[str]) -> str:
