@@ -108,13 +108,13 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     is_rejected = pc.fill_null(pc.equal(table["status"], Status.REJECTED), False)
     rejected = table.filter(is_rejected).select(_REJECTED).to_pylist()
     valid = table.filter(pc.invert(is_rejected))
-    rows = [row | ranks_by_key.get(_key_of(row), _UNRANKED) for row in valid.select(_READ).to_pylist()]
-    contenders = Environments(valid).contenders(row["run_id"] for row in rows)
-    rows = [row | {"contender": contender} for row, contender in zip(rows, contenders, strict=True)]
-    options = varied_options(valid)
+    options, contenders = varied_options(valid), Environments(valid).contenders(valid["run_id"].to_pylist())
+    columns_of_rows = zip(
+        valid.select(_READ).to_pylist(), contenders, in_rows(options, range(len(valid))), strict=True
+    )
     rows = [
-        row | {"options": of_row}
-        for row, of_row in zip(rows, in_rows(options, range(len(rows))), strict=True)
+        row | ranks_by_key.get(_key_of(row), _UNRANKED) | {"contender": contender, "options": of_row}
+        for row, contender, of_row in columns_of_rows
     ]
     order = sorted(range(len(rows)), key=lambda n: _rank_first(rows[n]))
     ordered_rows, ordered_table = (
