@@ -287,21 +287,23 @@ def _checksum(text: bytes) -> int:
     return zlib.crc32(name + tail, of_body)
 
 
-_NAMES_IN: dict[type, Callable[[Any], Iterable[str | None]]] = {
-    **dict.fromkeys((Launched, Pause, Cancel), lambda event: ()),
-    **dict.fromkeys((Claimed, Started), operator.attrgetter("run_id", "allocation")),
-    Phase: lambda event: (event.run_id,),
+_NAMES_IN: dict[str, Callable[[Any], Iterable[str | None]]] = {
+    **dict.fromkeys(("launched", "pause", "cancel"), lambda event: ()),
+    **dict.fromkeys(("claimed", "started"), operator.attrgetter("run_id", "allocation")),
+    "phase": lambda event: (event.run_id,),
     **dict.fromkeys(
-        (Result, Failed), lambda event: (event.run_id, event.allocation, *event.result.suspect_hosts)
+        ("result", "failed"), lambda event: (event.run_id, event.allocation, *event.result.suspect_hosts)
     ),
-    **dict.fromkeys((AllocationPlanned, Submitting, Preflight), lambda event: (event.allocation,)),
-    **dict.fromkeys((Submitted, Adopted), lambda event: (event.allocation, *map(str, event.job.values()))),
-    AllocationStarted: lambda event: (
+    **dict.fromkeys(("allocation_planned", "submitting", "preflight"), lambda event: (event.allocation,)),
+    **dict.fromkeys(
+        ("submitted", "adopted"), lambda event: (event.allocation, *map(str, event.job.values()))
+    ),
+    "allocation_started": lambda event: (
         event.allocation, event.agent.journal or None, event.agent.job.job_id or None
     ),
-    AllocationEnded: lambda event: (event.allocation, *event.avoid),
+    "allocation_ended": lambda event: (event.allocation, *event.avoid),
 }  # fmt: skip
-"""Class of an event -> what gives the texts of an event that become parts of paths or of commands."""
+"""Name of an event -> what gives the texts of an event that become parts of paths or of commands."""
 
 
 class _Version(msgspec.Struct):
@@ -354,7 +356,7 @@ def decode(text: bytes, path: object = "the journal", kinds: Decoders | None = N
     if isinstance(event, AllocationEnded) and event.code is None:
         codes = (code for words, code in _WORDS_OF_020.items() if event.reason.startswith(words))
         event = replace(event, code=next(codes, EndCode.OTHER))
-    require_safe_names(_NAMES_IN[type(event)](event))
+    require_safe_names(_NAMES_IN[head.event](event))
     return Line(event, head.writer, head.seq, head.time, checksum)
 
 
