@@ -126,7 +126,15 @@ def competing(table: pa.Table) -> Competing:
     Raises:
         ConfigError: there are none.
     """
-    ranking = Ranking(table, more=("gpus", "first_values", "suspect_codes"))
+    return competing_in(Ranking(table, more=COLUMNS))
+
+
+COLUMNS = ("gpus", "first_values", "suspect_codes")
+"""Columns that effects read beside those of a ranking."""
+
+
+def competing_in(ranking: Ranking) -> Competing:
+    """What `competing` returns, of a table that is ranked already, with these COLUMNS."""
     frame = ranking.frame
     standings = chain.from_iterable(ranking.standings.values())
     tried = [standing for standing in standings if standing.outcome not in NOT_TRIED]

@@ -16,9 +16,10 @@ COLUMNS = ("variant", "pp_schedule", *KERNEL_OPTIONS, "attention_listed")
 
 def variant_in(text: str | None) -> dict[str, Any]:
     """The options in the column `variant` of a row; empty for a text that is no JSON object."""
-    with contextlib.suppress(ValueError):
-        if isinstance(variant := json.loads(text or "{}"), dict):
-            return variant
+    if text is not None:
+        with contextlib.suppress(ValueError):
+            if isinstance(variant := json.loads(text), dict):
+                return variant
     return {}
 
 

@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -165,18 +164,13 @@ class Ranking:
         self.frame = self._framed()
         """The rows with the number of their cell and the columns of _OF_REPEAT."""
         tried = self.frame[self.frame["status"] != Status.REJECTED]
-        repeats = map(Repeat, *(_known(tried, name) for name in _OF_REPEAT))
-        by_control = rank_by == DEFAULT_RANK_BY
-        ranked = standings(repeats, include_suspects=include_suspects, by_control=by_control)
-        row_of_repeat = tried.index.tolist()
-
-        def with_rows(standing: Standing) -> Standing:
-            competing = tuple(row_of_repeat[index] for index in standing.competing)
-            return replace(standing, repeat=row_of_repeat[standing.repeat], competing=competing)
-
-        self.standings = {
-            cell: [*map(with_rows, ranked[cell])] for cell in sorted(tried["cell"].unique().tolist())
-        }
+        ranked = standings(
+            map(Repeat, *(_known(tried, name) for name in _OF_REPEAT)),
+            numbers=tried.index.tolist(),
+            include_suspects=include_suspects,
+            by_control=rank_by == DEFAULT_RANK_BY,
+        )
+        self.standings = {cell: ranked[cell] for cell in sorted(tried["cell"].unique().tolist())}
         """Cell -> the standings of its runs; `repeat` and `competing` are rows of the frame."""
 
     def cells(self) -> list[Cell]:

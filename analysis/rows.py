@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from statistics import median
@@ -87,11 +87,12 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
         )
         remedy = f"to run them again: ultrabench sweep resume {folder.display_name}"
         warn(f"{folder.name}: {silence}: some of its lines or files are damaged or missing; {remedy}")
-    bases = _bases(sweep, plan, shapes_of(sweep, state))
-    numbered_rows = [*_rows(sweep, plan, bases, state, warn)]
+    programs: list[_Program] = [*zip(*(plan[name].to_pylist() for name in _PROGRAM), strict=True)]
+    bases = _bases(sweep, programs, shapes_of(sweep, state))
+    numbered_rows = [*_rows(sweep, plan, map(bases.__getitem__, programs), state, warn)]
     row_columns = _columns([row for _, row in numbered_rows])
     candidates = pa.array([n for n, _ in numbered_rows], pa.int64())
-    plan_columns = {name: column.take(candidates) for name, column in _planned(plan, bases).items()}
+    plan_columns = {name: column.take(candidates) for name, column in _planned(plan, programs, bases).items()}
     row_columns["scaling"] = pa.array([scaling_of(sweep, state)] * len(numbered_rows), pa.string())
     if sweep.kernel.kind == "probe":
         for columns in (row_columns, plan_columns):
@@ -129,15 +130,12 @@ def _columns(rows: Sequence[Row]) -> dict[str, pa.Array]:
     return dict(zip(kinds.names, pa.array(rows, kinds).flatten(), strict=True))
 
 
-def _programs(plan: pa.Table) -> list[_Program]:
-    """For each candidate what the columns of `_base` follow from."""
-    return [*zip(*(plan[name].to_pylist() for name in _PROGRAM), strict=True)]
-
-
-def _bases(sweep: SweepJson, plan: pa.Table, shapes: Mapping[str, ModelShape]) -> dict[_Program, Row]:
+def _bases(
+    sweep: SweepJson, programs: Sequence[_Program], shapes: Mapping[str, ModelShape]
+) -> dict[_Program, Row]:
     """The columns that candidates share which have the same model, number of nodes, schedule and options."""
     bases = {}
-    for program in dict.fromkeys(_programs(plan)):
+    for program in dict.fromkeys(programs):
         model, nodes, schedule, precision, variant = program
         options = json.loads(variant or "{}")
         kernel = kernel_of(sweep.kernel, precision or sweep.kernel.precision, options)
@@ -146,10 +144,12 @@ def _bases(sweep: SweepJson, plan: pa.Table, shapes: Mapping[str, ModelShape]) -
     return bases
 
 
-def _planned(plan: pa.Table, bases: Mapping[_Program, Row]) -> dict[str, pa.ChunkedArray]:
+def _planned(
+    plan: pa.Table, programs: Sequence[_Program], bases: Mapping[_Program, Row]
+) -> dict[str, pa.ChunkedArray]:
     """The columns that the plan tells, with a value for each candidate; it is not told why one was rejected."""
     number = {program: n for n, program in enumerate(bases)}
-    base_numbers = pa.array(map(number.__getitem__, _programs(plan)), pa.int64())
+    base_numbers = pa.array(map(number.__getitem__, programs), pa.int64())
     of_bases = _columns([*bases.values()])
     of_plan = (name for name in plan.column_names if name in SCHEMA.names and name not in ("rule", "reason"))
     names = [name for name in of_plan if name not in ("precision", "variant")]  # older plans lack them
@@ -158,9 +158,13 @@ def _planned(plan: pa.Table, bases: Mapping[_Program, Row]) -> dict[str, pa.Chun
 
 
 def _rows(
-    sweep: SweepJson, plan: pa.Table, bases: Mapping[_Program, Row], recorded: SweepState, warn: Warn
+    sweep: SweepJson, plan: pa.Table, bases: Iterable[Row], recorded: SweepState, warn: Warn
 ) -> Iterator[tuple[int | None, Row]]:
-    """For each row the number of its candidate in the plan, None where it has none, and the columns of its own."""
+    """For each row the number of its candidate in the plan, None where it has none, and the columns of its own.
+
+    Args:
+        bases: the columns that each candidate shares with others.
+    """
     state = for_answers(recorded)
     attempts = state.by_run()
     final = {attempt.key for attempt in final_attempts(state).values()}
@@ -169,7 +173,7 @@ def _rows(
     }
     control, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
     shapes, formula, price = shapes_of(sweep, state), formula_of(sweep, state), price_of(sweep, state)
-    candidates, programs = [*rows_of(plan, _OF_CANDIDATES)], _programs(plan)
+    candidates = [*rows_of(plan, _OF_CANDIDATES)]
     is_run = (row["decision"] == "run" and row["model"] in shapes for row in candidates)
     runs = list(runs_of(sweep, rows_of(plan, OF_RUNS, kept=is_run), state))
     skipped = skips(runs, state)
@@ -185,14 +189,13 @@ def _rows(
         speed = row.get("mfu"), shape, base.get("seq_len") or 0, row.get("tokens_per_s_per_gpu") or 0.0
         return row | doubt_columns(suspicion.doubts(attempt, *speed, base["precision"]))
 
-    for n, candidate in enumerate(candidates):
+    for n, (base, candidate) in enumerate(zip(bases, candidates, strict=True)):
         tried = attempts.pop(run_id := candidate["run_id"], [])
         if not tried:
             yield n, _not_attempted(candidate, skipped.get(run_id))
             continue
-        base = bases[programs[n]] | candidate
         for attempt in tried:
-            yield n, outcome(base, attempt, shapes.get(candidate["model"]))
+            yield n, outcome(base | candidate, attempt, shapes.get(candidate["model"]))
     for attempt in (attempt for tried in attempts.values() for attempt in tried):
         base, shape = _claimed(sweep, attempt, warn)
         yield None, base | outcome(base, attempt, shape)

@@ -23,7 +23,8 @@ from ultrabench.analysis.cells import (
     repeats_failed,
     set_apart,
 )
-from ultrabench.analysis.effects import HEADS, competing, effects_by_axis, notes
+from ultrabench.analysis.effects import COLUMNS as EFFECT_COLUMNS
+from ultrabench.analysis.effects import HEADS, competing_in, effects_by_axis, notes
 from ultrabench.analysis.effects import cells as effect_cells
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.knobs import in_order
@@ -100,19 +101,20 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
     notice = NOTE if is_predicted(table) else ""
     table = _without_texts(table) if public else table
     table = table.select(SCHEMA.names).sort_by([(name, "ascending") for name in _ORDER])
-    cells, ranks_by_key = _ranked(table)
+    ranking = Ranking(table, more=EFFECT_COLUMNS)
+    cells, ranks_by_key = _ranked(ranking)
     panels = [*dict.fromkeys(cell.panel for cell in cells)]
     names = _shown_columns(table, public)
     is_rejected = pc.fill_null(pc.equal(table["status"], Status.REJECTED), False)
     rejected = table.filter(is_rejected).select(_REJECTED).to_pylist()
     valid = table.filter(pc.invert(is_rejected))
-    rows = [row | ranks_by_key.get(_key_of(row), _UNRANKED) for row in valid.select(_READ).to_pylist()]
-    contenders = Environments(valid).contenders(row["run_id"] for row in rows)
-    rows = [row | {"contender": contender} for row, contender in zip(rows, contenders, strict=True)]
-    options = varied_options(valid)
+    options, contenders = varied_options(valid), Environments(valid).contenders(valid["run_id"].to_pylist())
+    columns_of_rows = zip(
+        valid.select(_READ).to_pylist(), contenders, in_rows(options, range(len(valid))), strict=True
+    )
     rows = [
-        row | {"options": of_row}
-        for row, of_row in zip(rows, in_rows(options, range(len(rows))), strict=True)
+        row | ranks_by_key.get(_key_of(row), _UNRANKED) | {"contender": contender, "options": of_row}
+        for row, contender, of_row in columns_of_rows
     ]
     order = sorted(range(len(rows)), key=lambda n: _rank_first(rows[n]))
     ordered_rows, ordered_table = (
@@ -138,7 +140,7 @@ def document(table: pa.Table, *, public: bool) -> dict[str, Any]:
         "orders": {name: _in_order(name, valid[name]) for name in AXES if name in TEXT_AXES},
         "tiers": {status: tier(status) for status in (*Status, *UNSETTLED)},
         "parts": [*MEMORY_PARTS],
-        "effects": _effects(table),
+        "effects": _effects(ranking),
         "nodes": _nodes(table, public),
         "rejected": _rejected(rejected),
         "ranking": str(schema.__doc__).split("\n\n")[1:],
@@ -196,9 +198,8 @@ def _public_options(text: str | None) -> str | None:
     return json.dumps(options) if options else None
 
 
-def _ranked(table: pa.Table) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
-    """The cells of a table, and the values of a ranked row in _KEY -> the columns that rank it in its cell."""
-    ranking = Ranking(table)
+def _ranked(ranking: Ranking) -> tuple[list[Cell], dict[tuple[Any, ...], Row]]:
+    """The cells of a ranking, and the values of a ranked row in _KEY -> the columns that rank it in its cell."""
     cells, boards = ranking.cells(), ranking.boards(_KEY)
     with_runs = [n for n, cell in enumerate(cells) if cell.status != Status.REJECTED]
     ranks_by_key = {
@@ -332,10 +333,10 @@ def _rejected(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _effects(table: pa.Table) -> Row:
+def _effects(ranking: Ranking) -> Row:
     """What each value of each axis is worth: heads, rows of texts, and sentences below the table."""
     try:
-        measured = competing(table)
+        measured = competing_in(ranking)
     except ConfigError:  # no run may win
         return {"heads": HEADS, "rows": [], "notes": []}
     of_axes = effects_by_axis(measured)

@@ -94,12 +94,14 @@ _SAFE_NAME = re.compile(r"\w[\w.+=@:,-]{0,200}")
 """Names of allocations, runs, hosts, jobs and journals; none of them can leave a folder or be taken for an option."""
 
 
-def require_safe_names(names: Iterable[str]) -> None:
+def require_safe_names(names: Iterable[str | None]) -> None:
     """Raises if a name that was read from a file of somebody else may not become a part of a path or a command.
+
+    None is no name, and raises nothing.
 
     Raises:
         ConfigError: the message quotes the name.
     """
     for name in names:
-        if not _SAFE_NAME.fullmatch(name):
+        if name is not None and not _SAFE_NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is not a name that ultrabench writes")

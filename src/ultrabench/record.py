@@ -37,7 +37,8 @@ def _defaults(cls: Any) -> dict[str, Any]:
 
 def lacking(cls: Any, values: Mapping[str, Any]) -> list[str]:
     """The fields without a default of the dataclass `cls` that are not in `values`."""
-    return [name for name in field_types(cls) if name not in _defaults(cls) and name not in values]
+    defaults = _defaults(cls)
+    return [name for name in field_types(cls) if name not in values and name not in defaults]
 
 
 def _lack(missing: Sequence[str]) -> str:

@@ -13,9 +13,10 @@ of its repeats. The larger value wins, and of equal ones the smaller run_id. A r
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
+
+import msgspec
 
 from ultrabench.result import NOT_TRIED, SLOWER, Status, outcome_order, tier
 
@@ -51,8 +52,7 @@ class Repeat(NamedTuple):
         return self.rate is not None and self.status == Status.OK and self.stopped != SLOWER
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """The place of a run in its cell, in one environment."""
 
     run_id: str
@@ -105,7 +105,11 @@ class Standing:
 
 
 def standings(
-    repeats: Iterable[Repeat], *, include_suspects: bool = False, by_control: bool = True
+    repeats: Iterable[Repeat],
+    *,
+    numbers: Iterable[int] | None = None,
+    include_suspects: bool = False,
+    by_control: bool = True,
 ) -> dict[Hashable, list[Standing]]:
     """Cell -> the standings of its runs, the best first; the cells are in the order of the repeats.
 
@@ -113,11 +117,12 @@ def standings(
     stopped as slower, then suspects, runs that failed or ran out of memory, runs that wait or run, and skipped ones.
 
     Args:
+        numbers: the index of each repeat, if they are not counted from 0.
         include_suspects: whether suspect repeats compete with all others.
         by_control: whether ratios to the control may be compared.
     """
     cells: dict[Hashable, list[tuple[int, Repeat]]] = defaultdict(list)
-    for index, repeat in enumerate(repeats):
+    for index, repeat in enumerate(repeats) if numbers is None else zip(numbers, repeats, strict=True):
         cells[repeat.cell].append((index, repeat))
     return {cell: _ranked(of_cell, include_suspects, by_control) for cell, of_cell in cells.items()}
 
@@ -149,11 +154,14 @@ def _ranked(of_cell: Sequence[_Indexed], include_suspects: bool, by_control: boo
     ]
     best = min((s for s in ranked if s.interval is not None), key=_by_value, default=None)
     low = best.interval[0] if best and best.interval else math.inf
-    as_good = [s is not best and s.interval is not None and s.interval[1] >= low for s in ranked]
-    ordered = sorted(
-        zip(ranked, as_good, strict=True), key=lambda pair: _order(pair[0], pair[0] is best or pair[1])
-    )
-    return [replace(s, place=n, best=s is best, as_good=good) for n, (s, good) in enumerate(ordered, 1)]
+    marked = [
+        (s, s is best, s is not best and s.interval is not None and s.interval[1] >= low) for s in ranked
+    ]
+    marked.sort(key=lambda marks: _order(marks[0], marks[1] or marks[2]))
+    return [
+        msgspec.structs.replace(standing, place=place, best=is_best, as_good=is_as_good)
+        for place, (standing, is_best, is_as_good) in enumerate(marked, 1)
+    ]
 
 
 def _by_run(repeats: Iterable[_Indexed]) -> dict[tuple[str, str | None], list[_Indexed]]:
@@ -178,17 +186,16 @@ def _standing(
     control_ci: Mapping[Hashable, float],
 ) -> Standing:
     """The standing of a run from its repeats and those of them that compete, without its place."""
-    values = [(r.control_ratio if by_control else r.rate) or 0.0 for _, r in competing]
     interval = rate_interval = None
     if competing:
+        values = [(repeat.control_ratio if by_control else repeat.rate) or 0.0 for _, repeat in competing]
         middle = median(values)
         nearest = min(range(len(values)), key=lambda n: (abs(values[n] - middle), values[n]))
         index, shown = competing[nearest]
-        cis = [math.hypot(r.ci95_rel or 0.0, control_ci.get(r.allocation, 0.0)) for _, r in competing]
-        interval = _interval(values, cis)
-        rate_interval = _interval(
-            [r.rate or 0.0 for _, r in competing], [r.ci95_rel or 0.0 for _, r in competing]
-        )
+        interval = rate_interval = _interval([(r.rate or 0.0, r.ci95_rel or 0.0) for _, r in competing])
+        if by_control:
+            cis = (math.hypot(r.ci95_rel or 0.0, control_ci.get(r.allocation, 0.0)) for _, r in competing)
+            interval = _interval([*zip(values, cis, strict=True)])
     else:
         index, shown = max(repeats, key=lambda pair: (*_outcome(pair[1]), pair[0]))
     counted_repeats = [repeat for _, repeat in competing or [(index, shown)]]
@@ -200,27 +207,26 @@ def _standing(
         place=0,
         outcome=shown.status,
         repeat=index,
-        rate=_median(repeat.rate for repeat in counted_repeats),
-        control_ratio=_median(repeat.control_ratio for repeat in counted_repeats),
+        rate=_median([repeat.rate for repeat in counted_repeats]),
+        control_ratio=_median([repeat.control_ratio for repeat in counted_repeats]),
         control=shown.control,
         interval=interval,
         rate_interval=rate_interval,
         suspect=shown.suspect,
         by_control=by_control,
-        competing=tuple(index for index, _ in competing),
+        competing=tuple([index for index, _ in competing]),
         num_repeats=len(statuses),
-        num_repeats_failed=sum(status != Status.OK for status in statuses),
+        num_repeats_failed=sum([status != Status.OK for status in statuses]),
     )
 
 
-def _interval(values: Sequence[float], cis: Sequence[float]) -> tuple[float, float]:
+def _interval(measured: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The smallest interval with those of all repeats; each is a value and half its interval, relative to it."""
-    reach = [abs(value) * ci for value, ci in zip(values, cis, strict=True)]
-    low = min(value - width for value, width in zip(values, reach, strict=True))
-    return low, max(value + width for value, width in zip(values, reach, strict=True))
+    ends = [(value - abs(value) * ci, value + abs(value) * ci) for value, ci in measured]
+    return min([low for low, _ in ends]), max([high for _, high in ends])
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def _median(values: Sequence[float | None]) -> float | None:
     """The median of those that are known."""
     known_values = [value for value in values if value is not None]
     return median(known_values) if known_values else None

@@ -1,9 +1,10 @@
-"""Turns Hydra overrides into plain values; the only module that imports Hydra.
+"""Turns Hydra overrides into plain values; the only module that imports Hydra, and only when it composes.
 
 A mistake is found at one of three places, each with its table of patterns and sentences: in the override itself
 (_WORDS), in a message of Hydra (_OF_HYDRA), or in a key that does not exist (_MOVED, _NOT_OVERRIDDEN, _FOREIGN).
 """
 
+import functools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
-from hydra.errors import HydraException, OverrideParseException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from ultrabench.errors import ConfigError, nearest_name, require_once, unknown_name
 from ultrabench.layout import AXES
@@ -170,8 +163,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
         if match := re.search(pattern, str(error)):
             line = sentence(**match.groupdict(), values=parts_of(overrides))
             return ConfigError(line, setting=match[1] if match.re.groups else None)
-    if isinstance(error, OverrideParseException):
-        return ConfigError(_unreadable(error.override))
+    if (override := getattr(error, "override", None)) is not None:  # of an OverrideParseException
+        return ConfigError(_unreadable(override))
     if isinstance(error, yaml.YAMLError):
         fault = " ".join(str(error).split())
         return ConfigError(f"a configuration file is not valid YAML: {fault}; fix it there")
@@ -313,15 +306,6 @@ def _typed(name: str, value: object) -> str:
     return override if re.fullmatch(r"[\w.,=\[\]/:+@%-]*", override) else shlex.quote(override)
 
 
-class UserFolders(SearchPathPlugin):
-    """Makes Hydra search the user's folders before the folder of the package."""
-
-    def manipulate_search_path(self, hydras: ConfigSearchPath) -> None:
-        """Puts the user's folders in front, in the order of `search_path`."""
-        for folder in search_path()[-2::-1]:
-            hydras.prepend("user", f"file://{folder}")
-
-
 def _require_global(path: Path) -> None:
     """Raises ConfigError when the file of a sweep sets whole groups but lacks `# @package _global_`."""
     values = {} if "# @package _global_" in read_text(path) else read_yaml(path)
@@ -371,16 +355,45 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
         _require_global(path)
     _require_readable(overrides, path)
     for_hydra = [*_usual_sweep(options), *map(_as_models, overrides)]
+    return _composed(for_hydra)
+
+
+def _composed(overrides: Sequence[str]) -> dict[str, Any]:
+    """What `compose_tree` returns, of overrides that Hydra understands."""
+    # Importing Hydra takes longer than answering most commands, which only read what was composed.
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     GlobalHydra.instance().clear()
-    Plugins.instance().register(UserFolders)
+    _register_user_folders()
     try:
         with initialize_config_dir(config_dir=str(search_path()[-1]), version_base="1.3"):
-            composed = compose("config", overrides=for_hydra, return_hydra_config=True)
+            composed = compose("config", overrides=[*overrides], return_hydra_config=True)
             choices = dict(composed.hydra.runtime.choices)
             OmegaConf.set_struct(composed, False)
             composed.pop("hydra")
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise _explained(error, for_hydra) from error
+        raise _explained(error, overrides) from error
     assert isinstance(tree, dict)
     return {**tree, "names": {group: choices[group] for group in GROUPS if group in choices}}
+
+
+@functools.cache
+def _register_user_folders() -> None:
+    """Makes Hydra search the user's folders before the folder of the package."""
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class UserFolders(SearchPathPlugin):
+        """Puts the user's folders in front, in the order of `search_path`."""
+
+        def manipulate_search_path(self, hydras: ConfigSearchPath) -> None:
+            for folder in search_path()[-2::-1]:
+                hydras.prepend("user", f"file://{folder}")
+
+    Plugins.instance().register(UserFolders)

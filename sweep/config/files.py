@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import ultrabench
 from ultrabench.errors import ConfigError, unknown_name
@@ -108,6 +106,9 @@ def read_yaml(path: Path) -> Any:
     Raises:
         ConfigError: the file cannot be read or is not YAML.
     """
+    from omegaconf import OmegaConf  # slow, and most commands read no such file
+    from omegaconf.errors import OmegaConfBaseException
+
     require_few_values(path)
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
@@ -120,6 +121,8 @@ def read_yaml(path: Path) -> Any:
 
 def settings_tree(settings: Sequence[str]) -> Any:
     """Settings such as `a.b=1` as nested values, each read as YAML."""
+    from omegaconf import OmegaConf
+
     return OmegaConf.to_container(OmegaConf.from_dotlist([*settings]))
 
 

@@ -91,16 +91,20 @@ class Profile:
 
     def fitted_to(self, name: str) -> str:
         """The values of a feature that the runs of the fit had, such as `0 to 1` or `H100-SXM`."""
-        fitted_values = self.measured[name]
-        return (", " if any(isinstance(fitted, str) for fitted in fitted_values) else " to ").join(
-            dict.fromkeys(map(str, fitted_values))
-        )
+        return _fitted_text(self.measured[name])
 
     def _compared(self, spec: RunSpec, gpu: str) -> Iterator[tuple[str, int | str, tuple[Any, ...]]]:
         """Name and value of each feature of a run whose values in the fit are known, with these values."""
         for name, value in features(spec, gpu).items():
             if name in self.measured:
                 yield name, value, self.measured[name]
+
+
+@lru_cache(maxsize=4096)
+def _fitted_text(fitted_values: tuple[Any, ...]) -> str:
+    """The values, or the smallest and the largest number, that the runs of a fit had, in words."""
+    joint = ", " if any(isinstance(fitted, str) for fitted in fitted_values) else " to "
+    return joint.join(dict.fromkeys(map(str, fitted_values)))
 
 
 @lru_cache(maxsize=4096)

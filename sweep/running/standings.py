@@ -7,7 +7,7 @@ from statistics import median
 from typing import Self
 
 from ultrabench.model_shape import ModelShape
-from ultrabench.result import Doubt, RunResult, Status, sentences
+from ultrabench.result import Doubt, Status, sentences
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Repeat, Standing, same_environments, standings
 from ultrabench.step_time import ci95_rel
@@ -80,7 +80,7 @@ def suspects_of(runs: Mapping[str, Candidate], state: SweepState, device: str) -
         run, ok = runs.get(key.run_id), attempt.ok
         if run and ok and ok.step_times_s:
             rate = run.tokens_per_s_per_gpu(ok)
-            numbers = run.mfu(rate), run.shape, run.spec.workload.seq_len, rate, run.cell.precision
+            numbers = run.mfu(rate), run.shape, run.spec.workload.seq_len, rate, run.spec.kernel.precision
             doubts = suspicion.doubts(attempt, *numbers)
             if reason := sentences(doubts):
                 suspects[key] = reason
@@ -137,6 +137,8 @@ def measured_rates(runs: Iterable[Candidate], state: SweepState, device: str) ->
 
 def _environments(state: SweepState) -> dict[str, str]:
     """env_id -> the env_id that stands for its environment, of all ok attempts."""
-    oks: list[RunResult] = [ok for attempt in state.attempts.values() if (ok := attempt.ok)]
-    environments = ((ok.environment, ok.env_id, ok.driver_version or "") for ok in oks if ok.env_id)
-    return same_environments(environments)[0]
+    oks = [ok for attempt in state.attempts.values() if (ok := attempt.ok) and ok.env_id]
+    env_ids = {str(ok.env_id) for ok in oks}
+    if len(env_ids) < 2:
+        return {env_id: env_id for env_id in env_ids}
+    return same_environments((ok.environment, str(ok.env_id), ok.driver_version or "") for ok in oks)[0]

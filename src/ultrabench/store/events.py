@@ -1,9 +1,10 @@
 """The events of a sweep's journal, and how they are written as lines of a journal file."""
 
 import json
+import operator
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, get_args
@@ -277,30 +278,32 @@ _CHECKSUM, _END = b',"crc":"', b'"}'
 """What surrounds the checksum of a line, its last field: the CRC-32 of all that stands before it, as 8 hex digits."""
 
 
-def _require_undamaged(text: bytes) -> None:
-    """Raises ValueError if a line has a checksum that is not its own; lines of older versions have none."""
+def _checksum(text: bytes) -> int:
+    """The CRC-32 of a line; raises ValueError if the line has another checksum. Lines of older versions have none."""
     body, name, tail = text.rpartition(_CHECKSUM)  # in a text its quotes would have backslashes
-    if name and tail != b"%08x%s" % (zlib.crc32(body), _END):
+    of_body = zlib.crc32(body)
+    if name and tail != b"%08x%s" % (of_body, _END):
         raise ValueError("the checksum of the line is wrong")
+    return zlib.crc32(name + tail, of_body)
 
 
-def _names(event: Event) -> Iterator[str]:
-    """The texts of an event that become parts of paths or of commands."""
-    match event:
-        case Launched() | Pause() | Cancel():
-            return
-        case Claimed() | Started() | Phase():
-            yield event.run_id
-        case Result():
-            yield from (event.run_id, *event.result.suspect_hosts)
-        case AllocationStarted():
-            yield from filter(None, (event.agent.journal, event.agent.job.job_id))
-        case AllocationEnded():
-            yield from event.avoid
-        case Submitted():
-            yield from map(str, event.job.values())
-    if allocation := getattr(event, "allocation", None):
-        yield allocation
+_NAMES_IN: dict[str, Callable[[Any], Iterable[str | None]]] = {
+    **dict.fromkeys(("launched", "pause", "cancel"), lambda event: ()),
+    **dict.fromkeys(("claimed", "started"), operator.attrgetter("run_id", "allocation")),
+    "phase": lambda event: (event.run_id,),
+    **dict.fromkeys(
+        ("result", "failed"), lambda event: (event.run_id, event.allocation, *event.result.suspect_hosts)
+    ),
+    **dict.fromkeys(("allocation_planned", "submitting", "preflight"), lambda event: (event.allocation,)),
+    **dict.fromkeys(
+        ("submitted", "adopted"), lambda event: (event.allocation, *map(str, event.job.values()))
+    ),
+    "allocation_started": lambda event: (
+        event.allocation, event.agent.journal or None, event.agent.job.job_id or None
+    ),
+    "allocation_ended": lambda event: (event.allocation, *event.avoid),
+}  # fmt: skip
+"""Name of an event -> what gives the texts of an event that become parts of paths or of commands."""
 
 
 class _Version(msgspec.Struct):
@@ -349,13 +352,12 @@ def decode(text: bytes, path: object = "the journal", kinds: Decoders | None = N
     _require_known(head.v, path)
     if (event_of := (DECODERS if kinds is None else kinds).get(head.event)) is None:
         return None
-    _require_undamaged(text)
-    event = event_of(text)
+    checksum, event = _checksum(text), event_of(text)
     if isinstance(event, AllocationEnded) and event.code is None:
         codes = (code for words, code in _WORDS_OF_020.items() if event.reason.startswith(words))
         event = replace(event, code=next(codes, EndCode.OTHER))
-    require_safe_names(_names(event))
-    return Line(event, head.writer, head.seq, head.time, zlib.crc32(text))
+    require_safe_names(_NAMES_IN[head.event](event))
+    return Line(event, head.writer, head.seq, head.time, checksum)
 
 
 _WORDS_OF_020 = {"the sweep is paused": EndCode.PAUSED, "outside the window": EndCode.OUTSIDE_WINDOW}

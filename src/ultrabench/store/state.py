@@ -8,7 +8,7 @@ from typing import Any
 
 from ultrabench.record import canonical_json, to_dict
 from ultrabench.result import RunResult, Status
-from ultrabench.run import AttemptKey
+from ultrabench.run import AttemptKey, OfAttempt
 from ultrabench.store import events
 
 
@@ -188,7 +188,7 @@ class Fold:
         for line in lines:
             self.num_lines += 1
             match line.event:
-                case events.Claimed() | events.Started() | events.Phase() | events.Result() as event:
+                case OfAttempt() as event:
                     self._add_to_attempt(event, line)
                 case events.Launched() | events.Pause() | events.Cancel() as event:
                     # In one generation a cancel sorts after a launch, and a pause after a resume.
@@ -206,12 +206,12 @@ class Fold:
         if attempt is None:
             attempt = self.state.attempts[key] = AttemptState(key=key)
         match event:
-            case events.Claimed():
-                _set(attempt, ranks, rank, "time", line.time)
-            case events.Started():
-                _set(attempt, ranks, rank, "started", True)
             case events.Phase():
                 _set(attempt, ranks, rank, "phase", event.name)
+            case events.Started():
+                _set(attempt, ranks, rank, "started", True)
+            case events.Claimed():
+                _set(attempt, ranks, rank, "time", line.time)
             case events.Result():
                 precedence = trust(type(event) is events.Result, event.source)
                 _set(attempt, ranks, (precedence, line.checksum), "result", event.result)
