@@ -39,7 +39,7 @@ class AttemptState:
     @property
     def ok(self) -> RunResult | None:
         """Its result if it ended with the status ok, else None."""
-        return self.result if self.result and self.result.status == Status.OK else None
+        return self.result if self.result and self.result.status is Status.OK else None
 
 
 @dataclass(slots=True, kw_only=True)
