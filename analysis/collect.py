@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -147,11 +146,12 @@ def _with_codes(table: pa.Table) -> pa.Table:
 
 def _version(table: pa.Table) -> int | None:
     """The newest schema version in the metadata or rows of the table; None when there is none."""
-    claims: list[Any] = [(table.schema.metadata or {}).get(VERSION_KEY)]
+    claims: list[object] = [(table.schema.metadata or {}).get(VERSION_KEY)]
     if "schema_version" in table.column_names:
         claims += table["schema_version"].unique().to_pylist()
+    versions = [c.decode() if isinstance(c, bytes) else str(c) for c in claims if c is not None]
     try:
-        return max((int(float(claim)) for claim in claims if claim is not None), default=None)
+        return max((int(version.removesuffix(".0")) for version in versions), default=None)
     except ValueError:
         return None
 

@@ -190,7 +190,7 @@ class Timing:
 def run(task: Task, report: Report) -> None:
     """Runs the task on this rank, from joining the process group to leaving it."""
     report.phase("process_group")
-    device = environment.use_device(task.device, int(os.environ["LOCAL_RANK"]))
+    device = environment.use_device(task.device, int(os.environ.get("LOCAL_RANK", 0)))
     report.write("memory", **memory.account())
     _join(report, device)
     if dist.get_rank() == 0:

@@ -26,6 +26,8 @@ class CellKey(NamedTuple):
 
 PRUNED = "memory"
 """The rule of valid layouts that are not run, because they are predicted to run out of memory."""
+UNSELECTED = "max_runs"
+"""The rule of layouts that are not run, because others were selected; they may fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ class Candidate:
     run_id: str
     spec: RunSpec
     rule: str | None = None
-    """The first structural rule that rejects the layout, `kernel` when the kernel refuses it, or PRUNED."""
+    """The first structural rule that rejects the layout, `kernel` when the kernel refuses it, PRUNED or UNSELECTED."""
     reason: str | None = None
     predicted: Prediction | None
     """The prediction; None where a structural rule rejects the layout."""
@@ -75,7 +77,12 @@ class Candidate:
     @property
     def valid(self) -> bool:
         """Whether no structural rule rejects the layout."""
-        return self.rule in (None, "kernel", PRUNED)
+        return self.trainable or self.rule == "kernel"
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the layout is valid and the kernel can train it, if it fits into memory."""
+        return self.rule in (None, PRUNED, UNSELECTED)
 
     @property
     def runs(self) -> bool:

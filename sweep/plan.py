@@ -1,6 +1,7 @@
 """The plan of a sweep: every candidate, whether it runs, the reason if not, and the order of the runs."""
 
 import contextlib
+import heapq
 import os
 import signal
 from collections import Counter
@@ -18,7 +19,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, BATCH, DEGREES, Layout
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, RunSpec, Workload, fill_in, words_of
-from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, by_cell
+from ultrabench.sweep.candidate import PRUNED, UNSELECTED, Candidate, CellKey, by_cell
 from ultrabench.sweep.config.options import Options
 from ultrabench.sweep.config.sweep_config import WEAK, Axes, SweepConfig
 from ultrabench.sweep.grid import broken_rules, layouts, require_countable, why_none, without_candidates
@@ -140,7 +141,7 @@ def make_plan(
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
     runs = sorted((c for c in candidates if c.runs), key=_order)
     if config.max_runs is not None:
-        runs = _covering(runs, config.max_runs)
+        runs = selected_runs(runs, config.max_runs)
     return Plan(config=config, candidates=(*runs, *(c for c in candidates if not c.runs)))
 
 
@@ -164,23 +165,33 @@ def _order(run: Candidate) -> tuple[bool, float]:
     return (False, run.gpu_hours) if run.fits else (True, run.prediction.memory_share)
 
 
-def _covering(runs: Sequence[Candidate], most: int) -> list[Candidate]:
+def selected_runs(runs: Sequence[Candidate], most: int) -> list[Candidate]:
     """The runs, all but `most` of them rejected; those left cover many values and pairs of values of the axes.
 
     Each choice is the run that adds the most new values and pairs; among equal runs it is the first. A fault
     of a form of parallelism shows where it is used alone or together with one other form, so a small
     selection should cover the pairs.
     """
-    pairs_of, covered = {run.run_id: _pairs(run) for run in runs}, set[object]()
-    for _ in runs[:most]:
-        # max() keeps the first of equals.
-        chosen = max(pairs_of, key=lambda run_id: len(pairs_of[run_id] - covered))
-        covered |= pairs_of.pop(chosen)
+    pairs_of_run, covered, selected = [pairs_of(run) for run in runs], set[object](), set[int]()
+    # A run adds no more pairs later than now, so its entry needs an update only when it comes first.
+    queue = [(-len(pairs), index) for index, pairs in enumerate(pairs_of_run)]
+    heapq.heapify(queue)
+    while queue and len(selected) < most:
+        num_new, index = len(pairs_of_run[queue[0][1]] - covered), queue[0][1]
+        if num_new == -queue[0][0]:
+            heapq.heappop(queue)
+            selected.add(index)
+            covered |= pairs_of_run[index]
+        else:
+            heapq.heapreplace(queue, (-num_new, index))
     reason = f"not among the sweep.max_runs={most} that cover most pairs of axis values"
-    return [replace(run, rule="max_runs", reason=reason) if run.run_id in pairs_of else run for run in runs]
+    return [
+        run if index in selected else replace(run, rule=UNSELECTED, reason=reason)
+        for index, run in enumerate(runs)
+    ]
 
 
-def _pairs(run: Candidate) -> set[object]:
+def pairs_of(run: Candidate) -> set[object]:
     """The values and pairs of values of the axes of a run in its cell; of dp and batch, whether they are 1."""
     values = {name: getattr(run.layout, name) for name in AXES}
     values |= {name: values[name] > 1 for name in (DEGREES[0], *BATCH)}

@@ -22,7 +22,7 @@ from ultrabench.run import RunSpec
 from ultrabench.store.folder import write_whole
 from ultrabench.store.state import SweepState
 from ultrabench.store.sweep_json import SweepJson
-from ultrabench.sweep.candidate import PRUNED, Candidate
+from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.predict.predict import Prediction
 
@@ -69,7 +69,7 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
             "valid": c.valid,
             "rule": c.rule,
             "reason": c.reason,
-            "decision": "run" if c.runs else "skipped" if c.rule == PRUNED else "rejected",
+            "decision": "run" if c.runs else "skipped" if c.trainable else "rejected",
             **{column: getattr(c.predicted, name, None) for name, column in _COLUMNS.items()},
             "predicted_to_fit": c.fits if c.valid else None,
             "predicted_gpu_hours": c.gpu_hours if c.valid else None,

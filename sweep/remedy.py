@@ -11,7 +11,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.model_shape import ModelShape
 from ultrabench.run import AttemptKey, fill_in, words_of
-from ultrabench.sweep.candidate import PRUNED, Candidate, CellKey, by_cell, cell_columns, cell_label
+from ultrabench.sweep.candidate import Candidate, CellKey, by_cell, cell_columns, cell_label
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan, narrowed
 from ultrabench.sweep.predict.predict import ADVISED_P_OOM
@@ -56,7 +56,7 @@ def nothing_fits(
         advised_p_oom: P(OOM) above which a layout is no help.
     """
     limit = plan.config.hardware.mem_bytes / GIB
-    cells = by_cell(c for c in plan.candidates if c.runs or c.rule == PRUNED)
+    cells = by_cell(c for c in plan.candidates if c.trainable)
     for cell, candidates in sorted(cells.items()):
         if cell not in skipped_cells and not any(c.fits for c in candidates):
             smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)

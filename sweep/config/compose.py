@@ -93,7 +93,7 @@ _WORDS: tuple[tuple[str, Sentence], ...] = (
      "{override} has no closing bracket: the shell splits at spaces; write the list without spaces: {key}={items}".format),
     (r"[^=~]*|=.*", _no_override),
     (rf"{_GROUP}=", "{override} has no value; give a name (see ultrabench configs {group})".format),
-    (rf"(?!model){_GROUP}=(null|true|false|-?[\d.]+)",
+    (rf"(?!model){_GROUP}=(?i:null|true|false|nan|[+-]?(inf|[\d.]+(e[+-]?\d+)?))",
      "{override}: a sweep always has a {group}; choose one (see ultrabench configs {group})".format),
     (r"model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; for several use sweep.models={items}".format),
     (r"\+?sweep\.rules=[^\"']*", "{override}: a rule contains spaces and needs quotes; write '{key}=[\"etp divides dp\"]'".format),

@@ -207,17 +207,17 @@ def _mapping(sweep: Mapping[str, Any], group: str, kernel: KernelConfig) -> dict
         setting = f"sweep.{group}.{name}"
         if not re.fullmatch(NAME, name):
             raise ConfigError(f"{setting}; {NAME_RULE}", setting=f"sweep.{group}")
-        refusals = {
-            f"{setting} looks like a secret, and results show swept values; use kernel.env": is_secret(name),
-            f"{setting} with kernel={kernel.name}; only a command takes arguments: use kernel=command":
-                not is_variable and kernel.kind != "command",
-            f"{setting}: ultrabench sets {name} for each rank; leave it out": is_variable and name in RANK_VARIABLES,
-            f"{setting} and kernel.{group}.{name} are both set; give only one of them": name in set_by_kernel,
-            f"{setting}: {name} is already a word of every run; choose another name":
-                not is_variable and name in _words_of_runs(),
-        }  # fmt: skip
-        for line in (line for line, applies in refusals.items() if applies):
-            raise ConfigError(line, setting=setting)
+        is_foreign = not is_variable and kernel.kind != "command"
+        refusals = [
+            (is_secret(name), f"{setting} looks like a secret, and results show swept values; use kernel.env"),
+            (is_foreign, f"{setting} with kernel={kernel.name}; only a command takes arguments: use kernel=command"),
+            (is_variable and name in RANK_VARIABLES, f"{setting}: ultrabench sets {name} for each rank; leave it out"),
+            (name in set_by_kernel, f"{setting} and kernel.{group}.{name} are both set; give only one of them"),
+            (not is_variable and name in _words_of_runs(),
+             f"{setting}: {name} is already a word of every run; choose another name"),
+        ]  # fmt: skip
+        if refusal := next((line for applies, line in refusals if applies), None):
+            raise ConfigError(refusal, setting=setting)
     return {str(name): values for name, values in mapping.items()}
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ultrabench.device_rates import summary
+from ultrabench.device_rates import slowest, summary
 from ultrabench.errors import counted
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
@@ -97,10 +97,11 @@ def impossible(mfu: float | None, device: str = "cuda", gemm_share: float | None
 
 def gemm_rates(state: SweepState) -> dict[str, float]:
     """Allocation -> the FLOPs per second of plain matrix products on its slowest device, for which all others wait."""
-    rates = preflight_rates(state).items()
-    return {
-        n: r for (_, column), by_name in rates if column == "gemm_flops_per_s" for n, r in by_name.items()
-    }
+    probes = ((name, allocation.preflight.get("probe")) for name, allocation in state.allocations.items())
+    rates = (
+        (name, slowest(probe.get("gemm_flops_per_s"))) for name, probe in probes if isinstance(probe, dict)
+    )
+    return {name: flops_per_s for name, flops_per_s in rates if flops_per_s is not None}
 
 
 def low_peak(mfu: float | None) -> list[str]:

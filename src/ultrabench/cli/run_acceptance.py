@@ -15,7 +15,7 @@ from ultrabench.analysis.collect import collect
 from ultrabench.analysis.compare import run_label
 from ultrabench.analysis.published import PublishedRate, beside_published, published_rates
 from ultrabench.analysis.rows import Row
-from ultrabench.cli.sweep.launch import follow
+from ultrabench.cli.sweep.launch import follow, ignore_signals
 from ultrabench.cli.tables import say, warn
 from ultrabench.errors import ClusterError, ConfigError, counted
 from ultrabench.hardware import GIB
@@ -31,6 +31,7 @@ from ultrabench.store.folder import SweepFolder
 from ultrabench.sweep.config.load import config_from_tree, load_model
 from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import make_plan
+from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.remedy import require_runs
 from ultrabench.sweep.running.outliers import TOLERANCE
 from ultrabench.sweep.running.price import committed_gpu_hours
@@ -83,7 +84,9 @@ class _Acceptance:
         """The checks of CHECKS, each after the sweeps that it needs."""
         gpus, mbs = self._config.hardware.gpus_per_node, max(self._config.axes.layout["mbs"])
         axes = ALONE | {"nodes": [1], "mbs": [mbs]}
-        single_gpu = self._run(self._variant("one", sweep=axes, hardware={"gpus_per_node": 1}))
+        single_gpu = self._run(
+            self._variant("one", sweep=axes, hardware={"gpus_per_node": 1}, max_p_oom=LIKELY_OOM)
+        )
         layouts = self._run(self._variant("layouts"))
         rows = [*rows_of(single_gpu), *rows_of(layouts)]
         for quantity in EQUAL_COLUMNS:
@@ -99,7 +102,7 @@ class _Acceptance:
             batch = {"mbs": [2], "seq_len": rate.seq_len, "gbs": rate.gbs}
             axes |= batch | {"nodes": nodes, "zero_stage": [0, 1]}
             models = [to_dict(load_model(rate.model))]
-            layouts = self._run(self._variant("published", sweep=axes, models=models, max_p_oom=1.0))
+            layouts = self._run(self._variant("published", sweep=axes, models=models, max_p_oom=LIKELY_OOM))
         yield check_speed(layouts, is_published=bool(self._published))
 
     def write(self, checks: Sequence[Check]) -> None:
@@ -130,6 +133,7 @@ class _Acceptance:
             if code > 128:
                 raise typer.Exit(code)
         except BaseException:
+            ignore_signals()
             interrupt(sweep, launcher)
             say(f"ended the jobs; finished runs are kept in {folder.path}. The same command starts anew.")
             raise

@@ -1,7 +1,6 @@
 """The events of a sweep's journal, and how they are written as lines of a journal file."""
 
 import json
-import operator
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -289,21 +288,21 @@ def _checksum(text: bytes) -> int:
 
 _NAMES_IN: dict[str, Callable[[Any], Iterable[str | None]]] = {
     **dict.fromkeys(("launched", "pause", "cancel"), lambda event: ()),
-    **dict.fromkeys(("claimed", "started"), operator.attrgetter("run_id", "allocation")),
+    **dict.fromkeys(("claimed", "started"), lambda event: (event.run_id, event.allocation or None)),
     "phase": lambda event: (event.run_id,),
     **dict.fromkeys(
-        ("result", "failed"), lambda event: (event.run_id, event.allocation, *event.result.suspect_hosts)
+        ("result", "failed"), lambda event: (event.run_id, event.allocation or None, *event.result.suspect_hosts)
     ),
-    **dict.fromkeys(("allocation_planned", "submitting", "preflight"), lambda event: (event.allocation,)),
+    **dict.fromkeys(("allocation_planned", "submitting", "preflight"), lambda event: (event.allocation or None,)),
     **dict.fromkeys(
-        ("submitted", "adopted"), lambda event: (event.allocation, *map(str, event.job.values()))
+        ("submitted", "adopted"), lambda event: (event.allocation or None, *map(str, event.job.values()))
     ),
     "allocation_started": lambda event: (
-        event.allocation, event.agent.journal or None, event.agent.job.job_id or None
+        event.allocation or None, event.agent.journal or None, event.agent.job.job_id or None
     ),
-    "allocation_ended": lambda event: (event.allocation, *event.avoid),
+    "allocation_ended": lambda event: (event.allocation or None, *event.avoid),
 }  # fmt: skip
-"""Name of an event -> what gives the texts of an event that become parts of paths or of commands."""
+"""Name of each event -> what gives the texts of the event that become parts of paths or of commands."""
 
 
 class _Version(msgspec.Struct):

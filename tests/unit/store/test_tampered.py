@@ -13,6 +13,8 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.claim import claim, unrecorded
 from ultrabench.store.events import (
+    _NAMES_IN,
+    EVENTS,
     AllocationEnded,
     AllocationPlanned,
     AllocationStarted,
@@ -77,6 +79,12 @@ def test_names_that_leave_their_folder_or_their_option_are_damage(tmp_path, even
     warnings = []
     assert list(read_journal(tmp_path, warnings.append)) == []
     assert "skipped a corrupt line" in warnings[0]
+
+
+def test_each_event_says_what_its_names_are_and_an_empty_one_is_none(tmp_path):
+    assert _NAMES_IN.keys() == EVENTS.keys()
+    journal_of(tmp_path, Claimed(run_id="aaaa", repeat=0, attempt=0, allocation=""))
+    assert [line.event.run_id for line in read_journal(tmp_path, pytest.fail)] == ["aaaa"]
 
 
 def test_no_planted_file_or_link_is_written_through(tmp_path, monkeypatch):

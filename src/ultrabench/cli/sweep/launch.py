@@ -130,7 +130,7 @@ def follow(
     except KeyboardInterrupt as stop:
         number = int((*stop.args, signal.SIGINT)[0])
         if ends_jobs:
-            _handle(signal.SIG_IGN, ENDING)
+            ignore_signals()
             return 128 + number
         return _interrupted(sweep, launcher, number, display_name)
     _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
@@ -212,8 +212,13 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    _handle(signal.SIG_IGN, ENDING)  # comes first, so that another signal cannot interrupt what follows
+    ignore_signals()  # comes first, so that another signal cannot interrupt what follows
     raise KeyboardInterrupt(number)
+
+
+def ignore_signals() -> None:
+    """Makes this process ignore the signals that end it, while it ends its jobs."""
+    _handle(signal.SIG_IGN, ENDING)
 
 
 def _handle(handler: Handler, numbers: Iterable[int]) -> None:

@@ -25,6 +25,7 @@ from ultrabench.store.sweep_json import find_sweep_json
 from ultrabench.sweep.candidate import (
     NO_ROOM,
     PRUNED,
+    UNSELECTED,
     Candidate,
     CellKey,
     advised,
@@ -197,6 +198,8 @@ def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) ->
         example = next(c for c in plan.candidates if c.rule == PRUNED)
         pruning = f"{pruned:,} valid layouts are excluded because P(OOM) is above max_p_oom={max_p_oom:g}"
         yield f"{pruning}, such as {example.layout.label()}: {example.reason}"
+    if unselected := [c for c in plan.candidates if c.rule == UNSELECTED]:
+        yield f"{len(unselected):,} valid layouts are excluded: {unselected[0].reason}"
     if large := summary["runs_at_most"] - summary["predicted_to_fit"]:
         order = "they run last and are priced at start-up only"
         yield f"{large:,} of the {summary['runs_at_most']:,} runs are unlikely to fit into memory: {order}"
