@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 from scipy.special import stdtr, stdtrit
 
+from ultrabench.analysis.knobs import COLUMNS as KNOB_COLUMNS
 from ultrabench.analysis.knobs import in_order, is_of_variant, knobs, set_value, value_text
 from ultrabench.analysis.left_out import none_left
 from ultrabench.analysis.options import variant_in
@@ -141,7 +142,7 @@ def competing_in(ranking: Ranking) -> Competing:
     winners = [number for number, standing in enumerate(tried) if _why_left_out(standing) is None]
     if not winners:
         raise none_left(frame.loc[[standing.repeat for standing in tried]], "none can win")
-    knob_values = knobs(ranking.taken(standing.repeat for standing in tried))
+    knob_values = knobs(ranking.taken((standing.repeat for standing in tried), KNOB_COLUMNS))
     repeats = _repeats(frame, [tried[number].competing for number in winners])
     by_run, rows = repeats.groupby("run"), [tried[number].repeat for number in winners]
     runs = knob_values.iloc[winners].reset_index(drop=True)

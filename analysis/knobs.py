@@ -15,6 +15,8 @@ BESIDE_LAYOUT = (*CELL_OPTIONS, *KERNEL_OPTIONS)
 """Columns of the results that are knobs, too."""
 VARIANT = "variant"
 """Column with the other knobs of a run as a JSON object; a table may lack it."""
+COLUMNS = (*AXES, *BESIDE_LAYOUT, "attention_listed", VARIANT)
+"""Columns that `knobs` reads."""
 
 
 def knobs(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis.cells import Cell, model_marks
+from ultrabench.analysis.environments import COLUMNS as ENVIRONMENT_COLUMNS
 from ultrabench.analysis.environments import Environments
 from ultrabench.analysis.options import COLUMNS as OPTION_COLUMNS
 from ultrabench.analysis.options import in_rows, varied_options
@@ -151,12 +152,13 @@ class Ranking:
         require_number(table, rank_by)
         self._rank_by = rank_by
         self._compared = EXPECTED if rank_by == DEFAULT_RANK_BY and is_predicted(table) else rank_by
-        final = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
-        rows = table.filter(final).sort_by([(name, "ascending") for name in _ORDER])
-        self.environments = Environments(rows)
         columns = dict.fromkeys(
             (*_KEY, *_OF_CELL, *AXES, *OPTION_COLUMNS, *_WINNER, *_OTHERS, "is_final", rank_by, *more)
         )
+        read = {*columns, *ENVIRONMENT_COLUMNS, *_ORDER} - {"model_mark"}
+        final = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
+        rows = table.select([*read]).filter(final).sort_by([(name, "ascending") for name in _ORDER])
+        self.environments = Environments(rows)
         marks = pa.array(model_marks(rows), pa.string())
         self._rows = rows.append_column("model_mark", marks).select([*columns])
         self.options = varied_options(self._rows)

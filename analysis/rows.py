@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
+from itertools import compress
 from statistics import median
 from typing import Any
 
@@ -174,8 +175,10 @@ def _rows(
     control, suspicion = control_times(state), Suspicion.of(state, sweep.hardware.device)
     shapes, formula, price = shapes_of(sweep, state), formula_of(sweep, state), price_of(sweep, state)
     candidates = [*rows_of(plan, _OF_CANDIDATES)]
-    is_run = (row["decision"] == "run" and row["model"] in shapes for row in candidates)
-    runs = list(runs_of(sweep, rows_of(plan, OF_RUNS, kept=is_run), state))
+    is_run = [row["decision"] == "run" and row["model"] in shapes for row in candidates]
+    # Only a run without an attempt can be skipped; where all were tried, the runs need not be made.
+    has_untried = any(row["run_id"] not in attempts for row in compress(candidates, is_run))
+    runs = [*runs_of(sweep, rows_of(plan, OF_RUNS, kept=is_run), state)] if has_untried else []
     skipped = skips(runs, state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:
@@ -297,7 +300,7 @@ def _attempted(attempt: AttemptState, circumstances: Row, gpus: int | None) -> R
 
 def _known(row: Row) -> Row:
     """The columns of a row whose values are known; no names of hosts are known where the list is empty."""
-    return {column: value for column, value in row.items() if value not in (None, ())}
+    return {column: value for column, value in row.items() if value is not None and value != ()}
 
 
 def _circumstances(allocation: AllocationState, cluster: str | None) -> Row:
