@@ -245,7 +245,7 @@ class Leader:
     def _tell_phase(self, task: Task, rank: RankProgress) -> None:
         """Writes the phase of a run and the steps that it has measured into the journal."""
         times = rank.measured_steps(task.measure)
-        name = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_at}
+        name = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_began_s}
         self._write(Phase(**name, steps=len(times) or None, step_time_s=median(times) if times else None))
 
     def _lost_race(self, task: Task, rank: RankProgress) -> RunResult | None:
@@ -254,7 +254,7 @@ class Leader:
         Controls and repeats may be slow. No run is ended before the step at which losses are compared.
         """
         measure, times = task.measure, rank.measured_steps(task.measure)
-        exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done
+        exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done_line
         if measure.race is None or exempt or len(rank.steps) < measure.loss_step or len(times) < RACE_STEPS:
             return None
         best_s = best_here_s(task, self._results, self._allocation.control)
@@ -288,7 +288,7 @@ class Leader:
         return replace(
             result,
             variables={name: value for name, value in result.variables.items() if name not in varied},
-            duration_s=time.monotonic() - progress.monotonic_start,
+            duration_s=time.monotonic() - progress.monotonic_start_s,
             **group.measured(),
             hostnames=tuple(group.hosts),
             kernel_digest=digest,
@@ -354,11 +354,11 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | No
     """
     measure, rank, phase = task.measure, progress.ranks[0], progress.ranks[0].phase
     if phase == CHECKPOINT_PHASE:  # all is measured, and what a file system delays is no hang
-        if now - rank.phase_since <= measure.checkpoint_limit_s:
+        if now - rank.phase_since_s <= measure.checkpoint_limit_s:
             return None
         reason = f"saving and loading the state did not finish within {measure.checkpoint_limit_s:g} s"
         return RunResult(status=Status.OK, reason=reason, cause=DISK_SLOW)
-    if now - progress.started > task.limit_s:
+    if now - progress.started_s > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
         reason += f"; {len(rank.steps)} steps done" if rank.steps else ""
         enough = len(rank.measured_steps(measure)) >= measure.min_steps
@@ -366,12 +366,12 @@ def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | No
             return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
     # Writing a large trace may take as long as a start.
-    if progress.first_step is None or phase == TRACE_PHASE:
+    if progress.first_step_s is None or phase == TRACE_PHASE:
         allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
     else:
         allowed = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)
-    silence = now - max(rank.moved for rank in progress.ranks)
-    if silence > allowed and (progress.spoke or task.forked):
+    silence = now - max(rank.moved_s for rank in progress.ranks)
+    if silence > allowed and (progress.has_reported or task.forked):
         reason = f"no progress for {silence:.1f} s in phase {phase} (deadline {allowed:.1f} s)"
         return RunResult(status=Status.HANG, reason=reason, cause="hang")
     return None

@@ -58,13 +58,13 @@ class Finding(NamedTuple):
     def key(self) -> tuple[int, float, int, int]:
         """The sort key: roots before consequences, then the failure that was known first."""
         place = list(BY_NAME).index(self.cause.name)
-        return self.cause.tier, self.rank.failed_at or 0.0, place, self.rank.number
+        return self.cause.tier, self.rank.failed_at_s or 0.0, place, self.rank.number
 
 
 def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     """One finding for each rank that failed, the likeliest root first."""
     rank_findings = [f for rank in ranks if (f := _finding(rank))]
-    early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done]
+    early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done_line]
     # If most ranks have ended well, the others are only late.
     for rank in early_ranks if len(early_ranks) <= len(ranks) / 2 else ():
         line = f"exited with code 0 in phase {rank.phase} while other ranks kept running"
@@ -73,10 +73,10 @@ def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
 
 
 def _finding(rank: RankProgress) -> Finding | None:
-    if rank.ended_well or (not rank.error and rank.code is None):
+    if rank.ended_well or (not rank.error_line and rank.code is None):
         return None
     ended_by_us = rank.killed_by_us and rank.code == -signal.SIGKILL
-    if rank.error:
+    if rank.error_line:
         cause_and_line: tuple[Cause, str] | None = _of_error(rank)
     elif rank.oom_killed:
         cause_and_line = BY_NAME["host_oom"], "killed by Linux because the host ran out of memory"
@@ -90,7 +90,7 @@ def _finding(rank: RankProgress) -> Finding | None:
     cause, line = cause_and_line
     if rank.disk_full and cause.name in VAGUE:
         cause, line = BY_NAME["disk_full"], rank.disk_full
-    certain = bool(rank.error) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
+    certain = bool(rank.error_line) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
     if cause.name == "cuda_oom" and own_gpu_memory(rank) is False:
         cause = BY_NAME["foreign_memory"]
     return Finding(rank=rank, cause=cause, line=line, certain=certain)
@@ -98,7 +98,7 @@ def _finding(rank: RankProgress) -> Finding | None:
 
 def _of_error(rank: RankProgress) -> tuple[Cause, str]:
     """The cause of an error that the rank reported; its text may be more exact than its kind."""
-    kind, message = rank.error.get("kind"), rank.error.get("message") or "(no message)"
+    kind, message = rank.error_line.get("kind"), rank.error_line.get("message") or "(no message)"
     cause, _ = by_text(rank.last_text) or (BY_NAME["exception"], "")
     if kind in INVALID_KINDS:
         cause = BY_NAME[INVALID_KINDS[kind]]
@@ -129,7 +129,7 @@ def own_gpu_memory(rank: RankProgress) -> bool | None:
     It follows from the allocator's message, from free_bytes and total_bytes, which the rank reported when the
     run began, and from free_bytes, total_bytes and torch_bytes, which it reported when it ran out.
     """
-    memory, error, text = rank.memory, rank.error, rank.last_text
+    memory, error, text = rank.memory_report, rank.error_line, rank.last_text
     sizes = {name: _size(text, patterns) for name, patterns in _TEXTS.items()}
     free_share_at_start = _share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
     if free_share_at_start is not None and free_share_at_start < OWN_SHARE:
@@ -148,7 +148,7 @@ def own_limit(rank: RankProgress) -> bool | None:
     It follows from limit_bytes, which the rank reported when the limit was set, from data_bytes, which were in
     use when it ran out, if they are known, and from the allocator's message.
     """
-    limit, used = rank.memory.get("limit_bytes"), rank.error.get("data_bytes")
+    limit, used = rank.memory_report.get("limit_bytes"), rank.error_line.get("data_bytes")
     request = re.search(r"you tried to allocate (\d+) bytes", rank.last_text)
     if limit is None:
         return None

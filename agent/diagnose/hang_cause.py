@@ -115,7 +115,7 @@ def _has_entered(rank: RankProgress, pending: Pending) -> bool:
 
 def _exited(ranks: Ranks, alive: Ranks) -> HangCause | None:
     """Ranks that ended before they were done, while others wait for them."""
-    exited = [r for r in ranks if r.code is not None and not r.done]
+    exited = [r for r in ranks if r.code is not None and not r.done_line]
     answered = any(r.evidence["groups"] for r in alive)
     if not exited or not alive or (answered and not _waiting_for(alive, exited)):
         return None

@@ -60,7 +60,7 @@ def classify(
         result = replace(result, cause=lost_cause)
     if result.cause in (UNMEASURED, "time_limit") and (unmatched := _unmatched(progress.ranks, task)):
         result = replace(result, reason=f"{result.reason}; {unmatched}")
-    environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done
+    environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done_line
     gpu, expected_names = environment.get("gpu_name"), () if task.probe else task.gpu_names
     if result.status == Status.OK and expected_names and gpu is not None and gpu not in expected_names:
         result = _invalid("wrong_gpu", f"it ran on {gpu!r}, not on {' or '.join(expected_names)}")
@@ -85,16 +85,16 @@ def classify(
         loss_final=_loss(rank0, measure),
         loss_step=measure.loss_step,
         hardware_flops_per_step=done_line.get("hardware_flops_per_step"),
-        ran=rank0.ran,
+        ran=rank0.options_read_back,
         gradient_norm=rank0.steps[0].get("gradient_norm") if rank0.steps else None,
-        graphs=max((r.done["graphs"] for r in progress.ranks if "graphs" in r.done), default=None),
-        attention=rank0.ran.get("attention"),
+        graphs=max((r.done_line["graphs"] for r in progress.ranks if "graphs" in r.done_line), default=None),
+        attention=rank0.options_read_back.get("attention"),
         peak_mem_allocated_bytes=_largest(progress.ranks, "allocated_bytes"),
         peak_mem_reserved_bytes=_largest(progress.ranks, "reserved_bytes"),
-        peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),
+        peak_mem_reserved_rank0_bytes=rank0.memory_report.get("reserved_bytes"),
         allocator_retries=_largest(progress.ranks, "allocator_retries"),
         **_checkpoint(progress, task, end or result, lost),
-        init_time_s=progress.first_step - progress.started if progress.first_step else None,
+        init_time_s=progress.first_step_s - progress.started_s if progress.first_step_s else None,
         started_at=progress.started_at,
         probe=progress.probe,
         evidence={} if ok else {"ranks": [_evidence(rank) for rank in progress.ranks], **evidence},
@@ -107,7 +107,7 @@ def _explained(progress: AttemptProgress, task: Task, end: RunResult | None, los
         return _invalid("bad_report", progress.fault)
     bad_loss = _non_finite(progress.ranks[0])
     # Our own kernel always reports that it is done; a program of the user may just exit with 0.
-    if all(rank.done or (rank.ended_well and not task.forked) for rank in progress.ranks):
+    if all(rank.done_line or (rank.ended_well and not task.forked) for rank in progress.ranks):
         if bad_loss:
             return _invalid("non_finite_loss", bad_loss)
         unmeasured = None if progress.probe else _unmeasured(progress.ranks[0], task.measure)
@@ -158,7 +158,7 @@ def _pointed_at(rank_findings: Sequence[Finding], progress: AttemptProgress) -> 
     failed_ranks = [finding.rank for finding in rank_findings]
     texts = [(rank, "\n".join(last_words(rank.last_text))) for rank in failed_ranks]
     pointed_hosts = {h for rank, text in texts for h in _named(progress.hosts, text) if h != rank.host}
-    silent_ranks = [rank for rank in progress.ranks if rank not in failed_ranks and not rank.done]
+    silent_ranks = [rank for rank in progress.ranks if rank not in failed_ranks and not rank.done_line]
     if not pointed_hosts and len(silent_ranks) < len(rank_findings):
         pointed_hosts = {rank.host for rank in silent_ranks}
     return tuple(host for host in progress.hosts if host in pointed_hosts)
@@ -195,7 +195,7 @@ def _unmatched(ranks: Sequence[RankProgress], task: Task) -> str | None:
 def _misread(ranks: Sequence[RankProgress], task: Task, source_mfu: float | None) -> str | None:
     """Which pattern of the kernel found a value in a log that cannot be; None if none did."""
     device_bytes = (1 + DEVICE_SLACK) * task.rank_mem_bytes if task.device == "cuda" else math.inf
-    observed = [("memory_line", rank, rank.memory) for rank in ranks]
+    observed = [("memory_line", rank, rank.memory_report) for rank in ranks]
     if source_mfu is not None:
         observed.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": source_mfu}))
     for option, rank, values in observed:
@@ -219,7 +219,7 @@ def _loss(rank: RankProgress, measure: Measure) -> float | None:
 
 
 def _largest(ranks: Sequence[RankProgress], name: str) -> int | None:
-    return max((rank.memory[name] for rank in ranks if name in rank.memory), default=None)
+    return max((rank.memory_report[name] for rank in ranks if name in rank.memory_report), default=None)
 
 
 def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str | None) -> dict[str, Any]:
@@ -230,13 +230,13 @@ def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str
     """
     if task.checkpoint and end.stopped == SLOWER:
         return {"checkpoint_cause": "stopped", "checkpoint_reason": _STOPPED}
-    reports = [rank.checkpoint for rank in progress.ranks if rank.checkpoint]
+    reports = [rank.checkpoint_line for rank in progress.ranks if rank.checkpoint_line]
     messages = [quoted(report["message"]) for report in reports if "message" in report]
     exits = [of_exit(rank) for rank in progress.ranks if rank.code and not rank.killed_by_us]
     cause, reason = end.cause or "stopped", end.reason or "the ranks ended before the checkpoint"
     if reports and not messages:
         return {f"checkpoint_{name}": reports[0].get(name) for name in CHECKPOINT_NUMBERS}
-    if not task.checkpoint or not progress.ranks[0].done:  # what ended the run is told as its own end
+    if not task.checkpoint or not progress.ranks[0].done_line:  # what ended the run is told as its own end
         return {}
     if messages:
         cause, reason = (by_text(messages[0]) or (BY_NAME["exception"], ""))[0].name, messages[0]
@@ -250,6 +250,6 @@ def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str
 def _evidence(rank: RankProgress) -> dict[str, Any]:
     """How a rank ended and its last words, for `sweep show`."""
     facts = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
-    error = rank.error.get("message", "")[:MESSAGE_CHARS] if rank.error else None
+    error = rank.error_line.get("message", "")[:MESSAGE_CHARS] if rank.error_line else None
     final_line = last_line(rank.tail) if rank.tail and rank.code else None
     return {"rank": rank.number, **facts, "error": error, "last_line": final_line}

@@ -250,7 +250,7 @@ class Node:
         steps = [event for event in events if event.get("line", {}).get("event") == "step"]
         self._measured.observe(steps)
         if self._trains and (steps or any("microbatches" in event for event in events)):
-            self._gauge.sample(self._own_pids, self._measured.lasts)
+            self._gauge.sample(self._own_pids, self._measured.is_measuring)
         if self._trains and steps:
             self._load.sample()
         if self._trains and any(event.get("line", {}).get("name") == CHECKPOINT_PHASE for event in events):

@@ -38,7 +38,7 @@ class Case:
         progress = AttemptProgress(len(self.ranks), hosts)
         for at, number in enumerate(self.order, start=1):
             events, progress.ranks[number].killed_by_us = self.ranks[number]
-            progress.add([{**item, "rank": number} for item in events], now=float(at))
+            progress.add([{**item, "rank": number} for item in events], now_s=float(at))
         return classify(progress, TASK, self.end)
 
 

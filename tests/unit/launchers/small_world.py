@@ -100,7 +100,9 @@ class TapedRanks:
         self._tape, self._witness = tape, witness
         step = {"event": "step", "seconds": 1.0, "loss": 1.0, "measured": True}
         self.progress = AttemptProgress(1, self.hosts)
-        self.progress.ranks = [RankProgress(host="gpu01", steps=[step] * 9, done={"event": "done"}, code=0)]
+        self.progress.ranks = [
+            RankProgress(host="gpu01", steps=[step] * 9, done_line={"event": "done"}, code=0)
+        ]
 
     def start(self, task: Task, index: int) -> None:
         self._tape.step(lambda: self._witness.append(str(task.key)), word="runs")
