@@ -215,8 +215,8 @@ class Node:
         for rank in self.ranks:
             (self._run / f"rank{rank}.log").touch()
 
-    def _short_of_space(self, least_bytes: int = cleanup.LEAST_FREE_BYTES) -> str | None:
-        return cleanup.short_of_space(self.scratch.parent, least_bytes)
+    def _short_of_space(self, min_bytes: int = cleanup.MIN_FREE_BYTES) -> str | None:
+        return cleanup.short_of_space(self.scratch.parent, min_bytes)
 
     def _rank_env(self, task: Task, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
         """The variables that torchrun sets, and ours."""
@@ -254,7 +254,7 @@ class Node:
         if self._trains and steps:
             self._load.sample()
         if self._trains and any(event.get("line", {}).get("name") == CHECKPOINT_PHASE for event in events):
-            self._load.sample(at_once=True)
+            self._load.sample(is_last=True)
             self._trains = False
         events += next(self._evidence, [])
         # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
@@ -290,7 +290,7 @@ class Node:
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
         if self._trains:
-            self._load.sample(at_once=True)
+            self._load.sample(is_last=True)
         health = None
         if self._task.probe and self._health.is_open:
             health = to_facts(examine(self._first_reading, self._health.read_again()))
@@ -302,7 +302,7 @@ class Node:
         return Cleaned(
             unusable=unusable or gauge.still_held(self.disk.beat), sm_clocks_hz=tuple(gauge.clocks_hz),
             slowdowns=tuple(sorted(gauge.slowdowns)), powers_w=gauge.powers_w, load=self._load.shares,
-            foreign_processes=tuple(sorted(gauge.foreign)), health=health,
+            foreign_processes=tuple(sorted(gauge.foreign_processes)), health=health,
         )  # fmt: skip
 
     def _own_pids(self) -> set[int]:
