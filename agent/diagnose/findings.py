@@ -10,23 +10,22 @@ from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.record import content_id
 from ultrabench.result import Status
 
-OWN_SHARE = 0.95
-"""Share of a GPU's memory that must be free when the run begins, and free or its own when it runs out."""
-TORCH_SHARE = 0.85
-"""Share in place of OWN_SHARE where only the memory of torch is known, not that of the CUDA context and NCCL."""
-VAGUE = frozenset({"exit_code", "bus_error", "signal", "abort"})
-"""Causes of which the log says nothing more; a full disk explains them, and why the log is silent."""
-LIMIT_SHARE = 0.9
-"""Share of a CPU rank's limit that must be used; below 1, because a rank frees memory before it reports."""
-FRAMES = 3
+MIN_OWN_SHARE = 0.95
+"""Share of a GPU's memory that must be free when the run begins, and free or used by the run when it runs out."""
+MIN_TORCH_SHARE = 0.85
+"""Share in place of MIN_OWN_SHARE where only the memory of torch is known, not that of the CUDA context and NCCL."""
+VAGUE_CAUSES = frozenset({"exit_code", "bus_error", "signal", "abort"})
+"""Causes that the log does not explain further; a full disk explains them, and why the log is silent."""
+MIN_LIMIT_SHARE = 0.9
+"""Share of its limit that a CPU rank must have used; below 1, because a rank frees memory before it reports."""
+NUM_FRAMES = 3
 """Number of innermost frames that count in a fingerprint; those of installed packages do not count."""
-
 
 INVALID_KINDS = {"non_finite": "non_finite_loss", "replicas": "replicas_differ", "option": "option_ignored"}
 """Kind of an error of our own kernel -> the cause that makes the run invalid."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
-_TEXTS = {
+_SIZE_PATTERNS = {
     # torch 2, c10/cuda/CUDACachingAllocator.cpp; the second of each pair is the text of torch 1.
     "total": (f"total capacity of {_SIZE}", f"{_SIZE} total capacity"),
     "free": (f"of which {_SIZE} is free", f"{_SIZE} free"),
@@ -57,19 +56,19 @@ class Finding(NamedTuple):
     @property
     def key(self) -> tuple[int, float, int, int]:
         """The sort key: roots before consequences, then the failure that was known first."""
-        place = list(BY_NAME).index(self.cause.name)
-        return self.cause.tier, self.rank.failed_at_s or 0.0, place, self.rank.number
+        cause_index = list(BY_NAME).index(self.cause.name)
+        return self.cause.tier, self.rank.failed_at_s or 0.0, cause_index, self.rank.number
 
 
 def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     """One finding for each rank that failed, the likeliest root first."""
-    rank_findings = [f for rank in ranks if (f := _finding(rank))]
+    rank_findings = [finding for rank in ranks if (finding := _finding(rank))]
     early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done_line]
-    # If most ranks have ended well, the others are only late.
+    # If most ranks have ended well, the other ranks will follow.
     for rank in early_ranks if len(early_ranks) <= len(ranks) / 2 else ():
         line = f"exited with code 0 in phase {rank.phase} while other ranks kept running"
         rank_findings.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
-    return sorted(rank_findings, key=lambda f: f.key)
+    return sorted(rank_findings, key=lambda finding: finding.key)
 
 
 def _finding(rank: RankProgress) -> Finding | None:
@@ -77,18 +76,18 @@ def _finding(rank: RankProgress) -> Finding | None:
         return None
     ended_by_us = rank.killed_by_us and rank.code == -signal.SIGKILL
     if rank.error_line:
-        cause_and_line: tuple[Cause, str] | None = _of_error(rank)
+        cause_and_line: tuple[Cause, str] | None = _cause_by_error(rank)
     elif rank.oom_killed:
         cause_and_line = BY_NAME["host_oom"], "killed by Linux because the host ran out of memory"
     elif ended_by_us:
         # A rank may fail and then hang, since libraries wait for peers; only a final traceback counts then.
         cause_and_line = by_text(rank.tail, only_uncaught=True)
     else:
-        cause_and_line = of_exit(rank)
+        cause_and_line = cause_by_exit(rank)
     if cause_and_line is None:
         return None
     cause, line = cause_and_line
-    if rank.disk_full and cause.name in VAGUE:
+    if rank.disk_full and cause.name in VAGUE_CAUSES:
         cause, line = BY_NAME["disk_full"], rank.disk_full
     certain = bool(rank.error_line) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
     if cause.name == "cuda_oom" and own_gpu_memory(rank) is False:
@@ -96,7 +95,7 @@ def _finding(rank: RankProgress) -> Finding | None:
     return Finding(rank=rank, cause=cause, line=line, certain=certain)
 
 
-def _of_error(rank: RankProgress) -> tuple[Cause, str]:
+def _cause_by_error(rank: RankProgress) -> tuple[Cause, str]:
     """The cause of an error that the rank reported; its text may be more exact than its kind."""
     kind, message = rank.error_line.get("kind"), rank.error_line.get("message") or "(no message)"
     cause, _ = by_text(rank.last_text) or (BY_NAME["exception"], "")
@@ -109,7 +108,7 @@ def _of_error(rank: RankProgress) -> tuple[Cause, str]:
     return cause, quoted(message)
 
 
-def of_exit(rank: RankProgress) -> tuple[Cause, str]:
+def cause_by_exit(rank: RankProgress) -> tuple[Cause, str]:
     """The cause by the exit code, or by the log if that is more exact."""
     code, final_line, cause_and_line = rank.code or 0, last_line(rank.tail), by_text(rank.tail)
     if code > 0:
@@ -124,42 +123,46 @@ def of_exit(rank: RankProgress) -> tuple[Cause, str]:
 
 
 def own_gpu_memory(rank: RankProgress) -> bool | None:
-    """Whether the run itself filled the GPU; False: other processes held memory; None: unknown.
+    """Whether the run itself filled the GPU: False if other processes held memory, None if unknown.
 
     It follows from the allocator's message, from free_bytes and total_bytes, which the rank reported when the
     run began, and from free_bytes, total_bytes and torch_bytes, which it reported when it ran out.
     """
     memory, error, text = rank.memory_report, rank.error_line, rank.last_text
-    sizes = {name: _size(text, patterns) for name, patterns in _TEXTS.items()}
+    sizes = {name: _size_bytes(text, patterns) for name, patterns in _SIZE_PATTERNS.items()}
     free_share_at_start = _share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
-    if free_share_at_start is not None and free_share_at_start < OWN_SHARE:
+    if free_share_at_start is not None and free_share_at_start < MIN_OWN_SHARE:
         return False
     process_share = _share(sizes["process"], sizes["free"], sizes["total"])
     if process_share is not None:
-        return process_share >= OWN_SHARE
+        return process_share >= MIN_OWN_SHARE
     reported_share = _share(error.get("torch_bytes"), error.get("free_bytes"), error.get("total_bytes"))
     torch_share = _share(sizes["torch"], sizes["free"], sizes["total"]) or reported_share
-    return (torch_share or 0.0) >= (OWN_SHARE if free_share_at_start is None else TORCH_SHARE) or None
+    return (torch_share or 0.0) >= (MIN_OWN_SHARE if free_share_at_start is None else MIN_TORCH_SHARE) or None
 
 
 def own_limit(rank: RankProgress) -> bool | None:
-    """Whether a CPU rank reached the limit that was set for it; None: unknown.
+    """Whether a CPU rank reached the limit that was set for it; None if unknown.
 
     It follows from limit_bytes, which the rank reported when the limit was set, from data_bytes, which were in
     use when it ran out, if they are known, and from the allocator's message.
     """
-    limit, used = rank.memory_report.get("limit_bytes"), rank.error_line.get("data_bytes")
-    request = re.search(r"you tried to allocate (\d+) bytes", rank.last_text)
-    if limit is None:
+    limit_bytes, used_bytes = rank.memory_report.get("limit_bytes"), rank.error_line.get("data_bytes")
+    request_match = re.search(r"you tried to allocate (\d+) bytes", rank.last_text)
+    if limit_bytes is None:
         return None
-    return used is None or request is None or used + int(request[1]) > LIMIT_SHARE * limit or None
+    if used_bytes is None or request_match is None:
+        return True
+    return used_bytes + int(request_match[1]) > MIN_LIMIT_SHARE * limit_bytes or None
 
 
-def _share(used: float | None, free: float | None, total: float | None) -> float | None:
-    return None if used is None or free is None or not total else (used + free) / total
+def _share(used_bytes: float | None, free_bytes: float | None, total_bytes: float | None) -> float | None:
+    if used_bytes is None or free_bytes is None or not total_bytes:
+        return None
+    return (used_bytes + free_bytes) / total_bytes
 
 
-def _size(text: str, patterns: tuple[str, ...]) -> float | None:
+def _size_bytes(text: str, patterns: tuple[str, ...]) -> float | None:
     match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
     return match and float(match[1].rstrip(".")) * _UNITS[match[2]]
 
@@ -176,9 +179,9 @@ def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[s
         hosts: names of hosts that do not count.
     """
     frames = [(path, name) for path, name in _FRAME.findall(stack) if not _PACKAGES.search(path)]
-    places = [f"{path.rpartition('/')[2]}:{name}" for path, name in frames[-FRAMES:]]
+    frame_names = [f"{path.rpartition('/')[2]}:{name}" for path, name in frames[-NUM_FRAMES:]]
     for host in sorted(hosts, key=len, reverse=True):
         line = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "HOST", line)
     for pattern, replacement in _VOLATILE:
         line = pattern.sub(replacement, line)
-    return content_id([cause, phase, places, line.strip()])
+    return content_id([cause, phase, frame_names, line.strip()])
