@@ -18,7 +18,7 @@ from ultrabench.agent.diagnose.findings import (
     own_gpu_memory,
     own_limit,
 )
-from ultrabench.agent.diagnose.signatures import BY_NAME, by_text, last_line, last_words, quoted
+from ultrabench.agent.diagnose.signatures import BY_NAME, by_text, ending_lines, last_line, quoted
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
 from ultrabench.log_patterns import TRY_LOG, misread, nearest_lines
@@ -32,7 +32,7 @@ from ultrabench.store.kernel_secrets import redacted
 MESSAGE_CHARS = 1000
 """Longest error message of a rank, in characters, that is kept in the journal."""
 DEVICE_SLACK = 0.02
-"""Share by which a device may have more memory than its file says; devices of one name differ by less."""
+"""Share by which a device may have more memory than its configuration says; devices of one name differ by less."""
 
 _STOPPED_TEXT = "the run was stopped early because it was slower; measure.race=null never does this"
 
@@ -52,8 +52,8 @@ def classify(
 
     Args:
         end: why ultrabench ended the ranks; None if they ended by themselves.
-        lost: which node was lost; None if none was.
-        lost_cause: the cause of that.
+        lost: which node was lost and why, as a text; None if none was.
+        lost_cause: the cause of the loss.
     """
     measure, result = task.measure, _diagnosis(progress, task, end, lost)
     if result.cause == "node_failure":
@@ -156,10 +156,8 @@ def _pointed_hosts(rank_findings: Sequence[Finding], progress: AttemptProgress) 
     else the hosts of the few ranks that reported no failure while most ranks did.
     """
     failed_ranks = [finding.rank for finding in rank_findings]
-    texts = [(rank, "\n".join(last_words(rank.last_text))) for rank in failed_ranks]
-    pointed_hosts = {
-        h for rank, text in texts for h in _hosts_in(progress.hosts, text) if h != rank.host
-    }
+    texts = [(rank, "\n".join(ending_lines(rank.last_text))) for rank in failed_ranks]
+    pointed_hosts = {h for rank, text in texts for h in _hosts_in(progress.hosts, text) if h != rank.host}
     silent_ranks = [rank for rank in progress.ranks if rank not in failed_ranks and not rank.done_line]
     if not pointed_hosts and len(silent_ranks) < len(rank_findings):
         pointed_hosts = {rank.host for rank in silent_ranks}
@@ -183,7 +181,7 @@ def _unmeasured_text(rank: RankProgress, measure: Measure) -> str | None:
 
 
 def _step_line_hint(ranks: Sequence[RankProgress], task: Task) -> str | None:
-    """How the steps of a program that reported none can be read, with lines of its log; None if it reported some."""
+    """How to make the steps of a program known, with lines of its log; None if it reported some."""
     kernel = task.spec.kernel
     if ranks[0].steps or task.forked:
         return None
@@ -196,7 +194,7 @@ def _step_line_hint(ranks: Sequence[RankProgress], task: Task) -> str | None:
 
 
 def _misread_text(ranks: Sequence[RankProgress], task: Task, source_mfu: float | None) -> str | None:
-    """Which pattern of the kernel found a value in a log that cannot be; None if none did."""
+    """Which pattern of the kernel found an impossible value in a log; None if none did."""
     max_bytes = (1 + DEVICE_SLACK) * task.rank_mem_bytes if task.device == "cuda" else math.inf
     observations = [("memory_line", rank, rank.memory_report) for rank in ranks]
     if source_mfu is not None:
@@ -239,7 +237,8 @@ def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str
     cause, reason = end.cause or "stopped", end.reason or "the ranks ended before the checkpoint"
     if lines and not messages:
         return {f"checkpoint_{name}": lines[0].get(name) for name in CHECKPOINT_NUMBERS}
-    if not task.checkpoint or not progress.ranks[0].done_line:  # what ended the run is told as its own end
+    # Without a `done` line the result of the run itself says what ended it.
+    if not task.checkpoint or not progress.ranks[0].done_line:
         return {}
     if messages:
         cause, reason = (by_text(messages[0]) or (BY_NAME["exception"], ""))[0].name, messages[0]
@@ -251,7 +250,7 @@ def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str
 
 
 def _evidence(rank: RankProgress) -> dict[str, Any]:
-    """How a rank ended and its last words, for `sweep show`."""
+    """How a rank ended, its error and the last line of its log, for `sweep show`."""
     reported = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
     error_text = rank.error_line.get("message", "")[:MESSAGE_CHARS] if rank.error_line else None
     final_line = last_line(rank.tail) if rank.tail and rank.code else None

@@ -150,7 +150,7 @@ FULL_BYTES = 1 << 20
 
 
 def short_of_space(log_folder: Path, min_bytes: int) -> str | None:
-    """Which folder, `log_folder` or shared memory, has less than `min_bytes` free, and how much is free; None if none has."""
+    """Which of `log_folder` and shared memory has less than `min_bytes` free, and how much; None if none has."""
     for folder in (log_folder, SHARED_MEMORY):
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)

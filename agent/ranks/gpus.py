@@ -136,7 +136,7 @@ class PowerSample(NamedTuple):
 
 
 def mean_power_w(samples: Sequence[PowerSample]) -> float | None:
-    """The mean power of a GPU over its samples: from its energy counter, else the mean of its powers; None if unknown."""
+    """The mean power of a GPU over its samples, by its energy counter or else its powers; None if unknown."""
     counters = [(sample.time_s, sample.energy_j) for sample in samples if sample.energy_j is not None]
     if len(counters) > 1:
         (first_s, first_j), (last_s, last_j) = counters[0], counters[-1]
@@ -178,7 +178,7 @@ class GpuGauge:
         """Samples clocks and processes, at most once in SAMPLE_S seconds.
 
         Args:
-            read_own_pids: returns the pids of our own processes; none in a PID namespace, whose pids the driver does not know.
+            read_own_pids: returns the pids of our own processes; none in a PID namespace, which the driver cannot see.
             is_measuring: whether the steps are measured, so that the power counts.
         """
         if time.monotonic() - self._sampled_s < SAMPLE_S:

@@ -37,7 +37,7 @@ class HostLoad:
         self._last: Sample | None = None
 
     def sample(self, is_last: bool = False) -> None:
-        """Samples the host, at most once in SAMPLE_S seconds; `is_last` takes the last sample of a run without this limit."""
+        """Samples the host, at most once in SAMPLE_S seconds; the last sample of a run has no such limit."""
         now_s, last = time.monotonic(), self._last
         if (is_last and not last) or (not is_last and last and now_s - last.time_s < SAMPLE_S):
             return

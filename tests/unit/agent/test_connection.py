@@ -102,7 +102,7 @@ def test_a_hello_may_come_in_pieces_and_the_first_of_a_node_stays(tmp_path):
         assert wait_readable([peer], 10.0) == [peer]
         assert peer.receive() == [{"rank_events": []}, {}, {}, {"ending": "bye"}]
         assert peer.receive() == []
-        assert not peer.closed
+        assert not peer.is_closed
     with pytest.raises(ConnectionRefusedError):  # all have come
         leader.call()
 

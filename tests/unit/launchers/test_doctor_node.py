@@ -133,7 +133,7 @@ def test_a_checkup_in_a_job_claims_for_that_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(checkup, "_probe", dict)
     (tmp_path / "claims").mkdir()
-    report = checkup.look(tmp_path)
+    report = checkup.examine_node(tmp_path)
     assert (report["job_id"], report["won_own_claim"], report["token"]) == ("7", True, None)
     assert owner(tmp_path / "claims", "node")["job"]["job_id"] == "7"
 
