@@ -155,7 +155,7 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
         hosts_to_avoid = group.avoid
         ending = Leader(node, group, journal).run()
         group.dismiss()
-        return int(group.lost is not None)
+        return int(group.outage is not None)
     except Exception as error:
         is_explained = isinstance(error, UltrabenchError)
         ending = Ending(str(error) if is_explained else f"crashed: {type(error).__name__}: {error}")

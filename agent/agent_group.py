@@ -66,10 +66,10 @@ class AgentGroup:
         self._inbox = Inbox(peers.values())
         self.progress = AttemptProgress(len(self.hosts), self.hosts, self._inbox.ran_s)
         """The progress of the attempt that was started last."""
-        self.lost: str | None = None
+        self.outage: str | None = None
         """Which node can no longer be used, and why; None while all can."""
-        self.lost_cause = AGENT_GONE
-        """The cause of the loss: node_failure if the node itself has said why, else that its agent is silent."""
+        self.outage_cause = AGENT_GONE
+        """The cause of the outage: node_failure if the node itself has said why, else that its agent is silent."""
         self.avoid: list[str] = []
         """Hosts that later jobs should not use."""
         self._leavers: set[int] = set()
@@ -79,9 +79,9 @@ class AgentGroup:
         node.disk.send_heartbeat = partial(self._send, {"do": "beat"})
 
     @property
-    def interrupted(self) -> str | None:
+    def end_reason(self) -> str | None:
         """Why this allocation has to end now; None while it may continue."""
-        return self._stop.reason or self.lost
+        return self._stop.reason or self.outage
 
     def start(self, task: Task, index: int) -> None:
         """Orders all nodes to start their ranks of `task`, which has number `index` in the allocation."""
@@ -101,7 +101,7 @@ class AgentGroup:
         self._cleaned = {0: self.order("kill")}
         deadline_s = self.listen(0.0) + EXIT_GRACE_S
         while self.progress.running or len(self._cleaned.keys() | self._leavers) < len(self.hosts):
-            if self.listen(POLL_S) > deadline_s or self.lost or self._leavers:
+            if self.listen(POLL_S) > deadline_s or self.outage or self._leavers:
                 break
         for node, host in enumerate(self.hosts):
             if node in self._cleaned and (health := self._cleaned[node].health):
@@ -113,7 +113,7 @@ class AgentGroup:
             elif complaint and node not in self._leavers:
                 self.give_up(host, complaint)
             elif node not in self._cleaned and node not in self._leavers:
-                self.lost = self.lost or f"{host} is unusable: it did not report the end of its clean-up"
+                self.outage = self.outage or f"{host} is unusable: it did not report the end of its clean-up"
 
     def finish(self, keep_all: bool) -> None:
         """Has all nodes keep logs and remove the files of the run, and waits for them, before the next run begins.
@@ -123,7 +123,7 @@ class AgentGroup:
         """
         self._finished = {0: self.order("finish", keep_all=keep_all)}
         deadline_s = self.listen(0.0) + LOGS_RETRY_S + CLEANING_S
-        while len(self._finished.keys() | self._leavers) < len(self.hosts) and not self.lost:
+        while len(self._finished.keys() | self._leavers) < len(self.hosts) and not self.outage:
             if self.listen(POLL_S) > deadline_s:
                 break
         for node, host in enumerate(self.hosts):
@@ -131,22 +131,22 @@ class AgentGroup:
             finished = self._finished.get(node) or Finished(problem=problem, stuck=node not in self._leavers)
             if finished.problem:
                 log_line(finished.problem)
-            if finished.stuck and not self.lost:
+            if finished.stuck and not self.outage:
                 self._stop.reason = self._stop.reason or finished.problem
             if finished.short_of_space:
                 self.give_up(host, finished.short_of_space)
 
     def give_up(self, host: str, complaint: str) -> None:
         """Notes that a node itself has reported why it cannot be used any more; later jobs avoid it."""
-        if not self.lost:
-            self.lost, self.lost_cause = f"{host} is unusable: {complaint}", "node_failure"
+        if not self.outage:
+            self.outage, self.outage_cause = f"{host} is unusable: {complaint}", "node_failure"
         self.avoid.append(host)
 
     def dismiss(self) -> None:
         """Orders all agents to end; if a node is lost, waits until the others have cleaned up."""
         self._send({"do": "end"})
-        end_s = self._inbox.ran_s + DISMISS_GRACE_S
-        while self.lost and self._inbox.ran_s < end_s and not all(p.is_closed for p in self._peers.values()):
+        end_s, connections = self._inbox.ran_s + DISMISS_GRACE_S, self._peers.values()
+        while self.outage and self._inbox.ran_s < end_s and not all(c.is_closed for c in connections):
             self._inbox.wait(POLL_S)
 
     def examine(self) -> None:
@@ -156,7 +156,7 @@ class AgentGroup:
         self.order("examine")
         deadline_s = self.listen(0.0) + EVIDENCE_TIMEOUT_S
         while any(rank.evidence is NO_EVIDENCE for rank in self.progress.running):
-            if self.listen(POLL_S) > deadline_s or self.interrupted:
+            if self.listen(POLL_S) > deadline_s or self.end_reason:
                 return
 
     def measured(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class AgentGroup:
         limit_s = LOST_BEATS * self._node.allocation.heartbeat_s
         for node, peer in self._peers.items():
             if node not in self._leavers and (peer.is_closed or self._inbox.silence_s(peer) > limit_s):
-                self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
+                self.outage = self.outage or f"the agent of node {node} ({self.hosts[node]}) is gone"
         return self._inbox.ran_s
 
     def _handle(self, node: int, message: Message) -> None:

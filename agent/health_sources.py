@@ -69,12 +69,12 @@ def _settings(root: Path) -> Values:
     is_limited = 0 if limit_text == "unlimited" else 1 if has_ports else None
     switch_names = {"NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", *(("NCCL_IB_DISABLE",) if has_ports else ())}
     disabling_pairs = {"nccl_p2p_level=loc", *(("nccl_net=socket",) if has_ports else ())}
-    disabling = {
+    disabling_values = {
         f"{name}={value}": 1.0
         for name, value in sorted(os.environ.items())
         if (name in switch_names and value not in ("", "0")) or f"{name}={value}".lower() in disabling_pairs
     }
-    return {"locked memory": {limit_text: is_limited}, "NCCL variables": {"NCCL_*": 0.0, **disabling}}
+    return {"locked memory": {limit_text: is_limited}, "NCCL variables": {"NCCL_*": 0.0, **disabling_values}}
 
 
 def _folders(root: Path, scratch: Path) -> Values:
@@ -91,13 +91,13 @@ def _cpus(root: Path) -> Values:
     """The governors of the cores, and whether Linux moves memory between NUMA nodes."""
     system = root / "sys/devices/system"
     governors = Counter(map(_text, system.glob("cpu/cpu[0-9]*/cpufreq/scaling_governor")))
-    num_slow_cores: dict[str, float | None] = {
+    slow_cores_by_governor: dict[str, float | None] = {
         governor: (0 if governor == "performance" else n) if governor else None
         for governor, n in governors.items()
     }
     num_numa_nodes = len(list(system.glob("node/node[0-9]*")))
     is_balancing = 0.0 if num_numa_nodes == 1 else _number(root / "proc/sys/kernel/numa_balancing")
-    return {"CPU governor": num_slow_cores, "NUMA balancing": {"kernel.numa_balancing": is_balancing}}
+    return {"CPU governor": slow_cores_by_governor, "NUMA balancing": {"kernel.numa_balancing": is_balancing}}
 
 
 def _numa(root: Path, gpus: Sequence[Any]) -> Values:
@@ -106,14 +106,13 @@ def _numa(root: Path, gpus: Sequence[Any]) -> Values:
         return {}
     from ultrabench.agent.ranks.fork_server import numa_node_of, numa_nodes
 
-    usable_nodes, is_far = numa_nodes(root / "sys", tuple(os.sched_getaffinity(0))), dict[str, float | None]()
+    usable_nodes = numa_nodes(root / "sys", tuple(os.sched_getaffinity(0)))
+    far_by_gpu = dict[str, float | None]()
     for number, _, bus_id, *_ in gpus:
         numa_node = numa_node_of(root / "sys", bus_id)
-        is_unknown = numa_node < 0 or not usable_nodes
-        is_far[f"GPU {number} on NUMA node {numa_node}"] = (
-            None if is_unknown else numa_node not in usable_nodes
-        )
-    return {"NUMA": is_far}
+        place = f"GPU {number} on NUMA node {numa_node}"
+        far_by_gpu[place] = None if numa_node < 0 or not usable_nodes else numa_node not in usable_nodes
+    return {"NUMA": far_by_gpu}
 
 
 def _ports(root: Path) -> Values:
@@ -142,15 +141,15 @@ def _ports(root: Path) -> Values:
 
 def _access(root: Path) -> Values:
     """Whether an adapter has no driver here, or this user cannot open its device, as in a container without it."""
-    is_missing = dict[str, float | None]()
+    missing_by_device = dict[str, float | None]()
     for adapter in sorted((root / "sys/bus/pci/devices").glob("*")):
         # Class 0x0207 is InfiniBand; a virtual function may belong to somebody else.
         if _text(adapter / "class").startswith("0x0207") and not (adapter / "physfn").exists():
-            is_missing[f"PCI {adapter.name}"] = not (adapter / "infiniband").is_dir()
+            missing_by_device[f"PCI {adapter.name}"] = not (adapter / "infiniband").is_dir()
     for verbs in sorted((root / "sys/class/infiniband_verbs").glob("uverbs*")):
         device_file = root / "dev/infiniband" / verbs.name
-        is_missing[f"/dev/infiniband/{verbs.name}"] = not os.access(device_file, os.R_OK | os.W_OK)
-    return {"InfiniBand access": is_missing}
+        missing_by_device[f"/dev/infiniband/{verbs.name}"] = not os.access(device_file, os.R_OK | os.W_OK)
+    return {"InfiniBand access": missing_by_device}
 
 
 def _gpus(gpus: Sequence[Any]) -> Values:

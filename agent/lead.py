@@ -88,7 +88,7 @@ class Leader:
                 return ending
             if may_fit(task, self._results) and self._claim(task):
                 self._run(task)
-        return Ending(self._group.lost or "all tasks done")
+        return Ending(self._group.outage or "all tasks done")
 
     def _write(self, event: Event) -> None:
         self._node.disk.retry(partial(self._journal.write, event))
@@ -167,9 +167,9 @@ class Leader:
     def _other_sources(self, host: str, digest: str) -> Ending | None:
         """Why nothing may run on a host: its training program is not that of the sweep; None if it is."""
         expected_digest = self._allocation.kernel_digest
-        digest_here = f"the training program on {host} has kernel_digest {digest}, not {expected_digest}"
+        mismatch_text = f"the training program on {host} has kernel_digest {digest}, not {expected_digest}"
         remedy = "launch the sweep again to use the new sources"
-        return None if digest == expected_digest else Ending(f"{digest_here}; {remedy}")
+        return None if digest == expected_digest else Ending(f"{mismatch_text}; {remedy}")
 
     def _preflight(self) -> Ending | None:
         """Measures devices and links; returns why nothing may run if that fails or shows a fault."""
@@ -195,8 +195,8 @@ class Leader:
     def _not_now(self, task: Task) -> Ending | None:
         """Why `task` must not begin now; None if it may."""
         self._group.listen(0.0)
-        if self._group.interrupted:
-            return Ending(self._group.interrupted)
+        if self._group.end_reason:
+            return Ending(self._group.end_reason)
         if time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends_s:
             return Ending("no time left for the next run")
         if self._node.disk.retry(self._node.folder.pause.exists):
@@ -229,7 +229,7 @@ class Leader:
             if (rank0.phase != last_phase or now_s - written_s >= STATUS_INTERVAL_S) and not task.probe:
                 last_phase, written_s = rank0.phase, now_s
                 self._write_phase(task, rank0)
-            end_reason = group.interrupted or (_TIME_OVER_TEXT if time.monotonic() > self._ends_s else None)
+            end_reason = group.end_reason or (_TIME_OVER_TEXT if time.monotonic() > self._ends_s else None)
             if end_reason:
                 return RunResult(status=Status.CANCELLED, reason=end_reason, cause="stopped")
             if progress.failed:
@@ -286,7 +286,7 @@ class Leader:
         end, progress = self.watch(task), group.progress
         group.end_ranks()
         try:
-            result = classify(progress, task, end, group.lost, group.lost_cause)
+            result = classify(progress, task, end, group.outage, group.outage_cause)
             canonical_json(to_dict(result))  # fails where the journal would
         except Exception as error:  # ranks may report anything; the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
@@ -322,14 +322,14 @@ def best_here_s(task: Task, results: Sequence[tuple[Task, RunResult]], control: 
         results: the runs of this allocation and how they ended.
         control: run_id of the control run of the allocation.
     """
-    timed = [(run, result, median(result.step_times_s)) for run, result in results if result.step_times_s]
-    controls_s = [s for run, result, s in timed if run.run_id == control and result.status == Status.OK]
+    timings = [(run, result, median(result.step_times_s)) for run, result in results if result.step_times_s]
+    controls_s = [s for run, result, s in timings if run.run_id == control and result.status == Status.OK]
     best_elsewhere_s = task.best_step_time_s
     if controls_s and task.best_control_ratio:
         best_elsewhere_s = controls_s[0] / task.best_control_ratio
     repeats = [
         Repeat(run_id=run.run_id, cell=run.spec.cell, status=r.status, stopped=r.stopped, suspect=r.throttled, rate=1 / s)
-        for run, r, s in timed
+        for run, r, s in timings
     ]  # fmt: skip
     if best_elsewhere_s:
         repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / best_elsewhere_s))

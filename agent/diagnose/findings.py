@@ -50,8 +50,8 @@ class Finding(NamedTuple):
     cause: Cause
     line: str
     """The line of the rank's error or log that shows the failure."""
-    certain: bool = False
-    """The rank itself or Linux reported the failure, so that it counts whoever ended the rank."""
+    is_certain: bool = False
+    """Whether the rank itself or Linux reported the failure; then it counts, whoever ended the rank."""
 
     @property
     def key(self) -> tuple[int, float, int, int]:
@@ -89,10 +89,10 @@ def _finding(rank: RankProgress) -> Finding | None:
     cause, line = cause_and_line
     if rank.disk_full and cause.name in VAGUE_CAUSES:
         cause, line = BY_NAME["disk_full"], rank.disk_full
-    certain = bool(rank.error_line) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
+    is_certain = bool(rank.error_line) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
     if cause.name == "cuda_oom" and own_gpu_memory(rank) is False:
         cause = BY_NAME["foreign_memory"]
-    return Finding(rank=rank, cause=cause, line=line, certain=certain)
+    return Finding(rank=rank, cause=cause, line=line, is_certain=is_certain)
 
 
 def _cause_by_error(rank: RankProgress) -> tuple[Cause, str]:

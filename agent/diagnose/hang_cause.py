@@ -109,17 +109,18 @@ def _wait_text(rank: RankProgress) -> str | None:
 
 def _has_entered(rank: RankProgress, pending: Pending) -> bool:
     """Whether a rank reported that it has entered a collective."""
-    entered = (g for g in rank.evidence["groups"] if g["entered"] >= pending.collective_number)
-    return any((g["group"], tuple(g["ranks"])) == (pending.group, pending.group_ranks) for g in entered)
+    groups = (g for g in rank.evidence["groups"] if g["entered"] >= pending.collective_number)
+    return any((g["group"], tuple(g["ranks"])) == (pending.group, pending.group_ranks) for g in groups)
 
 
 def _find_exited(ranks: Ranks, alive: Ranks) -> HangCause | None:
     """Ranks that ended before they were done, while others wait for them."""
-    exited = [r for r in ranks if r.code is not None and not r.done_line]
+    exited_ranks = [r for r in ranks if r.code is not None and not r.done_line]
     has_answers = any(r.evidence["groups"] for r in alive)
-    if not exited or not alive or (has_answers and not _waiting_counts(alive, exited)):
+    if not exited_ranks or not alive or (has_answers and not _waiting_counts(alive, exited_ranks)):
         return None
-    return _blame(f"exited early with code {exited[0].code} in phase {exited[0].phase}", exited, alive)
+    description = f"exited early with code {exited_ranks[0].code} in phase {exited_ranks[0].phase}"
+    return _blame(description, exited_ranks, alive)
 
 
 def _find_in_state(state: str, description: str, _: Ranks, alive: Ranks) -> HangCause | None:
@@ -176,8 +177,8 @@ def _find_common_wait(_: Ranks, alive: Ranks) -> HangCause | None:
     collectives = list(_pending(*alive))
     if not alive or {collective.rank for collective in collectives} != set(alive):
         return None
-    most_common = Counter(map(str, collectives)).most_common(1)[0][0]
-    headline = f"all {len(alive)} ranks wait in collectives that all have entered, such as {most_common}"
+    common_call = Counter(map(str, collectives)).most_common(1)[0][0]
+    headline = f"all {len(alive)} ranks wait in collectives that all have entered, such as {common_call}"
     details = ("No rank is missing: the network or its library is stuck",)
     return HangCause(headline=headline, details=details)
 
@@ -194,11 +195,11 @@ def _find_behind(_: Ranks, alive: Ranks) -> HangCause | None:
     """The ranks that have done the least, if they are a minority of those that report steps or micro-batches."""
     candidates = [r for r in alive if _step(r) or r.microbatches]
     for levels in zip(*map(_progress_levels, candidates), strict=True):
-        lowest, highest = min(levels), max(levels)
-        slowest = [r for r, level in zip(candidates, levels, strict=True) if level == lowest]
-        if lowest != highest:
-            description = f"is behind: it is {lowest[1]}, others are {highest[1]}"
-            return _blame(description, slowest, alive) if 2 * len(slowest) <= len(candidates) else None
+        lowest_level, highest_level = min(levels), max(levels)
+        laggards = [r for r, level in zip(candidates, levels, strict=True) if level == lowest_level]
+        if lowest_level != highest_level:
+            description = f"is behind: it is {lowest_level[1]}, others are {highest_level[1]}"
+            return _blame(description, laggards, alive) if 2 * len(laggards) <= len(candidates) else None
     return None
 
 

@@ -92,11 +92,11 @@ def _ask_ranks(run_folder: Path, pids: dict[int, int], tag: str) -> list[_Subjec
         pid = answering_pid if answering_pid in family else next(python_pids, family[0])
         wchan = read_text(f"/proc/{pid}/wchan").strip().strip("0")
         evidence = {"state": _lasting_state(pid, family, reads), "wchan": wchan}
-        asked = answering_pid == pid and evidence["state"] not in "TZ" and tag_of(pid) == tag
-        for signal_number in (signal.SIGUSR1, signal.SIGUSR2) if asked else ():
+        is_signalled = answering_pid == pid and evidence["state"] not in "TZ" and tag_of(pid) == tag
+        for signal_number in (signal.SIGUSR1, signal.SIGUSR2) if is_signalled else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal_number)
-        subjects.append(_Subject(rank=rank, report=report, pid=pid, evidence=evidence, is_signalled=asked))
+        subjects.append(_Subject(rank, report, pid, evidence, is_signalled))
     return subjects
 
 

@@ -41,8 +41,8 @@ def classify(
     progress: AttemptProgress,
     task: Task,
     end: RunResult | None,
-    lost: str | None = None,
-    lost_cause: str = "node_failure",
+    outage: str | None = None,
+    outage_cause: str = "node_failure",
 ) -> RunResult:
     """The result of an attempt whose ranks are all gone.
 
@@ -52,12 +52,12 @@ def classify(
 
     Args:
         end: why ultrabench ended the ranks; None if they ended by themselves.
-        lost: which node was lost and why, as a text; None if none was.
-        lost_cause: the cause of the loss.
+        outage: which node was lost and why; None if none was.
+        outage_cause: the cause of the outage.
     """
-    measure, result = task.measure, _diagnosis(progress, task, end, lost)
+    measure, result = task.measure, _diagnosis(progress, task, end, outage)
     if result.cause == "node_failure":
-        result = replace(result, cause=lost_cause)
+        result = replace(result, cause=outage_cause)
     if result.cause in (UNMEASURED, "time_limit") and (hint := _step_line_hint(progress.ranks, task)):
         result = replace(result, reason=f"{result.reason}; {hint}")
     environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done_line
@@ -93,7 +93,7 @@ def classify(
         peak_mem_reserved_bytes=_max_over_ranks(progress.ranks, "reserved_bytes"),
         peak_mem_reserved_rank0_bytes=rank0.memory_report.get("reserved_bytes"),
         allocator_retries=_max_over_ranks(progress.ranks, "allocator_retries"),
-        **_checkpoint(progress, task, end or result, lost),
+        **_checkpoint(progress, task, end or result, outage),
         init_time_s=progress.first_step_s - progress.started_s if progress.first_step_s else None,
         started_at=progress.started_at,
         probe=progress.probe,
@@ -101,7 +101,7 @@ def classify(
     )
 
 
-def _diagnosis(progress: AttemptProgress, task: Task, end: RunResult | None, lost: str | None) -> RunResult:
+def _diagnosis(progress: AttemptProgress, task: Task, end: RunResult | None, outage: str | None) -> RunResult:
     """The status, reason and cause, without the measured values; the arguments are those of `classify`."""
     if progress.fault is not None:
         return _invalid("bad_report", progress.fault)
@@ -114,14 +114,14 @@ def _diagnosis(progress: AttemptProgress, task: Task, end: RunResult | None, los
         return _invalid(UNMEASURED, unmeasured_text) if unmeasured_text else RunResult(status=Status.OK)
     rank_findings = findings(progress.ranks)
     root = rank_findings[0] if rank_findings else None
-    sure_statuses = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
-    if root and root.certain and root.cause.status in sure_statuses:
+    sure_statuses = (Status.OOM, Status.INVALID) if outage else frozenset(Status) - {Status.COMM_ERROR}
+    if root and root.is_certain and root.cause.status in sure_statuses:
         return _failed(rank_findings, progress)
     if bad_loss_text:
         return _invalid("non_finite_loss", bad_loss_text)
-    if lost is not None:
-        hosts = _hosts_in(progress.hosts, lost)
-        return RunResult(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspect_hosts=hosts)
+    if outage is not None:
+        hosts = _hosts_in(progress.hosts, outage)
+        return RunResult(status=Status.NODE_FAIL, reason=outage, cause="node_failure", suspect_hosts=hosts)
     if end and (end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
         return end
     if root is not None:
@@ -143,7 +143,7 @@ def _failed(rank_findings: list[Finding], progress: AttemptProgress) -> RunResul
         status=cause.status,
         reason=f"{cause.description}, {rank.name}: {line}",
         cause=cause.name,
-        fingerprint=failure_id if cause.telling else None,
+        fingerprint=failure_id if cause.is_specific else None,
         confirmed=bool(prove_full and prove_full(rank)) if cause.status == Status.OOM else None,
         suspect_hosts=pointed_hosts or ((rank.host,) if cause.blames_host else ()),
     )
@@ -188,9 +188,8 @@ def _step_line_hint(ranks: Sequence[RankProgress], task: Task) -> str | None:
     if kernel.step_line is None:
         return "write them to ULTRABENCH_REPORT, or set kernel.step_line to find them in the log"
     rank = ranks[task.spec.logging_rank]
-    closest_lines = nearest_lines(rank.tail, kernel.step_line)
-    nearest_text = " | ".join(map(quoted, closest_lines)) or "(no line with a number)"
-    return f"kernel.step_line matches no line in the log of rank {rank.number}; nearest: {nearest_text}; to test a pattern: {TRY_LOG}"
+    excerpt = " | ".join(map(quoted, nearest_lines(rank.tail, kernel.step_line))) or "(no line with a number)"
+    return f"kernel.step_line matches no line in the log of rank {rank.number}; nearest: {excerpt}; to test a pattern: {TRY_LOG}"
 
 
 def _misread_text(ranks: Sequence[RankProgress], task: Task, source_mfu: float | None) -> str | None:
@@ -223,7 +222,7 @@ def _max_over_ranks(ranks: Sequence[RankProgress], name: str) -> int | None:
     return max((rank.memory_report[name] for rank in ranks if name in rank.memory_report), default=None)
 
 
-def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str | None) -> dict[str, Any]:
+def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, outage: str | None) -> dict[str, Any]:
     """The columns of a checkpoint: its numbers, or why a run that was asked for one has none.
 
     Args:
@@ -242,8 +241,8 @@ def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str
         return {}
     if messages:
         cause, reason = (by_text(messages[0]) or (BY_NAME["exception"], ""))[0].name, messages[0]
-    elif lost:
-        cause, reason = "node_failure", lost
+    elif outage:
+        cause, reason = "node_failure", outage
     elif exit_causes:
         cause, reason = exit_causes[0][0].name, exit_causes[0][1]
     return {"checkpoint_cause": cause, "checkpoint_reason": reason}

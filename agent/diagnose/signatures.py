@@ -39,7 +39,7 @@ class Cause:
         return has_such_name or self.status in (Status.NODE_FAIL, Status.COMM_ERROR)
 
     @property
-    def telling(self) -> bool:
+    def is_specific(self) -> bool:
         """Whether equal texts mean the same failure; False for failures that can happen to any rank of any run."""
         return self.status != Status.COMM_ERROR and self.name not in ("killed", "host_oom", "foreign_memory")
 

@@ -105,10 +105,10 @@ class ForkServer:
     def replace(self) -> None:
         """Starts a new server in place of this one, and requests the ranks again that it has not forked."""
         requests = [*self._requests.values()]
-        killed = self._running_ranks - self._requests.keys()
+        killed_ranks = self._running_ranks - self._requests.keys()
         self.stop()
         self._start()
-        self._killed_ranks = killed
+        self._killed_ranks = killed_ranks
         for request in requests:
             self._request(request)
 
@@ -158,24 +158,23 @@ def rank_cpus(num_ranks: int, bus_ids: Sequence[str] | None, sysfs: Path = Path(
     if len(cpus_by_node) < 2:
         return None
     if bus_ids is None:
-        node_numbers = sorted(cpus_by_node)
-        node_of_rank = (node_numbers[rank * len(node_numbers) // num_ranks] for rank in range(num_ranks))
-        return [cpus_by_node[node] for node in node_of_rank]
+        nodes = sorted(cpus_by_node)
+        return [cpus_by_node[nodes[rank * len(nodes) // num_ranks]] for rank in range(num_ranks)]
     cpus_by_rank = [cpus_by_node.get(numa_node_of(sysfs, bus_id), all_cpus) for bus_id in bus_ids[:num_ranks]]
     return cpus_by_rank + [all_cpus] * (num_ranks - len(cpus_by_rank))
 
 
 def cpu_text(cpus: Sequence[int]) -> str:
     """CPUs as a list in the form of Linux: `0-3,8` for (0, 1, 2, 3, 8)."""
-    consecutive = groupby(enumerate(sorted(set(cpus))), lambda pair: pair[1] - pair[0])
-    spans = [[cpu for _, cpu in pairs] for _, pairs in consecutive]
+    cpu_groups = groupby(enumerate(sorted(set(cpus))), lambda pair: pair[1] - pair[0])
+    spans = [[cpu for _, cpu in pairs] for _, pairs in cpu_groups]
     return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
 
 
-def numa_nodes(sysfs: Path, allowed: Cpus) -> dict[int, Cpus]:
+def numa_nodes(sysfs: Path, allowed_cpus: Cpus) -> dict[int, Cpus]:
     """NUMA node -> its allowed CPUs; nodes without any, such as those that have only memory, are left out."""
     cpus_by_node: dict[int, Cpus] = {}
-    for cpu in allowed:
+    for cpu in allowed_cpus:
         for path in sysfs.glob(f"devices/system/cpu/cpu{cpu}/node[0-9]*"):
             node = int(path.name.removeprefix("node"))
             cpus_by_node[node] = (*cpus_by_node.get(node, ()), cpu)

@@ -33,24 +33,24 @@ class HostLoad:
 
     def clear(self) -> None:
         """Drops the samples of the last run."""
-        self._first: Sample | None = None
-        self._last: Sample | None = None
+        self._first_sample: Sample | None = None
+        self._last_sample: Sample | None = None
 
     def sample(self, is_last: bool = False) -> None:
         """Samples the host, at most once in SAMPLE_S seconds; the last sample of a run has no such limit."""
-        now_s, last = time.monotonic(), self._last
+        now_s, last = time.monotonic(), self._last_sample
         if (is_last and not last) or (not is_last and last and now_s - last.time_s < SAMPLE_S):
             return
         ticks = core_ticks()
         total_ticks, idle_ticks = sum(ticks), ticks[3] + ticks[4]
         agent_ticks = sum(map(cpu_ticks, {os.getpid(), *descendants(os.getpid())}))
-        self._last = Sample(now_s, total_ticks - idle_ticks, total_ticks, agent_ticks)
-        self._first = self._first or self._last
+        self._last_sample = Sample(now_s, total_ticks - idle_ticks, total_ticks, agent_ticks)
+        self._first_sample = self._first_sample or self._last_sample
 
     @property
     def shares(self) -> tuple[float, float] | None:
         """The shares of the host's cores that were used, and used by this agent, from 0 to 1; None if unknown."""
-        first, last = self._first, self._last
+        first, last = self._first_sample, self._last_sample
         if first is None or last is None or last.time_s - first.time_s < MIN_SPAN_S:
             return None
         total_ticks = max(1, last.total_ticks - first.total_ticks)

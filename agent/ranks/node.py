@@ -254,8 +254,7 @@ class Node:
             self._gauge.sample(self._own_pids, self._measured_phase.is_measuring)
         if self._is_training and step_events:
             self._host_load.sample()
-        is_saving = any(event.get("line", {}).get("name") == CHECKPOINT_PHASE for event in events)
-        if self._is_training and is_saving:
+        if self._is_training and any(e.get("line", {}).get("name") == CHECKPOINT_PHASE for e in events):
             self._host_load.sample(is_last=True)
             self._is_training = False
         events += next(self._evidence, [])
@@ -275,8 +274,8 @@ class Node:
             previous = self._progress.get(rank, Progress())
             progress = read_progress(self._run_folder / f"rank{rank}.report")
             # Counts that decrease can only be an error of the rank.
-            went_back = progress.step < previous.step or progress.microbatches < previous.microbatches
-            if progress != previous and not went_back:
+            has_decreased = progress.step < previous.step or progress.microbatches < previous.microbatches
+            if progress != previous and not has_decreased:
                 self._progress[rank] = progress
                 yield {"rank": rank, **to_dict(progress)}
 
@@ -322,9 +321,9 @@ class Node:
 
         The agent's own children are already killed by this call.
         """
-        killed_children = processes.kill_children({self._server.pid})
-        living = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
-        return sorted(living - {self._server.pid} or killed_children)
+        killed_pids = processes.kill_children({self._server.pid})
+        living_pids = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
+        return sorted(living_pids - {self._server.pid} or killed_pids)
 
     def finish(self, keep_all: bool) -> Finished:
         """Keeps the logs of the run and removes its files; meanwhile the agent shows that it is alive.

@@ -107,8 +107,8 @@ class RankProgress:
     def measured_steps(self, measure: Measure) -> list[float]:
         """Seconds of the measured steps; where a program does not mark them, all after warm-up."""
         marked = [step for step in self.steps if "measured" in step]
-        measured = [s for s in marked if s["measured"]] if marked else self.steps[measure.warmup_steps :]
-        return [step["seconds"] for step in measured if "seconds" in step]
+        steps = [s for s in marked if s["measured"]] if marked else self.steps[measure.warmup_steps :]
+        return [step["seconds"] for step in steps if "seconds" in step]
 
 
 class MeasuredPhase:

@@ -58,7 +58,7 @@ def progress_of(ranks):
 
 
 def judged(*ranks, end=None, lost=None):
-    return classify(progress_of(ranks), TASK, end, lost=lost)
+    return classify(progress_of(ranks), TASK, end, outage=lost)
 
 
 PEER = failing("comm", "RuntimeError: Connection closed by peer")
@@ -127,7 +127,7 @@ SLOWER_RUN = RunResult(status=Status.OK, reason="the fastest of 2 steps took 9 s
 )  # fmt: skip
 def test_whatever_becomes_of_a_checkpoint_the_run_is_ok(ranks, words, cause, reason):
     task = replace(TASK, checkpoint="/scratch/x")
-    result = classify(progress_of(ranks), task, words.get("end"), lost=words.get("lost"))
+    result = classify(progress_of(ranks), task, words.get("end"), outage=words.get("lost"))
     assert (result.status, result.cause, result.suspect_hosts) == ("ok", None, ())
     assert len(result.step_times_s) == 6
     assert result.checkpoint_cause == cause
