@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def examine_node(folder: Path) -> dict[str, Any]:
-    """Facts about this node; None stands for what could not be found out.
+    """Facts about this node; None for a fact that could not be determined.
 
     Raises:
         OSError: `folder` cannot be written.

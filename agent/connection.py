@@ -195,7 +195,7 @@ def connect_to_leader(
     while time.monotonic() < deadline_s:
         if leader_waits():
             deadline_s = time.monotonic() + timeout_s
-        # Until the leader listens there is no file, or no answer.
+        # Until the leader listens, the file is missing or old, or the connection is refused.
         with contextlib.suppress(LookupError, OSError, TypeError, ValueError):
             address = json.loads(file.read_text())
             leader = Connection(socket.create_connection((address["host"], address["port"]), timeout=5.0))

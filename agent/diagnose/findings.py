@@ -13,7 +13,7 @@ from ultrabench.result import Status
 MIN_OWN_SHARE = 0.95
 """Share of a GPU's memory that must be free when the run begins, and free or used by the run when it runs out."""
 MIN_TORCH_SHARE = 0.85
-"""Share in place of MIN_OWN_SHARE where only the memory of torch is known, not that of the CUDA context and NCCL."""
+"""Share in place of MIN_OWN_SHARE where only the memory of torch is known, without the CUDA context and NCCL."""
 VAGUE_CAUSES = frozenset({"exit_code", "bus_error", "signal", "abort"})
 """Causes that the log does not explain further; a full disk explains them, and why the log is silent."""
 MIN_LIMIT_SHARE = 0.9
@@ -55,7 +55,7 @@ class Finding(NamedTuple):
 
     @property
     def key(self) -> tuple[int, float, int, int]:
-        """The sort key: roots before consequences, then the failure that was known first."""
+        """The sort key: roots before consequences, then by the time when the leader learned of the failure."""
         cause_index = list(BY_NAME).index(self.cause.name)
         return self.cause.tier, self.rank.failed_at_s or 0.0, cause_index, self.rank.number
 
@@ -168,7 +168,7 @@ def _size_bytes(text: str, patterns: tuple[str, ...]) -> float | None:
 
 
 def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[str]) -> str:
-    """16 hex digits that are equal for the same failure wherever and whenever it happens.
+    """16 hex digits that are equal for the same failure at any place and time.
 
     They do not depend on numbers, addresses, folders, ranks, hosts or times.
 

@@ -1,4 +1,4 @@
-"""Why a run hangs: which ranks the others wait for, found from what every rank was doing."""
+"""Why a run hangs: the ranks for which others wait, by what every rank was doing."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

@@ -19,7 +19,7 @@ from ultrabench.processes import descendants, tag_of
 from ultrabench.rank_report import COLLECTIVES_SUFFIX, STACKS_SUFFIX, parse_line
 
 ANSWER_TIMEOUT_S = 3.0
-"""Seconds to wait for the answers of ranks; one that can answer does so at once."""
+"""Seconds to wait for the answers of ranks; a rank that can answer does so immediately."""
 PY_SPY_TIMEOUT_S = 10.0
 """Seconds to wait for py-spy."""
 STATE_READS = 3

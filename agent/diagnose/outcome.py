@@ -165,7 +165,7 @@ def _pointed_hosts(rank_findings: Sequence[Finding], progress: AttemptProgress) 
 
 
 def _hosts_in(hosts: Sequence[str], text: str) -> tuple[str, ...]:
-    """Those of `hosts` whose names occur in a text."""
+    """The hosts whose names occur in a text."""
     return tuple(host for host in hosts if re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text))
 
 

@@ -45,7 +45,7 @@ class Cause:
 
 
 BY_NAME = {cause.name: cause for cause in (
-    # Hardware comes first, since it causes the rest; what peers notice of a dead rank comes last.
+    # Hardware comes first, since its faults cause others; errors of peers of a dead rank come last.
     Cause("ecc_error", Status.NODE_FAIL, "uncorrectable GPU memory error",
            r"uncorrectable (?:NVLink )?ECC|uncorrectable NVLink error|\bXid\b.*: (?:48|63|64|74|94|95)\b"),
     Cause("xid", Status.NODE_FAIL, "a GPU failed",

@@ -99,7 +99,7 @@ def copy_trace(run_folder: Path, target: Path) -> list[str]:
 
 
 def _own_regular_files(run_folder: Path, patterns: Iterable[str]) -> Iterator[tuple[Path, int]]:
-    """The regular files below `run_folder` that match, and their sizes; links are not followed, wherever they lead."""
+    """The regular files below `run_folder` that match, and their sizes; symbolic links are not followed."""
     for path in (path for pattern in patterns for path in sorted(run_folder.glob(pattern))[:MAX_FILES]):
         parents = [parent for parent in path.parents if parent.is_relative_to(run_folder)]
         status = path.lstat()
@@ -120,7 +120,7 @@ def read_tail(path: Path, max_bytes: int) -> str:
 
 
 def read_text(path: str | Path) -> str:
-    """The first TEXT_BYTES of a text file, which may be one of /proc; empty if there is no file."""
+    """The first TEXT_BYTES of a text file, or of a file in /proc; empty if there is no file."""
     return read_part(path, 0, TEXT_BYTES).decode(errors="replace")
 
 

@@ -117,7 +117,7 @@ def _processes(handle: Any) -> list[Any]:
 
 
 def ask_nvml(query: str, *arguments: Any) -> Any:
-    """The driver's answer to a function of NVML; None without a driver, or where it or pynvml has no such function."""
+    """The driver's answer to a function of NVML; None without a driver, or if the driver or pynvml lacks the function."""
     import pynvml  # 0.05 s of CPU, which an agent saves where no GPU is used
 
     with contextlib.suppress(pynvml.NVMLError, AttributeError):
@@ -170,7 +170,7 @@ class GpuGauge:
 
     @property
     def powers_w(self) -> tuple[float, ...]:
-        """Mean power of each GPU in the measured steps; those whose power is unknown are left out."""
+        """Mean power of each GPU in the measured steps; GPUs of unknown power are left out."""
         powers_w = map(mean_power_w, self._power_samples.values())
         return tuple(power_w for power_w in powers_w if power_w is not None)
 

@@ -49,7 +49,7 @@ class HostLoad:
 
     @property
     def shares(self) -> tuple[float, float] | None:
-        """The shares of the host's cores that were used, and used by this agent, from 0 to 1; None if unknown."""
+        """The shares of the host's cores, from 0 to 1, that all processes and this agent used; None if unknown."""
         first, last = self._first_sample, self._last_sample
         if first is None or last is None or last.time_s - first.time_s < MIN_SPAN_S:
             return None

@@ -56,7 +56,7 @@ class Cleaned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What became of the files of a run on a node."""
+    """Whether the files of a run on a node were kept and removed."""
 
     problem: str | None = None
     """Which files could not be kept or removed, and why; None if all were."""
@@ -258,7 +258,7 @@ class Node:
             self._host_load.sample(is_last=True)
             self._is_training = False
         events += next(self._evidence, [])
-        # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
+        # Exits come last, so that the leader reads the last report of a rank before its exit.
         ranks_behind = {source.rank for source in self._sources if source.lines.behind}
         for rank in sorted(self._exits.keys() - ranks_behind):
             code, log = self._exits.pop(rank), self._run_folder / f"rank{rank}.log"
@@ -280,7 +280,7 @@ class Node:
                 yield {"rank": rank, **to_dict(progress)}
 
     def store(self, port: int) -> None:
-        """Tells the ranks, which wait for this file, the port that rank 0 got."""
+        """Writes the port of rank 0's store to the file for which the other ranks wait."""
         write_whole(self._run_folder / "store", str(port))
 
     def examine(self) -> None:
@@ -307,12 +307,12 @@ class Node:
         )  # fmt: skip
 
     def _own_pids(self) -> set[int]:
-        """This agent and its descendants; empty in a PID namespace of its own, whose pids the driver does not know."""
+        """The pids of this agent and its descendants; empty in a PID namespace, whose pids the driver does not know."""
         in_own_namespace = processes.pid_namespace() != processes.FIRST_PID_NAMESPACE
         return set() if in_own_namespace else {os.getpid(), *processes.descendants(os.getpid())}
 
     def _end_processes(self) -> str | None:
-        """Kills all processes but the fork server; returns a message about those that did not die."""
+        """Kills all processes but the fork server; returns a message about processes that did not die."""
         survivors = processes.kill_until_gone(self._processes_of_run, meanwhile=self.disk.beat)
         return f"processes that cannot be killed: {processes.described(survivors)}" if survivors else None
 

@@ -14,7 +14,7 @@ RankEvent = dict[str, Any]
 {rank, code, tail, oom_killed, disk_full} its exit with the end of its log, {rank, evidence} what it did when it hung."""
 
 NO_EVIDENCE: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
-"""What is known of a rank that its node has not examined."""
+"""The evidence of a rank that its node has not examined."""
 
 MAX_STEPS = 10_000
 """Steps of a rank that are remembered and stored; further ones are signs of progress only."""
@@ -62,11 +62,11 @@ class RankProgress:
     oom_killed: bool = False
     """The rank died of SIGKILL, and Linux killed processes on its node for lack of memory during the run."""
     disk_full: str | None = None
-    """Which node-local folder was full when it failed, and what it had left; None if none was."""
+    """Which node-local folder was full when the rank failed, and its free space; None if none was."""
     tail: str = ""
     """The end of the rank's log."""
     failed_at_s: float | None = None
-    """When its failure first became known, in seconds for which the leader has run."""
+    """When the leader learned of its failure, in seconds for which it has run."""
     evidence: dict[str, Any] = field(default_factory=lambda: NO_EVIDENCE)
     """What the node found when it examined a rank that hangs: {state, wchan, stack, groups}.
 
@@ -143,7 +143,7 @@ class AttemptProgress:
         ]
         self.environment: dict[str, Any] = {}
         self.port: int | None = None
-        """The port of rank 0's store; None again after the other ranks have been told."""
+        """The port of rank 0's store; None again after it was sent to the other ranks."""
         self.probe: dict[str, Any] = {}
         """Rates of devices and links, from a preflight or from a run that only measures them."""
         self.started_s = now_s

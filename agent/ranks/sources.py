@@ -1,4 +1,4 @@
-"""The files in which the ranks of a node tell how far they are: their reports, and the logs of programs of the user."""
+"""The files in which the ranks of a node report their progress: their reports, and the logs of programs of the user."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +11,7 @@ from ultrabench.run import Task
 
 
 class Source(NamedTuple):
-    """A file with lines in which a rank tells how far it is."""
+    """A file in which a rank reports its progress line by line."""
 
     rank: int
     """The rank that writes the file."""
@@ -23,7 +23,7 @@ class Source(NamedTuple):
 
 
 def sources_of(task: Task, ranks: range, run_folder: Path) -> list[Source]:
-    """The reports of a node's ranks, and the logs in which a program prints what the kernel's patterns read."""
+    """The reports of a node's ranks, and the logs that the patterns of the kernel read."""
     reports = [Source(n, n, NewLines(run_folder / f"rank{n}.report"), parse_line) for n in ranks]
     return reports if task.forked else [*reports, *_logs_of(task, ranks, run_folder)]
 
