@@ -63,11 +63,11 @@ class Connection:
             return []
         except OSError:
             data = b""
-        *lines, unfinished = (self._unfinished_line + data).split(b"\n")
-        if not data or len(unfinished) > (MESSAGE_BYTES if self.facts else HELLO_BYTES):
+        *lines, unfinished_line = (self._unfinished_line + data).split(b"\n")
+        if not data or len(unfinished_line) > (MESSAGE_BYTES if self.facts else HELLO_BYTES):
             self.close()
             return []
-        self._unfinished_line = unfinished
+        self._unfinished_line = unfinished_line
         return [_message(line) for line in lines]
 
     def close(self) -> None:

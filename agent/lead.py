@@ -13,7 +13,7 @@ from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.diagnose.signatures import BY_NAME
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
@@ -49,7 +49,7 @@ STATUS_INTERVAL_S = 10.0
 """Seconds after which the measured steps of a run are written into the journal again, for `sweep status`."""
 PEER_GRACE_S = 2.0
 """Seconds after the first failure for other ranks to report theirs, and for a signal that kills ranks to reach agents."""
-KILLED_CODES = frozenset(-number for number in BY_NAME["killed"].signals)
+KILLED_CODES = frozenset(-number for number in CAUSE_BY_NAME["killed"].signals)
 """Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
 _TIME_OVER_TEXT = "its allocation ended at its time limit"
 RACE_STEPS = 2

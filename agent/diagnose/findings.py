@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ultrabench.agent.diagnose.signatures import BY_NAME, Cause, by_text, last_line, quoted
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause, cause_by_text, last_line, quoted
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.record import content_id
 from ultrabench.result import Status
@@ -23,7 +23,7 @@ NUM_FRAMES = 3
 
 INVALID_KINDS = {"non_finite": "non_finite_loss", "replicas": "replicas_differ", "option": "option_ignored"}
 """Kind of an error of our own kernel -> the cause that makes the run invalid."""
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
 _SIZE_PATTERNS = {
     # torch 2, c10/cuda/CUDACachingAllocator.cpp; the second of each pair is the text of torch 1.
@@ -32,9 +32,9 @@ _SIZE_PATTERNS = {
     "process": (f"this process has {_SIZE} memory in use",),
     "torch": (f"{_SIZE} reserved in total",),
 }
-_FRAME = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
-_PACKAGES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
-_VOLATILE = (
+_FRAME_LINE = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
+_PACKAGE_PATH = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
+_VOLATILE_PATTERNS = (
     (re.compile(r"(?:/[\w.+@-]+)+/"), ""),  # folders; the name of the file stays
     (re.compile(r"\b0x[0-9a-f]+\b|\b(?=[a-f]*\d)[0-9a-f]{6,}\b", re.IGNORECASE), "#"),
     (re.compile(r"\b\d+(?:[.:]\d+)+\b|\b\d+(?:\.\d+)?(?:e[+-]?\d+)?\b"), "#"),
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
     @property
     def key(self) -> tuple[int, float, int, int]:
         """The sort key: roots before consequences, then by the time when the leader learned of the failure."""
-        cause_index = list(BY_NAME).index(self.cause.name)
+        cause_index = list(CAUSE_BY_NAME).index(self.cause.name)
         return self.cause.tier, self.rank.failed_at_s or 0.0, cause_index, self.rank.number
 
 
@@ -67,7 +67,7 @@ def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     # If most ranks have ended well, the other ranks will follow.
     for rank in early_ranks if len(early_ranks) <= len(ranks) / 2 else ():
         line = f"exited with code 0 in phase {rank.phase} while other ranks kept running"
-        rank_findings.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
+        rank_findings.append(Finding(rank=rank, cause=CAUSE_BY_NAME["exited_early"], line=line))
     return sorted(rank_findings, key=lambda finding: finding.key)
 
 
@@ -78,42 +78,42 @@ def _finding(rank: RankProgress) -> Finding | None:
     if rank.error_line:
         cause_and_line: tuple[Cause, str] | None = _cause_by_error(rank)
     elif rank.oom_killed:
-        cause_and_line = BY_NAME["host_oom"], "killed by Linux because the host ran out of memory"
+        cause_and_line = CAUSE_BY_NAME["host_oom"], "killed by Linux because the host ran out of memory"
     elif ended_by_us:
         # A rank may fail and then hang, since libraries wait for peers; only a final traceback counts then.
-        cause_and_line = by_text(rank.tail, only_uncaught=True)
+        cause_and_line = cause_by_text(rank.tail, only_uncaught=True)
     else:
         cause_and_line = cause_by_exit(rank)
     if cause_and_line is None:
         return None
     cause, line = cause_and_line
     if rank.disk_full and cause.name in VAGUE_CAUSES:
-        cause, line = BY_NAME["disk_full"], rank.disk_full
+        cause, line = CAUSE_BY_NAME["disk_full"], rank.disk_full
     is_certain = bool(rank.error_line) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
     if cause.name == "cuda_oom" and own_gpu_memory(rank) is False:
-        cause = BY_NAME["foreign_memory"]
+        cause = CAUSE_BY_NAME["foreign_memory"]
     return Finding(rank=rank, cause=cause, line=line, is_certain=is_certain)
 
 
 def _cause_by_error(rank: RankProgress) -> tuple[Cause, str]:
     """The cause of an error that the rank reported; its text may be more exact than its kind."""
     kind, message = rank.error_line.get("kind"), rank.error_line.get("message") or "(no message)"
-    cause, _ = by_text(rank.last_text) or (BY_NAME["exception"], "")
+    cause, _ = cause_by_text(rank.last_text) or (CAUSE_BY_NAME["exception"], "")
     if kind in INVALID_KINDS:
-        cause = BY_NAME[INVALID_KINDS[kind]]
+        cause = CAUSE_BY_NAME[INVALID_KINDS[kind]]
     elif kind == "oom" and cause.status != Status.OOM:
-        cause = BY_NAME["cpu_oom"]
+        cause = CAUSE_BY_NAME["cpu_oom"]
     elif kind == "comm" and cause.name == "exception":
-        cause = BY_NAME["connection_error"]
+        cause = CAUSE_BY_NAME["connection_error"]
     return cause, quoted(message)
 
 
 def cause_by_exit(rank: RankProgress) -> tuple[Cause, str]:
     """The cause by the exit code, or by the log if that is more exact."""
-    code, final_line, cause_and_line = rank.code or 0, last_line(rank.tail), by_text(rank.tail)
+    code, final_line, cause_and_line = rank.code or 0, last_line(rank.tail), cause_by_text(rank.tail)
     if code > 0:
-        return cause_and_line or (BY_NAME["exit_code"], f"exited with code {code}: {final_line}")
-    cause = next((cause for cause in BY_NAME.values() if -code in cause.signals), BY_NAME["signal"])
+        return cause_and_line or (CAUSE_BY_NAME["exit_code"], f"exited with code {code}: {final_line}")
+    cause = next((c for c in CAUSE_BY_NAME.values() if -code in c.signals), CAUSE_BY_NAME["signal"])
     # A library that aborts prints why, and a rank that lost a peer may die in any way.
     lost_peer = cause.name == "segfault" and cause_and_line and cause_and_line[0].status == Status.COMM_ERROR
     if cause_and_line and (cause.name == "abort" or lost_peer):
@@ -164,7 +164,7 @@ def _share(used_bytes: float | None, free_bytes: float | None, total_bytes: floa
 
 def _size_bytes(text: str, patterns: tuple[str, ...]) -> float | None:
     match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
-    return match and float(match[1].rstrip(".")) * _UNITS[match[2]]
+    return match and float(match[1].rstrip(".")) * _UNIT_BYTES[match[2]]
 
 
 def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[str]) -> str:
@@ -178,10 +178,10 @@ def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[s
         stack: a text with the traceback, if there is one.
         hosts: names of hosts that do not count.
     """
-    frames = [(path, name) for path, name in _FRAME.findall(stack) if not _PACKAGES.search(path)]
+    frames = [(path, name) for path, name in _FRAME_LINE.findall(stack) if not _PACKAGE_PATH.search(path)]
     frame_names = [f"{path.rpartition('/')[2]}:{name}" for path, name in frames[-NUM_FRAMES:]]
     for host in sorted(hosts, key=len, reverse=True):
         line = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "HOST", line)
-    for pattern, replacement in _VOLATILE:
+    for pattern, replacement in _VOLATILE_PATTERNS:
         line = pattern.sub(replacement, line)
     return content_id([cause, phase, frame_names, line.strip()])

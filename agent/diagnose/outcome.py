@@ -18,7 +18,7 @@ from ultrabench.agent.diagnose.findings import (
     own_gpu_memory,
     own_limit,
 )
-from ultrabench.agent.diagnose.signatures import BY_NAME, by_text, ending_lines, last_line, quoted
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, cause_by_text, ending_lines, last_line, quoted
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
 from ultrabench.log_patterns import TRY_LOG, misread, nearest_lines
@@ -240,7 +240,7 @@ def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, outage: s
     if not task.checkpoint or not progress.ranks[0].done_line:
         return {}
     if messages:
-        cause, reason = (by_text(messages[0]) or (BY_NAME["exception"], ""))[0].name, messages[0]
+        cause, reason = (cause_by_text(messages[0]) or (CAUSE_BY_NAME["exception"], ""))[0].name, messages[0]
     elif outage:
         cause, reason = "node_failure", outage
     elif exit_causes:

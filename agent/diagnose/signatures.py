@@ -44,7 +44,7 @@ class Cause:
         return self.status != Status.COMM_ERROR and self.name not in ("killed", "host_oom", "foreign_memory")
 
 
-BY_NAME = {cause.name: cause for cause in (
+CAUSE_BY_NAME = {cause.name: cause for cause in (
     # Hardware comes first, since its faults cause others; errors of peers of a dead rank come last.
     Cause("ecc_error", Status.NODE_FAIL, "uncorrectable GPU memory error",
            r"uncorrectable (?:NVLink )?ECC|uncorrectable NVLink error|\bXid\b.*: (?:48|63|64|74|94|95)\b"),
@@ -136,7 +136,7 @@ def _went_on(lines: list[str], index: int) -> bool:
     return bool(_WARNING.search(lines[index])) or len(later_lines) > MESSAGE_LINES
 
 
-def by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
+def cause_by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
     """The first cause that a line of the last words of a log shows, and that line.
 
     Args:
@@ -147,13 +147,13 @@ def by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
     is_uncaught = final_lines and _EXCEPTION.match(final_lines[0]) and len(final_lines) <= MESSAGE_LINES
     if only_uncaught and not is_uncaught:
         return None
-    for cause in BY_NAME.values():
+    for cause in CAUSE_BY_NAME.values():
         for index, line in enumerate(lines):
             is_shown = cause.text and re.search(cause.text, line)
             if is_shown and (cause.status != Status.OOM or not _went_on(lines, index)):
                 return cause, quoted(line)
     exceptions = [line for line in lines if _EXCEPTION.search(line)]
-    return (BY_NAME["exception"], quoted(exceptions[-1])) if exceptions else None
+    return (CAUSE_BY_NAME["exception"], quoted(exceptions[-1])) if exceptions else None
 
 
 def last_line(text: str) -> str:
