@@ -30,7 +30,7 @@ LINK_ERRORS = {"replay": 0, "recovery": 1}
 CRC_ERRORS = {"CRC flit": 2, "CRC data": 3}
 """Errors of an NVLink: nvml.h, NVML_NVLINK_ERROR_DL_*."""
 UNCORRECTED, VOLATILE, AGGREGATE = 1, 0, 1
-"""Kinds and counters of ECC errors: nvml.h, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC and NVML_AGGREGATE_ECC."""
+"""Kinds of ECC errors: nvml.h, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC and NVML_AGGREGATE_ECC."""
 
 
 def main() -> None:

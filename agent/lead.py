@@ -48,7 +48,7 @@ SLOWEST_GAP_FACTOR = 10.0
 STATUS_INTERVAL_S = 10.0
 """Seconds after which the measured steps of a run are written into the journal again, for `sweep status`."""
 PEER_GRACE_S = 2.0
-"""Seconds after the first failure for other ranks to report theirs, and for a signal that kills ranks to reach agents."""
+"""Seconds after the first failure for other ranks to report theirs, and for a signal from outside to reach agents."""
 KILLED_CODES = frozenset(-number for number in CAUSE_BY_NAME["killed"].signals)
 """Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
 _TIME_OVER_TEXT = "its allocation ended at its time limit"
@@ -165,7 +165,7 @@ class Leader:
         return Ending(reason)
 
     def _other_sources(self, host: str, digest: str) -> Ending | None:
-        """Why nothing may run on a host whose training program differs from that of the sweep; None if it is the same."""
+        """Why nothing may run on a host whose training program differs from the sweep's; None if it does not."""
         expected_digest = self._allocation.kernel_digest
         mismatch_text = f"the training program on {host} has kernel_digest {digest}, not {expected_digest}"
         remedy = "launch the sweep again to use the new sources"

@@ -27,7 +27,7 @@ class Cause:
 
     @property
     def tier(self) -> int:
-        """Smaller for causes that come before others: hardware, then memory, invalid numbers, ..., communication last."""
+        """Smaller for causes that come first: hardware, then memory, invalid numbers, and communication last."""
         tier_by_name = {"foreign_memory": 1, "exit_code": 4, "exited_early": 5}
         tier_by_status = {Status.NODE_FAIL: 0, Status.OOM: 1, Status.INVALID: 2, Status.COMM_ERROR: 6}
         return tier_by_name.get(self.name, tier_by_status.get(self.status, 3))

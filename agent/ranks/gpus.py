@@ -117,7 +117,7 @@ def _processes(handle: Any) -> list[Any]:
 
 
 def ask_nvml(query: str, *arguments: Any) -> Any:
-    """The driver's answer to a function of NVML; None without a driver, or if the driver or pynvml lacks the function."""
+    """The driver's answer to a function of NVML; None if the driver, or the function in it or pynvml, is absent."""
     import pynvml  # 0.05 s of CPU, which an agent saves where no GPU is used
 
     with contextlib.suppress(pynvml.NVMLError, AttributeError):

@@ -11,7 +11,7 @@ from ultrabench.measure import Measure
 
 RankEvent = dict[str, Any]
 """An event of one rank: {rank, line} is a line of its report, {rank, microbatches, step, part} its progress,
-{rank, code, tail, oom_killed, disk_full} its exit with the end of its log, {rank, evidence} what it did when it hung."""
+{rank, code, tail, oom_killed, disk_full} its exit and the end of its log, {rank, evidence} the evidence of a hang."""
 
 NO_EVIDENCE: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
 """The evidence of a rank that its node has not examined."""
