@@ -23,12 +23,12 @@ from ultrabench.store.journal import JournalWriter
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 """Seconds that the agents of an allocation wait for each other at the start."""
-MACHINE_POLL_S = 0.2
-"""Seconds between two tries to take the lock of this machine."""
+LOCK_POLL_S = 0.2
+"""Seconds between two attempts to take the lock of this machine."""
 REPLIES = {Cleaned: "cleaned", Finished: "finished"}
-"""What a node answers to an order -> the key of the message that tells it the leader."""
+"""Type of a node's answer to an order -> the key of the message that sends it to the leader."""
 LAST_RETRY_S = 10.0
-"""Seconds to keep trying to write to the journal that the allocation ended."""
+"""Seconds to retry writing the end of the allocation to the journal."""
 
 
 def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
@@ -37,11 +37,11 @@ def follow(node: Node, leader: Connection, stop: StopRequest) -> None:
     Raises:
         ClusterError: the leader is gone, or has been silent for LOST_BEATS heartbeats.
     """
-    node.disk.tell = partial(leader.send, {"do": "beat"})
+    node.disk.send_heartbeat = partial(leader.send, {"do": "beat"})
     patience_s = RENDEZVOUS_TIMEOUT_S  # before its first message the leader waits for the other nodes
     inbox = Inbox([leader])
     try:
-        while not leader.closed:
+        while not leader.is_closed:
             if stop.reason:
                 leader.send({"ending": stop.reason})
                 stop.reason = None
@@ -111,13 +111,13 @@ def take_machine(allocation: Allocation, stop: StopRequest) -> MachineLock | Non
     while not stop.reason:
         with contextlib.suppress(OSError):
             return MachineLock(allocation.sweep_dir, allocation.name)
-        time.sleep(MACHINE_POLL_S)
+        time.sleep(LOCK_POLL_S)
     log_line(stop.reason)
     return None
 
 
-def held_by_another(name: str, stop: StopRequest) -> bool:
-    """Whether another allocation than the one with this name measures on this machine.
+def held_by_another(allocation: str, stop: StopRequest) -> bool:
+    """Whether an allocation other than this one measures on this machine.
 
     Raises:
         ClusterError: this agent is asked to end.
@@ -125,7 +125,7 @@ def held_by_another(name: str, stop: StopRequest) -> bool:
     if stop.reason:
         raise ClusterError(stop.reason)
     holding_allocation = holder()
-    return holding_allocation is not None and holding_allocation.allocation != name
+    return holding_allocation is not None and holding_allocation.allocation != allocation
 
 
 def lead(node: Node, secret: str, stop: StopRequest) -> int:
@@ -147,33 +147,33 @@ def lead(node: Node, secret: str, stop: StopRequest) -> int:
         host=identity.host, pid=pid, start_time=start_time(pid), job=job, journal=journal.path.name
     )
     disk.retry(partial(journal.write, AllocationStarted(allocation=name, agent=agent)))
-    ending, avoided = Ending("crashed"), list[str]()
+    ending, hosts_to_avoid = Ending("crashed"), list[str]()
     try:
         rendezvous = disk.retry(partial(Rendezvous, rendezvous_file, node.address, secret))
         peers = rendezvous.wait_for_peers(node.allocation.nodes, RENDEZVOUS_TIMEOUT_S, disk.beat)
         group = AgentGroup(node, disk.retry(node.facts), peers, stop)
-        avoided = group.avoid
+        hosts_to_avoid = group.avoid
         ending = Leader(node, group, journal).run()
         group.dismiss()
-        return int(group.lost is not None)
+        return int(group.outage is not None)
     except Exception as error:
         is_explained = isinstance(error, UltrabenchError)
         ending = Ending(str(error) if is_explained else f"crashed: {type(error).__name__}: {error}")
         raise
     finally:
         node.close()
-        ran_s = time.monotonic() - started_s
-        end = AllocationEnded(
+        elapsed_s = time.monotonic() - started_s
+        end_event = AllocationEnded(
             allocation=name,
             job=job,
             **ending._asdict(),
             source="agent",
-            elapsed_s=ran_s,
-            avoid=tuple(avoided),
+            elapsed_s=elapsed_s,
+            avoid=tuple(hosts_to_avoid),
         )
         try:
-            disk.retry(partial(journal.write, end), LAST_RETRY_S)
-            rendezvous_file.unlink(missing_ok=True)  # the address is of no use any more
+            disk.retry(partial(journal.write, end_event), LAST_RETRY_S)
+            rendezvous_file.unlink(missing_ok=True)  # nobody needs the address any more
         except (ClusterError, OSError) as error:
             log_line(f"{error}; this allocation ended: {ending.reason}")
 

@@ -20,15 +20,15 @@ from ultrabench.run import Task
 from ultrabench.store.allocation import END_REQUEST
 
 EXIT_GRACE_S = 25.0
-"""Seconds to wait for all nodes to be clean; a node that cannot be cleaned says so in less time."""
-EVIDENCE_S = 15.0
+"""Seconds to wait for all nodes to be clean; a node that cannot be cleaned reports it in less time."""
+EVIDENCE_TIMEOUT_S = 15.0
 """Seconds to wait for the evidence of a hang; a node collects it in less time."""
 LOST_BEATS = 3
 """Number of heartbeats that an agent may miss before it counts as gone."""
-DISMISS_S = 2.0
+DISMISS_GRACE_S = 2.0
 """Seconds for the other agents to clean up after a node was lost, before Slurm ends the job."""
 PORT_TRIES = 50
-"""Number of random ports that are tried."""
+"""Largest number of random ports that are tried."""
 LOWEST_PORT = 10_240
 """Lowest port that is given to a program; lower ones often belong to services."""
 
@@ -41,16 +41,16 @@ class StopRequest:
         self.reason: str | None = None
         """Why the allocation has to end; None while nobody asks for it."""
         self._folder = folder
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-            signal.signal(number, self._note)
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(signal_number, self._record)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        who = signal.Signals(number).name
-        if self._folder and number == signal.SIGTERM:
-            who = "a SIGTERM that no launcher sent, but the program, an administrator or a shutdown"
+    def _record(self, signal_number: int, frame: FrameType | None) -> None:
+        sender_text = signal.Signals(signal_number).name
+        if self._folder and signal_number == signal.SIGTERM:
+            sender_text = "a SIGTERM that no launcher sent, but the program, an administrator or a shutdown"
             if (self._folder / END_REQUEST).exists():
-                who = "the user, by Ctrl-C in the launch or by ultrabench sweep cancel"
-        self.reason = self.reason or f"the allocation was ended by {who}"
+                sender_text = "the user, by Ctrl-C in the launch or by ultrabench sweep cancel"
+        self.reason = self.reason or f"the allocation was ended by {sender_text}"
 
 
 class AgentGroup:
@@ -66,22 +66,22 @@ class AgentGroup:
         self._inbox = Inbox(peers.values())
         self.progress = AttemptProgress(len(self.hosts), self.hosts, self._inbox.ran_s)
         """The progress of the attempt that was started last."""
-        self.lost: str | None = None
+        self.outage: str | None = None
         """Which node can no longer be used, and why; None while all can."""
-        self.lost_cause = AGENT_GONE
-        """The cause of that: node_failure if the node itself has said why, else only that its agent is silent."""
+        self.outage_cause = AGENT_GONE
+        """The cause of the outage: node_failure if the node itself has said why, else that its agent is silent."""
         self.avoid: list[str] = []
         """Hosts that later jobs should not use."""
-        self._left: set[int] = set()
-        """Nodes whose agent failed and said so, for which the node is not to blame."""
+        self._leavers: set[int] = set()
+        """Indices of nodes whose agents have failed and said so; the nodes are not to blame."""
         self._cleaned: dict[int, Cleaned] = {}
         self._finished: dict[int, Finished] = {}
-        node.disk.tell = partial(self._send, {"do": "beat"})
+        node.disk.send_heartbeat = partial(self._send, {"do": "beat"})
 
     @property
-    def interrupted(self) -> str | None:
-        """Why this allocation has to end now; None while it may go on."""
-        return self._stop.reason or self.lost
+    def end_reason(self) -> str | None:
+        """Why this allocation has to end now; None while it may continue."""
+        return self._stop.reason or self.outage
 
     def start(self, task: Task, index: int) -> None:
         """Orders all nodes to start their ranks of `task`, which has number `index` in the allocation."""
@@ -99,21 +99,21 @@ class AgentGroup:
         for rank in self.progress.running:
             rank.killed_by_us = True
         self._cleaned = {0: self.order("kill")}
-        end = self.listen(0.0) + EXIT_GRACE_S
-        while self.progress.running or len(self._cleaned.keys() | self._left) < len(self.hosts):
-            if self.listen(POLL_S) > end or self.lost or self._left:
+        deadline_s = self.listen(0.0) + EXIT_GRACE_S
+        while self.progress.running or len(self._cleaned.keys() | self._leavers) < len(self.hosts):
+            if self.listen(POLL_S) > deadline_s or self.outage or self._leavers:
                 break
         for node, host in enumerate(self.hosts):
             if node in self._cleaned and (health := self._cleaned[node].health):
                 self.facts[node]["health"] = health
-            unusable = self._cleaned[node].unusable if node in self._cleaned else None
-            if unusable and self.progress.ranks[0].phase == CHECKPOINT_PHASE:
-                # A file system that does not answer holds its callers inside Linux; other nodes would fare alike.
-                self._stop.reason = self._stop.reason or f"{host} is still saving a checkpoint: {unusable}"
-            elif unusable and node not in self._left:
-                self.give_up(host, unusable)
-            elif node not in self._cleaned and node not in self._left:
-                self.lost = self.lost or f"{host} is unusable: it did not report the end of its clean-up"
+            complaint = self._cleaned[node].unusable if node in self._cleaned else None
+            if complaint and self.progress.ranks[0].phase == CHECKPOINT_PHASE:
+                # A file system that does not answer blocks its callers inside Linux, on all nodes alike.
+                self._stop.reason = self._stop.reason or f"{host} is still saving a checkpoint: {complaint}"
+            elif complaint and node not in self._leavers:
+                self.give_up(host, complaint)
+            elif node not in self._cleaned and node not in self._leavers:
+                self.outage = self.outage or f"{host} is unusable: it did not report the end of its clean-up"
 
     def finish(self, keep_all: bool) -> None:
         """Has all nodes keep logs and remove the files of the run, and waits for them, before the next run begins.
@@ -122,31 +122,31 @@ class AgentGroup:
         that has too little space for another run is lost.
         """
         self._finished = {0: self.order("finish", keep_all=keep_all)}
-        end = self.listen(0.0) + LOGS_RETRY_S + CLEANING_S
-        while len(self._finished.keys() | self._left) < len(self.hosts) and not self.lost:
-            if self.listen(POLL_S) > end:
+        deadline_s = self.listen(0.0) + LOGS_RETRY_S + CLEANING_S
+        while len(self._finished.keys() | self._leavers) < len(self.hosts) and not self.outage:
+            if self.listen(POLL_S) > deadline_s:
                 break
         for node, host in enumerate(self.hosts):
-            late = f"{host} did not clean up after a run in time"
-            finished = self._finished.get(node) or Finished(problem=late, stuck=node not in self._left)
+            problem = f"{host} did not clean up after a run in time"
+            finished = self._finished.get(node) or Finished(problem=problem, stuck=node not in self._leavers)
             if finished.problem:
                 log_line(finished.problem)
-            if finished.stuck and not self.lost:
+            if finished.stuck and not self.outage:
                 self._stop.reason = self._stop.reason or finished.problem
             if finished.short_of_space:
                 self.give_up(host, finished.short_of_space)
 
     def give_up(self, host: str, complaint: str) -> None:
-        """Notes that a node has said itself why it cannot be used any more; later jobs avoid it."""
-        if not self.lost:
-            self.lost, self.lost_cause = f"{host} is unusable: {complaint}", "node_failure"
+        """Notes that a node itself has reported why it cannot be used any more; later jobs avoid it."""
+        if not self.outage:
+            self.outage, self.outage_cause = f"{host} is unusable: {complaint}", "node_failure"
         self.avoid.append(host)
 
     def dismiss(self) -> None:
         """Orders all agents to end; if a node is lost, waits until the others have cleaned up."""
         self._send({"do": "end"})
-        end = self._inbox.ran_s + DISMISS_S
-        while self.lost and self._inbox.ran_s < end and not all(p.closed for p in self._peers.values()):
+        end_s, connections = self._inbox.ran_s + DISMISS_GRACE_S, self._peers.values()
+        while self.outage and self._inbox.ran_s < end_s and not all(c.is_closed for c in connections):
             self._inbox.wait(POLL_S)
 
     def examine(self) -> None:
@@ -154,24 +154,24 @@ class AgentGroup:
         for rank in self.progress.ranks:
             rank.evidence = NO_EVIDENCE
         self.order("examine")
-        end = self.listen(0.0) + EVIDENCE_S
+        deadline_s = self.listen(0.0) + EVIDENCE_TIMEOUT_S
         while any(rank.evidence is NO_EVIDENCE for rank in self.progress.running):
-            if self.listen(POLL_S) > end or self.interrupted:
+            if self.listen(POLL_S) > deadline_s or self.end_reason:
                 return
 
     def measured(self) -> dict[str, Any]:
         """The fields of a RunResult that the nodes have measured during the steps of the last run."""
-        nodes = self._cleaned.values()
-        clocks_hz = [clock_hz for node in nodes for clock_hz in node.sm_clocks_hz]
-        powers_w = [power_w for node in nodes for power_w in node.powers_w]
-        slowdowns = {text for node in nodes for text in node.slowdowns}
-        foreign = {text for node in nodes for text in node.foreign_processes}
+        node_reports = self._cleaned.values()
+        clocks_hz = [clock_hz for report in node_reports for clock_hz in report.sm_clocks_hz]
+        powers_w = [power_w for report in node_reports for power_w in report.powers_w]
+        slowdowns = {text for report in node_reports for text in report.slowdowns}
+        foreign_processes = {text for report in node_reports for text in report.foreign_processes}
         return {
             "sm_clock_hz": median(clocks_hz) if clocks_hz else None,
             "throttled": ", ".join(sorted(slowdowns)) or None,
             "power_w_mean": mean(powers_w) if powers_w else None,
             "foreign_load": self._foreign_load(),
-            "foreign_gpu_processes": ", ".join(sorted(foreign)) or None,
+            "foreign_gpu_processes": ", ".join(sorted(foreign_processes)) or None,
         }
 
     def _foreign_load(self) -> float | None:
@@ -180,29 +180,29 @@ class AgentGroup:
         All simulated nodes are on one host, whose load includes that of each of them.
         """
         loads = [node.load for node in self._cleaned.values() if node.load is not None]
-        shares = [busy - ours for busy, ours in loads]
+        foreign_shares = [used_share - own_share for used_share, own_share in loads]
         if self._node.allocation.simulated:
-            complete = len(loads) == len(self.hosts)
-            shares = [loads[0][0] - sum(ours for _, ours in loads)] if complete else []
-        return max(0.0, *shares) if shares else None
+            is_complete = len(loads) == len(self.hosts)
+            foreign_shares = [loads[0][0] - sum(own_share for _, own_share in loads)] if is_complete else []
+        return max(0.0, *foreign_shares) if foreign_shares else None
 
-    def listen(self, seconds: float) -> float:
-        """Receives what the nodes send within `seconds`, and finds out which nodes have gone silent.
+    def listen(self, timeout_s: float) -> float:
+        """Receives what the nodes send within `timeout_s` seconds, and notes which nodes have gone silent.
 
-        Returns the seconds for which this agent had run when the wait ended, by which all its limits count: this
-        agent may be stopped after it, before which the nodes had no chance to be heard.
+        Returns the seconds for which this agent had run when the wait ended. All limits are measured by them, since
+        this agent may be stopped after the wait, and then cannot hear the nodes.
         """
         self._node.disk.beat()
-        for peer, message in self._inbox.wait(seconds):
-            self._take(int(peer.facts["node"]), message)
+        for peer, message in self._inbox.wait(timeout_s):
+            self._handle(int(peer.facts["node"]), message)
         self.progress.add(self._node.rank_events(), self._inbox.ran_s)
-        silence = LOST_BEATS * self._node.allocation.heartbeat_s
+        limit_s = LOST_BEATS * self._node.allocation.heartbeat_s
         for node, peer in self._peers.items():
-            if node not in self._left and (peer.closed or self._inbox.silence_s(peer) > silence):
-                self.lost = self.lost or f"the agent of node {node} ({self.hosts[node]}) is gone"
+            if node not in self._leavers and (peer.is_closed or self._inbox.silence_s(peer) > limit_s):
+                self.outage = self.outage or f"the agent of node {node} ({self.hosts[node]}) is gone"
         return self._inbox.ran_s
 
-    def _take(self, node: int, message: Message) -> None:
+    def _handle(self, node: int, message: Message) -> None:
         """Handles a message of the agent of a node; an invalid one ends the allocation."""
         try:
             if "cleaned" in message:
@@ -211,11 +211,11 @@ class AgentGroup:
                 self._finished[node] = from_dict(Finished, message["finished"])
             if "ending" in message:
                 self._stop.reason = self._stop.reason or str(message["ending"])
-                self._left |= {node} if message.get("left") else set()
+                self._leavers |= {node} if message.get("left") else set()
             self.progress.add(message.get("rank_events", []), self._inbox.ran_s)
-        except Exception as error:  # nothing is known of what it holds
-            whose = f"the agent of node {node} ({self.hosts[node]})"
-            reason = f"{whose} sent an invalid message: {type(error).__name__}: {error}"
+        except Exception as error:  # the message may hold anything
+            agent_text = f"the agent of node {node} ({self.hosts[node]})"
+            reason = f"{agent_text} sent an invalid message: {type(error).__name__}: {error}"
             self._stop.reason = self._stop.reason or reason
 
     def _send(self, message: Message) -> None:
@@ -226,13 +226,13 @@ class AgentGroup:
 def free_port(host: str) -> int:
     """A port of `host` that is free now, for programs that need MASTER_PORT before they start.
 
-    It is outside the range from which the system gives ports to connections, so that it stays free
+    It is outside the range from which the system takes ports for connections, so that it stays free
     until the program binds it. The embedded kernel does not need it: its rank 0 binds port 0 and
     reports which port it got.
     """
-    first_given, *_ = read_part("/proc/sys/net/ipv4/ip_local_port_range", 0, 64).split() or [b"0"]
-    usable = range(LOWEST_PORT, int(first_given))
-    for port in random.sample(usable, min(PORT_TRIES, len(usable))):
+    first_ephemeral, *_ = read_part("/proc/sys/net/ipv4/ip_local_port_range", 0, 64).split() or [b"0"]
+    ports = range(LOWEST_PORT, int(first_ephemeral))
+    for port in random.sample(ports, min(PORT_TRIES, len(ports))):
         with contextlib.suppress(OSError), listen(host, port):
             return port
     with listen(host) as server:

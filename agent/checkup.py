@@ -35,16 +35,16 @@ def main() -> int:
     """Writes the report; returns 0, or CANNOT_WRITE where the folder cannot be written on this node."""
     began_s, folder = time.time(), Path(sys.argv[1])
     try:
-        timed = {"began_s": began_s, **look(folder), "ended_s": time.time()}
-        write_whole(folder / "report.json", json.dumps(timed))
+        report = {"began_s": began_s, **examine_node(folder), "ended_s": time.time()}
+        write_whole(folder / "report.json", json.dumps(report))
     except OSError as error:
         sys.stderr.write(f"cannot write {folder}: {error.strerror} on {identify_node(os.environ).host}\n")
         return CANNOT_WRITE
     return 0
 
 
-def look(folder: Path) -> dict[str, Any]:
-    """Facts about this node; None stands for what could not be found out.
+def examine_node(folder: Path) -> dict[str, Any]:
+    """Facts about this node; None for a fact that could not be determined.
 
     Raises:
         OSError: `folder` cannot be written.
@@ -66,7 +66,7 @@ def look(folder: Path) -> dict[str, Any]:
         "python_version": platform.python_version(),
         "ultrabench_version": ultrabench.__version__,
         "ultrabench_path": str(Path(ultrabench.__file__).parent),
-        **_digest(request),
+        **_digest_facts(request),
         "git_commit": checkout.commit(),
         "utc_offset": time.strftime("%z"),
         "gpus": len(gpus),
@@ -75,14 +75,14 @@ def look(folder: Path) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
     }
-    first = reader.read()
-    facts |= _probe()  # this takes seconds, in which counters may grow
-    facts["health"] = to_facts(examine(first, reader.read_again()))
+    first_reading = reader.read()
+    facts |= _torch_facts()  # this takes seconds, in which counters may grow
+    facts["health"] = to_facts(examine(first_reading, reader.read_again()))
     reader.close()
     return facts
 
 
-def _digest(request: dict[str, Any]) -> dict[str, str | None]:
+def _digest_facts(request: dict[str, Any]) -> dict[str, str | None]:
     """The digest of the sweep's training program as this node reads it, or why there is none."""
     try:
         with contextlib.chdir(request["work_dir"]):
@@ -92,7 +92,7 @@ def _digest(request: dict[str, Any]) -> dict[str, str | None]:
         return {"kernel_digest": None, "kernel_error": f"{type(error).__name__}: {error}"}
 
 
-def _probe() -> dict[str, Any]:
+def _torch_facts() -> dict[str, Any]:
     """What torch reports, in a process of its own: {torch: facts} or {torch: None, torch_error}."""
     try:
         facts = run_python("-m", "ultrabench.kernel.rank.environment", timeout_s=PROBE_TIMEOUT_S)

@@ -37,10 +37,10 @@ class Connection:
         self._socket = tcp
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setblocking(False)
-        self._unfinished = b""
+        self._unfinished_line = b""
         self.facts: dict[str, Any] = {}
         """What the agent on the other side reported about its node; empty for the leader and for strangers."""
-        self.closed = False
+        self.is_closed = False
 
     def fileno(self) -> int:
         """The file descriptor of the connection."""
@@ -53,7 +53,7 @@ class Connection:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
             self._socket.setblocking(False)
         except OSError:
-            self.closed = True
+            self.is_closed = True
 
     def receive(self) -> list[Message]:
         """The complete messages that have arrived, without waiting; an unreadable message becomes {}."""
@@ -63,16 +63,16 @@ class Connection:
             return []
         except OSError:
             data = b""
-        *lines, rest = (self._unfinished + data).split(b"\n")
-        if not data or len(rest) > (MESSAGE_BYTES if self.facts else HELLO_BYTES):
+        *lines, unfinished_line = (self._unfinished_line + data).split(b"\n")
+        if not data or len(unfinished_line) > (MESSAGE_BYTES if self.facts else HELLO_BYTES):
             self.close()
             return []
-        self._unfinished = rest
+        self._unfinished_line = unfinished_line
         return [_message(line) for line in lines]
 
     def close(self) -> None:
         """Ends the connection."""
-        self.closed = True
+        self.is_closed = True
         self._socket.close()
 
 
@@ -83,32 +83,32 @@ def _message(line: bytes) -> Message:
     return {}
 
 
-def wait_readable(connections: Iterable[Connection], seconds: float) -> list[Connection]:
-    """The connections that have something to receive, after at most `seconds`."""
-    usable = [c for c in connections if not c.closed]
-    ready = wait([c.fileno() for c in usable], seconds)
-    return [c for c in usable if c.fileno() in ready]
+def wait_readable(connections: Iterable[Connection], timeout_s: float) -> list[Connection]:
+    """The connections that have something to receive, after at most `timeout_s` seconds."""
+    open_connections = [connection for connection in connections if not connection.is_closed]
+    ready_fds = wait([connection.fileno() for connection in open_connections], timeout_s)
+    return [connection for connection in open_connections if connection.fileno() in ready_fds]
 
 
 class Inbox:
     """Waits for messages of the other agents, and counts the seconds for which this agent has run meanwhile.
 
     The time for which a suspended job or a slow disk stopped this agent is not silence of the others, and no
-    limit of a run counts it.
+    limit of a run includes it.
     """
 
     def __init__(self, connections: Collection[Connection]) -> None:
         self._connections, self._clock = connections, RunningClock()
         self.ran_s = self._clock()
-        """Seconds for which this agent had run when the last wait ended; all its limits count by them.
+        """Seconds for which this agent had run when the last wait ended; all its limits are measured by them.
 
-        Up to now would be wrong: since the last wait this agent may have been stopped.
+        The present time would be wrong, since this agent may have been stopped after the last wait.
         """
         self._last_heard_s = {id(connection): self.ran_s for connection in connections}
 
-    def wait(self, seconds: float) -> list[tuple[Connection, Message]]:
-        """The messages that arrive within `seconds`, with their connections."""
-        readable = wait_readable(self._connections, seconds)
+    def wait(self, timeout_s: float) -> list[tuple[Connection, Message]]:
+        """The messages that arrive within `timeout_s` seconds, with their connections."""
+        readable = wait_readable(self._connections, timeout_s)
         self.ran_s = self._clock()
         self._last_heard_s |= {id(connection): self.ran_s for connection in readable}
         return [(peer, message) for peer in readable for message in peer.receive()]
@@ -135,8 +135,8 @@ class Rendezvous:
         """All open connections; those of agents have facts."""
         write_whole(file, json.dumps({"host": host, "port": self._server.getsockname()[1]}))
 
-    def wait_for_peers(self, nodes: int, timeout_s: float, beat: Callable[[], Any]) -> Peers:
-        """The connections to nodes 1 to nodes-1; `beat` is called again and again while it waits.
+    def wait_for_peers(self, num_nodes: int, timeout_s: float, beat: Callable[[], Any]) -> Peers:
+        """The connections to nodes 1 to num_nodes-1; `beat` is called repeatedly while it waits.
 
         Anybody may connect, but is disconnected unless the first message has the secret; nobody who is
         slow or silent delays the others. When all nodes have connected, the server is closed.
@@ -144,27 +144,27 @@ class Rendezvous:
         Raises:
             ClusterError: some nodes did not connect in time.
         """
-        missing, end = set(range(1, nodes)), time.monotonic() + timeout_s
-        while missing and time.monotonic() < end:
+        absentees, deadline_s = set(range(1, num_nodes)), time.monotonic() + timeout_s
+        while absentees and time.monotonic() < deadline_s:
             beat()
-            with contextlib.suppress(OSError):  # until nobody else calls
+            with contextlib.suppress(OSError):  # no other caller waits
                 while True:
                     self._callers.append(Connection(self._server.accept()[0]))
             strangers = [caller for caller in self._callers if not caller.facts]
             for stranger in strangers[:-MAX_STRANGERS]:
                 stranger.close()
             for stranger in wait_readable(strangers, POLL_S):
-                self._greet(stranger, missing)
-            self._callers = [caller for caller in self._callers if not caller.closed]
+                self._greet(stranger, absentees)
+            self._callers = [caller for caller in self._callers if not caller.is_closed]
         self._server.close()
         for caller in self._callers:
-            if missing or not caller.facts:
+            if absentees or not caller.facts:
                 caller.close()
-        if missing:
-            raise ClusterError(f"agents of nodes {sorted(missing)} did not connect within {timeout_s:g} s")
+        if absentees:
+            raise ClusterError(f"agents of nodes {sorted(absentees)} did not connect within {timeout_s:g} s")
         return {caller.facts["node"]: caller for caller in self._callers if caller.facts}
 
-    def _greet(self, stranger: Connection, missing: set[int]) -> None:
+    def _greet(self, stranger: Connection, absentees: set[int]) -> None:
         """Accepts a stranger whose first message shows that it is the agent of a missing node, or disconnects it.
 
         If two agents report the same node, the first one stays.
@@ -172,9 +172,9 @@ class Rendezvous:
         for message in stranger.receive()[:1]:
             facts, secret = message.get("facts", {}), str(message.get("secret")).encode(errors="replace")
             node = facts.get("node") if isinstance(facts, dict) else None
-            if hmac.compare_digest(secret, self._secret) and type(node) is int and node in missing:
+            if hmac.compare_digest(secret, self._secret) and type(node) is int and node in absentees:
                 stranger.facts = facts
-                missing.remove(node)
+                absentees.remove(node)
             else:
                 stranger.close()
 
@@ -191,11 +191,12 @@ def connect_to_leader(
     Raises:
         ClusterError: the leader could not be reached in time.
     """
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
         if leader_waits():
-            end = time.monotonic() + timeout_s
-        with contextlib.suppress(LookupError, OSError, TypeError, ValueError):  # until the leader listens
+            deadline_s = time.monotonic() + timeout_s
+        # Until the leader listens, the file is missing or old, or the connection is refused.
+        with contextlib.suppress(LookupError, OSError, TypeError, ValueError):
             address = json.loads(file.read_text())
             leader = Connection(socket.create_connection((address["host"], address["port"]), timeout=5.0))
             leader.send({"secret": secret, "facts": facts})

@@ -18,7 +18,7 @@ T = TypeVar("T")
 DISK_RETRY_S = 60.0
 """Seconds to keep retrying a full, read-only or unresponsive results folder before the allocation ends."""
 BEAT_S = 0.05
-"""Seconds between two calls of `beat`; it decides itself how often it really sends a heartbeat."""
+"""Seconds between two calls of `beat`, which sends a heartbeat only when one is due."""
 
 
 class DiskRetry:
@@ -28,19 +28,19 @@ class DiskRetry:
     caller inside Linux.
     """
 
-    def __init__(self, touch_every_s: float) -> None:
+    def __init__(self, touch_interval_s: float) -> None:
         self.journal: Path | None = None
-        """The journal of this agent; None if it has none, because another one leads."""
-        self.tell: Callable[[], Any] = lambda: None
+        """The journal of this agent; None if another agent leads, which writes the journal."""
+        self.send_heartbeat: Callable[[], Any] = lambda: None
         """Tells the other agents that this one is alive."""
-        self._touch_every_s = touch_every_s
-        self._touched = 0.0
-        self._touching: Future[None] | None = None
+        self._touch_interval_s = touch_interval_s
+        self._touched_s = 0.0
+        self._touch: Future[None] | None = None
 
     def retry(
-        self, act: Callable[[], T], seconds: float = DISK_RETRY_S, subject: str = "the results folder"
+        self, action: Callable[[], T], limit_s: float = DISK_RETRY_S, subject: str = "the results folder"
     ) -> T:
-        """What `act` returns; it is repeated for `seconds` while the disk fails in a way that may pass.
+        """What `action` returns; it is repeated for `limit_s` seconds while the disk fails in a way that may pass.
 
         Args:
             subject: the folder or the work that a message names if there is no answer.
@@ -48,37 +48,37 @@ class DiskRetry:
         Raises:
             ClusterError: the disk kept failing.
         """
-        ran_s, pause_s = RunningClock(), 0.1
+        clock, pause_s = RunningClock(), 0.1
         while True:
-            answer = _in_thread(act)
-            while wait([answer], BEAT_S).not_done and ran_s() < seconds:
+            future = _in_thread(action)
+            while wait([future], BEAT_S).not_done and clock() < limit_s:
                 self.beat()
-            if not answer.done():
-                raise ClusterError(f"{subject} did not answer for {seconds:g} s")
-            error = answer.exception()
+            if not future.done():
+                raise ClusterError(f"{subject} did not answer for {limit_s:g} s")
+            error = future.exception()
             if error is None or not may_pass(error):
-                return answer.result()
-            if ran_s() + pause_s > seconds:
-                raise ClusterError(f"{error}; retried for {seconds:g} s") from error
+                return future.result()
+            if clock() + pause_s > limit_s:
+                raise ClusterError(f"{error}; retried for {limit_s:g} s") from error
             log_line(f"{error}; retrying in {pause_s:g} s")
             for _ in range(round(pause_s / BEAT_S)):
                 self.beat()
                 time.sleep(BEAT_S)
-                ran_s()
+                clock()
             pause_s = min(2 * pause_s, 5.0)
 
     def beat(self) -> None:
         """Shows the other agents and the launcher that this agent is alive; it may be called at any rate.
 
-        It does so only if it is time to, by a message and by touching the journal. A slow disk is not waited for.
+        It sends a message and touches the journal, but only when a heartbeat is due. It does not wait for a slow disk.
         """
-        if time.monotonic() - self._touched <= self._touch_every_s:
+        if time.monotonic() - self._touched_s <= self._touch_interval_s:
             return
-        self._touched = time.monotonic()
-        if self.journal and (self._touching is None or self._touching.done()):
-            self._touching = _in_thread(partial(os.utime, self.journal))
-            wait([self._touching], BEAT_S)
-        self.tell()
+        self._touched_s = time.monotonic()
+        if self.journal and (self._touch is None or self._touch.done()):
+            self._touch = _in_thread(partial(os.utime, self.journal))
+            wait([self._touch], BEAT_S)
+        self.send_heartbeat()
 
 
 def log_line(text: str) -> None:
@@ -87,13 +87,13 @@ def log_line(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _in_thread(act: Callable[[], T]) -> Future[T]:
-    """What `act` returns or raises in a thread of its own, which does not keep the process from ending."""
+def _in_thread(action: Callable[[], T]) -> Future[T]:
+    """What `action` returns or raises in another thread, which does not keep the process from ending."""
     future: Future[T] = Future()
 
     def fulfil() -> None:
         try:
-            future.set_result(act())
+            future.set_result(action())
         except BaseException as error:
             future.set_exception(error)
 

@@ -1,4 +1,4 @@
-"""The agent's side of the readings of its node's health; another process reads, which may hang without harm."""
+"""How an agent reads the health of its node: another process reads, which may hang without harm."""
 
 import contextlib
 import json
@@ -14,10 +14,10 @@ from pathlib import Path
 from ultrabench.agent.ranks.gpus import VisibleGpu
 from ultrabench.node_health import Numbers, Reading
 
-READ_S = 10.0
+FIRST_LIMIT_S = 10.0
 """Seconds for the first reading, in which the driver may have to start."""
-AGAIN_S = 2.0
-"""Seconds for a further reading."""
+AGAIN_LIMIT_S = 2.0
+"""Seconds for each further reading."""
 ROOT = Path("/")
 
 
@@ -29,7 +29,7 @@ class HealthReader:
         command = [sys.executable, "-P", "-m", "ultrabench.agent.health_sources"]
         command += [str(root), tempfile.gettempdir(), json.dumps(gpus)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        self._ask(READ_S)
+        self._ask(FIRST_LIMIT_S)
 
     @property
     def is_open(self) -> bool:
@@ -37,28 +37,28 @@ class HealthReader:
         return self._child.stdout is not None and not self._child.stdout.closed
 
     def _ask(self, limit_s: float) -> None:
-        self._until_s = time.monotonic() + limit_s
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or was closed
+        self._deadline_s = time.monotonic() + limit_s
+        with contextlib.suppress(OSError, ValueError):  # the process has ended, or the pipe was closed
             assert self._child.stdin is not None
             self._child.stdin.write(b"\n")
 
     def read_again(self) -> Reading:
-        """A further reading, in at most AGAIN_S seconds."""
-        self._ask(AGAIN_S)
+        """A further reading, in at most AGAIN_LIMIT_S seconds."""
+        self._ask(AGAIN_LIMIT_S)
         return self.read()
 
     def read(self) -> Reading:
-        """The reading that was asked for last; what was not read in time is not in it, and nothing more is read then."""
-        pipe, text = self._child.stdout, b""
+        """The reading that was requested last; it lacks what was not read in time, and then nothing more is read."""
+        pipe, output = self._child.stdout, b""
         assert pipe is not None
-        while self.is_open and not text.endswith(b"\n\n"):
-            left_s = max(0.0, self._until_s - time.monotonic())
-            part = os.read(pipe.fileno(), 2**16) if select.select([pipe], [], [], left_s)[0] else b""
-            if not part:
+        while self.is_open and not output.endswith(b"\n\n"):
+            remaining_s = max(0.0, self._deadline_s - time.monotonic())
+            chunk = os.read(pipe.fileno(), 2**16) if select.select([pipe], [], [], remaining_s)[0] else b""
+            if not chunk:
                 self.close()
-            text += part
+            output += chunk
         values = dict[str, Numbers]()
-        for line in filter(None, text.splitlines()):
+        for line in filter(None, output.splitlines()):
             with contextlib.suppress(ValueError):  # the last line of an answer that was cut short
                 values |= json.loads(line)
         return Reading(time.monotonic(), values)

@@ -2,7 +2,7 @@
 
 For each line on stdin it prints a JSON object for each source, {check: {place: number or null}}, and then an empty
 line. It is a process of its own because a broken driver may block its reader inside Linux; it imports little, so that
-it starts fast. Each name of a check is explained by its row in `ultrabench/node_health.py`.
+it starts fast. The table of `ultrabench/node_health.py` explains each check.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ PORT_COUNTERS = {
 }  # fmt: skip
 """Counter of a port -> the number at which it stops counting. Source: drivers/infiniband/core/sysfs.c of Linux."""
 DOWN, ACTIVE, DISABLED = 1, 4, 3
-"""Values of `state`, and one of `phys_state`, of a port. Source: the same file."""
+"""Two values of `state` and one value of `phys_state` of a port. Source: drivers/infiniband/core/sysfs.c of Linux."""
 NVLINKS = 18
 """Largest number of NVLinks of a GPU: nvml.h, NVML_NVLINK_MAX_LINKS."""
 LINK_ERRORS = {"replay": 0, "recovery": 1}
@@ -37,13 +37,13 @@ def main() -> None:
     """Answers each line of stdin; a source that fails adds nothing."""
     root, scratch, gpus = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     sources: tuple[Callable[[], Values], ...] = (
-        partial(_settings, root), partial(_folders, root, scratch), partial(_cpus, root), partial(_near, root, gpus),
+        partial(_settings, root), partial(_folders, root, scratch), partial(_cpus, root), partial(_numa, root, gpus),
         partial(_ports, root), partial(_access, root), partial(_gpus, gpus),
     )  # fmt: skip
     for _ in sys.stdin:
-        for read in sources:
+        for read_source in sources:
             with contextlib.suppress(OSError, ValueError):
-                print(json.dumps(read()), flush=True)
+                print(json.dumps(read_source()), flush=True)
         print(flush=True)
 
 
@@ -64,89 +64,92 @@ def _number(path: Path) -> float | None:
 def _settings(root: Path) -> Values:
     """The limit of locked memory, and the variables of NCCL."""
     has_ports = any((root / "sys/class/infiniband").glob("*/ports/*"))
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    limited = f"{limit >> 10} KiB" if limit != resource.RLIM_INFINITY else "unlimited"
-    matters = 0 if limited == "unlimited" else 1 if has_ports else None
-    switches = {"NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", *(("NCCL_IB_DISABLE",) if has_ports else ())}
-    choices = {"nccl_p2p_level=loc", *(("nccl_net=socket",) if has_ports else ())}
-    disabling = {
+    limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    limit_text = f"{limit_bytes >> 10} KiB" if limit_bytes != resource.RLIM_INFINITY else "unlimited"
+    is_limited = 0 if limit_text == "unlimited" else 1 if has_ports else None
+    switch_names = {"NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", *(("NCCL_IB_DISABLE",) if has_ports else ())}
+    disabling_pairs = {"nccl_p2p_level=loc", *(("nccl_net=socket",) if has_ports else ())}
+    disabling_values = {
         f"{name}={value}": 1.0
         for name, value in sorted(os.environ.items())
-        if (name in switches and value not in ("", "0")) or f"{name}={value}".lower() in choices
+        if (name in switch_names and value not in ("", "0")) or f"{name}={value}".lower() in disabling_pairs
     }
-    return {"locked memory": {limited: matters}, "NCCL variables": {"NCCL_*": 0.0, **disabling}}
+    return {"locked memory": {limit_text: is_limited}, "NCCL variables": {"NCCL_*": 0.0, **disabling_values}}
 
 
 def _folders(root: Path, scratch: Path) -> Values:
     """The free space of shared memory and of the temporary folder."""
-    values: Values = {}
+    free_gib: Values = {}
     for name, folder in {"/dev/shm": root / "dev/shm", "scratch": scratch}.items():
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)
-            values[name] = {str(folder): disk.f_bavail * disk.f_frsize / 2**30}
-    return values
+            free_gib[name] = {str(folder): disk.f_bavail * disk.f_frsize / 2**30}
+    return free_gib
 
 
 def _cpus(root: Path) -> Values:
     """The governors of the cores, and whether Linux moves memory between NUMA nodes."""
     system = root / "sys/devices/system"
     governors = Counter(map(_text, system.glob("cpu/cpu[0-9]*/cpufreq/scaling_governor")))
-    slow_cores: dict[str, float | None] = {
-        name: (0 if name == "performance" else n) if name else None for name, n in governors.items()
+    slow_cores_by_governor: dict[str, float | None] = {
+        governor: (0 if governor == "performance" else n) if governor else None
+        for governor, n in governors.items()
     }
-    nodes = len(list(system.glob("node/node[0-9]*")))
-    balancing = 0.0 if nodes == 1 else _number(root / "proc/sys/kernel/numa_balancing")
-    return {"CPU governor": slow_cores, "NUMA balancing": {"kernel.numa_balancing": balancing}}
+    num_numa_nodes = len(list(system.glob("node/node[0-9]*")))
+    is_balancing = 0.0 if num_numa_nodes == 1 else _number(root / "proc/sys/kernel/numa_balancing")
+    return {"CPU governor": slow_cores_by_governor, "NUMA balancing": {"kernel.numa_balancing": is_balancing}}
 
 
-def _near(root: Path, gpus: Sequence[Any]) -> Values:
+def _numa(root: Path, gpus: Sequence[Any]) -> Values:
     """Whether the NUMA node of each GPU has none of the cores that this process may use."""
     if not gpus:
         return {}
     from ultrabench.agent.ranks.fork_server import numa_node_of, numa_nodes
 
-    nodes, far = numa_nodes(root / "sys", tuple(os.sched_getaffinity(0))), dict[str, float | None]()
+    usable_nodes = numa_nodes(root / "sys", tuple(os.sched_getaffinity(0)))
+    far_by_gpu = dict[str, float | None]()
     for number, _, bus_id, *_ in gpus:
-        node = numa_node_of(root / "sys", bus_id)
-        far[f"GPU {number} on NUMA node {node}"] = None if node < 0 or not nodes else node not in nodes
-    return {"NUMA": far}
+        numa_node = numa_node_of(root / "sys", bus_id)
+        place = f"GPU {number} on NUMA node {numa_node}"
+        far_by_gpu[place] = None if numa_node < 0 or not usable_nodes else numa_node not in usable_nodes
+    return {"NUMA": far_by_gpu}
 
 
 def _ports(root: Path) -> Values:
-    """States, rates and errors of the ports of InfiniBand and RoCE; a port that was disabled is not in use."""
+    """States, rates and errors of the ports of InfiniBand and RoCE; disabled ports are left out."""
     values: Values = defaultdict(dict)
-    rates = defaultdict[str, dict[str, float | None]](dict)
+    rates_by_board = defaultdict[str, dict[str, float | None]](dict)
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         device, counters, place = port.parents[1], port / "counters", f"{port.parents[1].name}:{port.name}"
-        state, downed = _number(port / "state"), _number(counters / "link_downed")
+        state, downs = _number(port / "state"), _number(counters / "link_downed")
         if _number(port / "phys_state") == DISABLED:
             continue
-        lost = None if state is None or (state == DOWN and downed is None) else state == DOWN and downed != 0
-        values["InfiniBand link lost"][place] = lost
+        is_lost = None if state is None or (state == DOWN and downs is None) else state == DOWN and downs != 0
+        values["InfiniBand link lost"][place] = is_lost
         values["InfiniBand ports"][place] = None if state is None else state != ACTIVE
         if state == ACTIVE:
-            rates[_text(device / "board_id")][place] = _number(port / "rate")
-        for counter, largest in PORT_COUNTERS.items():
+            rates_by_board[_text(device / "board_id")][place] = _number(port / "rate")
+        for counter, max_count in PORT_COUNTERS.items():
             count = _number(counters / counter)
-            values["InfiniBand errors"][f"{place} {counter}"] = count if (count or 0) < largest else None
-    for board, by_place in rates.items():
-        best = max(filter(None, by_place.values()), default=0.0)
-        for place, rate in by_place.items():
-            values["InfiniBand rate"][place] = best - rate if rate and board else None
+            values["InfiniBand errors"][f"{place} {counter}"] = count if (count or 0) < max_count else None
+    for board, rates in rates_by_board.items():
+        best_gbit_per_s = max(filter(None, rates.values()), default=0.0)
+        for place, gbit_per_s in rates.items():
+            values["InfiniBand rate"][place] = best_gbit_per_s - gbit_per_s if gbit_per_s and board else None
     return values
 
 
 def _access(root: Path) -> Values:
-    """Adapters without a driver here, and devices that this user cannot open, as in a container without them."""
-    missing = dict[str, float | None]()
+    """Whether an adapter has no driver here, or this user cannot open its device, as in a container without it."""
+    missing_by_device = dict[str, float | None]()
     for adapter in sorted((root / "sys/bus/pci/devices").glob("*")):
         # Class 0x0207 is InfiniBand; a virtual function may belong to somebody else.
         if _text(adapter / "class").startswith("0x0207") and not (adapter / "physfn").exists():
-            missing[f"PCI {adapter.name}"] = not (adapter / "infiniband").is_dir()
+            missing_by_device[f"PCI {adapter.name}"] = not (adapter / "infiniband").is_dir()
     for verbs in sorted((root / "sys/class/infiniband_verbs").glob("uverbs*")):
-        node = root / "dev/infiniband" / verbs.name
-        missing[f"/dev/infiniband/{verbs.name}"] = not os.access(node, os.R_OK | os.W_OK)
-    return {"InfiniBand access": missing}
+        device_file = root / "dev/infiniband" / verbs.name
+        missing_by_device[f"/dev/infiniband/{verbs.name}"] = not os.access(device_file, os.R_OK | os.W_OK)
+    return {"InfiniBand access": missing_by_device}
 
 
 def _gpus(gpus: Sequence[Any]) -> Values:
@@ -160,24 +163,24 @@ def _gpus(gpus: Sequence[Any]) -> Values:
     for number, uuid, *_ in gpus:
         place, handle = f"GPU {number}", ask_nvml("nvmlDeviceGetHandleByUUID", uuid)
 
-        def ask(query: str, *words: int, handle: Any = handle) -> Any:
-            return None if handle is None else ask_nvml(query, handle, *words)
+        def ask(query: str, *arguments: int, handle: Any = handle) -> Any:
+            return None if handle is None else ask_nvml(query, handle, *arguments)
 
         values["ECC errors"][place] = ask("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE)
         values["ECC errors in its life"][place] = ask("nvmlDeviceGetTotalEccErrors", UNCORRECTED, AGGREGATE)
-        *_, pending, failed = ask("nvmlDeviceGetRemappedRows") or (None, None)
-        values["row remapping failed"][place] = failed
-        values["row remapping pending"][place] = pending
+        *_, is_pending, has_failed = ask("nvmlDeviceGetRemappedRows") or (None, None)
+        values["row remapping failed"][place] = has_failed
+        values["row remapping pending"][place] = is_pending
         for link in (n for n in range(NVLINKS) if ask("nvmlDeviceGetNvLinkState", n)):
             for check, errors in (("NVLink errors", LINK_ERRORS), ("NVLink CRC errors", CRC_ERRORS)):
-                for error, code in errors.items():
-                    count = ask("nvmlDeviceGetNvLinkErrorCounter", link, code)
+                for error, error_code in errors.items():
+                    count = ask("nvmlDeviceGetNvLinkErrorCounter", link, error_code)
                     values[check][f"{place} link {link} {error}"] = count
-        limits = [ask(f"nvmlDeviceGetPowerManagement{name}Limit") for name in ("Default", "")]
-        values["power limit"][place] = max(0, limits[0] - limits[1]) / 1e3 if all(limits) else None
-        mask = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        values["GPU clocks"][place] = None if mask is None else 0.0
-        slowdowns = (text for bit, text in SLOWDOWNS.items() if (mask or 0) & bit)
+        limits_mw = [ask(f"nvmlDeviceGetPowerManagement{name}Limit") for name in ("Default", "")]
+        values["power limit"][place] = max(0, limits_mw[0] - limits_mw[1]) / 1e3 if all(limits_mw) else None
+        slowdown_mask = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        values["GPU clocks"][place] = None if slowdown_mask is None else 0.0
+        slowdowns = (text for bit, text in SLOWDOWNS.items() if (slowdown_mask or 0) & bit)
         values["GPU clocks"] |= {f"{place} {text}": 1.0 for text in slowdowns}
     return values
 

@@ -13,7 +13,7 @@ from ultrabench.agent.agent_group import AgentGroup
 from ultrabench.agent.connection import POLL_S
 from ultrabench.agent.diagnose.hang_cause import find_hang_cause, hang_row
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.diagnose.signatures import BY_NAME
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.disk_retry import log_line
 from ultrabench.agent.ranks.node import CLEANING_S, Node
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
@@ -45,23 +45,23 @@ from ultrabench.variant import variables_of
 
 SLOWEST_GAP_FACTOR = 10.0
 """A run counts as hung only after this many times its own longest time without progress so far."""
-TOLD_S = 10.0
+STATUS_INTERVAL_S = 10.0
 """Seconds after which the measured steps of a run are written into the journal again, for `sweep status`."""
 PEER_GRACE_S = 2.0
-"""Seconds for the other ranks to report their failures after the first failure, and for what kills ranks to reach agents."""
-KILLED_CODES = frozenset(-number for number in BY_NAME["killed"].signals)
+"""Seconds after the first failure for other ranks to report theirs, and for a signal from outside to reach agents."""
+KILLED_CODES = frozenset(-number for number in CAUSE_BY_NAME["killed"].signals)
 """Exit codes of ranks that a signal from outside ended; the end of a job signals ranks and agents one after another."""
-_TIME_OVER = "its allocation ended at its time limit"
+_TIME_OVER_TEXT = "its allocation ended at its time limit"
 RACE_STEPS = 2
 """Number of measured steps after which a run may be ended as too slow."""
 
 
-def owns(claims: Path, name: str, me: dict[str, Any]) -> bool:
-    """Whether the job `me` owns the allocation `name`: it claims it now, or an earlier start of it did."""
-    if claim(claims, name, me):
+def owns(claims: Path, allocation: str, claimant: dict[str, Any]) -> bool:
+    """Whether the job `claimant` owns the allocation: it claims it now, or an earlier start of the job did."""
+    if claim(claims, allocation, claimant):
         return True
-    job = (owner(claims, name) or {}).get("job")
-    return isinstance(job, dict) and job.get("job_id") == (me["job"] or {}).get("job_id")
+    job = (owner(claims, allocation) or {}).get("job")
+    return isinstance(job, dict) and job.get("job_id") == (claimant["job"] or {}).get("job_id")
 
 
 class Leader:
@@ -71,10 +71,10 @@ class Leader:
         self._node = node
         self._allocation = node.allocation
         self._start = node.identity.job or Start()
-        self._me = node.identity.owner(node.allocation.name)
+        self._owner = node.identity.owner(node.allocation.name)
         self._group = group
         self._journal = journal
-        self._ends = time.monotonic() + node.allocation.limit_s - node.allocation.warning_s
+        self._ends_s = time.monotonic() + node.allocation.limit_s - node.allocation.warning_s
         self._results: list[tuple[Task, RunResult]] = []
         """The runs of this allocation and how they ended."""
 
@@ -82,19 +82,19 @@ class Leader:
         """Runs every task that nobody else has claimed; returns why the allocation ends."""
         self._write_lost_tasks()
         self._remove_left_checkpoints()
-        end = self._unfit() or self._not_now(self._allocation.tasks[0]) or self._preflight()
+        ending = self._unfit() or self._not_now(self._allocation.tasks[0]) or self._preflight()
         for task in self._allocation.tasks:
-            if end := end or self._not_now(task):
-                return end
+            if ending := ending or self._not_now(task):
+                return ending
             if may_fit(task, self._results) and self._claim(task):
                 self._run(task)
-        return Ending(self._group.lost or "all tasks done")
+        return Ending(self._group.outage or "all tasks done")
 
     def _write(self, event: Event) -> None:
         self._node.disk.retry(partial(self._journal.write, event))
 
     def _claim(self, task: Task) -> bool:
-        return self._node.disk.retry(partial(claim, self._node.folder.claims, str(task.key), self._me))
+        return self._node.disk.retry(partial(claim, self._node.folder.claims, str(task.key), self._owner))
 
     def _write_lost_tasks(self) -> None:
         """After a requeue, records as lost the tasks that an earlier start of this job has claimed.
@@ -103,8 +103,8 @@ class Leader:
         """
         for task in self._allocation.tasks if self._start.restart else ():
             claimed_by = self._node.disk.retry(partial(owner, self._node.folder.claims, str(task.key))) or {}
-            mine = claimed_by.get("allocation") == self._allocation.name
-            if mine and claimed_by.get("job") != self._me["job"]:
+            is_own = claimed_by.get("allocation") == self._allocation.name
+            if is_own and claimed_by.get("job") != self._owner["job"]:
                 reason = f"job {self._start.job_id} was requeued while it ran"
                 self._write_result(task, RunResult(status=Status.LOST, reason=reason), "slurm")
 
@@ -119,8 +119,8 @@ class Leader:
         def remove() -> None:
             paths = {*pattern.parent.glob(pattern.name)}
             attempts = fold(read_journal(folder.journal, log_line)).attempts if paths else {}
-            ended = {folder.checkpoint(pattern.parent, key) for key, a in attempts.items() if a.result}
-            for path in paths & ended:
+            obsolete = {folder.checkpoint(pattern.parent, key) for key, a in attempts.items() if a.result}
+            for path in paths & obsolete:
                 shutil.rmtree(path, ignore_errors=True)
 
         try:
@@ -131,22 +131,25 @@ class Leader:
     def _unfit(self) -> Ending | None:
         """Why nothing may run on these nodes: foreign processes, full disks, faults, or other sources of the program."""
         facts = self._group.facts
-        users_by_host = {str(f["host"]): ", ".join(f["foreign"]) for f in facts}
-        foreign = {h: f"other processes use the GPUs: {users}" for h, users in users_by_host.items() if users}
-        short = {str(f["host"]): str(f["short_of_space"]) for f in facts if f["short_of_space"]}
-        if faults := self._faults():
+        users_by_host = {str(f["host"]): ", ".join(f["foreign"]) for f in facts if f["foreign"]}
+        foreign_by_host = {h: f"other processes use the GPUs: {users}" for h, users in users_by_host.items()}
+        short_by_host = {str(f["host"]): str(f["short_of_space"]) for f in facts if f["short_of_space"]}
+        if fault_by_host := self._faults():
             self._write_preflight()
-        if complaint_by_host := faults | short | foreign:
-            cause = None if foreign else "disk_full" if short else "node_failure"
+        if complaint_by_host := fault_by_host | short_by_host | foreign_by_host:
+            cause = None if foreign_by_host else "disk_full" if short_by_host else "node_failure"
             return self._refuse(complaint_by_host, cause)
         refusals = (self._other_sources(str(f["host"]), f["kernel_digest"]) for f in facts)
         return next(filter(None, refusals), None)
 
     def _faults(self) -> dict[str, str]:
         """Host -> its fault, for faults that one observation proves; none where no preflight is wanted."""
-        facts, nodes = self._group.facts if self._allocation.preflight else [], self._allocation.nodes
-        faults = {str(f["host"]): complaints(f.get("health", {}), Health.FAIL, nodes=nodes) for f in facts}
-        return {host: f"the node is faulty: {'; '.join(of.values())}" for host, of in faults.items() if of}
+        facts, num_nodes = self._group.facts if self._allocation.preflight else [], self._allocation.nodes
+        fault_by_host = dict[str, str]()
+        for node_facts in facts:
+            if faults := complaints(node_facts.get("health", {}), Health.FAIL, nodes=num_nodes):
+                fault_by_host[str(node_facts["host"])] = f"the node is faulty: {'; '.join(faults.values())}"
+        return fault_by_host
 
     def _refuse(self, complaint_by_host: dict[str, str], cause: str | None) -> Ending:
         """Gives up the hosts with these complaints, which the result of the first unclaimed task records."""
@@ -162,11 +165,11 @@ class Leader:
         return Ending(reason)
 
     def _other_sources(self, host: str, digest: str) -> Ending | None:
-        """Why nothing may run on a host: its training program is not that of the sweep; None if it is."""
+        """Why nothing may run on a host whose training program differs from the sweep's; None if it does not."""
         expected_digest = self._allocation.kernel_digest
-        digest_here = f"the training program on {host} has kernel_digest {digest}, not {expected_digest}"
+        mismatch_text = f"the training program on {host} has kernel_digest {digest}, not {expected_digest}"
         remedy = "launch the sweep again to use the new sources"
-        return None if digest == expected_digest else Ending(f"{digest_here}; {remedy}")
+        return None if digest == expected_digest else Ending(f"{mismatch_text}; {remedy}")
 
     def _preflight(self) -> Ending | None:
         """Measures devices and links; returns why nothing may run if that fails or shows a fault."""
@@ -178,99 +181,103 @@ class Leader:
         if result.status != Status.OK:
             return Ending(f"the preflight failed: {result.reason}")
         self._write_preflight(probe=result.probe, environment=self._group.progress.environment)
-        faults = self._faults()
-        return self._refuse(faults, "node_failure") if faults else None
+        fault_by_host = self._faults()
+        return self._refuse(fault_by_host, "node_failure") if fault_by_host else None
 
     def _write_preflight(self, **measured: Any) -> None:
         """Writes what is known about the nodes into the journal, and warnings about them into the job's log."""
-        found = {"nodes": self._group.facts, "allocation": self._allocation.name, **measured}
-        self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=found))
-        for facts in self._group.facts:
-            for line in warning_lines(node_warnings([facts])):
+        findings = {"nodes": self._group.facts, "allocation": self._allocation.name, **measured}
+        self._write(Preflight(allocation=self._allocation.name, restart=self._start.restart, found=findings))
+        for node_facts in self._group.facts:
+            for line in warning_lines(node_warnings([node_facts])):
                 log_line(line)
 
     def _not_now(self, task: Task) -> Ending | None:
         """Why `task` must not begin now; None if it may."""
         self._group.listen(0.0)
-        if self._group.interrupted:
-            return Ending(self._group.interrupted)
-        if time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends:
+        if self._group.end_reason:
+            return Ending(self._group.end_reason)
+        if time.monotonic() + min(task.limit_s, task.predicted_duration_s) > self._ends_s:
             return Ending("no time left for the next run")
         if self._node.disk.retry(self._node.folder.pause.exists):
             return Ending("the sweep is paused", EndCode.PAUSED)
         if self._results and all(result.cause == UNMEASURED for _, result in self._results):
-            return Ending("its program could not be measured")  # the launcher decides whether others are run
+            return Ending("its program could not be measured")  # the launcher decides whether other tasks run
         if not inside(self._allocation.window, time.time()):
             return Ending(f"outside the window {self._allocation.window}", EndCode.OUTSIDE_WINDOW)
         return self._other_sources(self._node.identity.host, self._node.disk.retry(self._node.digest))
 
     def _run(self, task: Task) -> None:
-        name = {**task.key._asdict(), "allocation": self._allocation.name}
-        job, predicted = self._node.identity.job, {"step_time_s": task.predicted_step_time_s}
-        self._write(Claimed(**name, job=job, spec=to_dict(task.spec), predicted=predicted))
-        self._write(Started(**name, scratch=str(self._node.scratch)))
+        key = {**task.key._asdict(), "allocation": self._allocation.name}
+        job, prediction = self._node.identity.job, {"step_time_s": task.predicted_step_time_s}
+        self._write(Claimed(**key, job=job, spec=to_dict(task.spec), predicted=prediction))
+        self._write(Started(**key, scratch=str(self._node.scratch)))
         result = self._measure(task, self._allocation.tasks.index(task))
-        self._write_result(task, result, claimed=True)
+        self._write_result(task, result, is_claimed=True)
         self._results.append((task, result))
         self._group.finish(keep_all=result.status != Status.OK)
 
     def watch(self, task: Task) -> RunResult | None:
         """Watches the ranks of `task`; returns why ultrabench ends them, or None if they ended by themselves."""
-        group, progress, phase, told_at, failed_at = self._group, self._group.progress, "", 0.0, 0.0
+        group, progress, last_phase, written_s, failed_s = self._group, self._group.progress, "", 0.0, 0.0
         while progress.running or any(rank.code in KILLED_CODES for rank in progress.ranks):
-            now = group.listen(POLL_S)
+            now_s = group.listen(POLL_S)
             if progress.port is not None:
                 group.order("store", port=progress.port)
                 progress.port = None
             rank0 = progress.ranks[0]
-            if (rank0.phase != phase or now - told_at >= TOLD_S) and not task.probe:
-                phase, told_at = rank0.phase, now
-                self._tell_phase(task, rank0)
-            ended = group.interrupted or (_TIME_OVER if time.monotonic() > self._ends else None)
-            if ended:
-                return RunResult(status=Status.CANCELLED, reason=ended, cause="stopped")
+            if (rank0.phase != last_phase or now_s - written_s >= STATUS_INTERVAL_S) and not task.probe:
+                last_phase, written_s = rank0.phase, now_s
+                self._write_phase(task, rank0)
+            end_reason = group.end_reason or (_TIME_OVER_TEXT if time.monotonic() > self._ends_s else None)
+            if end_reason:
+                return RunResult(status=Status.CANCELLED, reason=end_reason, cause="stopped")
             if progress.failed:
-                failed_at = failed_at or now
-                if now - failed_at > PEER_GRACE_S:
+                failed_s = failed_s or now_s
+                if now_s - failed_s > PEER_GRACE_S:
                     return None
-            elif missed := overdue(task, progress, now):
-                if missed.status != Status.HANG:
-                    return missed
-                if hung := _hung(group, missed):
-                    return hung
-            elif lost := self._lost_race(task, rank0):
-                return lost
+            elif missed_deadline := overdue(task, progress, now_s):
+                if missed_deadline.status != Status.HANG:
+                    return missed_deadline
+                if hang := _hung(group, missed_deadline):
+                    return hang
+            elif too_slow := self._too_slow(task, rank0):
+                return too_slow
         return None
 
-    def _tell_phase(self, task: Task, rank: RankProgress) -> None:
+    def _write_phase(self, task: Task, rank: RankProgress) -> None:
         """Writes the phase of a run and the steps that it has measured into the journal."""
-        times = rank.measured_steps(task.measure)
-        name = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_at}
-        self._write(Phase(**name, steps=len(times) or None, step_time_s=median(times) if times else None))
+        times_s = rank.measured_steps(task.measure)
+        key = {**task.key._asdict(), "name": rank.phase, "at": rank.phase_began_s}
+        median_s = median(times_s) if times_s else None
+        self._write(Phase(**key, steps=len(times_s) or None, step_time_s=median_s))
 
-    def _lost_race(self, task: Task, rank: RankProgress) -> RunResult | None:
+    def _too_slow(self, task: Task, rank: RankProgress) -> RunResult | None:
         """The end of a run that is clearly slower than the best of its cell; None while it may still win.
 
         Controls and repeats may be slow. No run is ended before the step at which losses are compared.
         """
-        measure, times = task.measure, rank.measured_steps(task.measure)
-        exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done
-        if measure.race is None or exempt or len(rank.steps) < measure.loss_step or len(times) < RACE_STEPS:
+        measure, times_s = task.measure, rank.measured_steps(task.measure)
+        is_exempt = task.run_id == self._allocation.control or task.repeat > 0 or rank.done_line
+        if measure.race is None or is_exempt:
+            return None
+        if len(rank.steps) < measure.loss_step or len(times_s) < RACE_STEPS:
             return None
         best_s = best_here_s(task, self._results, self._allocation.control)
-        if best_s is None or min(times) <= measure.race * best_s:
+        if best_s is None or min(times_s) <= measure.race * best_s:
             return None
-        reason = f"the fastest of {len(times)} steps took {min(times):.4g} s"
+        reason = f"the fastest of {len(times_s)} steps took {min(times_s):.4g} s"
         reason += f"; the best of its cell takes {best_s:.4g} s"
         return RunResult(status=Status.OK, reason=reason, stopped=SLOWER)
 
     def _write_result(
-        self, task: Task, result: RunResult, source: str = "agent", claimed: bool = False
+        self, task: Task, result: RunResult, source: str = "agent", is_claimed: bool = False
     ) -> None:
-        """Writes the result of a task, without its spec where the event Claimed of this agent has told it."""
-        name = {**task.key._asdict(), "allocation": self._allocation.name}
-        kind, spec = Result if result.status == Status.OK else Failed, {} if claimed else to_dict(task.spec)
-        self._write(kind(**name, source=source, spec=spec, result=result))
+        """Writes the result of a task, without its spec if the event Claimed of this agent has it."""
+        key = {**task.key._asdict(), "allocation": self._allocation.name}
+        event_type = Result if result.status == Status.OK else Failed
+        spec = {} if is_claimed else to_dict(task.spec)
+        self._write(event_type(**key, source=source, spec=spec, result=result))
 
     def _measure(self, task: Task, index: int) -> RunResult:
         """Starts the ranks of a task, watches and kills them, and returns the result."""
@@ -279,20 +286,20 @@ class Leader:
         end, progress = self.watch(task), group.progress
         group.end_ranks()
         try:
-            result = classify(progress, task, end, group.lost, group.lost_cause)
+            result = classify(progress, task, end, group.outage, group.outage_cause)
             canonical_json(to_dict(result))  # fails where the journal would
-        except Exception as error:  # ranks may report anything, for which the node is not to blame
+        except Exception as error:  # ranks may report anything; the node is not to blame
             reason = f"the reports of the ranks cannot be classified: {type(error).__name__}: {error}"
             result = RunResult(status=Status.INVALID, reason=reason, cause="bad_report")
-        digest, varied = self._allocation.kernel_digest, variables_of(task.spec.variant)
+        digest, overrides = self._allocation.kernel_digest, variables_of(task.spec.variant)
         return replace(
             result,
-            variables={name: value for name, value in result.variables.items() if name not in varied},
-            duration_s=time.monotonic() - progress.monotonic_start,
+            variables={name: value for name, value in result.variables.items() if name not in overrides},
+            duration_s=time.monotonic() - progress.monotonic_start_s,
             **group.measured(),
             hostnames=tuple(group.hosts),
             kernel_digest=digest,
-            env_id=env_id(progress.environment, task.spec.kernel, digest, varied),
+            env_id=env_id(progress.environment, task.spec.kernel, digest, overrides),
         )
 
 
@@ -307,71 +314,71 @@ def may_fit(task: Task, results: Sequence[tuple[Task, RunResult]]) -> bool:
 
 
 def best_here_s(task: Task, results: Sequence[tuple[Task, RunResult]], control: str | None) -> float | None:
-    """Step time that the best run of the task's cell takes in this allocation, as far as it is known here.
+    """Step time that the best run of the task's cell takes in this allocation, as far as this agent knows.
 
-    What another allocation has measured is converted by the control run, where both have measured it.
+    Step times of another allocation are converted by the control run, if both allocations have measured it.
 
     Args:
         results: the runs of this allocation and how they ended.
         control: run_id of the control run of the allocation.
     """
-    timed = [(run, result, median(result.step_times_s)) for run, result in results if result.step_times_s]
-    controls_s = [s for run, result, s in timed if run.run_id == control and result.status == Status.OK]
-    elsewhere_s = task.best_step_time_s
+    timings = [(run, result, median(result.step_times_s)) for run, result in results if result.step_times_s]
+    controls_s = [s for run, result, s in timings if run.run_id == control and result.status == Status.OK]
+    best_elsewhere_s = task.best_step_time_s
     if controls_s and task.best_control_ratio:
-        elsewhere_s = controls_s[0] / task.best_control_ratio
+        best_elsewhere_s = controls_s[0] / task.best_control_ratio
     repeats = [
         Repeat(run_id=run.run_id, cell=run.spec.cell, status=r.status, stopped=r.stopped, suspect=r.throttled, rate=1 / s)
-        for run, r, s in timed
+        for run, r, s in timings
     ]  # fmt: skip
-    if elsewhere_s:
-        repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / elsewhere_s))
-    ranked = standings(repeats).get(task.spec.cell, [])
-    # A suspect run is no measure, even where a cell has no others: it may be suspect because it seems too fast.
-    return 1 / ranked[0].rate if ranked and ranked[0].may_win and ranked[0].rate else None
+    if best_elsewhere_s:
+        repeats.append(Repeat(run_id="", cell=task.spec.cell, status=Status.OK, rate=1 / best_elsewhere_s))
+    ranking = standings(repeats).get(task.spec.cell, [])
+    # A suspect run is no reference, even if its cell has no other run; it may be suspect because it seems too fast.
+    return 1 / ranking[0].rate if ranking and ranking[0].may_win and ranking[0].rate else None
 
 
-def _hung(group: AgentGroup, missed: RunResult) -> RunResult | None:
+def _hung(group: AgentGroup, missed_deadline: RunResult) -> RunResult | None:
     """Collects the evidence of a hang and finds its cause, before the ranks are killed.
 
-    It is none, and the run goes on, where a rank moved meanwhile: then the host was slow, and the next deadline is longer.
+    Returns None, and the run continues, if a rank moved meanwhile; the host was slow, so the next deadline is longer.
     """
-    before = group.progress.positions
+    positions = group.progress.positions
     group.examine()
-    if group.progress.positions != before and not group.progress.failed:
+    if group.progress.positions != positions and not group.progress.failed:
         return None
     cause = find_hang_cause(group.progress.ranks)
     evidence = {"hang_cause": cause.text, "hang_evidence": [hang_row(rank) for rank in group.progress.ranks]}
-    reason, hosts = f"{cause.headline}; {missed.reason}", {rank.host for rank in cause.culprits}
-    return replace(missed, reason=reason, suspect_hosts=tuple(sorted(hosts)), evidence=evidence)
+    reason, hosts = f"{cause.headline}; {missed_deadline.reason}", {rank.host for rank in cause.culprits}
+    return replace(missed_deadline, reason=reason, suspect_hosts=tuple(sorted(hosts)), evidence=evidence)
 
 
-def overdue(task: Task, progress: AttemptProgress, now: float) -> RunResult | None:
-    """How a run ends that has missed a deadline at `now`, by the leader's time; None while there is time.
+def overdue(task: Task, progress: AttemptProgress, now_s: float) -> RunResult | None:
+    """How a run ends that has missed a deadline at `now_s`, by the leader's time; None while there is time.
 
     Until a program of the user has reported something, only its time limit applies. A run that has measured
     enough steps until its time limit is ok. Checkpoints have a limit of their own, and their run stays ok.
     """
     measure, rank, phase = task.measure, progress.ranks[0], progress.ranks[0].phase
-    if phase == CHECKPOINT_PHASE:  # all is measured, and what a file system delays is no hang
-        if now - rank.phase_since <= measure.checkpoint_limit_s:
+    if phase == CHECKPOINT_PHASE:  # the steps are measured, and a slow file system is no hang
+        if now_s - rank.phase_since_s <= measure.checkpoint_limit_s:
             return None
         reason = f"saving and loading the state did not finish within {measure.checkpoint_limit_s:g} s"
         return RunResult(status=Status.OK, reason=reason, cause=DISK_SLOW)
-    if now - progress.started > task.limit_s:
+    if now_s - progress.started_s > task.limit_s:
         reason = f"still in phase {phase} after its limit of {task.limit_s:g} s"
         reason += f"; {len(rank.steps)} steps done" if rank.steps else ""
-        enough = len(rank.measured_steps(measure)) >= measure.min_steps
-        if enough and len(rank.steps) >= measure.loss_step:
+        has_enough_steps = len(rank.measured_steps(measure)) >= measure.min_steps
+        if has_enough_steps and len(rank.steps) >= measure.loss_step:
             return RunResult(status=Status.OK, reason=reason, stopped="time_limit")
         return RunResult(status=Status.TIMEOUT, reason=reason, cause="time_limit")
     # Writing a large trace may take as long as a start.
-    if progress.first_step is None or phase == TRACE_PHASE:
-        allowed = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
+    if progress.first_step_s is None or phase == TRACE_PHASE:
+        deadline_s = max(measure.start_deadline_s, SLOWEST_GAP_FACTOR * task.predicted_step_time_s)
     else:
-        allowed = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)
-    silence = now - max(rank.moved for rank in progress.ranks)
-    if silence > allowed and (progress.spoke or task.forked):
-        reason = f"no progress for {silence:.1f} s in phase {phase} (deadline {allowed:.1f} s)"
+        deadline_s = max(measure.deadline_floor_s, SLOWEST_GAP_FACTOR * progress.slowest_gap_s)
+    silence_s = now_s - max(rank.moved_s for rank in progress.ranks)
+    if silence_s > deadline_s and (progress.has_reported or task.forked):
+        reason = f"no progress for {silence_s:.1f} s in phase {phase} (deadline {deadline_s:.1f} s)"
         return RunResult(status=Status.HANG, reason=reason, cause="hang")
     return None

@@ -1,4 +1,4 @@
-"""On which node an agent runs, of which job, and in which start of that job."""
+"""The node and the job of an agent, and which start of that job it is."""
 
 import contextlib
 import os
@@ -35,50 +35,52 @@ class NodeIdentity:
         """Name of the file with the address of the leader, different for each start of the job."""
         return f"leader-{self.job.job_id}.{self.job.restart}.json" if self.job else "leader.json"
 
-    def folder(self, argument: str) -> Path:
-        """The folder of the allocation; `argument` is its path, without the index in a job array."""
-        return Path(argument if self.array_task is None else f"{argument}.{self.array_task}")
+    def folder(self, path: str) -> Path:
+        """The folder of the allocation; `path` is its path, without the index in a job array."""
+        return Path(path if self.array_task is None else f"{path}.{self.array_task}")
 
-    def address(self, one_host: bool) -> str:
+    def address(self, on_one_host: bool) -> str:
         """The address at which the other nodes of the allocation reach this node.
 
-        Of several addresses it is one on which this node can listen, IPv4 before IPv6. Some systems give a
-        host's own name only to its loopback device. Then this is SLURM_LAUNCH_NODE_IPADDR, the address from
+        Among several addresses it is one on which this node can listen, IPv4 before IPv6. On some systems the
+        host's own name leads only to loopback addresses. Then it is SLURM_LAUNCH_NODE_IPADDR, the address from
         which Slurm started the tasks: that of the first node.
         """
-        loopback, resolved = ["127.0.0.1", "::1"], set[str]()
-        if one_host:
-            return min(loopback, key=_preference)
+        loopbacks, addresses = ["127.0.0.1", "::1"], set[str]()
+        if on_one_host:
+            return min(loopbacks, key=_preference)
         with contextlib.suppress(OSError):
             sockaddrs = [info[4] for info in socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)]
-            # Of link-local addresses this also gives the zone, such as %eth0.
-            resolved = {socket.getnameinfo(sockaddr, socket.NI_NUMERICHOST)[0] for sockaddr in sockaddrs}
-        outside = [address for address in resolved if not ip_address(address).is_loopback]
-        launch_node = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-        return min(outside, key=_preference) if outside else launch_node or min(loopback, key=_preference)
+            # For link-local addresses the result also has the zone, such as %eth0.
+            addresses = {socket.getnameinfo(sockaddr, socket.NI_NUMERICHOST)[0] for sockaddr in sockaddrs}
+        external_addresses = [address for address in addresses if not ip_address(address).is_loopback]
+        launch_address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        if external_addresses:
+            return min(external_addresses, key=_preference)
+        return launch_address or min(loopbacks, key=_preference)
 
 
 def _preference(address: str) -> tuple[bool, bool, bool, str]:
     """Sort key of an address at which a node can be reached, the best first."""
-    usable = False
+    can_listen = False
     with contextlib.suppress(OSError), listen(address):
-        usable = True
-    return not usable, ip_address(address).is_link_local, ":" in address, address
+        can_listen = True
+    return not can_listen, ip_address(address).is_link_local, ":" in address, address
 
 
 def identify_node(environ: Mapping[str, str], simulated: bool = False) -> NodeIdentity:
     """The node that environment variables describe: of a Slurm job, a process of submitit, or neither."""
     hostname = socket.gethostname().split(".")[0]
-    # submitit sets this for its local processes, which may have been started inside a Slurm job.
-    local = environ.get("SUBMITIT_LOCAL_GLOBALID")
-    if local is not None or "SLURM_JOB_ID" not in environ:
-        node = int(local or 0)
+    # submitit sets this variable for its local processes, which may run inside a Slurm job.
+    local_index = environ.get("SUBMITIT_LOCAL_GLOBALID")
+    if local_index is not None or "SLURM_JOB_ID" not in environ:
+        node = int(local_index or 0)
         return NodeIdentity(node=node, host=f"local-{node}" if simulated else hostname)
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    job_id = f"{array}_{task}" if array and task else environ["SLURM_JOB_ID"]
+    array_id, task_index = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job_id = f"{array_id}_{task_index}" if array_id and task_index else environ["SLURM_JOB_ID"]
     return NodeIdentity(
         node=int(environ.get("SLURM_NODEID", 0)),
         host=environ.get("SLURMD_NODENAME") or hostname,
         job=Start(job_id=job_id, restart=int(environ.get("SLURM_RESTART_COUNT") or 0)),
-        array_task=task,
+        array_task=task_index,
     )

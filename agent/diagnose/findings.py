@@ -5,37 +5,36 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ultrabench.agent.diagnose.signatures import BY_NAME, Cause, by_text, last_line, quoted
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, Cause, cause_by_text, last_line, quoted
 from ultrabench.agent.ranks.rank_progress import RankProgress
 from ultrabench.record import content_id
 from ultrabench.result import Status
 
-OWN_SHARE = 0.95
-"""Share of a GPU's memory that must be free when the run begins, and free or its own when it runs out."""
-TORCH_SHARE = 0.85
-"""Share in place of OWN_SHARE where only the memory of torch is known, not that of the CUDA context and NCCL."""
-VAGUE = frozenset({"exit_code", "bus_error", "signal", "abort"})
-"""Causes of which the log says nothing more; a full disk explains them, and why the log is silent."""
-LIMIT_SHARE = 0.9
-"""Share of a CPU rank's limit that must be used; below 1, because a rank frees memory before it reports."""
-FRAMES = 3
+MIN_OWN_SHARE = 0.95
+"""Share of a GPU's memory that must be free when the run begins, and free or used by the run when it runs out."""
+MIN_TORCH_SHARE = 0.85
+"""Share in place of MIN_OWN_SHARE where only the memory of torch is known, without the CUDA context and NCCL."""
+VAGUE_CAUSES = frozenset({"exit_code", "bus_error", "signal", "abort"})
+"""Causes that the log does not explain further; a full disk explains them, and why the log is silent."""
+MIN_LIMIT_SHARE = 0.9
+"""Share of its limit that a CPU rank must have used; below 1, because a rank frees memory before it reports."""
+NUM_FRAMES = 3
 """Number of innermost frames that count in a fingerprint; those of installed packages do not count."""
-
 
 INVALID_KINDS = {"non_finite": "non_finite_loss", "replicas": "replicas_differ", "option": "option_ignored"}
 """Kind of an error of our own kernel -> the cause that makes the run invalid."""
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = r"([\d.]+) (bytes|[KMG]iB)"
-_TEXTS = {
+_SIZE_PATTERNS = {
     # torch 2, c10/cuda/CUDACachingAllocator.cpp; the second of each pair is the text of torch 1.
     "total": (f"total capacity of {_SIZE}", f"{_SIZE} total capacity"),
     "free": (f"of which {_SIZE} is free", f"{_SIZE} free"),
     "process": (f"this process has {_SIZE} memory in use",),
     "torch": (f"{_SIZE} reserved in total",),
 }
-_FRAME = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
-_PACKAGES = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
-_VOLATILE = (
+_FRAME_LINE = re.compile(r'^\s*(?:\[rank\d+\]:\s*)?File "([^"]+)", line \d+, in (\S+)', re.MULTILINE)
+_PACKAGE_PATH = re.compile(r"/(?:site|dist)-packages/|/lib/python\d|^<frozen ")
+_VOLATILE_PATTERNS = (
     (re.compile(r"(?:/[\w.+@-]+)+/"), ""),  # folders; the name of the file stays
     (re.compile(r"\b0x[0-9a-f]+\b|\b(?=[a-f]*\d)[0-9a-f]{6,}\b", re.IGNORECASE), "#"),
     (re.compile(r"\b\d+(?:[.:]\d+)+\b|\b\d+(?:\.\d+)?(?:e[+-]?\d+)?\b"), "#"),
@@ -51,70 +50,70 @@ class Finding(NamedTuple):
     cause: Cause
     line: str
     """The line of the rank's error or log that shows the failure."""
-    certain: bool = False
-    """The rank itself or Linux reported the failure, so that it counts whoever ended the rank."""
+    is_certain: bool = False
+    """Whether the rank itself or Linux reported the failure; then it counts, whoever ended the rank."""
 
     @property
     def key(self) -> tuple[int, float, int, int]:
-        """The sort key: roots before consequences, then the failure that was known first."""
-        place = list(BY_NAME).index(self.cause.name)
-        return self.cause.tier, self.rank.failed_at or 0.0, place, self.rank.number
+        """The sort key: roots before consequences, then by the time when the leader learned of the failure."""
+        cause_index = list(CAUSE_BY_NAME).index(self.cause.name)
+        return self.cause.tier, self.rank.failed_at_s or 0.0, cause_index, self.rank.number
 
 
 def findings(ranks: Sequence[RankProgress]) -> list[Finding]:
     """One finding for each rank that failed, the likeliest root first."""
-    rank_findings = [f for rank in ranks if (f := _finding(rank))]
-    early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done]
-    # If most ranks have ended well, the others are only late.
+    rank_findings = [finding for rank in ranks if (finding := _finding(rank))]
+    early_ranks = [rank for rank in ranks if rank.ended_well and not rank.done_line]
+    # If most ranks have ended well, the other ranks will follow.
     for rank in early_ranks if len(early_ranks) <= len(ranks) / 2 else ():
         line = f"exited with code 0 in phase {rank.phase} while other ranks kept running"
-        rank_findings.append(Finding(rank=rank, cause=BY_NAME["exited_early"], line=line))
-    return sorted(rank_findings, key=lambda f: f.key)
+        rank_findings.append(Finding(rank=rank, cause=CAUSE_BY_NAME["exited_early"], line=line))
+    return sorted(rank_findings, key=lambda finding: finding.key)
 
 
 def _finding(rank: RankProgress) -> Finding | None:
-    if rank.ended_well or (not rank.error and rank.code is None):
+    if rank.ended_well or (not rank.error_line and rank.code is None):
         return None
     ended_by_us = rank.killed_by_us and rank.code == -signal.SIGKILL
-    if rank.error:
-        cause_and_line: tuple[Cause, str] | None = _of_error(rank)
+    if rank.error_line:
+        cause_and_line: tuple[Cause, str] | None = _cause_by_error(rank)
     elif rank.oom_killed:
-        cause_and_line = BY_NAME["host_oom"], "killed by Linux because the host ran out of memory"
+        cause_and_line = CAUSE_BY_NAME["host_oom"], "killed by Linux because the host ran out of memory"
     elif ended_by_us:
         # A rank may fail and then hang, since libraries wait for peers; only a final traceback counts then.
-        cause_and_line = by_text(rank.tail, only_uncaught=True)
+        cause_and_line = cause_by_text(rank.tail, only_uncaught=True)
     else:
-        cause_and_line = of_exit(rank)
+        cause_and_line = cause_by_exit(rank)
     if cause_and_line is None:
         return None
     cause, line = cause_and_line
-    if rank.disk_full and cause.name in VAGUE:
-        cause, line = BY_NAME["disk_full"], rank.disk_full
-    certain = bool(rank.error) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
+    if rank.disk_full and cause.name in VAGUE_CAUSES:
+        cause, line = CAUSE_BY_NAME["disk_full"], rank.disk_full
+    is_certain = bool(rank.error_line) or rank.oom_killed or (cause.status == Status.OOM and not ended_by_us)
     if cause.name == "cuda_oom" and own_gpu_memory(rank) is False:
-        cause = BY_NAME["foreign_memory"]
-    return Finding(rank=rank, cause=cause, line=line, certain=certain)
+        cause = CAUSE_BY_NAME["foreign_memory"]
+    return Finding(rank=rank, cause=cause, line=line, is_certain=is_certain)
 
 
-def _of_error(rank: RankProgress) -> tuple[Cause, str]:
+def _cause_by_error(rank: RankProgress) -> tuple[Cause, str]:
     """The cause of an error that the rank reported; its text may be more exact than its kind."""
-    kind, message = rank.error.get("kind"), rank.error.get("message") or "(no message)"
-    cause, _ = by_text(rank.last_text) or (BY_NAME["exception"], "")
+    kind, message = rank.error_line.get("kind"), rank.error_line.get("message") or "(no message)"
+    cause, _ = cause_by_text(rank.last_text) or (CAUSE_BY_NAME["exception"], "")
     if kind in INVALID_KINDS:
-        cause = BY_NAME[INVALID_KINDS[kind]]
+        cause = CAUSE_BY_NAME[INVALID_KINDS[kind]]
     elif kind == "oom" and cause.status != Status.OOM:
-        cause = BY_NAME["cpu_oom"]
+        cause = CAUSE_BY_NAME["cpu_oom"]
     elif kind == "comm" and cause.name == "exception":
-        cause = BY_NAME["connection_error"]
+        cause = CAUSE_BY_NAME["connection_error"]
     return cause, quoted(message)
 
 
-def of_exit(rank: RankProgress) -> tuple[Cause, str]:
+def cause_by_exit(rank: RankProgress) -> tuple[Cause, str]:
     """The cause by the exit code, or by the log if that is more exact."""
-    code, final_line, cause_and_line = rank.code or 0, last_line(rank.tail), by_text(rank.tail)
+    code, final_line, cause_and_line = rank.code or 0, last_line(rank.tail), cause_by_text(rank.tail)
     if code > 0:
-        return cause_and_line or (BY_NAME["exit_code"], f"exited with code {code}: {final_line}")
-    cause = next((cause for cause in BY_NAME.values() if -code in cause.signals), BY_NAME["signal"])
+        return cause_and_line or (CAUSE_BY_NAME["exit_code"], f"exited with code {code}: {final_line}")
+    cause = next((c for c in CAUSE_BY_NAME.values() if -code in c.signals), CAUSE_BY_NAME["signal"])
     # A library that aborts prints why, and a rank that lost a peer may die in any way.
     lost_peer = cause.name == "segfault" and cause_and_line and cause_and_line[0].status == Status.COMM_ERROR
     if cause_and_line and (cause.name == "abort" or lost_peer):
@@ -124,48 +123,52 @@ def of_exit(rank: RankProgress) -> tuple[Cause, str]:
 
 
 def own_gpu_memory(rank: RankProgress) -> bool | None:
-    """Whether the run itself filled the GPU; False: other processes held memory; None: unknown.
+    """Whether the run itself filled the GPU: False if other processes held memory, None if unknown.
 
     It follows from the allocator's message, from free_bytes and total_bytes, which the rank reported when the
     run began, and from free_bytes, total_bytes and torch_bytes, which it reported when it ran out.
     """
-    memory, error, text = rank.memory, rank.error, rank.last_text
-    sizes = {name: _size(text, patterns) for name, patterns in _TEXTS.items()}
+    memory, error, text = rank.memory_report, rank.error_line, rank.last_text
+    sizes = {name: _size_bytes(text, patterns) for name, patterns in _SIZE_PATTERNS.items()}
     free_share_at_start = _share(memory.get("free_bytes"), 0.0, memory.get("total_bytes"))
-    if free_share_at_start is not None and free_share_at_start < OWN_SHARE:
+    if free_share_at_start is not None and free_share_at_start < MIN_OWN_SHARE:
         return False
     process_share = _share(sizes["process"], sizes["free"], sizes["total"])
     if process_share is not None:
-        return process_share >= OWN_SHARE
+        return process_share >= MIN_OWN_SHARE
     reported_share = _share(error.get("torch_bytes"), error.get("free_bytes"), error.get("total_bytes"))
     torch_share = _share(sizes["torch"], sizes["free"], sizes["total"]) or reported_share
-    return (torch_share or 0.0) >= (OWN_SHARE if free_share_at_start is None else TORCH_SHARE) or None
+    return (torch_share or 0.0) >= (MIN_OWN_SHARE if free_share_at_start is None else MIN_TORCH_SHARE) or None
 
 
 def own_limit(rank: RankProgress) -> bool | None:
-    """Whether a CPU rank reached the limit that was set for it; None: unknown.
+    """Whether a CPU rank reached the limit that was set for it; None if unknown.
 
     It follows from limit_bytes, which the rank reported when the limit was set, from data_bytes, which were in
     use when it ran out, if they are known, and from the allocator's message.
     """
-    limit, used = rank.memory.get("limit_bytes"), rank.error.get("data_bytes")
-    request = re.search(r"you tried to allocate (\d+) bytes", rank.last_text)
-    if limit is None:
+    limit_bytes, used_bytes = rank.memory_report.get("limit_bytes"), rank.error_line.get("data_bytes")
+    request_match = re.search(r"you tried to allocate (\d+) bytes", rank.last_text)
+    if limit_bytes is None:
         return None
-    return used is None or request is None or used + int(request[1]) > LIMIT_SHARE * limit or None
+    if used_bytes is None or request_match is None:
+        return True
+    return used_bytes + int(request_match[1]) > MIN_LIMIT_SHARE * limit_bytes or None
 
 
-def _share(used: float | None, free: float | None, total: float | None) -> float | None:
-    return None if used is None or free is None or not total else (used + free) / total
+def _share(used_bytes: float | None, free_bytes: float | None, total_bytes: float | None) -> float | None:
+    if used_bytes is None or free_bytes is None or not total_bytes:
+        return None
+    return (used_bytes + free_bytes) / total_bytes
 
 
-def _size(text: str, patterns: tuple[str, ...]) -> float | None:
+def _size_bytes(text: str, patterns: tuple[str, ...]) -> float | None:
     match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
-    return match and float(match[1].rstrip(".")) * _UNITS[match[2]]
+    return match and float(match[1].rstrip(".")) * _UNIT_BYTES[match[2]]
 
 
 def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[str]) -> str:
-    """16 hex digits that are equal for the same failure wherever and whenever it happens.
+    """16 hex digits that are equal for the same failure at any place and time.
 
     They do not depend on numbers, addresses, folders, ranks, hosts or times.
 
@@ -175,10 +178,10 @@ def fingerprint(cause: str, phase: str, line: str, stack: str, hosts: Sequence[s
         stack: a text with the traceback, if there is one.
         hosts: names of hosts that do not count.
     """
-    frames = [(path, name) for path, name in _FRAME.findall(stack) if not _PACKAGES.search(path)]
-    places = [f"{path.rpartition('/')[2]}:{name}" for path, name in frames[-FRAMES:]]
+    frames = [(path, name) for path, name in _FRAME_LINE.findall(stack) if not _PACKAGE_PATH.search(path)]
+    frame_names = [f"{path.rpartition('/')[2]}:{name}" for path, name in frames[-NUM_FRAMES:]]
     for host in sorted(hosts, key=len, reverse=True):
         line = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "HOST", line)
-    for pattern, replacement in _VOLATILE:
+    for pattern, replacement in _VOLATILE_PATTERNS:
         line = pattern.sub(replacement, line)
-    return content_id([cause, phase, places, line.strip()])
+    return content_id([cause, phase, frame_names, line.strip()])

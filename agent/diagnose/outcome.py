@@ -12,13 +12,13 @@ from typing import Any
 
 from ultrabench.agent.diagnose.findings import (
     Finding,
+    cause_by_exit,
     findings,
     fingerprint,
-    of_exit,
     own_gpu_memory,
     own_limit,
 )
-from ultrabench.agent.diagnose.signatures import BY_NAME, by_text, last_line, last_words, quoted
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, cause_by_text, ending_lines, last_line, quoted
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
 from ultrabench.log_patterns import TRY_LOG, misread, nearest_lines
@@ -32,17 +32,17 @@ from ultrabench.store.kernel_secrets import redacted
 MESSAGE_CHARS = 1000
 """Longest error message of a rank, in characters, that is kept in the journal."""
 DEVICE_SLACK = 0.02
-"""Share by which a device may have more memory than its file says; devices of one name differ by less."""
+"""Share by which a device may have more memory than its configuration says; devices of one name differ by less."""
 
-_STOPPED = "the run was stopped early because it was slower; measure.race=null never does this"
+_STOPPED_TEXT = "the run was stopped early because it was slower; measure.race=null never does this"
 
 
 def classify(
     progress: AttemptProgress,
     task: Task,
     end: RunResult | None,
-    lost: str | None = None,
-    lost_cause: str = "node_failure",
+    outage: str | None = None,
+    outage_cause: str = "node_failure",
 ) -> RunResult:
     """The result of an attempt whose ranks are all gone.
 
@@ -52,76 +52,76 @@ def classify(
 
     Args:
         end: why ultrabench ended the ranks; None if they ended by themselves.
-        lost: which node was lost; None if none was.
-        lost_cause: the cause of that.
+        outage: which node was lost and why; None if none was.
+        outage_cause: the cause of the outage.
     """
-    measure, result = task.measure, _explained(progress, task, end, lost)
+    measure, result = task.measure, _diagnosis(progress, task, end, outage)
     if result.cause == "node_failure":
-        result = replace(result, cause=lost_cause)
-    if result.cause in (UNMEASURED, "time_limit") and (unmatched := _unmatched(progress.ranks, task)):
-        result = replace(result, reason=f"{result.reason}; {unmatched}")
-    environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done
-    gpu, expected_names = environment.get("gpu_name"), () if task.probe else task.gpu_names
-    if result.status == Status.OK and expected_names and gpu is not None and gpu not in expected_names:
-        result = _invalid("wrong_gpu", f"it ran on {gpu!r}, not on {' or '.join(expected_names)}")
-    times = rank0.measured_steps(measure)
-    source_mfu = median(rank0.mfus[-len(times) :]) if times and rank0.mfus else None
-    if result.status == Status.OK and (wrong := _misread(progress.ranks, task, source_mfu)):
-        result = _invalid(UNMEASURED, wrong)
-    interval = ci95_rel(times)
+        result = replace(result, cause=outage_cause)
+    if result.cause in (UNMEASURED, "time_limit") and (hint := _step_line_hint(progress.ranks, task)):
+        result = replace(result, reason=f"{result.reason}; {hint}")
+    environment, rank0, done_line = progress.environment, progress.ranks[0], progress.ranks[0].done_line
+    gpu_name, expected_names = environment.get("gpu_name"), () if task.probe else task.gpu_names
+    if result.status == Status.OK and expected_names and gpu_name not in (None, *expected_names):
+        result = _invalid("wrong_gpu", f"it ran on {gpu_name!r}, not on {' or '.join(expected_names)}")
+    times_s = rank0.measured_steps(measure)
+    source_mfu = median(rank0.mfus[-len(times_s) :]) if times_s and rank0.mfus else None
+    if result.status == Status.OK and (misread_text := _misread_text(progress.ranks, task, source_mfu)):
+        result = _invalid(UNMEASURED, misread_text)
+    interval_rel = ci95_rel(times_s)
     names = ("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version", "omp_num_threads")
     versions: dict[str, Any] = {name: environment.get(name) for name in names}
-    ok, evidence = result.status == Status.OK, end.evidence if end else {}
+    is_ok, evidence = result.status == Status.OK, end.evidence if end else {}
     return replace(
         result,
         **versions,
         variables=redacted(environment.get("variables") or {})[0],
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
         source_mfu=source_mfu,
-        stopped=done_line.get("stopped") or ((result.stopped or "program") if ok else None),
-        ci_reached=None if interval is None else interval <= measure.target_ci95_rel,
-        step_times_s=tuple(times),
+        stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
+        ci_reached=None if interval_rel is None else interval_rel <= measure.target_ci95_rel,
+        step_times_s=tuple(times_s),
         rank_step_times_s=extremes([rank.measured_steps(measure) for rank in progress.ranks]),
         loss_final=_loss(rank0, measure),
         loss_step=measure.loss_step,
         hardware_flops_per_step=done_line.get("hardware_flops_per_step"),
-        ran=rank0.ran,
+        ran=rank0.options_read_back,
         gradient_norm=rank0.steps[0].get("gradient_norm") if rank0.steps else None,
-        graphs=max((r.done["graphs"] for r in progress.ranks if "graphs" in r.done), default=None),
-        attention=rank0.ran.get("attention"),
-        peak_mem_allocated_bytes=_largest(progress.ranks, "allocated_bytes"),
-        peak_mem_reserved_bytes=_largest(progress.ranks, "reserved_bytes"),
-        peak_mem_reserved_rank0_bytes=rank0.memory.get("reserved_bytes"),
-        allocator_retries=_largest(progress.ranks, "allocator_retries"),
-        **_checkpoint(progress, task, end or result, lost),
-        init_time_s=progress.first_step - progress.started if progress.first_step else None,
+        graphs=max((r.done_line["graphs"] for r in progress.ranks if "graphs" in r.done_line), default=None),
+        attention=rank0.options_read_back.get("attention"),
+        peak_mem_allocated_bytes=_max_over_ranks(progress.ranks, "allocated_bytes"),
+        peak_mem_reserved_bytes=_max_over_ranks(progress.ranks, "reserved_bytes"),
+        peak_mem_reserved_rank0_bytes=rank0.memory_report.get("reserved_bytes"),
+        allocator_retries=_max_over_ranks(progress.ranks, "allocator_retries"),
+        **_checkpoint(progress, task, end or result, outage),
+        init_time_s=progress.first_step_s - progress.started_s if progress.first_step_s else None,
         started_at=progress.started_at,
         probe=progress.probe,
-        evidence={} if ok else {"ranks": [_evidence(rank) for rank in progress.ranks], **evidence},
+        evidence={} if is_ok else {"ranks": [_evidence(rank) for rank in progress.ranks], **evidence},
     )
 
 
-def _explained(progress: AttemptProgress, task: Task, end: RunResult | None, lost: str | None) -> RunResult:
+def _diagnosis(progress: AttemptProgress, task: Task, end: RunResult | None, outage: str | None) -> RunResult:
     """The status, reason and cause, without the measured values; the arguments are those of `classify`."""
     if progress.fault is not None:
         return _invalid("bad_report", progress.fault)
-    bad_loss = _non_finite(progress.ranks[0])
+    bad_loss_text = _bad_loss_text(progress.ranks[0])
     # Our own kernel always reports that it is done; a program of the user may just exit with 0.
-    if all(rank.done or (rank.ended_well and not task.forked) for rank in progress.ranks):
-        if bad_loss:
-            return _invalid("non_finite_loss", bad_loss)
-        unmeasured = None if progress.probe else _unmeasured(progress.ranks[0], task.measure)
-        return _invalid(UNMEASURED, unmeasured) if unmeasured else RunResult(status=Status.OK)
+    if all(rank.done_line or (rank.ended_well and not task.forked) for rank in progress.ranks):
+        if bad_loss_text:
+            return _invalid("non_finite_loss", bad_loss_text)
+        unmeasured_text = None if progress.probe else _unmeasured_text(progress.ranks[0], task.measure)
+        return _invalid(UNMEASURED, unmeasured_text) if unmeasured_text else RunResult(status=Status.OK)
     rank_findings = findings(progress.ranks)
     root = rank_findings[0] if rank_findings else None
-    sure_statuses = (Status.OOM, Status.INVALID) if lost else frozenset(Status) - {Status.COMM_ERROR}
-    if root and root.certain and root.cause.status in sure_statuses:
+    sure_statuses = (Status.OOM, Status.INVALID) if outage else frozenset(Status) - {Status.COMM_ERROR}
+    if root and root.is_certain and root.cause.status in sure_statuses:
         return _failed(rank_findings, progress)
-    if bad_loss:
-        return _invalid("non_finite_loss", bad_loss)
-    if lost is not None:
-        hosts = _named(progress.hosts, lost)
-        return RunResult(status=Status.NODE_FAIL, reason=lost, cause="node_failure", suspect_hosts=hosts)
+    if bad_loss_text:
+        return _invalid("non_finite_loss", bad_loss_text)
+    if outage is not None:
+        hosts = _hosts_in(progress.hosts, outage)
+        return RunResult(status=Status.NODE_FAIL, reason=outage, cause="node_failure", suspect_hosts=hosts)
     if end and (end.status != Status.HANG or not root or root.cause.status == Status.COMM_ERROR):
         return end
     if root is not None:
@@ -136,79 +136,79 @@ def _invalid(cause: str, reason: str) -> RunResult:
 def _failed(rank_findings: list[Finding], progress: AttemptProgress) -> RunResult:
     """The result that follows from the rank that failed first."""
     rank, cause, line = rank_findings[0].rank, rank_findings[0].cause, rank_findings[0].line
-    pointed_hosts = _pointed_at(rank_findings, progress) if cause.status == Status.COMM_ERROR else ()
-    proof = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}.get(cause.name)
+    pointed_hosts = _pointed_hosts(rank_findings, progress) if cause.status == Status.COMM_ERROR else ()
+    prove_full = {"cuda_oom": own_gpu_memory, "cpu_oom": own_limit}.get(cause.name)
     failure_id = fingerprint(cause.name, rank.phase, line, rank.last_text, progress.hosts)
     return RunResult(
         status=cause.status,
         reason=f"{cause.description}, {rank.name}: {line}",
         cause=cause.name,
-        fingerprint=failure_id if cause.telling else None,
-        confirmed=bool(proof and proof(rank)) if cause.status == Status.OOM else None,
+        fingerprint=failure_id if cause.is_specific else None,
+        confirmed=bool(prove_full and prove_full(rank)) if cause.status == Status.OOM else None,
         suspect_hosts=pointed_hosts or ((rank.host,) if cause.blames_host else ()),
     )
 
 
-def _pointed_at(rank_findings: Sequence[Finding], progress: AttemptProgress) -> tuple[str, ...]:
+def _pointed_hosts(rank_findings: Sequence[Finding], progress: AttemptProgress) -> tuple[str, ...]:
     """The hosts that communication errors point at.
 
     They are the hosts that ranks of other hosts name (NCCL begins each line of a log with its own host),
     else the hosts of the few ranks that reported no failure while most ranks did.
     """
     failed_ranks = [finding.rank for finding in rank_findings]
-    texts = [(rank, "\n".join(last_words(rank.last_text))) for rank in failed_ranks]
-    pointed_hosts = {h for rank, text in texts for h in _named(progress.hosts, text) if h != rank.host}
-    silent_ranks = [rank for rank in progress.ranks if rank not in failed_ranks and not rank.done]
+    texts = [(rank, "\n".join(ending_lines(rank.last_text))) for rank in failed_ranks]
+    pointed_hosts = {h for rank, text in texts for h in _hosts_in(progress.hosts, text) if h != rank.host}
+    silent_ranks = [rank for rank in progress.ranks if rank not in failed_ranks and not rank.done_line]
     if not pointed_hosts and len(silent_ranks) < len(rank_findings):
         pointed_hosts = {rank.host for rank in silent_ranks}
     return tuple(host for host in progress.hosts if host in pointed_hosts)
 
 
-def _named(hosts: Sequence[str], text: str) -> tuple[str, ...]:
-    """Those of `hosts` whose names occur in a text."""
-    return tuple(h for h in hosts if re.search(rf"(?<![\w.-]){re.escape(h)}(?![\w-])", text))
+def _hosts_in(hosts: Sequence[str], text: str) -> tuple[str, ...]:
+    """The hosts whose names occur in a text."""
+    return tuple(host for host in hosts if re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text))
 
 
-def _unmeasured(rank: RankProgress, measure: Measure) -> str | None:
+def _unmeasured_text(rank: RankProgress, measure: Measure) -> str | None:
     """Why the steps of a program that ended well cannot be used as a measurement; None if they can."""
-    for i, step in enumerate(rank.steps, start=1):
+    for number, step in enumerate(rank.steps, start=1):
         if step.get("seconds", 0) <= 0:
-            return f"step {i} was reported with {step.get('seconds', 'no')} seconds"
+            return f"step {number} was reported with {step.get('seconds', 'no')} seconds"
     if rank.measured_steps(measure):
         return None
-    step_count = f"only warm-up ({counted(len(rank.steps), 'step')})" if rank.steps else "no step times"
-    return f"the program exited with code 0 but reported {step_count}"
+    count_text = f"only warm-up ({counted(len(rank.steps), 'step')})" if rank.steps else "no step times"
+    return f"the program exited with code 0 but reported {count_text}"
 
 
-def _unmatched(ranks: Sequence[RankProgress], task: Task) -> str | None:
-    """How the steps of a program that reported none can be read, with lines of its log; None if it reported some."""
+def _step_line_hint(ranks: Sequence[RankProgress], task: Task) -> str | None:
+    """How to make the steps of a program known, with lines of its log; None if it reported some."""
     kernel = task.spec.kernel
     if ranks[0].steps or task.forked:
         return None
     if kernel.step_line is None:
         return "write them to ULTRABENCH_REPORT, or set kernel.step_line to find them in the log"
     rank = ranks[task.spec.logging_rank]
-    nearest = " | ".join(map(quoted, nearest_lines(rank.tail, kernel.step_line))) or "(no line with a number)"
-    return f"kernel.step_line matches no line in the log of rank {rank.number}; nearest: {nearest}; to test a pattern: {TRY_LOG}"
+    excerpt = " | ".join(map(quoted, nearest_lines(rank.tail, kernel.step_line))) or "(no line with a number)"
+    return f"kernel.step_line matches no line in the log of rank {rank.number}; nearest: {excerpt}; to test a pattern: {TRY_LOG}"
 
 
-def _misread(ranks: Sequence[RankProgress], task: Task, source_mfu: float | None) -> str | None:
-    """Which pattern of the kernel found a value in a log that cannot be; None if none did."""
-    device_bytes = (1 + DEVICE_SLACK) * task.rank_mem_bytes if task.device == "cuda" else math.inf
-    observed = [("memory_line", rank, rank.memory) for rank in ranks]
+def _misread_text(ranks: Sequence[RankProgress], task: Task, source_mfu: float | None) -> str | None:
+    """Which pattern of the kernel found an impossible value in a log; None if none did."""
+    max_bytes = (1 + DEVICE_SLACK) * task.rank_mem_bytes if task.device == "cuda" else math.inf
+    observations = [("memory_line", rank, rank.memory_report) for rank in ranks]
     if source_mfu is not None:
-        observed.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": source_mfu}))
-    for option, rank, values in observed:
-        if getattr(task.spec.kernel, option) and (why := misread(option, values, device_bytes)):
-            return f"kernel.{option} misreads the log of rank {rank.number}: {why}; to test it: {TRY_LOG}"
+        observations.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": source_mfu}))
+    for option, rank, values in observations:
+        if getattr(task.spec.kernel, option) and (reason := misread(option, values, max_bytes)):
+            return f"kernel.{option} misreads the log of rank {rank.number}: {reason}; to test it: {TRY_LOG}"
     return None
 
 
-def _non_finite(rank: RankProgress) -> str | None:
+def _bad_loss_text(rank: RankProgress) -> str | None:
     """Which loss of a rank is not finite; None if all are."""
-    for i, step in enumerate(rank.steps, start=1):
+    for number, step in enumerate(rank.steps, start=1):
         if not math.isfinite(loss := step.get("loss", 0.0)):
-            return f"loss is {loss} at step {step.get('step', i)}"
+            return f"loss is {loss} at step {step.get('step', number)}"
     return None
 
 
@@ -218,38 +218,39 @@ def _loss(rank: RankProgress, measure: Measure) -> float | None:
     return loss if loss is not None and math.isfinite(loss) else None
 
 
-def _largest(ranks: Sequence[RankProgress], name: str) -> int | None:
-    return max((rank.memory[name] for rank in ranks if name in rank.memory), default=None)
+def _max_over_ranks(ranks: Sequence[RankProgress], name: str) -> int | None:
+    return max((rank.memory_report[name] for rank in ranks if name in rank.memory_report), default=None)
 
 
-def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, lost: str | None) -> dict[str, Any]:
+def _checkpoint(progress: AttemptProgress, task: Task, end: RunResult, outage: str | None) -> dict[str, Any]:
     """The columns of a checkpoint: its numbers, or why a run that was asked for one has none.
 
     Args:
         end: how the run ended.
     """
     if task.checkpoint and end.stopped == SLOWER:
-        return {"checkpoint_cause": "stopped", "checkpoint_reason": _STOPPED}
-    reports = [rank.checkpoint for rank in progress.ranks if rank.checkpoint]
-    messages = [quoted(report["message"]) for report in reports if "message" in report]
-    exits = [of_exit(rank) for rank in progress.ranks if rank.code and not rank.killed_by_us]
+        return {"checkpoint_cause": "stopped", "checkpoint_reason": _STOPPED_TEXT}
+    lines = [rank.checkpoint_line for rank in progress.ranks if rank.checkpoint_line]
+    messages = [quoted(line["message"]) for line in lines if "message" in line]
+    exit_causes = [cause_by_exit(rank) for rank in progress.ranks if rank.code and not rank.killed_by_us]
     cause, reason = end.cause or "stopped", end.reason or "the ranks ended before the checkpoint"
-    if reports and not messages:
-        return {f"checkpoint_{name}": reports[0].get(name) for name in CHECKPOINT_NUMBERS}
-    if not task.checkpoint or not progress.ranks[0].done:  # what ended the run is told as its own end
+    if lines and not messages:
+        return {f"checkpoint_{name}": lines[0].get(name) for name in CHECKPOINT_NUMBERS}
+    # Without a `done` line the result of the run itself says what ended it.
+    if not task.checkpoint or not progress.ranks[0].done_line:
         return {}
     if messages:
-        cause, reason = (by_text(messages[0]) or (BY_NAME["exception"], ""))[0].name, messages[0]
-    elif lost:
-        cause, reason = "node_failure", lost
-    elif exits:
-        cause, reason = exits[0][0].name, exits[0][1]
+        cause, reason = (cause_by_text(messages[0]) or (CAUSE_BY_NAME["exception"], ""))[0].name, messages[0]
+    elif outage:
+        cause, reason = "node_failure", outage
+    elif exit_causes:
+        cause, reason = exit_causes[0][0].name, exit_causes[0][1]
     return {"checkpoint_cause": cause, "checkpoint_reason": reason}
 
 
 def _evidence(rank: RankProgress) -> dict[str, Any]:
-    """How a rank ended and its last words, for `sweep show`."""
-    facts = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
-    error = rank.error.get("message", "")[:MESSAGE_CHARS] if rank.error else None
+    """How a rank ended, its error and the last line of its log, for `sweep show`."""
+    reported = {name: getattr(rank, name) for name in ("phase", "microbatches", "code", "killed_by_us")}
+    error_text = rank.error_line.get("message", "")[:MESSAGE_CHARS] if rank.error_line else None
     final_line = last_line(rank.tail) if rank.tail and rank.code else None
-    return {"rank": rank.number, **facts, "error": error, "last_line": final_line}
+    return {"rank": rank.number, **reported, "error": error_text, "last_line": final_line}

@@ -27,25 +27,25 @@ class Cause:
 
     @property
     def tier(self) -> int:
-        """Smaller for causes that come first: hardware, memory, invalid numbers, and at last communication."""
-        by_name = {"foreign_memory": 1, "exit_code": 4, "exited_early": 5}
-        by_status = {Status.NODE_FAIL: 0, Status.OOM: 1, Status.INVALID: 2, Status.COMM_ERROR: 6}
-        return by_name.get(self.name, by_status.get(self.status, 3))
+        """Smaller for causes that come first: hardware, then memory, invalid numbers, and communication last."""
+        tier_by_name = {"foreign_memory": 1, "exit_code": 4, "exited_early": 5}
+        tier_by_status = {Status.NODE_FAIL: 0, Status.OOM: 1, Status.INVALID: 2, Status.COMM_ERROR: 6}
+        return tier_by_name.get(self.name, tier_by_status.get(self.status, 3))
 
     @property
     def blames_host(self) -> bool:
         """Whether the node may be at fault."""
-        by_name = self.name in ("foreign_memory", "disk_full", "bus_error", "killed")
-        return by_name or self.status in (Status.NODE_FAIL, Status.COMM_ERROR)
+        has_such_name = self.name in ("foreign_memory", "disk_full", "bus_error", "killed")
+        return has_such_name or self.status in (Status.NODE_FAIL, Status.COMM_ERROR)
 
     @property
-    def telling(self) -> bool:
-        """Whether equal texts mean the same failure; False for failures that may hit any rank of any run."""
+    def is_specific(self) -> bool:
+        """Whether equal texts mean the same failure; False for failures that can happen to any rank of any run."""
         return self.status != Status.COMM_ERROR and self.name not in ("killed", "host_oom", "foreign_memory")
 
 
-BY_NAME = {cause.name: cause for cause in (
-    # Hardware comes first, since it causes the rest; what peers notice of a dead rank comes last.
+CAUSE_BY_NAME = {cause.name: cause for cause in (
+    # Hardware comes first, since its faults cause others; errors of peers of a dead rank come last.
     Cause("ecc_error", Status.NODE_FAIL, "uncorrectable GPU memory error",
            r"uncorrectable (?:NVLink )?ECC|uncorrectable NVLink error|\bXid\b.*: (?:48|63|64|74|94|95)\b"),
     Cause("xid", Status.NODE_FAIL, "a GPU failed",
@@ -105,59 +105,60 @@ BY_NAME = {cause.name: cause for cause in (
 """Name -> cause. Roots come before their consequences; the first cause whose text matches a log is the cause."""
 
 MESSAGE_LINES = 8
-"""Lines of the longest exception message, which is that of NCCL; more lines mean that the program went on."""
+"""Lines of the longest exception message, that of NCCL; if more lines follow, the program has continued."""
 LINE_CHARS = 300
 """Longest line, in characters, that is quoted."""
 
 _EXCEPTION = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt|Failure)\b(?::|$)", re.MULTILINE)
 _STACK_LINE = re.compile(r"^(?:\s|frame #\d+|Traceback \(most recent|Exception raised from )")
-_CHAIN = ("The above exception was the direct cause", "During handling of the above exception")
+_CHAIN_TEXTS = ("The above exception was the direct cause", "During handling of the above exception")
 _TRACEBACK = "Traceback (most recent call last):"
 _WARNING = re.compile(r"\bwarn(?:ing)?\b", re.IGNORECASE)
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch.distributed puts it before a traceback
 
 
-def last_words(text: str) -> list[str]:
+def ending_lines(text: str) -> list[str]:
     """The lines of a log that tell how it ended: from the last traceback on if there is one, without stacks.
 
     The source lines of a stack, and errors that a program has caught, may contain any word.
     """
-    *before, last = _RANK_PREFIX.sub("", text).split(_TRACEBACK)
-    while before and any(link in before[-1] for link in _CHAIN):
-        last = before.pop() + last
-    return [line.strip() for line in last.splitlines() if line.strip() and not _STACK_LINE.match(line)]
+    *earlier_parts, last_part = _RANK_PREFIX.sub("", text).split(_TRACEBACK)
+    while earlier_parts and any(chain_text in earlier_parts[-1] for chain_text in _CHAIN_TEXTS):
+        last_part = earlier_parts.pop() + last_part
+    return [line.strip() for line in last_part.splitlines() if line.strip() and not _STACK_LINE.match(line)]
 
 
-def _survived(lines: list[str], index: int) -> bool:
-    """Whether a program went on after line `index`: it is a warning, or more than MESSAGE_LINES lines follow."""
-    after = [line for line in lines[index + 1 :] if not _WARNING.search(line)]
-    if _EXCEPTION.match(lines[index]):  # any number of lines of a logger may follow
-        return any(_EXCEPTION.match(line) for line in after)
-    return bool(_WARNING.search(lines[index])) or len(after) > MESSAGE_LINES
+def _went_on(lines: list[str], index: int) -> bool:
+    """Whether a program continued after line `index`: it is a warning, or more than MESSAGE_LINES lines follow."""
+    later_lines = [line for line in lines[index + 1 :] if not _WARNING.search(line)]
+    if _EXCEPTION.match(lines[index]):  # any number of lines from a logger may follow an exception
+        return any(_EXCEPTION.match(line) for line in later_lines)
+    return bool(_WARNING.search(lines[index])) or len(later_lines) > MESSAGE_LINES
 
 
-def by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
+def cause_by_text(text: str, only_uncaught: bool = False) -> tuple[Cause, str] | None:
     """The first cause that a line of the last words of a log shows, and that line.
 
     Args:
-        only_uncaught: None unless the log seems to end with an exception that nobody caught.
+        only_uncaught: return None unless the log seems to end with an uncaught exception.
     """
-    lines, (_, traceback, end) = last_words(text), text.rpartition(_TRACEBACK)
-    final = last_words(end) if traceback else []
-    if only_uncaught and not (final and _EXCEPTION.match(final[0]) and len(final) <= MESSAGE_LINES):
+    lines, (_, traceback, end_text) = ending_lines(text), text.rpartition(_TRACEBACK)
+    final_lines = ending_lines(end_text) if traceback else []
+    is_uncaught = final_lines and _EXCEPTION.match(final_lines[0]) and len(final_lines) <= MESSAGE_LINES
+    if only_uncaught and not is_uncaught:
         return None
-    for cause in BY_NAME.values():
+    for cause in CAUSE_BY_NAME.values():
         for index, line in enumerate(lines):
-            shown = cause.text and re.search(cause.text, line)
-            if shown and (cause.status != Status.OOM or not _survived(lines, index)):
+            is_shown = cause.text and re.search(cause.text, line)
+            if is_shown and (cause.status != Status.OOM or not _went_on(lines, index)):
                 return cause, quoted(line)
     exceptions = [line for line in lines if _EXCEPTION.search(line)]
-    return (BY_NAME["exception"], quoted(exceptions[-1])) if exceptions else None
+    return (CAUSE_BY_NAME["exception"], quoted(exceptions[-1])) if exceptions else None
 
 
 def last_line(text: str) -> str:
     """The last line of a log that is not empty and not part of a stack."""
-    lines = last_words(text) or text.splitlines()
+    lines = ending_lines(text) or text.splitlines()
     return next((quoted(line) for line in reversed(lines) if line.strip()), "(empty log)")
 
 

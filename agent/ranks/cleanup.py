@@ -12,18 +12,18 @@ from ultrabench.store.folder import write_whole
 
 EVIDENCE_FOLDER = "hang_evidence"
 """Folder for raw stacks and dumps of a run that hangs, inside its node-local folder and among its logs."""
-PART_BYTES = 2**20
-"""Bytes that are copied at once."""
+CHUNK_BYTES = 2**20
+"""Bytes that are copied in one step."""
 TEXT_BYTES = 2**22
-"""Largest number of bytes of a text that are read at once."""
+"""Largest number of bytes that are read from a text file."""
 TAIL_BYTES = 64 * 1024
 """Bytes of each log of a good run that are kept."""
 LOG_FILES = ("rank*.log", f"{EVIDENCE_FOLDER}/*")
-"""Files of a failed run that are kept, of each at most `measure.log_mib_per_rank`."""
+"""Files of a failed run that are kept, each up to `measure.log_mib_per_rank`."""
 TRACE_FILES = (f"{TRACE_PHASE}/*", f"{TRACE_PHASE}/*/*")
-"""Files of a run that was traced that are kept."""
+"""Files of a traced run that are kept."""
 TRACE_BYTES = 2**30
-"""Largest size in bytes of a file of a trace that is kept; the beginning alone of a larger one cannot be read."""
+"""Size in bytes of the largest trace file that is kept; a larger one cut short could not be read."""
 MAX_FILES = 1000
 """Largest number of files that are kept for each pattern."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -42,42 +42,43 @@ class SharedMemoryCleanup:
 
     def __init__(self, folder: Path = SHARED_MEMORY) -> None:
         self._folder = folder
-        self._before = {(entry.name, entry.inode()) for entry in _own_files(folder)}
+        self._older_files = {(entry.name, entry.inode()) for entry in _own_files(folder)}
+        """Names and inodes of the files that are older than the agent."""
 
     def remove(self) -> list[str]:
         """Removes the new files that no living process has open or mapped; returns their names."""
-        new_names = {e.name for e in _own_files(self._folder) if (e.name, e.inode()) not in self._before}
+        new_names = {e.name for e in _own_files(self._folder) if (e.name, e.inode()) not in self._older_files}
         # Files are listed before their users are looked for, so that a file made in between is not removed.
-        unused = new_names - _in_use(self._folder) if new_names else set[str]()
-        for name in unused:
+        unused_names = new_names - _names_in_use(self._folder) if new_names else set[str]()
+        for name in unused_names:
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
-        return sorted(unused)
+        return sorted(unused_names)
 
 
 def _own_files(folder: Path) -> Iterator[os.DirEntry[str]]:
     """The files of this user in `folder` with a name of SHARED_MEMORY_FILES."""
     for entry in os.scandir(folder) if folder.is_dir() else ():
         with contextlib.suppress(OSError):
-            ours = entry.is_file(follow_symlinks=False) and entry.stat().st_uid == os.getuid()
-            if ours and any(fnmatchcase(entry.name, pattern) for pattern in SHARED_MEMORY_FILES):
+            is_own = entry.is_file(follow_symlinks=False) and entry.stat().st_uid == os.getuid()
+            if is_own and any(fnmatchcase(entry.name, pattern) for pattern in SHARED_MEMORY_FILES):
                 yield entry
 
 
-def _in_use(folder: Path) -> set[str]:
+def _names_in_use(folder: Path) -> set[str]:
     """Names of the files in `folder` that some process has open or mapped."""
     prefix = f"{folder}/"
-    paths = (path for process in Path("/proc").glob("[0-9]*") for path in _files_of(process))
+    paths = (path for proc_folder in Path("/proc").glob("[0-9]*") for path in _open_paths(proc_folder))
     return {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
 
 
-def _files_of(process: Path) -> Iterator[str]:
+def _open_paths(proc_folder: Path) -> Iterator[str]:
     """Paths that a process has mapped or open, as far as this user may see them."""
     with contextlib.suppress(OSError):
-        lines = (process / "maps").read_text(errors="replace").splitlines()
+        lines = (proc_folder / "maps").read_text(errors="replace").splitlines()
         yield from (fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6)
     with contextlib.suppress(OSError):
-        for link in os.scandir(process / "fd"):
+        for link in os.scandir(proc_folder / "fd"):
             with contextlib.suppress(OSError):
                 yield os.readlink(link.path)
 
@@ -98,7 +99,7 @@ def copy_trace(run_folder: Path, target: Path) -> list[str]:
 
 
 def _own_regular_files(run_folder: Path, patterns: Iterable[str]) -> Iterator[tuple[Path, int]]:
-    """The regular files below `run_folder` that match, and their sizes; links are not followed, wherever they lead."""
+    """The regular files below `run_folder` that match, and their sizes; symbolic links are not followed."""
     for path in (path for pattern in patterns for path in sorted(run_folder.glob(pattern))[:MAX_FILES]):
         parents = [parent for parent in path.parents if parent.is_relative_to(run_folder)]
         status = path.lstat()
@@ -113,18 +114,18 @@ def join_tails(run_folder: Path, target: Path, ranks: range) -> None:
     write_whole(target / "node0.log", "".join(tails))
 
 
-def read_tail(path: Path, size: int) -> str:
-    """The last `size` bytes of a text file; empty if there is no file."""
-    return read_part(path, max(0, file_size(path) - size), size).decode(errors="replace")
+def read_tail(path: Path, max_bytes: int) -> str:
+    """The last `max_bytes` of a text file; empty if there is no file."""
+    return read_part(path, max(0, file_size(path) - max_bytes), max_bytes).decode(errors="replace")
 
 
 def read_text(path: str | Path) -> str:
-    """The first TEXT_BYTES of a text file, which may be one of /proc; empty if there is no file."""
+    """The first TEXT_BYTES of a text file, or of a file in /proc; empty if there is no file."""
     return read_part(path, 0, TEXT_BYTES).decode(errors="replace")
 
 
 def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
-    """Copies a file; of one with more than `max_bytes`, both ends and a line that says how much is left out.
+    """Copies a file; if it has more than `max_bytes`, only both ends, and a line that says how much is left out.
 
     The first lines of a log tell how a program was set up, the last lines how it ended.
 
@@ -138,23 +139,24 @@ def copy_ends(source: Path, target: Path, max_bytes: int) -> None:
         for start, end in [(0, size)] if size <= max_bytes else [(0, half), (size - half, size)]:
             if start:
                 copy.write(f"\n--- ultrabench left out {start - half} bytes here ---\n".encode())
-            for offset in range(start, end, PART_BYTES):
-                copy.write(read_part(source, offset, min(PART_BYTES, end - offset)))
+            for offset in range(start, end, CHUNK_BYTES):
+                copy.write(read_part(source, offset, min(CHUNK_BYTES, end - offset)))
 
 
-LEAST_FREE_BYTES = 64 << 20
+MIN_FREE_BYTES = 64 << 20
 """Free bytes that a node needs before a run, in shared memory and in the folder of its reports and logs."""
 FULL_BYTES = 1 << 20
-"""Free bytes below which a folder counts as full; a rank that ends with an error after that may have failed by it."""
+"""Free bytes below which a folder counts as full; a rank that then ends with an error may have failed because of it."""
 
 
-def short_of_space(log_folder: Path, least_bytes: int) -> str | None:
-    """Which folder, `log_folder` or shared memory, has less than `least_bytes` free, and how much it has; None if none."""
+def short_of_space(log_folder: Path, min_bytes: int) -> str | None:
+    """Which of `log_folder` and shared memory has less than `min_bytes` free, and how much; None if none has."""
     for folder in (log_folder, SHARED_MEMORY):
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)
-            if (free := disk.f_bavail * disk.f_frsize) < min(least_bytes, disk.f_blocks * disk.f_frsize // 2):
-                return f"{free / 2**20:.1f} MiB free in {folder}"
+            free_bytes, size_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+            if free_bytes < min(min_bytes, size_bytes // 2):
+                return f"{free_bytes / 2**20:.1f} MiB free in {folder}"
     return None
 
 

@@ -2,7 +2,7 @@
 
 `ForkServer` is the agent's side of it: it requests ranks, binds them to CPUs and receives their exit codes. The
 process itself runs `python -P -m ultrabench.agent.ranks.fork_server MODULE FD`. It imports MODULE once, unless
-that is empty. Then it receives requests ({rank, env, log, cpus}) from the socket FD, and forks a process for each
+that is empty. Then it receives requests ({rank, env, log, cpus}) from the socket FD. For each it forks a process
 that calls MODULE.main(), or executes a program of the user ({..., command, cwd}). Its answers are {ready},
 {forked: rank, pid} and {exited: rank, code}. It never runs a tensor operation nor uses CUDA, since a forked child
 would inherit broken threads or contexts.
@@ -31,12 +31,12 @@ Cpus = tuple[int, ...]
 """Numbers of CPUs in ascending order."""
 Main = Callable[[], int] | None
 """The function that a forked rank calls; None where no module was imported."""
-FORK_S = 30.0
-"""Seconds in which a server that is ready forks a rank; one that needs more is replaced."""
+FORK_LIMIT_S = 30.0
+"""Seconds to wait until a server that is ready has forked a rank; one that needs more is replaced."""
 STOPPED = ("T", "t")
 """States of /proc of a process that a signal or a debugger has stopped."""
 EXIT_POLL_S = 0.02
-"""Seconds between two looks for ranks that have ended."""
+"""Seconds between two checks for ranks that have ended."""
 
 
 class ForkServer:
@@ -47,21 +47,22 @@ class ForkServer:
         self._log, self._module = log, module
         self._env = {**env, **thread_variables(1)}
         self.rank_pids: dict[int, int] = {}
-        """Rank -> the process that was forked last for it."""
+        """Rank -> pid of the process that was forked last for it."""
         self._start()
 
     def _start(self) -> None:
         self._requests: dict[int, dict[str, Any]] = {}
-        """Rank -> the request of it that the server has not answered."""
-        self._ran_s, self._asked_s = RunningClock(), 0.0
-        self._killed = set[int]()
-        """Ranks that a server was killed with, whose ends were not reported yet."""
-        self._link, theirs = Pipe()
-        fd = theirs.fileno()
-        words = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module, str(fd)]
-        with self._log.open("ab") as log, theirs:
-            self._process = Popen(words, env=self._env, stdin=DEVNULL, stdout=log, stderr=log, pass_fds=[fd])
-        self._alive, self._ready = set[int](), False
+        """Rank -> its request, which the server has not answered."""
+        self._clock, self._waiting_since_s = RunningClock(), 0.0
+        self._killed_ranks = set[int]()
+        """Ranks that died with a server that was replaced, and whose ends were not reported yet."""
+        self._link, server_link = Pipe()
+        fd = server_link.fileno()
+        argv = [sys.executable, "-P", "-m", "ultrabench.agent.ranks.fork_server", self._module, str(fd)]
+        with self._log.open("ab") as log, server_link:
+            self._process = Popen(argv, env=self._env, stdin=DEVNULL, stdout=log, stderr=log, pass_fds=[fd])
+        self._running_ranks, self._is_ready = set[int](), False
+        """Ranks that were requested and have not ended, and whether the server can fork already."""
 
     @property
     def pid(self) -> int:
@@ -80,21 +81,23 @@ class ForkServer:
         self._request({"rank": rank, "env": env, "log": str(log), "cpus": cpus, **program})
 
     def _request(self, request: dict[str, Any]) -> None:
-        self._alive.add(request["rank"])
-        self._requests[request["rank"]], self._asked_s = request, self._ran_s()
+        self._running_ranks.add(request["rank"])
+        self._requests[request["rank"]], self._waiting_since_s = request, self._clock()
         with contextlib.suppress(OSError):  # `exits` reports a dead server
             self._link.send(request)
 
     def replace_if_stuck(self) -> None:
         """Replaces a server that is stopped, or does not fork in time; the ranks it has not forked are requested again.
 
-        A program may have stopped its parent. A server that is not ready yet imports its module, which the start
-        deadline of the run limits.
+        A program may have stopped its parent, the server. A server that is not ready yet imports its module; the
+        start deadline of the run limits that time.
         """
-        waited_s = self._ran_s() - self._asked_s if self._requests else 0.0
-        if not self._requests or not self._ready or not (state(self.pid) in STOPPED or waited_s > FORK_S):
+        waited_s = self._clock() - self._waiting_since_s if self._requests else 0.0
+        if not self._requests or not self._is_ready:
             return
-        # A server that has forked a part of a run is left to the deadlines of that run, which may have stopped it.
+        if state(self.pid) not in STOPPED and waited_s <= FORK_LIMIT_S:
+            return
+        # Where the server has forked some ranks, one of them may have stopped it; the deadlines of their run decide.
         if not descendants(self.pid):
             log_line(f"the fork server {self.pid} does not answer (state {state(self.pid)}); replacing it")
             self.replace()
@@ -102,35 +105,35 @@ class ForkServer:
     def replace(self) -> None:
         """Starts a new server in place of this one, and requests the ranks again that it has not forked."""
         requests = [*self._requests.values()]
-        killed = self._alive - self._requests.keys()
+        killed_ranks = self._running_ranks - self._requests.keys()
         self.stop()
         self._start()
-        self._killed = killed
+        self._killed_ranks = killed_ranks
         for request in requests:
             self._request(request)
 
     def exits(self) -> Iterator[tuple[int, int]]:
         """Each rank that has ended since the last call, and its exit code: negative for a signal."""
-        yield from ((rank, -signal.SIGKILL) for rank in sorted(self._killed))
-        self._killed = set()
-        ended = self._process.poll() is not None
-        with contextlib.suppress(EOFError, OSError):  # of a server that has ended
+        yield from ((rank, -signal.SIGKILL) for rank in sorted(self._killed_ranks))
+        self._killed_ranks = set()
+        has_ended = self._process.poll() is not None
+        with contextlib.suppress(EOFError, OSError):  # the server has closed its end of the link
             while self._link.poll():
                 answer: dict[str, Any] = self._link.recv()
-                if "ready" in answer:  # only now has it time to fork
-                    self._ready, self._asked_s = True, self._ran_s()
+                if "ready" in answer:  # the time to fork counts from here
+                    self._is_ready, self._waiting_since_s = True, self._clock()
                 if "forked" in answer:
                     self._requests.pop(answer["forked"], None)
                     self.rank_pids[answer["forked"]] = answer["pid"]
                 if "exited" in answer:
-                    self._alive.discard(answer["exited"])
+                    self._running_ranks.discard(answer["exited"])
                     yield answer["exited"], answer["code"]
-        if ended:
+        if has_ended:
             # Linux kills the ranks when their server dies. A server that never became ready has forked
-            # none, and its log tells why it died.
-            code = -signal.SIGKILL if self._ready else self._process.returncode
-            yield from ((rank, code) for rank in sorted(self._alive))
-            self._alive.clear()
+            # no rank, and its log shows why it died.
+            code = -signal.SIGKILL if self._is_ready else self._process.returncode
+            yield from ((rank, code) for rank in sorted(self._running_ranks))
+            self._running_ranks.clear()
 
     def stop(self) -> None:
         """Kills the server; Linux then kills the ranks that it forked."""
@@ -139,51 +142,51 @@ class ForkServer:
         self._link.close()
 
 
-def rank_cpus(ranks: int, bus_ids: Sequence[str] | None, sysfs: Path = Path("/sys")) -> list[Cpus] | None:
+def rank_cpus(num_ranks: int, bus_ids: Sequence[str] | None, sysfs: Path = Path("/sys")) -> list[Cpus] | None:
     """The CPUs of each local rank; None if all usable CPUs are on one NUMA node.
 
     With GPUs a rank gets the CPUs of its GPU's NUMA node; without GPUs the ranks are spread over
     the NUMA nodes in order. Only CPUs that this process may use count, since Slurm may have limited them.
-    A rank gets all of them if the NUMA node of its GPU is unknown or has none of them.
+    A rank gets all of these if the NUMA node of its GPU is unknown or has none of them.
 
     Args:
         bus_ids: the PCI bus of the GPU of each local rank, as sysfs or NVML writes it; None without GPUs.
         sysfs: the folder in which Linux describes its devices.
     """
-    everything = tuple(sorted(os.sched_getaffinity(0)))
-    nodes = numa_nodes(sysfs, everything)
-    if len(nodes) < 2:
+    all_cpus = tuple(sorted(os.sched_getaffinity(0)))
+    cpus_by_node = numa_nodes(sysfs, all_cpus)
+    if len(cpus_by_node) < 2:
         return None
     if bus_ids is None:
-        order = sorted(nodes)
-        return [nodes[order[rank * len(order) // ranks]] for rank in range(ranks)]
-    near = [nodes.get(numa_node_of(sysfs, bus_id), everything) for bus_id in bus_ids[:ranks]]
-    return near + [everything] * (ranks - len(near))
+        nodes = sorted(cpus_by_node)
+        return [cpus_by_node[nodes[rank * len(nodes) // num_ranks]] for rank in range(num_ranks)]
+    cpus_by_rank = [cpus_by_node.get(numa_node_of(sysfs, bus_id), all_cpus) for bus_id in bus_ids[:num_ranks]]
+    return cpus_by_rank + [all_cpus] * (num_ranks - len(cpus_by_rank))
 
 
 def cpu_text(cpus: Sequence[int]) -> str:
     """CPUs as a list in the form of Linux: `0-3,8` for (0, 1, 2, 3, 8)."""
-    numbered = groupby(enumerate(sorted(set(cpus))), lambda pair: pair[1] - pair[0])
-    runs = [[cpu for _, cpu in run] for _, run in numbered]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    cpu_groups = groupby(enumerate(sorted(set(cpus))), lambda pair: pair[1] - pair[0])
+    spans = [[cpu for _, cpu in pairs] for _, pairs in cpu_groups]
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
 
 
-def numa_nodes(sysfs: Path, allowed: Cpus) -> dict[int, Cpus]:
-    """NUMA node -> its allowed CPUs; nodes without any, such as those of memory alone, are left out."""
-    nodes: dict[int, Cpus] = {}
-    for cpu in allowed:
+def numa_nodes(sysfs: Path, allowed_cpus: Cpus) -> dict[int, Cpus]:
+    """NUMA node -> its allowed CPUs; nodes without any, such as those that have only memory, are left out."""
+    cpus_by_node: dict[int, Cpus] = {}
+    for cpu in allowed_cpus:
         for path in sysfs.glob(f"devices/system/cpu/cpu{cpu}/node[0-9]*"):
             node = int(path.name.removeprefix("node"))
-            nodes[node] = (*nodes.get(node, ()), cpu)
-    return nodes
+            cpus_by_node[node] = (*cpus_by_node.get(node, ()), cpu)
+    return cpus_by_node
 
 
 def numa_node_of(sysfs: Path, bus_id: str) -> int:
     """The NUMA node of a PCI device; -1 if Linux does not know it."""
-    domain, _, rest = bus_id.strip().lower().partition(":")
+    domain, _, bus_in_domain = bus_id.strip().lower().partition(":")
     with contextlib.suppress(OSError, ValueError):
-        # sysfs writes 0000:1b:00.0 where NVML writes 00000000:1B:00.0
-        return int((sysfs / f"bus/pci/devices/{int(domain, 16):04x}:{rest}/numa_node").read_text())
+        # sysfs writes 0000:1b:00.0, NVML writes 00000000:1B:00.0 for the same device.
+        return int((sysfs / f"bus/pci/devices/{int(domain, 16):04x}:{bus_in_domain}/numa_node").read_text())
     return -1
 
 
@@ -195,32 +198,32 @@ def serve(module: str, link: Connection) -> None:
     """
     die_with_parent(os.getppid())
     main: Main = importlib.import_module(module).main if module else None
-    # Imported objects are never freed, so that the garbage collector of a child passes over them.
+    # Imported objects are never freed; frozen, they are skipped by the garbage collectors of the children.
     gc.collect()
     gc.freeze()
-    ranks: dict[int, int] = {}
+    rank_by_pid: dict[int, int] = {}
     link.send({"ready": True})
     while True:
-        has_request = link.poll(EXIT_POLL_S if ranks else None)
-        _report_exits(ranks, link)
+        has_request = link.poll(EXIT_POLL_S if rank_by_pid else None)
+        _report_exits(rank_by_pid, link)
         if has_request:
             request = link.recv()
             _assert_forkable()
-            server = os.getpid()
+            server_pid = os.getpid()
             pid = os.fork()
             if pid == 0:
-                _become_rank(request, main, server, link)
-            ranks[pid] = request["rank"]
+                _become_rank(request, main, server_pid, link)
+            rank_by_pid[pid] = request["rank"]
             link.send({"forked": request["rank"], "pid": pid})
 
 
-def _report_exits(ranks: dict[int, int], link: Connection) -> None:
+def _report_exits(rank_by_pid: dict[int, int], link: Connection) -> None:
     """Reports which of the ranks (pid -> rank) have ended."""
-    while ranks:
+    while rank_by_pid:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        link.send({"exited": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status)})
+        link.send({"exited": rank_by_pid.pop(pid), "code": os.waitstatus_to_exitcode(status)})
 
 
 def _assert_forkable() -> None:
@@ -231,12 +234,12 @@ def _assert_forkable() -> None:
     assert torch is None or not torch.cuda.is_initialized(), "the fork server initialised CUDA"
 
 
-def _become_rank(request: dict[str, Any], main: Main, server: int, link: Connection) -> None:
+def _become_rank(request: dict[str, Any], main: Main, server_pid: int, link: Connection) -> None:
     """Turns the forked child into a rank; it never returns."""
-    program = request.get("command")
-    code = 127 if program else 70
+    command = request.get("command")
+    exit_code = 127 if command else 70
     try:
-        die_with_parent(server)
+        die_with_parent(server_pid)
         os.setpgid(0, 0)
         link.close()
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -244,21 +247,21 @@ def _become_rank(request: dict[str, Any], main: Main, server: int, link: Connect
         os.dup2(log, 2)
         if request["cpus"]:
             os.sched_setaffinity(0, request["cpus"])
-        if program:
-            # Python ignores these; a program may rely on them.
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)
+        if command:
+            # Python ignores these signals; a program may rely on their default actions.
+            for signal_number in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(signal_number, signal.SIG_DFL)
             os.chdir(request["cwd"])
-            os.execvpe(program[0], program, request["env"])
+            os.execvpe(command[0], command, request["env"])
         assert main is not None
         os.environ.update(request["env"])
-        code = main()
+        exit_code = main()
     except BaseException as error:
-        print(f"cannot start {program[0]}: {error}" if program else traceback.format_exc(), file=sys.stderr)
+        print(f"cannot start {command[0]}: {error}" if command else traceback.format_exc(), file=sys.stderr)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(exit_code)
 
 
 if __name__ == "__main__":

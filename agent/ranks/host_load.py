@@ -7,21 +7,22 @@ from typing import NamedTuple
 from ultrabench.processes import core_ticks, cpu_ticks, descendants
 
 SAMPLE_S = 1.0
-"""Seconds between two samples; each looks at all processes of the host."""
-SHORTEST_S = 0.5
-"""Shortest time in seconds that is judged; ticks of 10 ms tell nothing about a shorter one."""
+"""Seconds between two samples; each reads all processes of the host."""
+MIN_SPAN_S = 0.5
+"""Shortest time between two samples, in seconds, for which shares are given; a tick has 10 ms."""
 
 
 class Sample(NamedTuple):
-    """Ticks since the boot of the host, and when they were read by the monotonic clock."""
+    """The ticks that the cores of the host have counted since its boot."""
 
     time_s: float
-    busy: int
-    """Ticks of all cores that were used."""
-    total: int
+    """When they were read, by the monotonic clock."""
+    busy_ticks: int
+    """Ticks in which cores were used."""
+    total_ticks: int
     """Ticks of all cores."""
-    agent: int
-    """Ticks of this agent and all its descendants, those that have ended included."""
+    agent_ticks: int
+    """Ticks of this agent and all its descendants, including those that have ended."""
 
 
 class HostLoad:
@@ -32,25 +33,26 @@ class HostLoad:
 
     def clear(self) -> None:
         """Drops the samples of the last run."""
-        self._first: Sample | None = None
-        self._last: Sample | None = None
+        self._first_sample: Sample | None = None
+        self._last_sample: Sample | None = None
 
-    def sample(self, at_once: bool = False) -> None:
-        """Samples the host, at most once in SAMPLE_S seconds; `at_once` takes the last sample of a run that has begun."""
-        now, last = time.monotonic(), self._last
-        if (at_once and not last) or (not at_once and last and now - last.time_s < SAMPLE_S):
+    def sample(self, is_last: bool = False) -> None:
+        """Samples the host, at most once in SAMPLE_S seconds; the last sample of a run has no such limit."""
+        now_s, last = time.monotonic(), self._last_sample
+        if (is_last and not last) or (not is_last and last and now_s - last.time_s < SAMPLE_S):
             return
         ticks = core_ticks()
-        idle = ticks[3] + ticks[4]
+        total_ticks, idle_ticks = sum(ticks), ticks[3] + ticks[4]
         agent_ticks = sum(map(cpu_ticks, {os.getpid(), *descendants(os.getpid())}))
-        self._last = Sample(time_s=now, busy=sum(ticks) - idle, total=sum(ticks), agent=agent_ticks)
-        self._first = self._first or self._last
+        self._last_sample = Sample(now_s, total_ticks - idle_ticks, total_ticks, agent_ticks)
+        self._first_sample = self._first_sample or self._last_sample
 
     @property
     def shares(self) -> tuple[float, float] | None:
-        """The shares of the host's cores that were used, and used by this agent, from 0 to 1; None if unknown."""
-        first, last = self._first, self._last
-        if first is None or last is None or last.time_s - first.time_s < SHORTEST_S:
+        """The shares of the host's cores, from 0 to 1, that all processes and this agent used; None if unknown."""
+        first, last = self._first_sample, self._last_sample
+        if first is None or last is None or last.time_s - first.time_s < MIN_SPAN_S:
             return None
-        total = max(1, last.total - first.total)
-        return (last.busy - first.busy) / total, (last.agent - first.agent) / total
+        total_ticks = max(1, last.total_ticks - first.total_ticks)
+        busy_ticks, agent_ticks = last.busy_ticks - first.busy_ticks, last.agent_ticks - first.agent_ticks
+        return busy_ticks / total_ticks, agent_ticks / total_ticks

@@ -43,20 +43,20 @@ class Cleaned:
     sm_clocks_hz: tuple[float, ...]
     """SM clock of each GPU in each sample."""
     slowdowns: tuple[str, ...]
-    """What slowed the clocks."""
+    """Reasons for which the driver lowered the clocks."""
     powers_w: tuple[float, ...] = ()
     """Mean power of each GPU in the measured steps, where it is known."""
     load: tuple[float, float] | None = None
-    """Shares of the host's cores that were used during the steps, and used by this agent; None if unknown."""
+    """The shares of the host's cores that all processes, and this agent, used during the steps; None if unknown."""
     foreign_processes: tuple[str, ...] = ()
     """Processes of somebody else that used the GPUs during the steps."""
     health: dict[str, dict[str, dict[str, float]]] | None = None
-    """After a preflight the health of the node, with what its counters counted meanwhile; as `to_facts` writes it."""
+    """Health of the node after a preflight, with the growth of its counters meanwhile, as `to_facts` writes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What became of the files of a run on a node."""
+    """Whether the files of a run on a node were kept and removed."""
 
     problem: str | None = None
     """Which files could not be kept or removed, and why; None if all were."""
@@ -69,16 +69,16 @@ class Finished:
 LOGS_RETRY_S = 10.0
 """Seconds to retry writing logs to a failing disk; after that the next run begins without them."""
 CLEANING_S = 120.0
-"""Seconds for removing the files of a run; 20,000 files take 20 s where each takes 1 ms."""
+"""Seconds for removing the files of a run; at 1 ms each, 20,000 files take 20 s."""
 PREPARING_S = 60.0
 """Seconds for making the node-local files of a run."""
-LAUNCHER_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
-"""Beginnings of variables that are hidden from ranks, which would otherwise be taken for tasks of Slurm."""
+HIDDEN_PREFIXES = ("SLURM_", "SBATCH_", "SUBMITIT_", "PMI")
+"""Prefixes of variables that are hidden from ranks; with them, programs would take a rank for a Slurm task."""
 
 
-def with_values(env: Mapping[str, str], varied: Mapping[str, str | None]) -> dict[str, str]:
-    """The variables with the values of a variant; those whose value is None are unset."""
-    return {name: value for name, value in {**env, **varied}.items() if value is not None}
+def with_values(env: Mapping[str, str], variables: Mapping[str, str | None]) -> dict[str, str]:
+    """The variables `env` with the values of a variant; those whose value is None are unset."""
+    return {name: value for name, value in {**env, **variables}.items() if value is not None}
 
 
 class Node:
@@ -92,56 +92,57 @@ class Node:
         self.tag = processes.own_tag(allocation.name, self.identity.node)
         self.disk = DiskRetry(allocation.heartbeat_s / 2)
         gpus_per_node, kernel = allocation.gpus_per_node, allocation.tasks[0].spec.kernel
-        visible_names = {k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(LAUNCHER_VARIABLES)}
-        self._base = {**{k: os.environ[k] for k in visible_names}, processes.TAG_VARIABLE: self.tag}
+        names = {k for k in os.environ if k == "SLURM_JOB_ID" or not k.startswith(HIDDEN_PREFIXES)}
+        self._base_env = {**{name: os.environ[name] for name in names}, processes.TAG_VARIABLE: self.tag}
         self._on_gpus = allocation.tasks[0].device == "cuda"
         gpus = visible_gpus()[:gpus_per_node] if self._on_gpus else []
-        self._health = HealthReader(gpus)  # it reads while this node goes on
-        self._gauge, self._load = GpuGauge(gpus), HostLoad()
-        self._cpus = rank_cpus(gpus_per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
-        self._threads = allocation.threads or max(1, len(os.sched_getaffinity(0)) // gpus_per_node)
+        self._health = HealthReader(gpus)  # it reads in the background
+        self._gauge, self._host_load = GpuGauge(gpus), HostLoad()
+        self._rank_cpus = rank_cpus(gpus_per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
+        self._threads_per_rank = allocation.threads or max(1, len(os.sched_getaffinity(0)) // gpus_per_node)
         self._shared_memory = cleanup.SharedMemoryCleanup()
         self._program_env = revealed(kernel.env, self.folder.secrets)
         self._task = allocation.tasks[0]
         """The task of the current run."""
-        self._run = self.scratch
+        self._run_folder = self.scratch
         """Folder of the current run."""
         self._sources: list[Source] = []
         self._progress: dict[int, Progress] = {}
-        """How far each rank was when the leader was told last."""
+        """Rank -> the progress that was last sent to the leader."""
         self._evidence: Iterator[list[RankEvent]] = iter(())
         self._exits: dict[int, int] = {}
-        """Rank -> exit code that the leader has not been told yet."""
-        self._measured = MeasuredPhase(allocation.tasks[0].measure.warmup_steps)
-        self._trains = True
-        """Whether the run has not begun to save its state, which is no work that its numbers are about."""
+        """Rank -> exit code that was not sent to the leader yet."""
+        self._measured_phase = MeasuredPhase(allocation.tasks[0].measure.warmup_steps)
+        self._is_training = True
+        """Whether the run trains; False once it saves its state, which its measurements must not include."""
         self._oom_kills = 0
-        self._full: str | None = None
-        """Which node-local folder was full at some moment of the current run."""
+        """Number of processes that Linux had killed for lack of memory before the current run."""
+        self._full_folder: str | None = None
+        """Which node-local folder was full during the current run, as a text; None if none was."""
         self._server_module = KERNEL_MODULE if allocation.tasks[0].forked or allocation.preflight else ""
         # Torch reads some variables when it is imported, so those of forked ranks are set in the server.
-        self._server_env = self._base | (self._program_env if allocation.tasks[0].forked else {})
-        self._varied: dict[str, str | None] = {}
+        self._server_env = self._base_env | (self._program_env if allocation.tasks[0].forked else {})
+        self._server_variables: dict[str, str | None] = {}
         """The variables of a variant with which the fork server runs."""
-        self._server = self._new_server(self._varied)
+        self._server = self._new_server(self._server_variables)
 
-    def _new_server(self, varied: Mapping[str, str | None]) -> ForkServer:
-        env = with_values(self._server_env, varied)
+    def _new_server(self, variables: Mapping[str, str | None]) -> ForkServer:
+        env = with_values(self._server_env, variables)
         return ForkServer(self.scratch / "fork_server.log", env, self._server_module)
 
-    def _use_server(self, varied: dict[str, str | None]) -> None:
-        """Replaces the fork server where the next run has other variables: libraries read them as they are imported."""
-        if varied != self._varied:
+    def _use_server(self, variables: dict[str, str | None]) -> None:
+        """Replaces the fork server if the next run has other variables; libraries read them when they are imported."""
+        if variables != self._server_variables:
             self._server.stop()
-            self._server, self._varied = self._new_server(varied), varied
+            self._server, self._server_variables = self._new_server(variables), variables
 
     def facts(self) -> dict[str, Any]:
         """What the leader needs to know about this node before the first run."""
         return {
             "node": self.identity.node,
             "host": self.identity.host,
-            "threads": self._threads,
-            "bindings": [cpu_text(cpus) for cpus in self._cpus or ()],
+            "threads": self._threads_per_rank,
+            "bindings": [cpu_text(cpus) for cpus in self._rank_cpus or ()],
             "foreign": foreign_processes(self._is_ours) if self._on_gpus else [],
             "short_of_space": self._short_of_space(),
             "kernel_digest": self.digest(),
@@ -180,43 +181,43 @@ class Node:
     def obey(self, message: dict[str, Any]) -> Any:
         """Calls the method that the leader orders; returns what `kill` and `finish` return, else None."""
         orders = {f.__name__: f for f in (self.start, self.store, self.examine, self.kill, self.finish)}
-        order = orders.get(message.get("do", ""))
-        return order and order(**{name: value for name, value in message.items() if name != "do"})
+        method = orders.get(message.get("do", ""))
+        return method and method(**{name: value for name, value in message.items() if name != "do"})
 
     def start(self, index: int, address: str, port: int) -> None:
         """Starts this node's ranks of a task; with port 0, rank 0 will report the port that it got."""
         task = self._task = self.allocation.task(index)
-        run_folder = self._run = self.scratch / str(task.key)
+        run_folder = self._run_folder = self.scratch / str(task.key)
         self.disk.retry(self._prepare, PREPARING_S)
-        self._sources = sources_of(task, self.ranks, self._run)
+        self._sources = sources_of(task, self.ranks, self._run_folder)
         self._gauge.clear()
-        self._load.clear()
-        self._oom_kills, self._full, self._trains = oom_kills(), None, True
-        self._measured = MeasuredPhase(task.measure.warmup_steps)
-        varied = variables_of(task.spec.variant)
+        self._host_load.clear()
+        self._oom_kills, self._full_folder, self._is_training = oom_kills(), None, True
+        self._measured_phase = MeasuredPhase(task.measure.warmup_steps)
+        variables = variables_of(task.spec.variant)
         if task.forked:
-            self._use_server(varied)
+            self._use_server(variables)
         for local_rank, rank in enumerate(self.ranks):
             env, log = self._rank_env(task, rank, local_rank, address, port), run_folder / f"rank{rank}.log"
-            cpus = self._cpus[local_rank] if self._cpus else None
+            cpus = self._rank_cpus[local_rank] if self._rank_cpus else None
             if task.forked:
                 self._server.fork(rank, env, log, cpus)
                 continue
-            env = {**self._base, **env, **dump_variables(run_folder), **self._program_env}
-            env = with_values(env, varied)
+            env = {**self._base_env, **env, **dump_variables(run_folder), **self._program_env}
+            env = with_values(env, variables)
             env.pop("PYTHONSAFEPATH", None)  # a script may import from its own folder
             command = fill_in(task.spec, task.key, task.measure)
             self._server.fork(rank, env, log, cpus, command=command, cwd=self.allocation.work_dir)
 
     def _prepare(self) -> None:
         """Makes the node-local files of the current run."""
-        (self._run / cleanup.EVIDENCE_FOLDER).mkdir(parents=True, exist_ok=True)
-        write_whole(self._run / "spec.json", json.dumps(to_dict(self._task), indent=1))
+        (self._run_folder / cleanup.EVIDENCE_FOLDER).mkdir(parents=True, exist_ok=True)
+        write_whole(self._run_folder / "spec.json", json.dumps(to_dict(self._task), indent=1))
         for rank in self.ranks:
-            (self._run / f"rank{rank}.log").touch()
+            (self._run_folder / f"rank{rank}.log").touch()
 
-    def _short_of_space(self, least_bytes: int = cleanup.LEAST_FREE_BYTES) -> str | None:
-        return cleanup.short_of_space(self.scratch.parent, least_bytes)
+    def _short_of_space(self, min_bytes: int = cleanup.MIN_FREE_BYTES) -> str | None:
+        return cleanup.short_of_space(self.scratch.parent, min_bytes)
 
     def _rank_env(self, task: Task, rank: int, local_rank: int, address: str, port: int) -> dict[str, str]:
         """The variables that torchrun sets, and ours."""
@@ -228,69 +229,69 @@ class Node:
             "NODE_RANK": str(self.identity.node),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            **processes.thread_variables(self._threads),
-            "ULTRABENCH_SPEC": str(self._run / "spec.json"),
-            "ULTRABENCH_REPORT": str(self._run / f"rank{rank}.report"),
-            "ULTRABENCH_STORE": str(self._run / "store"),
+            **processes.thread_variables(self._threads_per_rank),
+            "ULTRABENCH_SPEC": str(self._run_folder / "spec.json"),
+            "ULTRABENCH_REPORT": str(self._run_folder / f"rank{rank}.report"),
+            "ULTRABENCH_STORE": str(self._run_folder / "store"),
         }
 
     def rank_events(self) -> list[RankEvent]:
         """Reported lines, progress, evidence and exits of this node's ranks since the last call."""
         self._exits |= dict(self._server.exits())
         self._server.replace_if_stuck()
-        # What filled a disk may be gone when a rank ends by it.
-        self._full = self._full or self._short_of_space(cleanup.FULL_BYTES)
+        # A disk that makes a rank fail may have space again when the rank ends.
+        self._full_folder = self._full_folder or self._short_of_space(cleanup.FULL_BYTES)
         events: list[RankEvent] = []
         for source in self._sources:
             lines = filter(None, map(source.parse, source.lines.read()))
             # Only our own kernel may report measurements of devices and links.
-            trusted = (line for line in lines if self._task.forked or line["event"] != "probe")
-            events += [{"rank": source.reporter, "line": line} for line in trusted]
+            trusted_lines = (line for line in lines if self._task.forked or line["event"] != "probe")
+            events += [{"rank": source.reporter, "line": line} for line in trusted_lines]
         events += self._new_progress()
-        steps = [event for event in events if event.get("line", {}).get("event") == "step"]
-        self._measured.observe(steps)
-        if self._trains and (steps or any("microbatches" in event for event in events)):
-            self._gauge.sample(self._own_pids, self._measured.lasts)
-        if self._trains and steps:
-            self._load.sample()
-        if self._trains and any(event.get("line", {}).get("name") == CHECKPOINT_PHASE for event in events):
-            self._load.sample(at_once=True)
-            self._trains = False
+        step_events = [event for event in events if event.get("line", {}).get("event") == "step"]
+        self._measured_phase.observe(step_events)
+        if self._is_training and (step_events or any("microbatches" in event for event in events)):
+            self._gauge.sample(self._own_pids, self._measured_phase.is_measuring)
+        if self._is_training and step_events:
+            self._host_load.sample()
+        if self._is_training and any(e.get("line", {}).get("name") == CHECKPOINT_PHASE for e in events):
+            self._host_load.sample(is_last=True)
+            self._is_training = False
         events += next(self._evidence, [])
-        # Exits come last, so that the leader learns what a rank reported before it learns that it ended.
+        # Exits come last, so that the leader reads the last report of a rank before its exit.
         ranks_behind = {source.rank for source in self._sources if source.lines.behind}
         for rank in sorted(self._exits.keys() - ranks_behind):
-            code, log = self._exits.pop(rank), self._run / f"rank{rank}.log"
+            code, log = self._exits.pop(rank), self._run_folder / f"rank{rank}.log"
             tail = cleanup.read_tail(log, 8192) or cleanup.read_tail(self.scratch / "fork_server.log", 8192)
             oom_killed = code == -signal.SIGKILL and oom_kills() > self._oom_kills
-            end = {"code": code, "tail": tail, "oom_killed": oom_killed}
-            events.append({"rank": rank, **end, "disk_full": self._full if code else None})
+            exit_event = {"code": code, "tail": tail, "oom_killed": oom_killed}
+            events.append({"rank": rank, **exit_event, "disk_full": self._full_folder if code else None})
         return events
 
     def _new_progress(self) -> Iterator[RankEvent]:
         """The progress of each rank where it has changed since the last call."""
         for rank in self.ranks:
             previous = self._progress.get(rank, Progress())
-            progress = read_progress(self._run / f"rank{rank}.report")
-            # Smaller counts than before can only be an error of the rank.
-            is_smaller = progress.step < previous.step or progress.microbatches < previous.microbatches
-            if progress != previous and not is_smaller:
+            progress = read_progress(self._run_folder / f"rank{rank}.report")
+            # Counts that decrease can only be an error of the rank.
+            has_decreased = progress.step < previous.step or progress.microbatches < previous.microbatches
+            if progress != previous and not has_decreased:
                 self._progress[rank] = progress
                 yield {"rank": rank, **to_dict(progress)}
 
     def store(self, port: int) -> None:
-        """Tells the ranks, which wait for this file, the port that rank 0 got."""
-        write_whole(self._run / "store", str(port))
+        """Writes the port of rank 0's store to the file for which the other ranks wait."""
+        write_whole(self._run_folder / "store", str(port))
 
     def examine(self) -> None:
-        """Begins to collect the evidence of a hang; it is among the events when it is complete."""
+        """Begins to collect the evidence of a hang; `rank_events` returns it when it is complete."""
         pids = {rank: pid for rank, pid in self._server.rank_pids.items() if self._is_ours(pid)}
-        self._evidence = hang_evidence(self._run, pids, self.tag)
+        self._evidence = hang_evidence(self._run_folder, pids, self.tag)
 
     def kill(self) -> Cleaned:
         """Kills every process of the current run on this node, and removes what they left behind."""
-        if self._trains:
-            self._load.sample(at_once=True)
+        if self._is_training:
+            self._host_load.sample(is_last=True)
         health = None
         if self._task.probe and self._health.is_open:
             health = to_facts(examine(self._first_reading, self._health.read_again()))
@@ -301,28 +302,28 @@ class Node:
         gauge = self._gauge
         return Cleaned(
             unusable=unusable or gauge.still_held(self.disk.beat), sm_clocks_hz=tuple(gauge.clocks_hz),
-            slowdowns=tuple(sorted(gauge.slowdowns)), powers_w=gauge.powers_w, load=self._load.shares,
-            foreign_processes=tuple(sorted(gauge.foreign)), health=health,
+            slowdowns=tuple(sorted(gauge.slowdowns)), powers_w=gauge.powers_w, load=self._host_load.shares,
+            foreign_processes=tuple(sorted(gauge.foreign_processes)), health=health,
         )  # fmt: skip
 
     def _own_pids(self) -> set[int]:
-        """This agent and its descendants; empty in a PID namespace of its own, whose pids the driver does not know."""
+        """The pids of this agent and its descendants; empty in a PID namespace, whose pids the driver does not know."""
         in_own_namespace = processes.pid_namespace() != processes.FIRST_PID_NAMESPACE
         return set() if in_own_namespace else {os.getpid(), *processes.descendants(os.getpid())}
 
     def _end_processes(self) -> str | None:
-        """Kills all processes but the fork server; returns a message about those that did not die."""
-        survivors = processes.kill_until_gone(self._of_the_run, meanwhile=self.disk.beat)
+        """Kills all processes but the fork server; returns a message about processes that did not die."""
+        survivors = processes.kill_until_gone(self._processes_of_run, meanwhile=self.disk.beat)
         return f"processes that cannot be killed: {processes.described(survivors)}" if survivors else None
 
-    def _of_the_run(self) -> list[int]:
+    def _processes_of_run(self) -> list[int]:
         """All descendants of this agent and all processes with its tag, except the fork server.
 
         The agent's own children are already killed by this call.
         """
-        killed_children = processes.kill_children({self._server.pid})
-        living = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
-        return sorted(living - {self._server.pid} or killed_children)
+        killed_pids = processes.kill_children({self._server.pid})
+        living_pids = processes.descendants(os.getpid()) | {*processes.tagged(lambda tag: tag == self.tag)}
+        return sorted(living_pids - {self._server.pid} or killed_pids)
 
     def finish(self, keep_all: bool) -> Finished:
         """Keeps the logs of the run and removes its files; meanwhile the agent shows that it is alive.
@@ -339,13 +340,13 @@ class Node:
         except (ClusterError, OSError) as error:
             problem = f"cannot keep the logs of {host}: {error}"
         try:
-            self.disk.retry(self._remove_files, CLEANING_S, subject=f"removing {self._run} on {host}")
+            self.disk.retry(self._remove_files, CLEANING_S, subject=f"removing {self._run_folder} on {host}")
         except ClusterError as error:
             return Finished(problem=str(error), stuck=True)
         return Finished(problem=problem, short_of_space=self._short_of_space())
 
     def _remove_files(self) -> None:
-        shutil.rmtree(self._run, ignore_errors=True)
+        shutil.rmtree(self._run_folder, ignore_errors=True)
         if self._task.checkpoint and self.identity.node == 0:
             shutil.rmtree(self._task.checkpoint, ignore_errors=True)
         self._shared_memory.remove()
@@ -355,10 +356,10 @@ class Node:
         task = self._task
         log_folder = self.folder.log_folder(task.key)
         if failed:
-            cleanup.copy_logs(self._run, log_folder, int(task.measure.log_mib_per_rank * 2**20))
+            cleanup.copy_logs(self._run_folder, log_folder, int(task.measure.log_mib_per_rank * 2**20))
         elif self.identity.node == 0 and not task.probe:
-            cleanup.join_tails(self._run, log_folder, self.ranks)
-        return cleanup.copy_trace(self._run, log_folder) if task.profile else []
+            cleanup.join_tails(self._run_folder, log_folder, self.ranks)
+        return cleanup.copy_trace(self._run_folder, log_folder) if task.profile else []
 
     def close(self) -> None:
         """Kills every process, the fork server too."""
@@ -380,9 +381,9 @@ def oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
     Sources: docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), cgroup-v1/memory.html
     (memory.oom_control).
     """
-    groups = [line.split(":", 2) for line in cleanup.read_text(proc / "self/cgroup").splitlines()]
-    v2_files = [f"{cgroups}{path}/memory.events" for _, names, path in groups if not names]
-    memory_groups = (path for _, names, path in groups if "memory" in names.split(","))
+    entries = [line.split(":", 2) for line in cleanup.read_text(proc / "self/cgroup").splitlines()]
+    v2_files = [f"{cgroups}{path}/memory.events" for _, controllers, path in entries if not controllers]
+    memory_groups = (path for _, controllers, path in entries if "memory" in controllers.split(","))
     v1_files = [f"{cgroups}/memory{path}/memory.oom_control" for path in memory_groups]
     for file in (*v2_files, *v1_files, f"{proc}/vmstat"):
         if match := re.search(r"^oom_kill (\d+)$", cleanup.read_text(file), re.MULTILINE):

@@ -10,11 +10,11 @@ from ultrabench.log_patterns import OBSERVED
 from ultrabench.measure import Measure
 
 RankEvent = dict[str, Any]
-"""About one rank: {rank, line} a line of its report, {rank, microbatches, step, part} its progress,
-{rank, code, tail, oom_killed, disk_full} its exit with the end of its log, {rank, found} what it did when it hung."""
+"""An event of one rank: {rank, line} is a line of its report, {rank, microbatches, step, part} its progress,
+{rank, code, tail, oom_killed, disk_full} its exit and the end of its log, {rank, evidence} the evidence of a hang."""
 
 NO_EVIDENCE: dict[str, Any] = {"state": "?", "wchan": "", "stack": (), "groups": ()}
-"""What is known of a rank that its node has not examined."""
+"""The evidence of a rank that its node has not examined."""
 
 MAX_STEPS = 10_000
 """Steps of a rank that are remembered and stored; further ones are signs of progress only."""
@@ -27,16 +27,16 @@ class RankProgress:
     number: int = 0
     host: str = ""
     phase: str = "start"
-    phase_at: float | None = None
+    phase_began_s: float | None = None
     """When the phase began, by the rank's clock."""
-    phase_since: float = 0.0
-    """When the phase became known, in seconds for which the leader has run."""
+    phase_since_s: float = 0.0
+    """When the leader learned of the phase, in seconds for which it has run."""
     microbatches: int = 0
     """Micro-batches that its device has finished."""
     step: int = 0
     part: str = ""
     """The part of the step that the rank is in; empty if the rank does not report it."""
-    moved: float = 0.0
+    moved_s: float = 0.0
     """When the rank last made progress or was started, in seconds for which the leader has run."""
     gaps_s: dict[str, float] = field(default_factory=dict)
     """Longest time without progress after the first step, in seconds: `optimizer`, `steady` for the rest."""
@@ -44,28 +44,29 @@ class RankProgress:
     """Longest time without progress in the first step, in seconds; it also compiles, allocates and connects."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     """The report lines of its first MAX_STEPS steps."""
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory_report: dict[str, Any] = field(default_factory=dict)
+    """What it reported about its memory, in bytes: peaks, limits, and what was free at the start."""
     mfus: list[float] = field(default_factory=list)
     """MFU that its log shows, as fractions in order, at most MAX_STEPS of them."""
-    ran: dict[str, str] = field(default_factory=dict)
-    """The options that it read back from the objects of its first step; empty before."""
-    done: dict[str, Any] = field(default_factory=dict)
-    """The report line by which it says that it is done; empty before."""
-    checkpoint: dict[str, Any] = field(default_factory=dict)
-    """The report line with its measured checkpoint, or with the message of its failure; empty before."""
-    error: dict[str, Any] = field(default_factory=dict)
-    """The line of its report with its first error; empty without one."""
+    options_read_back: dict[str, str] = field(default_factory=dict)
+    """Option -> value that it read back from the objects of its first step; empty until then."""
+    done_line: dict[str, Any] = field(default_factory=dict)
+    """The report line by which it says that it is done; empty until then."""
+    checkpoint_line: dict[str, Any] = field(default_factory=dict)
+    """The report line with its measured checkpoint, or with the message of its failure; empty until then."""
+    error_line: dict[str, Any] = field(default_factory=dict)
+    """The report line with its first error; empty if it has reported none."""
     code: int | None = None
     """Exit code, negative for a signal; None while it runs."""
     killed_by_us: bool = False
     oom_killed: bool = False
     """The rank died of SIGKILL, and Linux killed processes on its node for lack of memory during the run."""
     disk_full: str | None = None
-    """Which node-local folder was full when it failed, and what it had left; None if none was."""
+    """Which node-local folder was full when the rank failed, and its free space; None if none was."""
     tail: str = ""
     """The end of the rank's log."""
-    failed_at: float | None = None
-    """When its failure first became known, in seconds for which the leader has run."""
+    failed_at_s: float | None = None
+    """When the leader learned of its failure, in seconds for which it has run."""
     evidence: dict[str, Any] = field(default_factory=lambda: NO_EVIDENCE)
     """What the node found when it examined a rank that hangs: {state, wchan, stack, groups}.
 
@@ -82,32 +83,32 @@ class RankProgress:
 
     @property
     def ended_well(self) -> bool:
-        """It reported that it was done, or exited with 0; what it did after that does not matter."""
-        return bool(self.done) or (not self.error and self.code == 0)
+        """Whether it reported that it was done, or exited with 0; what it did after that does not matter."""
+        return bool(self.done_line) or (not self.error_line and self.code == 0)
 
     @property
     def last_text(self) -> str:
-        """The text that tells how it ended: its error with the traceback, or the end of its log."""
-        error = self.error
+        """How it ended, as a text: its error with the traceback, or the end of its log."""
+        error = self.error_line
         return f"{error.get('traceback', '')}\n{error.get('message', '')}" if error else self.tail
 
     @property
-    def kind(self) -> str:
-        """The key of `gaps_s` under which the time without progress is counted now."""
+    def gap_kind(self) -> str:
+        """The key of `gaps_s` under which its time without progress counts now."""
         return "optimizer" if self.part == "optimizer" else "steady"
 
     def observe(self, line: dict[str, Any]) -> None:
-        """Records what its log shows beside steps; some programs reset their peaks, so the largest one counts."""
+        """Records memory and MFU that its log shows; some programs reset their peaks, so the largest one counts."""
         for name in line.keys() & {"allocated_bytes", "reserved_bytes"}:
-            self.memory[name] = max(line[name], self.memory.get(name, 0))
+            self.memory_report[name] = max(line[name], self.memory_report.get(name, 0))
         if "mfu" in line and len(self.mfus) < MAX_STEPS:
             self.mfus.append(line["mfu"])
 
     def measured_steps(self, measure: Measure) -> list[float]:
         """Seconds of the measured steps; where a program does not mark them, all after warm-up."""
-        marked = [s for s in self.steps if "measured" in s]
+        marked = [step for step in self.steps if "measured" in step]
         steps = [s for s in marked if s["measured"]] if marked else self.steps[measure.warmup_steps :]
-        return [s["seconds"] for s in steps if "seconds" in s]
+        return [step["seconds"] for step in steps if "seconds" in step]
 
 
 class MeasuredPhase:
@@ -115,56 +116,60 @@ class MeasuredPhase:
 
     def __init__(self, warmup_steps: int) -> None:
         self._warmup_steps, self._num_steps = warmup_steps, Counter[int]()
-        self.lasts = False
-        """Whether the latest step counts, so that warm-up is over."""
+        self.is_measuring = False
+        """Whether the latest step is a measured one, so that warm-up is over."""
 
-    def observe(self, steps: Sequence[RankEvent]) -> None:
+    def observe(self, step_events: Sequence[RankEvent]) -> None:
         """Takes the steps that ranks have reported, the latest last."""
-        self._num_steps.update(event["rank"] for event in steps)
-        if steps:
+        self._num_steps.update(event["rank"] for event in step_events)
+        if step_events:
             is_warm = max(self._num_steps.values()) > self._warmup_steps
-            self.lasts = steps[-1]["line"].get("measured", is_warm)
+            self.is_measuring = step_events[-1]["line"].get("measured", is_warm)
 
 
 class AttemptProgress:
     """The progress of all ranks of one attempt, from the events that their nodes send.
 
-    The leader's time are the seconds for which it has run, so that no deadline counts the time for which it stood still.
+    The leader's time is the number of seconds for which it has run, so that no deadline counts a time in which it was
+    stopped.
     """
 
-    def __init__(self, ranks: int, hosts: Sequence[str], now: float = 0.0) -> None:
-        """Each of the `hosts`, in their order, has an equal share of the ranks; `now` is the leader's time."""
+    def __init__(self, num_ranks: int, hosts: Sequence[str], now_s: float = 0.0) -> None:
+        """Each of the `hosts`, in their order, has an equal share of the ranks; `now_s` is the leader's time."""
         self.hosts = hosts
-        rank_hosts = (hosts[number * len(hosts) // ranks] for number in range(ranks))
-        self.ranks = [RankProgress(number=n, host=host, moved=now) for n, host in enumerate(rank_hosts)]
+        rank_hosts = (hosts[rank * len(hosts) // num_ranks] for rank in range(num_ranks))
+        self.ranks = [
+            RankProgress(number=rank, host=host, moved_s=now_s) for rank, host in enumerate(rank_hosts)
+        ]
         self.environment: dict[str, Any] = {}
         self.port: int | None = None
-        """The port of rank 0's store; None again after the other ranks have been told."""
+        """The port of rank 0's store; None again after it was sent to the other ranks."""
         self.probe: dict[str, Any] = {}
         """Rates of devices and links, from a preflight or from a run that only measures them."""
-        self.started = now
+        self.started_s = now_s
         """When the ranks were started, by the leader's time."""
         self.started_at = time.time()
-        self.monotonic_start = time.monotonic()
+        self.monotonic_start_s = time.monotonic()
         """When the ranks were started, by a clock that also counts the time for which the leader was stopped."""
-        self.first_step: float | None = None
-        self.spoke = False
-        """Some rank has reported something; until then the only deadline is the time limit."""
+        self.first_step_s: float | None = None
+        """When the first step was reported, by the leader's time."""
+        self.has_reported = False
+        """Whether some rank has reported something; until then the only deadline is the time limit."""
         self.fault: str | None = None
         """Which rank reported something invalid, and what; the run is then invalid."""
 
-    def add(self, events: list[RankEvent], now: float = 0.0) -> None:
-        """Records the events of a node's ranks; `now` is the leader's time."""
+    def add(self, events: list[RankEvent], now_s: float = 0.0) -> None:
+        """Records the events of a node's ranks; `now_s` is the leader's time."""
         for event in events:
             try:
-                self._take(event, now)
+                self._record_event(event, now_s)
                 fault = event.get("line", {}).get("fault")
-            except Exception as error:  # it must fail this run only, not the allocation
+            except Exception as error:  # an invalid event fails this run only, not the allocation
                 fault = f"invalid data: {type(error).__name__}: {error}"
             if fault:
                 self.fault = self.fault or f"rank {event['rank']} reported {fault}"
 
-    def _take(self, event: RankEvent, now: float) -> None:
+    def _record_event(self, event: RankEvent, now_s: float) -> None:
         rank = self.ranks[event["rank"]]
         if "evidence" in event:
             rank.evidence = event["evidence"]
@@ -172,9 +177,9 @@ class AttemptProgress:
         if event.get("line", {}).get("event") == OBSERVED:
             rank.observe(event["line"])
             return
-        gaps = rank.gaps_s if rank.steps else rank.first_gaps_s
-        gaps[rank.kind] = max(gaps.get(rank.kind, 0.0), now - rank.moved)
-        rank.moved = now
+        gaps_s = rank.gaps_s if rank.steps else rank.first_gaps_s
+        gaps_s[rank.gap_kind] = max(gaps_s.get(rank.gap_kind, 0.0), now_s - rank.moved_s)
+        rank.moved_s = now_s
         if "code" in event:
             rank.code, rank.tail = event["code"], event.get("tail", "")
             rank.oom_killed = event.get("oom_killed", False) and not rank.killed_by_us
@@ -182,41 +187,41 @@ class AttemptProgress:
         elif "microbatches" in event:
             rank.microbatches, rank.step, rank.part = event["microbatches"], event["step"], event["part"]
         else:
-            self._take_line(rank, event["line"], now)
-        self.spoke = self.spoke or "code" not in event
-        if rank.code or rank.error:
-            rank.failed_at = rank.failed_at or now
+            self._record_line(rank, event["line"], now_s)
+        self.has_reported = self.has_reported or "code" not in event
+        if rank.code or rank.error_line:
+            rank.failed_at_s = rank.failed_at_s or now_s
 
-    def _take_line(self, rank: RankProgress, line: dict[str, Any], now: float) -> None:
-        event = line.get("event")
-        if event == "phase":
-            rank.phase, rank.phase_at, rank.phase_since = line.get("name", ""), line.get("time"), now
+    def _record_line(self, rank: RankProgress, line: dict[str, Any], now_s: float) -> None:
+        event_name = line.get("event")
+        if event_name == "phase":
+            rank.phase, rank.phase_began_s, rank.phase_since_s = line.get("name", ""), line.get("time"), now_s
             if not rank.steps:
                 rank.first_gaps_s = {}
-        elif event == "step":
-            self.first_step = self.first_step or now
+        elif event_name == "step":
+            self.first_step_s = self.first_step_s or now_s
             if len(rank.steps) < MAX_STEPS:
                 rank.steps.append(line)
-        elif event == "memory":
-            rank.memory |= line
-        elif event == "ran":
-            rank.ran = line.get("options", {})
-        elif event == "done":
-            rank.done = line
-        elif event == "checkpoint":
-            rank.checkpoint = line
-        elif event == "error":
-            rank.error = rank.error or line
-        elif event == "store":
+        elif event_name == "memory":
+            rank.memory_report |= line
+        elif event_name == "ran":
+            rank.options_read_back = line.get("options", {})
+        elif event_name == "done":
+            rank.done_line = line
+        elif event_name == "checkpoint":
+            rank.checkpoint_line = line
+        elif event_name == "error":
+            rank.error_line = rank.error_line or line
+        elif event_name == "store":
             self.port = line.get("port")
-        elif event == "environment":
+        elif event_name == "environment":
             self.environment = line
-        elif event == "probe":
-            self.probe = {k: v for k, v in line.items() if k not in ("event", "time")}
+        elif event_name == "probe":
+            self.probe = {name: value for name, value in line.items() if name not in ("event", "time")}
 
     @property
     def positions(self) -> list[tuple[object, ...]]:
-        """How far each rank is; a list that has changed means that a rank has moved."""
+        """How far each rank has come; if the list has changed, a rank has made progress."""
         return [(r.phase, len(r.steps), r.step, r.part, r.microbatches, r.code) for r in self.ranks]
 
     @property
@@ -227,10 +232,10 @@ class AttemptProgress:
         While a rank is in the optimizer both kinds count, since its GPU may still finish micro-batches. The
         first step of a rank counts only until its second step is complete.
         """
-        kinds = {"steady", *(rank.kind for rank in self.running)}
-        gaps = [rank.gaps_s for rank in self.ranks]
-        gaps += [rank.first_gaps_s for rank in self.ranks if len(rank.steps) < 2]
-        return max(gap_s.get(kind, 0.0) for gap_s in gaps for kind in kinds)
+        gap_kinds = {"steady", *(rank.gap_kind for rank in self.running)}
+        rank_gaps_s = [rank.gaps_s for rank in self.ranks]
+        rank_gaps_s += [rank.first_gaps_s for rank in self.ranks if len(rank.steps) < 2]
+        return max(gaps_s.get(kind, 0.0) for gaps_s in rank_gaps_s for kind in gap_kinds)
 
     @property
     def running(self) -> list[RankProgress]:
@@ -240,4 +245,4 @@ class AttemptProgress:
     @property
     def failed(self) -> bool:
         """Whether some rank reported an error or invalid values, or ended with an exit code other than 0."""
-        return self.fault is not None or any(rank.error or rank.code for rank in self.ranks)
+        return self.fault is not None or any(rank.error_line or rank.code for rank in self.ranks)

@@ -1,4 +1,4 @@
-"""The files in which the ranks of a node tell how far they are: their reports, and logs of programs of others."""
+"""The files in which the ranks of a node report their progress: their reports, and the logs of programs of the user."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,7 +11,7 @@ from ultrabench.run import Task
 
 
 class Source(NamedTuple):
-    """A file with lines in which a rank tells how far it is."""
+    """A file in which a rank reports its progress line by line."""
 
     rank: int
     """The rank that writes the file."""
@@ -19,27 +19,27 @@ class Source(NamedTuple):
     """The rank for which the lines count."""
     lines: NewLines
     parse: Callable[[str], dict[str, Any] | None]
-    """The line of a report that a line of the file means, if it means any."""
+    """Turns a line of the file into a line of a report; None if it says nothing about the progress."""
 
 
 def sources_of(task: Task, ranks: range, run_folder: Path) -> list[Source]:
-    """The reports of a node's ranks, and the logs in which a program prints what the kernel's patterns read."""
+    """The reports of a node's ranks, and the logs that the patterns of the kernel read."""
     reports = [Source(n, n, NewLines(run_folder / f"rank{n}.report"), parse_line) for n in ranks]
     return reports if task.forked else [*reports, *_logs_of(task, ranks, run_folder)]
 
 
 def _logs_of(task: Task, ranks: range, run_folder: Path) -> Iterator[Source]:
-    """A source for each pattern and each log of this node that it reads.
+    """A source for each pattern of the kernel and each log of this node to which it applies.
 
-    Steps and MFU count as those of rank 0, whoever prints them; memory counts for the rank that prints it.
+    Steps and MFU count as those of rank 0, whichever rank prints them; memory counts for the rank that prints it.
     """
     spec, kernel = task.spec, task.spec.kernel
     tokens_per_gpu = spec.tokens_per_step / spec.layout.world_size
     for option, log_pattern in LOG_PATTERNS.items():
-        if text := getattr(kernel, option):
-            pattern = compiled(option, text)
+        if pattern_text := getattr(kernel, option):
+            pattern = compiled(option, pattern_text)
             parse = partial(parse_log_line, pattern=pattern, tokens_per_gpu=tokens_per_gpu, option=option)
-            readable = ranks if log_pattern.every_rank else [spec.logging_rank]
-            for rank in (rank for rank in readable if rank in ranks):
+            source_ranks = ranks if log_pattern.every_rank else [spec.logging_rank]
+            for rank in (rank for rank in source_ranks if rank in ranks):
                 log = NewLines(run_folder / f"rank{rank}.log")
                 yield Source(rank, rank if log_pattern.every_rank else 0, log, parse)

@@ -123,9 +123,9 @@ main = lambda: 0
 
 def test_a_server_that_imports_for_long_has_its_time_to_fork_from_then_on(tmp_path, start, monkeypatch):
     """It was replaced as soon as it was ready, again and again, where the import alone took longer than a fork may."""
-    fork_s = 2.0 * slowness()
-    monkeypatch.setattr(fork_server, "FORK_S", fork_s)
-    (tmp_path / "slow.py").write_text(SLOW.format(import_s=1.5 * fork_s))
+    fork_timeout_s = 2.0 * slowness()
+    monkeypatch.setattr(fork_server, "FORK_LIMIT_S", fork_timeout_s)
+    (tmp_path / "slow.py").write_text(SLOW.format(import_s=1.5 * fork_timeout_s))
     server, codes = start("slow", PYTHONPATH=str(tmp_path)), []
     server.fork(0, {}, tmp_path / "rank0.log", None)
     first = server.pid

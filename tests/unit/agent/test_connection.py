@@ -102,7 +102,7 @@ def test_a_hello_may_come_in_pieces_and_the_first_of_a_node_stays(tmp_path):
         assert wait_readable([peer], 10.0) == [peer]
         assert peer.receive() == [{"rank_events": []}, {}, {}, {"ending": "bye"}]
         assert peer.receive() == []
-        assert not peer.closed
+        assert not peer.is_closed
     with pytest.raises(ConnectionRefusedError):  # all have come
         leader.call()
 
@@ -289,8 +289,8 @@ def group(node, stop, pair):
 def test_a_peer_that_speaks_nonsense_ends_the_allocation_or_the_run(group, pair, message):
     pair[1].sendall(json.dumps(message).encode() + b"\n")
     group.listen(5.0)
-    assert group.progress.fault or "node 1 (local-1) sent an invalid message" in str(group.interrupted)
-    assert (group.lost, group.avoid) == (None, [])
+    assert group.progress.fault or "node 1 (local-1) sent an invalid message" in str(group.end_reason)
+    assert (group.outage, group.avoid) == (None, [])
 
 
 def test_an_agent_that_fails_says_so_before_it_leaves(node, stop, pair):
@@ -309,9 +309,9 @@ def test_an_agent_that_failed_and_left_gives_its_node_no_blame(group, pair):
     group.listen(5.0)
     group.end_ranks()
     group.listen(0.1)
-    assert (group.lost, group.avoid) == (None, [])
-    stopped = RunResult(status=Status.CANCELLED, reason=group.interrupted)
-    ended = classify(group.progress, task("x.py", "cpu"), stopped, group.lost)
+    assert (group.outage, group.avoid) == (None, [])
+    stopped = RunResult(status=Status.CANCELLED, reason=group.end_reason)
+    ended = classify(group.progress, task("x.py", "cpu"), stopped, group.outage)
     assert (ended.status, ended.suspect_hosts) == (Status.CANCELLED, ())
 
 

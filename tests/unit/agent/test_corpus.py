@@ -12,7 +12,7 @@ import pytest
 from tests.configs import measure
 from tests.unit.agent.one_node import task
 from ultrabench.agent.diagnose.outcome import classify
-from ultrabench.agent.diagnose.signatures import BY_NAME
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.agent.ranks.rank_progress import AttemptProgress
 from ultrabench.result import CAUSES, RunResult, Status
 
@@ -38,7 +38,7 @@ class Case:
         progress = AttemptProgress(len(self.ranks), hosts)
         for at, number in enumerate(self.order, start=1):
             events, progress.ranks[number].killed_by_us = self.ranks[number]
-            progress.add([{**item, "rank": number} for item in events], now=float(at))
+            progress.add([{**item, "rank": number} for item in events], now_s=float(at))
         return classify(progress, TASK, self.end)
 
 
@@ -107,11 +107,11 @@ def test_fingerprints_are_of_the_fault_not_of_the_place():
 
 
 def test_every_cause_is_known_and_explained():
-    assert set(BY_NAME) <= set(CAUSES)
+    assert set(CAUSE_BY_NAME) <= set(CAUSES)
     table = PAGE.read_text().split("| cause | status |")[1].split("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", table)) >= set(CAUSES)
     rows = [line.split("|") for line in table.splitlines()[2:]]
-    for cause in BY_NAME.values():
+    for cause in CAUSE_BY_NAME.values():
         (row,) = (row for row in rows if f"`{cause.name}`" in row[1])
         assert cause.status.value in row[2]
         assert ("yes" in row[3]) == cause.blames_host

@@ -10,10 +10,10 @@ from ultrabench.agent.lead import overdue
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 
 CALM = {
-    "started": 0.0, "moved": 49.0, "first_step": 20.0, "slowest_gap_s": 0.5, "phase": "measure", "spoke": True,
+    "started_s": 0.0, "moved_s": 49.0, "first_step_s": 20.0, "slowest_gap_s": 0.5, "phase": "measure", "has_reported": True,
     "predicted_step_time_s": 0.5, "limit_s": 1000.0,
 }  # fmt: skip
-STARTING = {"first_step": None, "slowest_gap_s": 0.0, "phase": "init", "moved": 0.0}
+STARTING = {"first_step_s": None, "slowest_gap_s": 0.0, "phase": "init", "moved_s": 0.0}
 TASK = replace(task("x.py", "cpu"), measure=measure_of(start_deadline_s=100.0, deadline_floor_s=10.0))
 
 
@@ -30,10 +30,10 @@ TASK = replace(task("x.py", "cpu"), measure=measure_of(start_deadline_s=100.0, d
         # Writing and reading a trace is as silent as a start.
         ({"phase": "profile"}, 149.0, "hang", "deadline 100.0 s"),
         # A program that reports nothing has only its limit.
-        ({**STARTING, "spoke": False}, 1000.0, "timeout", "still in phase init"),
+        ({**STARTING, "has_reported": False}, 1000.0, "timeout", "still in phase init"),
         # The limit counts from the start, whatever moves; where both are missed, it is a timeout.
-        ({"moved": 1000.0}, 1000.0, "timeout", "still in phase measure after its limit of 1000 s"),
-        ({"moved": 1200.0, "started": 200.0}, 1200.0, "timeout", "limit of 1000 s"),
+        ({"moved_s": 1000.0}, 1000.0, "timeout", "still in phase measure after its limit of 1000 s"),
+        ({"moved_s": 1200.0, "started_s": 200.0}, 1200.0, "timeout", "limit of 1000 s"),
         ({"limit_s": 59.0}, 59.0, "timeout", "limit of 59 s"),
     ],
 )
@@ -41,8 +41,8 @@ def test_deadlines(change, until, status, reason):
     case = {**CALM, **change}
     progress = AttemptProgress(1, ("n0",))
     gaps = {"steady": case["slowest_gap_s"]}
-    progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s=gaps, moved=case["moved"])
-    for name in ("started", "first_step", "spoke"):
+    progress.ranks[0] = RankProgress(phase=case["phase"], first_gaps_s=gaps, moved_s=case["moved_s"])
+    for name in ("started_s", "first_step_s", "has_reported"):
         setattr(progress, name, case[name])
     limits = {name: case[name] for name in ("limit_s", "predicted_step_time_s")}
     limited = replace(TASK, **limits)
@@ -56,11 +56,11 @@ def test_a_checkpoint_has_a_limit_of_its_own_and_is_no_hang():
     """It may be silent, and last beyond the limit of the run, which stays ok."""
     limited = replace(TASK, limit_s=100.0, measure=replace(TASK.measure, checkpoint_limit_s=50.0))
     progress = AttemptProgress(1, ("n0",))
-    progress.add([{"rank": 0, **STEP}, {"rank": 0, **phase("checkpoint")}], now=90.0)
+    progress.add([{"rank": 0, **STEP}, {"rank": 0, **phase("checkpoint")}], now_s=90.0)
     assert overdue(limited, progress, 140.0) is None
     missed = overdue(limited, progress, 140.1)
     assert (missed.status, missed.cause, missed.suspect_hosts) == ("ok", "disk_slow", ())
-    progress.add([{"rank": 0, **phase("teardown")}], now=140.2)
+    progress.add([{"rank": 0, **phase("teardown")}], now_s=140.2)
     assert overdue(limited, progress, 140.2).status != "ok", "the limit of the run counts again"
 
 
@@ -80,15 +80,15 @@ class Simulated:
 
     def __init__(self, world_size=1):
         self.progress = AttemptProgress(world_size, ("n0",))
-        self.progress.started = 0.0
+        self.progress.started_s = 0.0
         for rank in self.progress.ranks:
-            rank.moved = 0.0
+            rank.moved_s = 0.0
         measure = measure_of(deadline_floor_s=2.0, start_deadline_s=100.0)
         self.task = replace(TASK, measure=measure, predicted_step_time_s=0.1, limit_s=1e9)
 
     def add(self, at, event, rank=0):
         assert not self.hangs(at), (at, rank, event)
-        self.progress.add([{"rank": rank, **event}], now=at)
+        self.progress.add([{"rank": rank, **event}], now_s=at)
 
     def hangs(self, at):
         return overdue(self.task, self.progress, at) is not None
@@ -98,7 +98,7 @@ def test_a_slow_rank_among_quick_ones_is_healthy():
     """Some rank moves every second; then all the quick ones wait 20 s for the slow one, twice."""
     run = Simulated(3)
     for rank in range(3):
-        run.add(0.0, phase("first_step"), rank)
+        run.add(0.0, phase("first_step_s"), rank)
     for start in (0.0, 30.0, 60.0):
         for second in range(1, 10):
             run.add(start + second, in_part("forward_backward", start + second), second % 2)
@@ -110,7 +110,7 @@ def test_a_slow_rank_among_quick_ones_is_healthy():
 def test_what_the_start_and_the_first_step_took_is_forgotten():
     run = Simulated()
     run.add(1.0, phase("build"))
-    run.add(90.0, phase("first_step"))
+    run.add(90.0, phase("first_step_s"))
     run.add(110.0, STEP)
     assert not run.hangs(309.9), "ten times the first step"
     assert run.hangs(310.1), "the start is no part of the first step"
@@ -118,14 +118,14 @@ def test_what_the_start_and_the_first_step_took_is_forgotten():
     assert not run.hangs(120.9)
     assert run.hangs(121.1), "from the second step on the first does not count"
     # What is found at a rank that hangs is no progress.
-    run.progress.add([{"rank": 0, "evidence": {"state": "T"}}], now=112.0)
-    assert (run.progress.ranks[0].moved, run.progress.ranks[0].evidence) == (111.0, {"state": "T"})
+    run.progress.add([{"rank": 0, "evidence": {"state": "T"}}], now_s=112.0)
+    assert (run.progress.ranks[0].moved_s, run.progress.ranks[0].evidence) == (111.0, {"state": "T"})
 
 
 def test_the_optimizer_has_a_deadline_of_its_own():
     """With steps of 1 s and an optimizer of 50 s, a silence of 11 s is a hang only in a step."""
     run = Simulated()
-    run.add(0.0, phase("first_step"))
+    run.add(0.0, phase("first_step_s"))
     for now in (0.0, 51.0, 102.0):
         run.add(now, in_part("forward_backward"))
         run.add(now + 1.0, in_part("optimizer", now))

@@ -76,7 +76,7 @@ def test_every_process_that_is_not_ours_is_named(driver, monkeypatch):
 @pytest.mark.parametrize("trouble", ["FAKE_FAILURE", "FAKE_HANG", "LD_LIBRARY_PATH"])
 def test_a_driver_that_fails_hangs_or_is_absent_knows_nothing(driver, monkeypatch, trouble):
     monkeypatch.setenv(trouble, "1")
-    monkeypatch.setattr(gpus, "LIST_S", 2.0 if trouble == "FAKE_HANG" else 60.0)
+    monkeypatch.setattr(gpus, "LIST_TIMEOUT_S", 2.0 if trouble == "FAKE_HANG" else 60.0)
     assert visible_gpus() == []
     assert foreign_processes(lambda pid: False) == []
 
@@ -111,7 +111,7 @@ def test_a_node_samples_its_gpus_and_names_the_one_whose_memory_is_not_freed_in_
         threading.Timer(1.0, free).start()
         assert node.ask("node.kill()") == CLEAN | {"sm_clocks_hz": [1980e6]}
         assert freeing.is_set()
-        node.ask("setattr(gpus, 'FREE_S', 0.0)")
+        node.ask("setattr(gpus, 'FREE_TIMEOUT_S', 0.0)")
         for pid, holder in ((0, "no known process"), (77, "process 77")):
             driver(gpu("a", A, 41 * GIB, pid=pid))
             held = f"GPU 0 still has 40.0 GiB in use after the run: {holder}"

@@ -57,7 +57,7 @@ def others(*left_out):
     return [tp(r) for r in TP if r not in left_out]
 
 
-BUSY, DONE = tp(5, entered=122, stack=(FORWARD,)), {"code": 0, "done": {"event": "done"}}
+BUSY, DONE = tp(5, entered=122, stack=(FORWARD,)), {"code": 0, "done_line": {"event": "done"}}
 P0, P1 = group("pp", (0, 1), 4, 4), group("tp", (0, 1), 9, 9)
 
 CASES = {

@@ -173,7 +173,7 @@ def test_a_driver_that_fails_or_hangs_is_unknown_and_the_rest_is_known(
     tmp_path, driver, monkeypatch, trouble
 ):
     monkeypatch.setenv(trouble, "1")
-    monkeypatch.setattr(health_reader, "READ_S", 60.0 if trouble == "FAKE_FAILURE" else 4.0)
+    monkeypatch.setattr(health_reader, "FIRST_LIMIT_S", 60.0 if trouble == "FAKE_FAILURE" else 4.0)
     began_s = time.monotonic()
     with closing(HealthReader(GPUS, tree(tmp_path))) as reader:
         first = reader.read()

@@ -38,7 +38,7 @@ def logged(tail, code=1, **change):
 
 def failing(kind, message, **change):
     error = {"event": "error", "kind": kind, "message": message}
-    return RankProgress(**{"error": error, "code": 1, **change})
+    return RankProgress(**{"error_line": error, "code": 1, **change})
 
 
 def killed(**change):
@@ -58,11 +58,11 @@ def progress_of(ranks):
 
 
 def judged(*ranks, end=None, lost=None):
-    return classify(progress_of(ranks), TASK, end, lost=lost)
+    return classify(progress_of(ranks), TASK, end, outage=lost)
 
 
 PEER = failing("comm", "RuntimeError: Connection closed by peer")
-DONE = ok(done={"event": "done"})
+DONE = ok(done_line={"event": "done"})
 GONE = "the agent of node 2 (gpu03) is gone"
 
 
@@ -105,8 +105,8 @@ def test_how_it_ended(ranks, status, reason):
 
 
 NUMBERS = dict(zip(CHECKPOINT_NUMBERS, (2.0, 1.0, 0.1, 3.0, 0.5, 96), strict=True))
-SAVED = replace(DONE, checkpoint={"event": "checkpoint", **NUMBERS})
-FULL = replace(DONE, checkpoint={"message": "OSError: [Errno 122] Disk quota exceeded"})
+SAVED = replace(DONE, checkpoint_line={"event": "checkpoint", **NUMBERS})
+FULL = replace(DONE, checkpoint_line={"message": "OSError: [Errno 122] Disk quota exceeded"})
 SLOW = RunResult(status=Status.OK, reason="saving did not end within 9 s", cause="disk_slow")
 
 SLOWER_RUN = RunResult(status=Status.OK, reason="the fastest of 2 steps took 9 s", stopped=SLOWER)
@@ -117,7 +117,7 @@ SLOWER_RUN = RunResult(status=Status.OK, reason="the fastest of 2 steps took 9 s
     [
         ([SAVED, SAVED], {}, None, None),
         ([FULL, FULL], {}, "disk_full", "Disk quota exceeded"),
-        ([replace(DONE, checkpoint={"message": "PermissionError: x"})], {}, "exception", "PermissionError: x"),
+        ([replace(DONE, checkpoint_line={"message": "PermissionError: x"})], {}, "exception", "PermissionError: x"),
         ([replace(DONE, code=None), replace(DONE, code=-9, killed_by_us=True)], {"end": SLOW}, "disk_slow", "within 9 s"),
         ([DONE, replace(DONE, code=-9)], {}, "killed", "killed by SIGKILL, which ultrabench did not send"),
         ([replace(DONE, code=None)] * 3, {"lost": GONE}, "node_failure", "gpu03"),
@@ -127,7 +127,7 @@ SLOWER_RUN = RunResult(status=Status.OK, reason="the fastest of 2 steps took 9 s
 )  # fmt: skip
 def test_whatever_becomes_of_a_checkpoint_the_run_is_ok(ranks, words, cause, reason):
     task = replace(TASK, checkpoint="/scratch/x")
-    result = classify(progress_of(ranks), task, words.get("end"), lost=words.get("lost"))
+    result = classify(progress_of(ranks), task, words.get("end"), outage=words.get("lost"))
     assert (result.status, result.cause, result.suspect_hosts) == ("ok", None, ())
     assert len(result.step_times_s) == 6
     assert result.checkpoint_cause == cause
@@ -162,7 +162,7 @@ def test_a_run_that_fails_before_its_checkpoint_tells_only_its_own_end():
         ([logged("DistBackendError: NCCL error\nLast error:\ngpu01:17:42 [0] NCCL WARN closed by peer gpu04<44321>"),
           PEER, PEER, PEER], {}, "comm_error", "nccl_error", ["gpu04"]),
         ([PEER, PEER, killed(), PEER], {}, "comm_error", "connection_error", ["gpu03"]),
-        ([failing("comm", "late", failed_at=9.0), failing("comm", "first", failed_at=3.0)], {},
+        ([failing("comm", "late", failed_at_s=9.0), failing("comm", "first", failed_at_s=3.0)], {},
          "comm_error", "connection_error", ["gpu03"]),
         # A rank that ended with 0 while others needed it; one that was done may end before the others fail.
         ([killed(), logged("", code=0), killed(), killed()], {"end": TIMEOUT}, "timeout", "time_limit", []),
@@ -180,7 +180,7 @@ def test_causes_and_suspects(ranks, words, status, cause, suspects):
 @pytest.mark.parametrize(
     ("ranks", "reason"),
     [
-        ([PEER, DONE, failing("oom", "MemoryError", failed_at=9.0)], "out of memory, rank 2 on gpu03: MemoryError"),
+        ([PEER, DONE, failing("oom", "MemoryError", failed_at_s=9.0)], "out of memory, rank 2 on gpu03: MemoryError"),
         ([DONE, logged("", code=0, phase="join")],
          "exited before it was done, rank 1 on gpu03: exited with code 0 in phase join while other ranks kept running"),
         ([DONE, DONE], None),
@@ -196,14 +196,14 @@ def test_a_preflight_names_the_rank_that_failed_and_measures_no_steps(ranks, rea
 def test_the_facts_of_an_ok_run():
     done = {"event": "done", "stopped": "interval", "hardware_flops_per_step": 4e9}
     progress = progress_of([
-        ok(done=done | {"graphs": 1}, memory={"allocated_bytes": 10, "reserved_bytes": 30},
+        ok(done_line=done | {"graphs": 1}, memory_report={"allocated_bytes": 10, "reserved_bytes": 30},
            steps=steps_with(0, gradient_norm=2.5)),
-        ok(done=done | {"graphs": 2}, memory={"allocated_bytes": 20, "reserved_bytes": 25}),
+        ok(done_line=done | {"graphs": 2}, memory_report={"allocated_bytes": 20, "reserved_bytes": 25}),
     ])  # fmt: skip
     progress.environment = {"gpu_name": "cpu", "torch_version": "2.13.0", "omp_num_threads": 1}
     options = {"attention": "cudnn", "tp": 2, "compile": False}
     progress.add([{"rank": 0, "line": parse_line(json.dumps({"event": "ran", "options": options}))}])
-    progress.first_step = progress.started + 1.5
+    progress.first_step_s = progress.started_s + 1.5
     result = classify(progress, TASK, None)
     expected = {
         "status": Status.OK, "stopped": "interval", "ci_reached": True, "measured_by": "report",
@@ -282,8 +282,8 @@ def lacking(confirmed, cause="cuda_oom"):
     ],
 )
 def test_whether_a_run_itself_filled_its_memory(message, memory, error, expected):
-    rank = failing("oom", message, memory=memory)
-    found = judged(RankProgress(), replace(rank, error=rank.error | error))
+    rank = failing("oom", message, memory_report=memory)
+    found = judged(RankProgress(), replace(rank, error_line=rank.error_line | error))
     assert (found.status, found.cause, found.confirmed, found.suspect_hosts) == expected
 
 
@@ -383,6 +383,6 @@ def test_impossible_memory_or_mfu_of_a_log_makes_the_run_invalid_as_one_that_is_
 def test_memory_and_mfu_of_a_log_are_no_progress_of_a_rank():
     """A program that prints its memory early may still need long for its first step."""
     progress = AttemptProgress(2, ("n0",))
-    progress.add([{"rank": 1, "line": {"event": "observed", "reserved_bytes": 5}}], now=7.0)
+    progress.add([{"rank": 1, "line": {"event": "observed", "reserved_bytes": 5}}], now_s=7.0)
     rank = progress.ranks[1]
-    assert (rank.memory, rank.moved, progress.spoke) == ({"reserved_bytes": 5}, 0.0, False)
+    assert (rank.memory_report, rank.moved_s, progress.has_reported) == ({"reserved_bytes": 5}, 0.0, False)

@@ -93,14 +93,16 @@ class TapedDisk:
 class TapedRanks:
     """All agents of an allocation as its leader sees them: nothing is foreign or full, and every run goes well."""
 
-    hosts, interrupted, lost, lost_cause = ("gpu01",), None, None, ""
+    hosts, end_reason, outage, outage_cause = ("gpu01",), None, None, ""
     facts = ({"host": "gpu01", "foreign": (), "short_of_space": None, "kernel_digest": "digest"},)
 
     def __init__(self, tape: Tape, witness: list[str]) -> None:
         self._tape, self._witness = tape, witness
         step = {"event": "step", "seconds": 1.0, "loss": 1.0, "measured": True}
         self.progress = AttemptProgress(1, self.hosts)
-        self.progress.ranks = [RankProgress(host="gpu01", steps=[step] * 9, done={"event": "done"}, code=0)]
+        self.progress.ranks = [
+            RankProgress(host="gpu01", steps=[step] * 9, done_line={"event": "done"}, code=0)
+        ]
 
     def start(self, task: Task, index: int) -> None:
         self._tape.step(lambda: self._witness.append(str(task.key)), word="runs")

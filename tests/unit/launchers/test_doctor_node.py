@@ -131,9 +131,9 @@ def test_the_folder_of_a_checkup_goes_with_all_that_was_made_for_it(tmp_path):
 
 def test_a_checkup_in_a_job_claims_for_that_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(checkup, "_probe", dict)
+    monkeypatch.setattr(checkup, "_torch_facts", dict)
     (tmp_path / "claims").mkdir()
-    report = checkup.look(tmp_path)
+    report = checkup.examine_node(tmp_path)
     assert (report["job_id"], report["won_own_claim"], report["token"]) == ("7", True, None)
     assert owner(tmp_path / "claims", "node")["job"]["job_id"] == "7"
 

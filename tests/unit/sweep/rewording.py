@@ -89,7 +89,7 @@ def ending(*, paused=False, window=None, late=False, unmeasured=False, interrupt
     node = SimpleNamespace(allocation=allocation, identity=identity, digest=lambda: "other")
     node.disk = SimpleNamespace(retry=lambda action: action())
     node.folder = SimpleNamespace(pause=SimpleNamespace(exists=lambda: paused))
-    group = SimpleNamespace(listen=lambda seconds: None, interrupted=interrupted)
+    group = SimpleNamespace(listen=lambda seconds: None, end_reason=interrupted)
     leader = Leader(node, group, journal=None)
     leader._results = [(None, RunResult(status=Status.INVALID, cause=UNMEASURED))] if unmeasured else []
     return leader._not_now(SimpleNamespace(limit_s=60.0, predicted_duration_s=1.0))

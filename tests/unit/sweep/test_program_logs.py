@@ -62,18 +62,20 @@ def test_published_logs_tell_time_loss_memory_and_mfu(name):
         for s, n in STEPS[name]
     ]
     assert steps == read
-    assert (progress.memory["reserved_bytes"], progress.memory.get("allocated_bytes")) == PEAKS[name]
+    assert (progress.memory_report["reserved_bytes"], progress.memory_report.get("allocated_bytes")) == PEAKS[
+        name
+    ]
     mfus = [0.3429, 0.1399, 0.0017] if name == "torchtitan" else []
     assert progress.mfus == pytest.approx(mfus)
     nothing, progress = read_log(kernel, OTHERS)
-    assert (nothing, progress.memory, progress.mfus) == ([], {}, [])
+    assert (nothing, progress.memory_report, progress.mfus) == ([], {}, [])
 
 
 def test_a_line_of_torchtitan_without_memory_and_mfu_is_a_step():
     kernel = load_config(["kernel=torchtitan", "model=8B"]).kernel
     (step,), progress = read_log(kernel, [ON_CPUS.replace("mfu: 0.00%", "mfu: N/A")])
     assert (step["seconds"], step["loss"]) == (pytest.approx(4096 / 39), 6.2993)
-    assert (progress.memory, progress.mfus) == ({}, [])
+    assert (progress.memory_report, progress.mfus) == ({}, [])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import FAILURES
 from tests.unit.sweep.rewording import HOSTS, RUNS, decided, decisions, state_of
-from ultrabench.agent.diagnose.signatures import BY_NAME
+from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME
 from ultrabench.result import UNMEASURED, Status
 from ultrabench.store.events import EndCode, Ending
 from ultrabench.store.journal import read_journal
@@ -21,7 +21,7 @@ from ultrabench.store.state import fold
 FIXTURE = Path(__file__).parents[2] / "fixtures/schema2/journal"
 RESULTS = st.tuples(
     st.sampled_from(RUNS), st.integers(0, 1), st.integers(0, 2), st.sampled_from((Status.OK, *FAILURES)),
-    st.sampled_from((None, UNMEASURED, *BY_NAME)), st.sampled_from(HOSTS), st.sampled_from("xyz"), st.none(),
+    st.sampled_from((None, UNMEASURED, *CAUSE_BY_NAME)), st.sampled_from(HOSTS), st.sampled_from("xyz"), st.none(),
 )  # fmt: skip
 ENDS = st.lists(st.builds(Ending, st.just("the sweep is paused"), st.sampled_from(EndCode)), max_size=8)
 
