@@ -101,8 +101,8 @@ def parse_log_line(
     if option == "step_line":
         return {"measured_by": "log", **checked({"event": "step", **values})}
     usable = {name: value for name, value in values.items() if is_number(value) and value > 0}
-    whole = {name: round(value) if name.endswith("_bytes") else value for name, value in usable.items()}
-    return {"event": OBSERVED, **whole} if whole else None
+    rounded = {name: round(value) if name.endswith("_bytes") else value for name, value in usable.items()}
+    return {"event": OBSERVED, **rounded} if rounded else None
 
 
 def quantities(option: str, text_by_group: Mapping[str, str | None]) -> dict[str, float]:
@@ -145,7 +145,7 @@ def nearest_lines(text: str, pattern: str) -> list[str]:
 
     Lines without a digit cannot hold the time of a step. Of lines that differ in numbers only, the last counts.
     """
-    literal_words = {text.lower() for text in _WORD.findall(_NOT_LITERAL.sub(" ", pattern))}
-    kinds = {re.sub(r"\d+", "#", line): line for line in text.splitlines() if re.search(r"\d", line)}
-    latest_first = [*kinds.values()][::-1]
+    literal_words = {word.lower() for word in _WORD.findall(_NOT_LITERAL.sub(" ", pattern))}
+    line_by_form = {re.sub(r"\d+", "#", line): line for line in text.splitlines() if re.search(r"\d", line)}
+    latest_first = [*line_by_form.values()][::-1]
     return sorted(latest_first, key=lambda line: -len(literal_words & {*_WORD.findall(line.lower())}))[:2]
