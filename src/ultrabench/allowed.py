@@ -51,8 +51,8 @@ def matching(pattern: str, text: str, extra: dict[str, Any] | None = None) -> Me
 
 def one_of(*names: str) -> Meta:
     """Only the given texts."""
-    *first_names, last = names
-    text = f"{', '.join(first_names)} or {last}" if first_names else last
+    *first_names, last_name = names
+    text = f"{', '.join(first_names)} or {last_name}" if first_names else last_name
     return matching("|".join(map(re.escape, names)), text, {NAMES_KEY: names})
 
 

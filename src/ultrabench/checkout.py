@@ -1,4 +1,4 @@
-"""Tells which version of ultrabench's sources runs: the commit of its clone, and the changes since."""
+"""Finds out which version of ultrabench's sources runs: the commit of its clone, and the changes since."""
 
 import os
 import subprocess

@@ -26,7 +26,7 @@ _NUM_CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall"
 OPERATIONS = (*_NUM_CROSSINGS, "sendrecv")
 DEVICE_RATES = ("gemm_flops_per_s", "memory_copy_bytes_per_s", "gemm_sm_clock_hz")
 NODE_RATES = tuple(f"node_{name}" for name in DEVICE_RATES[:2])
-"""Columns of the rates of each node, its slowest device."""
+"""Columns with the rates of the slowest device of each node."""
 SCOPES = {"all": "", "intra_node": "_intra_node"}
 """Ranks that take part in an operation, all or those of each node -> infix of the names of columns."""
 

@@ -20,7 +20,7 @@ class UltrabenchError(Exception):
 
     Args:
         fact: what was given, and the rule.
-        remedy: what to do; it may stand in `fact` where nothing shows it apart.
+        remedy: what to do; it may also be a part of `fact`, where no caller shows it separately.
     """
 
     exit_code = 2
@@ -56,7 +56,7 @@ class ShapeError(ConfigError):
     Args:
         where: what the message calls the model.
         rule: what is broken; a size that files may have under another name stands in braces, such as `{num_experts}=1`.
-        words: each of these sizes -> its name in the message.
+        name_by_size: each of these sizes -> its name in the message.
     """
 
     def __init__(self, where: str, rule: str, name_by_size: Mapping[str, str]) -> None:
@@ -98,14 +98,14 @@ def counted(number: int, noun: str) -> str:
 
 MIN_SIMILARITY = 0.7
 """Similarity of difflib from which a known name is probably meant: `oom` for `foo` has 0.67, `mfu` for `mfuu` 0.86."""
-MOST_NAMES = 12
+MAX_NAMES = 12
 """Largest number of known names that a message lists."""
 
 
 def nearest_name(name: str, names: Iterable[str], similarity: float = MIN_SIMILARITY) -> str | None:
     """The one of `names` that is probably meant by `name`, such as words.etp by etp; None if none is as similar."""
     names = [*names]
-    names_in_groups = (known for known in names if known.rpartition(".")[2] == name)
+    names_in_groups = (existing for existing in names if existing.rpartition(".")[2] == name)
     return next(chain(names_in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
 
 
@@ -120,7 +120,7 @@ def most_similar(value: str, names: Iterable[str]) -> str | None:
 
 
 def unknown_name(kind: str, name: object, names: Iterable[str], first: Iterable[str] = ()) -> str:
-    """One line that tells that `name` is no `kind`, with the most similar name and the known names nearest to it.
+    """One line which says that `name` is no known `kind`, with the most similar name and the known names nearest to it.
 
     Args:
         first: known names that are listed first, because most people want one of them.
@@ -128,9 +128,9 @@ def unknown_name(kind: str, name: object, names: Iterable[str], first: Iterable[
     names = sorted(names)
     probable = nearest_name(str(name).strip("{}"), names)
     hint = f"; did you mean {probable}?" if probable else ""
-    nearest = difflib.get_close_matches(str(name), names, n=MOST_NAMES, cutoff=0.0)
-    nearest = [*dict.fromkeys((*first, *nearest))][:MOST_NAMES]
-    more_text = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    nearest = difflib.get_close_matches(str(name), names, n=MAX_NAMES, cutoff=0.0)
+    nearest = [*dict.fromkeys((*first, *nearest))][:MAX_NAMES]
+    more_text = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return f"unknown {kind} {name!r}{hint} (known: {', '.join(nearest) or 'none'}{more_text})"
 
 
@@ -152,7 +152,7 @@ def require_known(
 
 
 def require_once(settings: Iterable[str]) -> None:
-    """Raises ConfigError if two of the words KEY=VALUE have the same key, since only the last would count."""
+    """Raises ConfigError if two of the settings KEY=VALUE have the same key, since only the last one would count."""
     setting_by_key: dict[str, str] = {}
     for setting in settings:
         key = setting.lstrip("+").partition("=")[0]

@@ -16,7 +16,7 @@ GIVEN = "given as hardware.peak_flops_per_s"
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
 CUBE_ROOT = 1 / 3
-"""Exponent of the compute rate in power_limit_w / rated_power_w. A prior: power grows as clock * voltage**2, and voltage in
+"""Exponent of power_limit_w / rated_power_w in the compute rate. A prior: power grows as clock * voltage**2, and voltage in
 proportion to the clock. No run under a limit was measured."""
 ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "a GPU architecture, such as sm_90 or gfx942")
 
@@ -40,7 +40,7 @@ class Peak:
 
 
 def of_peak(precision: str | None) -> str:
-    """What a text has after MFU to name the peak that it is relative to: ` of fp8`, else nothing."""
+    """The text after MFU that names the peak to which it is relative: ` of fp8`, else nothing."""
     return " of fp8" if precision == "fp8" else ""
 
 

@@ -327,7 +327,7 @@ TRADED = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
 
 This list is written by hand, because an axis whose effect on memory nobody has looked at must not be in it."""
 family = operator.attrgetter(*(name for name in AXES if name not in TRADED))
-"""Gives what two layouts have in common of which `dominates` compares the memory."""
+"""Gives what two layouts must have in common so that `dominates` can compare their memory."""
 
 
 def dominates(oom: Layout, other: Layout) -> bool:

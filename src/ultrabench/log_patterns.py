@@ -11,7 +11,7 @@ from ultrabench.rank_report import checked, is_number
 TRY_LOG = "ultrabench kernel try-log PATTERN FILE"
 """The command that tests a pattern without a launch."""
 OBSERVED = "observed"
-"""Event of a line that tells memory or MFU. A user's report cannot have it, and it is no sign of progress."""
+"""Event of a line that has memory or MFU. A user's report cannot have this event, and it is no sign of progress."""
 
 
 class LogPattern(NamedTuple):

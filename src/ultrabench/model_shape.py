@@ -91,7 +91,7 @@ class ModelShape:
     norm_topk_prob: bool = True
     """Whether the scores of the chosen experts are divided by their sum."""
     routed_scaling_factor: Positive = 1.0
-    """What the scores of the chosen experts are multiplied by at last."""
+    """Factor by which the scores of the chosen experts are multiplied in the end."""
 
     def __post_init__(self) -> None:
         where = f"model {self.name}"

@@ -24,7 +24,7 @@ class Health(StrEnum):
 
 
 class Amount(Enum):
-    """What of a number is compared with the limit."""
+    """Which quantity is compared with the limit of a check."""
 
     NOW = 0
     NEW = 1
@@ -41,7 +41,7 @@ class HealthCheck(NamedTuple):
     unit: str = ""
     """Unit of the numbers; empty for facts that are there or not."""
     hard: bool = False
-    """Whether the fact refuses its node; it must be one that a single observation proves."""
+    """Whether a finding excludes its node; only for facts that a single observation proves."""
     amount: Amount = Amount.NOW
     bound: float = 0.0
     """Largest number that is ok, or smallest one if `at_least`."""
@@ -129,7 +129,7 @@ Findings = dict[str, Finding]
 
 
 def examine(first: Reading, last: Reading) -> Findings:
-    """The findings of two readings; where only one exists it is both, and a counter above 0 is unknown."""
+    """The findings of two readings; if there is only one, it is given twice, and counters above 0 are unknown."""
     return {name: _finding(name, check, first, last) for name, check in CHECKS.items()}
 
 
@@ -184,8 +184,8 @@ def places_text(name: str, finding: Finding) -> str:
 def complaints(facts: Mapping[str, Any], *healths: Health, nodes: int = 2) -> dict[str, str]:
     """Name of a check -> its finding as a text, for findings with these healths that concern runs on so many nodes."""
     findings = ((name, f) for name, f in findings_of(facts).items() if f.health in healths)
-    concerned = ((name, f) for name, f in findings if nodes > 1 or not CHECKS[name].between_nodes)
-    return {name: f"{name} ({places_text(name, finding)})" for name, finding in concerned}
+    relevant_findings = ((name, f) for name, f in findings if nodes > 1 or not CHECKS[name].between_nodes)
+    return {name: f"{name} ({places_text(name, finding)})" for name, finding in relevant_findings}
 
 
 Warnings = dict[tuple[str, str], str]

@@ -23,7 +23,7 @@ CALM_WALKS = 2
 """Number of walks through /proc in a row that must find nothing; one walk easily misses a forking process."""
 CALM_LOOKS = 5
 """Number of looks in a row at the children of this process that must find nothing."""
-MOST_LOOKS = 300
+MAX_LOOKS = 300
 """Number of such looks after which children that do not end are left."""
 PATIENCE_S = 10.0
 """Seconds after which processes that do not end although they were killed are left."""
@@ -50,7 +50,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 LONGEST_STEP_S = 0.5
-"""Seconds between two looks at a `RunningClock` that count as they are; more is a pause of the process."""
+"""Longest time in seconds between two calls of a `RunningClock` that counts in full; more is a pause of the process."""
 
 
 class RunningClock:
@@ -64,7 +64,7 @@ class RunningClock:
         self._looked_at_s, self._ran_s = time.monotonic(), 0.0
 
     def __call__(self) -> float:
-        """The seconds for which this process has run since the clock was made, looked at again and again."""
+        """The seconds for which this process has run since the clock was made, if the clock is called often."""
         now_s = time.monotonic()
         self._ran_s += min(now_s - self._looked_at_s, LONGEST_STEP_S)
         self._looked_at_s = now_s
@@ -220,7 +220,7 @@ def kill_children(spared: set[int]) -> set[int]:
         The pids of all children that were killed.
     """
     killed_pids, num_calm, children_file = set[int](), 0, f"task/{os.getpid()}/children"
-    for _ in range(MOST_LOOKS):
+    for _ in range(MAX_LOOKS):
         children = [pid for pid in map(int, _read(os.getpid(), children_file).split()) if pid not in spared]
         num_calm = 0 if children else num_calm + 1
         if num_calm == CALM_LOOKS:

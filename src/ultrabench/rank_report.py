@@ -160,7 +160,7 @@ class NewLines:
         """The whole lines after those of the last call, at most `max_bytes` bytes of them, without the last newline.
 
         Raises:
-            OSError: `part`, which reads a part of the file, raises it.
+            OSError: `read`, which reads a part of the file, raises it.
         """
         for _ in range(SKIPPED_PARTS):
             data = read(self.path, self._offset, self.max_bytes)

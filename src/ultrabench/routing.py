@@ -17,7 +17,7 @@ def routing_text(routing: str | None) -> str:
 def expert_shares(routing: str, num_experts: int, num_chosen: int) -> tuple[float, ...]:
     """Share of the tokens that each expert gets; together they are `num_chosen`, the number of experts of a token.
 
-    With skew=A expert e gets min(1, c (e + 1)**-A), with c such that they add up: a token chooses an expert once.
+    With skew=A expert e gets min(1, c (e + 1)**-A), where c makes the shares add up; a token chooses an expert at most once.
     """
     exponent = float(routing.removeprefix(SKEW))
     weights = [(expert + 1) ** -exponent for expert in range(num_experts)]

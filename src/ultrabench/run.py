@@ -211,10 +211,10 @@ _IN_BRACES = re.compile(r"(?<!\$)\{\s*(?P<quote>[\"']?)(?:words\.)?(?P<name>\w+)
 """A word in braces; also with quotes, spaces or its group, which are refused if there is such a word."""
 
 
-# A plan asks it for each candidate: 181 us with the 100 parts of kernel=megatron, and 2 us with the cache.
+# A plan calls this for each candidate: 181 us with the 100 parts of kernel=megatron, and 2 us with the cache.
 @functools.lru_cache(maxsize=64)
 def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str]:
-    """The words of a run that the command of a kernel says, with the sizes of a model that others follow from.
+    """The words of a run that the command of a kernel uses, and the sizes of a model from which such words follow.
 
     Args:
         with_tables: whether the words of `supports` and `flags` count, other than those in braces.

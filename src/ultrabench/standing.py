@@ -154,22 +154,22 @@ def _ranked(repeats: Sequence[_Indexed], include_suspects: bool, by_control: boo
     ]
     best = min((s for s in ranked if s.interval is not None), key=_by_value, default=None)
     best_low = best.interval[0] if best and best.interval else math.inf
-    marked = [
+    flagged = [
         (s, s is best, s is not best and s.interval is not None and s.interval[1] >= best_low) for s in ranked
     ]
-    marked.sort(key=lambda marks: _order(marks[0], marks[1] or marks[2]))
+    flagged.sort(key=lambda entry: _order(entry[0], entry[1] or entry[2]))
     return [
         msgspec.structs.replace(standing, place=place, best=is_best, as_good=is_as_good)
-        for place, (standing, is_best, is_as_good) in enumerate(marked, 1)
+        for place, (standing, is_best, is_as_good) in enumerate(flagged, 1)
     ]
 
 
 def _by_run(repeats: Iterable[_Indexed]) -> dict[tuple[str, str | None], list[_Indexed]]:
     """Run, in one environment -> its repeats."""
-    by_run = defaultdict[tuple[str, str | None], list[_Indexed]](list)
+    repeats_by_run = defaultdict[tuple[str, str | None], list[_Indexed]](list)
     for index, repeat in repeats:
-        by_run[repeat.run_id, repeat.environment].append((index, repeat))
-    return by_run
+        repeats_by_run[repeat.run_id, repeat.environment].append((index, repeat))
+    return repeats_by_run
 
 
 def _have_one_control(competing: Sequence[Repeat]) -> bool:
@@ -262,7 +262,7 @@ def same_environments(
     for facts, env_id, driver in environments:
         representative_by_id[env_id] = env_id
         drivers_by_facts[facts][env_id] = driver
-    merged: dict[Hashable, list[str]] = {}
+    merged_drivers: dict[Hashable, list[str]] = {}
     for facts, driver_by_id in drivers_by_facts.items():
         if len({*driver_by_id.values()}) == len(driver_by_id) > 1:
             first_id = min(representative_by_id[env_id] for env_id in driver_by_id)
@@ -271,5 +271,5 @@ def same_environments(
                 env_id: first_id if representative in merged_ids else representative
                 for env_id, representative in representative_by_id.items()
             }
-            merged[facts] = sorted(driver_by_id.values())
-    return representative_by_id, merged
+            merged_drivers[facts] = sorted(driver_by_id.values())
+    return representative_by_id, merged_drivers

@@ -39,7 +39,7 @@ CONTAINER_WORD = "{container}"
 
 
 def in_place(variant: Variant, words: Sequence[str]) -> tuple[str, ...]:
-    """The words of a command with the container of a variant."""
+    """The words of a command, with the container of a variant in the place of CONTAINER_WORD."""
     container = variant.get("container")
     return tuple(words if container is None else (w.replace(CONTAINER_WORD, str(container)) for w in words))
 

@@ -136,8 +136,8 @@ def _print(comparison: "Comparison") -> None:
     heads = ("finding", "model", ">nodes", "layout", ">step A", ">step B", ">ratio", ">p")
     if rows:
         show(table(f"\nfindings{_more(rows)}", *heads, rows=map(_cells, rows[:MAX_ROWS])))
-    unproven = comparison.unproven
-    large_rows = unproven[unproven["ratio"] > 1 + comparison.threshold].to_dict("records")
+    unproven_rows = comparison.unproven
+    large_rows = unproven_rows[unproven_rows["ratio"] > 1 + comparison.threshold].to_dict("records")
     if large_rows:
         columns = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
         first_rows = large_rows[:MAX_UNPROVEN]

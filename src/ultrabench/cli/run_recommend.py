@@ -74,7 +74,7 @@ def with_fp8(config: SweepConfig, words: Sequence[str]) -> SweepConfig:
 
 
 def _is_in_row(word: str) -> bool:
-    """Whether the command of a row says itself what this override says."""
+    """Whether the command of a row has the setting of this override anyway."""
     key = word.lstrip("+~").partition("=")[0]
     return key in ("model", "hardware", "sweep", "kernel", "kernel.precision") or key.startswith("sweep.")
 

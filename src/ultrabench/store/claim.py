@@ -80,19 +80,19 @@ def owner_of(claims: Path, key: str) -> str | None:
     return "unreadable"
 
 
-_ATTEMPT = re.compile(r"\w+\.\d+\.\d+")
+_ATTEMPT_NAME = re.compile(r"\w+\.\d+\.\d+")
 """Names of the claims of attempts; those of allocations have one dot."""
 
 
 def unrecorded(claims: Path, state: SweepState) -> list[str]:
     """The claimed attempts of which the journal says nothing, although the jobs that claimed them are over.
 
-    Lines or files of the journal are damaged or missing.
+    They show that lines or files of the journal are damaged or missing.
     """
     recorded_keys = {str(key) for key in state.attempts}
     with contextlib.suppress(OSError):
         unrecorded_keys = sorted(
-            key for key in os.listdir(claims) if _ATTEMPT.fullmatch(key) and key not in recorded_keys
+            key for key in os.listdir(claims) if _ATTEMPT_NAME.fullmatch(key) and key not in recorded_keys
         )
         owners = ((key, state.allocations.get(owner_of(claims, key) or "")) for key in unrecorded_keys)
         return [key for key, allocation in owners if allocation is None or allocation.ended is not None]

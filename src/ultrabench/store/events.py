@@ -222,7 +222,7 @@ class Result(OfAttempt):
     source: str = "agent"
     """How far the report is trusted: agent; slurm, a requeued agent or a launcher of a cluster; launcher."""
     spec: dict[str, Any] = field(default_factory=dict)
-    """The RunSpec as JSON; empty where an event Claimed tells it."""
+    """The RunSpec as JSON; empty where an event Claimed has it."""
     result: RunResult
 
 
@@ -333,7 +333,7 @@ DAMAGED = (ConfigError, RecursionError, ValueError)
 
 
 def decode(text: bytes, path: object = "the journal", decoders: Decoders | None = None) -> Line | None:
-    """The line that `text` holds; None for an event that only later versions know, or that is not in `kinds`.
+    """The line that `text` holds; None for an event that only later versions know, or that is not in `decoders`.
 
     Args:
         decoders: name of each event that is read -> what decodes it, such as an entry of `DECODERS`; None means DECODERS.

@@ -79,9 +79,9 @@ class SweepFolder:
         Raises:
             SweepFolderError: the folder cannot be written.
         """
-        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        existing_folder = next(path for path in (self.path, *self.path.parents) if path.exists())
         try:
-            try_to_write(existing)
+            try_to_write(existing_folder)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -186,7 +186,7 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
 
 
 def sweeps_in(results_dir: Path) -> list[Path]:
-    """The folders of all sweeps in `results_dir`; one that begins with a dot is being removed, and is none."""
+    """The folders of all sweeps in `results_dir`; a folder whose name begins with a dot is being removed and does not count."""
     return [sweep_json.parent for sweep_json in results_dir.glob("[!.]*/sweep.json")]
 
 

@@ -54,7 +54,7 @@ class JobEnd:
     certain: bool = False
     """Whether its processes were found to be gone; False when only the batch system reports the end."""
     agent_gone: bool = False
-    """Whether the leading agent failed without a word, so that the run may have ended it."""
+    """Whether the leading agent failed without a report, so that the run may have ended it."""
 
     @property
     def cause(self) -> str | None:

@@ -28,7 +28,7 @@ class AttemptState:
     """Node-local folder of the leading agent, in which logs are written."""
     phase: str | None = None
     steps: int | None = None
-    """Number of steps that a running attempt has measured, as far as its agent has told."""
+    """Number of steps that a running attempt has measured, as far as its agent has reported."""
     step_time_s: float | None = None
     """Median of these steps in seconds."""
     result: RunResult | None = None

@@ -20,7 +20,7 @@ from ultrabench.store.events import SCHEMA_VERSION
 from ultrabench.store.folder import SweepFolder, write_whole
 
 FULL_SHARE = 0.9
-"""Share of the cores from which on a measurement of their peak counts as undisturbed by other programs."""
+"""Smallest share of the cores with which a measurement of their peak counts as undisturbed by other programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,11 +45,11 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     title = f"{spec.layout.label()}, {spec.shape.name}, {spec.precision} on {spec.device}"
     show(table(title, "difference of", "is", "allowed", rows=rows))
     say(*(f"  {line}" for line in (*result.missing_gradients, result.error) if line))
-    verdict = "equal" if result.passed else "NOT equal"
+    verdict_text = "equal" if result.passed else "NOT equal"
     if result.error and result.loss_diff is None:
-        verdict = "no result"
+        verdict_text = "no result"
     worst_text = f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
-    say(f"{verdict} ({result.seconds:.1f} s){worst_text}")
+    say(f"{verdict_text} ({result.seconds:.1f} s){worst_text}")
     return int(not result.passed)
 
 

@@ -142,7 +142,7 @@ def validate(
         if scope == "all" and not metrics_by_scope["healthy"]["excluded"]:
             show("step time of all rows: as above, because no row is excluded", "")
             continue
-        reasons = ", ".join(f"{n:,} {why}" for why, n in scores["excluded_by_reason"].items())
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in scores["excluded_by_reason"].items())
         runs_text = f"{scores['step_time']['rows']:,} runs ({scores['excluded']:,} excluded)"
         title = f"step time of {scope} rows, profile {names}: {runs_text}"
         _show(f"{title}: {reasons}" if reasons else title, TIME_COLUMNS, scores, _time)
@@ -248,9 +248,9 @@ def calibrate(
     for part, errors in quality.items():
         fitted = "fitted" if calibration.fitted[part] else "fitted, not used"
         constants_text = {"before": f"profile {base.name}", "after": fitted}
-        for when in errors:
-            shares = (f"{100 * errors[when][key]:.1f} %" for key in ("median_error", "p90_error"))
-            rows.append((part.replace("_", " "), constants_text[when], *shares))
+        for stage in errors:
+            shares = (f"{100 * errors[stage][key]:.1f} %" for key in ("median_error", "p90_error"))
+            rows.append((part.replace("_", " "), constants_text[stage], *shares))
     title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
     say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")

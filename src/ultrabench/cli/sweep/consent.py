@@ -90,13 +90,13 @@ def price_table(
 
 
 def interval_line(price: Price) -> str:
-    """One line that tells how far the price may be off, as step times are predicted with intervals."""
+    """One line that says how far the price may be off, because step times are predicted with intervals."""
     low, high = map(three_digits, price.interval)
     return f"{three_digits(price.gpu_hours)} GPU hours, {low} to {high} with all step times at the ends of their intervals"
 
 
 def jobs_line(price: Price, config: SweepConfig) -> str:
-    """One line that tells how many jobs a price holds, how long they are, and why some are longer than asked."""
+    """One line that says how many jobs a price holds, how long they are, and why some are longer than asked."""
     launcher, minutes = config.launcher, [job.predicted_s / 60 for job in price.jobs]
     job_lengths = f"{counted(len(price.jobs), 'job')} of {_minutes(minutes, 'predicted ')}"
     reason = f"launcher.allocation_minutes={launcher.allocation_minutes:g}"

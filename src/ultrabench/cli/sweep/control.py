@@ -46,8 +46,8 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
         title = f"{'would be' if dry_run else 'are'} retried, whatever the retry policy says"
         columns = ("run", ">repeat", ">attempt", "was", "on", "reason", "retry policy")
         show(table(title, *columns, rows=[row.values() for row in rows]))
-        for node, why in excluded_nodes(state, plan.config.retry).items():
-            say(f"node {node} is excluded: {why}; retry.forgive=[{node}] uses it again")
+        for node, reason in excluded_nodes(state, plan.config.retry).items():
+            say(f"node {node} is excluded: {reason}; retry.forgive=[{node}] uses it again")
     if dry_run:
         return 0
     keys = [a.key for a in failed_attempts]
@@ -58,15 +58,15 @@ def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str |
     """The failed final attempts that were asked for; lack of memory is an answer, tried again only if it is named."""
     statuses = {name.strip() for name in only.split(",")} if only else FAILURES
     require_known("status to retry", FAILURES, *sorted(statuses))
-    planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
-    if run is not None and not any(run_id.startswith(run) for run_id in planned):
+    planned_ids = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
+    if run is not None and not any(run_id.startswith(run) for run_id in planned_ids):
         raise ConfigError(f"no run id of {folder.name} begins with {run!r}; see ultrabench sweep top -n 100")
     return [
         a
         for (run_id, _), a in sorted(final_attempts(state).items())
         if a.result
         and a.result.status in statuses
-        and run_id in planned
+        and run_id in planned_ids
         and run_id.startswith(run or "")
         and (only or run or a.result.status != Status.OOM)
     ]

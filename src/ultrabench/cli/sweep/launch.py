@@ -156,7 +156,7 @@ def follow(
 
 
 def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -> None:
-    """Tells why a sweep stopped; if it is over its budget, also the command that continues it."""
+    """Prints why a sweep stopped and, if it is over its budget, the command that continues it."""
     say(f"stopped: {reconciler.stopped}")
     if reconciler.over_budget:
         plan = reconciler.sweep.plan
@@ -183,17 +183,17 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
         yield f"{launcher_text} also follows this sweep; both can continue: no run is made twice"
 
 
-def other_launches(state: SweepState, planned: Set[str], settled_before: Set[str]) -> Iterator[str]:
+def other_launches(state: SweepState, planned_ids: Set[str], settled_before: Set[str]) -> Iterator[str]:
     """Lines about settled runs that are new in this launch, and about those of earlier launches only.
 
     Args:
-        planned: run_ids of the runs of this launch.
+        planned_ids: run_ids of the runs of this launch.
         settled_before: run_ids of the runs that were settled before this launch.
     """
     status_by_run = settled_runs(state)
     groups = {
-        "new in this launch": planned - settled_before,
-        "in earlier launches only": settled_before - planned,
+        "new in this launch": planned_ids - settled_before,
+        "in earlier launches only": settled_before - planned_ids,
     }
     for name, runs in groups.items() if settled_before else ():
         if counts := Counter(status_by_run[run_id] for run_id in runs if run_id in status_by_run):
@@ -228,7 +228,7 @@ def _handle(handler: Handler, signals: Iterable[int]) -> None:
 
 
 def _interrupted(sweep: OpenSweep, launcher: Launcher, signal_number: int, display_name: str) -> int:
-    """Tells what still runs and how to continue after signal `signal_number`; returns the exit code.
+    """Prints what still runs and how to continue after signal `signal_number`; returns the exit code.
 
     Jobs of Slurm go on. On this machine Ctrl-C ends all runs. A launcher that is ended by a signal, or
     whose terminal is gone, leaves its agents running for the next launch.

@@ -27,16 +27,16 @@ from ultrabench.variant import CELL_OPTIONS
 class Display(Live):
     """Shows the progress of a sweep on stderr while its `with` block runs; the table only on a terminal."""
 
-    def __init__(self, sweep: str, planned: Sequence[Candidate], device: str) -> None:
+    def __init__(self, sweep: str, runs: Sequence[Candidate], device: str) -> None:
         self._console = out(stderr=True)
         super().__init__(console=self._console, transient=True)
-        self._sweep, self._planned, self._device = sweep, planned, device
-        self._by_id = {run.run_id: run for run in planned}
-        self._ended: set[AttemptKey] | None = None
+        self._sweep, self._runs, self._device = sweep, runs, device
+        self._run_by_id = {run.run_id: run for run in runs}
+        self._ended_keys: set[AttemptKey] | None = None
         """Attempts whose end was shown, and those that had ended before the first state; None before that."""
         self._old_keys = frozenset[AttemptKey]()
         """Attempts that had ended before the first state."""
-        self._settled = frozenset[str]()
+        self._settled_ids = frozenset[str]()
         """run_ids of the runs that were settled when lines were last printed."""
 
     def start(self, refresh: bool = False) -> None:
@@ -50,27 +50,28 @@ class Display(Live):
         Each line begins with the number of settled runs; runs that are skipped from now on have one together.
         """
         ended_keys = {key for key, attempt in state.attempts.items() if attempt.result is not None}
-        is_first, self._ended = self._ended is None, ended_keys if self._ended is None else self._ended
-        new_keys = sorted(ended_keys - self._ended)
+        is_first = self._ended_keys is None
+        self._ended_keys = ended_keys if self._ended_keys is None else self._ended_keys
+        new_keys = sorted(ended_keys - self._ended_keys)
         if not (new_keys or is_first or self.is_started):
             return
         self._old_keys = frozenset(ended_keys) if is_first else self._old_keys
-        progress = progress_of(self._sweep, self._planned, state, self._device, self._old_keys)
-        settled = {*progress.settled} if is_first else {*self._settled & progress.settled}
+        progress = progress_of(self._sweep, self._runs, state, self._device, self._old_keys)
+        settled = {*progress.settled} if is_first else {*self._settled_ids & progress.settled}
         for key in new_keys:
-            self._ended.add(key)
-            if run := self._by_id.get(key.run_id):
+            self._ended_keys.add(key)
+            if run := self._run_by_id.get(key.run_id):
                 settled |= progress.settled & {key.run_id}
                 facts = progress.suspects.get(key), progress.again.get(key), progress.cell_columns
                 line = attempt_line(run, state.attempts[key], *facts)
                 self._console.print_line(Text(f"[{len(settled)}/{progress.runs}] ").append(line))
-        if skips := [run for run in self._planned if run.run_id in progress.skipped.keys() - settled]:
+        if skips := [run for run in self._runs if run.run_id in progress.skipped.keys() - settled]:
             settled |= {run.run_id for run in skips}
             introduction = f"{counted(len(skips), 'run')} skipped, such as" if len(skips) > 1 else "skipped"
             run_text = f"{skips[0].run_id} {_name(skips[0], progress.cell_columns)}"
             skip_text = f"[{len(settled)}/{progress.runs}] {introduction} {run_text}: {progress.skipped[skips[0].run_id]}"
             self._console.print_line(Text(skip_text, style_of("skipped")))
-        self._settled = progress.settled
+        self._settled_ids = progress.settled
         self.update(panel(progress, bool(alive), bar=True))
 
     def say(self, note: str) -> None:
@@ -196,7 +197,7 @@ def _below_counts(progress: SweepProgress, busy: bool, bar: bool) -> Iterator[Re
         yield Text("last failures and OOMs")
     for run, attempt in progress.failures:
         yield Text("  ").append(attempt_line(run, attempt, columns=progress.cell_columns))
-    for key, why in [*progress.suspects.items()][:1]:
-        yield Text(f"{counted(len(progress.suspects), 'suspect result')}, such as {key}: {why}", "yellow")
+    for key, reason in [*progress.suspects.items()][:1]:
+        yield Text(f"{counted(len(progress.suspects), 'suspect result')}, such as {key}: {reason}", "yellow")
     mfus = (run.mfu(standing.rate or 0.0) or 0.0 for run, standing in progress.best if not standing.suspect)
-    yield from (Text(why, "yellow") for why in low_peak(max(mfus, default=None)))
+    yield from (Text(reason, "yellow") for reason in low_peak(max(mfus, default=None)))

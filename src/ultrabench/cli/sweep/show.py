@@ -56,13 +56,13 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
         header = {"sweep": folder.name, "run_id": run_id, "plan": row, "communication_over_compute": ratios}
         print_json({**header, "spec": spec, "attempts": documents})
         return
-    planned = {name: value for name, value in (row or {}).items() if name not in ("order", "run_id")}
+    plan_values = {name: value for name, value in (row or {}).items() if name not in ("order", "run_id")}
     columns = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
     show(
         Text(f"run {run_id} of {folder.name}", "bold"),
         *_numbers(folder, run_id),
         Text("\nplan", "bold"),
-        *(f"{name:<30} {with_unit(name, value)}" for name, value in planned.items() if value is not None),
+        *(f"{name:<30} {with_unit(name, value)}" for name, value in plan_values.items() if value is not None),
         *([ratio_line(ratios, str((row or {}).get("dp_overlap")))] if ratios else []),
         table("\nattempts", *columns, rows=map(_columns, attempts)),
     )
@@ -78,7 +78,7 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
 def _communication_ratios(sweep: SweepJson, row: Row, state: SweepState) -> dict[str, float]:
     """The predicted communication of each axis over the computing beside it, on the links of the data sheet.
 
-    Empty for what is no run of training, and where the configuration of the latest launch cannot be read.
+    Empty for a run that does not train, and where the configuration of the latest launch cannot be read.
     """
     run = next(runs_of(sweep, [row], state), None)
     if run and run.spec.kernel.kind != "probe" and (peak := sweep.peak(run.nodes, run.spec.kernel.precision)):
@@ -111,7 +111,7 @@ def _runs(folder: SweepFolder) -> list[Row]:
 
 
 def _evidence(evidence: dict[str, Any], logs: Path) -> Iterator[RenderableType]:
-    """Lines that tell how each rank ended and, for a hang, its cause and what every rank was doing."""
+    """Lines that say how each rank ended and, for a hang, its cause and what every rank was doing."""
     for rank in evidence.get("ranks", []):
         yield _rank_line(rank)
     if "hang_cause" in evidence:
@@ -216,9 +216,9 @@ def show_logs(name: str, follow: bool, sweep: str | None, results: Path) -> None
 
 def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
     """The saved logs of an attempt, or the logs that its ranks write now on this machine."""
-    saved = sorted(folder.log_folder(attempt.key).glob("*.log"))
-    if saved or attempt.scratch is None:
-        return saved
+    saved_logs = sorted(folder.log_folder(attempt.key).glob("*.log"))
+    if saved_logs or attempt.scratch is None:
+        return saved_logs
     return sorted((Path(attempt.scratch) / str(attempt.key)).glob("rank*.log"))
 
 

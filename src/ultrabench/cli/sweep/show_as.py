@@ -1,6 +1,6 @@
 """`ultrabench sweep show --as` prints how another framework trains the layout of a run.
 
-It is apart from `show`, which so need not import what reads configurations.
+It is separate from `show`, so that `show` need not import the code that reads configurations.
 """
 
 import shlex

@@ -27,21 +27,21 @@ MARKS = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 _TEXTS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""
 CELL_COLUMNS = [*(name for name in PANEL if name != "routing"), "num_params"]
-"""Columns that the title of a table names where they set its cell apart from others of its model, beside its routing."""
+"""Columns that the title of a table names, besides the routing, where they distinguish its cell from others of its model."""
 DEFAULT_ROWS = 10
 """Number of runs of each cell that a table shows by default."""
 
 
-def show_top(source: str | None, first: int | None, rank_by: str, as_json: bool, results: Path) -> None:
+def show_top(source: str | None, max_rows: int | None, rank_by: str, as_json: bool, results: Path) -> None:
     """Prints the first runs of each cell; by default 10 in a table, and all as JSON."""
     name, _, rows = open_results(source, results, warn)
     cells = [runs for runs in leaderboard(rows, rank_by=rank_by) if runs]
     if as_json:
-        print_json([row for runs in cells for row in runs[: first or len(runs)]])
+        print_json([row for runs in cells for row in runs[: max_rows or len(runs)]])
         return
     settings = set_apart([runs[0] for runs in cells], CELL_COLUMNS)
     for runs, setting in zip(cells, settings, strict=True):
-        _print_cell(name, runs, setting, first or DEFAULT_ROWS)
+        _print_cell(name, runs, setting, max_rows or DEFAULT_ROWS)
     ranked_rows = [row for runs in cells for row in runs if row["flops_formula"]]
     formulas = {row["flops_formula"] for row in ranked_rows}
     notes = [formula_text(formulas, any(row["num_experts"] for row in ranked_rows))] if formulas else []
@@ -58,8 +58,8 @@ def _more(sweep: str, rank_by: str, cells: int) -> str:
     return f"details of a run: {command}{hint}"
 
 
-def _print_cell(name: str, runs: list[Row], setting: Sequence[str], first: int) -> None:
-    top_row, num_hidden = runs[0], len(runs) - first
+def _print_cell(name: str, runs: list[Row], setting: Sequence[str], max_rows: int) -> None:
+    top_row, num_hidden = runs[0], len(runs) - max_rows
     rank_by = str(top_row["ranked_by"])
     column = rank_by if rank_by in top_row else "ranked_value"  # the expected rate of a plan is no column
     added_columns = {rank_by: column} if rank_by not in SHOWN_AS else {}
@@ -69,7 +69,7 @@ def _print_cell(name: str, runs: list[Row], setting: Sequence[str], first: int) 
         added_columns = {f"median {SHOWN_AS.get(rank_by, rank_by)}": "ranked_value"}
     has_environments = any(row["environment"] for row in runs)
     shown_rows = []
-    for row in runs[:first]:
+    for row in runs[:max_rows]:
         texts = {"rank": row["rank"]}
         texts |= {title: with_unit(rank_by, row[column]) for title, column in added_columns.items()}
         texts |= {"environment": row["environment"]} if has_environments else {}
