@@ -105,7 +105,7 @@ MAX_NAMES = 12
 def nearest_name(name: str, names: Iterable[str], similarity: float = MIN_SIMILARITY) -> str | None:
     """The one of `names` that is probably meant by `name`, such as words.etp by etp; None if none is as similar."""
     names = [*names]
-    names_in_groups = (existing for existing in names if existing.rpartition(".")[2] == name)
+    names_in_groups = (candidate for candidate in names if candidate.rpartition(".")[2] == name)
     return next(chain(names_in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
 
 
@@ -126,8 +126,8 @@ def unknown_name(kind: str, name: object, names: Iterable[str], first: Iterable[
         first: known names that are listed first, because most people want one of them.
     """
     names = sorted(names)
-    probable = nearest_name(str(name).strip("{}"), names)
-    hint = f"; did you mean {probable}?" if probable else ""
+    similar_name = nearest_name(str(name).strip("{}"), names)
+    hint = f"; did you mean {similar_name}?" if similar_name else ""
     nearest = difflib.get_close_matches(str(name), names, n=MAX_NAMES, cutoff=0.0)
     nearest = [*dict.fromkeys((*first, *nearest))][:MAX_NAMES]
     more_text = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""

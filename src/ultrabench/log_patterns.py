@@ -100,8 +100,8 @@ def parse_log_line(
         return None
     if option == "step_line":
         return {"measured_by": "log", **checked({"event": "step", **values})}
-    usable = {name: value for name, value in values.items() if is_number(value) and value > 0}
-    rounded = {name: round(value) if name.endswith("_bytes") else value for name, value in usable.items()}
+    amounts = {name: value for name, value in values.items() if is_number(value) and value > 0}
+    rounded = {name: round(value) if name.endswith("_bytes") else value for name, value in amounts.items()}
     return {"event": OBSERVED, **rounded} if rounded else None
 
 

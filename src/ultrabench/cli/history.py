@@ -78,10 +78,10 @@ def _print(history: "History") -> None:
     """Prints the moves and a line for each run, those with the latest changes first."""
     from ultrabench.cli.tables import show, table
 
-    span = f"{history.nights[0].name} to {history.nights[-1].name}"
+    span_text = f"{history.nights[0].name} to {history.nights[-1].name}"
     num_changes = counted(len(history.moves), "significant change")
     show(
-        f"{counted(len(history.nights), 'night')}, {span}: {counted(len(history.series), 'run')}, {num_changes}"
+        f"{counted(len(history.nights), 'night')}, {span_text}: {counted(len(history.series), 'run')}, {num_changes}"
     )
     show(*(f"  {history.text(move)}" for move in history.moves))
     latest_first = sorted(history.series, key=lambda s: -max(s.changes, default=-1))

@@ -86,7 +86,7 @@ def _rows(
     cell_row = {**cell.cell._asdict(), "gpus": cell.cell.nodes * config.hardware.gpus_per_node}
     if not cell.runs:
         yield {**cell_row, "layout": None, "reason": cell.reason}
-    published = best_published(narrowed(config, cell.cell)) if cell.runs else None
+    best_rate = best_published(narrowed(config, cell.cell)) if cell.runs else None
     predictor = cell_search(config, cell.shape, cell.cell).planned.predictor
     for run in cell.runs:
         prediction, spec = run.prediction, run.spec
@@ -105,17 +105,18 @@ def _rows(
             "lost_to": lost_to,
             "lost_share": lost_share,
             "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
-            "above_published": _is_above_published(published, run),
+            "above_published": _is_above_published(best_rate, run),
             "command": _command(config, run, {**cell_row, "model": model or cell_row["model"]}, extra_words),
             "reason": None,
         }
 
 
-def _is_above_published(best: BestRate | None, run: Candidate) -> bool:
+def _is_above_published(best_rate: BestRate | None, run: Candidate) -> bool:
     """Whether the predicted MFU is above the best that is published of the GPU in this precision, if one is."""
-    if best is None or run.peak_flops_per_s is None:
+    if best_rate is None or run.peak_flops_per_s is None:
         return False
-    return best.below(published_mfu(run.spec, run.prediction.step_time_s, run.peak_flops_per_s, best))
+    mfu = published_mfu(run.spec, run.prediction.step_time_s, run.peak_flops_per_s, best_rate)
+    return best_rate.below(mfu)
 
 
 def _command(config: SweepConfig, run: Candidate, cell_row: Row, extra_words: Sequence[str]) -> str:

@@ -281,12 +281,12 @@ def _most_trusted(end: events.AllocationEnded) -> tuple[int, str]:
 
 def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:
     """(run_id, repeat) -> the attempt that counts for it: the ok one, else the latest."""
-    final: dict[tuple[str, int], AttemptState] = {}
+    attempt_by_repeat: dict[tuple[str, int], AttemptState] = {}
     for key, attempt in state.attempts.items():
-        earlier_attempt = final.get((key.run_id, key.repeat))
+        earlier_attempt = attempt_by_repeat.get((key.run_id, key.repeat))
         if earlier_attempt is None or not earlier_attempt.ok:
-            final[key.run_id, key.repeat] = attempt
-    return final
+            attempt_by_repeat[key.run_id, key.repeat] = attempt
+    return attempt_by_repeat
 
 
 def with_lost(state: SweepState) -> SweepState:

@@ -54,9 +54,9 @@ def _usable_cases(sources: Sequence[str | None], results_dir: Path) -> list[Case
     """The runs that predictions can be compared with; the others are counted on stderr."""
     runs, names_by_reason = list[MeasuredRun](), dict[str, list[str]]()
     for source in sources:
-        runs_with_results, unusable = measured_runs(open_results(source, results_dir, warn)[2])
+        runs_with_results, unusable_by_reason = measured_runs(open_results(source, results_dir, warn)[2])
         runs += runs_with_results
-        for reason, names in unusable.items():
+        for reason, names in unusable_by_reason.items():
             names_by_reason.setdefault(reason, []).extend(names)
     for reason, names in sorted(names_by_reason.items(), key=lambda pair: -len(pair[1]))[:MAX_REASONS]:
         example = f"such as {names[0]}" if len(names) > 1 else names[0]

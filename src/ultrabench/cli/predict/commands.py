@@ -105,8 +105,8 @@ def validate(
             if priors := priors_of_fp8(cases, profile):
                 say(priors)
             if profile.prior:
-                fit = f"profile {profile.name}: {profile.source}; for the runs of that fit, the errors are fit errors"
-                say(f"{fit}: for unseen runs, add --leave-out model or nodes")
+                fit_text = f"profile {profile.name}: {profile.source}; for the runs of that fit, the errors are fit errors"
+                say(f"{fit_text}: for unseen runs, add --leave-out model or nodes")
     else:
         cases_of_file, profile = open_cases([source], profile_name, results_dir)
         profiles = [profile]
@@ -131,10 +131,10 @@ def validate(
 
         draw(output, lambda: validated(predictions, names))
     if json_:
-        scored = [
+        profile_records = [
             {"name": p.name, "source": p.source, "prior": p.prior, "leave_out": leave_out} for p in profiles
         ]
-        print_json(metrics_by_scope | {"profiles": scored, "rows": errors})
+        print_json(metrics_by_scope | {"profiles": profile_records, "rows": errors})
         return
     if len(errors) <= MAX_LISTED_RUNS:
         _show_rows(errors)
@@ -225,14 +225,14 @@ def calibrate(
     from ultrabench.cli.predict.cases import open_cases
     from ultrabench.cli.tables import print_json, say, show, table
 
-    fitted_cases, base = open_cases(sources or [None], profile, results_dir)
-    calibration = calibrated(fitted_cases, base, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
+    fitted_cases, prior = open_cases(sources or [None], profile, results_dir)
+    calibration = calibrated(fitted_cases, prior, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_result(output, to_yaml(calibration.profile, base).encode())
+    write_result(output, to_yaml(calibration.profile, prior).encode())
     if json_:
         summary = {
             "profile": str(output),
-            "prior": base.name,
+            "prior": prior.name,
             "runs": calibration.runs,
             "fitted": calibration.fitted,
         }
@@ -240,14 +240,14 @@ def calibrate(
             summary | {"before": calibration.before, "after": calibration.after, "memory": calibration.memory}
         )
         return
-    quality = {
+    errors_by_part = {
         "step_time": {"before": calibration.before, "after": calibration.after},
         "memory": calibration.memory,
     }
     rows = []
-    for part, errors in quality.items():
+    for part, errors in errors_by_part.items():
         fitted = "fitted" if calibration.fitted[part] else "fitted, not used"
-        constants_text = {"before": f"profile {base.name}", "after": fitted}
+        constants_text = {"before": f"profile {prior.name}", "after": fitted}
         for stage in errors:
             shares = (f"{100 * errors[stage][key]:.1f} %" for key in ("median_error", "p90_error"))
             rows.append((part.replace("_", " "), constants_text[stage], *shares))

@@ -59,7 +59,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     stages = run_predictor.stages(spec)
     time_parts = run_predictor.step_time(spec, stages)
     prediction = run_predictor.of_parts(spec, stages, time_parts)
-    largest = max(stages, key=lambda stage: stage.peak_bytes)
+    peak_stage = max(stages, key=lambda stage: stage.peak_bytes)
     rate = spec.tokens_per_step / prediction.step_time_s / spec.layout.world_size
     flops = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
     return {
@@ -72,7 +72,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "peak_mem_bytes": prediction.peak_mem_bytes,
         "rank_mem_bytes": config.hardware.mem_bytes,
         "p_oom": round(prediction.p_oom, 6),
-        "memory": _whole_bytes(largest),
+        "memory": _whole_bytes(peak_stage),
         "stages": [
             {"pp_rank": stage.pp_rank, "phase": stage.phase}
             | _whole_bytes(stage)
@@ -113,8 +113,8 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
     yield _bars(f"\npeak memory ({peak_place}), {name}", prediction["memory"], 1 / unit_bytes)
     if len(stages) > 1:
         rows, columns = [], ("phase", *MEMORY_PARTS, "peak_bytes")
-        for parts, alike in groupby(stages, lambda stage: [stage[name] for name in columns]):
-            ranks = [stage["pp_rank"] for stage in alike]
+        for parts, equal_stages in groupby(stages, lambda stage: [stage[name] for name in columns]):
+            ranks = [stage["pp_rank"] for stage in equal_stages]
             ranks_text = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
             rows.append((ranks_text, parts[0], *(f"{part / unit_bytes:.2f}" for part in parts[1:])))
         heads = ("rank", "at", *(f">{part}" for part in (*MEMORY_PARTS, "peak")))
@@ -171,9 +171,9 @@ def ratio_line(ratios: Mapping[str, float], dp_overlap: str = "on") -> str:
 
 def _bars(title: str, parts: dict[str, float], scale: float) -> RenderableType:
     """A table with a bar for each part that is seen, whose lengths are relative to the largest."""
-    total, longest = sum(parts.values()), max(parts.values())
+    total, longest_value = sum(parts.values()), max(parts.values())
     visible_parts = {name: value for name, value in parts.items() if value > 1e-4 * total}
-    bars = {name: BLOCK * round(BAR_WIDTH * value / longest) for name, value in visible_parts.items()}
+    bars = {name: BLOCK * round(BAR_WIDTH * value / longest_value) for name, value in visible_parts.items()}
     rows = [(n, f"{v * scale:,.2f}", f"{100 * v / total:.0f} %", bars[n]) for n, v in visible_parts.items()]
     return table(title, "part", ">amount", ">share", "", rows=rows)
 

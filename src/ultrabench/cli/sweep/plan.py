@@ -172,17 +172,17 @@ def _extrapolation(
         num_extrapolated = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
         extrapolation_text = f"extrapolated beyond the values that profile {profile.name} was fitted to"
         yield f"{num_extrapolated:,} of {counted(len(runs), 'run')} {'is' if num_extrapolated == 1 else 'are'} {extrapolation_text} (in brackets), with wider intervals: {'; '.join(unmeasured)}"
-    published, mfus = best_published(config), dict[str, float]()
+    best_rate, mfus = best_published(config), dict[str, float]()
     specs = {run.run_id: run.spec for run in runs}
     for run in runs:
         if run.fits and run.peak_flops_per_s and config.hardware.device == "cuda":
             time_s, peak = run.prediction.step_time_s, run.peak_flops_per_s
-            mfus[run.run_id] = published_mfu(run.spec, time_s, peak, published)
+            mfus[run.run_id] = published_mfu(run.spec, time_s, peak, best_rate)
     for row in best:
         spec, mfu = specs.get(row["run_id"]), mfus.get(row["run_id"], 0.0)
         row["unmeasured"] = beyond_fit([spec], profile, gpu) if spec else []
-        row["above_published"] = published is not None and published.below(mfu)
-    if mfus and (line := against_published(config, max(mfus.values()), published)):
+        row["above_published"] = best_rate is not None and best_rate.below(mfu)
+    if mfus and (line := against_published(config, max(mfus.values()), best_rate)):
         yield line
 
 

@@ -172,15 +172,15 @@ def not_expressed(
     supports = {name: values for name, values in kernel.supports.items() if not (dropped and name in model)}
     yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape, kernel.name)
     words = words_in(own_kernel)
-    expressed = {*words, *kernel.flags, *IMPLIED}
+    expressed_words = {*words, *kernel.flags, *IMPLIED}
     if dropped:
-        expressed |= model.keys()
+        expressed_words |= model.keys()
         tables = (kernel.flags[name].values() for name in dropped)
         other_flags = " ".join(flag for table in tables for flags in table for flag in flags)
         remedy = f"register one with {_sizes(spec.shape)} and add the flag that selects it"
         yield f"the model, because {other_flags} selects another; {remedy}"
     if MODEL in elsewhere:
-        expressed |= model.keys()
+        expressed_words |= model.keys()
         yield f"the model: {elsewhere[MODEL]}, with {_sizes(spec.shape)}"
     if "dp_shard_size" in words:
         yield from _shards_lacking(spec.layout)
@@ -189,7 +189,7 @@ def not_expressed(
         for name, value in values_of(record).items():
             if name in elsewhere and (value != defaults[name] or name in BATCH):
                 yield f"{name}={values[name]}: {elsewhere[name]}"
-            elif name not in {*expressed, *elsewhere} and value != defaults[name]:
+            elif name not in {*expressed_words, *elsewhere} and value != defaults[name]:
                 yield f"{name}={values[name]}: its {noun} has no such setting"
     routing = spec.kernel.routing_of(spec.shape)
     if routing and routing not in kernel.flags.get(ROUTED, ()):
