@@ -30,7 +30,7 @@ How ultrabench finds the best run of a cell (model, batch, nodes, hardware, kern
 
 import pyarrow as pa
 
-from ultrabench.device_rates import MEASURED, OPERATIONS
+from ultrabench.device_rates import LINK_FIELDS, OPERATIONS
 from ultrabench.layout import AXES, MEANINGS, TEXT_AXES
 
 RESULTS_SCHEMA_VERSION = 1
@@ -41,7 +41,7 @@ VERSION_KEY = b"ultrabench.schema_version"
 
 TEXT, INT, FLOAT, BOOL = pa.string(), pa.int64(), pa.float64(), pa.bool_()
 FLOATS, TEXTS, TIME = pa.list_(pa.float64()), pa.list_(pa.string()), pa.timestamp("us", tz="UTC")
-LINK = pa.struct({"operation": TEXT, "scope": TEXT, **dict.fromkeys(MEASURED, FLOAT), "bytes": INT})
+LINK = pa.struct({"operation": TEXT, "scope": TEXT, **dict.fromkeys(LINK_FIELDS, FLOAT), "bytes": INT})
 BANDWIDTHS = pa.list_(LINK)
 
 

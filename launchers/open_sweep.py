@@ -40,7 +40,7 @@ from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.running.outliers import busy_peak
 from ultrabench.sweep.running.price import within_limit
-from ultrabench.variant import FLAGS, PLACES, variables_of
+from ultrabench.variant import FLAGS, PLACE_OPTIONS, variables_of
 
 Accepts = Callable[[RunResult], bool]
 """Says whether a result with the status ok counts for a launch."""
@@ -338,7 +338,7 @@ def accepted(
     env_id_here = env_id(facts, config.kernel, digest, variables_of(config.options.first_variant))
     # This host does not know the libraries on the nodes of a cluster, nor those of other interpreters and containers,
     # so there only the sources are compared.
-    on_nodes = config.launcher.name != "local" or any(name in config.options.values for name in PLACES)
+    on_nodes = config.launcher.name != "local" or any(name in config.options.values for name in PLACE_OPTIONS)
 
     def same(result: RunResult) -> bool:
         return result.kernel_digest == digest if on_nodes else result.env_id == env_id_here

@@ -259,7 +259,7 @@ class Node:
             self._is_training = False
         events += next(self._evidence, [])
         # Exits come last, so that the leader reads the last report of a rank before its exit.
-        ranks_behind = {source.rank for source in self._sources if source.lines.behind}
+        ranks_behind = {source.rank for source in self._sources if source.lines.has_more}
         for rank in sorted(self._exits.keys() - ranks_behind):
             code, log = self._exits.pop(rank), self._run_folder / f"rank{rank}.log"
             tail = cleanup.read_tail(log, 8192) or cleanup.read_tail(self.scratch / "fork_server.log", 8192)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ultrabench.errors import MOST_NAMES, ConfigError, nearest_name, require_known
+from ultrabench.errors import MAX_NAMES, ConfigError, nearest_name, require_known
 from ultrabench.layout import DEGREES, DIVIDES, TEXT_AXES, USUAL
 
 if TYPE_CHECKING:  # this module is imported for every --help
@@ -119,8 +119,8 @@ def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":
         if str(value) not in texts:
             nearest = None if numeric else nearest_name(str(value), texts)
             hint = f"did you mean {nearest}? " if nearest else ""
-            more = f" and {len(texts) - MOST_NAMES:,} more" if len(texts) > MOST_NAMES else ""
-            values_text = f"values of {name}: {', '.join(texts[:MOST_NAMES])}{more}"
+            more = f" and {len(texts) - MAX_NAMES:,} more" if len(texts) > MAX_NAMES else ""
+            values_text = f"values of {name}: {', '.join(texts[:MAX_NAMES])}{more}"
             raise ConfigError(f"no rows have {name}={value}", f"{hint}{values_text}")
         table = table.filter(pc.equal(pc.fill_null(column.cast("string"), "None"), str(value)))
     return table

@@ -10,7 +10,7 @@ from ultrabench.analysis.predict.cases import Case
 from ultrabench.analysis.predict.nanotron import of_version
 from ultrabench.layout import Layout, dominates
 from ultrabench.result import Status
-from ultrabench.standing import NEAR
+from ultrabench.standing import NEAR_BEST
 from ultrabench.sweep.grid import broken_rules
 from ultrabench.sweep.predict.memory import memory_constants, p_oom, predict_memory
 from ultrabench.sweep.predict.predict import LIKELY_OOM, Prediction
@@ -96,7 +96,7 @@ class Replay:
 
     def confirm(self) -> None:
         """Repeats the contenders."""
-        near = [r for r in self.runs_made if r.step_time_s and r.step_time_s <= NEAR * self.best_s]
+        near = [r for r in self.runs_made if r.step_time_s and r.step_time_s <= NEAR_BEST * self.best_s]
         near.sort(key=lambda run: run.step_time_s or 0.0)
         self.gpu_s += sum(run.confirmation() for run in near[:MAX_CONTENDERS])
 

@@ -32,7 +32,7 @@ from ultrabench.launchers.slurm.job import SlurmJob, find
 from ultrabench.launchers.slurm.launcher import SlurmLauncher
 from ultrabench.launchers.slurm.query import CommandError, NoAnswerError, ask
 from ultrabench.launchers.slurm.states import pending_remedy
-from ultrabench.node_health import CHECKS, LEAST_FREE_GIB, Health, findings_of, places_text
+from ultrabench.node_health import CHECKS, MIN_FREE_GIB, Health, findings_of, places_text
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.store.allocation import Allocation
@@ -41,7 +41,7 @@ from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
-LITTLE_BYTES = LEAST_FREE_GIB * GIB
+LITTLE_BYTES = MIN_FREE_GIB * GIB
 """Free space, in bytes, below which the results folder gets a warning."""
 CLOCK_WARN_S = 1.0
 """Seconds by which the clock of a node may be off without a warning."""

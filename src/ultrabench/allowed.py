@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args
 from msgspec import Meta, Struct, ValidationError, convert, defstruct
 
 from ultrabench.errors import ConfigError
-from ultrabench.record import NAMES, field_types, value_from
+from ultrabench.record import NAMES_KEY, field_types, value_from
 
 
 def at_least(least: float) -> Meta:
@@ -51,9 +51,9 @@ def matching(pattern: str, text: str, extra: dict[str, Any] | None = None) -> Me
 
 def one_of(*names: str) -> Meta:
     """Only the given texts."""
-    *others, last = names
-    text = f"{', '.join(others)} or {last}" if others else last
-    return matching("|".join(map(re.escape, names)), text, {NAMES: names})
+    *first_names, last_name = names
+    text = f"{', '.join(first_names)} or {last_name}" if first_names else last_name
+    return matching("|".join(map(re.escape, names)), text, {NAMES_KEY: names})
 
 
 NonNegative = Annotated[float, at_least(0.0)]

@@ -1,4 +1,4 @@
-"""Tells which version of ultrabench's sources runs: the commit of its clone, and the changes since."""
+"""Finds out which version of ultrabench's sources runs: the commit of its clone, and the changes since."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import ultrabench
 
 GIT_TIMEOUT_S = 10.0
 """Seconds for an answer of git."""
-_ELSEWHERE = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"}
+_HOOK_VARIABLES = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"}
 """Variables that git sets in a hook; they would make git look at the repository of the hook."""
 
 
@@ -20,8 +20,8 @@ def commit() -> str | None:
 
 def difference() -> bytes:
     """The changes to tracked files of the clone since its commit, as a patch; empty when there are none."""
-    words = ("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
-    return (_git(*words) if _in_clone() else None) or b""
+    arguments = ("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+    return (_git(*arguments) if _in_clone() else None) or b""
 
 
 def _in_clone() -> bool:
@@ -29,9 +29,9 @@ def _in_clone() -> bool:
     return _git("ls-files", "--error-unmatch", "__init__.py") is not None
 
 
-def _git(*words: str) -> bytes | None:
-    command = ["git", "-C", str(Path(ultrabench.__file__).resolve().parent), *words]
-    env = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+def _git(*arguments: str) -> bytes | None:
+    command = ["git", "-C", str(Path(ultrabench.__file__).resolve().parent), *arguments]
+    env = {name: value for name, value in os.environ.items() if name not in _HOOK_VARIABLES}
     try:
         return subprocess.run(command, env=env, capture_output=True, timeout=GIT_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):

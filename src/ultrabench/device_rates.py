@@ -22,15 +22,15 @@ from typing import Any
 
 from ultrabench.rank_report import is_number, number
 
-_CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
-OPERATIONS = (*_CROSSINGS, "sendrecv")
+_NUM_CROSSINGS = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
+OPERATIONS = (*_NUM_CROSSINGS, "sendrecv")
 DEVICE_RATES = ("gemm_flops_per_s", "memory_copy_bytes_per_s", "gemm_sm_clock_hz")
 NODE_RATES = tuple(f"node_{name}" for name in DEVICE_RATES[:2])
-"""Columns of the rates of each node, its slowest device."""
+"""Columns with the rates of the slowest device of each node."""
 SCOPES = {"all": "", "intra_node": "_intra_node"}
 """Ranks that take part in an operation, all or those of each node -> infix of the names of columns."""
 
-MEASURED = ("bytes", "seconds", "busbw_bytes_per_s", "busbw_p5_bytes_per_s", "busbw_p95_bytes_per_s")
+LINK_FIELDS = ("bytes", "seconds", "busbw_bytes_per_s", "busbw_p5_bytes_per_s", "busbw_p95_bytes_per_s")
 """Values of one operation in one size: S, the median time, and the median, 5th and 95th percentile of the bus
 bandwidth."""
 
@@ -54,30 +54,30 @@ class ProbeSettings:
     """Seconds for which each device multiplies matrices."""
 
 
-SHORT = {
+PROBES = {
     "cuda": ProbeSettings(sizes_bytes=(2**20, 2**25, 2**28), calls=5),
     "cpu": ProbeSettings(sizes_bytes=(2**16, 2**20), calls=1),
 }
 """Device type -> the brief measurement, which takes about a second."""
-WITH_EXPERTS = OPERATIONS[:4]
+EXPERT_OPERATIONS = OPERATIONS[:4]
 """Operations that training needs where tokens travel to experts."""
 LONG_SIZES_BYTES = {"cuda": (2**16, 2**20, 2**23, 2**26, 2**28, 2**30), "cpu": (2**14, 2**18, 2**22)}
 
 
 def short_probe(device: str, *, experts: bool) -> ProbeSettings:
     """The brief measurement, with the all-to-all if the model to be trained has experts."""
-    return replace(SHORT[device], operations=WITH_EXPERTS) if experts else SHORT[device]
+    return replace(PROBES[device], operations=EXPERT_OPERATIONS) if experts else PROBES[device]
 
 
 def long_probe(device: str, warmup: int, iterations: int) -> ProbeSettings:
     """The long measurement: all operations in all sizes, as often as the measuring policy of a sweep says."""
-    long = replace(SHORT[device], operations=OPERATIONS, sizes_bytes=LONG_SIZES_BYTES[device], device_s=1.0)
-    return replace(long, warmup=warmup, iterations=iterations)
+    probe = replace(PROBES[device], operations=OPERATIONS, sizes_bytes=LONG_SIZES_BYTES[device], device_s=1.0)
+    return replace(probe, warmup=warmup, iterations=iterations)
 
 
-def crossing_share(operation: str, ranks: int) -> float:
-    """The share f(n) that the module's docstring explains, for n = `ranks`."""
-    return _CROSSINGS[operation] * (ranks - 1) / ranks if operation in _CROSSINGS else 1.0
+def crossing_share(operation: str, num_ranks: int) -> float:
+    """The share f(n) that the module's docstring explains, for n = `num_ranks`."""
+    return _NUM_CROSSINGS[operation] * (num_ranks - 1) / num_ranks if operation in _NUM_CROSSINGS else 1.0
 
 
 def summary(probe: dict[str, Any]) -> dict[str, float | None]:
@@ -107,19 +107,19 @@ def preflight_rates(preflight: dict[str, Any]) -> dict[str, Any]:
     return summary(probe) | (rates_by_node(probe, len(nodes)) if isinstance(nodes, list) else {})
 
 
-def rates_by_node(probe: dict[str, Any], nodes: int) -> dict[str, list[float]]:
+def rates_by_node(probe: dict[str, Any], num_nodes: int) -> dict[str, list[float]]:
     """Column of NODE_RATES -> the rate of the slowest device of each node, in node order; unreadable ones are left out.
 
     Args:
         probe: what `summary` takes.
-        nodes: number of nodes, which have equally many ranks each.
+        num_nodes: number of nodes, which have equally many ranks each.
     """
     columns = {}
     for name in NODE_RATES:
         rates: Any = probe.get(name.removeprefix("node_"))
-        if nodes and slowest(rates) is not None and len(rates) % nodes == 0:
-            ranks = len(rates) // nodes
-            columns[name] = [float(min(rates[n : n + ranks])) for n in range(0, len(rates), ranks)]
+        if num_nodes and slowest(rates) is not None and len(rates) % num_nodes == 0:
+            per_node = len(rates) // num_nodes
+            columns[name] = [float(min(rates[n : n + per_node])) for n in range(0, len(rates), per_node)]
     return columns
 
 
@@ -127,16 +127,16 @@ def bandwidths(probe: dict[str, Any]) -> list[dict[str, Any]]:
     """All measurements of links in one list, with `operation` and `scope`; unreadable ones are left out."""
     measurements = []
     for name, scope in itertools.product(OPERATIONS, SCOPES):
-        place = {"operation": name, "scope": scope}
+        link = {"operation": name, "scope": scope}
         with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError, AttributeError):
             rows = [(row, int(row["bytes"])) for row in probe["collectives"][name][scope]]
             measurements += [
-                place | {k: number(row.get(k)) for k in MEASURED} | {"bytes": size} for row, size in rows
+                link | {k: number(row.get(k)) for k in LINK_FIELDS} | {"bytes": size} for row, size in rows
             ]
     return measurements
 
 
 def slowest(rates: Any) -> float | None:
     """The lowest rate; None unless the rates of all devices are known."""
-    readable = isinstance(rates, list) and rates and all(map(is_number, rates))
-    return float(min(rates)) if readable else None
+    are_readable = isinstance(rates, list) and rates and all(map(is_number, rates))
+    return float(min(rates)) if are_readable else None

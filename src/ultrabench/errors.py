@@ -20,7 +20,7 @@ class UltrabenchError(Exception):
 
     Args:
         fact: what was given, and the rule.
-        remedy: what to do; it may stand in `fact` where nothing shows it apart.
+        remedy: what to do; it may also be a part of `fact`, where no caller shows it separately.
     """
 
     exit_code = 2
@@ -56,11 +56,11 @@ class ShapeError(ConfigError):
     Args:
         where: what the message calls the model.
         rule: what is broken; a size that files may have under another name stands in braces, such as `{num_experts}=1`.
-        words: each of these sizes -> its name in the message.
+        name_by_size: each of these sizes -> its name in the message.
     """
 
-    def __init__(self, where: str, rule: str, words: Mapping[str, str]) -> None:
-        super().__init__(f"{where}: {rule.format_map(words)}")
+    def __init__(self, where: str, rule: str, name_by_size: Mapping[str, str]) -> None:
+        super().__init__(f"{where}: {rule.format_map(name_by_size)}")
         self.rule = rule
 
 
@@ -80,14 +80,14 @@ class ClusterError(UltrabenchError):
     exit_code = 3
 
 
-_MAY_PASS = (
+_TEMPORARY_ERRNOS = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EIO, errno.ETIMEDOUT,
 )  # fmt: skip
 
 
 def may_pass(error: BaseException) -> bool:
     """Whether this error of a disk may be temporary: it is full, read-only, stale or does not answer."""
-    return isinstance(error, DiskError) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
+    return isinstance(error, DiskError) or (isinstance(error, OSError) and error.errno in _TEMPORARY_ERRNOS)
 
 
 def counted(number: int, noun: str) -> str:
@@ -96,17 +96,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-NEAR = 0.7
+MIN_SIMILARITY = 0.7
 """Similarity of difflib from which a known name is probably meant: `oom` for `foo` has 0.67, `mfu` for `mfuu` 0.86."""
-MOST_NAMES = 12
+MAX_NAMES = 12
 """Largest number of known names that a message lists."""
 
 
-def nearest_name(name: str, names: Iterable[str], similarity: float = NEAR) -> str | None:
+def nearest_name(name: str, names: Iterable[str], similarity: float = MIN_SIMILARITY) -> str | None:
     """The one of `names` that is probably meant by `name`, such as words.etp by etp; None if none is as similar."""
     names = [*names]
-    in_groups = (known for known in names if known.rpartition(".")[2] == name)
-    return next(chain(in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
+    names_in_groups = (candidate for candidate in names if candidate.rpartition(".")[2] == name)
+    return next(chain(names_in_groups, difflib.get_close_matches(name, names, n=1, cutoff=similarity)), None)
 
 
 def most_similar(value: str, names: Iterable[str]) -> str | None:
@@ -114,24 +114,24 @@ def most_similar(value: str, names: Iterable[str]) -> str | None:
     similarities = sorted(
         ((difflib.SequenceMatcher(None, name, value).ratio(), name) for name in names), reverse=True
     )
-    (similarity, nearest), second = similarities[0], similarities[1:2]
-    is_alone = not second or second[0][0] < similarity
-    return nearest if similarity >= NEAR and is_alone else None
+    (similarity, nearest), runner_up = similarities[0], similarities[1:2]
+    is_unique = not runner_up or runner_up[0][0] < similarity
+    return nearest if similarity >= MIN_SIMILARITY and is_unique else None
 
 
 def unknown_name(kind: str, name: object, names: Iterable[str], first: Iterable[str] = ()) -> str:
-    """One line that tells that `name` is no `kind`, with the most similar name and the known names nearest to it.
+    """One line which says that `name` is no known `kind`, with the most similar name and the known names nearest to it.
 
     Args:
         first: known names that are listed first, because most people want one of them.
     """
     names = sorted(names)
-    probable = nearest_name(str(name).strip("{}"), names)
-    hint = f"; did you mean {probable}?" if probable else ""
-    nearest = difflib.get_close_matches(str(name), names, n=MOST_NAMES, cutoff=0.0)
-    nearest = [*dict.fromkeys((*first, *nearest))][:MOST_NAMES]
-    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"unknown {kind} {name!r}{hint} (known: {', '.join(nearest) or 'none'}{rest})"
+    similar_name = nearest_name(str(name).strip("{}"), names)
+    hint = f"; did you mean {similar_name}?" if similar_name else ""
+    nearest = difflib.get_close_matches(str(name), names, n=MAX_NAMES, cutoff=0.0)
+    nearest = [*dict.fromkeys((*first, *nearest))][:MAX_NAMES]
+    more_text = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"unknown {kind} {name!r}{hint} (known: {', '.join(nearest) or 'none'}{more_text})"
 
 
 def require_known(
@@ -151,10 +151,10 @@ def require_known(
             raise ConfigError(unknown_name(kind, name, names, first), setting=setting)
 
 
-def require_once(words: Iterable[str]) -> None:
-    """Raises ConfigError if two of the words KEY=VALUE have the same key, since only the last would count."""
+def require_once(settings: Iterable[str]) -> None:
+    """Raises ConfigError if two of the settings KEY=VALUE have the same key, since only the last one would count."""
     setting_by_key: dict[str, str] = {}
-    for setting in words:
+    for setting in settings:
         key = setting.lstrip("+").partition("=")[0]
         if key in setting_by_key:
             raise ConfigError(f"{setting_by_key[key]} {setting}: {key} is given twice; leave one out")

@@ -16,7 +16,7 @@ GIVEN = "given as hardware.peak_flops_per_s"
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
 CUBE_ROOT = 1 / 3
-"""Exponent of the compute rate in power_limit_w / rated_power_w. A prior: power grows as clock * voltage**2, and voltage in
+"""Exponent of power_limit_w / rated_power_w in the compute rate. A prior: power grows as clock * voltage**2, and voltage in
 proportion to the clock. No run under a limit was measured."""
 ARCHITECTURE = matching(r"sm_\d{2,3}|gfx[\da-f]{3,4}", "a GPU architecture, such as sm_90 or gfx942")
 
@@ -40,7 +40,7 @@ class Peak:
 
 
 def of_peak(precision: str | None) -> str:
-    """What a text has after MFU to name the peak that it is relative to: ` of fp8`, else nothing."""
+    """The text after MFU that names the peak to which it is relative: ` of fp8`, else nothing."""
     return " of fp8" if precision == "fp8" else ""
 
 
@@ -94,8 +94,8 @@ class Hardware:
             raise ConfigError(f"{fact}; give the dense rates of the GPU and its names in `nvidia-smi -L`")
         if "fp8" in self.peak_flops_per_s and "bf16" not in self.peak_flops_per_s:
             fact = f"peak_flops_per_s of hardware={self.name} has fp8 but no bf16"
-            advice = "add bf16, in which an fp8 run computes attention and the head"
-            raise ConfigError(fact, advice, setting="hardware.peak_flops_per_s")
+            remedy = "add bf16, in which an fp8 run computes attention and the head"
+            raise ConfigError(fact, remedy, setting="hardware.peak_flops_per_s")
         if self.power_limit_w and not self.rated_power_w:
             fact = f"hardware={self.name} has power_limit_w={self.power_limit_w:g} without rated_power_w"
             raise ConfigError(fact, "add rated_power_w from the data sheet", setting="hardware.power_limit_w")
@@ -118,8 +118,8 @@ class Hardware:
     @property
     def compute_capability(self) -> int | None:
         """The compute capability of an NVIDIA GPU times ten, such as 90; None for AMD and unknown architectures."""
-        kind, _, number = (self.architecture or "").partition("_")
-        return int(number) if kind == "sm" else None
+        prefix, _, number = (self.architecture or "").partition("_")
+        return int(number) if prefix == "sm" else None
 
     def auto_attention(self, in_16_bits: bool) -> str | None:
         """What attention=auto of our own kernel becomes: flash, math or cudnn; None where the architecture is unknown.
@@ -147,8 +147,8 @@ class Hardware:
             has_fp8 = self.compute_capability >= 89
         else:
             has_fp8 = self.architecture is None or self.architecture.startswith(("gfx94", "gfx95", "gfx12"))
-        needs = "precision=fp8 needs sm_89 or newer, or gfx942, gfx950 or gfx12"
-        return None if has_fp8 else f"{needs}; {self.gpu} is {self.architecture}: use precision=bf16"
+        needs_text = "precision=fp8 needs sm_89 or newer, or gfx942, gfx950 or gfx12"
+        return None if has_fp8 else f"{needs_text}; {self.gpu} is {self.architecture}: use precision=bf16"
 
     def peak(self, precision: str, nodes: int, core_flops_per_s: float | None, cores: int) -> Peak:
         """Peak rate of one rank.
@@ -168,10 +168,10 @@ class Hardware:
                 raise ConfigError(self.fp8_refusal, setting="kernel.precision")
             if precision not in rates:
                 fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
-                advice = "choose another kernel.precision, or add the rate and its source to that file"
-                raise ConfigError(f"{fact}{', '.join(rates)}", advice, setting="hardware.peak_flops_per_s")
+                remedy = "choose another kernel.precision, or add the rate and its source to that file"
+                raise ConfigError(f"{fact}{', '.join(rates)}", remedy, setting="hardware.peak_flops_per_s")
             source = self.source if self.device == "cuda" else GIVEN
             return Peak(flops_per_s=rates[precision], source=source)
-        ranks = self.gpus_per_node * (nodes if self.simulated else 1)
+        num_ranks = self.gpus_per_node * (nodes if self.simulated else 1)
         rate = core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S
-        return Peak(flops_per_s=rate * cores / ranks, source="measured" if core_flops_per_s else GUESSED)
+        return Peak(flops_per_s=rate * cores / num_ranks, source="measured" if core_flops_per_s else GUESSED)

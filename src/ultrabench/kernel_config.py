@@ -102,9 +102,9 @@ class KernelConfig:
                 compiled(option, text)
         if self.kind == "command" and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
-        if self.kind != "command" and (reserved := sorted(RANK_VARIABLES & self.env.keys())):
-            rule = f"kernel.env.{reserved[0]}: ultrabench sets it for each rank of kernel={self.name}"
-            raise ConfigError(rule, "leave it out, or set it in a program of your own")
+        if self.kind != "command" and (reserved_names := sorted(RANK_VARIABLES & self.env.keys())):
+            fact = f"kernel.env.{reserved_names[0]}: ultrabench sets it for each rank of kernel={self.name}"
+            raise ConfigError(fact, "leave it out, or set it in a program of your own")
 
     def logging_rank(self, world_size: int, pp: int) -> int:
         """The rank whose log has the steps of a run on `world_size` ranks with `pp` pipeline stages."""
@@ -148,12 +148,12 @@ class KernelConfig:
 
 def rank_sources(root: Path) -> list[Path]:
     """The files of the package at `root` that a rank imports: those of the kernel and what they import."""
-    unread, sources = [*(root / "kernel").rglob("*.py")], set[Path]()
-    while unread:
-        path = unread.pop()
+    queue, sources = [*(root / "kernel").rglob("*.py")], set[Path]()
+    while queue:
+        path = queue.pop()
         if path not in sources:
             sources.add(path)
             for module, name in _IMPORT.findall(path.read_text()):
-                place = root.joinpath(*module.split("."))
-                unread += [p for p in (place.with_suffix(".py"), place / f"{name}.py") if p.is_file()]
+                base = root.joinpath(*module.split("."))
+                queue += [p for p in (base.with_suffix(".py"), base / f"{name}.py") if p.is_file()]
     return sorted(sources)

@@ -50,7 +50,7 @@ class InSweep(NamedTuple):
 
 DEGREE, BATCH_CUT, CHOICE = "degree", "batch", "choice"
 """Kinds of an axis: the degrees multiply to the number of ranks, two axes cut the batch, the others are choices."""
-POWERS = tuple(2**n for n in range(8))
+POWERS_OF_TWO = tuple(2**n for n in range(8))
 """1 to 128, the usual values of a number."""
 
 
@@ -103,11 +103,11 @@ class Layout:
     )  # fmt: skip
     mbs: Count = axis(
         "mbs", "Sequences of a micro-batch on one dp rank.", kind=BATCH_CUT, title="sequences of a micro-batch",
-        default=1, usual=POWERS[:6],
+        default=1, usual=POWERS_OF_TWO[:6],
     )  # fmt: skip
     gas: Count = axis(
         "gas", "Micro-batches of one optimizer step (gradient accumulation).", kind=BATCH_CUT,
-        title="micro-batches of a step", default=1, usual=POWERS,
+        title="micro-batches of a step", default=1, usual=POWERS_OF_TWO,
     )  # fmt: skip
     pp_schedule: Annotated[str, one_of(*PP_SCHEDULES)] = axis(
         "", "Order of micro-batches in the pipeline: none (pp=1), 1f1b, afab, interleaved or zbv.",
@@ -134,7 +134,7 @@ class Layout:
     )  # fmt: skip
     ep: Count = axis(
         "ep", "Expert-parallel degree: this many consecutive ranks of a stage share the experts of a layer.", kind=CHOICE,
-        title="expert-parallel degree", default=1, implied=(1,), usual=POWERS, divides=("dp", "cp", "tp"),
+        title="expert-parallel degree", default=1, implied=(1,), usual=POWERS_OF_TWO, divides=("dp", "cp", "tp"),
         in_sweep=InSweep(EP_WORDS, "auto"), added_later=True,
     )  # fmt: skip
     dp_overlap: Annotated[str, one_of("on", "off")] = axis(
@@ -263,7 +263,7 @@ IN_SWEEP: dict[str, InSweep] = {name: m["in_sweep"] for name, m in _METADATA.ite
 """Axis -> what a sweep lists, where that differs from the values in a layout."""
 ADDED_LATER = tuple(name for name in AXES if _METADATA[name]["added_later"])
 """The axes that are left out of a run id at their neutral value."""
-TYPES_IN_SWEEP = field_types(Layout) | {name: listed.type for name, listed in IN_SWEEP.items()}
+TYPES_IN_SWEEP = field_types(Layout) | {name: in_sweep.type for name, in_sweep in IN_SWEEP.items()}
 """Axis -> the type of a value that a sweep lists, with its rule."""
 OTHER_DEGREES = "*".join(DEGREES[1:])
 """The degrees other than dp as a text: `tp*pp*cp`."""
@@ -290,14 +290,14 @@ def labels(values: Mapping[str, Any], names: Sequence[str] = AXES, always: Colle
     Args:
         always: axes whose usual values are shown, too, if they have an effect on the layout.
     """
-    idle = {detail for name in AXES if values.get(name) == NEUTRAL.get(name) for detail in details_of(name)}
+    idle_axes = {d for name in AXES if values.get(name) == NEUTRAL.get(name) for d in details_of(name)}
     texts = []
     for name in names:
         value, traits = values.get(name), _METADATA[name]
-        is_shown = value not in traits["implied"] or (name in always and name not in idle)
+        is_shown = value not in traits["implied"] or (name in always and name not in idle_axes)
         if value is not None and is_shown:
-            shown = "-all" if name == "dp_shard" and value == 0 else value
-            texts.append(f"{traits['label']}{shown}")
+            shown_value = "-all" if name == "dp_shard" and value == 0 else value
+            texts.append(f"{traits['label']}{shown_value}")
     return texts
 
 
@@ -327,7 +327,7 @@ TRADED = ("mbs", "gas", "zero_stage", "pp_schedule", "recompute")
 
 This list is written by hand, because an axis whose effect on memory nobody has looked at must not be in it."""
 family = operator.attrgetter(*(name for name in AXES if name not in TRADED))
-"""Gives what two layouts have in common of which `dominates` compares the memory."""
+"""Gives what two layouts must have in common so that `dominates` can compare their memory."""
 
 
 def dominates(oom: Layout, other: Layout) -> bool:
@@ -342,7 +342,7 @@ def dominates(oom: Layout, other: Layout) -> bool:
     pairs of layouts with the same degrees contradicts.
     """
     schedules = (oom.pp_schedule, other.pp_schedule)
-    in_flight = schedules[0] == schedules[1] or schedules == ("1f1b", "afab")
-    less = oom.recompute in (other.recompute, "full") or other.recompute == "none"
-    no_less = other.mbs >= oom.mbs and other.zero_stage <= oom.zero_stage
-    return family(oom) == family(other) and in_flight and less and no_less and oom != other
+    schedule_ok = schedules[0] == schedules[1] or schedules == ("1f1b", "afab")
+    recompute_ok = oom.recompute in (other.recompute, "full") or other.recompute == "none"
+    sizes_ok = other.mbs >= oom.mbs and other.zero_stage <= oom.zero_stage
+    return family(oom) == family(other) and schedule_ok and recompute_ok and sizes_ok and oom != other

@@ -11,7 +11,7 @@ from ultrabench.rank_report import checked, is_number
 TRY_LOG = "ultrabench kernel try-log PATTERN FILE"
 """The command that tests a pattern without a launch."""
 OBSERVED = "observed"
-"""Event of a line that tells memory or MFU. A user's report cannot have it, and it is no sign of progress."""
+"""Event of a line that has memory or MFU. A user's report cannot have this event, and it is no sign of progress."""
 
 
 class LogPattern(NamedTuple):
@@ -100,9 +100,9 @@ def parse_log_line(
         return None
     if option == "step_line":
         return {"measured_by": "log", **checked({"event": "step", **values})}
-    usable = {name: value for name, value in values.items() if is_number(value) and value > 0}
-    whole = {name: round(value) if name.endswith("_bytes") else value for name, value in usable.items()}
-    return {"event": OBSERVED, **whole} if whole else None
+    amounts = {name: value for name, value in values.items() if is_number(value) and value > 0}
+    rounded = {name: round(value) if name.endswith("_bytes") else value for name, value in amounts.items()}
+    return {"event": OBSERVED, **rounded} if rounded else None
 
 
 def quantities(option: str, text_by_group: Mapping[str, str | None]) -> dict[str, float]:
@@ -145,7 +145,7 @@ def nearest_lines(text: str, pattern: str) -> list[str]:
 
     Lines without a digit cannot hold the time of a step. Of lines that differ in numbers only, the last counts.
     """
-    literal_words = {text.lower() for text in _WORD.findall(_NOT_LITERAL.sub(" ", pattern))}
-    kinds = {re.sub(r"\d+", "#", line): line for line in text.splitlines() if re.search(r"\d", line)}
-    latest_first = [*kinds.values()][::-1]
+    literal_words = {word.lower() for word in _WORD.findall(_NOT_LITERAL.sub(" ", pattern))}
+    line_by_form = {re.sub(r"\d+", "#", line): line for line in text.splitlines() if re.search(r"\d", line)}
+    latest_first = [*line_by_form.values()][::-1]
     return sorted(latest_first, key=lambda line: -len(literal_words & {*_WORD.findall(line.lower())}))[:2]

@@ -13,7 +13,7 @@ from ultrabench.record import values_of
 
 VARIABLE = "ULTRABENCH_MACHINE"
 """Variable that names a part of this machine with a lock of its own, such as one of two sets of cores."""
-ANSWER_S = 1.0
+ANSWER_TIMEOUT_S = 1.0
 """Seconds to wait for the holder of the lock to say who it is."""
 ANSWER_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
@@ -30,9 +30,9 @@ class Holder:
 
     def __str__(self) -> str:
         """The holder as messages name it."""
-        of_allocation = f" (allocation {self.allocation})" if self.allocation else ""
-        sweep = self.sweep or "an unnamed sweep"
-        return f"{sweep} of {self.user}{of_allocation}"
+        allocation_text = f" (allocation {self.allocation})" if self.allocation else ""
+        sweep_text = self.sweep or "an unnamed sweep"
+        return f"{sweep_text} of {self.user}{allocation_text}"
 
 
 def _address() -> str:
@@ -71,7 +71,7 @@ class MachineLock:
 def holder() -> Holder | None:
     """Who holds the lock of this machine; None if it is free."""
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(ANSWER_S)
+        client.settimeout(ANSWER_TIMEOUT_S)
         try:
             client.connect(_address())
         except OSError:

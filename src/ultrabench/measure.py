@@ -79,11 +79,11 @@ class Measure:
     def __post_init__(self) -> None:
         require_allowed(self, "measure.")
         if not 6 <= self.min_steps <= self.max_steps:
-            steps = f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}"
-            raise ConfigError(f"{steps}; needs 6 <= min_steps <= max_steps (an interval needs 6 samples)")
+            fact = f"measure.min_steps={self.min_steps}, measure.max_steps={self.max_steps}"
+            raise ConfigError(f"{fact}; needs 6 <= min_steps <= max_steps (an interval needs 6 samples)")
         if self.warmup_steps + self.min_steps < self.loss_step:
-            steps = f"warmup_steps={self.warmup_steps} and min_steps={self.min_steps}"
-            least = self.warmup_steps + self.min_steps
+            steps_text = f"warmup_steps={self.warmup_steps} and min_steps={self.min_steps}"
+            max_loss_step = self.warmup_steps + self.min_steps
             raise ConfigError(
-                f"measure.loss_step={self.loss_step} is never reached with {steps}; use at most {least}"
+                f"measure.loss_step={self.loss_step} is never reached with {steps_text}; use at most {max_loss_step}"
             )

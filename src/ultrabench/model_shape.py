@@ -37,8 +37,10 @@ class RopeScaling:
     def __post_init__(self) -> None:
         require_allowed(self, "rope_scaling.")
         if self.high_freq_factor <= self.low_freq_factor:
-            low = f"low_freq_factor={self.low_freq_factor:g}"
-            raise ConfigError(f"rope_scaling.high_freq_factor={self.high_freq_factor:g}; must be above {low}")
+            bound = f"low_freq_factor={self.low_freq_factor:g}"
+            raise ConfigError(
+                f"rope_scaling.high_freq_factor={self.high_freq_factor:g}; must be above {bound}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class ModelShape:
     norm_topk_prob: bool = True
     """Whether the scores of the chosen experts are divided by their sum."""
     routed_scaling_factor: Positive = 1.0
-    """What the scores of the chosen experts are multiplied by at last."""
+    """Factor by which the scores of the chosen experts are multiplied in the end."""
 
     def __post_init__(self) -> None:
         where = f"model {self.name}"
@@ -99,36 +101,37 @@ class ModelShape:
 
     def _broken_by_heads(self) -> Iterator[str]:
         """Rules that the sizes of the attention break."""
-        heads = f"num_attention_heads={self.num_attention_heads}"
+        heads_text = f"num_attention_heads={self.num_attention_heads}"
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            yield f"{heads} does not divide hidden_size={self.hidden_size}; change one of them or give head_dim"
+            yield f"{heads_text} does not divide hidden_size={self.hidden_size}; change one of them or give head_dim"
         if self.head_width % 2:
             yield f"head_dim={self.head_width}; rotary embeddings need an even head_dim: choose another"
         if self.num_attention_heads % self.num_key_value_heads:
-            yield f"num_key_value_heads={self.num_key_value_heads} must divide {heads}"
+            yield f"num_key_value_heads={self.num_key_value_heads} must divide {heads_text}"
         if self.rotary_width % 2:
-            factor = f"partial_rotary_factor={self.partial_rotary_factor:g}"
-            yield f"{factor} rotates {self.rotary_width} channels of a head; choose a factor that gives an even number"
+            factor_text = f"partial_rotary_factor={self.partial_rotary_factor:g}"
+            yield f"{factor_text} rotates {self.rotary_width} channels of a head; choose a factor that gives an even number"
         if self.qk_norm_across_heads and not self.qk_norm:
             yield "qk_norm_across_heads=true needs {qk_norm}=true"
 
     def _broken_by_experts(self) -> Iterator[str]:
         """Rules that the sizes of the experts break."""
-        experts = f"{{num_experts}}={self.num_experts}"
+        experts_text = f"{{num_experts}}={self.num_experts}"
         sizes = ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace")
         if not self.num_experts:
-            needless = (name for name in sizes if getattr(self, name))
+            needless_sizes = (name for name in sizes if getattr(self, name))
             yield from (
-                f"{name}={getattr(self, name)} needs {{num_experts}} >= 1; {experts}" for name in needless
+                f"{name}={getattr(self, name)} needs {{num_experts}} >= 1; {experts_text}"
+                for name in needless_sizes
             )
             return
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            yield f"num_experts_per_tok={self.num_experts_per_tok}; must be in 1..{experts}"
+            yield f"num_experts_per_tok={self.num_experts_per_tok}; must be in 1..{experts_text}"
         if not self.moe_intermediate_size:
-            yield f"moe_intermediate_size=0; {experts} needs a width >= 1"
+            yield f"moe_intermediate_size=0; {experts_text} needs a width >= 1"
         if not self.num_sparse_layers(0, self.num_hidden_layers):
-            dense = f"first_k_dense_replace={self.first_k_dense_replace}, decoder_sparse_step={self.decoder_sparse_step}"
-            yield f"{dense} leave no sparse layer among {self.num_hidden_layers}; use smaller values"
+            dense_text = f"first_k_dense_replace={self.first_k_dense_replace}, decoder_sparse_step={self.decoder_sparse_step}"
+            yield f"{dense_text} leave no sparse layer among {self.num_hidden_layers}; use smaller values"
 
     @property
     def model_id(self) -> str:
@@ -164,10 +167,10 @@ class ModelShape:
         """Whether the layer of this number, counted from 0, has experts in place of the feed-forward block."""
         return self.num_sparse_layers(layer, 1) == 1
 
-    def num_sparse_layers(self, first: int, number: int) -> int:
-        """Number of the layers with experts among `number` layers from layer `first` on."""
-        step, end = self.decoder_sparse_step, first + number
-        start = min(max(first, self.first_k_dense_replace), end)
+    def num_sparse_layers(self, first_layer: int, num_layers: int) -> int:
+        """Number of the layers with experts among `num_layers` layers from layer `first_layer` on."""
+        step, end = self.decoder_sparse_step, first_layer + num_layers
+        start = min(max(first_layer, self.first_k_dense_replace), end)
         return end // step - start // step if self.num_experts else 0
 
     @property
@@ -202,41 +205,44 @@ class ModelShape:
         sparse layer has instead of these three the router with h*E, and the experts that a token passes.
         """
         h = self.hidden_size
-        attention = h * (2 * self.q_width + 2 * self.kv_width)
+        attention_params = h * (2 * self.q_width + 2 * self.kv_width)
         if not sparse:
-            return attention + 3 * h * self.intermediate_size
-        passed = self.num_experts_per_tok + self.n_shared_experts
-        return attention + h * self.num_experts + passed * self.expert_params
+            return attention_params + 3 * h * self.intermediate_size
+        num_passed_experts = self.num_experts_per_tok + self.n_shared_experts
+        return attention_params + h * self.num_experts + num_passed_experts * self.expert_params
 
     def layer_params(self, *, sparse: bool = False) -> int:
         """Number of all parameters of one decoder layer: its matrices, biases and the weights of its RMSNorms."""
-        normed = self.q_width + self.kv_width if self.qk_norm_across_heads else 2 * self.head_width
-        vectors = 2 * self.hidden_size + normed * self.qk_norm
-        vectors += (self.q_width + 2 * self.kv_width) * self.attention_bias
-        idle = (self.num_experts - self.num_experts_per_tok) * self.expert_params if sparse else 0
-        return self.layer_matmul_params(sparse=sparse) + idle + vectors
+        norm_width = self.q_width + self.kv_width if self.qk_norm_across_heads else 2 * self.head_width
+        vector_params = 2 * self.hidden_size + norm_width * self.qk_norm
+        vector_params += (self.q_width + 2 * self.kv_width) * self.attention_bias
+        unchosen_params = (self.num_experts - self.num_experts_per_tok) * self.expert_params if sparse else 0
+        return self.layer_matmul_params(sparse=sparse) + unchosen_params + vector_params
 
     @property
     def embedding_params(self) -> int:
         """Number of parameters of the embedding; the lm_head has as many."""
         return self.vocab_size * self.hidden_size
 
-    def params_of_layers(self, first: int, number: int) -> int:
-        """Number of all parameters of `number` layers from layer `first` on."""
-        sparse = self.num_sparse_layers(first, number)
-        return sparse * self.layer_params(sparse=True) + (number - sparse) * self.layer_params()
+    def params_of_layers(self, first_layer: int, num_layers: int) -> int:
+        """Number of all parameters of `num_layers` layers from layer `first_layer` on."""
+        num_sparse = self.num_sparse_layers(first_layer, num_layers)
+        return num_sparse * self.layer_params(sparse=True) + (num_layers - num_sparse) * self.layer_params()
 
-    def matmul_params_of_layers(self, first: int, number: int) -> int:
-        """Number of parameters that take part in the products of one token in `number` layers from `first` on."""
-        sparse = self.num_sparse_layers(first, number)
-        return sparse * self.layer_matmul_params(sparse=True) + (number - sparse) * self.layer_matmul_params()
+    def matmul_params_of_layers(self, first_layer: int, num_layers: int) -> int:
+        """Number of parameters that take part in the products of one token in `num_layers` layers from `first_layer` on."""
+        num_sparse = self.num_sparse_layers(first_layer, num_layers)
+        return (
+            num_sparse * self.layer_matmul_params(sparse=True)
+            + (num_layers - num_sparse) * self.layer_matmul_params()
+        )
 
     @property
     def num_params(self) -> int:
         """Number of all trainable parameters; tied weights are counted once."""
-        tables = 1 if self.tie_word_embeddings else 2
+        num_tables = 1 if self.tie_word_embeddings else 2
         return (
-            tables * self.embedding_params
+            num_tables * self.embedding_params
             + self.params_of_layers(0, self.num_hidden_layers)
             + self.hidden_size
         )
@@ -244,8 +250,10 @@ class ModelShape:
     @property
     def num_active_params(self) -> int:
         """Number of parameters used for one token: num_params without the experts that the router does not choose."""
-        sparse = self.num_sparse_layers(0, self.num_hidden_layers)
-        return self.num_params - sparse * (self.num_experts - self.num_experts_per_tok) * self.expert_params
+        num_sparse = self.num_sparse_layers(0, self.num_hidden_layers)
+        return (
+            self.num_params - num_sparse * (self.num_experts - self.num_experts_per_tok) * self.expert_params
+        )
 
     @property
     def num_matmul_params(self) -> int:
@@ -265,8 +273,8 @@ class ModelShape:
         The sum is 6*N + L*attention_flops. 6*N is a multiply and an add for each of N parameters forward, and
         twice that backward. N is num_matmul_params.
         """
-        attention = self.num_hidden_layers * self.attention_flops(seq_len, formula)
-        return 6 * self.num_matmul_params + attention
+        attention_flops = self.num_hidden_layers * self.attention_flops(seq_len, formula)
+        return 6 * self.num_matmul_params + attention_flops
 
 
 ADDED_LATER: dict[str, Any] = {

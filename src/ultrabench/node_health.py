@@ -24,7 +24,7 @@ class Health(StrEnum):
 
 
 class Amount(Enum):
-    """What of a number is compared with the limit."""
+    """Which quantity is compared with the limit of a check."""
 
     NOW = 0
     NEW = 1
@@ -41,7 +41,7 @@ class HealthCheck(NamedTuple):
     unit: str = ""
     """Unit of the numbers; empty for facts that are there or not."""
     hard: bool = False
-    """Whether the fact refuses its node; it must be one that a single observation proves."""
+    """Whether a finding excludes its node; only for facts that a single observation proves."""
     amount: Amount = Amount.NOW
     bound: float = 0.0
     """Largest number that is ok, or smallest one if `at_least`."""
@@ -52,9 +52,9 @@ class HealthCheck(NamedTuple):
 
 COMPLAINTS = (Health.FAIL, Health.WARN)
 """What is known about a check that exceeds its limit."""
-MOST_PLACES = 8
+MAX_PLACES = 8
 """Largest number of places of a finding; those with the worst numbers are kept."""
-LEAST_FREE_GIB = 1.0
+MIN_FREE_GIB = 1.0
 """Free GiB below which a folder gets a warning."""
 CRC_ERRORS_PER_S = 100.0
 """CRC errors per second of an NVLink that its retries hide. Source: dcgm_gpu_hardware_limits.h of NVIDIA's DCGM."""
@@ -93,13 +93,13 @@ CHECKS = {
     "NUMA balancing": HealthCheck("kernel.numa_balancing is 0", "have it set to 0, because it halts processes while it moves their memory"),
     "CPU governor": HealthCheck("every core has `performance`", "have it set: cpupower frequency-set -g performance", "cores"),
     "/dev/shm": HealthCheck(
-        f"at least {LEAST_FREE_GIB:g} GiB free", "remove old files, or give the container the node's /dev/shm "
+        f"at least {MIN_FREE_GIB:g} GiB free", "remove old files, or give the container the node's /dev/shm "
         "(apptainer: without --contain, docker: --ipc=host, enroot: --mount /dev/shm:/dev/shm)",
-        "GiB free", bound=LEAST_FREE_GIB, at_least=True),
+        "GiB free", bound=MIN_FREE_GIB, at_least=True),
     "scratch": HealthCheck(
-        f"at least {LEAST_FREE_GIB:g} GiB free in the temporary folder",
+        f"at least {MIN_FREE_GIB:g} GiB free in the temporary folder",
         "choose another folder for the logs of ranks: launcher.setup=['export TMPDIR=FOLDER']",
-        "GiB free", bound=LEAST_FREE_GIB, at_least=True),
+        "GiB free", bound=MIN_FREE_GIB, at_least=True),
     "NCCL variables": HealthCheck(
         "no variable turns off InfiniBand, peer access or shared memory", "unset the variable in launcher.setup= or in the container image"),
 }  # fmt: skip
@@ -129,32 +129,34 @@ Findings = dict[str, Finding]
 
 
 def examine(first: Reading, last: Reading) -> Findings:
-    """The findings of two readings; where only one exists it is both, and a counter above 0 is unknown."""
+    """The findings of two readings; if there is only one, it is given twice, and counters above 0 are unknown."""
     return {name: _finding(name, check, first, last) for name, check in CHECKS.items()}
 
 
 def _finding(name: str, check: HealthCheck, first: Reading, last: Reading) -> Finding:
-    before = first.values.get(name, {})
-    numbers = last.values.get(name) or before
+    first_numbers = first.values.get(name, {})
+    numbers = last.values.get(name) or first_numbers
     if check.amount is not Amount.NOW:
-        seconds = last.time_s - first.time_s if check.amount is Amount.PER_SECOND else 1.0
-        again = first is not last and name in last.values
-        numbers = {k: _growth(before.get(k) if again else None, n, seconds) for k, n in numbers.items()}
+        elapsed_s = last.time_s - first.time_s if check.amount is Amount.PER_SECOND else 1.0
+        has_both = first is not last and name in last.values
+        numbers = {
+            k: _growth(first_numbers.get(k) if has_both else None, n, elapsed_s) for k, n in numbers.items()
+        }
     sign = -1 if check.at_least else 1
     worst_first = [(place, round(number, 3)) for place, number in numbers.items() if number is not None]
     worst_first.sort(key=lambda place_and_number: -sign * place_and_number[1])
-    if places := {place: n for place, n in worst_first[:MOST_PLACES] if sign * n > sign * check.bound}:
+    if places := {place: n for place, n in worst_first[:MAX_PLACES] if sign * n > sign * check.bound}:
         return Finding(Health.FAIL if check.hard else Health.WARN, places)
     if not worst_first or len(worst_first) < len(numbers):
         return Finding()
     return Finding(Health.OK, dict(worst_first[:1]) if check.unit else {})
 
 
-def _growth(before: float | None, now: float | None, seconds: float) -> float | None:
+def _growth(first: float | None, last: float | None, elapsed_s: float) -> float | None:
     """How much a counter grew in a unit of time; None if that is unknown, also where somebody has reset it."""
-    if now == 0:
+    if last == 0:
         return 0.0
-    return None if before is None or now is None or now < before else (now - before) / seconds
+    return None if first is None or last is None or last < first else (last - first) / elapsed_s
 
 
 def to_facts(findings: Findings) -> dict[str, dict[str, dict[str, float]]]:
@@ -168,8 +170,8 @@ def to_facts(findings: Findings) -> dict[str, dict[str, dict[str, float]]]:
 
 def findings_of(facts: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Findings:
     """The findings that `to_facts` has written; a check of which nothing was written is unknown."""
-    written = ((name, h, places) for h in Health for name, places in facts.get(h, {}).items())
-    finding_by_name = {name: Finding(h, places) for name, h, places in written if name in CHECKS}
+    written = ((name, health, places) for health in Health for name, places in facts.get(health, {}).items())
+    finding_by_name = {name: Finding(health, places) for name, health, places in written if name in CHECKS}
     return dict.fromkeys(CHECKS, Finding()) | finding_by_name
 
 
@@ -182,8 +184,8 @@ def places_text(name: str, finding: Finding) -> str:
 def complaints(facts: Mapping[str, Any], *healths: Health, nodes: int = 2) -> dict[str, str]:
     """Name of a check -> its finding as a text, for findings with these healths that concern runs on so many nodes."""
     findings = ((name, f) for name, f in findings_of(facts).items() if f.health in healths)
-    concerned = ((name, f) for name, f in findings if nodes > 1 or not CHECKS[name].between_nodes)
-    return {name: f"{name} ({places_text(name, finding)})" for name, finding in concerned}
+    relevant_findings = ((name, f) for name, f in findings if nodes > 1 or not CHECKS[name].between_nodes)
+    return {name: f"{name} ({places_text(name, finding)})" for name, finding in relevant_findings}
 
 
 Warnings = dict[tuple[str, str], str]
@@ -198,8 +200,8 @@ def node_warnings(nodes: Iterable[Mapping[str, Any]]) -> Warnings:
 
 def warning_lines(warnings: Warnings) -> Iterator[str]:
     """A line for each check, with limit and remedy; it names the first of several hosts, whose finding it shows."""
-    for name, of_check in groupby(sorted(warnings), key=itemgetter(0)):
-        (_, host), *others = of_check
-        where = f"{host} and {counted(len(others), 'other node')}" if others else host
+    for name, warnings_of_check in groupby(sorted(warnings), key=itemgetter(0)):
+        (_, host), *other_warnings = warnings_of_check
+        hosts_text = f"{host} and {counted(len(other_warnings), 'other node')}" if other_warnings else host
         check = CHECKS[name]
-        yield f"{where}: {warnings[name, host]}; limit: {check.limit}; remedy: {check.remedy}"
+        yield f"{hosts_text}: {warnings[name, host]}; limit: {check.limit}; remedy: {check.remedy}"

@@ -23,7 +23,7 @@ CALM_WALKS = 2
 """Number of walks through /proc in a row that must find nothing; one walk easily misses a forking process."""
 CALM_LOOKS = 5
 """Number of looks in a row at the children of this process that must find nothing."""
-MOST_LOOKS = 300
+MAX_LOOKS = 300
 """Number of such looks after which children that do not end are left."""
 PATIENCE_S = 10.0
 """Seconds after which processes that do not end although they were killed are left."""
@@ -37,20 +37,20 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def thread_variables(threads: int) -> dict[str, str]:
+def thread_variables(num_threads: int) -> dict[str, str]:
     """The variables that limit a process and its libraries to this number of threads."""
-    return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Makes the kernel kill this process when its parent ends; exits at once if the parent is gone."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if os.getppid() != parent_pid:
         os._exit(1)
 
 
 LONGEST_STEP_S = 0.5
-"""Seconds between two looks at a `RunningClock` that count as they are; more is a pause of the process."""
+"""Longest time in seconds between two calls of a `RunningClock` that counts in full; more is a pause of the process."""
 
 
 class RunningClock:
@@ -61,13 +61,13 @@ class RunningClock:
     """
 
     def __init__(self) -> None:
-        self._looked, self._ran_s = time.monotonic(), 0.0
+        self._looked_at_s, self._ran_s = time.monotonic(), 0.0
 
     def __call__(self) -> float:
-        """The seconds for which this process has run since the clock was made, looked at again and again."""
-        now = time.monotonic()
-        self._ran_s += min(now - self._looked, LONGEST_STEP_S)
-        self._looked = now
+        """The seconds for which this process has run since the clock was made, if the clock is called often."""
+        now_s = time.monotonic()
+        self._ran_s += min(now_s - self._looked_at_s, LONGEST_STEP_S)
+        self._looked_at_s = now_s
         return self._ran_s
 
 
@@ -104,17 +104,17 @@ def state(pid: int) -> str:
     return (_stat(pid) or "?")[0]
 
 
-def alive(pid: int, started: int) -> bool:
-    """Whether the process with `pid` and start time `started` still runs."""
-    return start_time(pid) == started
+def alive(pid: int, start_ticks: int) -> bool:
+    """Whether the process with `pid` and start time `start_ticks` still runs."""
+    return start_time(pid) == start_ticks
 
 
 def busy_share(seconds: float) -> float:
     """The share of this machine's cores that is used while this process sleeps for `seconds`, from 0 to 1."""
-    before = core_ticks()
+    first_ticks = core_ticks()
     time.sleep(seconds)
-    spent = [after - first for after, first in zip(core_ticks(), before, strict=True)]
-    return 1 - (spent[3] + spent[4]) / max(sum(spent), 1)
+    spent_ticks = [last - first for last, first in zip(core_ticks(), first_ticks, strict=True)]
+    return 1 - (spent_ticks[3] + spent_ticks[4]) / max(sum(spent_ticks), 1)
 
 
 def core_ticks() -> list[int]:
@@ -156,8 +156,8 @@ def command_line(pid: int) -> list[str]:
 
 def tag_of(pid: int) -> str | None:
     """The tag in the environment with which `pid` was started; None when there is none."""
-    start, variables = f"{TAG_VARIABLE}=", _read(pid, "environ").split("\0")
-    return next((variable.removeprefix(start) for variable in variables if variable.startswith(start)), None)
+    key, variables = f"{TAG_VARIABLE}=", _read(pid, "environ").split("\0")
+    return next((variable.removeprefix(key) for variable in variables if variable.startswith(key)), None)
 
 
 def tagged(matches: Callable[[str], bool]) -> list[int]:
@@ -172,12 +172,12 @@ def descendants(ancestor: int) -> set[int]:
     For a subreaper these are all processes that were started under it, because orphans become its children.
     """
     pids = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
-    parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
-    below, new = set[int](), {ancestor}
-    while new:
-        new = {pid for pid, parent in parents.items() if parent in new}
-        below |= new
-    return below
+    parent_by_pid = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid))}
+    found_pids, newest_pids = set[int](), {ancestor}
+    while newest_pids:
+        newest_pids = {pid for pid, parent in parent_by_pid.items() if parent in newest_pids}
+        found_pids |= newest_pids
+    return found_pids
 
 
 def described(pids: Iterable[int]) -> str:
@@ -194,11 +194,11 @@ def kill_until_gone(find: Callable[[], list[int]], meanwhile: Callable[[], None]
     Returns:
         The pids that are still alive after PATIENCE_S seconds.
     """
-    ran_s, calm = RunningClock(), 0
+    ran_s, num_calm = RunningClock(), 0
     while True:
         pids = find()
-        calm = 0 if pids else calm + 1
-        if calm == CALM_WALKS or (ran_s() > PATIENCE_S and pids):
+        num_calm = 0 if pids else num_calm + 1
+        if num_calm == CALM_WALKS or (ran_s() > PATIENCE_S and pids):
             return pids
         for pid in pids:
             _kill(pid)
@@ -219,20 +219,20 @@ def kill_children(spared: set[int]) -> set[int]:
     Returns:
         The pids of all children that were killed.
     """
-    hit, calm, listed = set[int](), 0, f"task/{os.getpid()}/children"
-    for _ in range(MOST_LOOKS):
-        children = [pid for pid in map(int, _read(os.getpid(), listed).split()) if pid not in spared]
-        calm = 0 if children else calm + 1
-        if calm == CALM_LOOKS:
+    killed_pids, num_calm, children_file = set[int](), 0, f"task/{os.getpid()}/children"
+    for _ in range(MAX_LOOKS):
+        children = [pid for pid in map(int, _read(os.getpid(), children_file).split()) if pid not in spared]
+        num_calm = 0 if children else num_calm + 1
+        if num_calm == CALM_LOOKS:
             break
-        if calm:
+        if num_calm:
             time.sleep(CALM_S)
-        hit.update(children)
+        killed_pids.update(children)
         for pid in children:
             _kill(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-    return hit
+    return killed_pids
 
 
 def _kill(pid: int) -> None:
@@ -267,10 +267,10 @@ def own_tag(allocation: str, node: int) -> str:
     return f"{allocation}:{node}:{_identity(':')}"
 
 
-def _identity(between: str) -> str:
+def _identity(separator: str) -> str:
     """Pid, start time and PID namespace of this process, which together name it for ever."""
     pid = os.getpid()
-    return between.join(map(str, (pid, start_time(pid), pid_namespace())))
+    return separator.join(map(str, (pid, start_time(pid), pid_namespace())))
 
 
 def clean_up_after_the_dead() -> None:
@@ -290,17 +290,17 @@ def _is_dead(identity: list[str]) -> bool:
     """Whether a process of this PID namespace is gone; False for other namespaces, where nothing is known."""
     if len(identity) != 3 or not all(part.isdigit() for part in identity):
         return False
-    pid, started, namespace = map(int, identity)
-    return namespace == pid_namespace() and not alive(pid, started)
+    pid, start_ticks, namespace = map(int, identity)
+    return namespace == pid_namespace() and not alive(pid, start_ticks)
 
 
-def run_python(*words: str, timeout_s: float, python: str = sys.executable) -> str:
+def run_python(*arguments: str, timeout_s: float, python: str = sys.executable) -> str:
     """The output of an interpreter with these arguments, in a process that does not import from the working folder.
 
     Raises:
         ClusterError: it cannot be started, takes too long, or fails; the message is the last line of stderr.
     """
-    command = [python, "-P", *words]
+    command = [python, "-P", *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
     except subprocess.CalledProcessError as error:

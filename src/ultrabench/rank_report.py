@@ -38,7 +38,7 @@ LINE_BYTES = 2**19
 """Bytes of a report or a log that are read at once; a longer line is skipped."""
 SKIPPED_PARTS = 128
 """Largest number of parts of a longer line that are skipped in one call."""
-STEP_S = (1e-9, 1e7)
+MIN_STEP_S, MAX_STEP_S = 1e-9, 1e7
 """Shortest and longest step time in seconds that counts as a measurement."""
 MAX_NUMBER = 2.0**60
 """Largest number that is accepted as a count or as a number of bytes."""
@@ -70,11 +70,11 @@ class Report:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the rank
-        record = os.open(f"{self.path}{PROGRESS_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(record, _RECORD.size)
+        progress_fd = os.open(f"{self.path}{PROGRESS_SUFFIX}", os.O_RDWR | os.O_CREAT, 0o644)
+        os.ftruncate(progress_fd, _RECORD.size)
         # Each number is written at once, so the thread that counts and the one that steps need no lock.
-        self._progress = memoryview(mmap.mmap(record, _RECORD.size)).cast("q")
-        os.close(record)
+        self._progress = memoryview(mmap.mmap(progress_fd, _RECORD.size)).cast("q")
+        os.close(progress_fd)
 
     @classmethod
     def from_environment(cls) -> "Report":
@@ -94,10 +94,10 @@ class Report:
         """Counts one more finished micro-batch, without a system call."""
         self._progress[0] += 1
 
-    def enter(self, part: int, step: int) -> None:
+    def enter(self, part_index: int, step: int) -> None:
         """Records which part of which step the rank begins, as an index of STEP_PARTS, without a system call."""
         self._progress[1] = step
-        self._progress[2] = part
+        self._progress[2] = part_index
 
 
 def read_regular(path: str | os.PathLike[str], start: int, max_bytes: int) -> bytes:
@@ -141,12 +141,12 @@ class NewLines:
     """Reads the new lines of a file that another process writes, and skips lines longer than `max_bytes` bytes."""
 
     def __init__(self, path: Path, max_bytes: int = LINE_BYTES) -> None:
-        self.path, self.most = path, max_bytes
-        self.behind = False
+        self.path, self.max_bytes = path, max_bytes
+        self.has_more = False
         """Whether there may be more in the file than the last call has read."""
-        self.skipped = 0
+        self.num_skipped = 0
         """Number of lines that were skipped because they are too long."""
-        self.lines = 0
+        self.num_lines = 0
         """Number of lines that were read or skipped."""
         self._offset = 0
         self._skipping = False
@@ -156,27 +156,27 @@ class NewLines:
         """The whole lines after those of the last call; none of a file that is not regular or not readable."""
         return self.read_bytes(read_part).decode(errors="replace").splitlines()
 
-    def read_bytes(self, part: Callable[[Path, int, int], bytes] = read_regular) -> bytes:
+    def read_bytes(self, read: Callable[[Path, int, int], bytes] = read_regular) -> bytes:
         """The whole lines after those of the last call, at most `max_bytes` bytes of them, without the last newline.
 
         Raises:
-            OSError: `part`, which reads a part of the file, raises it.
+            OSError: `read`, which reads a part of the file, raises it.
         """
         for _ in range(SKIPPED_PARTS):
-            data = part(self.path, self._offset, self.most)
-            self.behind = len(data) == self.most
-            whole, newline, _ = data.rpartition(b"\n")
-            if newline or not self.behind:
+            data = read(self.path, self._offset, self.max_bytes)
+            self.has_more = len(data) == self.max_bytes
+            lines, newline, _ = data.rpartition(b"\n")
+            if newline or not self.has_more:
                 break
             self._offset += len(data)
-            self.skipped += not self._skipping
+            self.num_skipped += not self._skipping
             self._skipping = True
-        self._offset += len(whole) + len(newline)
-        self.lines += whole.count(b"\n") + len(newline)
+        self._offset += len(lines) + len(newline)
+        self.num_lines += lines.count(b"\n") + len(newline)
         if self._skipping and newline:
             self._skipping = False
-            whole = whole.partition(b"\n")[2]
-        return whole
+            lines = lines.partition(b"\n")[2]
+        return lines
 
 
 def is_number(value: Any) -> bool:
@@ -195,15 +195,13 @@ def _count(value: Any) -> int | None:
 
 def _text(max_chars: int, value: Any) -> str:
     """The value as a text; beyond `max_chars` characters its middle is cut out."""
-    whole = str(value)
-    shortened = (
-        whole if len(whole) <= max_chars else f"{whole[: max_chars // 2]}...{whole[-max_chars // 2 :]}"
-    )
+    text = str(value)
+    shortened = text if len(text) <= max_chars else f"{text[: max_chars // 2]}...{text[-max_chars // 2 :]}"
     return shortened.encode(errors="replace").decode()  # replaces halves of surrogate pairs
 
 
 def _variables(value: Any) -> dict[str, str] | None:
-    return {_WORDS(k): _WORDS(v) for k, v in value.items()} if isinstance(value, dict) else None
+    return {_LONG_TEXT(k): _LONG_TEXT(v) for k, v in value.items()} if isinstance(value, dict) else None
 
 
 def _loss(value: Any) -> float | None:
@@ -213,27 +211,27 @@ def _loss(value: Any) -> float | None:
     return float(value) if isinstance(value, float) or is_number(value) else math.inf
 
 
-_NAME, _WORDS = partial(_text, 200), partial(_text, 2**14)
-_AMOUNTS = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "torch_bytes", "data_bytes")
-_BYTES: dict[str, Callable[[Any], Any]] = dict.fromkeys((*_AMOUNTS, "limit_bytes"), _count)
+_SHORT_TEXT, _LONG_TEXT = partial(_text, 200), partial(_text, 2**14)
+_BYTE_FIELDS = ("allocated_bytes", "reserved_bytes", "free_bytes", "total_bytes", "torch_bytes", "data_bytes")
+_COUNT_OF_BYTES: dict[str, Callable[[Any], Any]] = dict.fromkeys((*_BYTE_FIELDS, "limit_bytes"), _count)
 CHECKPOINT_NUMBERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("save_s", "load_s", "async_blocking_s", "async_s", "async_lost_steps"), number), "bytes": _count,
 }  # fmt: skip
 """What the event checkpoint has; the results have the same names after `checkpoint_`."""
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "phase": {"name": _NAME, "time": number},
+    "phase": {"name": _SHORT_TEXT, "time": number},
     "step": {"step": _count, "seconds": number, "loss": _loss, "gradient_norm": number, "measured": bool},
-    "memory": {**_BYTES, "allocator_retries": _count},
+    "memory": {**_COUNT_OF_BYTES, "allocator_retries": _count},
     "ran": {"options": _variables},
     "store": {"port": lambda value: _count(value) if is_number(value) and 0 < value < 2**16 else None},
     "environment": {
-        **dict.fromkeys(("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version"), _NAME),
+        **dict.fromkeys(("gpu_name", "torch_version", "cuda_version", "nccl_version", "driver_version"), _SHORT_TEXT),
         "gpus": _count, "omp_num_threads": _count, "variables": _variables,
     },
-    "error": {"kind": _NAME, "message": _WORDS, "traceback": _WORDS, **_BYTES},
-    "done": {"stopped": _NAME, "hardware_flops_per_step": number, "graphs": _count},
+    "error": {"kind": _SHORT_TEXT, "message": _LONG_TEXT, "traceback": _LONG_TEXT, **_COUNT_OF_BYTES},
+    "done": {"stopped": _SHORT_TEXT, "hardware_flops_per_step": number, "graphs": _count},
     "stack_dump": {"pid": _count},
-    "checkpoint": {**CHECKPOINT_NUMBERS, "message": _WORDS},
+    "checkpoint": {**CHECKPOINT_NUMBERS, "message": _LONG_TEXT},
 }  # fmt: skip
 """Event -> field that is used -> function that turns any value into a valid one of bounded size, or None."""
 
@@ -261,12 +259,12 @@ def checked(value: dict[str, Any]) -> dict[str, Any]:
     if event == "probe":  # only our own kernel writes it, and `device_rates.summary` checks its values
         canonical_json(value)
         return value
-    line: dict[str, Any] = {"event": _NAME(event)}
-    for name, valid in FIELDS.get(event, {}).items():
-        if value.get(name) is not None and (field := valid(value[name])) is not None:
+    line: dict[str, Any] = {"event": _SHORT_TEXT(event)}
+    for name, to_valid in FIELDS.get(event, {}).items():
+        if value.get(name) is not None and (field := to_valid(value[name])) is not None:
             line[name] = field
     seconds = value.get("seconds")
-    if event == "step" and seconds is not None and not STEP_S[0] <= line.get("seconds", 0.0) <= STEP_S[1]:
+    if event == "step" and seconds is not None and not MIN_STEP_S <= line.get("seconds", 0.0) <= MAX_STEP_S:
         line.pop("seconds", None)
         line["fault"] = f"step seconds={seconds!r:.60}: not a number of seconds"
     return line

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ultrabench.errors import MOST_NAMES, ConfigError, most_similar, require_known
+from ultrabench.errors import MAX_NAMES, ConfigError, most_similar, require_known
 
 T = TypeVar("T")
-NAMES = "names"
+NAMES_KEY = "names"
 """Key in the `extra` of a rule whose values are a few texts -> these texts."""
 
 
@@ -41,13 +41,13 @@ def lacking(cls: Any, values: Mapping[str, Any]) -> list[str]:
     return [name for name in field_types(cls) if name not in values and name not in defaults]
 
 
-def _lack(missing: Sequence[str]) -> str:
+def _lack_text(missing_keys: Sequence[str]) -> str:
     """Which keys a record lacks, and what to do."""
-    if len(missing) == 1:
-        return f"lacks the key {missing[0]}; give it a value"
-    if len(missing) <= MOST_NAMES:
-        return f"lacks the keys {', '.join(missing)}; give each of them a value"
-    names = f"{', '.join(missing[:MOST_NAMES])} and {len(missing) - MOST_NAMES} more"
+    if len(missing_keys) == 1:
+        return f"lacks the key {missing_keys[0]}; give it a value"
+    if len(missing_keys) <= MAX_NAMES:
+        return f"lacks the keys {', '.join(missing_keys)}; give each of them a value"
+    names = f"{', '.join(missing_keys[:MAX_NAMES])} and {len(missing_keys) - MAX_NAMES} more"
     return f"lacks the keys {names}; start from a copy of a complete file"
 
 
@@ -76,7 +76,7 @@ def from_dict(
     Args:
         cls: a dataclass whose fields are JSON scalars, tuples, dicts or other records.
         values: field name -> JSON value; fields with defaults may be left out.
-        where: what the error message calls the record, `cls.__name__` when None; empty for the whole.
+        where: what the error message calls the record, `cls.__name__` when None; empty for the whole document.
         skip_unknown: ignore unknown fields, because a later version may have written `values`.
 
     Raises:
@@ -97,7 +97,7 @@ def value_from(hint: Any, value: Any, where: str, skip_unknown: bool = False) ->
             converted = msgspec.convert(value, hint)
         except msgspec.ValidationError:
             return _value_by_parts(hint, value, where, skip_unknown)
-    except ConfigError as error:  # of the record itself, which does not know where it stands
+    except ConfigError as error:  # the record itself raises it without its place in the document
         error.setting = error.setting or where
         raise
     if not skip_unknown and _holds_record(hint):
@@ -143,9 +143,9 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
         hints = field_types(kind)
         if not skip_unknown:
             require_known(f"field of {where}", hints, *value, setting=where)
-        if missing := lacking(kind, value):
-            raise ConfigError(f"{where} {_lack(missing)}".strip(), setting=where)
-        value_by_field = {name: element for name, element in value.items() if name in hints}
+        if missing_keys := lacking(kind, value):
+            raise ConfigError(f"{where} {_lack_text(missing_keys)}".strip(), setting=where)
+        value_by_field = {name: field_value for name, field_value in value.items() if name in hints}
         return kind(
             **{n: value_from(hints[n], v, _dotted(where, n), skip_unknown) for n, v in value_by_field.items()}
         )
@@ -158,9 +158,9 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
     ):
         return value_from(hint, kind(value), where)  # 2.0 for an integer, or a float of numpy
     names = _names(hint) if isinstance(value, str) else ()
-    near = most_similar(value, names) if names else None
-    meant = f"; did you mean {near}?" if near else ""
-    raise ConfigError(_refusal(kind, rule, value, where) + meant, setting=where)
+    similar_name = most_similar(value, names) if names else None
+    hint_text = f"; did you mean {similar_name}?" if similar_name else ""
+    raise ConfigError(_refusal(kind, rule, value, where) + hint_text, setting=where)
 
 
 def _is_record(kind: Any) -> bool:
@@ -183,8 +183,8 @@ def _kind_and_rule(hint: Any) -> tuple[Any, str]:
 
 def _names(hint: Any) -> tuple[str, ...]:
     """The texts that a type of a few texts allows; empty for other types."""
-    of_rules = ((rule.extra or {}).get(NAMES, ()) for rule in getattr(hint, "__metadata__", ()))
-    return (*chain.from_iterable(of_rules), *chain.from_iterable(map(_names, typing.get_args(hint))))
+    names_of_rules = ((rule.extra or {}).get(NAMES_KEY, ()) for rule in getattr(hint, "__metadata__", ()))
+    return (*chain.from_iterable(names_of_rules), *chain.from_iterable(map(_names, typing.get_args(hint))))
 
 
 _KINDS = {

@@ -72,7 +72,7 @@ PENDING, RUNNING = "pending", "running"
 UNSETTLED = (PENDING, RUNNING)
 """What stands for the status of a run without a result."""
 NOT_TRIED = (None, Status.SKIPPED, Status.REJECTED)
-"""Statuses of what was not measured, the one that stands for several repeats first: it waits, skipped, rejected."""
+"""Statuses of runs that were not measured, in the order of `tier`: None (the run waits), skipped, rejected."""
 
 
 def state(status: str | None, attempt: int | None) -> str:
@@ -231,6 +231,6 @@ class RunResult:
 
     @property
     def environment(self) -> tuple[object, ...]:
-        """What tells the environments of one sweep apart: all that is observed but the driver."""
+        """What distinguishes the environments of one sweep: all that is observed except the driver."""
         versions = self.gpu_name, self.torch_version, self.cuda_version, self.nccl_version, self.kernel_digest
         return *versions, tuple(sorted(self.variables.items()))

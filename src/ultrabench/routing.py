@@ -14,14 +14,14 @@ def routing_text(routing: str | None) -> str:
     return f"routing {routing}" if routing else ""
 
 
-def expert_shares(routing: str, experts: int, chosen: int) -> tuple[float, ...]:
-    """Share of the tokens that each expert gets; together they are `chosen`, the number of experts of a token.
+def expert_shares(routing: str, num_experts: int, num_chosen: int) -> tuple[float, ...]:
+    """Share of the tokens that each expert gets; together they are `num_chosen`, the number of experts of a token.
 
-    With skew=A expert e gets min(1, c (e + 1)**-A), with c such that they add up: a token chooses an expert once.
+    With skew=A expert e gets min(1, c (e + 1)**-A), where c makes the shares add up; a token chooses an expert at most once.
     """
-    power = float(routing.removeprefix(SKEW))
-    weights = [(expert + 1) ** -power for expert in range(experts)]
-    whole = 0  # experts that every token chooses
-    while (factor := (chosen - whole) / sum(weights[whole:])) * weights[whole] > 1:
-        whole += 1
-    return (*[1.0] * whole, *(factor * weight for weight in weights[whole:]))
+    exponent = float(routing.removeprefix(SKEW))
+    weights = [(expert + 1) ** -exponent for expert in range(num_experts)]
+    num_full = 0  # experts that every token chooses
+    while (scale := (num_chosen - num_full) / sum(weights[num_full:])) * weights[num_full] > 1:
+        num_full += 1
+    return (*[1.0] * num_full, *(scale * weight for weight in weights[num_full:]))

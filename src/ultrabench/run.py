@@ -63,33 +63,33 @@ class RunSpec:
     def __post_init__(self) -> None:
         gpus = self.nodes * self.gpus_per_node
         if self.layout.world_size != gpus:
-            has = f"{self.layout.label()} has {counted(self.layout.world_size, 'rank')}"
-            raise ConfigError(f"{has}; {counted(self.nodes, 'node')} of {self.gpus_per_node} have {gpus}")
+            fact = f"{self.layout.label()} has {counted(self.layout.world_size, 'rank')}"
+            raise ConfigError(f"{fact}; {counted(self.nodes, 'node')} of {self.gpus_per_node} have {gpus}")
         if self.layout.gbs != self.workload.gbs:
-            makes = f"{self.layout.label()} makes a global batch of dp*mbs*gas={self.layout.gbs} sequences"
-            raise ConfigError(f"{makes}; gbs={self.workload.gbs}")
+            fact = f"{self.layout.label()} makes a global batch of dp*mbs*gas={self.layout.gbs} sequences"
+            raise ConfigError(f"{fact}; gbs={self.workload.gbs}")
 
     def identity(self) -> dict[str, Any]:
         """The JSON value that run_id hashes: defaults are written out, the name of the model is left out."""
         options = ("name", "version", "precision", "compile", "attention", "routing")
-        out: dict[str, Any] = {
+        content: dict[str, Any] = {
             "shape": self.shape.identity(),
             "workload": values_of(self.workload),
-            "layout": {k: v for k, v in values_of(self.layout).items() if k != "recompute"},
+            "layout": {name: value for name, value in values_of(self.layout).items() if name != "recompute"},
             # Version 1 hashed it as an option of the kernel.
             "kernel": {k: getattr(self.kernel, k) for k in options} | {"recompute": self.layout.recompute},
             "nodes": self.nodes,
             "gpus_per_node": self.gpus_per_node,
         }
         if self.kernel.attention == "auto":
-            out["kernel"]["attention"] = "sdpa"  # its first name, so that old run_ids stay valid
+            content["kernel"]["attention"] = "sdpa"  # its first name, so that old run_ids stay valid
         for dotted, default in ADDED_LATER.items():
             group, _, name = dotted.partition(".")
-            if out[group].get(name) == default:
-                del out[group][name]
+            if content[group].get(name) == default:
+                del content[group][name]
         if variant := self.variant and identity(self.variant):
-            out["variant"] = variant
-        return out
+            content["variant"] = variant
+        return content
 
     @property
     def run_id(self) -> str:
@@ -211,10 +211,10 @@ _IN_BRACES = re.compile(r"(?<!\$)\{\s*(?P<quote>[\"']?)(?:words\.)?(?P<name>\w+)
 """A word in braces; also with quotes, spaces or its group, which are refused if there is such a word."""
 
 
-# A plan asks it for each candidate: 181 us with the 100 parts of kernel=megatron, and 2 us with the cache.
+# A plan calls this for each candidate: 181 us with the 100 parts of kernel=megatron, and 2 us with the cache.
 @functools.lru_cache(maxsize=64)
 def words_in(kernel: KernelConfig, *, with_tables: bool = True) -> frozenset[str]:
-    """The words of a run that the command of a kernel says, with the sizes of a model that others follow from.
+    """The words of a run that the command of a kernel uses, and the sizes of a model from which such words follow.
 
     Args:
         with_tables: whether the words of `supports` and `flags` count, other than those in braces.
@@ -244,7 +244,7 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
     """
     words = words_of(spec) | key._asdict() | {"steps": measure.warmup_steps + measure.max_steps}
 
-    def word(match: re.Match[str]) -> str:
+    def value_text(match: re.Match[str]) -> str:
         text, name = match[0], match["name"]
         if text != f"{{{name}}}":
             if name in words:
@@ -253,14 +253,14 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
                 )
             return text
         if name not in words:
-            kind = f"word in kernel.command of kernel={spec.kernel.name}"
-            raise ConfigError(unknown_name(kind, text, words, first=in_group(spec.variant, WORDS)))
+            noun = f"word in kernel.command of kernel={spec.kernel.name}"
+            raise ConfigError(unknown_name(noun, text, words, first=in_group(spec.variant, WORDS)))
         return in_command(words[name])
 
     flags = (table.get(str(words.get(name)), table.get(ANY, ())) for name, table in spec.kernel.flags.items())
     parts = chain(spec.kernel.command, *flags, spec.arguments)
-    filled = [_IN_BRACES.sub(word, part) for part in parts]
-    return [sys.executable if filled[0] == "python" else filled[0], *filled[1:]]
+    command = [_IN_BRACES.sub(value_text, part) for part in parts]
+    return [sys.executable if command[0] == "python" else command[0], *command[1:]]
 
 
 def env_id(

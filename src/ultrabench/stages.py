@@ -23,13 +23,13 @@ class Stage:
 
     def num_params(self, shape: ModelShape) -> int:
         """Number of parameters of this stage; a tied embedding counts in the first and in the last stage."""
-        tables = int(self.has_embedding) + int(self.has_head)
+        num_tables = int(self.has_embedding) + int(self.has_head)
         if self.has_embedding and self.has_head and shape.tie_word_embeddings:
-            tables = 1
-        body = (
+            num_tables = 1
+        other_params = (
             shape.params_of_layers(self.first_layer, self.num_layers) + int(self.has_norm) * shape.hidden_size
         )
-        return tables * shape.embedding_params + body
+        return num_tables * shape.embedding_params + other_params
 
     def num_expert_params(self, shape: ModelShape) -> int:
         """Number of parameters of the experts of this stage among which routers choose; expert parallelism cuts only these."""
@@ -41,8 +41,8 @@ class Stage:
 
     def matmul_params(self, shape: ModelShape) -> int:
         """Number of parameters of this stage that take part in the matrix products of one token."""
-        head = shape.embedding_params if self.has_head else 0
-        return shape.matmul_params_of_layers(self.first_layer, self.num_layers) + head
+        head_params = shape.embedding_params if self.has_head else 0
+        return shape.matmul_params_of_layers(self.first_layer, self.num_layers) + head_params
 
 
 @lru_cache(maxsize=4096)  # without it `sweep plan` takes 1.2 x the CPU time
@@ -59,25 +59,25 @@ def split_stages(shape: ModelShape, num_stages: int, *, ties_advance: bool = Fal
         ties_advance: whether to cut as these later versions do.
     """
     layers = [f"layer{'_sparse' * shape.is_sparse(n)}" for n in range(shape.num_hidden_layers)]
-    kinds = ["embedding", *layers, "norm", "head", "cast", "loss"]
-    cost = {"layer": shape.layer_matmul_params(), "head": shape.embedding_params}
-    cost["layer_sparse"] = shape.layer_matmul_params(sparse=True)
-    total = sum(cost.get(kind, 0) for kind in kinds)
+    block_kinds = ["embedding", *layers, "norm", "head", "cast", "loss"]
+    cost_by_kind = {"layer": shape.layer_matmul_params(), "head": shape.embedding_params}
+    cost_by_kind["layer_sparse"] = shape.layer_matmul_params(sparse=True)
+    total_cost = sum(cost_by_kind.get(kind, 0) for kind in block_kinds)
     blocks: list[list[str]] = [[] for _ in range(num_stages)]
     stage = finished_cost = 0
-    for kind in kinds:
+    for kind in block_kinds:
         blocks[stage].append(kind)
-        finished_cost += cost.get(kind, 0)
-        if finished_cost * num_stages + ties_advance > total * (stage + 1) and stage + 1 < num_stages:
+        finished_cost += cost_by_kind.get(kind, 0)
+        if finished_cost * num_stages + ties_advance > total_cost * (stage + 1) and stage + 1 < num_stages:
             stage += 1
-    stages, first = [], 0
-    for index, of_stage in enumerate(blocks):
-        num_layers = of_stage.count("layer") + of_stage.count("layer_sparse")
-        ends = {f"has_{kind}": kind in of_stage for kind in ("embedding", "norm", "head")}
+    stages, first_layer = [], 0
+    for index, kinds in enumerate(blocks):
+        num_layers = kinds.count("layer") + kinds.count("layer_sparse")
+        flags = {f"has_{kind}": kind in kinds for kind in ("embedding", "norm", "head")}
         stages.append(
-            Stage(index=index, first_layer=first, num_layers=num_layers, num_blocks=len(of_stage), **ends)
+            Stage(index=index, first_layer=first_layer, num_layers=num_layers, num_blocks=len(kinds), **flags)
         )
-        first += num_layers
+        first_layer += num_layers
     return tuple(stages)
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from ultrabench.result import NOT_TRIED, SLOWER, Status, outcome_order, tier
 
-NEAR = 1.05
+NEAR_BEST = 1.05
 """A run is near the best of its cell if the best is at most this many times as fast."""
 
 
@@ -124,55 +124,55 @@ def standings(
     cells: dict[Hashable, list[tuple[int, Repeat]]] = defaultdict(list)
     for index, repeat in enumerate(repeats) if numbers is None else zip(numbers, repeats, strict=True):
         cells[repeat.cell].append((index, repeat))
-    return {cell: _ranked(of_cell, include_suspects, by_control) for cell, of_cell in cells.items()}
+    return {cell: _ranked(pairs, include_suspects, by_control) for cell, pairs in cells.items()}
 
 
-def near_best(of_cell: Sequence[Standing], max_runs: int) -> list[Standing]:
+def near_best(standings_of_cell: Sequence[Standing], max_runs: int) -> list[Standing]:
     """The best run of a cell and those near it, at most `max_runs`; empty where no run has won."""
-    competing = sorted((s for s in of_cell if s.interval is not None), key=_by_value)
-    least = (competing[0].value or 0.0) / NEAR if competing else 0.0
-    return [standing for standing in competing if (standing.value or 0.0) >= least][:max_runs]
+    competing = sorted((s for s in standings_of_cell if s.interval is not None), key=_by_value)
+    min_value = (competing[0].value or 0.0) / NEAR_BEST if competing else 0.0
+    return [standing for standing in competing if (standing.value or 0.0) >= min_value][:max_runs]
 
 
 _Indexed = tuple[int, Repeat]
 """The index of a repeat among all of them, and the repeat."""
 
 
-def _ranked(of_cell: Sequence[_Indexed], include_suspects: bool, by_control: bool) -> list[Standing]:
-    measured = [(index, repeat) for index, repeat in of_cell if repeat.measured]
+def _ranked(repeats: Sequence[_Indexed], include_suspects: bool, by_control: bool) -> list[Standing]:
+    measured = [(index, repeat) for index, repeat in repeats if repeat.measured]
     competing = [pair for pair in measured if include_suspects or pair[1].suspect is None] or measured
-    by_control = by_control and _one_control([repeat for _, repeat in competing])
-    control_ci = {
+    by_control = by_control and _have_one_control([repeat for _, repeat in competing])
+    control_cis = {
         repeat.allocation: repeat.ci95_rel or 0.0
         for _, repeat in competing
         if by_control and repeat.run_id == repeat.control
     }
-    competing_by_run, all_by_run = _by_run(competing), _by_run(of_cell)
+    competing_by_run, all_by_run = _by_run(competing), _by_run(repeats)
     ranked = [
-        _standing(repeats, competing_by_run.get(run, ()), by_control, control_ci)
+        _standing(repeats, competing_by_run.get(run, ()), by_control, control_cis)
         for run, repeats in all_by_run.items()
     ]
     best = min((s for s in ranked if s.interval is not None), key=_by_value, default=None)
-    low = best.interval[0] if best and best.interval else math.inf
-    marked = [
-        (s, s is best, s is not best and s.interval is not None and s.interval[1] >= low) for s in ranked
+    best_low = best.interval[0] if best and best.interval else math.inf
+    flagged = [
+        (s, s is best, s is not best and s.interval is not None and s.interval[1] >= best_low) for s in ranked
     ]
-    marked.sort(key=lambda marks: _order(marks[0], marks[1] or marks[2]))
+    flagged.sort(key=lambda entry: _order(entry[0], entry[1] or entry[2]))
     return [
         msgspec.structs.replace(standing, place=place, best=is_best, as_good=is_as_good)
-        for place, (standing, is_best, is_as_good) in enumerate(marked, 1)
+        for place, (standing, is_best, is_as_good) in enumerate(flagged, 1)
     ]
 
 
 def _by_run(repeats: Iterable[_Indexed]) -> dict[tuple[str, str | None], list[_Indexed]]:
     """Run, in one environment -> its repeats."""
-    by_run = defaultdict[tuple[str, str | None], list[_Indexed]](list)
+    repeats_by_run = defaultdict[tuple[str, str | None], list[_Indexed]](list)
     for index, repeat in repeats:
-        by_run[repeat.run_id, repeat.environment].append((index, repeat))
-    return by_run
+        repeats_by_run[repeat.run_id, repeat.environment].append((index, repeat))
+    return repeats_by_run
 
 
-def _one_control(competing: Sequence[Repeat]) -> bool:
+def _have_one_control(competing: Sequence[Repeat]) -> bool:
     """Whether all were measured beside one control layout, in one environment."""
     controls, environments = {r.control for r in competing}, {r.environment for r in competing} - {None}
     is_comparable = len(controls) == 1 and len(environments) <= 1
@@ -183,36 +183,36 @@ def _standing(
     repeats: Sequence[_Indexed],
     competing: Sequence[_Indexed],
     by_control: bool,
-    control_ci: Mapping[Hashable, float],
+    control_cis: Mapping[Hashable, float],
 ) -> Standing:
     """The standing of a run from its repeats and those of them that compete, without its place."""
     interval = rate_interval = None
     if competing:
         values = [(repeat.control_ratio if by_control else repeat.rate) or 0.0 for _, repeat in competing]
-        middle = median(values)
-        nearest = min(range(len(values)), key=lambda n: (abs(values[n] - middle), values[n]))
-        index, shown = competing[nearest]
+        median_value = median(values)
+        nearest_index = min(range(len(values)), key=lambda n: (abs(values[n] - median_value), values[n]))
+        index, representative = competing[nearest_index]
         interval = rate_interval = _interval([(r.rate or 0.0, r.ci95_rel or 0.0) for _, r in competing])
         if by_control:
-            cis = (math.hypot(r.ci95_rel or 0.0, control_ci.get(r.allocation, 0.0)) for _, r in competing)
+            cis = (math.hypot(r.ci95_rel or 0.0, control_cis.get(r.allocation, 0.0)) for _, r in competing)
             interval = _interval([*zip(values, cis, strict=True)])
     else:
-        index, shown = max(repeats, key=lambda pair: (*_outcome(pair[1]), pair[0]))
-    counted_repeats = [repeat for _, repeat in competing or [(index, shown)]]
+        index, representative = max(repeats, key=lambda pair: (*_outcome(pair[1]), pair[0]))
+    counted_repeats = [repeat for _, repeat in competing or [(index, representative)]]
     statuses = [repeat.status for _, repeat in repeats if repeat.status not in NOT_TRIED]
     return Standing(
-        run_id=shown.run_id,
-        cell=shown.cell,
-        environment=shown.environment,
+        run_id=representative.run_id,
+        cell=representative.cell,
+        environment=representative.environment,
         place=0,
-        outcome=shown.status,
+        outcome=representative.status,
         repeat=index,
         rate=_median([repeat.rate for repeat in counted_repeats]),
         control_ratio=_median([repeat.control_ratio for repeat in counted_repeats]),
-        control=shown.control,
+        control=representative.control,
         interval=interval,
         rate_interval=rate_interval,
-        suspect=shown.suspect,
+        suspect=representative.suspect,
         by_control=by_control,
         competing=tuple([index for index, _ in competing]),
         num_repeats=len(statuses),
@@ -220,10 +220,10 @@ def _standing(
     )
 
 
-def _interval(measured: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _interval(values_and_cis: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The smallest interval with those of all repeats; each is a value and half its interval, relative to it."""
-    ends = [(value - abs(value) * ci, value + abs(value) * ci) for value, ci in measured]
-    return min([low for low, _ in ends]), max([high for _, high in ends])
+    intervals = [(value - abs(value) * ci, value + abs(value) * ci) for value, ci in values_and_cis]
+    return min([low for low, _ in intervals]), max([high for _, high in intervals])
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -257,18 +257,19 @@ def same_environments(
     Args:
         environments: all that is known of the environment of a repeat but the driver, its env_id, and the driver.
     """
-    drivers_by_rest: dict[Hashable, dict[str, str]] = defaultdict(dict)
-    representative: dict[str, str] = {}
-    for rest, env_id, driver in environments:
-        representative[env_id] = env_id
-        drivers_by_rest[rest][env_id] = driver
-    merged: dict[Hashable, list[str]] = {}
-    for rest, driver_of in drivers_by_rest.items():
-        if len({*driver_of.values()}) == len(driver_of) > 1:
-            first = min(representative[env_id] for env_id in driver_of)
-            old = {representative[env_id] for env_id in driver_of}
-            representative = {
-                env_id: first if other in old else other for env_id, other in representative.items()
+    drivers_by_facts: dict[Hashable, dict[str, str]] = defaultdict(dict)
+    representative_by_id: dict[str, str] = {}
+    for facts, env_id, driver in environments:
+        representative_by_id[env_id] = env_id
+        drivers_by_facts[facts][env_id] = driver
+    merged_drivers: dict[Hashable, list[str]] = {}
+    for facts, driver_by_id in drivers_by_facts.items():
+        if len({*driver_by_id.values()}) == len(driver_by_id) > 1:
+            first_id = min(representative_by_id[env_id] for env_id in driver_by_id)
+            merged_ids = {representative_by_id[env_id] for env_id in driver_by_id}
+            representative_by_id = {
+                env_id: first_id if representative in merged_ids else representative
+                for env_id, representative in representative_by_id.items()
             }
-            merged[rest] = sorted(driver_of.values())
-    return representative, merged
+            merged_drivers[facts] = sorted(driver_by_id.values())
+    return representative_by_id, merged_drivers

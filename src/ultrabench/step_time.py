@@ -13,9 +13,9 @@ MIN_SAMPLES = 6
 @functools.cache  # most runs measure as many steps, and a rank takes longer than all else here
 def _lower_rank(n: int) -> int:
     """Largest k for which the k-th smallest and the k-th largest of n samples enclose the median at 95 %."""
-    whole = math.lgamma(n + 1) - n * math.log(2)
+    log_factor = math.lgamma(n + 1) - n * math.log(2)
     # Each share is binomial(n, k) / 2**n.
-    shares = (math.exp(whole - math.lgamma(k + 1) - math.lgamma(n - k + 1)) for k in range(n + 1))
+    shares = (math.exp(log_factor - math.lgamma(k + 1) - math.lgamma(n - k + 1)) for k in range(n + 1))
     return sum(2 * tail <= 0.05 for tail in accumulate(shares))
 
 
@@ -26,10 +26,10 @@ def ci95_rel(step_times_s: Sequence[float]) -> float | None:
     follow from the binomial distribution. The result is None below 6 samples and when the median is 0.
     """
     n = len(step_times_s)
-    if n < MIN_SAMPLES or not (middle := median(step_times_s)):
+    if n < MIN_SAMPLES or not (median_s := median(step_times_s)):
         return None
-    ordered, k = sorted(step_times_s), _lower_rank(n)
-    return (ordered[n - k] - ordered[k - 1]) / 2 / middle
+    sorted_times_s, k = sorted(step_times_s), _lower_rank(n)
+    return (sorted_times_s[n - k] - sorted_times_s[k - 1]) / 2 / median_s
 
 
 def extremes(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -38,9 +38,9 @@ def extremes(step_times_s: Sequence[Sequence[float]]) -> dict[str, float]:
     Args:
         step_times_s: the step times of each rank; a rank with a step of 0 s is left out.
     """
-    measured = {str(rank): times for rank, times in enumerate(step_times_s) if times and min(times) > 0}
-    medians = {rank: median(times) for rank, times in measured.items()}
+    times_by_rank = {str(rank): times for rank, times in enumerate(step_times_s) if times and min(times) > 0}
+    medians = {rank: median(times) for rank, times in times_by_rank.items()}
     if len(medians) < 2:
         return {}
-    ends = {min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)}
-    return {rank: medians[rank] for rank in sorted(ends)}
+    extreme_ranks = {min(medians, key=medians.__getitem__), max(medians, key=medians.__getitem__)}
+    return {rank: medians[rank] for rank in sorted(extreme_ranks)}

@@ -17,7 +17,7 @@ Value = str | int | float | bool | None
 Variant = Mapping[str, Value]
 KERNEL_OPTIONS = ("compile", "attention")
 """Options of the kernel that a variant may hold; run_id has them in the kernel."""
-PLACES = ("container", "python")
+PLACE_OPTIONS = ("container", "python")
 """Options that a whole allocation has, since its agents run in the container or by the interpreter."""
 ENV, FLAGS, WORDS = "env", "flags", "words"
 """The groups of options whose names a user chooses; the name of such an option is GROUP.NAME."""
@@ -39,7 +39,7 @@ CONTAINER_WORD = "{container}"
 
 
 def in_place(variant: Variant, words: Sequence[str]) -> tuple[str, ...]:
-    """The words of a command with the container of a variant."""
+    """The words of a command, with the container of a variant in the place of CONTAINER_WORD."""
     container = variant.get("container")
     return tuple(words if container is None else (w.replace(CONTAINER_WORD, str(container)) for w in words))
 
@@ -57,7 +57,9 @@ def identity(variant: Variant) -> dict[str, Value]:
 def program_of(variant: Variant) -> tuple[tuple[str, Value], ...]:
     """The options that change which program runs; its losses may differ from those of another one."""
     groups = (ENV, FLAGS, WORDS)
-    return tuple((k, v) for k, v in identity(variant).items() if k in PLACES or k.partition(".")[0] in groups)
+    return tuple(
+        (k, v) for k, v in identity(variant).items() if k in PLACE_OPTIONS or k.partition(".")[0] in groups
+    )
 
 
 def texts(variant: Variant) -> list[str]:

@@ -23,7 +23,7 @@ from ultrabench.variant import (
     ENV,
     FLAGS,
     KERNEL_OPTIONS,
-    PLACES,
+    PLACE_OPTIONS,
     WORDS,
     Value,
     Variant,
@@ -35,7 +35,7 @@ EXAMPLES = {
 }  # fmt: skip
 """Group of options -> what a sweep may list there."""
 GROUPS = (*EXAMPLES,)
-SWEEP_KEYS = (*CELL_OPTIONS[:2], *GROUPS, "rules", *PLACES)
+SWEEP_KEYS = (*CELL_OPTIONS[:2], *GROUPS, "rules", *PLACE_OPTIONS)
 """Keys of `sweep` that list values of options; those of precision, compile and attention are keys of `kernel`."""
 NAME = r"[A-Za-z_]\w*"
 NAME_RULE = "a name consists of letters, digits and '_' and does not start with a digit"
@@ -148,7 +148,7 @@ def read_options(
     words = {name: _texts(of, f"{WORDS}.{name}") for name, of in _mapping(sweep, WORDS, kernel).items()}
     _require_used(words, arguments, kernel)
     values |= {f"{WORDS}.{name}": of for name, of in words.items()}
-    values |= {name: _texts(sweep[name], name, Line) for name in PLACES if sweep.get(name) is not None}
+    values |= {name: _texts(sweep[name], name, Line) for name in PLACE_OPTIONS if sweep.get(name) is not None}
     numbers = [name for name, of in words.items() if all(isinstance(v, int | float) for v in of)]
     for rule in rules:
         kind = f"numeric word in sweep.rules {rule.text!r}:"

@@ -10,7 +10,7 @@ from statistics import median
 from ultrabench.errors import ConfigError, counted
 from ultrabench.measure import Measure
 from ultrabench.run import AttemptKey
-from ultrabench.standing import NEAR, Standing
+from ultrabench.standing import NEAR_BEST, Standing
 from ultrabench.store.state import SweepState
 from ultrabench.sweep.candidate import Candidate, CellKey, by_cell
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -358,7 +358,7 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
         for nth in range(repeats, plan.config.measure.confirm)
         for runs in best
         for run in runs
-        if _predicted_s(run) <= NEAR * _predicted_s(runs[0])
+        if _predicted_s(run) <= NEAR_BEST * _predicted_s(runs[0])
     ]
 
 

@@ -116,7 +116,7 @@ class SweepProgress:
         }
 
 
-def progress(
+def progress_of(
     sweep: str,
     planned: Sequence[Candidate],
     state: SweepState,

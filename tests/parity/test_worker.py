@@ -15,7 +15,7 @@ from tests.parity.server import in_precision
 from tests.parity.test_layouts import spec_of
 from tests.patience import Deadline
 from tests.unit.agent import one_node
-from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS, SHORT, summary
+from ultrabench.device_rates import LONG_SIZES_BYTES, OPERATIONS, PROBES, summary
 from ultrabench.kernel.requests import TINY
 from ultrabench.rank_report import read_progress
 from ultrabench.record import to_dict
@@ -167,7 +167,7 @@ def test_all_ranks_probe_and_rank_0_tells(forks, tmp_path, nodes, gpus_per_node,
     codes, lines = run_ranks(forks, replace(task, spec=spec, probe=short), tmp_path)
     assert codes == [0] * ranks
     operations = OPERATIONS[:3] if short else OPERATIONS
-    sizes = SHORT["cpu"].sizes_bytes if short else LONG_SIZES_BYTES["cpu"]
+    sizes = PROBES["cpu"].sizes_bytes if short else LONG_SIZES_BYTES["cpu"]
     scopes = (ranks > 1) + (1 < gpus_per_node < ranks)
     measurements = 2 + len(operations) * len(sizes) * scopes
     for rank, seen in enumerate(lines):

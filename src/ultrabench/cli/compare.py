@@ -21,9 +21,9 @@ Record = dict[Any, Any]
 """Column -> value of one row."""
 PUBLISHED = "published"
 """Word that stands for the rates of configs/published/ in the place of results B."""
-MOST_ROWS = 10
+MAX_ROWS = 10
 """Number of layouts and of cells that are printed."""
-MOST_UNPROVEN = 5
+MAX_UNPROVEN = 5
 """Number of layouts without a finding that are printed, those with the largest ratios."""
 
 
@@ -43,9 +43,9 @@ def compare(
 
     The exit code is 1 if a layout is significantly slower than the threshold allows, or fails only in B."""
     if a == PUBLISHED:
-        given = shlex.join([a, b])
+        arguments = shlex.join([a, b])
         remedy = "write: ultrabench compare SWEEP published"
-        raise ConfigError(f"compare {given}: published must come second", remedy)
+        raise ConfigError(f"compare {arguments}: published must come second", remedy)
     if b == PUBLISHED:
         return _beside_published(a, output, json_, results_dir)
     from ultrabench.analysis.collect import open_results, told_apart
@@ -61,10 +61,10 @@ def compare(
         say(f"wrote {counted(len(comparison.rows), 'layout')} to {output}")
     if json_:
         sides = dict(zip(("a", "b", "only_a", "only_b"), (*comparison.names, *comparison.only), strict=True))
-        names = ("threshold", "differing", "regressions", "median_ratio", "checkpoints", "notes", "warning")
+        fields = ("threshold", "differing", "regressions", "median_ratio", "checkpoints", "notes", "warning")
         tables = {"winners": comparison.winners, "rows": comparison.rows}
-        rows = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
-        print_json(sides | {name: getattr(comparison, name) for name in names} | rows)
+        records = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
+        print_json(sides | {name: getattr(comparison, name) for name in fields} | records)
     else:
         _print(comparison)
     if comparison.warning:
@@ -135,19 +135,19 @@ def _print(comparison: "Comparison") -> None:
     rows = comparison.findings.to_dict("records")
     heads = ("finding", "model", ">nodes", "layout", ">step A", ">step B", ">ratio", ">p")
     if rows:
-        show(table(f"\nfindings{_more(rows)}", *heads, rows=map(_cells, rows[:MOST_ROWS])))
-    unproven = comparison.unproven
-    large_rows = unproven[unproven["ratio"] > 1 + comparison.threshold].to_dict("records")
+        show(table(f"\nfindings{_more(rows)}", *heads, rows=map(_cells, rows[:MAX_ROWS])))
+    unproven_rows = comparison.unproven
+    large_rows = unproven_rows[unproven_rows["ratio"] > 1 + comparison.threshold].to_dict("records")
     if large_rows:
         columns = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
-        first_rows = large_rows[:MOST_UNPROVEN]
+        first_rows = large_rows[:MAX_UNPROVEN]
         cells = [(*_cells(row)[1:4], *_cells(row)[-2:], row["steps_a"], row["steps_b"]) for row in first_rows]
         shown_share = f"{len(cells)} of {len(large_rows):,}"
         show(table(f"\nlargest ratios that are not significant ({shown_share})", *columns, rows=cells))
     winners = comparison.winners.to_dict("records")
     titles = ("model", ">nodes", "best of A", "best of B", "note")
     if winners:
-        cells = [(w["model"], w["nodes"], w["best_a"], w["best_b"], _kept(w)) for w in winners[:MOST_ROWS]]
+        cells = [(w["model"], w["nodes"], w["best_a"], w["best_b"], _kept(w)) for w in winners[:MAX_ROWS]]
         show(table(f"\ncells with another winner{_more(winners)}", *titles, rows=cells))
     medians = [
         [c["column"], *(with_unit(c["column"], c[side]) for side in "ab"), c["layouts"]]
@@ -159,7 +159,7 @@ def _print(comparison: "Comparison") -> None:
 
 
 def _more(rows: list[Record]) -> str:
-    return f" ({MOST_ROWS} of {len(rows):,}; all: -o FILE.parquet)" if len(rows) > MOST_ROWS else ""
+    return f" ({MAX_ROWS} of {len(rows):,}; all: -o FILE.parquet)" if len(rows) > MAX_ROWS else ""
 
 
 def _cells(row: Record) -> tuple[object, ...]:

@@ -29,10 +29,10 @@ def configs(
             say(str(path_by_name[name]))
             sys.stdout.write(plain(text))
         return
-    described = {group_name: describe(FOLDERS[group_name]) for group_name in ([group] if group else FOLDERS)}
+    by_group = {group_name: describe(FOLDERS[group_name]) for group_name in ([group] if group else FOLDERS)}
     if json_:
-        print_json(described)
+        print_json(by_group)
         return
-    for group_name, options in described.items():
+    for group_name, options in by_group.items():
         title = f"{group_name}=" if group_name in OVERRIDES else f"{group_name} (sweep show --as)"
         show(table(title, "name", "what it is", rows=options.items()), "")

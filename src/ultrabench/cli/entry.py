@@ -1,4 +1,4 @@
-"""The beginning of the `ultrabench` command, so small that Ctrl-C can hardly come before it."""
+"""The beginning of the `ultrabench` command, so small that Ctrl-C can hardly arrive before its handler is set."""
 
 import os
 import signal

@@ -41,20 +41,20 @@ def export(
     from ultrabench.analysis.export.trackers import log_results, open_tracker
     from ultrabench.cli.tables import out, print_json, say, warn
 
-    name, begin, table = open_results(source, results_dir, warn)
+    name, path_prefix, table = open_results(source, results_dir, warn)
     runs = tracked_runs(table)
     if not runs:
         raise ConfigError(f"no run of {name} has ended; see ultrabench sweep status")
     if kind == "csv":
-        where = str(output or f"{begin}export.csv")
-        write_result(Path(where), csv_text(runs).encode())
+        destination = str(output or f"{path_prefix}export.csv")
+        write_result(Path(destination), csv_text(runs).encode())
     else:
         from rich.progress import track
 
-        tracker, console = open_tracker(kind, project, output or Path(begin).parent), out(stderr=True)
+        tracker, console = open_tracker(kind, project, output or Path(path_prefix).parent), out(stderr=True)
         bar = track(runs, "runs", console=console, transient=True, disable=not console.is_terminal)
         log_results(tracker, bar, table, name)
-        where = tracker.where
+        destination = tracker.where
     if json_:
-        print_json({"kind": kind, "runs": len(runs), "where": where})
-    say(f"exported {counted(len(runs), 'run')} to {where}")
+        print_json({"kind": kind, "runs": len(runs), "where": destination})
+    say(f"exported {counted(len(runs), 'run')} to {destination}")

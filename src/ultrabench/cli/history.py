@@ -19,7 +19,7 @@ Folders = Annotated[
     ),
 ]
 FailAbove = Annotated[float, percent_option("--fail-above", "Ignore smaller losses of speed.")]
-MOST_RUNS = 20
+MAX_RUNS = 20
 """Number of runs that are printed, those with the latest changes first."""
 
 
@@ -39,8 +39,8 @@ def history(
     from ultrabench.cli.tables import print_json, say, warn
 
     nights = read_nights(folders or [str(results_dir)], results_dir, warn)
-    first = f"{since:%Y-%m-%d}" if since else ""
-    over_nights = history_of([night for night in nights if night.name >= first])
+    first_day = f"{since:%Y-%m-%d}" if since else ""
+    over_nights = history_of([night for night in nights if night.name >= first_day])
     losses = over_nights.losses(fail_above / 100)
     if output is not None:
         from ultrabench.analysis.figures.nights import figure
@@ -78,23 +78,23 @@ def _print(history: "History") -> None:
     """Prints the moves and a line for each run, those with the latest changes first."""
     from ultrabench.cli.tables import show, table
 
-    span = f"{history.nights[0].name} to {history.nights[-1].name}"
+    span_text = f"{history.nights[0].name} to {history.nights[-1].name}"
     num_changes = counted(len(history.moves), "significant change")
     show(
-        f"{counted(len(history.nights), 'night')}, {span}: {counted(len(history.series), 'run')}, {num_changes}"
+        f"{counted(len(history.nights), 'night')}, {span_text}: {counted(len(history.series), 'run')}, {num_changes}"
     )
     show(*(f"  {history.text(move)}" for move in history.moves))
     latest_first = sorted(history.series, key=lambda s: -max(s.changes, default=-1))
-    remark = f" ({MOST_RUNS} of {len(latest_first):,}; all: --json)" * (len(latest_first) > MOST_RUNS)
+    remark = f" ({MAX_RUNS} of {len(latest_first):,}; all: --json)" * (len(latest_first) > MAX_RUNS)
     heads = ("model", ">nodes", "layout", ">nights", ">first rate", ">last rate", "unit", ">change", "since")
-    show(table(f"\nruns{remark}", *heads, rows=(_cells(history, s) for s in latest_first[:MOST_RUNS])))
+    show(table(f"\nruns{remark}", *heads, rows=(_cells(history, s) for s in latest_first[:MAX_RUNS])))
     show(*(f"\n{note}" for note in history.notes[:1]), *history.notes[1:])
 
 
 def _cells(history: "History", series: "Series") -> tuple[object, ...]:
     """The columns of one run: its rates, and its last change."""
-    nights, last = series.counted_nights, max(series.changes, default=None)
+    nights, night = series.counted_nights, max(series.changes, default=None)
     rates = [f"{series.rates[n]:,.4g}" for n in (nights[0], nights[-1])] if nights else [None, None]
-    change = (None, None) if last is None else (f"{series.changes[last]:+.1%}", history.nights[last].name)
+    change = (None, None) if night is None else (f"{series.changes[night]:+.1%}", history.nights[night].name)
     unit = f"x {series.control}" if series.control else "tokens/s/GPU"
     return series.cell["model"], series.cell["nodes"], series.layout, len(nights), *rates, unit, *change

@@ -14,7 +14,7 @@ Output = Annotated[Path | None, table_file("File to write; default: FILE.parquet
 
 
 def import_table(
-    given: list[str] = typer.Argument(
+    arguments: list[str] = typer.Argument(
         metavar="[nanotron] FILE.csv",
         show_default=False,
         help="Format of the table, unless --map is given, and the file.",
@@ -29,19 +29,19 @@ def import_table(
     from ultrabench.analysis.importing.table_map import built_in, read_map
     from ultrabench.cli.tables import print_json, say, show, table
 
-    *formats, file = given
+    *formats, file = arguments
     if len(formats) + (map_ is not None) != 1:
         forms = "ultrabench import nanotron FILE.csv, or ultrabench import --map map.yaml FILE.csv"
-        raise ConfigError(f"import {' '.join(given)} needs one format or one map: {forms}")
+        raise ConfigError(f"import {' '.join(arguments)} needs one format or one map: {forms}")
     imported = import_csv(Path(file), read_map(map_ or built_in(formats[0])))
     path = output or Path(Path(file).name).with_suffix(".parquet")
     write_result(path, parquet(imported.table))
     rows = imported.table.select(["status", "model", "suspect"]).to_pylist()
     by_status = Counter(str(row["status"]) for row in rows)
     by_model = Counter(str(row["model"]) for row in rows)
-    suspects = sum(row["suspect"] is not None for row in rows)
+    num_suspects = sum(row["suspect"] is not None for row in rows)
     if json_:
-        counts = {"rows": len(rows), "by_status": by_status, "by_model": by_model, "suspect": suspects}
+        counts = {"rows": len(rows), "by_status": by_status, "by_model": by_model, "suspect": num_suspects}
         print_json({**counts, "doubts": imported.doubts, "unused_columns": imported.unused})
     else:
         doubt_rows = [(reason, ends.total(), ends["ok"]) for reason, ends in imported.doubts.items()]
@@ -49,5 +49,5 @@ def import_table(
         show(table("models", "model", ">rows", rows=by_model.items()), "")
         show(table("suspect rows", "reason", ">rows", ">ok rows", rows=doubt_rows), "")
         show(f"unused columns: {', '.join(imported.unused) or 'none'}")
-    number = counted(len(rows), "row")
-    say(f"read {number} from {file}, wrote {number} to {path}; {suspects:,} suspect")
+    rows_text = counted(len(rows), "row")
+    say(f"read {rows_text} from {file}, wrote {rows_text} to {path}; {num_suspects:,} suspect")

@@ -61,7 +61,7 @@ def main() -> None:
     except UltrabenchError as error:
         code = _fail(str(error), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        code = _fail("" if _pressed else "interrupted", 130)
+        code = _fail("" if _interrupts else "interrupted", 130)
     except OSError as error:
         target = error.filename or "standard output"
         line = f"cannot use {target}: {error.strerror or error}; free or unlock it, or use another"
@@ -69,24 +69,24 @@ def main() -> None:
     except Exception as error:
         # This is a wrong option. Typer has its own copy of Click, so its class cannot be named here.
         if not hasattr(error, "format_message"):
-            if not _pressed:
+            if not _interrupts:
                 raise
             sys.exit(_fail("", 2))
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error.format_message(), err=True)
             sys.exit(2)
         line, hint = error.format_message(), ""
-        with_settings = {"plan", "launch", "doctor", "check", "dryrun"}
+        takes_settings = {"plan", "launch", "doctor", "check", "dryrun"}
         option = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
-        if option and with_settings.intersection(sys.argv):
+        if option and takes_settings.intersection(sys.argv):
             hint = "; write settings without dashes: sweep.tp=[2], or tp=2 with kernel"
         elif option == "--profile":
             hint = "; write settings without dashes: profile=NAME"
         elif option == "--sweep":
             hint = "; give the sweep without an option: ultrabench sweep status NAME"
         for group, commands in (("sweep", sweep_app), ("kernel", kernel_app)):
-            names = {c.callback.__name__ for c in commands.registered_commands if c.callback}
-            if "No such command" in line and sys.argv[1] in names:
+            command_names = {c.callback.__name__ for c in commands.registered_commands if c.callback}
+            if "No such command" in line and sys.argv[1] in command_names:
                 hint = f"; did you mean: ultrabench {group} {sys.argv[1]}?"
         code = _fail(f"{line} (see --help{hint})", 2)
     try:
@@ -97,13 +97,13 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-_pressed: list[int] = []
+_interrupts: list[int] = []
 """The SIGINTs that this process got; a library may turn their KeyboardInterrupt into any other exception."""
 
 
 def _handle_ctrl_c() -> None:
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        _pressed.append(number)
+        _interrupts.append(number)
         raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -123,7 +123,7 @@ def _fail(message: str, code: int) -> int:
     """Prints a message as one line on stderr; returns the exit code, which is 130 for all that follows Ctrl-C."""
     from ultrabench.cli.tables import say
 
-    if _pressed:
+    if _interrupts:
         message, code = ": ".join(filter(None, ("interrupted", message))), 130
     say(f"ultrabench: {' '.join(message.split())}")
     return code

@@ -51,11 +51,11 @@ def nodes(
         losses = smallest_losses(report.speeds for report in node_reports)
         print_json({"nodes": [report.as_json() for report in node_reports], "smallest_losses": losses})
     else:
-        marked = sum(report.marked for report in node_reports)
-        rows_shown = ([*cells(report), health_text(report)] for report in node_reports)
-        title = f"{counted(len(node_reports), 'node')}, {marked} marked"
+        num_marked = sum(report.marked for report in node_reports)
+        table_rows = ([*cells(report), health_text(report)] for report in node_reports)
+        title = f"{counted(len(node_reports), 'node')}, {num_marked} marked"
         notes = NOTE, losses_text(node_reports), days_text(node_reports)
-        show(table(title, *HEADS, "health", rows=rows_shown), "", *notes)
+        show(table(title, *HEADS, "health", rows=table_rows), "", *notes)
 
 
 def _rows(names: list[str] | None, results_dir: Path) -> "list[Row]":

@@ -30,13 +30,13 @@ def collect_sweeps(sweeps: Sweeps = None, output: Table = None, results_dir: Res
     from ultrabench.analysis.collect import collect, parquet
     from ultrabench.cli.tables import say, warn
 
-    named = [find_sweep(name, results_dir) for name in sweeps or (None,)]
-    folders = [*{folder.path.resolve(): folder for folder in named}.values()]
+    named_folders = [find_sweep(name, results_dir) for name in sweeps or (None,)]
+    folders = [*{folder.path.resolve(): folder for folder in named_folders}.values()]
     table = collect(folders, warn)
     path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
     write_result(path, parquet(table))
-    rows = f"{counted(len(table), 'row')} ({counted(len(table['attempt'].drop_null()), 'attempt')})"
-    say(f"wrote {rows} of {', '.join(f.name for f in folders)} to {path}", *caveats(table))
+    rows_text = f"{counted(len(table), 'row')} ({counted(len(table['attempt'].drop_null()), 'attempt')})"
+    say(f"wrote {rows_text} of {', '.join(f.name for f in folders)} to {path}", *caveats(table))
 
 
 def heatmap(
@@ -60,12 +60,12 @@ def heatmap(
     from ultrabench.cli.tables import print_json, say, warn
 
     rank_by = by or rank_by
-    name, begin, table = open_results(source, results_dir, warn)
-    cells, label = rank(table, rank_by=rank_by, include_suspects=include_suspects), ""
+    name, path_prefix, table = open_results(source, results_dir, warn)
+    cells, other_name = rank(table, rank_by=rank_by, include_suspects=include_suspects), ""
     if other is not None:
-        label, place, others = open_results(other, results_dir, warn)
-        name, label = told_apart((name, begin), (label, place))
-        cells = compared_with(cells, rank(others, rank_by=rank_by, include_suspects=include_suspects))
+        other_name, other_prefix, other_table = open_results(other, results_dir, warn)
+        name, other_name = told_apart((name, path_prefix), (other_name, other_prefix))
+        cells = compared_with(cells, rank(other_table, rank_by=rank_by, include_suspects=include_suspects))
     if json_:
         print_json([cell.to_json() for cell in cells])
     if json_ and output is None:
@@ -73,17 +73,17 @@ def heatmap(
     from ultrabench.analysis.figures.heatmap import figure
 
     ranked_by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
-    note = "".join(f"Ranked by {column}. " for column in ranked_by[:1]) + notes(table, include_suspects)
-    path = output or Path(f"{begin}heatmap.png")
-    draw(path, lambda: figure(cells, title=name, notes=note, compared_with=label))
-    close = sum(bool(cell.as_good_as_best) for cell in cells)
-    tied = f"; in {close} of them, several layouts tie for best: see ultrabench sweep top"
-    say(f"drew {counted(len(cells), 'cell')} to {path}{tied if close else ''}")
+    notes_text = "".join(f"Ranked by {column}. " for column in ranked_by[:1]) + notes(table, include_suspects)
+    path = output or Path(f"{path_prefix}heatmap.png")
+    draw(path, lambda: figure(cells, title=name, notes=notes_text, compared_with=other_name))
+    num_tied = sum(bool(cell.as_good_as_best) for cell in cells)
+    tied_text = f"; in {num_tied} of them, several layouts tie for best: see ultrabench sweep top"
+    say(f"drew {counted(len(cells), 'cell')} to {path}{tied_text if num_tied else ''}")
 
 
 def plot(
     kind: str | None = typer.Argument(None, metavar="KIND", help="Kind of figure; --list shows all kinds."),
-    given: list[str] | None = typer.Argument(
+    arguments: list[str] | None = typer.Argument(
         None, metavar="[AXIS] [SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
     ),
     output: Output = None,
@@ -103,24 +103,24 @@ def plot(
     require_known("figure", KINDS, kind)
     from ultrabench.analysis.collect import open_results
 
-    words = [*(given or [])]
+    words = [*(arguments or [])]
     if KINDS[kind].over_any_axis and axis is None:
         axis = next((word for word in words if "=" not in word and not word.endswith(".parquet")), None)
         if axis:
             words.remove(axis)
     source, settings = _split(words)
     if KINDS[kind].of_layout:
-        nothing = "", f"{Path.cwd()}/", None
-        name, begin, table = open_results(source, results_dir, warn) if source else nothing
+        no_results = "", f"{Path.cwd()}/", None
+        name, path_prefix, table = open_results(source, results_dir, warn) if source else no_results
         options = {"layout": settings}
     else:
-        name, begin, table = open_results(source, results_dir, warn)
+        name, path_prefix, table = open_results(source, results_dir, warn)
         table, options = rows_where(table, settings), {}
-    path = output or Path(f"{begin}{'-'.join(filter(None, (kind, axis, by)))}.png")
+    path = output or Path(f"{path_prefix}{'-'.join(filter(None, (kind, axis, by)))}.png")
     drawn, make = prepared(kind, table, title=name, axis=axis, by=by, **options)
     draw(path, make)
-    runs = runs_drawn(drawn)
-    say(f"drew {path}" if runs is None else f"drew {counted(runs, 'run')} to {path}")
+    num_runs = runs_drawn(drawn)
+    say(f"drew {path}" if num_runs is None else f"drew {counted(num_runs, 'run')} to {path}")
 
 
 def _print_kinds() -> None:
@@ -160,8 +160,8 @@ def report(
     from ultrabench.analysis.page.rows import document
     from ultrabench.cli.tables import print_json, say, warn
 
-    name, begin, table = open_results(source, results_dir, warn)
-    path = output or Path(f"{begin}report.html")
+    name, path_prefix, table = open_results(source, results_dir, warn)
+    path = output or Path(f"{path_prefix}report.html")
     page_data = document(table, public=public)
     html = page(page_data, title=name).encode()
     write_result(path, html)
@@ -185,5 +185,5 @@ def write_result(path: Path, data: bytes) -> None:
     try:
         write_whole(path, data)
     except OSError as error:
-        why = error.strerror if path.parent.is_dir() else f"there is no folder {path.parent}"
-        raise SweepFolderError(f"cannot write {path}: {why}; choose another -o FILE") from error
+        reason = error.strerror if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise SweepFolderError(f"cannot write {path}: {reason}; choose another -o FILE") from error

@@ -38,7 +38,7 @@ from ultrabench.sweep.running.price import committed_gpu_hours
 
 GPU_HOURS = 3.0
 """Largest number of GPU hours that an acceptance run may use."""
-TOO_MUCH = 3.0
+CERTAIN_OOM_SHARE = 3.0
 """A run that is predicted to need this many times the memory of a rank certainly does not fit."""
 MIN_SPEED_SHARE = 0.7
 """Smallest accepted share of the published speed; it still finds a network that runs at half its rate."""
@@ -48,7 +48,7 @@ EQUAL_COLUMNS = {"loss": ("loss_final", TOLERANCE), "gradient": ("gradient_norm"
 """Numbers of a result that must be equal in all layouts: word -> column and tolerances."""
 CHECKS = ("same loss", "same gradient", "out of memory", "published speed")
 """Names of the checks in order."""
-ALONE: dict[str, Any] = {name: [1] for name in DEGREES[1:]} | {"zero_stage": [0], FOLLOWING[-1]: None}
+DP_AXES: dict[str, Any] = {name: [1] for name in DEGREES[1:]} | {"zero_stage": [0], FOLLOWING[-1]: None}
 """The sweep axes of plain data parallelism, with the accumulation that makes the batch."""
 
 
@@ -82,8 +82,8 @@ class _Acceptance:
 
     def checks(self) -> Iterator[Check]:
         """The checks of CHECKS, each after the sweeps that it needs."""
-        gpus, mbs = self._config.hardware.gpus_per_node, max(self._config.axes.layout["mbs"])
-        axes = ALONE | {"nodes": [1], "mbs": [mbs]}
+        num_gpus, mbs = self._config.hardware.gpus_per_node, max(self._config.axes.layout["mbs"])
+        axes = DP_AXES | {"nodes": [1], "mbs": [mbs]}
         single_gpu = self._run(
             self._variant("one", sweep=axes, hardware={"gpus_per_node": 1}, max_p_oom=LIKELY_OOM)
         )
@@ -91,11 +91,11 @@ class _Acceptance:
         rows = [*rows_of(single_gpu), *rows_of(layouts)]
         for quantity in EQUAL_COLUMNS:
             yield check_equal(rows, quantity)
-        share, mbs = 0.0, 1
-        while share <= TOO_MUCH:
-            batch = {"mbs": [mbs], "gbs": mbs * gpus}
+        memory_share, mbs = 0.0, 1
+        while memory_share <= CERTAIN_OOM_SHARE:
+            batch = {"mbs": [mbs], "gbs": mbs * num_gpus}
             too_large = self._variant("memory", sweep=axes | batch, max_p_oom=1.0)
-            share, mbs = make_plan(too_large).candidates[0].prediction.memory_share, 2 * mbs
+            memory_share, mbs = make_plan(too_large).candidates[0].prediction.memory_share, 2 * mbs
         yield check_memory(*rows_of(self._run(too_large)))
         if self._published:
             rate, nodes = self._published[0], sorted({rate.nodes for rate in self._published})
@@ -113,8 +113,8 @@ class _Acceptance:
     def _variant(self, name: str, **groups: Any) -> SweepConfig:
         """The configuration as the sweep `name`; `groups` replace only the values they name."""
         tree = self._config.resolved
-        changed = {k: {**tree[k], **v} if isinstance(v, dict) else v for k, v in groups.items()}
-        return config_from_tree({**tree, **changed, "name": name, "results_dir": str(self._folder)})
+        changed_groups = {k: {**tree[k], **v} if isinstance(v, dict) else v for k, v in groups.items()}
+        return config_from_tree({**tree, **changed_groups, "name": name, "results_dir": str(self._folder)})
 
     def _run(self, config: SweepConfig) -> SweepFolder:
         """Runs a sweep to its end; if it is interrupted, all its jobs are ended.
@@ -149,9 +149,9 @@ def comparable_rates(config: SweepConfig) -> list[PublishedRate]:
     Raises:
         ConfigError: a file of published rates cannot be used.
     """
-    here, nodes = (config.hardware.gpu, config.kernel.precision), config.axes.nodes
-    stated = [rate for rate in published_rates() if rate.gbs and rate.nodes in nodes]
-    rates = [rate for rate in stated if (rate.gpu, rate.precision) == here]
+    gpu_and_precision, nodes = (config.hardware.gpu, config.kernel.precision), config.axes.nodes
+    rates_with_batch = [rate for rate in published_rates() if rate.gbs and rate.nodes in nodes]
+    rates = [rate for rate in rates_with_batch if (rate.gpu, rate.precision) == gpu_and_precision]
     batch_of = operator.attrgetter("model", "seq_len", "gbs")
     return [rate for rate in rates if batch_of(rate) == batch_of(rates[0])]
 
@@ -169,29 +169,29 @@ def _final_rows(table: pa.Table, folder: SweepFolder) -> list[Row]:
 def check_equal(rows: Sequence[Row], quantity: str) -> Check:
     """Checks that every layout has the number `quantity`, one of EQUAL_COLUMNS, of one GPU, whose row is the first."""
     column, tolerance = EQUAL_COLUMNS[quantity]
-    one, *layouts = rows
+    single_gpu_row, *layouts = rows
     for row in rows:
         # Ok runs have a speed, and so have runs that are invalid only because their loss differs from that of others.
         if row["tokens_per_s_per_gpu"] is None or row[column] is None:
-            return _failed(row, "one GPU alone: " if row is one else "")
-    expected, allowed = one[column], tolerance[one["precision"]]
+            return _failed(row, "one GPU alone: " if row is single_gpu_row else "")
+    expected, limit = single_gpu_row[column], tolerance[single_gpu_row["precision"]]
     differences = [abs(row[column] / expected - 1) for row in layouts]
-    num_wrong, worst = sum(d > allowed for d in differences), layouts[differences.index(max(differences))]
+    num_wrong, outlier = sum(d > limit for d in differences), layouts[differences.index(max(differences))]
     return first_problem(
         f"{len(layouts) - num_wrong} of {len(layouts)} layouts match the {quantity} of one GPU: {expected:.6f}; largest "
-        f"difference {max(differences):.1g}, allowed {allowed:g}",
-        (num_wrong, FAIL, f"a GPU or a link is faulty, or torch has a bug: compare the hosts in {worst['show']}",
-         f"{run_label(worst)} differs most"),
+        f"difference {max(differences):.1g}, allowed {limit:g}",
+        (num_wrong, FAIL, f"a GPU or a link is faulty, or torch has a bug: compare the hosts in {outlier['show']}",
+         f"{run_label(outlier)} differs most"),
     )  # fmt: skip
 
 
 def check_memory(row: Row) -> Check:
     """Checks that a lack of memory is recognised as such, and confirmed."""
-    need, is_oom = f"predicted {row['predicted_peak_mem_bytes'] / GIB:.0f} GiB", row["status"] == Status.OOM
+    fact, is_oom = f"predicted {row['predicted_peak_mem_bytes'] / GIB:.0f} GiB", row["status"] == Status.OOM
     if is_oom and row["confirmed"]:
-        return passed(f"{run_label(row)}, {need}: {row['reason']}")
-    advice = "the GPUs must be free and have the memory of hardware=; "
-    return _failed(row, f"{need}: ", ", but not confirmed" if is_oom else "", advice)
+        return passed(f"{run_label(row)}, {fact}: {row['reason']}")
+    remedy = "the GPUs must be free and have the memory of hardware=; "
+    return _failed(row, f"{fact}: ", ", but not confirmed" if is_oom else "", remedy)
 
 
 def check_speed(folder: SweepFolder, is_published: bool) -> Check:
@@ -200,15 +200,15 @@ def check_speed(folder: SweepFolder, is_published: bool) -> Check:
     rows = _final_rows(table, folder)
     if not is_published:
         speeds = [(row["tokens_per_s_per_gpu"] or 0.0, _label(row)) for row in rows]
-        ours = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds))
-        return passed(f"no published speed for this hardware and precision; {ours}")
+        ours_text = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds))
+        return passed(f"no published speed for this hardware and precision; {ours_text}")
     if failures := [row for row in rows if row["status"] != Status.OK]:
         return _failed(failures[0])
-    ranked = [*beside_published(table)]
-    is_slow = not ranked or any((entry.share or 0) < MIN_SPEED_SHARE for entry in ranked)
-    advice = f"below {MIN_SPEED_SHARE:.0%}: check clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
-    problem = (is_slow, FAIL, f"{advice}ultrabench compare {folder.display_name} published")
-    return first_problem("; ".join(entry.text for entry in ranked) or "all runs are suspect", problem)
+    entries = [*beside_published(table)]
+    is_slow = not entries or any((entry.share or 0) < MIN_SPEED_SHARE for entry in entries)
+    remedy = f"below {MIN_SPEED_SHARE:.0%}: check clocks, NVLink and the network between nodes (NCCL_DEBUG=INFO); see "
+    problem = (is_slow, FAIL, f"{remedy}ultrabench compare {folder.display_name} published")
+    return first_problem("; ".join(entry.text for entry in entries) or "all runs are suspect", problem)
 
 
 def _failed(row: Row, prefix: str = "", suffix: str = "", advice: str = "") -> Check:

@@ -42,14 +42,14 @@ def run_doctor(
         )
     site = Site()
     # The configuration that --write makes does not exist yet, so it cannot be named in an override.
-    chosen_overrides, why_local = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])
+    chosen_overrides, slurm_problem = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])
     chosen_overrides += [f"launcher.partition={partition}"] if partition else []
     if deep:
-        small = load_config([*chosen_overrides, "sweep=acceptance"]).hardware.device == "cpu"
-        chosen_overrides.append("sweep=acceptance-small" if small else "sweep=acceptance")
+        is_small = load_config([*chosen_overrides, "sweep=acceptance"]).hardware.device == "cpu"
+        chosen_overrides.append("sweep=acceptance-small" if is_small else "sweep=acceptance")
     config = load_config(chosen_overrides)
     if write is not None:
-        _write(config, site, write, force, why_local)
+        _write(config, site, write, force, slurm_problem)
         if "cluster" not in parts_of(chosen_overrides):
             config = load_config([*chosen_overrides, f"cluster={write}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
@@ -57,10 +57,10 @@ def run_doctor(
         # It needs pandas, which takes time to import.
         from ultrabench.cli.run_acceptance import run_acceptance
 
-        why = f"not started, because {' and '.join(failures(checks))} failed"
-        checks += [skipped("acceptance run", why)] if failures(checks) else run_acceptance(config)
-    if why_local and why_local.status is CheckStatus.WARN:
-        checks.insert(0, why_local)
+        reason = f"not started, because {' and '.join(failures(checks))} failed"
+        checks += [skipped("acceptance run", reason)] if failures(checks) else run_acceptance(config)
+    if slurm_problem and slurm_problem.status is CheckStatus.WARN:
+        checks.insert(0, slurm_problem)
     return config, checks
 
 
@@ -81,36 +81,36 @@ def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], Che
     """The overrides with a launcher, and why it is not Slurm; Slurm is chosen if it answers."""
     if "launcher" in parts_of(overrides):
         return [*overrides], None
-    why = why_not_slurm(site)
-    launcher = "slurm" if why is None else "local"
-    say(f"checking launcher={launcher}: {why.told if why else 'Slurm responds here'}")
-    return [*overrides, f"launcher={launcher}"], why
+    slurm_problem = why_not_slurm(site)
+    launcher = "slurm" if slurm_problem is None else "local"
+    say(f"checking launcher={launcher}: {slurm_problem.told if slurm_problem else 'Slurm responds here'}")
+    return [*overrides, f"launcher={launcher}"], slurm_problem
 
 
-def _write(config: SweepConfig, site: Site, name: str, force: bool, why_local: Check | None) -> None:
+def _write(config: SweepConfig, site: Site, name: str, force: bool, slurm_problem: Check | None) -> None:
     """Writes the configuration of the partition that `config` names.
 
     Raises:
         ConfigError: the file exists or cannot be written, or there is no such partition.
         ClusterError: Slurm is not here.
     """
-    choice = config.launcher
-    if choice.name == "local" and why_local:
-        raise ClusterError(f"--write needs Slurm, but {why_local.told}; run it on a login node")
-    if choice.name == "local":
+    launcher = config.launcher
+    if launcher.name == "local" and slurm_problem:
+        raise ClusterError(f"--write needs Slurm, but {slurm_problem.told}; run it on a login node")
+    if launcher.name == "local":
         raise ConfigError("--write needs Slurm; leave launcher=local out")
-    limits = site.limits(choice.partition, choice.account, choice.qos)
-    path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", name, site, limits, choice, force)
+    limits = site.limits(launcher.partition, launcher.account, launcher.qos)
+    path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", name, site, limits, launcher, force)
     say(f"wrote {path}", f"to use it: ultrabench sweep plan cluster={name} launcher=slurm")
 
 
 def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
-    names = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
-    rows, unknown = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
-    for check in (check for check in checks if check.name not in unknown):
+    names_text = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
+    rows, unknown_names = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
+    for check in (check for check in checks if check.name not in unknown_names):
         remedy = f"; remedy: {check.remedy}" if check.remedy else ""
         rows.append((check.name, Text(check.status, STYLES[check.status]), check.told + remedy))
-    if unknown:
-        names_text = f"{len(unknown)} values cannot be read here: {', '.join(unknown)}"
-        rows.append(("not checked", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), names_text))
-    show(table(f"doctor: {names}", "check", "status", "found", rows=rows))
+    if unknown_names:
+        unknown_text = f"{len(unknown_names)} values cannot be read here: {', '.join(unknown_names)}"
+        rows.append(("not checked", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), unknown_text))
+    show(table(f"doctor: {names_text}", "check", "status", "found", rows=rows))

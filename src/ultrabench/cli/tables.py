@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ultrabench.result import Status, tier
 
-WIDE = 1000
+PIPE_WIDTH = 1000
 """Width in characters when the output is no terminal, so that nothing is cut in a pipe."""
 LEFT_OUT_FIRST = (
     "", "x predicted", "predicted", "P(OOM)", "run id", "run", "on", "loss", "step s", "why", "policy", "GPUs", "host",
@@ -26,7 +26,7 @@ LEFT_OUT_FIRST = (
 """Columns of any table that are left out on a narrow terminal, the least important one first."""
 BLOCK = "\u2588"
 """The character of which bars are made."""
-WRAPPED, LONGEST_WORD = 12, 24
+MIN_TEXT_WIDTH, MAX_WORD_WIDTH = 12, 24
 """A column of text may shrink to 12 characters or its longest word; only words longer than 24 are broken."""
 
 _UNSEEN = re.compile(
@@ -58,7 +58,7 @@ class PlainConsole(Console):
 
 def out(stderr: bool = False) -> PlainConsole:
     """The console for tables on stdout, or one for stderr."""
-    width = None if (sys.stderr if stderr else sys.stdout).isatty() else WIDE
+    width = None if (sys.stderr if stderr else sys.stdout).isatty() else PIPE_WIDTH
     return PlainConsole(stderr=stderr, width=width, highlight=False, markup=False)
 
 
@@ -107,30 +107,30 @@ class FittedTable(Table):
         fitted.columns = [replace(self.columns[i], width=w, _index=n) for n, (i, w) in enumerate(widths)]
         yield from Table.__rich_console__(fitted, console, options)
 
-    def _widths(self, room: int) -> dict[int, int]:
-        """Index of each column that fits -> its width; `room` includes two blanks between columns."""
-        whole, least = {}, {}
+    def _widths(self, max_width: int) -> dict[int, int]:
+        """Index of each column that fits -> its width; `max_width` includes two blanks between columns."""
+        full_widths, widths = {}, {}
         for index, column in enumerate(self.columns):
             texts = [str(column.header), *map(str, column.cells)]
-            whole[index] = least[index] = max(map(cell_len, texts))
+            full_widths[index] = widths[index] = max(map(cell_len, texts))
             if column.justify != "right":
-                longest = max(map(cell_len, " ".join(texts).split()), default=0)
-                least[index] = min(whole[index], max(WRAPPED, min(longest, LONGEST_WORD)))
-        order = {name: place for place, name in enumerate(LEFT_OUT_FIRST)}
+                word_width = max(map(cell_len, " ".join(texts).split()), default=0)
+                widths[index] = min(full_widths[index], max(MIN_TEXT_WIDTH, min(word_width, MAX_WORD_WIDTH)))
+        places = {name: place for place, name in enumerate(LEFT_OUT_FIRST)}
 
         def importance(index: int) -> tuple[bool, bool, int, int]:
             header = str(self.columns[index].header)
-            needed = index == 0 or header == self.always_shown
-            return needed, any(map(str, self.columns[index].cells)), order.get(header, len(order)), -index
+            stays = index == 0 or header == self.always_shown
+            return stays, any(map(str, self.columns[index].cells)), places.get(header, len(places)), -index
 
-        for index in sorted(whole, key=importance)[:-1]:
-            if sum(least.values()) + 2 * (len(least) - 1) > room:
-                del least[index]
-        spare = room - sum(least.values()) - 2 * (len(least) - 1)
-        while spare > 0 and (short := [i for i in least if least[i] < whole[i]][:spare]):
-            least |= {i: least[i] + 1 for i in short}
-            spare -= len(short)
-        return least
+        for index in sorted(full_widths, key=importance)[:-1]:
+            if sum(widths.values()) + 2 * (len(widths) - 1) > max_width:
+                del widths[index]
+        spare_width = max_width - sum(widths.values()) - 2 * (len(widths) - 1)
+        while spare_width > 0 and (narrow := [i for i in widths if widths[i] < full_widths[i]][:spare_width]):
+            widths |= {i: widths[i] + 1 for i in narrow}
+            spare_width -= len(narrow)
+        return widths
 
 
 def table(title: str, *columns: str, rows: Iterable[Iterable[object]] = ()) -> FittedTable:
@@ -141,8 +141,8 @@ def table(title: str, *columns: str, rows: Iterable[Iterable[object]] = ()) -> F
     """
     styled = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in columns:
-        side: Literal["left", "right"] = "right" if name.startswith(">") else "left"
-        styled.add_column(name.removeprefix(">"), justify=side, header_style="dim")
+        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        styled.add_column(name.removeprefix(">"), justify=justify, header_style="dim")
     for row in rows:
         styled.add_row(*(cell if isinstance(cell, Text | None) else str(cell) for cell in row))
     return styled
@@ -162,7 +162,7 @@ def three_digits(value: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as a text such as 45s, 3m20s or 2h05m."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest_s = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+        return f"{minutes}m{rest_s:02d}s" if minutes else f"{rest_s}s"
     return f"{minutes // 60}h{minutes % 60:02d}m"

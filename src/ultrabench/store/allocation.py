@@ -56,10 +56,10 @@ class Allocation:
     @property
     def probe(self) -> Task:
         """The preflight as a task; its index is -1."""
-        name = f"preflight-{self.name}"
+        run_id = f"preflight-{self.name}"
         task = next((task for task in self.tasks if task.spec.shape.num_experts), self.tasks[0])
         return replace(
-            task, run_id=name, repeat=0, attempt=0, probe=True, limit_s=PROBE_LIMIT_S, checkpoint=None
+            task, run_id=run_id, repeat=0, attempt=0, probe=True, limit_s=PROBE_LIMIT_S, checkpoint=None
         )
 
     def task(self, index: int) -> Task:
@@ -97,7 +97,7 @@ def inside(window: str | None, now_s: float) -> bool:
     """
     if window is None:
         return True
-    begin, end = (60 * int(text[:2]) + int(text[3:]) for text in window.split("-"))
-    local = time.localtime(now_s)
-    minute = 60 * local.tm_hour + local.tm_min
-    return (minute - begin) % 1440 < ((end - begin) % 1440 or 1440)
+    begin_minute, end_minute = (60 * int(text[:2]) + int(text[3:]) for text in window.split("-"))
+    local_time = time.localtime(now_s)
+    minute = 60 * local_time.tm_hour + local_time.tm_min
+    return (minute - begin_minute) % 1440 < ((end_minute - begin_minute) % 1440 or 1440)

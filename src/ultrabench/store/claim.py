@@ -38,12 +38,12 @@ def claim(claims: Path, key: str, owner: dict[str, Any]) -> bool:
     except OSError as error:
         link_error = error
     # If this fails, the unique file stays, so that the next call can find out who won.
-    won = unique_file.stat().st_nlink == 2
+    is_owner = unique_file.stat().st_nlink == 2
     with contextlib.suppress(OSError):
         unique_file.unlink()
-    if link_error is not None and not won and link_error.errno != errno.EEXIST:
+    if link_error is not None and not is_owner and link_error.errno != errno.EEXIST:
         raise link_error
-    return won
+    return is_owner
 
 
 def owner(claims: Path, key: str) -> dict[str, Any] | None:
@@ -80,22 +80,22 @@ def owner_of(claims: Path, key: str) -> str | None:
     return "unreadable"
 
 
-_ATTEMPT = re.compile(r"\w+\.\d+\.\d+")
+_ATTEMPT_NAME = re.compile(r"\w+\.\d+\.\d+")
 """Names of the claims of attempts; those of allocations have one dot."""
 
 
 def unrecorded(claims: Path, state: SweepState) -> list[str]:
     """The claimed attempts of which the journal says nothing, although the jobs that claimed them are over.
 
-    Lines or files of the journal are damaged or missing.
+    They show that lines or files of the journal are damaged or missing.
     """
     recorded_keys = {str(key) for key in state.attempts}
     with contextlib.suppress(OSError):
-        names = sorted(
-            name for name in os.listdir(claims) if _ATTEMPT.fullmatch(name) and name not in recorded_keys
+        unrecorded_keys = sorted(
+            key for key in os.listdir(claims) if _ATTEMPT_NAME.fullmatch(key) and key not in recorded_keys
         )
-        owners = ((name, state.allocations.get(owner_of(claims, name) or "")) for name in names)
-        return [name for name, allocation in owners if allocation is None or allocation.ended is not None]
+        owners = ((key, state.allocations.get(owner_of(claims, key) or "")) for key in unrecorded_keys)
+        return [key for key, allocation in owners if allocation is None or allocation.ended is not None]
     return []
 
 

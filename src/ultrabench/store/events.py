@@ -221,7 +221,7 @@ class Result(OfAttempt):
     source: str = "agent"
     """How far the report is trusted: agent; slurm, a requeued agent or a launcher of a cluster; launcher."""
     spec: dict[str, Any] = field(default_factory=dict)
-    """The RunSpec as JSON; empty where an event Claimed tells it."""
+    """The RunSpec as JSON; empty where an event Claimed has it."""
     result: RunResult
 
 
@@ -270,23 +270,23 @@ def encode(line: Line) -> bytes:
     values = {**head, "event": NAMES[type(line.event)], **non_default_values(line.event)}
     # Halves of surrogate pairs, which are no UTF-8, become question marks.
     text = _encoder.encode(values).encode(errors="replace")
-    return b"%s%s%08x%s\n" % (text[:-1], _CHECKSUM, zlib.crc32(text[:-1]), _END)
+    return b"%s%s%08x%s\n" % (text[:-1], _CHECKSUM, zlib.crc32(text[:-1]), _LINE_END)
 
 
-_CHECKSUM, _END = b',"crc":"', b'"}'
+_CHECKSUM, _LINE_END = b',"crc":"', b'"}'
 """What surrounds the checksum of a line, its last field: the CRC-32 of all that stands before it, as 8 hex digits."""
 
 
 def _checksum(text: bytes) -> int:
     """The CRC-32 of a line; raises ValueError if the line has another checksum. Lines of older versions have none."""
-    body, name, tail = text.rpartition(_CHECKSUM)  # in a text its quotes would have backslashes
-    of_body = zlib.crc32(body)
-    if name and tail != b"%08x%s" % (of_body, _END):
+    body, mark, tail = text.rpartition(_CHECKSUM)  # in a text its quotes would have backslashes
+    body_crc = zlib.crc32(body)
+    if mark and tail != b"%08x%s" % (body_crc, _LINE_END):
         raise ValueError("the checksum of the line is wrong")
-    return zlib.crc32(name + tail, of_body)
+    return zlib.crc32(mark + tail, body_crc)
 
 
-_NAMES_IN: dict[str, Callable[[Any], Iterable[str | None]]] = {
+_SAFE_NAMES_OF: dict[str, Callable[[Any], Iterable[str | None]]] = {
     **dict.fromkeys(("launched", "pause", "cancel"), lambda event: ()),
     **dict.fromkeys(("claimed", "started"), lambda event: (event.run_id, event.allocation or None)),
     "phase": lambda event: (event.run_id,),
@@ -331,17 +331,17 @@ DAMAGED = (ConfigError, RecursionError, ValueError)
 """Exceptions that `decode` raises for text that is no event."""
 
 
-def decode(text: bytes, path: object = "the journal", kinds: Decoders | None = None) -> Line | None:
-    """The line that `text` holds; None for an event that only later versions know, or that is not in `kinds`.
+def decode(text: bytes, path: object = "the journal", decoders: Decoders | None = None) -> Line | None:
+    """The line that `text` holds; None for an event that only later versions know, or that is not in `decoders`.
 
     Args:
-        kinds: name of each event that is read -> what decodes it, such as an entry of `DECODERS`; None means DECODERS.
+        decoders: name of each event that is read -> what decodes it, such as an entry of `DECODERS`; None means DECODERS.
 
     Raises:
         SweepFolderError: the line has a newer schema; the message names `path`, the file that holds it.
         DAMAGED: the text is no event.
     """
-    if kinds is not None and (name := _FIRST_EVENT.search(text)) and name[1].decode() not in kinds:
+    if decoders is not None and (name := _FIRST_EVENT.search(text)) and name[1].decode() not in decoders:
         return None  # without reading it, since most lines of a sweep are of other events
     try:
         head = _head_of(text)
@@ -349,17 +349,17 @@ def decode(text: bytes, path: object = "the journal", kinds: Decoders | None = N
         _require_known(_version_of(text).v, path)
         raise
     _require_known(head.v, path)
-    if (event_of := (DECODERS if kinds is None else kinds).get(head.event)) is None:
+    if (decode_event := (DECODERS if decoders is None else decoders).get(head.event)) is None:
         return None
-    checksum, event = _checksum(text), event_of(text)
+    checksum, event = _checksum(text), decode_event(text)
     if isinstance(event, AllocationEnded) and event.code is None:
-        codes = (code for words, code in _WORDS_OF_020.items() if event.reason.startswith(words))
+        codes = (code for reason, code in _CODE_BY_REASON_020.items() if event.reason.startswith(reason))
         event = replace(event, code=next(codes, EndCode.OTHER))
-    require_safe_names(_NAMES_IN[head.event](event))
+    require_safe_names(_SAFE_NAMES_OF[head.event](event))
     return Line(event, head.writer, head.seq, head.time, checksum)
 
 
-_WORDS_OF_020 = {"the sweep is paused": EndCode.PAUSED, "outside the window": EndCode.OUTSIDE_WINDOW}
+_CODE_BY_REASON_020 = {"the sweep is paused": EndCode.PAUSED, "outside the window": EndCode.OUTSIDE_WINDOW}
 """First words of a reason in lines of version 0.2.0.dev, which have no code -> the code."""
 
 

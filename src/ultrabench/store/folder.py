@@ -79,9 +79,9 @@ class SweepFolder:
         Raises:
             SweepFolderError: the folder cannot be written.
         """
-        existing = next(path for path in (self.path, *self.path.parents) if path.exists())
+        existing_folder = next(path for path in (self.path, *self.path.parents) if path.exists())
         try:
-            try_to_write(existing)
+            try_to_write(existing_folder)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -129,17 +129,17 @@ def try_to_write(folder: Path) -> None:
 
 def _require_links(probe: Path) -> None:
     """Raises SweepFolderError unless the file `probe` can have a second name."""
-    second, reason = probe.with_name(f"{probe.name}.2"), "the link count stays 1"
+    link, reason_text = probe.with_name(f"{probe.name}.2"), "the link count stays 1"
     try:
-        os.link(probe, second)
+        os.link(probe, link)
         if probe.stat().st_nlink == 2:
             return
     except OSError as error:
-        reason = str(error.strerror)
+        reason_text = str(error.strerror)
     finally:
         with contextlib.suppress(OSError):
-            second.unlink()
-    failure = f"the file system of {probe.parents[1]} has no hard links ({reason}), without which"
+            link.unlink()
+    failure = f"the file system of {probe.parents[1]} has no hard links ({reason_text}), without which"
     raise SweepFolderError(f"{failure} a run may be made twice; choose another with results_dir=FOLDER")
 
 
@@ -150,16 +150,16 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
         OSError: the file could not be written; the temporary file is removed.
     """
     # Nobody can foresee the name, so that no file or link of somebody else is written through.
-    beside, new = path.with_name(f".{path.name}.{secrets.token_hex(8)}"), os.O_EXCL | os.O_NOFOLLOW
+    temp_path, new_flags = path.with_name(f".{path.name}.{secrets.token_hex(8)}"), os.O_EXCL | os.O_NOFOLLOW
     try:
-        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags | new, mode)) as file:
+        with open(temp_path, "wb", opener=lambda name, flags: os.open(name, flags | new_flags, mode)) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temp_path.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
-            beside.unlink()
+            temp_path.unlink()
         raise
 
 
@@ -170,8 +170,8 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
         SweepFolderError: there is no such sweep.
     """
     if sweep is not None and sweep.endswith(".parquet") and not Path(sweep).is_dir():
-        todo = f"name a sweep, or read the file: ultrabench sweep top {sweep}, or ultrabench report {sweep}"
-        raise SweepFolderError(f"{sweep} is a file of results, not the folder of a sweep; {todo}")
+        remedy = f"name a sweep, or read the file: ultrabench sweep top {sweep}, or ultrabench report {sweep}"
+        raise SweepFolderError(f"{sweep} is a file of results, not the folder of a sweep; {remedy}")
     if sweep is not None:
         for path in (Path(sweep), results_dir / sweep):
             if (path / "sweep.json").is_file():
@@ -180,20 +180,20 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
     if sweep is not None and folders:
         raise SweepFolderError(unknown_name("sweep", sweep, (folder.name for folder in folders)))
     if not folders:
-        lacking = f"no sweep {sweep!r}: there is no sweep" if sweep else "no sweep"
-        raise SweepFolderError(f"{lacking} in {results_dir}/; start one with: ultrabench sweep launch")
+        fact = f"no sweep {sweep!r}: there is no sweep" if sweep else "no sweep"
+        raise SweepFolderError(f"{fact} in {results_dir}/; start one with: ultrabench sweep launch")
     return SweepFolder(max(sorted(folders), key=last_written).absolute())
 
 
 def sweeps_in(results_dir: Path) -> list[Path]:
-    """The folders of all sweeps in `results_dir`; one that begins with a dot is being removed, and is none."""
-    return [head.parent for head in results_dir.glob("[!.]*/sweep.json")]
+    """The folders of all sweeps in `results_dir`; a folder whose name begins with a dot is being removed and does not count."""
+    return [sweep_json.parent for sweep_json in results_dir.glob("[!.]*/sweep.json")]
 
 
 def last_written(folder: Path) -> float:
     """Time stamp of the newest journal file of a sweep, or of its sweep.json if it has no journal."""
-    times = [p.lstat().st_mtime for p in folder.glob("journal/*.jsonl")]
-    return max(times, default=(folder / "sweep.json").stat().st_mtime)
+    times_s = [path.lstat().st_mtime for path in folder.glob("journal/*.jsonl")]
+    return max(times_s, default=(folder / "sweep.json").stat().st_mtime)
 
 
 def living_launchers(folder: SweepFolder, own_journal: Path | None = None) -> list[str]:
@@ -203,13 +203,13 @@ def living_launchers(folder: SweepFolder, own_journal: Path | None = None) -> li
         own_journal: the journal file of the caller. Its time stamp is used as the current time, because the clock
             of a file server may differ from that of this host.
     """
-    now = own_journal.stat().st_mtime if own_journal else time.time()
+    now_s = own_journal.stat().st_mtime if own_journal else time.time()
     this_host = socket.gethostname().split(".")[0]
     launchers = []
     for path in sorted(folder.journal.glob("launcher-*-*-*.jsonl")):
         host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
-        lives = os.path.exists(f"/proc/{pid}") if host == this_host else True
-        if path != own_journal and lives and now - touched(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
+        is_alive = os.path.exists(f"/proc/{pid}") if host == this_host else True
+        if path != own_journal and is_alive and now_s - touched(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
             launchers.append(f"process {pid} on {host}")
     return launchers
 

@@ -15,15 +15,15 @@ Origin = dict[str, str]
 """Who submits allocations and where from: {user, cluster, host}; cluster is empty for local processes."""
 
 
-def same_place(viewer: Origin, by: Mapping[str, str]) -> bool:
-    """Whether allocations of `by` run on the same cluster or host as those of `viewer`, or `by` is empty."""
+def same_place(viewer: Origin, origin: Mapping[str, str]) -> bool:
+    """Whether allocations of `origin` run on the same cluster or host as those of `viewer`, or `origin` is empty."""
     name = "cluster" if viewer["cluster"] else "host"
-    return not by or (by.get(name) == viewer[name] and by.get("cluster") == viewer["cluster"])
+    return not origin or (origin.get(name) == viewer[name] and origin.get("cluster") == viewer["cluster"])
 
 
-def sees(viewer: Origin, by: Mapping[str, str]) -> bool:
-    """Whether a launcher of `viewer` can see the allocations of `by`: same user, and same cluster or host."""
-    return not by or (same_place(viewer, by) and by.get("user") == viewer["user"])
+def sees(viewer: Origin, origin: Mapping[str, str]) -> bool:
+    """Whether a launcher of `viewer` can see the allocations of `origin`: same user, and same cluster or host."""
+    return not origin or (same_place(viewer, origin) and origin.get("user") == viewer["user"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class JobEnd:
     certain: bool = False
     """Whether its processes were found to be gone; False when only the batch system reports the end."""
     agent_gone: bool = False
-    """Whether the leading agent failed without a word, so that the run may have ended it."""
+    """Whether the leading agent failed without a report, so that the run may have ended it."""
 
     @property
     def cause(self) -> str | None:

@@ -18,7 +18,7 @@ from ultrabench.store.events import DAMAGED, AllocationEnded, Decoders, Event, L
 MAX_LINE_BYTES = 64 << 20
 """Longest line in bytes that is read; longer ones are skipped, since an event has only a few KiB."""
 
-_NO_JOURNAL = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM)
+_PERMANENT_ERRNOS = (errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES, errno.EPERM)
 """Errors of opening a file that is not regular or must not be read; trying again does not help."""
 
 
@@ -69,7 +69,7 @@ class JournalReader:
 
     folder: Path
     warn: Callable[[str], None] = lambda message: None
-    kinds: Decoders | None = None
+    decoders: Decoders | None = None
     """The events that are read, as `decode` takes them; None means all."""
     _files: dict[Path, NewLines] = field(default_factory=dict)
     _closed: set[Path] = field(default_factory=set)
@@ -93,51 +93,51 @@ class JournalReader:
             failure = f"cannot read the journal folder {self.folder}: {error.strerror}; it has the results"
             raise SweepFolderError(f"{failure}: restore it, or start a new sweep with name=NAME") from error
         for path in sorted(paths - self._closed):
-            last = None
+            last_line = None
             try:
-                for last in self._new_lines(path):
-                    yield last
+                for last_line in self._new_lines(path):
+                    yield last_line
             except FileNotFoundError:  # somebody deleted the file, but its earlier lines were read
                 continue
             except OSError as error:
-                if error.errno not in _NO_JOURNAL:
+                if error.errno not in _PERMANENT_ERRNOS:
                     raise
                 if path not in self._warned:
                     self.warn(f"skipped {path}: {error.strerror}; a journal must be a regular, readable file")
                 self._warned.add(path)
-            if last and isinstance(last.event, AllocationEnded) and path.name.startswith("agent-"):
+            if last_line and isinstance(last_line.event, AllocationEnded) and path.name.startswith("agent-"):
                 self._closed.add(path)
 
     def _new_lines(self, path: Path) -> Iterator[Line]:
         """The events that were added to a file since the last call, with a warning for each damaged line."""
-        file = self._files.setdefault(path, NewLines(path, MAX_LINE_BYTES))
+        new_lines = self._files.setdefault(path, NewLines(path, MAX_LINE_BYTES))
         has_more = True
         while has_more:
-            skipped = file.skipped
-            texts = file.read_bytes().split(b"\n")
-            for number, text in enumerate(texts, start=file.lines - len(texts) + 1):
+            num_skipped = new_lines.num_skipped
+            texts = new_lines.read_bytes().split(b"\n")
+            for number, text in enumerate(texts, start=new_lines.num_lines - len(texts) + 1):
                 if not text.strip():
                     continue
                 try:
-                    line = decode(text, path, self.kinds)
+                    line = decode(text, path, self.decoders)
                 except DAMAGED:
-                    run = re.search(rb'"run_id":"(\w+)"', text)
-                    about = f" about run {run[1].decode()}" if run else ""
-                    self.warn(f"{path}:{number}: skipped a corrupt line{about} ({text[:40]!r}...)")
+                    run_match = re.search(rb'"run_id":"(\w+)"', text)
+                    run_text = f" about run {run_match[1].decode()}" if run_match else ""
+                    self.warn(f"{path}:{number}: skipped a corrupt line{run_text} ({text[:40]!r}...)")
                     continue
                 if line:
                     yield line
-            if file.skipped > skipped:
+            if new_lines.num_skipped > num_skipped:
                 self.warn(f"{path}: skipped a line of more than {MAX_LINE_BYTES >> 20} MiB")
-            has_more = file.behind
+            has_more = new_lines.has_more
 
 
 def read_journal(
-    folder: Path, warn: Callable[[str], None] = lambda message: None, kinds: Decoders | None = None
+    folder: Path, warn: Callable[[str], None] = lambda message: None, decoders: Decoders | None = None
 ) -> Iterator[Line]:
     """All lines of a sweep's journal folder; their order is not that of their times.
 
     Args:
-        kinds: the events that are read, as `decode` takes them; None means all.
+        decoders: the events that are read, as `decode` takes them; None means all.
     """
-    return JournalReader(folder, warn, kinds).poll()
+    return JournalReader(folder, warn, decoders).poll()

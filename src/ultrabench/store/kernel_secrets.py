@@ -24,22 +24,22 @@ def is_secret(name: str) -> bool:
 
 def redacted(env: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The variables with the values of secrets redacted, and those secrets whose values are given."""
-    secret = {name: value for name, value in env.items() if is_secret(str(name))}
-    secret_by_name = {name: str(value) for name, value in secret.items() if value != REDACTED}
-    return {**env, **dict.fromkeys(secret, REDACTED)}, secret_by_name
+    value_by_name = {name: value for name, value in env.items() if is_secret(str(name))}
+    secret_by_name = {name: str(value) for name, value in value_by_name.items() if value != REDACTED}
+    return {**env, **dict.fromkeys(value_by_name, REDACTED)}, secret_by_name
 
 
-def hide(words: Iterable[str], secret_by_name: Mapping[str, str]) -> list[str]:
+def hide(arguments: Iterable[str], secret_by_name: Mapping[str, str]) -> list[str]:
     """The words of a command line with the values of secrets redacted; they can still be parsed."""
-    return [_hidden(argument, secret_by_name) for argument in words]
+    return [_hidden(argument, secret_by_name) for argument in arguments]
 
 
 def _hidden(argument: str, secret_by_name: Mapping[str, str]) -> str:
     """The word with the values of secrets redacted; they are found by name, as quoting may change a value."""
     for name, value in secret_by_name.items():
         argument = re.sub(rf"(env\.{re.escape(name)}=).*", rf"\1'{REDACTED}'", argument, flags=re.DOTALL)
-        entry = rf"(\b{re.escape(name)}['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,}}]*)"
-        argument = re.sub(entry, rf"\1'{REDACTED}'", argument)
+        entry_pattern = rf"(\b{re.escape(name)}['\"]?\s*:\s*)('[^']*'|\"[^\"]*\"|[^,}}]*)"
+        argument = re.sub(entry_pattern, rf"\1'{REDACTED}'", argument)
         if len(value) > TOO_SHORT_TO_SEARCH and value in argument:
             argument = f"{argument.partition('=')[0]}='{REDACTED}'"
     return argument
@@ -54,11 +54,11 @@ def revealed(
         ConfigError: a value is neither given nor in the file.
     """
     known_secrets = dict(secret_by_name or {})
-    hidden = [name for name, value in env.items() if value == REDACTED]
-    if not known_secrets.keys() >= {*hidden} and file.exists():
+    redacted_names = [name for name, value in env.items() if value == REDACTED]
+    if not known_secrets.keys() >= {*redacted_names} and file.exists():
         known_secrets = json.loads(file.read_text()) | known_secrets
-    if lost := [name for name in hidden if name not in known_secrets]:
-        raise ConfigError(f"{file} has no value for kernel.env.{lost[0]}; give it again")
+    if missing_names := [name for name in redacted_names if name not in known_secrets]:
+        raise ConfigError(f"{file} has no value for kernel.env.{missing_names[0]}; give it again")
     return {name: known_secrets[name] if value == REDACTED else value for name, value in env.items()}
 
 
@@ -68,7 +68,7 @@ def keep(env: Mapping[str, str], file: Path, secret_by_name: Mapping[str, str]) 
     Raises:
         ConfigError: a value is neither given nor in the file.
     """
-    whole = revealed(env, file, secret_by_name)
+    env_with_secrets = revealed(env, file, secret_by_name)
     if secret_by_name:
-        secrets = {name: value for name, value in whole.items() if env[name] == REDACTED}
+        secrets = {name: value for name, value in env_with_secrets.items() if env[name] == REDACTED}
         write_whole(file, json.dumps(secrets), mode=0o600)

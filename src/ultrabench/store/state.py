@@ -28,7 +28,7 @@ class AttemptState:
     """Node-local folder of the leading agent, in which logs are written."""
     phase: str | None = None
     steps: int | None = None
-    """Number of steps that a running attempt has measured, as far as its agent has told."""
+    """Number of steps that a running attempt has measured, as far as its agent has reported."""
     step_time_s: float | None = None
     """Median of these steps in seconds."""
     result: RunResult | None = None
@@ -88,9 +88,9 @@ class AllocationState:
         """Why the allocation ended; None while it may be alive."""
         return None if self.end is None else self.end.reason
 
-    def cluster(self, named: str | None) -> str | None:
+    def cluster(self, sweep_cluster: str | None) -> str | None:
         """The cluster that its sweep names, or the name that Slurm has for it where the sweep names none (`local`)."""
-        return self.by.get("cluster") or named if named == "local" else named
+        return self.by.get("cluster") or sweep_cluster if sweep_cluster == "local" else sweep_cluster
 
     @property
     def timed(self) -> bool:
@@ -104,12 +104,12 @@ class AllocationState:
         Only the batch system knows for how long a job was suspended and its nodes ran other jobs. An end
         without a reported time counts as the whole time limit if agents had started, else as 0.
         """
-        unknown_s = self.limit_s if self.agents else 0.0
-        reported: dict[int, list[float]] = {}
+        default_s = self.limit_s if self.agents else 0.0
+        seconds_by_restart: dict[int, list[float]] = {}
         for start, end in self.ends.items():
             lasted_s = end.elapsed_s if end.held_s is None else end.held_s
-            reported.setdefault(start.restart, []).extend([] if lasted_s is None else [lasted_s])
-        return sum(max(seconds, default=unknown_s) for seconds in reported.values())
+            seconds_by_restart.setdefault(start.restart, []).extend([] if lasted_s is None else [lasted_s])
+        return sum(max(seconds, default=default_s) for seconds in seconds_by_restart.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,9 +133,9 @@ class SweepState:
 
     def node_facts(self) -> list[dict[str, Any]]:
         """What the latest preflight of each host found."""
-        in_order = sorted(self.allocations.values(), key=lambda allocation: allocation.submitting_at or 0.0)
-        nodes = (facts for allocation in in_order for facts in allocation.preflight.get("nodes") or ())
-        return [*{str(facts["host"]): facts for facts in nodes}.values()]
+        allocations = sorted(self.allocations.values(), key=lambda a: a.submitting_at or 0.0)
+        all_facts = (facts for allocation in allocations for facts in allocation.preflight.get("nodes") or ())
+        return [*{str(facts["host"]): facts for facts in all_facts}.values()]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class SweepState:
         return attempts
 
 
-_Rank = tuple[Any, ...]
+_Level = tuple[Any, ...]
 """Precedence of a line of the journal for a field; the largest counts."""
 _TRUST = {"agent": 2, "slurm": 1}
 
@@ -179,12 +179,12 @@ class Fold:
         self.num_lines = 0
         """Number of lines that were added."""
         self._controls: dict[tuple[int, str], events.ControlEvent] = {}
-        self._ranks: dict[AttemptKey | str, dict[str, _Rank]] = defaultdict(dict)
+        self._levels: dict[AttemptKey | str, dict[str, _Level]] = defaultdict(dict)
         """Attempt or allocation -> field -> precedence of the line that set the field."""
 
     def add(self, lines: Iterable[events.Line]) -> SweepState:
         """Adds `lines`, in any order and any number of times, and returns the state."""
-        before = len(self.state.attempts)
+        num_before = len(self.state.attempts)
         for line in lines:
             self.num_lines += 1
             match line.event:
@@ -195,43 +195,43 @@ class Fold:
                     self._controls[event.generation, canonical_json(to_dict(event))] = event
                 case event:
                     self._add_to_allocation(event, line)
-        if len(attempts := self.state.attempts) > before:  # sorted here, so that others sort fast
+        if len(attempts := self.state.attempts) > num_before:  # sorted here, so that others sort fast
             self.state.attempts = {key: attempts[key] for key in sorted(attempts, key=tuple)}
         self._apply_controls()
         return self.state
 
     def _add_to_attempt(self, event: events.AttemptEvent, line: events.Line) -> None:
-        rank, key = (line.writer, line.seq, line.checksum), event.key
-        attempt, ranks = self.state.attempts.get(key), self._ranks[key]
+        level, key = (line.writer, line.seq, line.checksum), event.key
+        attempt, levels = self.state.attempts.get(key), self._levels[key]
         if attempt is None:
             attempt = self.state.attempts[key] = AttemptState(key=key)
         match event:
             case events.Phase():
-                _set(attempt, ranks, rank, "phase", event.name)
+                _set(attempt, levels, level, "phase", event.name)
             case events.Started():
-                _set(attempt, ranks, rank, "started", True)
+                _set(attempt, levels, level, "started", True)
             case events.Claimed():
-                _set(attempt, ranks, rank, "time", line.time)
+                _set(attempt, levels, level, "time", line.time)
             case events.Result():
-                precedence = trust(type(event) is events.Result, event.source)
-                _set(attempt, ranks, (precedence, line.checksum), "result", event.result)
+                trust_level = trust(type(event) is events.Result, event.source)
+                _set(attempt, levels, (trust_level, line.checksum), "result", event.result)
         for name in _names_shared(type(event), AttemptState):
-            _set(attempt, ranks, rank, name, getattr(event, name))
+            _set(attempt, levels, level, name, getattr(event, name))
 
     def _add_to_allocation(self, event: events.AllocationEvent, line: events.Line) -> None:
-        rank, ranks = (line.writer, line.seq, line.checksum), self._ranks[event.allocation]
+        level, levels = (line.writer, line.seq, line.checksum), self._levels[event.allocation]
         allocation = self.state.allocations.setdefault(
             event.allocation, AllocationState(name=event.allocation)
         )
         match event:
             case events.AllocationPlanned() | events.Submitted():
                 for name in _names_shared(type(event), AllocationState):
-                    _set(allocation, ranks, rank, name, getattr(event, name))
+                    _set(allocation, levels, level, name, getattr(event, name))
             case events.Submitting():
-                _set(allocation, ranks, rank, "submission", (line.writer, line.seq))
-                _set(allocation, ranks, rank, "submitting_at", line.time)
+                _set(allocation, levels, level, "submission", (line.writer, line.seq))
+                _set(allocation, levels, level, "submitting_at", line.time)
             case events.Preflight():
-                _set(allocation, ranks, (event.restart, line.checksum), "preflight", event.found)
+                _set(allocation, levels, (event.restart, line.checksum), "preflight", event.found)
             case events.AllocationStarted():
                 agents = {repr(agent): agent for agent in (*allocation.agents, event.agent)}
                 allocation.agents = tuple(sorted(agents.values(), key=lambda a: (a.job, repr(a))))
@@ -260,10 +260,10 @@ _names_shared: Callable[[Any, Any], list[str]] = functools.cache(
 """Names of the fields that a class of events and a class of states have both, without the result."""
 
 
-def _set(state: object, ranks: dict[str, _Rank], rank: _Rank, name: str, value: Any) -> None:
+def _set(state: object, levels: dict[str, _Level], level: _Level, name: str, value: Any) -> None:
     """Sets a field, unless a line of higher precedence has set it or the value is empty."""
-    if (value or value not in (None, {})) and ranks.get(name, rank) <= rank:
-        ranks[name] = rank
+    if (value or value not in (None, {})) and levels.get(name, level) <= level:
+        levels[name] = level
         setattr(state, name, value)
 
 
@@ -281,12 +281,12 @@ def _most_trusted(end: events.AllocationEnded) -> tuple[int, str]:
 
 def final_attempts(state: SweepState) -> dict[tuple[str, int], AttemptState]:
     """(run_id, repeat) -> the attempt that counts for it: the ok one, else the latest."""
-    final: dict[tuple[str, int], AttemptState] = {}
+    attempt_by_repeat: dict[tuple[str, int], AttemptState] = {}
     for key, attempt in state.attempts.items():
-        earlier = final.get((key.run_id, key.repeat))
-        if earlier is None or not earlier.ok:
-            final[key.run_id, key.repeat] = attempt
-    return final
+        earlier_attempt = attempt_by_repeat.get((key.run_id, key.repeat))
+        if earlier_attempt is None or not earlier_attempt.ok:
+            attempt_by_repeat[key.run_id, key.repeat] = attempt
+    return attempt_by_repeat
 
 
 def with_lost(state: SweepState) -> SweepState:
@@ -294,10 +294,10 @@ def with_lost(state: SweepState) -> SweepState:
 
     The next launch records them as lost. Their results were not written, or the lines of these are damaged.
     """
-    ended = {name for name, allocation in state.allocations.items() if allocation.ended is not None}
+    ended_names = {name for name, allocation in state.allocations.items() if allocation.ended is not None}
     attempts = dict(state.attempts)
     for key, attempt in attempts.items():
-        if attempt.result is None and attempt.allocation in ended:
+        if attempt.result is None and attempt.allocation in ended_names:
             reason = f"{attempt.allocation} has ended, and the journal has no result"
             attempts[key] = replace(attempt, result=RunResult(status=Status.LOST, reason=reason))
     return replace(state, attempts=attempts)

@@ -19,8 +19,8 @@ from ultrabench.run import Workload
 from ultrabench.store.events import SCHEMA_VERSION
 from ultrabench.store.folder import SweepFolder, write_whole
 
-ALONE = 0.9
-"""Share of the cores from which on a measurement of their peak counts as undisturbed by other programs."""
+FULL_SHARE = 0.9
+"""Smallest share of the cores with which a measurement of their peak counts as undisturbed by other programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +53,10 @@ class SweepJson:
         if not self.hardware.peak_flops_per_s and (self.core_flops_per_s is None or self.cores is None):
             return None
         peak = self.hardware.peak(precision, nodes, self.core_flops_per_s, self.cores or 1)
-        share = self.environment.get("peak_core_share")
-        if self.hardware.peak_flops_per_s or not isinstance(share, float) or share >= ALONE:
+        core_share = self.environment.get("peak_core_share")
+        if self.hardware.peak_flops_per_s or not isinstance(core_share, float) or core_share >= FULL_SHARE:
             return peak
-        return replace(peak, core_share=share)
+        return replace(peak, core_share=core_share)
 
 
 _REWRITE = "delete it and run the launch command again (the journal holds the results)"
@@ -108,12 +108,12 @@ def _require_schema(path: Path, values: Any) -> None:
     if not isinstance(version, int):
         raise SweepFolderError(f"{path} has no schema_version; is it a sweep folder?")
     if version != SCHEMA_VERSION:
-        origin = values.get("provenance")
-        writer = origin.get("version") if isinstance(origin, dict) else None
+        provenance = values.get("provenance")
+        writer = provenance.get("version") if isinstance(provenance, dict) else None
         fact = f"{path} has schema {version}, written by ultrabench {writer or 'of an unknown version'}"
         rule = f"ultrabench {ultrabench.__version__} reads schema {SCHEMA_VERSION} only"
-        advice = "read it with the version that wrote it, or launch again into another folder with name=NAME"
-        raise SweepFolderError(f"{fact}; {rule}: {advice}")
+        remedy = "read it with the version that wrote it, or launch again into another folder with name=NAME"
+        raise SweepFolderError(f"{fact}; {rule}: {remedy}")
 
 
 def write_sweep_json(folder: SweepFolder, content: SweepJson) -> None:
@@ -136,12 +136,12 @@ def create_sweep_json(folder: SweepFolder, content: SweepJson) -> SweepJson:
         OSError: the file could not be written.
         SweepFolderError: the file of another launch cannot be read.
     """
-    beside = SweepFolder(folder.path / f".new-{secrets.token_hex(8)}")
-    beside.path.mkdir()
+    new_folder = SweepFolder(folder.path / f".new-{secrets.token_hex(8)}")
+    new_folder.path.mkdir()
     try:
-        write_sweep_json(beside, content)
+        write_sweep_json(new_folder, content)
         with contextlib.suppress(FileExistsError):
-            os.link(beside.sweep_json, folder.sweep_json)
-        return content if beside.sweep_json.stat().st_nlink == 2 else read_sweep_json(folder)
+            os.link(new_folder.sweep_json, folder.sweep_json)
+        return content if new_folder.sweep_json.stat().st_nlink == 2 else read_sweep_json(folder)
     finally:
-        shutil.rmtree(beside.path, ignore_errors=True)
+        shutil.rmtree(new_folder.path, ignore_errors=True)

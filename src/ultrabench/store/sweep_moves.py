@@ -16,11 +16,11 @@ def require_own_folder(folder: SweepFolder) -> SweepFolder:
         SweepFolderError: it is a link, or lacks the journal or the plan.
     """
     if folder.path.is_symlink():
-        advice = "remove the link by hand, or name the folder itself"
-        raise SweepFolderError(f"{folder.path} is a link to {folder.path.readlink()}; {advice}")
-    for part in (folder.sweep_json, folder.journal):
-        if not part.exists() or part.is_symlink():
-            raise SweepFolderError(f"{part} is missing or a link; is it a sweep folder?")
+        remedy = "remove the link by hand, or name the folder itself"
+        raise SweepFolderError(f"{folder.path} is a link to {folder.path.readlink()}; {remedy}")
+    for path in (folder.sweep_json, folder.journal):
+        if not path.exists() or path.is_symlink():
+            raise SweepFolderError(f"{path} is missing or a link; is it a sweep folder?")
     return SweepFolder(folder.path.resolve())
 
 
@@ -33,15 +33,15 @@ def remove_sweep(folder: SweepFolder) -> None:
     Raises:
         SweepFolderError: something could not be deleted; the message names what is left.
     """
-    aside = folder.path.with_name(f".removed-{folder.name}-{secrets.token_hex(4)}")
+    removed_path = folder.path.with_name(f".removed-{folder.name}-{secrets.token_hex(4)}")
     try:
-        folder.path.rename(aside)
-        SweepFolder(aside).sweep_json.unlink()
-        shutil.rmtree(aside)
+        folder.path.rename(removed_path)
+        SweepFolder(removed_path).sweep_json.unlink()
+        shutil.rmtree(removed_path)
     except OSError as error:
-        rest = aside if aside.exists() else folder.path
-        fact = f"cannot delete {error.filename or rest}: {error.strerror}"
-        raise SweepFolderError(f"{fact}; {rest} is left: make it writable and delete it by hand") from error
+        path = removed_path if removed_path.exists() else folder.path
+        fact = f"cannot delete {error.filename or path}: {error.strerror}"
+        raise SweepFolderError(f"{fact}; {path} is left: make it writable and delete it by hand") from error
 
 
 def rename_sweep(folder: SweepFolder, name: str) -> SweepFolder:

@@ -106,7 +106,7 @@ def test_a_logged_step_has_to_take_a_number_of_seconds(text):
 
 def read_all(lines):
     found = lines.read()
-    while lines.behind:
+    while lines.has_more:
         found += lines.read()
     return found
 
@@ -119,12 +119,12 @@ def test_all_lines_are_read_once_in_bounded_parts_and_one_that_is_too_long_is_sk
     lines = NewLines(path, most)
     first = lines.read()
     assert sum(map(len, first)) <= most
-    assert lines.behind
+    assert lines.has_more
     assert first + read_all(lines) == [*written, "last"]
     with path.open("a") as file:
         file.write(" and ended\n")
     assert lines.read() == ["begun and ended"]
-    assert (lines.lines, lines.skipped) == (103, 1)
+    assert (lines.num_lines, lines.num_skipped) == (103, 1)
 
 
 def test_what_is_no_file_holds_nobody_up(tmp_path):

@@ -22,7 +22,7 @@ from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.running.attempts import contenders
 from ultrabench.sweep.running.outliers import for_answers
-from ultrabench.sweep.running.progress import progress
+from ultrabench.sweep.running.progress import progress_of
 
 CELLS = {
     nodes: tuple(spec_of(Layout(dp=8 * nodes, zero_stage=z, mbs=m, gas=4 // m), nodes=nodes) for z in (0, 1) for m in (1, 2))
@@ -72,7 +72,7 @@ def best_by_answer(folder):
     return {
         "heatmap": best,
         "top": {board[0]["nodes"]: board[0]["run_id"] for board in boards},
-        "status": {s["nodes"]: s["run_id"] for s in progress("s", runs, state, "cuda").as_json()["best"]},
+        "status": {s["nodes"]: s["run_id"] for s in progress_of("s", runs, state, "cuda").as_json()["best"]},
         "page": {nodes: run_id for nodes, run_id in firsts.items() if nodes in best},
         "repeated": {nodes: run_id for nodes, run_id in best.items() if run_id in near},
     }

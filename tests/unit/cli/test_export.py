@@ -179,8 +179,8 @@ def tracker(tmp_path, monkeypatch):
 
 def test_a_tracker_that_hangs_delays_neither_runs_nor_the_end(sweep, tracker, monkeypatch, capsys):
     tracker("import os, time; open('called', 'w').write(str(os.getpid())); time.sleep(10_000)")
-    monkeypatch.setattr(tracking, "LAST_S", 1.0)
-    monkeypatch.setattr(tracking, "USUAL_S", 0.5)
+    monkeypatch.setattr(tracking, "EXIT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(tracking, "USUAL_EXIT_S", 0.5)
     called = sweep.path.parents[1] / "called"
     with tracking.tracked("wandb", sweep):
         patience.wait_until(lambda: called.exists() and called.read_text(), 60)

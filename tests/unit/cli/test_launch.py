@@ -207,8 +207,8 @@ def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
     for run in QUICK.runs[2:4]:
         record(sweep, run, status=Status.OOM, reason="no memory")
     state = fold(read_journal(sweep.journal))
-    assert [*other_launches(state, set(ids), before=set())] == []
-    new, earlier = other_launches(state, set(ids[1:]), before=set(ids[:2]))
+    assert [*other_launches(state, set(ids), settled_before=set())] == []
+    new, earlier = other_launches(state, set(ids[1:]), settled_before=set(ids[:2]))
     assert new == "new in this launch: 2 runs settled (2 oom)"
     assert earlier == "in earlier launches only: 1 run settled (1 ok)"
 

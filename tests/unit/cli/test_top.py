@@ -82,7 +82,7 @@ def test_the_last_line_is_a_command_that_shows_the_run_of_the_table(ultrabench, 
 
 def test_the_column_that_is_ranked_by_is_in_the_table(ultrabench, results, monkeypatch):
     record(results, CELL[-1], init_time_s=3.25)
-    monkeypatch.setattr("ultrabench.cli.tables.WIDE", 50)
+    monkeypatch.setattr("ultrabench.cli.tables.PIPE_WIDTH", 50)
     out = ultrabench("sweep", "top", "quick-cpu", "--by", "init_time_s")[1]
     assert {"init_time_s", "status"} <= set(out.split())
     assert "3.25 s" in out

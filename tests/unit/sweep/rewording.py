@@ -73,7 +73,7 @@ from ultrabench.store.jobs_seen import JobLimits, JobsSeen  # noqa: E402
 from ultrabench.store.state import AllocationState, SweepState  # noqa: E402
 from ultrabench.sweep.running.attempts import Launch  # noqa: E402
 from ultrabench.sweep.running.decide import decide  # noqa: E402
-from ultrabench.sweep.running.progress import progress  # noqa: E402
+from ultrabench.sweep.running.progress import progress_of  # noqa: E402
 from ultrabench.sweep.running.retry import excluded_nodes, suspect_runs  # noqa: E402
 
 RUNS = PLAN.runs[:6]
@@ -131,7 +131,7 @@ def decided(state):
     plan = replace(PLAN, config=replace(CONFIG, retry=POLICY), candidates=RUNS)
     launch = Launch(name="launch", ended_s={key: float(n) for n, key in enumerate(state.attempts)})
     actions = decide(plan, state, JobsSeen(), LIMITS, launch, 0.0)
-    now = progress("s", RUNS, state, "cuda").as_json()
+    now = progress_of("s", RUNS, state, "cuda").as_json()
     dead = actions.dead_end
     return (
         actions.submit, [*actions.avoid], actions.end_jobs, actions.wait, bool(actions.stopped), dead and dead.number,

@@ -19,7 +19,7 @@ from ultrabench.sweep.plan import make_plan, predictor
 from ultrabench.sweep.predict.network import network
 from ultrabench.sweep.running.attempts import next_attempts, not_promising
 from ultrabench.sweep.running.price import price_of
-from ultrabench.sweep.running.progress import progress
+from ultrabench.sweep.running.progress import progress_of
 
 WORDS = ("sweep=playbook", "sweep.models=[8B]", "measure.confirm=1", "kernel=megatron", "profile=nanotron")
 PLAN = make_plan(load_config([*WORDS, "sweep.nodes=[8]", "sweep.batch=3", "launcher=local"]))
@@ -57,16 +57,16 @@ def test_a_cell_is_over_after_few_runs_and_the_rest_has_reasons():
     reasons = not_promising(PLAN.runs, state)
     assert tried.isdisjoint(reasons)
     assert all(reason.startswith(("not promising: ", "predicted ")) for reason in reasons.values())
-    now = progress("s", PLAN.runs, state, "cuda")
+    now = progress_of("s", PLAN.runs, state, "cuda")
     counts, ends = now.by_status, {run.run_id for run in PLAN.runs}
     assert (now.to_go, now.left, now.skipped.keys()) == (0, 0, ends - tried)
     assert "pending" not in counts
     assert counts["skipped"] == len(PLAN.runs) - len(attempts)
-    begun = progress("s", PLAN.runs, state_of(batches[0]), "cuda")
+    begun = progress_of("s", PLAN.runs, state_of(batches[0]), "cuda")
     assert 0 < begun.to_go <= len(attempts) < begun.by_status["pending"] == begun.left
     assert f", about {begun.to_go} to go" in str(counts_line(begun, busy=True))
     state.launched = Launched(generation=2, config={"sweep": {"strategy": "exhaustive"}})
-    now = progress("s", PLAN.runs, state, "cuda")
+    now = progress_of("s", PLAN.runs, state, "cuda")
     assert now.to_go == now.left == len(PLAN.runs) - len(attempts)
 
 

@@ -12,7 +12,7 @@ from ultrabench.cli.sweep.status import _page
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, Launched, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, SweepState
-from ultrabench.sweep.running.progress import gpu_hours, progress
+from ultrabench.sweep.running.progress import gpu_hours, progress_of
 from ultrabench.sweep.running.standings import measured_rates, standings_of
 
 RUNS = PLANNED = PLAN.runs
@@ -39,7 +39,7 @@ def standing(*attempts, old=None):
         ended = None if status in (None, "no result") else Status(status)
         where = {"allocation": "over"} if status == "no result" else {}
         told(state, ONE, ended, repeat, attempt, cause="killed" if status == "crash" else None, **where)
-    return progress("s", PLANNED, state, "cuda", old)
+    return progress_of("s", PLANNED, state, "cuda", old)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_running_layouts_have_their_step_time_and_the_sweep_its_rate():
         state.attempts[run.run_id, 0, 0].time = 1000.0 + 60 * at
     last = state.attempts[PLANNED[3].run_id, 0, 0]
     last.phase, last.steps, last.step_time_s = "warmup", 7, 0.25
-    now = progress("s", PLANNED, state, "cuda")
+    now = progress_of("s", PLANNED, state, "cuda")
     assert now.runs_per_hour == 60
     (running,) = now.as_json()["running"]
     assert (running["phase"], running["steps"], running["step_time_s"]) == ("warmup", 7, 0.25)
@@ -90,13 +90,13 @@ def test_running_layouts_have_their_step_time_and_the_sweep_its_rate():
     assert "ETA" not in text  # no run has told its duration
     assert f"warmup, 7 steps of 0.25 s, predicted {PLANNED[3].prediction.step_time_s:.3g} s" in text
     state.attempts[PLANNED[0].run_id, 0, 0].time = state.attempts[PLANNED[1].run_id, 0, 0].time = -9000.0
-    assert progress("s", PLANNED, state, "cuda").runs_per_hour is None, "the others began long ago"
+    assert progress_of("s", PLANNED, state, "cuda").runs_per_hour is None, "the others began long ago"
 
 
 def test_runs_no_longer_planned_do_not_count():
     state = told(SweepState(), ONE, Status.OK)
     rest = [r for r in PLANNED if r.run_id != ONE.spec.run_id]
-    now = progress("s", rest, state, "cuda")
+    now = progress_of("s", rest, state, "cuda")
     assert now.by_status == {"pending": len(rest)}
     assert measured_rates(rest, state, "cuda") == {}
     assert now.eta_s is None
@@ -110,7 +110,7 @@ def test_every_planned_run_is_counted_once(ends):
     state = SweepState()
     for run, repeat, attempt, status in ends:
         told(state, run, status, repeat, attempt, duration_s=1.0)
-    now = progress("s", PLANNED, state, "cuda")
+    now = progress_of("s", PLANNED, state, "cuda")
     assert sum(now.by_status.values()) == now.runs == len(PLANNED)
     assert sum(sum(counts.values()) for counts in now.by_nodes.values()) == len(PLANNED)
     oks = {k.run_id for k, a in state.attempts.items() if a.result and a.result.status == Status.OK}
@@ -140,7 +140,7 @@ def test_status_and_standings_name_one_status_of_a_run(ends):
     state = SweepState(launched=LAUNCHED, allocations={"over": held()})
     for repeat, status in enumerate(ends):
         told(state, ONE, Status(status), repeat, 0, **({"step_times_s": (1.0,)} if status == "ok" else {}))
-    (shown,) = progress("s", PLANNED, state, "cuda").by_status.keys() - {"pending"}
+    (shown,) = progress_of("s", PLANNED, state, "cuda").by_status.keys() - {"pending"}
     ((standing_of_run,),) = standings_of(PLANNED, state, "cuda").values()
     assert shown == standing_of_run.outcome
 
@@ -169,7 +169,7 @@ def test_what_an_allocation_held_beside_its_run(allocation, run_s, between):
 def test_the_rest_is_scaled_by_what_was_measured():
     planned = [predicted(r, duration_s=10.0) for r in PLANNED]
     state = told(SweepState(), RUNS[0], Status.OK, duration_s=30.0)
-    assert progress("s", planned, state, "cuda").eta_s == pytest.approx(30.0 * (len(planned) - 1))
+    assert progress_of("s", planned, state, "cuda").eta_s == pytest.approx(30.0 * (len(planned) - 1))
 
 
 def preflighted(name, at, **warnings):
@@ -182,7 +182,7 @@ def preflighted(name, at, **warnings):
 def test_the_health_of_nodes_is_warned_of_once_for_each_check():
     ecc, limit = "ECC errors in its life", "power limit"
     old, new = preflighted("b", 1.0, n1=limit, n2=ecc), preflighted("a", 2.0, n1=ecc, n3=limit, n4=None)
-    now = progress("s", PLANNED, SweepState(allocations={"a": new, "b": old}), "cuda")
+    now = progress_of("s", PLANNED, SweepState(allocations={"a": new, "b": old}), "cuda")
     lines = [
         "n1 and 1 other node: ECC errors in its life (GPU 0: 2 errors); limit: no uncorrected errors in the life of a GPU; "
         "remedy: watch the GPU; have it replaced if new errors appear",

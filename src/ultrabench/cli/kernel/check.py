@@ -13,7 +13,7 @@ from ultrabench.record import to_dict
 from ultrabench.sweep.arguments import layout_of, read_arguments, require_possible
 from ultrabench.sweep.config.load import load_model
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 """Largest number of processes of a check."""
 RANK_BYTES = 1e8
 """Bytes of memory of each process of the check, without torch's libraries, which all processes share."""
@@ -26,12 +26,12 @@ ARGUMENTS = ("seq_len", "seed", "steps", "attention", "routing")
 def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -> int:
     """Checks one layout; returns 0 when its results equal those of one process, else 1."""
     spec = check_spec(arguments, options)
-    ranks, cores = spec.layout.world_size, len(os.sched_getaffinity(0))
-    if spec.device == "cpu" and ranks > max(cores, 8):
-        room = f"{ranks} processes need about {ranks * RANK_BYTES / GIB:.0f} GiB of memory"
-        warn(f"{room}, and take minutes on {counted(cores, 'core')}")
-    places = f"{counted(ranks, 'process' if spec.device == 'cpu' else 'GPU')} in {spec.precision}"
-    say(f"comparing {spec.layout.label()} on {places} with one process in fp64")
+    num_ranks, num_cores = spec.layout.world_size, len(os.sched_getaffinity(0))
+    if spec.device == "cpu" and num_ranks > max(num_cores, 8):
+        memory_text = f"{num_ranks} processes need about {num_ranks * RANK_BYTES / GIB:.0f} GiB of memory"
+        warn(f"{memory_text}, and take minutes on {counted(num_cores, 'core')}")
+    places_text = f"{counted(num_ranks, 'process' if spec.device == 'cpu' else 'GPU')} in {spec.precision}"
+    say(f"comparing {spec.layout.label()} on {places_text} with one process in fp64")
     result = check(spec)
     if as_json:
         print_json(to_dict(result))
@@ -45,11 +45,11 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     title = f"{spec.layout.label()}, {spec.shape.name}, {spec.precision} on {spec.device}"
     show(table(title, "difference of", "is", "allowed", rows=rows))
     say(*(f"  {line}" for line in (*result.missing_gradients, result.error) if line))
-    verdict = "equal" if result.passed else "NOT equal"
+    verdict_text = "equal" if result.passed else "NOT equal"
     if result.error and result.loss_diff is None:
-        verdict = "no result"
-    worst = f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
-    say(f"{verdict} ({result.seconds:.1f} s){worst}")
+        verdict_text = "no result"
+    worst_text = f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
+    say(f"{verdict_text} ({result.seconds:.1f} s){worst_text}")
     return int(not result.passed)
 
 
@@ -68,17 +68,17 @@ def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
     fields = {**options, "dump": _folder(options["dump"]), **{n: values[n] for n in ARGUMENTS if n in values}}
     spec = CheckSpec(layout=layout, shape=shape, **fields)
     require_possible(spec.run, spec.device)
-    if layout.world_size > MOST_RANKS:
-        needs = f"{layout.label()} needs {layout.world_size} processes"
-        raise ConfigError(f"{needs}; the check runs at most {MOST_RANKS}: choose smaller degrees")
+    if layout.world_size > MAX_RANKS:
+        fact = f"{layout.label()} needs {layout.world_size} processes"
+        raise ConfigError(f"{fact}; the check runs at most {MAX_RANKS}: choose smaller degrees")
     needed_gib = 2 * STATE_BYTES * shape.num_params / GIB
-    held_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    if needed_gib > held_gib:
+    ram_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    if needed_gib > ram_gib:
         state_cost = (
             f"{shape.num_params:,} parameters, {STATE_BYTES} bytes each, in the layout and in one process"
         )
-        needs = f"model={shape.name} needs at least {needed_gib:,.0f} GiB ({state_cost})"
-        raise ConfigError(f"{needs}; this machine has {held_gib:,.0f} GiB: use a smaller model, such as tiny")
+        fact = f"model={shape.name} needs at least {needed_gib:,.0f} GiB ({state_cost})"
+        raise ConfigError(f"{fact}; this machine has {ram_gib:,.0f} GiB: use a smaller model, such as tiny")
     return spec
 
 

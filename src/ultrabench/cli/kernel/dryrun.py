@@ -23,8 +23,8 @@ def run_dryrun(arguments: list[str], compiled: bool, as_json: bool) -> None:
     """Prints memory, FLOPs and collectives of a step for the first rank of each pipeline stage."""
     spec, hardware = dryrun_spec(arguments, compiled)
     layout, seq_len = spec.layout, spec.workload.seq_len
-    run = f"{layout.label()} on {counted(layout.world_size, 'rank')}, {spec.kernel.precision}{', compiled' * spec.compiles}"
-    say(f"dry run of {run}, seq_len {seq_len}: the first rank of each pipeline stage")
+    run_text = f"{layout.label()} on {counted(layout.world_size, 'rank')}, {spec.kernel.precision}{', compiled' * spec.compiles}"
+    say(f"dry run of {run_text}, seq_len {seq_len}: the first rank of each pipeline stage")
     costs: list[RankCost] = []
     for cost in dry_run(spec):
         costs.append(cost)
@@ -51,12 +51,12 @@ def _model_flops(spec: RunSpec, cost: RankCost) -> float:
     shape, layout = spec.shape, spec.layout
     attention = shape.attention_flops(spec.workload.seq_len)
     stages = stages_by_rank(shape, layout)[cost.pp_rank]
-    per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in stages)
-    return per_token * spec.tokens_per_step / (layout.dp * layout.cp * layout.tp)
+    flops_per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in stages)
+    return flops_per_token * spec.tokens_per_step / (layout.dp * layout.cp * layout.tp)
 
 
 def _document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[str, Any]:
-    ranks_of_stage = spec.layout.world_size // spec.layout.pp
+    ranks_per_stage = spec.layout.world_size // spec.layout.pp
     return {
         "label": spec.layout.label(),
         "world_size": spec.layout.world_size,
@@ -64,37 +64,37 @@ def _document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[
         "rank_mem_bytes": hardware.mem_bytes,
         "peak_bytes": max(cost.peak_bytes for cost in costs),
         "model_flops": spec.shape.flops_per_token(spec.workload.seq_len) * spec.tokens_per_step,
-        "hardware_flops": ranks_of_stage * sum(cost.hardware_flops for cost in costs),
+        "hardware_flops": ranks_per_stage * sum(cost.hardware_flops for cost in costs),
         "stages": [to_dict(cost) | {"model_flops": _model_flops(spec, cost)} for cost in costs],
     }
 
 
 def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
-    worst = max(costs, key=lambda cost: cost.peak_bytes)
-    unit, name = (GIB, "GiB") if worst.peak_bytes >= GIB else (2**20, "MiB")
-    title = f"{spec.shape.name}, {spec.layout.label()}: one step, one rank per pipeline stage, {name}"
+    largest_cost = max(costs, key=lambda cost: cost.peak_bytes)
+    unit_bytes, unit_name = (GIB, "GiB") if largest_cost.peak_bytes >= GIB else (2**20, "MiB")
+    title = f"{spec.shape.name}, {spec.layout.label()}: one step, one rank per pipeline stage, {unit_name}"
     rows = []
     for cost in costs:
-        parts = (f"{getattr(cost, f'{part}_bytes') / unit:.2f}" for part in MEMORY_KINDS)
-        tera = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
-        rows.append((cost.pp_rank, *parts, *tera))
+        parts = (f"{getattr(cost, f'{part}_bytes') / unit_bytes:.2f}" for part in MEMORY_KINDS)
+        tera_flops = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
+        rows.append((cost.pp_rank, *parts, *tera_flops))
     numbers = (f">{part}" for part in (*MEMORY_KINDS, "model TFLOP", "hardware TFLOP"))
-    fits = "fits" if worst.peak_bytes <= hardware.mem_bytes else "does NOT fit"
-    peak = f"largest peak {worst.peak_bytes / GIB:.2f} GiB (stage {worst.pp_rank}) {fits} into"
-    capacity = (
+    fits_text = "fits" if largest_cost.peak_bytes <= hardware.mem_bytes else "does NOT fit"
+    peak_text = f"largest peak {largest_cost.peak_bytes / GIB:.2f} GiB (stage {largest_cost.pp_rank}) {fits_text} into"
+    capacity_text = (
         f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}; allocator, NCCL and CUDA need extra memory"
     )
-    show(table(title, "pp", *numbers, rows=rows), _collectives(costs), f"{peak} {capacity}")
+    show(table(title, "pp", *numbers, rows=rows), _collectives(costs), f"{peak_text} {capacity_text}")
 
 
 def _collectives(costs: list[RankCost]) -> Table:
     """A table of the collectives of a step; stages that send the same bytes share a row."""
-    senders: dict[tuple[str, int, int], list[str]] = {}
+    stages_by_collective: dict[tuple[str, int, int], list[str]] = {}
     for cost in costs:
         for name, (calls, nbytes) in cost.collectives.items():
-            senders.setdefault((name, calls, nbytes), []).append(str(cost.pp_rank))
+            stages_by_collective.setdefault((name, calls, nbytes), []).append(str(cost.pp_rank))
     rows = []
-    for (name, calls, nbytes), stages in sorted(senders.items()):
+    for (name, calls, nbytes), stages in sorted(stages_by_collective.items()):
         size = f"{nbytes / 2**20:,.4g}" if nbytes >= 2**10 else "< 0.001"
         rows.append((*name.split(), calls, size, ",".join(stages)))
     columns = ("axis", "collective", ">calls", ">MiB", "stages")

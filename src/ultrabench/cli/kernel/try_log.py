@@ -17,9 +17,9 @@ from ultrabench.log_patterns import (
 )
 from ultrabench.sweep.config.files import files, read_yaml
 
-SHOWN = 5
+MAX_SHOWN = 5
 """Number of matches that the table shows, from the beginning of a log."""
-FACTS = {"step_line": "step", "memory_line": "memory peak", "mfu_line": "MFU value"}
+NOUNS = {"step_line": "step", "memory_line": "memory peak", "mfu_line": "MFU value"}
 """Option of a kernel -> what a line that its pattern matches reports."""
 
 
@@ -54,9 +54,9 @@ def _patterns(text: str) -> dict[str, re.Pattern[str]]:
     pattern = compiled_any(text)
     if not (options := options_of(pattern)):
         forms = "; ".join(f"{option}: {', '.join(LOG_PATTERNS[option].groups)}" for option in LOG_PATTERNS)
-        near = nearest_name(text, files("kernel"))
+        similar_kernel = nearest_name(text, files("kernel"))
         rule = f"not a kernel, and has no group (?P<NAME>...) with one of these names: {forms}"
-        raise ConfigError(f"{text!r} is {rule}", f"did you mean {near}?" if near else "")
+        raise ConfigError(f"{text!r} is {rule}", f"did you mean {similar_kernel}?" if similar_kernel else "")
     return dict.fromkeys(options, pattern)
 
 
@@ -71,11 +71,11 @@ def _reading(option: str, pattern: re.Pattern[str], log: str) -> dict[str, Any]:
         if match is None:
             continue
         values = parse_log_line(line, pattern, tokens_per_gpu=1.0, option=option) or {}
-        why = misread(option, values) or values.get("fault")
-        if values and not why:
+        refusal = misread(option, values) or values.get("fault")
+        if values and not refusal:
             lines.append({"line": number, **dict(_read(option, match, values))})
         else:
-            refused.append(f"line {number} matches, but {why or 'has no such number'}: {line.strip()}")
+            refused.append(f"line {number} matches, but {refusal or 'has no such number'}: {line.strip()}")
     nearest = [] if lines else refused[:1] or nearest_lines(log, pattern.pattern)
     reading = {"lines": lines, "refused": refused, "nearest": nearest}
     return reading | ({"form": _form_of_mfu(pattern, log, lines)} if option == "mfu_line" else {})
@@ -103,28 +103,28 @@ def _form_of_mfu(pattern: re.Pattern[str], log: str, lines: list[dict[str, Any]]
 def _read(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The groups of an option with their texts, then what follows from them if that does not depend on a layout."""
     log_pattern = LOG_PATTERNS[option]
-    known = {**log_pattern.groups, **log_pattern.optional}
-    texts = {name: text for name, text in match.groupdict().items() if text is not None and name in known}
+    groups = {**log_pattern.groups, **log_pattern.optional}
+    texts = {name: text for name, text in match.groupdict().items() if text is not None and name in groups}
     yield from texts.items()
     for name, text in texts.items():
-        quantity = known[name][0]
+        quantity = groups[name][0]
         if quantity in values and quantity != name and text:
             yield quantity, values[quantity]
 
 
 def _show(option: str, reading: dict[str, Any], file: Path) -> None:
-    noun = FACTS[option]
+    noun = NOUNS[option]
     lines, refused = reading["lines"], reading["refused"]
     if form := reading.get("form"):
         say(f"kernel.{option}: {form}")
     if not lines:
         say(f"kernel.{option}: no {noun} found in {file}; nearest lines:", *reading["nearest"])
         return
-    columns = [*dict.fromkeys(name for row in lines[:SHOWN] for name in row)]
-    first = [[_short(row.get(name)) for name in columns] for row in lines[:SHOWN]]
-    part = f", the first {SHOWN}:" if len(lines) > SHOWN else ""
-    show(f"kernel.{option}: {counted(len(lines), noun)} in {file}{part}")
-    show(table("", *(f">{name}" for name in columns), rows=first))
+    columns = [*dict.fromkeys(name for row in lines[:MAX_SHOWN] for name in row)]
+    shown_rows = [[_short(row.get(name)) for name in columns] for row in lines[:MAX_SHOWN]]
+    first_text = f", the first {MAX_SHOWN}:" if len(lines) > MAX_SHOWN else ""
+    show(f"kernel.{option}: {counted(len(lines), noun)} in {file}{first_text}")
+    show(table("", *(f">{name}" for name in columns), rows=shown_rows))
     if refused:
         say(f"kernel.{option}: {counted(len(refused), 'matching line')} ignored, such as:", refused[0])
 

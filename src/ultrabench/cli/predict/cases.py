@@ -11,7 +11,7 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.sweep.config.load import load_profile
 from ultrabench.sweep.predict.profile import Profile
 
-MOST_REASONS = 5
+MAX_REASONS = 5
 """Largest number of reasons that are printed for rows that cannot be predicted."""
 
 
@@ -26,8 +26,8 @@ def open_cases(
         profile: its name; None means that of the program which the runs used.
     """
     usable_cases = _usable_cases(sources, results_dir)
-    constants = load_profile(profile or default_profile(usable_cases))
-    return with_memory(usable_cases, constants), constants
+    used_profile = load_profile(profile or default_profile(usable_cases))
+    return with_memory(usable_cases, used_profile), used_profile
 
 
 def open_cases_by_profile(
@@ -39,35 +39,35 @@ def open_cases_by_profile(
         profile: its name; None means for each run that of the program which it used.
     """
     usable_cases = _usable_cases([source], results_dir)
-    usual = {} if profile else usual_profiles(usable_cases)
+    profile_by_program = {} if profile else usual_profiles(usable_cases)
     cases_by_name: dict[str, list[Case]] = {}
     for case in usable_cases:
-        cases_by_name.setdefault(profile or usual[case.run.spec.kernel.name], []).append(case)
+        cases_by_name.setdefault(profile or profile_by_program[case.run.spec.kernel.name], []).append(case)
     profiles = {name: load_profile(name) for name in cases_by_name}
     return [
-        (with_memory(of_profile, profiles[name]), profiles[name])
-        for name, of_profile in cases_by_name.items()
+        (with_memory(cases_of_profile, profiles[name]), profiles[name])
+        for name, cases_of_profile in cases_by_name.items()
     ]
 
 
 def _usable_cases(sources: Sequence[str | None], results_dir: Path) -> list[Case]:
     """The runs that predictions can be compared with; the others are counted on stderr."""
-    runs, unknown = list[MeasuredRun](), dict[str, list[str]]()
+    runs, names_by_reason = list[MeasuredRun](), dict[str, list[str]]()
     for source in sources:
-        runs_with_results, unusable = measured_runs(open_results(source, results_dir, warn)[2])
+        runs_with_results, unusable_by_reason = measured_runs(open_results(source, results_dir, warn)[2])
         runs += runs_with_results
-        for reason, names in unusable.items():
-            unknown.setdefault(reason, []).extend(names)
-    for reason, names in sorted(unknown.items(), key=lambda pair: -len(pair[1]))[:MOST_REASONS]:
+        for reason, names in unusable_by_reason.items():
+            names_by_reason.setdefault(reason, []).extend(names)
+    for reason, names in sorted(names_by_reason.items(), key=lambda pair: -len(pair[1]))[:MAX_REASONS]:
         example = f"such as {names[0]}" if len(names) > 1 else names[0]
         say(f"{counted(len(names), 'row')} cannot be predicted, {example}: {reason}")
-    num_unknown = sum(map(len, unknown.values()))
-    usable_cases, others = cases(runs)
-    exclusions = "; ".join(f"{n:,} {reason}" for reason, n in others.most_common())
-    say(f"{counted(len(usable_cases), 'run')}; excluded: {exclusions or 'none'}")
+    num_unpredictable = sum(map(len, names_by_reason.values()))
+    usable_cases, excluded_by_reason = cases(runs)
+    exclusions_text = "; ".join(f"{n:,} {reason}" for reason, n in excluded_by_reason.most_common())
+    say(f"{counted(len(usable_cases), 'run')}; excluded: {exclusions_text or 'none'}")
     if not usable_cases:
-        rows = counted(len(runs) + num_unknown, "row")
+        rows_text = counted(len(runs) + num_unpredictable, "row")
         raise ConfigError(
-            f"none of {rows} is a run that can be predicted and ended ok or oom; give other results"
+            f"none of {rows_text} is a run that can be predicted and ended ok or oom; give other results"
         )
     return usable_cases

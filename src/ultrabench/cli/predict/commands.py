@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 Metrics = dict[str, Any]
 """Errors of predictions, as `ultrabench.analysis.predict.validate.metrics` gives them."""
 
-TIME = ("runs", "> 2x", "median", "90 %", "in 80 %", "rank corr.", "top 5", "regret")
+TIME_COLUMNS = ("runs", "> 2x", "median", "90 %", "in 80 %", "rank corr.", "top 5", "regret")
 """Columns of the errors of step times; `> 2x` counts rows that took more than twice as long as predicted."""
-MEMORY = ("median", "90 %", "OOM right", "borderline", "wrong prune", "OOM caught")
+MEMORY_COLUMNS = ("median", "90 %", "OOM right", "borderline", "wrong prune", "OOM caught")
 """Columns of the errors of memory."""
-FEW_ROWS = 30
+MAX_LISTED_RUNS = 30
 """Largest number of runs that `validate` lists one by one; --json lists all, and --rows writes them."""
-MINE = Path("ultrabench/profiles/mine.yaml")
+DEFAULT_OUTPUT = Path("ultrabench/profiles/mine.yaml")
 ProfileName = Annotated[
     str | None,
     typer.Option("--profile", metavar="NAME", help="Default: the profile of the program of the runs."),
@@ -70,7 +70,7 @@ def layout(arguments: Arguments, json_: Json = False, results_dir: ResultsDir = 
 @predict_app.command()
 def validate(
     source: Source = None,
-    profile: ProfileName = None,
+    profile_name: ProfileName = None,
     rows: Path | None = typer.Option(
         None, callback=require_parquet, help="Write all rows with their predictions (.parquet)."
     ),
@@ -97,31 +97,29 @@ def validate(
     if leave_out is not None:
         require_known("group for --leave-out", GROUPS, leave_out)
     if leave_out is None:
-        groups = open_cases_by_profile(source, profile, results_dir)
-        tables = [predicted(of_profile, partial(_same, used)) for of_profile, used in groups]
+        groups = open_cases_by_profile(source, profile_name, results_dir)
+        tables = [predicted(cases, partial(_same, profile)) for cases, profile in groups]
         predictions = pd.concat(tables, ignore_index=True)
-        profiles = [used for _, used in groups]
-        for of_profile, used in groups:
-            if priors := priors_of_fp8(of_profile, used):
+        profiles = [profile for _, profile in groups]
+        for cases, profile in groups:
+            if priors := priors_of_fp8(cases, profile):
                 say(priors)
-            if used.prior:
-                fit = (
-                    f"profile {used.name}: {used.source}; for the runs of that fit, the errors are fit errors"
-                )
-                say(f"{fit}: for unseen runs, add --leave-out model or nodes")
+            if profile.prior:
+                fit_text = f"profile {profile.name}: {profile.source}; for the runs of that fit, the errors are fit errors"
+                say(f"{fit_text}: for unseen runs, add --leave-out model or nodes")
     else:
-        cases_of_file, used = open_cases([source], profile, results_dir)
-        profiles = [used]
-        prior = load_profile(used.prior) if used.prior else used
-        limits = {name: value for name, value in used.memory.items() if name.endswith("limit")}
-        memory = " and memory (not its limits)" if used.framework == "nanotron" else ""
+        cases_of_file, profile = open_cases([source], profile_name, results_dir)
+        profiles = [profile]
+        prior = load_profile(profile.prior) if profile.prior else profile
+        limits = {name: value for name, value in profile.memory.items() if name.endswith("limit")}
+        memory_text = " and memory (not its limits)" if profile.framework == "nanotron" else ""
         say(
-            f"--leave-out {leave_out}: step time{memory} refitted without each, starting from profile {prior.name}"
+            f"--leave-out {leave_out}: step time{memory_text} refitted without each, starting from profile {prior.name}"
         )
-        fitted = without_own_group(cases_of_file, replace(prior, memory=prior.memory | limits), leave_out)
-        predictions = predicted(cases_of_file, lambda case: fitted[GROUPS[leave_out](case)])
-    names = ", ".join(used.name for used in profiles)
-    measured, errors = metrics(predictions), row_errors(predictions)
+        refits = without_own_group(cases_of_file, replace(prior, memory=prior.memory | limits), leave_out)
+        predictions = predicted(cases_of_file, lambda case: refits[GROUPS[leave_out](case)])
+    names = ", ".join(profile.name for profile in profiles)
+    metrics_by_scope, errors = metrics(predictions), row_errors(predictions)
     if rows is not None:
         import pyarrow as pa
 
@@ -133,25 +131,24 @@ def validate(
 
         draw(output, lambda: validated(predictions, names))
     if json_:
-        scored = [
-            {"name": used.name, "source": used.source, "prior": used.prior, "leave_out": leave_out}
-            for used in profiles
+        profile_records = [
+            {"name": p.name, "source": p.source, "prior": p.prior, "leave_out": leave_out} for p in profiles
         ]
-        print_json(measured | {"profiles": scored, "rows": errors})
+        print_json(metrics_by_scope | {"profiles": profile_records, "rows": errors})
         return
-    if len(errors) <= FEW_ROWS:
+    if len(errors) <= MAX_LISTED_RUNS:
         _show_rows(errors)
-    for scope, all_ in measured.items():
-        if scope == "all" and not measured["healthy"]["excluded"]:
+    for scope, scores in metrics_by_scope.items():
+        if scope == "all" and not metrics_by_scope["healthy"]["excluded"]:
             show("step time of all rows: as above, because no row is excluded", "")
             continue
-        reasons = ", ".join(f"{n:,} {why}" for why, n in all_["excluded_by_reason"].items())
-        runs = f"{all_['step_time']['rows']:,} runs ({all_['excluded']:,} excluded)"
-        title = f"step time of {scope} rows, profile {names}: {runs}"
-        _show(f"{title}: {reasons}" if reasons else title, TIME, all_, _time)
-        shares = ", ".join(f"{k} {_percent(v)}" for k, v in all_["interval"]["regimes"].items())
-        show(f"{scope} rows inside their 80 % interval, by regime: {shares or 'none'}", "")
-    _show(f"memory and OOM of all rows, profile {names}", MEMORY, measured["all"], _memory)
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in scores["excluded_by_reason"].items())
+        runs_text = f"{scores['step_time']['rows']:,} runs ({scores['excluded']:,} excluded)"
+        title = f"step time of {scope} rows, profile {names}: {runs_text}"
+        _show(f"{title}: {reasons}" if reasons else title, TIME_COLUMNS, scores, _time)
+        shares_text = ", ".join(f"{k} {_percent(v)}" for k, v in scores["interval"]["regimes"].items())
+        show(f"{scope} rows inside their 80 % interval, by regime: {shares_text or 'none'}", "")
+    _show(f"memory and OOM of all rows, profile {names}", MEMORY_COLUMNS, metrics_by_scope["all"], _memory)
 
 
 def _same(profile: "Profile", case: object) -> "Profile":
@@ -169,21 +166,21 @@ def _show_rows(errors: list[dict[str, Any]]) -> None:
             f"{e[f'{end}tokens_per_s_per_gpu']:,.0f}" for end in ("", "predicted_", "low_", "high_")
         )
         run = f"{e['model']} {e['precision']}{' compiled' * e['compile']}"
-        where = f"{counted(e['nodes'], 'node')} {e['hardware']}"
+        nodes = f"{counted(e['nodes'], 'node')} {e['hardware']}"
         interval = f"{low}-{high}{'' if e['inside'] else ' (outside)'}"
-        rows.append((run, where, e["layout"], speed, predicted, interval, f"{e['step_time_error']:+.0%}"))
+        rows.append((run, nodes, e["layout"], speed, predicted, interval, f"{e['step_time_error']:+.0%}"))
     heads = ("run", "on", "layout", ">measured", ">predicted", ">80 % interval", ">step time error")
     show(table("tokens/s/GPU of each run", *heads, rows=rows), "")
 
 
 def _show(
-    title: str, columns: tuple[str, ...], all_: Metrics, cells: Callable[[Metrics], tuple[str, ...]]
+    title: str, columns: tuple[str, ...], scores: Metrics, cells: Callable[[Metrics], tuple[str, ...]]
 ) -> None:
     """Prints one line for all rows and one for each value of a slice."""
     from ultrabench.cli.tables import show, table
 
-    by = {f"{name} {value}": m for name, slices in all_["by"].items() for value, m in slices.items()}
-    rows = [(name.removeprefix("parallelism "), *cells(m)) for name, m in ({"all": all_} | by).items()]
+    parts = {f"{name} {value}": m for name, slices in scores["by"].items() for value, m in slices.items()}
+    rows = [(name.removeprefix("parallelism "), *cells(m)) for name, m in ({"all": scores} | parts).items()]
     show(table(title, "rows of", *(f">{head}" for head in columns), rows=rows), "")
 
 
@@ -214,7 +211,7 @@ def calibrate(
         None, metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep."
     ),
     profile: ProfileName = None,
-    output: Path = typer.Option(MINE, "-o", "--output", help="Profile to write."),
+    output: Path = typer.Option(DEFAULT_OUTPUT, "-o", "--output", help="Profile to write."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
@@ -228,14 +225,14 @@ def calibrate(
     from ultrabench.cli.predict.cases import open_cases
     from ultrabench.cli.tables import print_json, say, show, table
 
-    fitted_cases, base = open_cases(sources or [None], profile, results_dir)
-    calibration = calibrated(fitted_cases, base, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
+    fitted_cases, prior = open_cases(sources or [None], profile, results_dir)
+    calibration = calibrated(fitted_cases, prior, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_result(output, to_yaml(calibration.profile, base).encode())
+    write_result(output, to_yaml(calibration.profile, prior).encode())
     if json_:
         summary = {
             "profile": str(output),
-            "prior": base.name,
+            "prior": prior.name,
             "runs": calibration.runs,
             "fitted": calibration.fitted,
         }
@@ -243,17 +240,17 @@ def calibrate(
             summary | {"before": calibration.before, "after": calibration.after, "memory": calibration.memory}
         )
         return
-    quality = {
+    errors_by_part = {
         "step_time": {"before": calibration.before, "after": calibration.after},
         "memory": calibration.memory,
     }
     rows = []
-    for part, errors in quality.items():
+    for part, errors in errors_by_part.items():
         fitted = "fitted" if calibration.fitted[part] else "fitted, not used"
-        names = {"before": f"profile {base.name}", "after": fitted}
-        for when in errors:
-            shares = (f"{100 * errors[when][key]:.1f} %" for key in ("median_error", "p90_error"))
-            rows.append((part.replace("_", " "), names[when], *shares))
+        constants_text = {"before": f"profile {prior.name}", "after": fitted}
+        for stage in errors:
+            shares = (f"{100 * errors[stage][key]:.1f} %" for key in ("median_error", "p90_error"))
+            rows.append((part.replace("_", " "), constants_text[stage], *shares))
     title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
     say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")
@@ -266,7 +263,7 @@ def replay(
         "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
     ),
     batch: int = typer.Option(1, min=1, help="Number of concurrent runs."),
-    profile: ProfileName = None,
+    profile_name: ProfileName = None,
     output: Output = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
@@ -281,8 +278,8 @@ def replay(
     from ultrabench.sweep.config.load import load_config
 
     require_known("strategy", STRATEGIES, strategy)
-    replayed_cases, used = open_cases([source], profile, results_dir)
-    cells = cells_of(replayed_cases, used)
+    replayed_cases, profile = open_cases([source], profile_name, results_dir)
+    cells = cells_of(replayed_cases, profile)
     if not cells:
         raise ConfigError(f"no layout of {source or 'the sweep'} has an ok run; replay a finished sweep")
     replays = replayed(cells, strategy, batch, load_config().max_p_oom)
@@ -298,10 +295,10 @@ def replay(
          "none found" if c["regret"] is None else f"{c['regret']:.1%}")
         for c in replays["cells"]
     ]  # fmt: skip
-    title = f"strategy {strategy}, batch {batch}, profile {used.name}"
+    title = f"strategy {strategy}, batch {batch}, profile {profile.name}"
     show(table(title, "model", ">nodes", ">layouts", ">runs", ">GPU hours", ">regret", rows=rows), "")
-    near = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in replays["cells"])
+    num_near = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in replays["cells"])
     say(
         f"{replays['runs']:,} runs, {replays['gpu_hours_share']:.1%} of the GPU hours of all layouts; "
-        f"within 2 % of the best in {near} of {len(rows)} cells"
+        f"within 2 % of the best in {num_near} of {len(rows)} cells"
     )

@@ -29,9 +29,9 @@ from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS, StageMemory
 
-BAR = 40
+BAR_WIDTH = 40
 """Number of characters of the longest bar."""
-NEAREST = 3
+NUM_NEAREST = 3
 """Number of measured runs that are shown."""
 
 
@@ -55,12 +55,12 @@ def _whole_bytes(stage: StageMemory) -> dict[str, int]:
 def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     """The prediction of a run as the document of `ultrabench predict --json`, without measured runs."""
     peak = config.hardware.peak(spec.kernel.precision, spec.nodes, None, os.cpu_count() or 1)
-    predicts = predictor(config, spec.nodes, peak)
-    stages = predicts.stages(spec)
-    times = predicts.step_time(spec, stages)
-    part_rows = predicts.of_parts(spec, stages, times)
-    largest = max(stages, key=lambda stage: stage.peak_bytes)
-    rate = spec.tokens_per_step / part_rows.step_time_s / spec.layout.world_size
+    run_predictor = predictor(config, spec.nodes, peak)
+    stages = run_predictor.stages(spec)
+    time_parts = run_predictor.step_time(spec, stages)
+    prediction = run_predictor.of_parts(spec, stages, time_parts)
+    peak_stage = max(stages, key=lambda stage: stage.peak_bytes)
+    rate = spec.tokens_per_step / prediction.step_time_s / spec.layout.world_size
     flops = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
     return {
         "label": spec.layout.label(),
@@ -69,77 +69,77 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "num_active_params": spec.shape.num_active_params,
         "spec": to_dict(spec),
         "profile": config.profile.name,
-        "peak_mem_bytes": part_rows.peak_mem_bytes,
+        "peak_mem_bytes": prediction.peak_mem_bytes,
         "rank_mem_bytes": config.hardware.mem_bytes,
-        "p_oom": round(part_rows.p_oom, 6),
-        "memory": _whole_bytes(largest),
+        "p_oom": round(prediction.p_oom, 6),
+        "memory": _whole_bytes(peak_stage),
         "stages": [
             {"pp_rank": stage.pp_rank, "phase": stage.phase}
             | _whole_bytes(stage)
             | {"peak_bytes": round(stage.peak_bytes)}
             for stage in stages
         ],
-        "step_time_s": part_rows.step_time_s,
-        "step_time_low_s": part_rows.step_time_low_s,
-        "step_time_high_s": part_rows.step_time_high_s,
-        "time": times._asdict(),
-        "communication_over_compute": predicts.communication_ratios(spec),
-        "limited_by": part_rows.limited_by,
+        "step_time_s": prediction.step_time_s,
+        "step_time_low_s": prediction.step_time_low_s,
+        "step_time_high_s": prediction.step_time_high_s,
+        "time": time_parts._asdict(),
+        "communication_over_compute": run_predictor.communication_ratios(spec),
+        "limited_by": prediction.limited_by,
         "tokens_per_s_per_gpu": rate,
         "mfu": None if peak.source == GUESSED else rate * flops / peak.flops_per_s,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
-        "against_published": _against_published(spec, config, part_rows.step_time_s, peak),
+        "against_published": _against_published(spec, config, prediction.step_time_s, peak),
     }
 
 
 def _against_published(spec: RunSpec, config: SweepConfig, step_time_s: float, peak: Peak) -> str | None:
     if config.hardware.device != "cuda":
         return None
-    best = best_published(config)
-    return against_published(config, published_mfu(spec, step_time_s, peak.flops_per_s, best), best)
+    best_rate = best_published(config)
+    return against_published(config, published_mfu(spec, step_time_s, peak.flops_per_s, best_rate), best_rate)
 
 
 def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator[RenderableType]:
     """The tables of a prediction."""
-    unit, name = (GIB, "GiB") if prediction["peak_mem_bytes"] >= GIB else (2**20, "MiB")
-    stages, limit = prediction["stages"], f"{prediction['rank_mem_bytes'] / GIB:.4g} GiB"
+    unit_bytes, name = (GIB, "GiB") if prediction["peak_mem_bytes"] >= GIB else (2**20, "MiB")
+    stages, limit_text = prediction["stages"], f"{prediction['rank_mem_bytes'] / GIB:.4g} GiB"
     largest = max(stages, key=lambda stage: stage["peak_bytes"])
     peak_place = (
         f"pipeline rank {largest['pp_rank']}, {largest['phase']}" if len(stages) > 1 else largest["phase"]
     )
-    where = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
-    size = params_text(prediction["num_params"], prediction["num_active_params"])
-    yield f"{spec.shape.name} ({size}), {prediction['label']}, {where}, sequences of {spec.workload.seq_len:,} tokens"
-    yield _bars(f"\npeak memory ({peak_place}), {name}", prediction["memory"], 1 / unit)
+    hardware_text = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
+    size_text = params_text(prediction["num_params"], prediction["num_active_params"])
+    yield f"{spec.shape.name} ({size_text}), {prediction['label']}, {hardware_text}, sequences of {spec.workload.seq_len:,} tokens"
+    yield _bars(f"\npeak memory ({peak_place}), {name}", prediction["memory"], 1 / unit_bytes)
     if len(stages) > 1:
         rows, columns = [], ("phase", *MEMORY_PARTS, "peak_bytes")
-        for parts, alike in groupby(stages, lambda stage: [stage[name] for name in columns]):
-            ranks = [stage["pp_rank"] for stage in alike]
-            names = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
-            rows.append((names, parts[0], *(f"{part / unit:.2f}" for part in parts[1:])))
+        for parts, equal_stages in groupby(stages, lambda stage: [stage[name] for name in columns]):
+            ranks = [stage["pp_rank"] for stage in equal_stages]
+            ranks_text = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
+            rows.append((ranks_text, parts[0], *(f"{part / unit_bytes:.2f}" for part in parts[1:])))
         heads = ("rank", "at", *(f">{part}" for part in (*MEMORY_PARTS, "peak")))
         yield table(f"\nmemory of each pipeline rank, {name}", *heads, rows=rows)
-    likely = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
+    fit_text = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
     if prediction["limited_by"] == "memory" and prediction["p_oom"] <= LIKELY_OOM:
-        likely += ", but the allocator must release its reserve and wait"
-    yield f"peak {prediction['peak_mem_bytes'] / unit:.2f} {name} of {limit}: {likely}, P(OOM) {100 * prediction['p_oom']:.1f} %"
+        fit_text += ", but the allocator must release its reserve and wait"
+    yield f"peak {prediction['peak_mem_bytes'] / unit_bytes:.2f} {name} of {limit_text}: {fit_text}, P(OOM) {100 * prediction['p_oom']:.1f} %"
     yield _bars("\nstep time, ms", prediction["time"], 1e3)
     if ratios := prediction["communication_over_compute"]:
         yield ratio_line(ratios, spec.layout.dp_overlap)
-    mfu = (
+    mfu_text = (
         ""
         if prediction["mfu"] is None
         else f", MFU {100 * prediction['mfu']:.1f} %{of_peak(spec.kernel.precision)}"
     )
     low, high = (three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
-    step = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {low} to {high} s)"
-    rate = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu}"
-    yield f"{step}; {rate}; limited by {prediction['limited_by']}"
+    step_text = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {low} to {high} s)"
+    rate_text = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu_text}"
+    yield f"{step_text}; {rate_text}; limited by {prediction['limited_by']}"
     if prediction["mfu"] is not None and spec.shape.num_experts:
         yield formula_text([config.measure.flops_formula], has_experts=True)
     if prediction["mfu"] is None:
-        guessed = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
-        yield f"assumes {guessed} per core; a sweep measures its cores first, so it predicts other times"
+        rate_text = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
+        yield f"assumes {rate_text} per core; a sweep measures its cores first, so it predicts other times"
     profile = config.profile
     yield f"profile {profile.name} ({profile.framework}, {profile.date}): {profile.source}"
     if prediction["unmeasured"]:
@@ -171,10 +171,10 @@ def ratio_line(ratios: Mapping[str, float], dp_overlap: str = "on") -> str:
 
 def _bars(title: str, parts: dict[str, float], scale: float) -> RenderableType:
     """A table with a bar for each part that is seen, whose lengths are relative to the largest."""
-    whole, longest = sum(parts.values()), max(parts.values())
-    visible_parts = {name: value for name, value in parts.items() if value > 1e-4 * whole}
-    bars = {name: BLOCK * round(BAR * value / longest) for name, value in visible_parts.items()}
-    rows = [(n, f"{v * scale:,.2f}", f"{100 * v / whole:.0f} %", bars[n]) for n, v in visible_parts.items()]
+    total, longest_value = sum(parts.values()), max(parts.values())
+    visible_parts = {name: value for name, value in parts.items() if value > 1e-4 * total}
+    bars = {name: BLOCK * round(BAR_WIDTH * value / longest_value) for name, value in visible_parts.items()}
+    rows = [(n, f"{v * scale:,.2f}", f"{100 * v / total:.0f} %", bars[n]) for n, v in visible_parts.items()]
     return table(title, "part", ">amount", ">share", "", rows=rows)
 
 
@@ -184,10 +184,10 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
     for path in sorted(results_dir.glob("*/sweep.json")):
         with contextlib.suppress(UltrabenchError):
             runs += measured_runs(collect([SweepFolder(path.parent)], warn))[0]
-    where = spec.shape.name, config.hardware.name
-    sound = (r for r in runs if r.status == Status.OK and r.is_final and not r.suspect and r.step_time_s)
-    similar = [run for run in sound if (run.spec.shape.name, run.hardware) == where]
-    for run in sorted(similar, key=lambda run: distance(run.spec, spec))[:NEAREST]:
+    model_and_hardware = spec.shape.name, config.hardware.name
+    valid_runs = (r for r in runs if r.status == Status.OK and r.is_final and not r.suspect and r.step_time_s)
+    similar_runs = [run for run in valid_runs if (run.spec.shape.name, run.hardware) == model_and_hardware]
+    for run in sorted(similar_runs, key=lambda run: distance(run.spec, spec))[:NUM_NEAREST]:
         assert run.step_time_s is not None
         yield {
             "sweep": run.sweep,
@@ -203,9 +203,9 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
 
 def distance(a: RunSpec, b: RunSpec) -> float:
     """How much two runs differ: 1 for each factor of two in a number, and 1 for each other setting that differs."""
-    numbers = (*DEGREES, *BATCH)
-    sizes = ((getattr(a.layout, name), getattr(b.layout, name)) for name in numbers)
+    number_axes = (*DEGREES, *BATCH)
+    sizes = ((getattr(a.layout, name), getattr(b.layout, name)) for name in number_axes)
     workload_sizes = ((a.nodes, b.nodes), (a.workload.seq_len, b.workload.seq_len))
-    others = (name for name in AXES if name not in numbers)
-    other: float = sum(getattr(a.layout, name) != getattr(b.layout, name) for name in others)
-    return other + sum(math.fabs(math.log2(size_a / size_b)) for size_a, size_b in (*sizes, *workload_sizes))
+    other_axes = (name for name in AXES if name not in number_axes)
+    total: float = sum(getattr(a.layout, name) != getattr(b.layout, name) for name in other_axes)
+    return total + sum(math.fabs(math.log2(size_a / size_b)) for size_a, size_b in (*sizes, *workload_sizes))

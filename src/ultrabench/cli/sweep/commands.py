@@ -40,14 +40,14 @@ MaxGpuHours = Annotated[
     float | None, typer.Option(min=0.0, callback=_finite, help="Limit of the total GPU hours of the sweep.")
 ]
 Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and exit at once.")]
-InResults = Annotated[
+ResultsOption = Annotated[
     Path | None, typer.Option("--results-dir", help="Folder of the sweeps, like results_dir=FOLDER.")
 ]
 PlanFile = Annotated[Path | None, table_file("Write all candidates to a parquet file.")]
 Run = Annotated[str, typer.Argument(help="Id of the run, first digits of the id, or rank in sweep top.")]
-InThis = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="Same as --sweep.")]
-_AS = "Print how another framework, such as megatron or deepspeed, trains this layout (see docs/start/your-program.md)."
-InSweep = Annotated[
+SweepArgument = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="Same as --sweep.")]
+_AS_HELP = "Print how another framework, such as megatron or deepspeed, trains this layout (see docs/start/your-program.md)."
+SweepOption = Annotated[
     str | None, typer.Option("--sweep", help="Name or folder of the sweep; default: any sweep.")
 ]
 
@@ -58,7 +58,7 @@ def _say_at_once(message: str) -> None:
         typer.echo(message, err=True)
 
 
-def _in(results_dir: Path | None) -> list[str]:
+def _results_override(results_dir: Path | None) -> list[str]:
     """The override that chooses the folder of the results, if one is given."""
     return [] if results_dir is None else [f'results_dir="{results_dir}"']
 
@@ -75,7 +75,7 @@ def plan(
     show_script: bool = typer.Option(
         False, "--show-script", help="Print only the script of the first Slurm job."
     ),
-    results_dir: InResults = None,
+    results_dir: ResultsOption = None,
 ) -> None:
     """Show valid and rejected layouts and the predicted price.
 
@@ -83,7 +83,7 @@ def plan(
     if show_script and (json_ or output or top):
         raise ConfigError("--show-script prints a script and nothing else; leave out --json, -o and --top")
     _say_at_once("planning")
-    overrides = [*overrides, *_in(results_dir)]
+    overrides = [*overrides, *_results_override(results_dir)]
     from ultrabench.cli.sweep.plan import print_script, show_plan
 
     if show_script:
@@ -101,13 +101,13 @@ def launch(
     reuse: str | None = typer.Option(
         None, help="If the environment changed: same (measure again) or any (keep results)."
     ),
-    results_dir: InResults = None,
+    results_dir: ResultsOption = None,
 ) -> int:
     """Run a sweep; the same command continues it after an interruption."""
     _say_at_once("reading the configuration and planning")
     from ultrabench.cli.sweep.launch import run_launch
 
-    return run_launch([*overrides, *_in(results_dir)], detach, max_gpu_hours, yes, reuse)
+    return run_launch([*overrides, *_results_override(results_dir)], detach, max_gpu_hours, yes, reuse)
 
 
 @sweep_app.command()
@@ -223,9 +223,9 @@ def rename(sweep: OneSweep, new: NewName, yes: Yes = False, results_dir: Results
 @sweep_app.command()
 def show(
     run_id: Run,
-    in_sweep: InThis = None,
-    sweep: InSweep = None,
-    as_: str | None = typer.Option(None, "--as", metavar="FRAMEWORK", help=_AS),
+    in_sweep: SweepArgument = None,
+    sweep: SweepOption = None,
+    as_: str | None = typer.Option(None, "--as", metavar="FRAMEWORK", help=_AS_HELP),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
@@ -243,9 +243,9 @@ def show(
 @sweep_app.command()
 def logs(
     run_id: Run,
-    in_sweep: InThis = None,
+    in_sweep: SweepArgument = None,
     follow: bool = typer.Option(False, "-f", "--follow", help="Print new lines until the attempt ends."),
-    sweep: InSweep = None,
+    sweep: SweepOption = None,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Print the log of the latest attempt of a run."""

@@ -29,32 +29,34 @@ from ultrabench.variant import shown
 
 LONG_HOURS = 1.0
 """Predicted hours on this machine from which a launch asks first."""
-BUSY = 0.3
+BUSY_SHARE = 0.3
 """Share of this machine's cores, used by other programs, from which a launch warns."""
 
 
 def headline(config: SweepConfig) -> str:
     """One line with all that the runs of a sweep share, such as its models, hardware, batch and precision."""
-    models, hardware = ", ".join(map(_size, config.models)), config.hardware.name
-    listed = {name: " or ".join(map(shown, values)) for name, values in config.options.values.items()}
+    models, hardware = ", ".join(map(_size_text, config.models)), config.hardware.name
+    options = {name: " or ".join(map(shown, values)) for name, values in config.options.values.items()}
     routing = next(filter(None, map(config.kernel.routing_of, config.models)), None)
-    texts = (listed["precision"], f"kernel {config.kernel.name}", routing_text(routing))
-    with_what = ", ".join(filter(None, texts))
+    texts = (options["precision"], f"kernel {config.kernel.name}", routing_text(routing))
+    setup_text = ", ".join(filter(None, texts))
     if config.kernel.kind == "probe":
-        return f"sweep {config.name}: links of {hardware}, {with_what}"
+        return f"sweep {config.name}: links of {hardware}, {setup_text}"
     seq_lens, batches = config.options.values["seq_len"], config.options.values["gbs"]
     nodes = config.axes.nodes
-    tokens = [int(config.gbs_on(end(nodes), end(batches))) * end(seq_lens) for end in (min, max)]
+    tokens = [int(config.gbs_on(pick(nodes), pick(batches))) * pick(seq_lens) for pick in (min, max)]
     tokens_text = " to ".join(dict.fromkeys(map(count, tokens)))
-    smallest = counted(min(nodes), "node")
-    on_more = f" on {smallest}, scaled with the number of nodes" if config.scaling == WEAK else ""
-    batch = f"sequences of {listed['seq_len']} tokens, global batch {listed['gbs']}{on_more} ({tokens_text} tokens)"
-    variants = [f"{name} {listed[name]}" for name, of in config.options.of_variants.items() if len(of) > 1]
-    varied = f"; varied: {', '.join(variants)}" if variants else ""
-    return f"sweep {config.name}: {models} on {hardware}, {batch}, {with_what}{varied}"
+    nodes_text = counted(min(nodes), "node")
+    scaling_text = f" on {nodes_text}, scaled with the number of nodes" if config.scaling == WEAK else ""
+    batch_text = f"sequences of {options['seq_len']} tokens, global batch {options['gbs']}{scaling_text} ({tokens_text} tokens)"
+    variant_texts = [
+        f"{name} {options[name]}" for name, values in config.options.of_variants.items() if len(values) > 1
+    ]
+    varied_text = f"; varied: {', '.join(variant_texts)}" if variant_texts else ""
+    return f"sweep {config.name}: {models} on {hardware}, {batch_text}, {setup_text}{varied_text}"
 
 
-def _size(shape: ModelShape) -> str:
+def _size_text(shape: ModelShape) -> str:
     """The name of a model and its parameters, such as `tiny-moe (498 k parameters, 351 k active)`."""
     return f"{shape.name} ({params_text(shape.num_params, shape.num_active_params)})"
 
@@ -69,58 +71,60 @@ def price_table(
     """
     rows = []
     columns = cell_columns(counts)
-    for cell, of_cell in counts.items():
-        gpus, (_, cost) = cell.nodes * plan.config.hardware.gpus_per_node, price.runs.get(cell, (0, 0.0))
+    for cell, cell_counts in counts.items():
+        num_gpus, (_, cost) = cell.nodes * plan.config.hardware.gpus_per_node, price.runs.get(cell, (0, 0.0))
         low, high = price.intervals.get(cell, (0.0, 0.0))
-        ends = f"{three_digits(low)} to {three_digits(high)}" if low < high else ""
-        place = (*(getattr(cell, name) for name in columns), gpus)
-        rows.append((*place, *(f"{n:,}" for n in of_cell), three_digits(cost), ends))
-    numbers = (f">{name}" for name in (*columns[1:], "GPUs", *names, "GPU hours", "interval"))
-    shown_table = table("", "model", *numbers, rows=rows)
+        interval_text = f"{three_digits(low)} to {three_digits(high)}" if low < high else ""
+        cell_values = (*(getattr(cell, name) for name in columns), num_gpus)
+        rows.append((*cell_values, *(f"{n:,}" for n in cell_counts), three_digits(cost), interval_text))
+    number_columns = (f">{name}" for name in (*columns[1:], "GPUs", *names, "GPU hours", "interval"))
+    shown_table = table("", "model", *number_columns, rows=rows)
     shown_table.add_section()
     for purpose, (number, cost) in price.extra.items():
         shown_table.add_row(f"{purpose}: {number:,}", *("" for _ in (*columns, *names)), three_digits(cost))
     shown_table.add_section()
     sums = (f"{sum(column):,}" for column in zip(*counts.values(), strict=True))
-    ends = " to ".join(map(three_digits, price.interval))
-    shown_table.add_row("all", *("" for _ in columns), *sums, three_digits(price.gpu_hours), ends)
+    interval_text = " to ".join(map(three_digits, price.interval))
+    shown_table.add_row("all", *("" for _ in columns), *sums, three_digits(price.gpu_hours), interval_text)
     return shown_table
 
 
 def interval_line(price: Price) -> str:
-    """One line that tells how far the price may be off, as step times are predicted with intervals."""
+    """One line that says how far the price may be off, because step times are predicted with intervals."""
     low, high = map(three_digits, price.interval)
     return f"{three_digits(price.gpu_hours)} GPU hours, {low} to {high} with all step times at the ends of their intervals"
 
 
 def jobs_line(price: Price, config: SweepConfig) -> str:
-    """One line that tells how many jobs a price holds, how long they are, and why some are longer than asked."""
-    launcher, predicted = config.launcher, [job.predicted_s / 60 for job in price.jobs]
-    job_lengths = f"{counted(len(price.jobs), 'job')} of {_minutes(predicted, 'predicted ')}"
-    why = f"launcher.allocation_minutes={launcher.allocation_minutes:g}"
+    """One line that says how many jobs a price holds, how long they are, and why some are longer than asked."""
+    launcher, minutes = config.launcher, [job.predicted_s / 60 for job in price.jobs]
+    job_lengths = f"{counted(len(price.jobs), 'job')} of {_minutes(minutes, 'predicted ')}"
+    reason = f"launcher.allocation_minutes={launcher.allocation_minutes:g}"
     if launcher.pack:
-        extra = " besides the control run" if launcher.control and launcher.pack > 1 else ""
-        why += f", launcher.pack={launcher.pack}{extra}"
-    if max(predicted) > launcher.allocation_minutes:
-        share = f", or to keep its control run at {CONTROL_SHARE:.0%} or less" if launcher.control else ""
-        why += f"; longer if one run needs it{share}"
-    limits = _minutes([job.limit_s / 60 for job in price.jobs])
-    source = " (launcher.time_minutes)" if launcher.time_minutes else ""
-    return f"{job_lengths} ({why}), {'time limits' if ' to ' in limits else 'time limit'} {limits}{source}"
+        extra_text = " besides the control run" if launcher.control and launcher.pack > 1 else ""
+        reason += f", launcher.pack={launcher.pack}{extra_text}"
+    if max(minutes) > launcher.allocation_minutes:
+        share_text = (
+            f", or to keep its control run at {CONTROL_SHARE:.0%} or less" if launcher.control else ""
+        )
+        reason += f"; longer if one run needs it{share_text}"
+    limits_text = _minutes([job.limit_s / 60 for job in price.jobs])
+    source_text = " (launcher.time_minutes)" if launcher.time_minutes else ""
+    return f"{job_lengths} ({reason}), {'time limits' if ' to ' in limits_text else 'time limit'} {limits_text}{source_text}"
 
 
 def too_long(plan: Plan) -> Iterator[str]:
     """A line about the runs that no job may be long enough for, if there are any."""
     reasons = [c.reason for c in plan.candidates if c.rule == TIME_LIMIT]
     if reasons:
-        number = counted(len(reasons), "run")
-        yield f"{number} of {len(reasons) + len(plan.runs):,} excluded, such as one for which {reasons[0]}"
+        runs_text = counted(len(reasons), "run")
+        yield f"{runs_text} of {len(reasons) + len(plan.runs):,} excluded, such as one for which {reasons[0]}"
 
 
 def _minutes(values: Sequence[float], kind: str = "") -> str:
     """The range of some minutes, such as `1 minute` or `4.5 to 18 minutes`."""
-    ends = dict.fromkeys(f"{v:.0f}" if v >= 10 else f"{v:.2g}" for v in (min(values), max(values)))
-    return f"{' to '.join(ends)} {kind}{'minute' if [*ends] == ['1'] else 'minutes'}"
+    end_texts = dict.fromkeys(f"{v:.0f}" if v >= 10 else f"{v:.2g}" for v in (min(values), max(values)))
+    return f"{' to '.join(end_texts)} {kind}{'minute' if [*end_texts] == ['1'] else 'minutes'}"
 
 
 def ask_for_budget(
@@ -134,25 +138,25 @@ def ask_for_budget(
         ConfigError: there is no terminal to ask on and no --max-gpu-hours, or the budget is too small.
         typer.Abort: the answer is no.
     """
-    used = committed_gpu_hours(plan, state, ())
+    used_gpu_hours = committed_gpu_hours(plan, state, ())
     if not price.jobs:
-        return max(used, 1e-9) if max_gpu_hours is None else max_gpu_hours
-    _print_price(plan, price, limits, used)
-    first = price.jobs[0].gpu_hours
+        return max(used_gpu_hours, 1e-9) if max_gpu_hours is None else max_gpu_hours
+    _print_price(plan, price, limits, used_gpu_hours)
+    first_gpu_hours = price.jobs[0].gpu_hours
     if max_gpu_hours is not None:
-        if not open_allocations(state) and used + first > max_gpu_hours:
-            why = f"{three_digits(used)} are used and the first job needs {three_digits(first)}"
-            advice = f"give at least {used + first:.3g}, or a smaller launcher.allocation_minutes"
-            raise ConfigError(f"--max-gpu-hours {max_gpu_hours:g}; {why}: {advice}")
+        if not open_allocations(state) and used_gpu_hours + first_gpu_hours > max_gpu_hours:
+            fact = f"{three_digits(used_gpu_hours)} are used and the first job needs {three_digits(first_gpu_hours)}"
+            remedy = f"give at least {used_gpu_hours + first_gpu_hours:.3g}, or a smaller launcher.allocation_minutes"
+            raise ConfigError(f"--max-gpu-hours {max_gpu_hours:g}; {fact}: {remedy}")
         return max_gpu_hours
-    budget = used + BUDGET_FACTOR * price.gpu_hours
+    budget = used_gpu_hours + BUDGET_FACTOR * price.gpu_hours
     if not can_ask():
-        number = f"{budget:.3g}" if budget < 100 else f"{math.ceil(budget)}"
-        failure = f"{three_digits(price.gpu_hours)} GPU hours are predicted, and no terminal can confirm them"
-        raise ConfigError(f"{failure}; set a budget: --max-gpu-hours {number}")
+        budget_text = f"{budget:.3g}" if budget < 100 else f"{math.ceil(budget)}"
+        fact = f"{three_digits(price.gpu_hours)} GPU hours are predicted, and no terminal can confirm them"
+        raise ConfigError(f"{fact}; set a budget: --max-gpu-hours {budget_text}")
     if not yes:
-        text = f"Launch, and stop at {three_digits(budget)} GPU hours ({BUDGET_FACTOR} x predicted)?"
-        typer.confirm(text, abort=True, err=True)
+        question = f"Launch, and stop at {three_digits(budget)} GPU hours ({BUDGET_FACTOR} x predicted)?"
+        typer.confirm(question, abort=True, err=True)
     return budget
 
 
@@ -162,31 +166,33 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
     Raises:
         typer.Abort: the answer is no.
     """
-    if plan.config.hardware.device == "cpu" and price.jobs and (busy := busy_share(0.2)) >= BUSY:
+    if plan.config.hardware.device == "cpu" and price.jobs and (busy := busy_share(0.2)) >= BUSY_SHARE:
         fact = f"other programs use {busy:.0%} of this machine's cores"
         warn(f"{fact}: step times will be longer and vary more")
-    took = sum(job.gpu_hours / job.nodes for job in price.jobs) / plan.config.hardware.gpus_per_node
-    lines = [f"about {three_digits(took)} hours on this machine"] if took >= LONG_HOURS else []
+    hours = sum(job.gpu_hours / job.nodes for job in price.jobs) / plan.config.hardware.gpus_per_node
+    lines = [f"about {three_digits(hours)} hours on this machine"] if hours >= LONG_HOURS else []
     if not any(run.fits for run in plan.runs):
-        needed = min(run.prediction.peak_mem_bytes for run in plan.runs) / GIB
-        smallest = f"the smallest needs {needed:,.0f} GiB a rank"
-        limit = plan.config.hardware.mem_bytes / GIB
-        lines.append(f"no run is predicted to fit: {smallest}, and a rank has {limit:.0f}")
+        needed_gib = min(run.prediction.peak_mem_bytes for run in plan.runs) / GIB
+        smallest_text = f"the smallest needs {needed_gib:,.0f} GiB a rank"
+        limit_gib = plan.config.hardware.mem_bytes / GIB
+        lines.append(f"no run is predicted to fit: {smallest_text}, and a rank has {limit_gib:.0f}")
     if lines and not yes and price.jobs and can_ask():
         say(headline(plan.config))
         typer.confirm(f"{'; '.join(lines)}. Launch?", abort=True, err=True)
 
 
-def _print_price(plan: Plan, price: Price, limits: JobLimits, used: float) -> None:
+def _print_price(plan: Plan, price: Price, limits: JobLimits, used_gpu_hours: float) -> None:
     cells = sorted(price.runs, key=lambda cell: (cell[1], cell[0]))
     say(headline(plan.config))
     say(price_table(plan, price, ("runs",), {cell: price.runs[cell][:1] for cell in cells}))
-    jobs, per_node = price.jobs, plan.config.hardware.gpus_per_node
-    together = min(limits.max_nodes, sum(job.nodes for job in jobs))
-    longest_s = max(3600 * job.gpu_hours / (per_node * job.nodes) for job in jobs)
-    earliest_s = max(3600 * price.gpu_hours / (per_node * together), longest_s)
-    largest = counted(max(job.nodes for job in jobs), "node")
+    jobs, gpus_per_node = price.jobs, plan.config.hardware.gpus_per_node
+    num_nodes = min(limits.max_nodes, sum(job.nodes for job in jobs))
+    longest_s = max(3600 * job.gpu_hours / (gpus_per_node * job.nodes) for job in jobs)
+    earliest_s = max(3600 * price.gpu_hours / (gpus_per_node * num_nodes), longest_s)
+    largest_text = counted(max(job.nodes for job in jobs), "node")
     say(interval_line(price), *too_long(plan), jobs_line(price, plan.config))
-    at_a_time = f"{counted(limits.max_jobs, 'job')} and {counted(limits.max_nodes, 'node')} at a time"
-    end = f"done in {duration(earliest_s)} at the earliest"
-    say(f"at most {at_a_time}, {largest} per job; {end}; used so far: {three_digits(used)} GPU hours")
+    limits_text = f"{counted(limits.max_jobs, 'job')} and {counted(limits.max_nodes, 'node')} at a time"
+    end_text = f"done in {duration(earliest_s)} at the earliest"
+    say(
+        f"at most {limits_text}, {largest_text} per job; {end_text}; used so far: {three_digits(used_gpu_hours)} GPU hours"
+    )

@@ -25,7 +25,7 @@ from ultrabench.sweep.config.sweep_config import SweepConfig
 from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import read_rows
 from ultrabench.sweep.running.outliers import for_answers
-from ultrabench.sweep.running.progress import progress
+from ultrabench.sweep.running.progress import progress_of
 from ultrabench.sweep.running.retry import decide_retry, excluded_nodes
 
 
@@ -33,11 +33,11 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
     """Tries failed runs again, even where the retry policy would not; returns the exit code."""
     state, plan = _open(folder)
     state = for_answers(state)
-    chosen = _failed(folder, state, only, run)
-    rows = [_retry_row(a, state, plan) for a in chosen]
+    failed_attempts = _failed(folder, state, only, run)
+    rows = [_retry_row(a, state, plan) for a in failed_attempts]
     if as_json:
         print_json(rows)
-    if not chosen:
+    if not failed_attempts:
         say(f"nothing to retry: {f'no run has status {only}' if only else 'no run failed'}")
         return 0
     if not dry_run:
@@ -46,11 +46,11 @@ def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: b
         title = f"{'would be' if dry_run else 'are'} retried, whatever the retry policy says"
         columns = ("run", ">repeat", ">attempt", "was", "on", "reason", "retry policy")
         show(table(title, *columns, rows=[row.values() for row in rows]))
-        for node, why in excluded_nodes(state, plan.config.retry).items():
-            say(f"node {node} is excluded: {why}; retry.forgive=[{node}] uses it again")
+        for node, reason in excluded_nodes(state, plan.config.retry).items():
+            say(f"node {node} is excluded: {reason}; retry.forgive=[{node}] uses it again")
     if dry_run:
         return 0
-    keys = [a.key for a in chosen]
+    keys = [a.key for a in failed_attempts]
     return follow(*_reopen(folder, state, plan, keys, None), detach=False, ask=True, stderr=as_json)
 
 
@@ -58,15 +58,15 @@ def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str |
     """The failed final attempts that were asked for; lack of memory is an answer, tried again only if it is named."""
     statuses = {name.strip() for name in only.split(",")} if only else FAILURES
     require_known("status to retry", FAILURES, *sorted(statuses))
-    planned = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
-    if run is not None and not any(run_id.startswith(run) for run_id in planned):
+    planned_ids = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
+    if run is not None and not any(run_id.startswith(run) for run_id in planned_ids):
         raise ConfigError(f"no run id of {folder.name} begins with {run!r}; see ultrabench sweep top -n 100")
     return [
         a
         for (run_id, _), a in sorted(final_attempts(state).items())
         if a.result
         and a.result.status in statuses
-        and run_id in planned
+        and run_id in planned_ids
         and run_id.startswith(run or "")
         and (only or run or a.result.status != Status.OOM)
     ]
@@ -76,9 +76,9 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
     """The table row of an attempt to make: its run, how that ended before, and what the retry policy says."""
     result, key = attempt.result, attempt.key
     assert result is not None
-    share = next((r.prediction.memory_share for r in plan.runs if r.run_id == key.run_id), 1.0)
-    tries = [a for a in state.by_run()[key.run_id] if a.key.repeat == key.repeat]
-    verdict = decide_retry(tries, plan.config.retry, memory_share=share)
+    memory_share = next((r.prediction.memory_share for r in plan.runs if r.run_id == key.run_id), 1.0)
+    attempts = [a for a in state.by_run()[key.run_id] if a.key.repeat == key.repeat]
+    decision = decide_retry(attempts, plan.config.retry, memory_share=memory_share)
     return {
         "run_id": key.run_id,
         "repeat": key.repeat,
@@ -86,7 +86,7 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
         "was": result.status.value,
         "on": ",".join(result.hostnames),
         "reason": result.reason,
-        "policy": f"{'retry' if verdict.retry else 'no retry'}; {verdict.why}",
+        "policy": f"{'retry' if decision.retry else 'no retry'}; {decision.why}",
     }
 
 
@@ -104,8 +104,8 @@ def run_pause(folder: SweepFolder) -> None:
     # The file is written after the journal, because the resume that removes it needs the event.
     write_whole(folder.pause, "ultrabench sweep resume removes this file\n")
     _end(folder, state, plan, queued_only=True)
-    resume = f"ultrabench sweep resume {folder.display_name}"
-    say(f"Pausing: current runs will finish, no new ones will start. To continue: {resume}")
+    resume_command = f"ultrabench sweep resume {folder.display_name}"
+    say(f"Pausing: current runs will finish, no new ones will start. To continue: {resume_command}")
 
 
 def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -> int:
@@ -129,14 +129,16 @@ def run_cancel(folder: SweepFolder) -> None:
     try:
         _end(folder, state, plan, queued_only=False)
     except ClusterError as error:
-        followed = living_launchers(folder, writer.path)
-        if not followed:
-            advice = "The cancel is recorded, but no launcher carries it out: run this command again where scancel works"
-            raise ClusterError(f"{error}. {advice}") from error
-        say(f"{error}. {followed[0]} follows this sweep and retries until the jobs have ended")
+        launchers = living_launchers(folder, writer.path)
+        if not launchers:
+            remedy = "The cancel is recorded, but no launcher carries it out: run this command again where scancel works"
+            raise ClusterError(f"{error}. {remedy}") from error
+        say(f"{error}. {launchers[0]} follows this sweep and retries until the jobs have ended")
         return
-    now = progress(folder.name, plan.runs, fold(read_journal(folder.journal)), plan.config.hardware.device)
-    say(counts_line(now, busy=False))
+    progress = progress_of(
+        folder.name, plan.runs, fold(read_journal(folder.journal)), plan.config.hardware.device
+    )
+    say(counts_line(progress, busy=False))
     say("Cancelled. Results are kept; run the launch command again to continue.")
 
 
@@ -156,9 +158,9 @@ def launched_config(folder: SweepFolder, state: SweepState) -> SweepConfig:
     Raises:
         SweepFolderError: the sweep cannot be read.
     """
-    first = read_sweep_json(folder).config
-    place = {"name": folder.name, "results_dir": str(folder.path.parent)}
-    return config_from_tree((state.config or first) | place)
+    first_config = read_sweep_json(folder).config
+    location = {"name": folder.name, "results_dir": str(folder.path.parent)}
+    return config_from_tree((state.config or first_config) | location)
 
 
 def _reopen(
@@ -184,8 +186,8 @@ def _reopen(
 
 def _end(folder: SweepFolder, state: SweepState, plan: Plan, *, queued_only: bool) -> None:
     """Ends the open allocations of a sweep that this user has submitted."""
-    open_now = open_allocations(state)
-    others = {str(a.by["user"]) for a in open_now.values() if a.by and a.by.get("user") != own_name()}
-    if others:
-        say(f"jobs of {', '.join(sorted(others))} are still active: only their owner can end them")
-    choose_launcher(plan.config, folder, submits=False).cancel(open_now, queued_only=queued_only)
+    allocations = open_allocations(state)
+    other_users = {str(a.by["user"]) for a in allocations.values() if a.by and a.by.get("user") != own_name()}
+    if other_users:
+        say(f"jobs of {', '.join(sorted(other_users))} are still active: only their owner can end them")
+    choose_launcher(plan.config, folder, submits=False).cancel(allocations, queued_only=queued_only)

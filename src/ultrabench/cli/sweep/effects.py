@@ -13,19 +13,20 @@ def show_effects(source: str | None, as_json: bool, results: Path) -> None:
     """Prints one table of all axes, those with the largest proven effect first."""
     name, _, rows = open_results(source, results, warn)
     measured = competing(rows)
-    of_axes = effects_by_axis(measured)
+    effects_of_axes = effects_by_axis(measured)
     if as_json:
-        listed = [
+        effect_records = [
             {"axis": axis, **asdict(effect), "proven": effect.proven > 0}
-            for axis, of_axis in of_axes.items()
-            for effect in of_axis
+            for axis, axis_effects in effects_of_axes.items()
+            for effect in axis_effects
         ]
-        unpaired = {axis: why_no_pairs(measured, axis) for axis, of_axis in of_axes.items() if not of_axis}
-        of_pairs = {"without_pairs": unpaired, "left_out": measured.left_out}
-        print_json({"name": name, "effects": listed, **of_pairs})
+        unpaired_axes = (axis for axis, axis_effects in effects_of_axes.items() if not axis_effects)
+        unpaired = {axis: why_no_pairs(measured, axis) for axis in unpaired_axes}
+        pair_notes = {"without_pairs": unpaired, "left_out": measured.left_out}
+        print_json({"name": name, "effects": effect_records, **pair_notes})
         return
-    lines = [cells(axis, effect) for axis, of_axis in of_axes.items() for effect in of_axis]
+    lines = [cells(axis, effect) for axis, axis_effects in effects_of_axes.items() for effect in axis_effects]
     if lines:
         heads = (*HEADS[:3], *(f">{head}" for head in HEADS[3:]))
         show(table(f"{name}: effect of each value, all else equal", *heads, rows=lines))
-    say(*notes(measured, of_axes), *caveats(rows))
+    say(*notes(measured, effects_of_axes), *caveats(rows))

@@ -39,11 +39,11 @@ from ultrabench.sweep.remedy import same_commands
 from ultrabench.sweep.running.attempts import Launch, next_attempts
 from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, price_of, within_limit
-from ultrabench.sweep.running.progress import progress, settled_runs
+from ultrabench.sweep.running.progress import progress_of, settled_runs
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers
-TERMINATING = (signal.SIGTERM, signal.SIGHUP)
-ENDING = (signal.SIGINT, *TERMINATING)
+TERMINATING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGINT, *TERMINATING_SIGNALS)
 
 
 def run_launch(
@@ -70,8 +70,8 @@ def run_launch(
     if config.launcher.name == "local":
         ask_for_this_machine(plan, price, yes)
     else:
-        if untried := not_accepted(config):
-            warn(untried)
+        if acceptance_note := not_accepted(config):
+            warn(acceptance_note)
         max_gpu_hours = ask_for_budget(plan, price, state, launcher.limits, max_gpu_hours, yes)
     budget = max_gpu_hours
     sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=budget, max_limit_s=limit_s)
@@ -87,8 +87,8 @@ def require_tracker(config: SweepConfig) -> None:
 
 def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
     """Whether a sweep has no attempts left to submit or to wait for."""
-    old = frozenset(state.attempts)
-    return next_attempts(plan, state, launch=Launch(accepts=accepts, old=old, begun=old)).over
+    keys = frozenset(state.attempts)
+    return next_attempts(plan, state, launch=Launch(accepts=accepts, old=keys, begun=keys)).over
 
 
 def follow(
@@ -113,49 +113,50 @@ def follow(
             signal on, further ones are ignored.
     """
     config, runs = sweep.config, sweep.plan.runs
-    before = settled_runs(sweep.state()).keys()
+    settled_before = settled_runs(sweep.state()).keys()
     say(*first_lines(sweep, price or price_of(sweep.plan, sweep.state())))
-    taken_over = _asked_to_take_over(sweep, launcher) if ask else []
-    caught = [n for n in TERMINATING if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
+    replaced_names = _asked_to_take_over(sweep, launcher) if ask else []
+    # Under nohup SIGHUP is ignored, and stays so.
+    caught_signals = [n for n in TERMINATING_SIGNALS if signal.getsignal(n) == signal.SIG_DFL]
     try:
-        _handle(_stop, caught)
+        _handle(_stop, caught_signals)
         tracker = config.launcher.track
         if detach and tracker:
             say(f"--detach does not track runs; to export them later: ultrabench export {tracker}")
             tracker = None
         with tracked(tracker, sweep.folder), Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, display.say)
-            reconciler.recorder.withdraw(taken_over, f"taken over by {own_name()}")
+            reconciler.recorder.withdraw(replaced_names, f"taken over by {own_name()}")
             state = reconciler.once()[0] if detach else reconciler.run()
     except KeyboardInterrupt as stop:
-        number = int((*stop.args, signal.SIGINT)[0])
+        signal_number = int((*stop.args, signal.SIGINT)[0])
         if ends_jobs:
             ignore_signals()
-            return 128 + number
-        return _interrupted(sweep, launcher, number, display_name)
-    _handle(signal.SIG_DFL, caught)  # the rest takes only a moment
+            return 128 + signal_number
+        return _interrupted(sweep, launcher, signal_number, display_name)
+    _handle(signal.SIG_DFL, caught_signals)  # the rest takes only a moment
     if detach and reconciler.memory.submitted:
         fact = f"Submitted {counted(reconciler.memory.submitted, 'job')}; later ones need a launcher"
         say(f"{fact}: ultrabench sweep resume {display_name} (same user, any login node of the cluster)")
         return 0
-    now = progress(config.name, runs, state, config.hardware.device)
-    show(panel(now, busy=False), stderr=stderr)
-    say(*other_launches(state, {run.run_id for run in runs}, before))
+    progress = progress_of(config.name, runs, state, config.hardware.device)
+    show(panel(progress, busy=False), stderr=stderr)
+    say(*other_launches(state, {run.run_id for run in runs}, settled_before))
     if reconciler.stopped:
         if state.cancelled and config.launcher.name == "local":
             interrupt(sweep, launcher)  # ends what was submitted meanwhile
         _say_stopped(reconciler, state, display_name)
         return 1
-    if failed := [run.run_id for run, a in now.failures if a.result and a.result.status not in ANSWERS]:
+    if failed := [run.run_id for run, a in progress.failures if a.result and a.result.status not in ANSWERS]:
         show_hint = f"ultrabench sweep show {failed[-1]} {display_name} shows why that run failed"
         say(f"next: {show_hint}; ultrabench sweep retry {display_name} tries failed runs again")
-    if Status.OK in now.by_status:
+    if Status.OK in progress.by_status:
         say(f"next: ultrabench {'plot comm' if config.kernel.kind == 'probe' else 'heatmap'} {display_name}")
-    return int(any(Status(s) not in ANSWERS for s in now.by_status if s not in UNSETTLED))
+    return int(any(Status(s) not in ANSWERS for s in progress.by_status if s not in UNSETTLED))
 
 
 def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -> None:
-    """Tells why a sweep stopped; if it is over its budget, also the command that continues it."""
+    """Prints why a sweep stopped and, if it is over its budget, the command that continues it."""
     say(f"stopped: {reconciler.stopped}")
     if reconciler.over_budget:
         plan = reconciler.sweep.plan
@@ -167,34 +168,37 @@ def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     """The lines that a launch prints before it submits anything."""
     config, runs, cost = sweep.config, sweep.plan.runs, three_digits(price.gpu_hours)
     yield headline(config)
-    number = counted(len(runs), "run")
-    runs_left = f"{price.left} of {number} left" if price.left < len(runs) else number
+    runs_text = counted(len(runs), "run")
+    runs_left = f"{price.left} of {runs_text} left" if price.left < len(runs) else runs_text
     if price.left and price.repeats_only:  # `sweep status` counts these runs as settled
         runs_left = f"repeats of {counted(price.left, 'run')} left"
     yield f"{config.name}: {runs_left}, {cost} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"
-    later = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}
-    if any(later.values()) and settled(sweep.plan, sweep.state(), sweep.accepts):
-        asked = " ".join(setting for setting, given in later.items() if given)
-        yield f"{asked} applies to new runs only, and all runs are measured; add repeats=N or name=NAME"
-    for other in living_launchers(sweep.folder, sweep.journal.path):
-        yield f"{other} also follows this sweep; both can continue: no run is made twice"
+    settings = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}
+    if any(settings.values()) and settled(sweep.plan, sweep.state(), sweep.accepts):
+        settings_text = " ".join(setting for setting, is_set in settings.items() if is_set)
+        yield f"{settings_text} applies to new runs only, and all runs are measured; add repeats=N or name=NAME"
+    for launcher_text in living_launchers(sweep.folder, sweep.journal.path):
+        yield f"{launcher_text} also follows this sweep; both can continue: no run is made twice"
 
 
-def other_launches(state: SweepState, planned: Set[str], before: Set[str]) -> Iterator[str]:
+def other_launches(state: SweepState, planned_ids: Set[str], settled_before: Set[str]) -> Iterator[str]:
     """Lines about settled runs that are new in this launch, and about those of earlier launches only.
 
     Args:
-        planned: run_ids of the runs of this launch.
-        before: run_ids of the runs that were settled before this launch.
+        planned_ids: run_ids of the runs of this launch.
+        settled_before: run_ids of the runs that were settled before this launch.
     """
-    ends = settled_runs(state)
-    groups = {"new in this launch": planned - before, "in earlier launches only": before - planned}
-    for name, runs in groups.items() if before else ():
-        if counts := Counter(ends[run_id] for run_id in runs if run_id in ends):
-            shown = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-            yield f"{name}: {counted(counts.total(), 'run')} settled ({shown})"
+    status_by_run = settled_runs(state)
+    groups = {
+        "new in this launch": planned_ids - settled_before,
+        "in earlier launches only": settled_before - planned_ids,
+    }
+    for name, runs in groups.items() if settled_before else ():
+        if counts := Counter(status_by_run[run_id] for run_id in runs if run_id in status_by_run):
+            counts_text = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+            yield f"{name}: {counted(counts.total(), 'run')} settled ({counts_text})"
 
 
 def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
@@ -202,67 +206,68 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
 
     Jobs of others are never replaced without asking. Those that already run are waited for.
     """
-    waiting = (a for a in sweep.state().allocations.values() if a.ended is None and not a.agents)
-    others = [allocation for allocation in waiting if not sees(launcher.by, allocation.by)]
-    if not others or not can_ask():
+    waiting_allocations = (a for a in sweep.state().allocations.values() if a.ended is None and not a.agents)
+    hidden_allocations = [a for a in waiting_allocations if not sees(launcher.by, a.by)]
+    if not hidden_allocations or not can_ask():
         return []
-    whose = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in others}
-    text = f"{counted(len(others), 'job')} of {', '.join(sorted(whose))} have not started. Replace them?"
-    return sorted(a.name for a in others) if typer.confirm(text, err=True) else []
+    owners = {f"{a.by.get('user')} on {a.by.get('cluster') or a.by.get('host')}" for a in hidden_allocations}
+    question = f"{counted(len(hidden_allocations), 'job')} of {', '.join(sorted(owners))} have not started. Replace them?"
+    return sorted(a.name for a in hidden_allocations) if typer.confirm(question, err=True) else []
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+def _stop(signal_number: int, frame: FrameType | None) -> None:
     ignore_signals()  # comes first, so that another signal cannot interrupt what follows
-    raise KeyboardInterrupt(number)
+    raise KeyboardInterrupt(signal_number)
 
 
 def ignore_signals() -> None:
     """Makes this process ignore the signals that end it, while it ends its jobs."""
-    _handle(signal.SIG_IGN, ENDING)
+    _handle(signal.SIG_IGN, ENDING_SIGNALS)
 
 
-def _handle(handler: Handler, numbers: Iterable[int]) -> None:
+def _handle(handler: Handler, signals: Iterable[int]) -> None:
     """Makes `handler` handle these signals."""
-    for number in numbers:
+    for number in signals:
         signal.signal(number, handler)
 
 
-def _interrupted(sweep: OpenSweep, launcher: Launcher, number: int, display_name: str) -> int:
-    """Tells what still runs and how to continue after signal `number`; returns the exit code.
+def _interrupted(sweep: OpenSweep, launcher: Launcher, signal_number: int, display_name: str) -> int:
+    """Prints what still runs and how to continue after signal `signal_number`; returns the exit code.
 
     Jobs of Slurm go on. On this machine Ctrl-C ends all runs. A launcher that is ended by a signal, or
     whose terminal is gone, leaves its agents running for the next launch.
     """
     # A second retry of the same runs has nothing to retry.
     is_retry = sys.argv[1:3] == ["sweep", "retry"]
-    again = ["sweep", "resume", display_name] if is_retry else sys.argv[1:]
-    same_command = shlex.join(["ultrabench", *hide(again, sweep.config.secrets)])
+    arguments = ["sweep", "resume", display_name] if is_retry else sys.argv[1:]
+    same_command = shlex.join(["ultrabench", *hide(arguments, sweep.config.secrets)])
     jobs_go_on = sweep.config.launcher.name != "local"
-    if jobs_go_on or number != signal.SIGINT:
-        why = "" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}: "
-        rest = "submitted jobs keep running" if jobs_go_on else "runs on this machine continue"
-        after = f"To follow again: {same_command}; to end them: ultrabench sweep cancel {display_name}"
-        line = f"{why}stopped following the sweep; {rest}. {after}"
+    if jobs_go_on or signal_number != signal.SIGINT:
+        name = signal.Signals(signal_number).name
+        signal_text = "" if signal_number == signal.SIGINT else f"ended by {name}: "
+        jobs_text = "submitted jobs keep running" if jobs_go_on else "runs on this machine continue"
+        next_text = f"To follow again: {same_command}; to end them: ultrabench sweep cancel {display_name}"
+        line = f"{signal_text}stopped following the sweep; {jobs_text}. {next_text}"
     else:
-        when = "interrupted"
+        how_text = "interrupted"
         try:
-            _handle(_stop, ENDING)
+            _handle(_stop, ENDING_SIGNALS)
             say("stopping the runs on this machine")
             interrupt(sweep, launcher)
         except KeyboardInterrupt:
-            when = "interrupted again before all runs had ended"
-        line = f"{when}; finished runs are kept. To continue: {same_command}"
-    _handle(signal.SIG_IGN, ENDING)
+            how_text = "interrupted again before all runs had ended"
+        line = f"{how_text}; finished runs are kept. To continue: {same_command}"
+    _handle(signal.SIG_IGN, ENDING_SIGNALS)
     say(line)
-    return 128 + number
+    return 128 + signal_number
 
 
 def _leave_in_background(folder: SweepFolder) -> int:
     """Starts this command without --detach in the background, with its output in the sweep's launcher.log."""
     find_sweep_json(folder)
     folder.create()
-    words = [argument for argument in sys.argv[1:] if argument != "--detach"]
-    command = [sys.executable, "-P", "-m", "ultrabench.cli.main", *words]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
+    command = [sys.executable, "-P", "-m", "ultrabench.cli.main", *arguments]
     path = folder.path / "launcher.log"
     with path.open("ab") as log:
         process = Popen(command, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)

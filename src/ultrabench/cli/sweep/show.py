@@ -38,7 +38,7 @@ FOLLOW_S = 0.3
 """Seconds between two looks at the log that `sweep logs -f` follows."""
 HEADING = re.compile(r"^--- rank \d+$", re.MULTILINE)
 """The line above each rank's part of a collected log."""
-MOST_RANK_DIGITS = 5
+MAX_RANK_DIGITS = 5
 """Largest number of digits of a place in `sweep top`; a longer number is the beginning of a run id."""
 HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
 TIME_PARTS = ("compute", "communication", "exposed_communication", "idle")
@@ -46,23 +46,23 @@ TIME_PARTS = ("compute", "communication", "exposed_communication", "idle")
 
 def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None:
     """Prints the numbers, plan row, attempts and evidence of one run."""
-    folder, run_id, look = find_run(name, sweep, results)
-    attempts = look().by_run().get(run_id, [])
+    folder, run_id, read_state = find_run(name, sweep, results)
+    attempts = read_state().by_run().get(run_id, [])
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
-    ratios = _communication_ratios(read_sweep_json(folder), row, look()) if row else {}
+    ratios = _communication_ratios(read_sweep_json(folder), row, read_state()) if row else {}
     if as_json:
         spec = next((a.spec for a in attempts if a.spec), None)
-        tries = [_document(a, folder.log_folder(a.key)) for a in attempts]
-        run = {"sweep": folder.name, "run_id": run_id, "plan": row, "communication_over_compute": ratios}
-        print_json({**run, "spec": spec, "attempts": tries})
+        documents = [_document(a, folder.log_folder(a.key)) for a in attempts]
+        header = {"sweep": folder.name, "run_id": run_id, "plan": row, "communication_over_compute": ratios}
+        print_json({**header, "spec": spec, "attempts": documents})
         return
-    planned = {name: value for name, value in (row or {}).items() if name not in ("order", "run_id")}
+    plan_values = {name: value for name, value in (row or {}).items() if name not in ("order", "run_id")}
     columns = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
     show(
         Text(f"run {run_id} of {folder.name}", "bold"),
         *_numbers(folder, run_id),
         Text("\nplan", "bold"),
-        *(f"{name:<30} {with_unit(name, value)}" for name, value in planned.items() if value is not None),
+        *(f"{name:<30} {with_unit(name, value)}" for name, value in plan_values.items() if value is not None),
         *([ratio_line(ratios, str((row or {}).get("dp_overlap")))] if ratios else []),
         table("\nattempts", *columns, rows=map(_columns, attempts)),
     )
@@ -78,7 +78,7 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
 def _communication_ratios(sweep: SweepJson, row: Row, state: SweepState) -> dict[str, float]:
     """The predicted communication of each axis over the computing beside it, on the links of the data sheet.
 
-    Empty for what is no run of training, and where the configuration of the latest launch cannot be read.
+    Empty for a run that does not train, and where the configuration of the latest launch cannot be read.
     """
     run = next(runs_of(sweep, [row], state), None)
     if run and run.spec.kernel.kind != "probe" and (peak := sweep.peak(run.nodes, run.spec.kernel.precision)):
@@ -92,13 +92,13 @@ def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
     """Lines with the numbers of a run in `sweep top`; none for a run that trains nothing."""
     rows = [row for row in _runs(folder) if row["run_id"] == run_id]
     for row in rows:
-        shown: dict[str, str | Text | None] = {"rank": f"{row['rank']}, {cell_text(row)}"}
+        text_by_name: dict[str, str | Text | None] = {"rank": f"{row['rank']}, {cell_text(row)}"}
         if row["num_params"]:
-            shown["model"] = params_text(row["num_params"], row["num_active_params"])
-        shown |= numbers(row) | {"suspect": row["suspect"]}
+            text_by_name["model"] = params_text(row["num_params"], row["num_active_params"])
+        text_by_name |= numbers(row) | {"suspect": row["suspect"]}
         if row["attempt"] is None:  # others are in the table of attempts
-            shown["reason"] = row["reason"]
-        for name, value in shown.items():
+            text_by_name["reason"] = row["reason"]
+        for name, value in text_by_name.items():
             if value:
                 yield Text(f"{name:<14}").append(value)
         if row["mfu"] and row["num_experts"]:
@@ -111,22 +111,22 @@ def _runs(folder: SweepFolder) -> list[Row]:
 
 
 def _evidence(evidence: dict[str, Any], logs: Path) -> Iterator[RenderableType]:
-    """Lines that tell how each rank ended and, for a hang, its cause and what every rank was doing."""
+    """Lines that say how each rank ended and, for a hang, its cause and what every rank was doing."""
     for rank in evidence.get("ranks", []):
         yield _rank_line(rank)
     if "hang_cause" in evidence:
         yield f"\n{evidence['hang_cause']}\n"
-    if hanging := evidence.get("hang_evidence"):
-        rows = [[row.get(name) for name in HANG_COLUMNS] for row in hanging]
+    if hang_rows := evidence.get("hang_evidence"):
+        rows = [[row.get(name) for name in HANG_COLUMNS] for row in hang_rows]
         yield table("ranks before they were killed", *HANG_COLUMNS, rows=rows)
     yield from map(str, sorted((logs / "hang_evidence").glob("*")))
     yield f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}"
 
 
 def _document(attempt: AttemptState, logs: Path) -> dict[str, Any]:
-    name = {"repeat": attempt.key.repeat, "attempt": attempt.key.attempt, "allocation": attempt.allocation}
+    fields = {"repeat": attempt.key.repeat, "attempt": attempt.key.attempt, "allocation": attempt.allocation}
     result = to_dict(attempt.result) if attempt.result else None
-    return {**name, "phase": attempt.phase, "result": result, "logs": str(logs), "profile": _traces(logs)}
+    return {**fields, "phase": attempt.phase, "result": result, "logs": str(logs), "profile": _traces(logs)}
 
 
 def _columns(attempt: AttemptState) -> Iterator[object]:
@@ -146,13 +146,13 @@ def _columns(attempt: AttemptState) -> Iterator[object]:
 
 
 def _rank_line(rank: dict[str, Any]) -> str:
-    code, end = rank.get("code"), "no exit code"
+    code, end_text = rank.get("code"), "no exit code"
     if rank.get("killed_by_us"):
-        end = "killed by ultrabench"
+        end_text = "killed by ultrabench"
     elif isinstance(code, int):
-        end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        end_text = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     last_words = rank.get("error") or rank.get("last_line") or ""
-    return f"  rank {rank['rank']}: {end} in phase {rank['phase']} {last_words}".rstrip()
+    return f"  rank {rank['rank']}: {end_text} in phase {rank['phase']} {last_words}".rstrip()
 
 
 def _traces(logs: Path) -> list[dict[str, Any]]:
@@ -171,54 +171,54 @@ def _trace_lines(summary: dict[str, Any]) -> Iterator[RenderableType]:
     for part in TIME_PARTS:
         seconds = summary[f"{part}_s"]
         yield f"  {part.replace('_', ' ')}: {seconds:.4g} s ({_share(seconds, step_s)})"
-    kinds = ", ".join(f"{kind} {size / GIB:.4g}" for kind, size in summary["memory_bytes"].items())
-    yield f"  memory in GiB: {kinds}"
-    top = ((k["name"][:60], k["calls"], k["seconds"]) for k in summary["top"])
-    rows = [(name, f"{calls:g}", f"{s:.4g}", _share(s, step_s)) for name, calls, s in top]
+    memory_text = ", ".join(f"{kind} {size / GIB:.4g}" for kind, size in summary["memory_bytes"].items())
+    yield f"  memory in GiB: {memory_text}"
+    kernels = ((k["name"][:60], k["calls"], k["seconds"]) for k in summary["top"])
+    rows = [(name, f"{calls:g}", f"{s:.4g}", _share(s, step_s)) for name, calls, s in kernels]
     kind = "kernel" if summary["device"] == "cuda" else "operator"
     yield table("", kind, ">calls a step", ">s a step", ">of the step", rows=rows)
     yield f"files: {summary['folder']}"
 
 
-def _share(seconds: float, of: float) -> str:
-    return f"{seconds / of:.1%}" if of else ""
+def _share(seconds: float, total_s: float) -> str:
+    return f"{seconds / total_s:.1%}" if total_s else ""
 
 
 def show_logs(name: str, follow: bool, sweep: str | None, results: Path) -> None:
     """Prints the log of the latest attempt; with `follow`, goes on until the attempt has ended."""
-    folder, run_id, look = find_run(name, sweep, results)
-    offsets: dict[Path, int] = {}
-    silent = True
+    folder, run_id, read_state = find_run(name, sweep, results)
+    offset_by_log: dict[Path, int] = {}
+    is_silent = True
     while True:
-        attempts = look().by_run().get(run_id, [])
+        attempts = read_state().by_run().get(run_id, [])
         if not attempts and not follow:
             raise SweepFolderError(f"run {run_id} has not been attempted yet; add -f to wait for it")
-        over = bool(attempts) and attempts[-1].result is not None
+        is_over = bool(attempts) and attempts[-1].result is not None
         for path in _log_files(folder, attempts[-1]) if attempts else []:
-            if over and offsets and path not in offsets:
+            if is_over and offset_by_log and path not in offset_by_log:
                 continue  # the collected log repeats what was printed
             with path.open(encoding="utf-8", errors="replace") as file:  # \r ends a line, too
-                file.seek(offsets.get(path, 0))
-                added = plain(file.read())
-                sys.stdout.write(added)
-                silent = silent and not HEADING.sub("", added).strip()
-                offsets[path] = file.tell()
+                file.seek(offset_by_log.get(path, 0))
+                new_text = plain(file.read())
+                sys.stdout.write(new_text)
+                is_silent = is_silent and not HEADING.sub("", new_text).strip()
+                offset_by_log[path] = file.tell()
             sys.stdout.flush()
-        if over or not follow:
+        if is_over or not follow:
             break
         time.sleep(FOLLOW_S)
-    if not offsets:
-        say(f"run {run_id} has no log{' yet' if not over else ''}")
-    elif silent:
+    if not offset_by_log:
+        say(f"run {run_id} has no log{' yet' if not is_over else ''}")
+    elif is_silent:
         command = f"ultrabench sweep show {run_id} --sweep {folder.display_name}"
         say(f"run {run_id} has printed nothing; to see its other facts: {command}")
 
 
 def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
     """The saved logs of an attempt, or the logs that its ranks write now on this machine."""
-    saved = sorted(folder.log_folder(attempt.key).glob("*.log"))
-    if saved or attempt.scratch is None:
-        return saved
+    saved_logs = sorted(folder.log_folder(attempt.key).glob("*.log"))
+    if saved_logs or attempt.scratch is None:
+        return saved_logs
     return sorted((Path(attempt.scratch) / str(attempt.key)).glob("rank*.log"))
 
 
@@ -238,24 +238,24 @@ def find_run(
     Raises:
         SweepFolderError: `name` means no run, or several runs.
     """
-    if name.isdecimal() and len(name) <= MOST_RANK_DIGITS:
+    if name.isdecimal() and len(name) <= MAX_RANK_DIGITS:
         runs = _runs(folder := find_sweep(sweep, results))
         if 0 < int(name) <= len(runs):
             name, sweep = runs[int(name) - 1]["run_id"], str(folder.path)
         elif runs:
-            advice = f"give a rank of `ultrabench sweep top`, or more than {MOST_RANK_DIGITS} digits of an id"
-            raise SweepFolderError(f"no rank {name} in {folder.name}, which has {len(runs)}; {advice}")
+            remedy = f"give a rank of `ultrabench sweep top`, or more than {MAX_RANK_DIGITS} digits of an id"
+            raise SweepFolderError(f"no rank {name} in {folder.name}, which has {len(runs)}; {remedy}")
     folders = [] if sweep else [SweepFolder(head.parent) for head in sorted(results.glob("*/sweep.json"))]
     matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
     for folder in folders or [find_sweep(sweep, results)]:
         read_sweep_json(folder)
-        look = _state_reader(folder)
-        ids = {k.run_id for k in look().attempts} | {row["run_id"] for row in read_rows(folder.plan)}
-        matches += [(folder, i, look) for i in sorted(ids) if i.startswith(name)]
+        read_state = _state_reader(folder)
+        ids = {k.run_id for k in read_state().attempts} | {row["run_id"] for row in read_rows(folder.plan)}
+        matches += [(folder, i, read_state) for i in sorted(ids) if i.startswith(name)]
     if len(matches) == 1:
         return matches[0]
     if not matches:
-        none = f"no run in {sweep or f'{results}/'} has that rank, or an id that begins with {name!r}"
-        raise SweepFolderError(f"{none}; to list them: ultrabench sweep top -n 100")
-    several = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
-    raise SweepFolderError(f"{name!r} matches {len(matches)} runs: {several}; give more digits or --sweep")
+        fact = f"no run in {sweep or f'{results}/'} has that rank, or an id that begins with {name!r}"
+        raise SweepFolderError(f"{fact}; to list them: ultrabench sweep top -n 100")
+    examples = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
+    raise SweepFolderError(f"{name!r} matches {len(matches)} runs: {examples}; give more digits or --sweep")

@@ -1,6 +1,6 @@
 """`ultrabench sweep show --as` prints how another framework trains the layout of a run.
 
-It is apart from `show`, which so need not import what reads configurations.
+It is separate from `show`, so that `show` need not import the code that reads configurations.
 """
 
 import shlex
@@ -17,7 +17,7 @@ from ultrabench.analysis.collect import read_parquet
 from ultrabench.analysis.measured import spec_of
 from ultrabench.analysis.planned import is_predicted
 from ultrabench.analysis.ranking import leaderboard
-from ultrabench.cli.sweep.show import MOST_RANK_DIGITS, find_run
+from ultrabench.cli.sweep.show import MAX_RANK_DIGITS, find_run
 from ultrabench.cli.tables import print_json, say, show
 from ultrabench.errors import SweepFolderError, counted, require_known
 from ultrabench.kernel_config import KernelConfig
@@ -52,18 +52,18 @@ def show_as(name: str, run: str, sweep: str | None, as_json: bool, results: Path
     kernels = [kernel for kernel, words in commands.items() if isinstance(words, list)]
     require_known("framework", (*kernels, *files("framework")), name)
     if sweep is not None and sweep.endswith(".parquet"):
-        place, (run_id, spec) = Path(sweep).stem, _spec_of_plan(Path(sweep), run)
+        sweep_name, (run_id, spec) = Path(sweep).stem, _spec_of_plan(Path(sweep), run)
     else:
-        folder, run_id, look = find_run(run, sweep, results)
-        place, spec = folder.name, _spec(folder, run_id, look())
+        folder, run_id, read_state = find_run(run, sweep, results)
+        sweep_name, spec = folder.name, _spec(folder, run_id, read_state())
     config = load_config([f"kernel={name}"] if name in kernels else [])
     framework = Framework(kernel=config.kernel) if name in kernels else load_framework(name)
     kernel = with_precision(framework.kernel, spec.kernel.precision)
-    varied = variables_of(spec.variant)
-    others = {key: value for key, value in spec.variant.items() if key.removeprefix("env.") not in varied}
+    variables = variables_of(spec.variant)
+    options = {key: value for key, value in spec.variant.items() if key.removeprefix("env.") not in variables}
     document: dict[str, Any] = {
-        "sweep": place, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
-        "env": kernel.env | varied, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *texts(others)],
+        "sweep": sweep_name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
+        "env": kernel.env | variables, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *texts(options)],
     }  # fmt: skip
     words = fill_in(spec_there(spec, kernel), AttemptKey(run_id, 0, 0), config.measure)
     if framework.file:
@@ -119,7 +119,7 @@ def _spec_of_plan(path: Path, run: str) -> tuple[str, RunSpec]:
         rule = "--as reads only plan files: give the sweep, or write a plan with sweep plan -o"
         raise SweepFolderError(f"{path} is a table of results; {rule}")
     ids = [row["run_id"] for board in leaderboard(table) for row in board]
-    is_rank = run.isdecimal() and len(run) <= MOST_RANK_DIGITS
+    is_rank = run.isdecimal() and len(run) <= MAX_RANK_DIGITS
     matches = ids[int(run) - 1 : int(run)] if is_rank else [i for i in ids if i.startswith(run)]
     if len(matches) != 1:
         rule = f"give a rank up to {len(ids):,}, or the first digits of one id, from: ultrabench sweep top {path}"
@@ -132,9 +132,9 @@ def _spec_of_plan(path: Path, run: str) -> tuple[str, RunSpec]:
 def spec_there(spec: RunSpec, kernel: KernelConfig) -> RunSpec:
     """The run as `kernel` trains it, with its flag for the routing of our run, if it has one."""
     flags = kernel.flags.get(ROUTED, {}).get(str(spec.kernel.routing_of(spec.shape)), ())
-    there = without_other_models(spec, kernel)
+    their_kernel = without_other_models(spec, kernel)
     # They come before other flags, of which torchtitan takes that of recompute last.
-    return replace(spec, arguments=(), kernel=replace(there, command=(*there.command, *flags)))
+    return replace(spec, arguments=(), kernel=replace(their_kernel, command=(*their_kernel.command, *flags)))
 
 
 def with_precision(kernel: KernelConfig, precision: str) -> KernelConfig:
@@ -147,14 +147,14 @@ def without_other_models(spec: RunSpec, kernel: KernelConfig) -> KernelConfig:
 
     A command with sizes of a model in braces trains any model, so that its flags name none.
     """
-    ours = values_of(spec.shape)
-    if ours.keys() & words_in(replace(kernel, flags={}), with_tables=False):
+    sizes = values_of(spec.shape)
+    if sizes.keys() & words_in(replace(kernel, flags={}), with_tables=False):
         return kernel
-    supports = {name: values for name, values in kernel.supports.items() if name in ours}
-    flags = {name: table for name, table in kernel.flags.items() if name in ours}
+    supports = {name: values for name, values in kernel.supports.items() if name in sizes}
+    flags = {name: table for name, table in kernel.flags.items() if name in sizes}
     if not any(unsupported(replace(kernel, supports=supports, flags=flags), spec.layout, spec.shape)):
         return kernel
-    return replace(kernel, flags={w: table for w, table in kernel.flags.items() if w not in ours})
+    return replace(kernel, flags={w: table for w, table in kernel.flags.items() if w not in sizes})
 
 
 def not_expressed(
@@ -168,39 +168,39 @@ def not_expressed(
         elsewhere: word -> why a file does not say it; empty for a command.
     """
     own_kernel, model = without_other_models(spec, kernel), values_of(spec.shape)
-    others, text = kernel.flags.keys() - own_kernel.flags.keys(), "file" if elsewhere else "command"
-    supports = {name: values for name, values in kernel.supports.items() if not (others and name in model)}
+    dropped, noun = kernel.flags.keys() - own_kernel.flags.keys(), "file" if elsewhere else "command"
+    supports = {name: values for name, values in kernel.supports.items() if not (dropped and name in model)}
     yield from unsupported(replace(own_kernel, supports=supports), spec.layout, spec.shape, kernel.name)
     words = words_in(own_kernel)
-    expressed = {*words, *kernel.flags, *IMPLIED}
-    if others:
-        expressed |= model.keys()
-        tables = (kernel.flags[name].values() for name in others)
+    expressed_words = {*words, *kernel.flags, *IMPLIED}
+    if dropped:
+        expressed_words |= model.keys()
+        tables = (kernel.flags[name].values() for name in dropped)
         other_flags = " ".join(flag for table in tables for flags in table for flag in flags)
-        register = f"register one with {_sizes(spec.shape)} and add the flag that selects it"
-        yield f"the model, because {other_flags} selects another; {register}"
+        remedy = f"register one with {_sizes(spec.shape)} and add the flag that selects it"
+        yield f"the model, because {other_flags} selects another; {remedy}"
     if MODEL in elsewhere:
-        expressed |= model.keys()
+        expressed_words |= model.keys()
         yield f"the model: {elsewhere[MODEL]}, with {_sizes(spec.shape)}"
     if "dp_shard_size" in words:
         yield from _shards_lacking(spec.layout)
     for record in (spec.layout, spec.shape, spec.workload):
-        usual, shown = {field.name: field.default for field in fields(record)}, to_dict(record)
+        defaults, values = {field.name: field.default for field in fields(record)}, to_dict(record)
         for name, value in values_of(record).items():
-            if name in elsewhere and (value != usual[name] or name in BATCH):
-                yield f"{name}={shown[name]}: {elsewhere[name]}"
-            elif name not in {*expressed, *elsewhere} and value != usual[name]:
-                yield f"{name}={shown[name]}: its {text} has no such setting"
+            if name in elsewhere and (value != defaults[name] or name in BATCH):
+                yield f"{name}={values[name]}: {elsewhere[name]}"
+            elif name not in {*expressed_words, *elsewhere} and value != defaults[name]:
+                yield f"{name}={values[name]}: its {noun} has no such setting"
     routing = spec.kernel.routing_of(spec.shape)
     if routing and routing not in kernel.flags.get(ROUTED, ()):
         yield f"routing={routing}: its own router chooses the experts of each token"
     in_braces = words_in(own_kernel, with_tables=False)
     for name in ("precision", "compile", "attention"):
-        ours, theirs = getattr(spec.kernel, name), getattr(kernel, name)
-        if name not in in_braces and ours != theirs:
-            yield f"{name}={ours}: its {text} sets {name}={theirs}"
+        run_value, kernel_value = getattr(spec.kernel, name), getattr(kernel, name)
+        if name not in in_braces and run_value != kernel_value:
+            yield f"{name}={run_value}: its {noun} sets {name}={kernel_value}"
     if kernel.precision == "fp8":
-        yield f"the scale per row of precision=fp8: its {text} sets {' '.join(kernel.flags['precision']['fp8'])}"
+        yield f"the scale per row of precision=fp8: its {noun} sets {' '.join(kernel.flags['precision']['fp8'])}"
 
 
 def _sizes(shape: ModelShape) -> str:

@@ -15,7 +15,7 @@ from ultrabench.store.journal import JournalReader
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import read_sweep_json
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.running.progress import SweepProgress, progress
+from ultrabench.sweep.running.progress import SweepProgress, progress_of
 
 STANDINGS = {
     "done": None,
@@ -34,19 +34,19 @@ def show_status(folder: SweepFolder, watch: bool, as_json: bool) -> None:
     """Prints the progress of a sweep, once or until it is over."""
     looks = _looks(folder, watch)
     if as_json:
-        for now, standing in looks:
-            document = now.as_json() | {"standing": standing}
+        for progress, standing in looks:
+            document = progress.as_json() | {"standing": standing}
         print_json(document)
     elif watch and not out().is_terminal:
-        shown = None
-        for now, standing in looks:
-            if now.by_nodes != shown:
-                show(_page(now, standing), "")
-            shown = now.by_nodes
+        shown_counts = None
+        for progress, standing in looks:
+            if progress.by_nodes != shown_counts:
+                show(_page(progress, standing), "")
+            shown_counts = progress.by_nodes
     elif watch:
         with Live(console=out(), auto_refresh=False) as live:
-            for now, standing in looks:
-                live.update(_page(now, standing, bar=True), refresh=True)
+            for progress, standing in looks:
+                live.update(_page(progress, standing, bar=True), refresh=True)
     else:
         show(_page(*next(looks)))
 
@@ -64,35 +64,35 @@ def _looks(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress, st
         if plan_ns != written_ns:
             runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
             written_ns = plan_ns
-        now = progress(folder.name, runs, state, sweep.hardware.device)
-        standing = STANDINGS[activity(folder, now, state)]
-        yield now, standing and standing.format(sweep=folder.display_name)
-        if not (watch and now.left):
+        progress = progress_of(folder.name, runs, state, sweep.hardware.device)
+        standing = STANDINGS[activity(folder, progress, state)]
+        yield progress, standing and standing.format(sweep=folder.display_name)
+        if not (watch and progress.left):
             return
         time.sleep(WATCH_S)
 
 
-def activity(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str:
+def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState) -> str:
     """What a sweep does now, as a key of STANDINGS."""
-    if not now.left:
+    if not progress.left:
         return "done"
     if state.paused or state.cancelled:
         return "paused" if state.paused else "cancelled"
     if living_launchers(folder):
         return "followed"
-    return "unfollowed" if now.at_work or now.waiting else "stopped"
+    return "unfollowed" if progress.at_work or progress.waiting else "stopped"
 
 
-def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
-    above = [Text(standing, style="yellow")] if standing else []
+def _page(progress: SweepProgress, standing: str | None, bar: bool = False) -> Group:
+    heading = [Text(standing, style="yellow")] if standing else []
     # Lines for the numbers of nodes, because a table of all statuses would not fit a narrow terminal.
-    lines = (_of_nodes(n, counts, now.settled_by_nodes[n]) for n, counts in now.by_nodes.items())
-    warnings = (Text(f"warning: {line}", "yellow") for line in now.node_warnings)
-    return Group(*above, panel(now, busy=standing is None, bar=bar), *map(Text, lines), *warnings)
+    lines = (_of_nodes(n, counts, progress.settled_by_nodes[n]) for n, counts in progress.by_nodes.items())
+    warnings = (Text(f"warning: {line}", "yellow") for line in progress.node_warnings)
+    return Group(*heading, panel(progress, busy=standing is None, bar=bar), *map(Text, lines), *warnings)
 
 
-def _of_nodes(nodes: int, counts: Mapping[str, int], settled: int) -> str:
+def _of_nodes(num_nodes: int, counts: Mapping[str, int], num_settled: int) -> str:
     """A line such as `2 nodes: 12 of 19 runs settled: 11 ok, 1 oom, 7 pending`."""
-    runs = sum(counts.values())
-    ends = ", ".join(f"{number} {status}" for status, number in counts.items())
-    return f"{counted(nodes, 'node')}: {settled} of {counted(runs, 'run')} settled: {ends}"
+    num_runs = sum(counts.values())
+    counts_text = ", ".join(f"{number} {status}" for status, number in counts.items())
+    return f"{counted(num_nodes, 'node')}: {num_settled} of {counted(num_runs, 'run')} settled: {counts_text}"

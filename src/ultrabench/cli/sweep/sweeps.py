@@ -26,7 +26,7 @@ from ultrabench.store.sweep_moves import remove_sweep, rename_sweep, require_own
 from ultrabench.sweep.candidate import Candidate, by_cell
 from ultrabench.sweep.config.sweep_config import SWEEP_NAME
 from ultrabench.sweep.plan_table import read_rows, runs_of
-from ultrabench.sweep.running.progress import SweepProgress, progress
+from ultrabench.sweep.running.progress import SweepProgress, progress_of
 
 DAY_S = 24 * 3600.0
 
@@ -36,8 +36,8 @@ class Summary:
     """What `sweep list` says about one sweep."""
 
     folder: SweepFolder
-    cells: int
-    now: SweepProgress
+    num_cells: int
+    progress: SweepProgress
     activity: str
     """A key of STANDINGS of status.py."""
     age_s: float
@@ -47,17 +47,17 @@ class Summary:
     def best(self) -> tuple[Candidate, Standing] | None:
         """The best run of the cell whose best run has the largest mfu, since rates of two models say little."""
 
-        def order(best_of_cell: tuple[Candidate, Standing]) -> tuple[bool, float, float]:
+        def sort_key(best_of_cell: tuple[Candidate, Standing]) -> tuple[bool, float, float]:
             run, standing = best_of_cell
             return standing.suspect is None, _mfu(run, standing) or 0.0, standing.rate or 0.0
 
-        return max(self.now.best, key=order, default=None)
+        return max(self.progress.best, key=sort_key, default=None)
 
     def as_json(self) -> dict[str, Any]:
         """The entry of `sweep list --json`; `best` has the best run of every cell, as in `sweep status --json`."""
-        document = self.now.as_json()
+        document = self.progress.as_json()
         return {
-            "path": str(self.folder.path), "cells": self.cells, "activity": self.activity, "age_s": round(self.age_s, 1),
+            "path": str(self.folder.path), "cells": self.num_cells, "activity": self.activity, "age_s": round(self.age_s, 1),
             **{name: document[name] for name in ("sweep", "runs", "settled", "by_status", "best")},
         }  # fmt: skip
 
@@ -82,24 +82,24 @@ def show_sweeps(results_dir: Path, as_json: bool) -> None:
 def _summary(folder: SweepFolder) -> Summary:
     sweep, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn))
     runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
-    now = progress(folder.name, runs, state, sweep.hardware.device)
+    progress = progress_of(folder.name, runs, state, sweep.hardware.device)
     return Summary(
-        folder=folder, cells=len(by_cell(runs)), now=now, activity=activity(folder, now, state),
+        folder=folder, num_cells=len(by_cell(runs)), progress=progress, activity=activity(folder, progress, state),
         age_s=max(0.0, time.time() - last_written(folder.path)),
     )  # fmt: skip
 
 
 def _row(summary: Summary) -> tuple[str | Text | None, ...]:
-    now = summary.now
-    numbers: tuple[str | None, ...] = (None, None, None)
-    settled = f"{len(now.settled)} of {now.runs}"
+    progress = summary.progress
+    number_texts: tuple[str | None, ...] = (None, None, None)
+    settled_text = f"{len(progress.settled)} of {progress.runs}"
     if summary.best:
         run, standing = summary.best
         label = f"{run.spec.label()}{' (suspect)' if standing.suspect else ''}"
-        numbers = label, f"{standing.rate or 0.0:,.0f}", percent(_mfu(run, standing))
+        number_texts = label, f"{standing.rate or 0.0:,.0f}", percent(_mfu(run, standing))
     days = summary.age_s / DAY_S
     age = f"{days:.0f} d" if days >= 2 else duration(summary.age_s)
-    return now.sweep, str(summary.cells), settled, *numbers, age, summary.activity
+    return progress.sweep, str(summary.num_cells), settled_text, *number_texts, age, summary.activity
 
 
 def _mfu(run: Candidate, standing: Standing) -> float | None:
@@ -158,12 +158,12 @@ def _require_idle(folder: SweepFolder, participle: str) -> None:
         actors = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
     if actors:
         rule = f"only an idle sweep can be {participle}"
-        more = f" and {len(actors) - 3} more" if len(actors) > 3 else ""
-        fact = f"{folder.name} is in use ({'; '.join(actors[:3])}{more})"
+        more_text = f" and {len(actors) - 3} more" if len(actors) > 3 else ""
+        fact = f"{folder.name} is in use ({'; '.join(actors[:3])}{more_text})"
         raise SweepFolderError(f"{fact}; {rule}. To end it: ultrabench sweep cancel {folder.display_name}")
 
 
 def _job_text(name: str, job: dict[str, Any] | None, by: dict[str, Any]) -> str:
     """An allocation in words, such as `job 17_0 (n1-c0ffee.0) of ann on big`."""
-    number = f"job {job['job_id']} ({name})" if job and "job_id" in job else f"allocation {name}"
-    return f"{number} of {by['user']} on {by.get('cluster') or by.get('host')}" if by.get("user") else number
+    text = f"job {job['job_id']} ({name})" if job and "job_id" in job else f"allocation {name}"
+    return f"{text} of {by['user']} on {by.get('cluster') or by.get('host')}" if by.get("user") else text

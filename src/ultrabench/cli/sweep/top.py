@@ -26,22 +26,22 @@ MARKS = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
 _TEXTS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""
-OF_CELL = [*(name for name in PANEL if name != "routing"), "num_params"]
-"""Columns that the title of a table names where they set its cell apart from others of its model, beside its routing."""
-FIRST = 10
+CELL_COLUMNS = [*(name for name in PANEL if name != "routing"), "num_params"]
+"""Columns that the title of a table names, besides the routing, where they distinguish its cell from others of its model."""
+DEFAULT_ROWS = 10
 """Number of runs of each cell that a table shows by default."""
 
 
-def show_top(source: str | None, first: int | None, rank_by: str, as_json: bool, results: Path) -> None:
+def show_top(source: str | None, max_rows: int | None, rank_by: str, as_json: bool, results: Path) -> None:
     """Prints the first runs of each cell; by default 10 in a table, and all as JSON."""
     name, _, rows = open_results(source, results, warn)
     cells = [runs for runs in leaderboard(rows, rank_by=rank_by) if runs]
     if as_json:
-        print_json([row for runs in cells for row in runs[: first or len(runs)]])
+        print_json([row for runs in cells for row in runs[: max_rows or len(runs)]])
         return
-    settings = set_apart([runs[0] for runs in cells], OF_CELL)
+    settings = set_apart([runs[0] for runs in cells], CELL_COLUMNS)
     for runs, setting in zip(cells, settings, strict=True):
-        _print_cell(name, runs, setting, first or FIRST)
+        _print_cell(name, runs, setting, max_rows or DEFAULT_ROWS)
     ranked_rows = [row for runs in cells for row in runs if row["flops_formula"]]
     formulas = {row["flops_formula"] for row in ranked_rows}
     notes = [formula_text(formulas, any(row["num_experts"] for row in ranked_rows))] if formulas else []
@@ -58,24 +58,24 @@ def _more(sweep: str, rank_by: str, cells: int) -> str:
     return f"details of a run: {command}{hint}"
 
 
-def _print_cell(name: str, runs: list[Row], setting: Sequence[str], first: int) -> None:
-    top_row, num_hidden = runs[0], len(runs) - first
+def _print_cell(name: str, runs: list[Row], setting: Sequence[str], max_rows: int) -> None:
+    top_row, num_hidden = runs[0], len(runs) - max_rows
     rank_by = str(top_row["ranked_by"])
     column = rank_by if rank_by in top_row else "ranked_value"  # the expected rate of a plan is no column
     added_columns = {rank_by: column} if rank_by not in SHOWN_AS else {}
-    compared = rank_by
+    ranking_text = rank_by
     if any(row["num_repeats"] > 1 for row in runs):  # the other columns show one repeat of each run
-        compared = f"the median {rank_by} of repeats"
+        ranking_text = f"the median {rank_by} of repeats"
         added_columns = {f"median {SHOWN_AS.get(rank_by, rank_by)}": "ranked_value"}
     has_environments = any(row["environment"] for row in runs)
     shown_rows = []
-    for row in runs[:first]:
+    for row in runs[:max_rows]:
         texts = {"rank": row["rank"]}
         texts |= {title: with_unit(rank_by, row[column]) for title, column in added_columns.items()}
         texts |= {"environment": row["environment"]} if has_environments else {}
         shown_rows.append({**texts, **numbers(row), "run id": row["run_id"]})
     columns = [name if name in _TEXTS else f">{name}" for name in shown_rows[0]]
-    title = f"{name}: {', '.join((cell_text(top_row), *setting))}, by {compared}"
+    title = f"{name}: {', '.join((cell_text(top_row), *setting))}, by {ranking_text}"
     shown_table = table(title, *columns, rows=[row.values() for row in shown_rows])
     shown_table.always_shown = next(iter(added_columns), SHOWN_AS.get(rank_by, rank_by))
     show(shown_table, f"{num_hidden} more; to show all: -n {len(runs)}\n" if num_hidden > 0 else "")
@@ -83,8 +83,8 @@ def _print_cell(name: str, runs: list[Row], setting: Sequence[str], first: int) 
 
 def cell_text(row: Row) -> str:
     """The model and nodes of a run, and the routing of its experts, such as `tiny-moe on 1 node, routing balanced`."""
-    place = f"{model_text(row['model'], row['model_mark'])} on {counted(row['nodes'], 'node')}"
-    return ", ".join(filter(None, (place, routing_text(row["routing"]))))
+    text = f"{model_text(row['model'], row['model_mark'])} on {counted(row['nodes'], 'node')}"
+    return ", ".join(filter(None, (text, routing_text(row["routing"]))))
 
 
 def numbers(row: Row) -> dict[str, str | Text | None]:
@@ -109,8 +109,8 @@ def _status(row: Row) -> Text:
     if status == "ok":
         plain_label = "slower" if row["stopped"] == SLOWER else "ok"
         label = next((mark for mark, column in MARKS.items() if row[column]), plain_label)
-    width = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if label == "best" else ""
+    width_text = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if label == "best" else ""
     if status == "ok" and row["suspect"] and label in ("best", "as good"):
         label = f"{label}, suspect"
-    style = style_of(status, has_caveat=bool(width) or "suspect" in label or label == "slower")
-    return Text(f"{label} {width}".rstrip(), style)
+    style = style_of(status, has_caveat=bool(width_text) or "suspect" in label or label == "slower")
+    return Text(f"{label} {width_text}".rstrip(), style)

@@ -8,41 +8,41 @@ from collections.abc import Iterator
 from ultrabench.cli.tables import say
 from ultrabench.store.folder import SweepFolder
 
-USUAL_S, LAST_S = 2.0, 20.0
+USUAL_EXIT_S, EXIT_TIMEOUT_S = 2.0, 20.0
 """Seconds in which the last runs are usually tracked, and after which the launch leaves them to `ultrabench export`."""
 
 
 @contextlib.contextmanager
-def tracked(kind: str | None, folder: SweepFolder) -> Iterator[None]:
+def tracked(tracker_kind: str | None, folder: SweepFolder) -> Iterator[None]:
     """Logs the runs of a sweep into a tracker while the body runs, which never waits for the tracker.
 
-    Afterwards the process has LAST_S to log the last runs; a body that is interrupted ends it at once.
+    Afterwards the process has EXIT_TIMEOUT_S to log the last runs; a body that is interrupted ends it at once.
 
     Args:
-        kind: the tracker; None for none.
+        tracker_kind: the tracker; None for none.
     """
-    if kind is None:
+    if tracker_kind is None:
         yield
         return
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "ultrabench.analysis.export.live", kind, str(folder.path)],
+        [sys.executable, "-P", "-m", "ultrabench.analysis.export.live", tracker_kind, str(folder.path)],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    earlier_failures, is_whole = len(_failures(folder)), False
+    num_earlier_failures, is_complete = len(_failures(folder)), False
     try:
         yield
-        is_whole = True
+        is_complete = True
     finally:
-        is_whole = is_whole and _ends(process)
+        is_complete = is_complete and _ends(process)
         if process.stdin:
             process.stdin.close()
         process.kill()
         process.wait()
-        if not is_whole:
-            new_failures = _failures(folder)[earlier_failures:]
-            why = f" ({new_failures[-1]})" if new_failures else ""
-            command = f"ultrabench export {kind} {folder.display_name}"
-            say(f"{kind} may miss some runs{why}; to add them: {command}")
+        if not is_complete:
+            new_failures = _failures(folder)[num_earlier_failures:]
+            failure_text = f" ({new_failures[-1]})" if new_failures else ""
+            command = f"ultrabench export {tracker_kind} {folder.display_name}"
+            say(f"{tracker_kind} may miss some runs{failure_text}; to add them: {command}")
 
 
 def _ends(process: "subprocess.Popen[bytes]") -> bool:
@@ -50,10 +50,10 @@ def _ends(process: "subprocess.Popen[bytes]") -> bool:
     assert process.stdin
     process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(USUAL_S) == 0
-    say(f"waiting up to {LAST_S:.0f} s for the tracker")
+        return process.wait(USUAL_EXIT_S) == 0
+    say(f"waiting up to {EXIT_TIMEOUT_S:.0f} s for the tracker")
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(LAST_S - USUAL_S) == 0
+        return process.wait(EXIT_TIMEOUT_S - USUAL_EXIT_S) == 0
     return False
 
 
