@@ -63,7 +63,7 @@ class Series:
     changes: dict[int, float] = field(default_factory=dict)
     """Number of the first night with another rate -> the new rate over the old one, less 1."""
     may_have_changed: bool = False
-    """Whether its last nights, fewer than LEAST, differ significantly, so that one more night will confirm or reject it."""
+    """Whether its last nights, fewer than MIN_LENGTH, differ significantly, so that one more night will confirm or reject it."""
 
     @property
     def counted_nights(self) -> list[int]:

@@ -22,7 +22,7 @@ class Kind:
     axes: tuple[str, ...] = ()
     """Values of --axis, the default first; empty for a figure without a choice of axis."""
     by: str = ""
-    """The column that is up without --by; empty for a figure without a choice of column."""
+    """The column of the y axis without --by; empty for a figure without a choice of column."""
     over_any_axis: bool = False
     """Whether it is drawn over any axis that varied in the results, which the command names after the kind."""
     of_layout: bool = False
@@ -88,7 +88,7 @@ def prepared(
         require_known(f"axis of the figure {kind}", traits.axes, axis)
     module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
     options = {"axis": axis or next(iter(traits.axes), None)} if traits.axes or traits.over_any_axis else {}
-    options |= {"by": by or traits.by} if traits.by else {}
+    options |= {"column": by or traits.by} if traits.by else {}
     points, notes = module.points(*((layout or {},) if traits.of_layout else ()), table, **options)
     return points, lambda: module.figure(points, title=title, notes=notes, **options)
 

@@ -50,17 +50,13 @@ def completed(rows: pd.DataFrame, models: Mapping[str, str]) -> tuple[pd.DataFra
     _fill_pipeline_and_shards(frame)
     batch = _computed(frame, _BATCH_PRODUCT)
     gbs = frame["gbs"][batch.notna() & (batch != frame["gbs"])]
-    text = (
-        "batch does not match the layout: gbs="
-        + _text(gbs)
-        + f", {_BATCH_PRODUCT}="
-        + _text(batch[gbs.index])
-    )
+    texts = "batch does not match the layout: gbs=" + _text(gbs)
+    texts += f", {_BATCH_PRODUCT}=" + _text(batch[gbs.index])
     frame.loc[gbs.index, "gbs"] = batch
     frame["tokens_per_step"] = _computed(frame, "gbs * seq_len")
     _fill_speed(frame)
     frame["schema_version"], frame["attempt"], frame["is_final"] = RESULTS_SCHEMA_VERSION, 0, True
-    return frame, [*doubts, ("other_batch", text), *_impossible(frame)]
+    return frame, [*doubts, ("other_batch", texts), *_impossible(frame)]
 
 
 def typed(frame: pd.DataFrame, names: list[str]) -> pa.Table:

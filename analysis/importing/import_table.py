@@ -127,8 +127,10 @@ def _with_doubts(
     tables = [pd.DataFrame({"code": code, "sentence": series.dropna()}) for code, series in doubts]
     doubt_rows = pd.concat(tables)
     by_line = doubt_rows.groupby(level=0)
-    frame["suspect"] = pd.Series({line: "; ".join(of) for line, of in by_line["sentence"]}, dtype=object)
-    frame["suspect_codes"] = pd.Series({line: [*of] for line, of in by_line["code"]}, dtype=object)
+    frame["suspect"] = pd.Series(
+        {line: "; ".join(sentences) for line, sentences in by_line["sentence"]}, dtype=object
+    )
+    frame["suspect_codes"] = pd.Series({line: [*codes] for line, codes in by_line["code"]}, dtype=object)
     frame["run_id"] = [content_id(row) for row in typed(frame, _IDENTITY_COLUMNS).to_pylist()]
     frame["repeat"] = frame.groupby("run_id").cumcount()
     frame["sweep"], frame["source"] = frame["sweep"].fillna(path.stem), frame["source"].fillna(path.name)
