@@ -43,8 +43,8 @@ class WeightsAndBiases:
         self._finish(wandb_run, exit_code=0)
 
     def _begin(self, key: str, name: str, sweep: str, kind: str) -> Any:
-        disabled = dict.fromkeys(("disable_git", "x_disable_stats", "x_disable_meta"), True)
-        settings = self._wandb.Settings(silent=True, console="off", **disabled)
+        disabled_features = dict.fromkeys(("disable_git", "x_disable_stats", "x_disable_meta"), True)
+        settings = self._wandb.Settings(silent=True, console="off", **disabled_features)
         return self._wandb.init(
             project=self._project, id=key, name=name, group=sweep, job_type=kind, dir=str(self._folder),
             resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow", settings=settings,

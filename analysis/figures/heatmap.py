@@ -322,8 +322,9 @@ def _sentences(cells: Sequence[Cell], compared_with: str) -> Iterator[str]:
     if suspect_cells := [cell for cell in cells if cell.suspect]:
         where_text = f"In {len(suspect_cells)} of {cells_text} every measurement is suspect, so the best suspect one is shown"
         yield f"{where_text}, such as {suspect_cells[0].title} on {counted(suspect_cells[0].nodes, 'node')}: {suspect_cells[0].suspect}."
-    if wide := [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]:
-        widest = max(wide, key=lambda cell: cell.step_time_ci95_rel or 0.0)
+    wide_cells = [cell for cell in cells if cell.ci_reached is False and cell.step_time_ci95_rel is not None]
+    if wide_cells:
+        widest = max(wide_cells, key=lambda cell: cell.step_time_ci95_rel or 0.0)
         where_text = f"{widest.title} on {counted(widest.nodes, 'node')}"
         interval_text = f"{too_wide(False, widest.step_time_ci95_rel)} ({where_text})"
-        yield f"In {len(wide)} of {cells_text} the interval of the best layout is wider than its target, up to {interval_text}."
+        yield f"In {len(wide_cells)} of {cells_text} the interval of the best layout is wider than its target, up to {interval_text}."

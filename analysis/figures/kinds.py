@@ -113,12 +113,12 @@ def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":
         require_known("column", table.column_names, name)
         column = table[name]
         # Numbers are sorted as numbers, not as texts; null comes last.
-        numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-        values = pc.unique(column.combine_chunks().sort() if numeric else column).to_pylist()
+        is_numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+        values = pc.unique(column.combine_chunks().sort() if is_numeric else column).to_pylist()
         texts = [*map(str, values)]
         if str(value) not in texts:
-            nearest = None if numeric else nearest_name(str(value), texts)
-            hint = f"did you mean {nearest}? " if nearest else ""
+            nearest_value = None if is_numeric else nearest_name(str(value), texts)
+            hint = f"did you mean {nearest_value}? " if nearest_value else ""
             more_text = f" and {len(texts) - MOST_NAMES:,} more" if len(texts) > MOST_NAMES else ""
             values_text = f"values of {name}: {', '.join(texts[:MOST_NAMES])}{more_text}"
             raise ConfigError(f"no rows have {name}={value}", f"{hint}{values_text}")

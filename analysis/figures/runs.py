@@ -25,7 +25,7 @@ _PANEL_COLUMNS = [*(name for name in PANEL if name != "gbs"), "batch", "num_para
 """Columns that a panel names where they vary among the rows of a model."""
 
 
-def final(table: pa.Table, more: Sequence[str] = ()) -> pd.DataFrame:
+def final(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFrame:
     """The final rows of runs that train a model, in an order that does not depend on that of the table.
 
     Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells
@@ -35,12 +35,12 @@ def final(table: pa.Table, more: Sequence[str] = ()) -> pd.DataFrame:
     and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU.
 
     Args:
-        more: further columns of the rows.
+        more_columns: further columns of the rows.
 
     Raises:
         ConfigError: there are no such rows.
     """
-    ranking = Ranking(table, more=(*_NUMBER_COLUMNS, "suspect_codes", *more))
+    ranking = Ranking(table, more=(*_NUMBER_COLUMNS, "suspect_codes", *more_columns))
     layouts = ranking.frame
     frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):
@@ -96,15 +96,15 @@ def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:
     return candidates.assign(memory_gib=peak_bytes / GIB, memory_of=memory_of)
 
 
-def notes(table: pa.Table, runs: pd.DataFrame, crosses: bool = False) -> str:
+def notes(table: pa.Table, runs: pd.DataFrame, has_crosses: bool = False) -> str:
     """The note of figures of measured runs: those that cannot win, then how runs ended and the versions.
 
     Args:
         runs: those of `measured`.
-        crosses: whether the figure draws runs that cannot win as crosses; else it leaves them out.
+        has_crosses: whether the figure draws runs that cannot win as crosses; else it leaves them out.
     """
     num_not_winning = int((~runs["good"]).sum())
-    how_text = "Drawn as crosses" if crosses else "Not drawn"
+    how_text = "Drawn as crosses" if has_crosses else "Not drawn"
     excluded_text = f"{how_text}: {num_not_winning:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
     return f"{excluded_text if num_not_winning else ''}{cells.notes(table)}"
 
@@ -138,6 +138,6 @@ def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
             settings = frame[name].map(cells.SETTINGS[name], na_action="ignore")
             panel += " | " + settings.fillna(f"unknown {name}")
     batch_of_all = frame["gbs"] / frame["nodes"].where(frame["scaling"] == WEAK, 1)
-    order = ["num_params", "model", *PANEL[:-1], "batch_of_all", "panel", "nodes", *AXES]
+    sort_columns = ["num_params", "model", *PANEL[:-1], "batch_of_all", "panel", "nodes", *AXES]
     frame = frame.assign(panel=panel, batch_of_all=batch_of_all)
-    return frame.sort_values(order, kind="stable", ignore_index=True).drop(columns="batch_of_all")
+    return frame.sort_values(sort_columns, kind="stable", ignore_index=True).drop(columns="batch_of_all")

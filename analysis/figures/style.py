@@ -106,15 +106,15 @@ def panel_grid(
     title_height, notes_height = _TITLE_LINE * len(heading) + _MARGIN, _NOTE_LINE * len(note_lines) + _MARGIN
     part_heights = [title_height, nrows * height + 0.3, notes_height]
     figure = Figure(figsize=(WIDTH, sum(part_heights)), layout="constrained", facecolor="white")
-    above, middle, below = figure.subfigures(3, 1, squeeze=False, height_ratios=part_heights).flat
+    head, body, foot = figure.subfigures(3, 1, squeeze=False, height_ratios=part_heights).flat
     left, title_look = 0.08 / WIDTH, {"fontsize": 12, "fontweight": "bold"}
-    above.text(left, 1 - _MARGIN / title_height, "\n".join(heading), va="top", **title_look)
+    head.text(left, 1 - _MARGIN / title_height, "\n".join(heading), va="top", **title_look)
     note_look: dict[str, Any] = {"fontsize": 7, "color": GREY, "linespacing": 1.35}
-    below.text(left, _MARGIN / notes_height, "\n".join(note_lines), va="bottom", **note_look)
+    foot.text(left, _MARGIN / notes_height, "\n".join(note_lines), va="bottom", **note_look)
     panel_class = {"axes_class": Panel}
-    panels = list(middle.subplots(nrows, ncols, squeeze=False, subplot_kw=panel_class, **options).flat)
-    for unused in panels[len(panel_keys) :]:
-        unused.remove()
+    panels = list(body.subplots(nrows, ncols, squeeze=False, subplot_kw=panel_class, **options).flat)
+    for unused_axes in panels[len(panel_keys) :]:
+        unused_axes.remove()
     for axes in panels[: len(panel_keys)]:
         axes.tick_params(labelsize=8, color=GREY)
         axes.yaxis.set_major_formatter("{x:,.10g}")
@@ -122,17 +122,17 @@ def panel_grid(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     if legend := [*legend]:
-        _draw_legend(middle, legend, legend_title)
+        _draw_legend(body, legend, legend_title)
     return figure, dict(zip(panel_keys, panels, strict=False))
 
 
-def _draw_legend(middle: SubFigure, entries: Sequence[Any], title: str | None) -> None:
+def _draw_legend(body: SubFigure, entries: Sequence[Any], title: str | None) -> None:
     """Draws a legend above the panels, in as many columns as fit."""
     handles = [Line2D([], [], **entry) if isinstance(entry, dict) else entry for entry in entries]
     longest_label = max(len(str(handle.get_label())) for handle in handles)
     ncols = max(1, min(len(handles), _LEGEND_WIDTH // (longest_label + 6)))
     options: dict[str, Any] = {"frameon": False, "fontsize": 8, "title_fontsize": 8, "alignment": "left"}
-    middle.legend(handles=handles, title=title, loc="outside upper left", ncols=ncols, **options)
+    body.legend(handles=handles, title=title, loc="outside upper left", ncols=ncols, **options)
 
 
 def looks(values: Sequence[Any], *, ordered: bool, name: Callable[[Any], str] = str, **options: Any) -> Looks:

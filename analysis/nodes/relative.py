@@ -118,10 +118,10 @@ class _Rows(NamedTuple):
     """The rows that share a constant."""
 
 
-def _rows(group: Iterable[Measurement], day_of: Mapping[float, int]) -> _Rows:
+def _rows(group: Iterable[Measurement], day_by_time: Mapping[float, int]) -> _Rows:
     logs: dict[tuple[int, tuple[object, ...], tuple[Node, ...]], list[float]] = defaultdict(list)
     for _, _, setting, nodes, time_s, value in group:
-        logs[day_of[time_s], setting, nodes].append(log(value))
+        logs[day_by_time[time_s], setting, nodes].append(log(value))
     sorted_nodes = sorted({node for _, _, nodes in logs for node in nodes}, key=str)
     column_by_node = {node: column for column, node in enumerate(sorted_nodes)}
     took_part = np.zeros((len(logs), len(column_by_node)), dtype=bool)

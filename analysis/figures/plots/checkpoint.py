@@ -31,7 +31,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     Raises:
         ConfigError: no run has them.
     """
-    runs = final(table, more=("checkpoint_cause",))
+    runs = final(table, more_columns=("checkpoint_cause",))
     todo = "measure it with: ultrabench sweep launch measure.checkpoint=true"
     ok_runs = runs[runs["status"] == "ok"]
     saved_runs, _ = known(ok_runs, "checkpoint_save_s", "checkpoint", todo)

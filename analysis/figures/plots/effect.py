@@ -37,15 +37,16 @@ def points(table: pa.Table, axis: str | None) -> tuple[pd.DataFrame, str]:
         ConfigError: the axis is unknown or did not vary, or no two runs differ only in it.
     """
     final(table)  # raises ConfigError where the table has no runs
-    measured = competing(table)
-    axis = measured.require_axis(axis)
-    pair_rows = pairs(measured, axis)
-    require_pairs(measured, axis, pair_rows)
+    candidates = competing(table)
+    axis = candidates.require_axis(axis)
+    pair_rows = pairs(candidates, axis)
+    require_pairs(candidates, axis, pair_rows)
     columns = ["value", "ratio", "low", "high", "pairs"]
-    rows = pair_rows.merge(pd.DataFrame(effects(measured, axis))[columns], on="value")
-    models = measured.runs.loc[pair_rows["left"]].sort_values(["num_params", "model"])["model"].unique()
+    rows = pair_rows.merge(pd.DataFrame(effects(candidates, axis))[columns], on="value")
+    models = candidates.runs.loc[pair_rows["left"]].sort_values(["num_params", "model"])["model"].unique()
     rows = rows.assign(pair_ratio=np.exp(rows["log_ratio"]), models=", ".join(models))
-    return rows.sort_values(["block", "pair_ratio"], ignore_index=True), f"{measured.note} {made_with(table)}"
+    rows = rows.sort_values(["block", "pair_ratio"], ignore_index=True)
+    return rows, f"{candidates.note} {made_with(table)}"
 
 
 def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:

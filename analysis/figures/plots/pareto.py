@@ -45,7 +45,7 @@ def points(table: pa.Table, column: str) -> tuple[pd.DataFrame, str]:
     """
     require_number(table, column)
     todo = "to report it from your program, see docs/start/your-program.md"
-    all_runs = measured(final(table, more=(column,)))
+    all_runs = measured(final(table, more_columns=(column,)))
     runs, excluded_text = known(may_be_best(all_runs), _X_COLUMN, "peak memory", todo)
     runs, column_text = known(runs, column, column, "choose another --by from docs/reference/columns.md")
     runs = runs.sort_values([_X_COLUMN, column], ascending=[True, column in LOWER_IS_BETTER], kind="stable")

@@ -65,15 +65,15 @@ def validated(rows: pd.DataFrame, profile: str) -> Figure:
 
 def _scatter(axes: Panel, points: pd.DataFrame, measured: str, predicted: str, styles: Looks) -> None:
     """Draws a marker for each run and the line of equal values, on logarithmic scales."""
-    positive = points[(points[measured] > 0) & (points[predicted] > 0)]
+    positive_points = points[(points[measured] > 0) & (points[predicted] > 0)]
     axes.set(xscale="log", yscale="log")
-    if not len(positive):
+    if not len(positive_points):
         axes.remark("not recorded or not predicted")
         return
-    values = positive[[measured, predicted]]
+    values = positive_points[[measured, predicted]]
     limits = [values.min().min() / 1.2, values.max().max() * 1.2]
     axes.plot(limits, limits, **_EQUAL_LOOK)
-    for name, panel_runs in positive.groupby("panel"):
+    for name, panel_runs in positive_points.groupby("panel"):
         axes.plot(panel_runs[measured], panel_runs[predicted], alpha=0.65, **styles[name])
     for direction in ("x", "y"):
         axes.log_scale(direction, *limits)

@@ -36,7 +36,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     points do not cover each other.
     """
     runs = measured(final(table))
-    note = notes(table, runs, crosses=True)
+    note = notes(table, runs, has_crosses=True)
     has_mfu = runs["flops_formula"].nunique() <= 1 and runs["mfu"].notna().any()
     runs = runs.assign(shown="MFU (%)" if has_mfu else "tokens/s/GPU")
     runs["height"] = 100 * runs["mfu"] if has_mfu else runs["tokens_per_s_per_gpu"]

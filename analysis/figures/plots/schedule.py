@@ -92,12 +92,12 @@ def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     _draw_passes(axes, points, gas, (WIDTH - 1) / step_time, height / num_rows)
     axes.describe(title, "time (1: forward of one micro-batch through all layers of a rank)", "")
     label_step = -(-_MIN_LABEL_INCHES // (height / num_rows))
-    labelled = points.drop_duplicates("row")[:: max(1, round(label_step))]
+    labelled_rows = points.drop_duplicates("row")[:: max(1, round(label_step))]
     row_names = [
         f"rank {rank}" if num_chunks == 1 else f"rank {rank}, stage {stage}"
-        for rank, stage in zip(labelled["rank"], labelled["stage"], strict=True)
+        for rank, stage in zip(labelled_rows["rank"], labelled_rows["stage"], strict=True)
     ]
-    axes.set_yticks(labelled["row"] + 0.5, row_names)
+    axes.set_yticks(labelled_rows["row"] + 0.5, row_names)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.set(xlim=(0, step_time), ylim=(num_rows, 0))
