@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy import stats
 
-from ultrabench.analysis.change_points import LEAST, RECENT, change_points, outliers, strongest
+from ultrabench.analysis.change_points import MIN_LENGTH, NUM_RECENT, change_points, outliers, strongest
 from ultrabench.analysis.collect import open_results
 from ultrabench.analysis.compare import run_label
 from ultrabench.analysis.environments import differing
@@ -63,7 +63,7 @@ class Series:
     changes: dict[int, float] = field(default_factory=dict)
     """Number of the first night with another rate -> the new rate over the old one, less 1."""
     may_have_changed: bool = False
-    """Whether its last nights, fewer than LEAST, differ significantly, so that one more night will confirm or reject it."""
+    """Whether its last nights, fewer than MIN_LENGTH, differ significantly, so that one more night will confirm or reject it."""
 
     @property
     def counted_nights(self) -> list[int]:
@@ -184,9 +184,7 @@ def history(nights: Sequence[Night]) -> History:
     series = [_series(rows, label_of_run, len(nights)) for _, rows in groups]
     num_tested = _find_changes(series)
     _add_changes_of_controls(series)
-    too_few = (
-        f"too few nights ({len(nights)}): to detect a change takes {LEAST} nights before it and {LEAST} after"
-    )
+    too_few = f"too few nights ({len(nights)}): to detect a change takes {MIN_LENGTH} nights before it and {MIN_LENGTH} after"
     return History(
         nights=nights,
         series=series,
@@ -225,7 +223,7 @@ def _find_changes(series: Sequence[Series]) -> int:
     for one_series in series:
         nights = one_series.counted_nights
         one_series.bad_nights = [nights[n] for n in np.flatnonzero(outliers(one_series.logs))]
-    tested = [one_series for one_series in series if len(one_series.counted_nights) >= 2 * LEAST]
+    tested = [one_series for one_series in series if len(one_series.counted_nights) >= 2 * MIN_LENGTH]
     p_values = [strongest(one_series.logs)[0] for one_series in tested]
     corrected = stats.false_discovery_control(p_values) if tested else ()
     level = max((p for p, q in zip(p_values, corrected, strict=True) if q <= ALPHA), default=-1.0)
@@ -234,7 +232,7 @@ def _find_changes(series: Sequence[Series]) -> int:
         bounds = [0, *change_points(logs, level, ALPHA / 2 / len(tested)), len(logs)]
         means = [logs[first:end].mean() for first, end in pairwise(bounds)]
         changes = {*zip(bounds[1:], np.expm1(np.diff(means)), strict=False)}
-        settled = {first: change for first, change in changes if len(logs) - first >= LEAST}
+        settled = {first: change for first, change in changes if len(logs) - first >= MIN_LENGTH}
         one_series.may_have_changed = len(settled) < len(changes)
         one_series.changes = {nights[first]: float(settled[first]) for first in sorted(settled)}
     return len(tested)
@@ -248,18 +246,18 @@ def _add_changes_of_controls(series: Sequence[Series]) -> None:
     cells = {(str(s.cell), s.layout): dict(s.changes) for s in series if s.control is None}
     for one_series in series:
         for night, change in cells.get((str(one_series.cell), one_series.control or ""), {}).items():
-            near = next((n for n in one_series.changes if abs(n - night) < LEAST), night)
+            near = next((n for n in one_series.changes if abs(n - night) < MIN_LENGTH), night)
             total = (1 + one_series.changes.pop(near, 0.0)) * (1 + change) - 1
             if abs(total) > abs(change) / 2:
                 one_series.changes[near] = total
 
 
 def _moves(series: Sequence[Series]) -> Iterator[Move]:
-    """The changes of all series, those in one direction together that begin within LEAST nights of where most do."""
+    """The changes of all series, those in one direction together that begin within MIN_LENGTH nights of where most do."""
     changes = [(c > 0, night, n, c) for n, s in enumerate(series) for night, c in s.changes.items()]
     while changes:
         is_gain, night = Counter(change[:2] for change in changes).most_common(1)[0][0]
-        group = [c for c in changes if c[0] == is_gain and abs(c[1] - night) <= LEAST]
+        group = [c for c in changes if c[0] == is_gain and abs(c[1] - night) <= MIN_LENGTH]
         changes = [change for change in changes if change not in group]
         members = tuple(sorted({change[2] for change in group}))
         yield Move(night=night, change=median(change[3] for change in group), series=members)
@@ -270,10 +268,10 @@ def _notes(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -
     if any(s.control for s in series):
         yield "Rates of runs with a control layout are relative to the control; its own rate is in tokens/s/GPU."
     if untested := len(series) - num_tested:
-        yield f"{untested:,} of {counted(len(series), 'run')} not tested: fewer than {2 * LEAST} nights with a rate."
+        yield f"{untested:,} of {counted(len(series), 'run')} not tested: fewer than {2 * MIN_LENGTH} nights with a rate."
     if open_runs := sum(s.may_have_changed for s in series):
         runs = counted(open_runs, "run")
-        yield f"{runs} may have changed in the last {RECENT} nights; one more night will confirm or reject it."
+        yield f"{runs} may have changed in the last {NUM_RECENT} nights; one more night will confirm or reject it."
     bad = Counter(nights[n].name for s in series for n in s.bad_nights)
     if bad:
         shown = [f"{name} ({counted(number, 'run')})" for name, number in sorted(bad.items())[-3:]]

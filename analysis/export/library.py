@@ -17,7 +17,7 @@ PACKAGES = {
 def require_library(extra: str) -> None:
     """Raises ConfigError with the command of pip if a package of this extra is not installed; imports nothing.
 
-    A folder of that name without code, such as the one with the offline runs of W&B, is no package.
+    A folder of that name without code, such as `wandb` with its offline runs, does not count as a package.
     """
     for package in PACKAGES[extra]:
         spec = importlib.util.find_spec(package)

@@ -33,8 +33,8 @@ DEADLINE_S = 60.0
 """Seconds after which a tracker that does not answer counts as away."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 300.0
 """Seconds to wait after a failure; each further one in a row doubles them, up to the longest."""
-LAST_S = 300.0
-"""Seconds after the end of standard input in which the process ends, whatever the library does."""
+EXIT_DEADLINE_S = 300.0
+"""Seconds after the end of standard input after which the process exits, whatever the library does."""
 
 
 @dataclass(slots=True)
@@ -55,37 +55,37 @@ class LiveExport:
     pause_s: float = 0.0
     """Seconds to wait before the next try."""
 
-    def log(self, *, last: bool) -> bool:
+    def log(self, *, is_last: bool) -> bool:
         """Logs what is new and, the last time, page and table; returns False after a failure, which it notes."""
         try:
-            self._log(last)
+            self._log(is_last)
         except Exception as error:
-            self._note(first_line(error))
+            self._note_failure(first_line(error))
             return False
         self.pause_s, self.failure = 0.0, ""
         return True
 
-    def _log(self, last: bool) -> None:
+    def _log(self, is_last: bool) -> None:
         attempts = self.state.add(self.journal.poll()).attempts.values()
         num_ended = sum(attempt.result is not None for attempt in attempts)
-        if num_ended == self.num_ended and not (last and num_ended):
+        if num_ended == self.num_ended and not (is_last and num_ended):
             return
         table = collect([self.folder], lambda message: None)
-        for run in tracked_runs(table, ranks=False):
+        for run in tracked_runs(table, has_ranks=False):
             if self.logged.get(run.run_id) != run:
                 with _deadline(DEADLINE_S):
-                    self._opened().log(run)
+                    self._open_tracker().log(run)
                 self.logged[run.run_id] = run
-        if last:
+        if is_last:
             with _deadline(DEADLINE_S):
-                log_results(self._opened(), (), table, self.folder.name)
+                log_results(self._open_tracker(), (), table, self.folder.name)
         self.num_ended = num_ended
 
-    def _opened(self) -> Tracker:
+    def _open_tracker(self) -> Tracker:
         self.tracker = self.tracker or open_tracker(self.kind, None, self.folder.path.parent)
         return self.tracker
 
-    def _note(self, failure: str) -> None:
+    def _note_failure(self, failure: str) -> None:
         self.pause_s = min(max(FIRST_PAUSE_S, 2 * self.pause_s), LONGEST_PAUSE_S)
         if failure != self.failure:
             self.failure = failure
@@ -110,15 +110,15 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 def main(kind: str, path: Path) -> int:
     """Follows a sweep until standard input ends; returns 0 if all was logged at last."""
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it takes only cores that nobody needs
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # it runs only on cores that would be idle
     live = LiveExport(kind, SweepFolder(path), JournalReader(path / "journal"))
     while not select.select([sys.stdin], [], [], max(POLL_S, live.pause_s))[0]:
-        live.log(last=False)
+        live.log(is_last=False)
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    last_resort = threading.Timer(LAST_S, os._exit, (1,))
+    last_resort = threading.Timer(EXIT_DEADLINE_S, os._exit, (1,))
     last_resort.daemon = True
     last_resort.start()
-    return 0 if live.log(last=True) else 1
+    return 0 if live.log(is_last=True) else 1
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from typing import Any
 from ultrabench.analysis.export.library import library, require_library
 from ultrabench.analysis.export.tracked_runs import TrackedRun, sweep_key
 
-_KEY = "ultrabench.key"
+_KEY_TAG = "ultrabench.key"
 """Tag by which a run that was logged before is found again."""
-_PARENT = "mlflow.parentRunId"
+_PARENT_TAG = "mlflow.parentRunId"
 
 
 class MLflow:
@@ -27,31 +27,31 @@ class MLflow:
         require_library("mlflow")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._entities, client = library("mlflow.entities"), library("mlflow").MlflowClient
-        for noisy in ("mlflow", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
+        for logger in ("mlflow", "alembic"):
+            logging.getLogger(logger).setLevel(logging.WARNING)
         given_uri = os.environ.get("MLFLOW_TRACKING_URI")
         uri = given_uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-        artifacts = None if given_uri else (folder.resolve() / "mlartifacts").as_uri()
+        artifact_uri = None if given_uri else (folder.resolve() / "mlartifacts").as_uri()
         name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "ultrabench"
         self._client, self._parents = client(uri), dict[str, str]()
         self.where = f"experiment {name} at {uri}"
-        experiment, make = self._client.get_experiment_by_name(name), self._client.create_experiment
-        self._experiment = experiment.experiment_id if experiment else make(name, artifacts)
+        experiment, create = self._client.get_experiment_by_name(name), self._client.create_experiment
+        self._experiment = experiment.experiment_id if experiment else create(name, artifact_uri)
 
     def log(self, run: TrackedRun) -> None:
         """Makes or updates a run: settings as params, which never change, numbers as metrics, the outcome as tags."""
-        tags = {"sweep": run.sweep, "cell": run.cell, **run.tags, _PARENT: self._parent(run.sweep)}
-        logged, entities = self._run(run.key, run.name, tags), self._entities
-        earlier, now_ms = logged.data, int(1000 * time.time())
-        changed = {name: n for name, n in run.metrics.items() if earlier.metrics.get(name) != n}
-        added = {name: value for name, value in run.config.items() if name not in earlier.params}
+        tags = {"sweep": run.sweep, "cell": run.cell, **run.tags, _PARENT_TAG: self._parent(run.sweep)}
+        mlflow_run, entities = self._run(run.key, run.name, tags), self._entities
+        data, now_ms = mlflow_run.data, int(1000 * time.time())
+        new_metrics = {name: value for name, value in run.metrics.items() if data.metrics.get(name) != value}
+        new_params = {name: value for name, value in run.config.items() if name not in data.params}
         self._client.log_batch(
-            logged.info.run_id,
-            metrics=[entities.Metric(name, number, now_ms, 0) for name, number in changed.items()],
-            params=[entities.Param(name, str(value)) for name, value in added.items()],
+            mlflow_run.info.run_id,
+            metrics=[entities.Metric(name, number, now_ms, 0) for name, number in new_metrics.items()],
+            params=[entities.Param(name, str(value)) for name, value in new_params.items()],
             tags=[entities.RunTag(name, text) for name, text in tags.items()],
         )
-        self._client.set_terminated(logged.info.run_id, "FINISHED" if run.is_ok else "FAILED")
+        self._client.set_terminated(mlflow_run.info.run_id, "FINISHED" if run.is_ok else "FAILED")
 
     def attach(self, sweep: str, paths: Sequence[Path]) -> None:
         """Keeps files as artifacts of the sweep's run; a file of the same name is replaced."""
@@ -67,7 +67,7 @@ class MLflow:
 
     def _run(self, key: str, name: str, tags: dict[str, str]) -> Any:
         """The run with this key, which is made if there is none."""
-        is_it = f"tags.`{_KEY}` = '{key}'"
-        for run in self._client.search_runs([self._experiment], is_it, max_results=1):
+        filter_text = f"tags.`{_KEY_TAG}` = '{key}'"
+        for run in self._client.search_runs([self._experiment], filter_text, max_results=1):
             return run
-        return self._client.create_run(self._experiment, tags={_KEY: key, **tags}, run_name=name)
+        return self._client.create_run(self._experiment, tags={_KEY_TAG: key, **tags}, run_name=name)

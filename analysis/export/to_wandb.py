@@ -28,32 +28,32 @@ class WeightsAndBiases:
 
     def log(self, run: TrackedRun) -> None:
         """Makes or updates a run: its settings as config, its numbers and its outcome as summary."""
-        logged = self._begin(run.key, run.name, run.sweep, "run")
-        logged.config.update({"sweep": run.sweep, "cell": run.cell, **run.config}, allow_val_change=True)
-        logged.summary.update({**run.metrics, **run.tags})
-        self._finish(logged, exit_code=0 if run.is_ok else 1)
+        wandb_run = self._begin(run.key, run.name, run.sweep, "run")
+        wandb_run.config.update({"sweep": run.sweep, "cell": run.cell, **run.config}, allow_val_change=True)
+        wandb_run.summary.update({**run.metrics, **run.tags})
+        self._finish(wandb_run, exit_code=0 if run.is_ok else 1)
 
     def attach(self, sweep: str, paths: Sequence[Path]) -> None:
         """Keeps files as an artifact of a run of the sweep; equal files make no new version."""
-        logged = self._begin(sweep_key(sweep), sweep, sweep, "sweep")
+        wandb_run = self._begin(sweep_key(sweep), sweep, sweep, "sweep")
         artifact = self._wandb.Artifact(plain_name(sweep), type="results")
         for path in paths:
             artifact.add_file(str(path))
-        logged.log_artifact(artifact)
-        self._finish(logged, exit_code=0)
+        wandb_run.log_artifact(artifact)
+        self._finish(wandb_run, exit_code=0)
 
     def _begin(self, key: str, name: str, sweep: str, kind: str) -> Any:
-        without = dict.fromkeys(("disable_git", "x_disable_stats", "x_disable_meta"), True)
-        quiet = self._wandb.Settings(silent=True, console="off", **without)
+        disabled_features = dict.fromkeys(("disable_git", "x_disable_stats", "x_disable_meta"), True)
+        settings = self._wandb.Settings(silent=True, console="off", **disabled_features)
         return self._wandb.init(
             project=self._project, id=key, name=name, group=sweep, job_type=kind, dir=str(self._folder),
-            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow", settings=quiet,
+            resume=None if os.environ.get("WANDB_MODE") == "offline" else "allow", settings=settings,
         )  # fmt: skip
 
-    def _finish(self, logged: Any, exit_code: int) -> None:
+    def _finish(self, wandb_run: Any, exit_code: int) -> None:
         """Ends a run; then its earlier offline files go, which `wandb sync` would upload a second time."""
-        folder = Path(logged.dir).parent
-        logged.finish(exit_code=exit_code)
-        for earlier in folder.parent.glob(f"offline-run-*-{logged.id}"):
-            if earlier != folder:
-                shutil.rmtree(earlier)
+        folder = Path(wandb_run.dir).parent
+        wandb_run.finish(exit_code=exit_code)
+        for earlier_folder in folder.parent.glob(f"offline-run-*-{wandb_run.id}"):
+            if earlier_folder != folder:
+                shutil.rmtree(earlier_folder)

@@ -27,13 +27,13 @@ Value = str | int | float | bool
 """A setting of a run."""
 _KEY = ("sweep", "run_id", "repeat", "attempt")
 _key_of = operator.itemgetter(*_KEY)
-_OF_MEASUREMENT = ("schema_version", *_KEY, "env_id", "env", "variables", "kernel_digest", "gpu_name")
+_ID_COLUMNS = ("schema_version", *_KEY, "env_id", "env", "variables", "kernel_digest", "gpu_name")
 """Columns of the group Identity that say which measurement of a run it was, and not what was run."""
 _CONFIG = [
     column.name
     for group in ("Identity", "Model", "Layout")
     for column in GROUPS[group]
-    if column.name not in (*_OF_MEASUREMENT, "variant", "first_values")
+    if column.name not in (*_ID_COLUMNS, "variant", "first_values")
 ]
 _OUTCOME = [column for group in ("Outcome", "State of the cluster", "Provenance") for column in GROUPS[group]]
 _METRICS = [column.name for column in _OUTCOME if column.type in (INT, FLOAT)]
@@ -41,11 +41,11 @@ _TAGS = [
     "env_id", "kernel_digest", "gpu_name",
     *(column.name for column in _OUTCOME if column.type in (TEXT, BOOL) and column.name != "evidence"),
 ]  # fmt: skip
-_RANKED = "ranked_value"
-"""The number that ranks, a median of repeats, which `sweep top` adds to the numbers of the one that stands for its run."""
-_RANKS = ("rank", "num_repeats", "num_repeats_failed")
-"""Further numbers that `sweep top` adds to the columns of the results."""
-_MARKS = ("best", "as_good_as_best")
+_RANKED_COLUMN = "ranked_value"
+"""The column that `sweep top` adds for the number by which it ranks a run, the median of its repeats."""
+_RANK_COLUMNS = ("rank", "num_repeats", "num_repeats_failed")
+"""Further columns of numbers that `sweep top` adds to those of the results."""
+_MARK_COLUMNS = ("best", "as_good_as_best")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,40 +89,40 @@ def plain_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).lstrip(".") or "_"
 
 
-def tracked_runs(table: pa.Table, *, ranks: bool = True) -> list[TrackedRun]:
+def tracked_runs(table: pa.Table, *, has_ranks: bool = True) -> list[TrackedRun]:
     """The runs of a result table that have ended, the first ones of `sweep top` first.
 
     Args:
-        ranks: whether their numbers and tags tell their ranks, which change with every other result.
+        has_ranks: whether metrics and tags include the ranks, which change with every other result.
 
     Raises:
         ConfigError: the rows cannot be ranked together.
     """
-    number_by_key = {key: n for n, key in enumerate(zip(*(table[k].to_pylist() for k in _KEY), strict=True))}
-    marks = [*chain.from_iterable(Ranking(table).boards(_KEY))]
-    rows = table.take([number_by_key[_key_of(row)] for row in marks]).to_pylist()
-    pairs = zip(rows, marks, strict=True)
-    return [_tracked(row, of_row, ranks) for row, of_row in pairs if row["status"] not in NOT_TRIED]
+    row_by_key = {key: n for n, key in enumerate(zip(*(table[k].to_pylist() for k in _KEY), strict=True))}
+    board_rows = [*chain.from_iterable(Ranking(table).boards(_KEY))]
+    rows = table.take([row_by_key[_key_of(row)] for row in board_rows]).to_pylist()
+    pairs = zip(rows, board_rows, strict=True)
+    return [_tracked(row, board_row, has_ranks) for row, board_row in pairs if row["status"] not in NOT_TRIED]
 
 
 def csv_text(runs: Sequence[TrackedRun]) -> str:
     """The text of a CSV file with a line for each run; what is not known of a run is empty."""
     names = [{"sweep": run.sweep, "run_id": run.run_id, "name": run.name} for run in runs]
-    parts = names, [run.config for run in runs], [run.metrics for run in runs], [run.tags for run in runs]
-    table = pd.concat([pd.DataFrame(part, dtype=object) for part in parts], axis=1)
+    groups = names, [run.config for run in runs], [run.metrics for run in runs], [run.tags for run in runs]
+    table = pd.concat([pd.DataFrame(group, dtype=object) for group in groups], axis=1)
     return table.to_csv(index=False, lineterminator="\n")
 
 
-def _tracked(row: Row, marks: Row, ranks: bool) -> TrackedRun:
-    options = {f"variant.{name}": str(value) for name, value in marks["options"].items()}
-    numbers = [*_present(marks, (*_RANKS * ranks, _RANKED)), *_present(row, _METRICS)]
-    texts = {name: marks[name] for name in (*_MARKS * ranks, "ranked_by")}
+def _tracked(row: Row, board_row: Row, has_ranks: bool) -> TrackedRun:
+    options = {f"variant.{name}": str(value) for name, value in board_row["options"].items()}
+    numbers = [*_present(board_row, (*_RANK_COLUMNS * has_ranks, _RANKED_COLUMN)), *_present(row, _METRICS)]
+    texts = {name: board_row[name] for name in (*_MARK_COLUMNS * has_ranks, "ranked_by")}
     texts |= {name: row[name] for name in _TAGS}
     cell = f"{row['model']} on {counted(row['nodes'], 'node')}"
     return TrackedRun(
         sweep=row["sweep"] or row["source"] or "",
         run_id=row["run_id"],
-        name=" ".join((cell, *layout_words(row | {"options": marks["options"]}))),
+        name=" ".join((cell, *layout_words(row | {"options": board_row["options"]}))),
         cell=cell,
         config=dict(_present(row, _CONFIG)) | options,
         metrics={name: float(number) for name, number in numbers if math.isfinite(number)},

@@ -52,7 +52,7 @@ def open_tracker(kind: str, project: str | None, folder: Path) -> Tracker:
 
         return TensorBoard(folder / "tensorboard")
     except Exception as error:
-        raise _refused(error) from error
+        raise _tracker_error(error) from error
 
 
 def log_results(tracker: Tracker, runs: Iterable[TrackedRun], table: pa.Table, name: str) -> None:
@@ -70,17 +70,17 @@ def log_results(tracker: Tracker, runs: Iterable[TrackedRun], table: pa.Table, n
         with tempfile.TemporaryDirectory() as folder:
             tracker.attach(name, _files(table, name, Path(folder)))
     except Exception as error:
-        raise _refused(error) from error
+        raise _tracker_error(error) from error
 
 
 def _files(table: pa.Table, name: str, folder: Path) -> tuple[Path, Path]:
-    html, rows = folder / "report.html", folder / "runs.parquet"
-    html.write_text(page(document(table, public=False), title=name), encoding="utf-8")
-    rows.write_bytes(parquet(table))
-    return html, rows
+    html_file, parquet_file = folder / "report.html", folder / "runs.parquet"
+    html_file.write_text(page(document(table, public=False), title=name), encoding="utf-8")
+    parquet_file.write_bytes(parquet(table))
+    return html_file, parquet_file
 
 
-def _refused(error: Exception) -> UltrabenchError:
+def _tracker_error(error: Exception) -> UltrabenchError:
     """The error of a tracker's library, which may be of any class, as one of ours."""
     if isinstance(error, UltrabenchError):
         return error

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ultrabench.errors import MAX_NAMES, ConfigError, nearest_name, require_known
 from ultrabench.layout import DEGREES, DIVIDES, TEXT_AXES, USUAL
 
-if TYPE_CHECKING:  # this module is imported for every --help
+if TYPE_CHECKING:  # every --help imports this module, so that it loads no pandas
     import pandas as pd
     import pyarrow as pa
     from matplotlib.figure import Figure
@@ -22,7 +22,7 @@ class Kind:
     axes: tuple[str, ...] = ()
     """Values of --axis, the default first; empty for a figure without a choice of axis."""
     by: str = ""
-    """The column that is up without --by; empty for a figure without a choice of column."""
+    """The column of the y axis without --by; empty for a figure without a choice of column."""
     over_any_axis: bool = False
     """Whether it is drawn over any axis that varied in the results, which the command names after the kind."""
     of_layout: bool = False
@@ -77,19 +77,19 @@ def prepared(
         ConfigError: no such kind, axis or column, or the table has nothing to draw.
     """
     require_known("figure", KINDS, kind)
-    chosen = KINDS[kind]
-    if layout and not chosen.of_layout:
+    traits = KINDS[kind]
+    if layout and not traits.of_layout:
         raise ConfigError(f"layout: the figure {kind} shows results, not a layout; filter the rows instead")
-    if axis is not None and not chosen.axes and not chosen.over_any_axis:
+    if axis is not None and not traits.axes and not traits.over_any_axis:
         raise ConfigError(f"--axis {axis}: the figure {kind} takes no axis; remove --axis")
-    if by is not None and not chosen.by:
+    if by is not None and not traits.by:
         raise ConfigError(f"--by {by}: the figure {kind} takes no column; remove --by")
-    if axis is not None and not chosen.over_any_axis:
-        require_known(f"axis of the figure {kind}", chosen.axes, axis)
+    if axis is not None and not traits.over_any_axis:
+        require_known(f"axis of the figure {kind}", traits.axes, axis)
     module = import_module(f"ultrabench.analysis.figures.plots.{kind.replace('-', '_')}")
-    options = {"axis": axis or next(iter(chosen.axes), None)} if chosen.axes or chosen.over_any_axis else {}
-    options |= {"by": by or chosen.by} if chosen.by else {}
-    points, notes = module.points(*((layout or {},) if chosen.of_layout else ()), table, **options)
+    options = {"axis": axis or next(iter(traits.axes), None)} if traits.axes or traits.over_any_axis else {}
+    options |= {"column": by or traits.by} if traits.by else {}
+    points, notes = module.points(*((layout or {},) if traits.of_layout else ()), table, **options)
     return points, lambda: module.figure(points, title=title, notes=notes, **options)
 
 
@@ -112,15 +112,15 @@ def rows_where(table: "pa.Table", settings: Mapping[str, Any]) -> "pa.Table":
     for name, value in settings.items():
         require_known("column", table.column_names, name)
         column = table[name]
-        # Numbers in their order, not in that of their texts; null last.
-        numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-        values = pc.unique(column.combine_chunks().sort() if numeric else column).to_pylist()
+        # Numbers are sorted as numbers, not as texts; null comes last.
+        is_numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+        values = pc.unique(column.combine_chunks().sort() if is_numeric else column).to_pylist()
         texts = [*map(str, values)]
         if str(value) not in texts:
-            nearest = None if numeric else nearest_name(str(value), texts)
-            hint = f"did you mean {nearest}? " if nearest else ""
-            more = f" and {len(texts) - MAX_NAMES:,} more" if len(texts) > MAX_NAMES else ""
-            values_text = f"values of {name}: {', '.join(texts[:MAX_NAMES])}{more}"
+            nearest_value = None if is_numeric else nearest_name(str(value), texts)
+            hint = f"did you mean {nearest_value}? " if nearest_value else ""
+            more_text = f" and {len(texts) - MAX_NAMES:,} more" if len(texts) > MAX_NAMES else ""
+            values_text = f"values of {name}: {', '.join(texts[:MAX_NAMES])}{more_text}"
             raise ConfigError(f"no rows have {name}={value}", f"{hint}{values_text}")
         table = table.filter(pc.equal(pc.fill_null(column.cast("string"), "None"), str(value)))
     return table

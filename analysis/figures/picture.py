@@ -46,10 +46,10 @@ def render(make: Callable[[], Figure], path: Path) -> bytes:
     buffer = io.BytesIO()
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
-        drawn = make()
-        _fix_places(drawn)
-        drawn.set_dpi(160)
-        canvas: Any = get_registered_canvas_class(suffix[1:])(drawn)  # savefig would draw everything twice
+        figure = make()
+        _fix_places(figure)
+        figure.set_dpi(160)
+        canvas: Any = get_registered_canvas_class(suffix[1:])(figure)  # savefig draws everything twice
         getattr(canvas, f"print_{suffix[1:]}")(buffer, metadata=_METADATA[suffix])
     return buffer.getvalue()
 
@@ -65,21 +65,20 @@ def styled() -> Iterator[None]:
 
 def wrapped(text: str, width: int) -> list[str]:
     """The lines of a text, wrapped to `width` characters between words; names are not cut at their hyphens."""
-    parts = (
-        part.replace(" %", "\xa0%") for part in text.splitlines()
-    )  # a number stays beside its percent sign
+    # A space that does not break keeps a number beside its percent sign.
+    parts = (part.replace(" %", "\xa0%") for part in text.splitlines())
     lines = (line for part in parts for line in textwrap.wrap(part, width, break_on_hyphens=False))
     return [line.replace("\xa0", " ") for line in lines]
 
 
-def _fix_places(drawn: Figure) -> None:
-    """Lays the figure out and rounds all places, since the last digits of the solver's numbers vary."""
-    if (engine := drawn.get_layout_engine()) is None:
+def _fix_places(figure: Figure) -> None:
+    """Lays the figure out and rounds all positions, since the last digits of the layout solver vary."""
+    if (engine := figure.get_layout_engine()) is None:
         return
-    engine.execute(drawn)
-    drawn.set_layout_engine("none")
-    for part in drawn.subfigs:
+    engine.execute(figure)
+    figure.set_layout_engine("none")
+    for part in figure.subfigs:
         box = part.bbox_relative
         box.p0, box.p1 = np.round(box.p0, 4), np.round(box.p1, 4)
-    for axes in drawn.axes:
+    for axes in figure.axes:
         axes.set_position(np.round(axes.get_position().bounds, 4))

@@ -17,15 +17,15 @@ from ultrabench.layout import AXES
 from ultrabench.result import Status
 from ultrabench.sweep.config.sweep_config import WEAK
 
-_NUMBERS = [
+_NUMBER_COLUMNS = [
     "step_time_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "peak_mem_reserved_bytes",
     "peak_mem_reserved_rank0_bytes", "predicted_step_time_s", "predicted_peak_mem_bytes", *CHECKPOINT,
 ]  # fmt: skip
-_OF_PANEL = [*(name for name in PANEL if name != "gbs"), "batch", "num_params"]
+_PANEL_COLUMNS = [*(name for name in PANEL if name != "gbs"), "batch", "num_params"]
 """Columns that a panel names where they vary among the rows of a model."""
 
 
-def final(table: pa.Table, more: Sequence[str] = ()) -> pd.DataFrame:
+def final(table: pa.Table, more_columns: Sequence[str] = ()) -> pd.DataFrame:
     """The final rows of runs that train a model, in an order that does not depend on that of the table.
 
     Layouts that a rule rejects are no runs. The new column `panel` names the model, and what else tells
@@ -35,12 +35,12 @@ def final(table: pa.Table, more: Sequence[str] = ()) -> pd.DataFrame:
     and `rate_high` are the ends of the 95 % interval of its tokens/s/GPU.
 
     Args:
-        more: further columns of the rows.
+        more_columns: further columns of the rows.
 
     Raises:
         ConfigError: there are no such rows.
     """
-    ranking = Ranking(table, more=(*_NUMBERS, "suspect_codes", *more))
+    ranking = Ranking(table, more=(*_NUMBER_COLUMNS, "suspect_codes", *more_columns))
     layouts = ranking.frame
     frame = layouts[layouts["status"] != Status.REJECTED]
     if not len(frame):
@@ -50,18 +50,18 @@ def final(table: pa.Table, more: Sequence[str] = ()) -> pd.DataFrame:
         todo = "launch a sweep: ultrabench sweep launch"
         if "probe" in table["kernel"].to_pylist():
             todo = "draw its bandwidths with: ultrabench plot comm"
-        none = f"none of {counted(len(table), 'row')} is of a training run"
-        raise ConfigError(none if len(table) else "the table has no rows", todo)
-    oks = {s.repeat: s for s in chain(*ranking.standings.values()) if s.outcome == Status.OK}
-    intervals = {row: standing.rate_interval for row, standing in oks.items() if standing.rate_interval}
-    ends = pd.DataFrame(intervals.values(), [*intervals], ["rate_low", "rate_high"], float)
-    numbers = frame[_NUMBERS].astype(float).replace([np.inf, -np.inf], np.nan)
+        fact = f"none of {counted(len(table), 'row')} is of a training run"
+        raise ConfigError(fact if len(table) else "the table has no rows", todo)
+    standings = {s.repeat: s for s in chain(*ranking.standings.values()) if s.outcome == Status.OK}
+    intervals = {row: standing.rate_interval for row, standing in standings.items() if standing.rate_interval}
+    interval_ends = pd.DataFrame(intervals.values(), [*intervals], ["rate_low", "rate_high"], float)
+    numbers = frame[_NUMBER_COLUMNS].astype(float).replace([np.inf, -np.inf], np.nan)
     frame = frame.assign(
         **numbers,
         nodes=frame["nodes"].astype(int),
-        standing=pd.Series({row: standing.place for row, standing in oks.items()}, dtype=float),
-        **ends.reindex(frame.index),
-        good=frame.index.isin([row for row, standing in oks.items() if standing.may_win]),
+        standing=pd.Series({row: standing.place for row, standing in standings.items()}, dtype=float),
+        **interval_ends.reindex(frame.index),
+        good=frame.index.isin([row for row, standing in standings.items() if standing.may_win]),
     )
     return _with_panels(frame)
 
@@ -87,26 +87,26 @@ def may_be_best(runs: pd.DataFrame) -> pd.DataFrame:
     Raises:
         ConfigError: there are none.
     """
-    good = runs[runs["good"]]
-    if not len(good):
+    candidates = runs[runs["good"]]
+    if not len(candidates):
         raise none_left(runs, "none can win")
-    rank0 = good["peak_mem_reserved_bytes"].isna().all()
-    peak_bytes = good["peak_mem_reserved_rank0_bytes" if rank0 else "peak_mem_reserved_bytes"]
-    memory_of = "of rank 0" if rank0 else "largest of all ranks"
-    return good.assign(memory_gib=peak_bytes / GIB, memory_of=memory_of)
+    has_only_rank0 = candidates["peak_mem_reserved_bytes"].isna().all()
+    peak_bytes = candidates["peak_mem_reserved_rank0_bytes" if has_only_rank0 else "peak_mem_reserved_bytes"]
+    memory_of = "of rank 0" if has_only_rank0 else "largest of all ranks"
+    return candidates.assign(memory_gib=peak_bytes / GIB, memory_of=memory_of)
 
 
-def notes(table: pa.Table, runs: pd.DataFrame, crosses: bool = False) -> str:
+def notes(table: pa.Table, runs: pd.DataFrame, has_crosses: bool = False) -> str:
     """The note of figures of measured runs: those that cannot win, then how runs ended and the versions.
 
     Args:
         runs: those of `measured`.
-        crosses: whether the figure draws runs that cannot win as crosses; else it leaves them out.
+        has_crosses: whether the figure draws runs that cannot win as crosses; else it leaves them out.
     """
-    others = int((~runs["good"]).sum())
-    how = "Drawn as crosses" if crosses else "Not drawn"
-    left_out = f"{how}: {others:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
-    return f"{left_out if others else ''}{cells.notes(table)}"
+    num_not_winning = int((~runs["good"]).sum())
+    how_text = "Drawn as crosses" if has_crosses else "Not drawn"
+    excluded_text = f"{how_text}: {num_not_winning:,} of {counted(len(runs), 'ok run')}, suspect or stopped early as slower.\n"
+    return f"{excluded_text if num_not_winning else ''}{cells.notes(table)}"
 
 
 def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.DataFrame, str]:
@@ -119,25 +119,25 @@ def known(runs: pd.DataFrame, column: str, name: str, todo: str) -> tuple[pd.Dat
     Raises:
         ConfigError: no run has it.
     """
-    complete = runs.dropna(subset=column)
-    if not len(complete):
+    complete_runs = runs.dropna(subset=column)
+    if not len(complete_runs):
         raise ConfigError(f"{counted(len(runs), 'run')}, none with {name}; {todo}")
-    number = len(runs) - len(complete)
-    return complete, f"Excluded: {counted(number, 'run')} without {name}.\n" if number else ""
+    num_missing = len(runs) - len(complete_runs)
+    return complete_runs, f"Excluded: {counted(num_missing, 'run')} without {name}.\n" if num_missing else ""
 
 
 def _with_panels(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with the column `panel`, sorted by the sizes of the models."""
     marks = (None if mark != mark else mark for mark in frame["model_mark"])
     names = [*map(cells.model_text, frame["model"].astype(str), marks)]
-    panel, columns = pd.Series(names, frame.index, object), ["gbs", "nodes", "scaling"]
-    batches = [None if gbs != gbs else cells.batch_text(gbs, *of) for gbs, *of in frame[columns].to_numpy()]
+    panel, rows = pd.Series(names, frame.index, object), frame[["gbs", "nodes", "scaling"]].to_numpy()
+    batches = [None if row[0] != row[0] else cells.batch_text(*row) for row in rows]  # gbs may be nan
     frame = frame.assign(batch=pd.Series(batches, frame.index, object))
-    for name in _OF_PANEL:
+    for name in _PANEL_COLUMNS:
         if frame.groupby("model")[name].nunique().max() > 1:
             settings = frame[name].map(cells.SETTINGS[name], na_action="ignore")
             panel += " | " + settings.fillna(f"unknown {name}")
     batch_of_all = frame["gbs"] / frame["nodes"].where(frame["scaling"] == WEAK, 1)
-    order = ["num_params", "model", *PANEL[:-1], "batch_of_all", "panel", "nodes", *AXES]
+    sort_columns = ["num_params", "model", *PANEL[:-1], "batch_of_all", "panel", "nodes", *AXES]
     frame = frame.assign(panel=panel, batch_of_all=batch_of_all)
-    return frame.sort_values(order, kind="stable", ignore_index=True).drop(columns="batch_of_all")
+    return frame.sort_values(sort_columns, kind="stable", ignore_index=True).drop(columns="batch_of_all")

@@ -29,7 +29,7 @@ _TITLE_LINE, _NOTE_LINE, _MARGIN = 0.23, 0.15, 0.1
 _TITLE_WIDTH, _NAME_WIDTH, _NOTE_WIDTH, _LEGEND_WIDTH, _TICKS_WIDTH = 66, 72, 128, 100, 88
 """Numbers of characters that fit into the width of a figure."""
 _MARKERS = "osD^vPX*<>"
-_LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 Looks = dict[Any, dict[str, Any]]
 """Value of a series -> its label, colour, marker and line style, as options of `plot`."""
 
@@ -37,39 +37,39 @@ Looks = dict[Any, dict[str, Any]]
 class Panel(Axes):
     """A part of a figure, with axes of its own."""
 
-    def describe(self, name: str, across: str, up: str) -> None:
+    def describe(self, name: str, x_title: str, y_title: str) -> None:
         """Writes the name of the panel above it, on at most four lines, and what its axes show with their units."""
-        room = _NAME_WIDTH // self._num_columns
-        lines = [line for part in name.split(" | ", 1) for line in textwrap.wrap(part, room, max_lines=2)]
+        width = _NAME_WIDTH // self._num_columns
+        lines = [line for part in name.split(" | ", 1) for line in textwrap.wrap(part, width, max_lines=2)]
         self.set_title("\n".join(lines), fontsize=9.5, fontweight="bold", loc="left")
-        self.set_xlabel(across, fontsize=8.5, color=GREY)
-        self.set_ylabel(up, fontsize=8.5, color=GREY)
+        self.set_xlabel(x_title, fontsize=8.5, color=GREY)
+        self.set_ylabel(y_title, fontsize=8.5, color=GREY)
 
     @property
     def _num_columns(self) -> int:
         return int(self.get_subplotspec().get_gridspec().ncols)  # type: ignore[union-attr]
 
     def categories(self, values: Sequence[object]) -> None:
-        """Gives the values across equal distances, with room for at least five, and names those that have room."""
-        beside = max(0.6, (5 - len(values)) / 2)
-        names = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
-        step = -(-len(names) * (max(map(len, names)) + 1) // (_TICKS_WIDTH // self._num_columns))
-        self.set_xticks(range(0, len(names), step), names[::step])
-        self.set_xlim(-beside, len(values) - 1 + beside)
+        """Puts the values at equal distances on the x axis, with room for at least five, and labels as many as fit."""
+        margin = max(0.6, (5 - len(values)) / 2)
+        labels = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
+        label_step = -(-len(labels) * (max(map(len, labels)) + 1) // (_TICKS_WIDTH // self._num_columns))
+        self.set_xticks(range(0, len(labels), label_step), labels[::label_step])
+        self.set_xlim(-margin, len(values) - 1 + margin)
 
     def log_scale(self, direction: str, smallest: float, largest: float, text: str = "{x:,.10g}") -> None:
-        """Makes the axis x or y logarithmic, with names also between powers of ten where there are few of these."""
+        """Makes the axis x or y logarithmic, with labels also between powers of ten where these are few."""
         self.set(**{f"{direction}scale": "log"})
         scale = self.xaxis if direction == "x" else self.yaxis
-        few: Locator = LogLocator(subs=(1, 2, 5) if largest < 2000 * smallest else (1,))
-        scale.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]) if largest < 4 * smallest else few)
+        ticks: Locator = LogLocator(subs=(1, 2, 5) if largest < 2000 * smallest else (1,))
+        scale.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]) if largest < 4 * smallest else ticks)
         scale.set_major_formatter(text)
         scale.set_minor_formatter(NullFormatter())
 
-    def line_in_band(self, across: Any, low: Any, middle: Any, high: Any, **look: Any) -> None:
+    def line_in_band(self, x: Any, low: Any, middle: Any, high: Any, **look: Any) -> None:
         """Draws a line, and a pale band from the lowest to the highest values around it."""
-        self.plot(across, middle, **look)
-        self.fill_between(across, low, high, alpha=0.2, linewidth=0, color=look["color"])
+        self.plot(x, middle, **look)
+        self.fill_between(x, low, high, alpha=0.2, linewidth=0, color=look["color"])
 
     def remark(self, text: str) -> None:
         """Writes a text near the top of a panel that lacks what it would show."""
@@ -77,8 +77,8 @@ class Panel(Axes):
 
 
 def panel_grid(
-    names: Iterable[Any], *, title: str, notes: str, keys: Iterable[Any] = (), keys_title: str | None = None,
-    columns: int = 2, height: float = 2.3, **options: Any,
+    panel_keys: Iterable[Any], *, title: str, notes: str, legend: Iterable[Any] = (), legend_title: str | None = None,
+    ncols: int = 2, height: float = 2.3, **options: Any,
 ) -> tuple[Figure, dict[Any, Panel]]:  # fmt: skip
     """A figure with a title above, a legend, a panel for each name, row by row, and notes below.
 
@@ -86,52 +86,53 @@ def panel_grid(
 
     Args:
         notes: lines of text, which are wrapped.
-        keys: what the legend shows: artists with a label, or the looks of a line with the key `label`.
-        keys_title: title of the legend.
+        legend: its entries: artists with a label, or the looks of lines with the key `label`.
+        legend_title: title of the legend.
+        ncols: largest number of panels in a row.
         height: inches of a panel.
         options: further options of `Figure.subplots`, such as sharey.
 
     Raises:
         ConfigError: there are more than MOST_PANELS panels.
     """
-    names = [*names]
-    if len(names) > MOST_PANELS:
+    panel_keys = [*panel_keys]
+    if len(panel_keys) > MOST_PANELS:
         todo = "select fewer rows with COLUMN=VALUE, such as model=NAME"
-        fact = f"{counted(len(names), 'panel')} to draw; a figure holds at most {MOST_PANELS}"
+        fact = f"{counted(len(panel_keys), 'panel')} to draw; a figure holds at most {MOST_PANELS}"
         raise ConfigError(f"{fact}: {todo}")
-    columns = min(columns, len(names))
-    rows = -(-len(names) // columns)
+    ncols = min(ncols, len(panel_keys))
+    nrows = -(-len(panel_keys) // ncols)
     heading, note_lines = wrapped(title, _TITLE_WIDTH), wrapped(notes, _NOTE_WIDTH)
     title_height, notes_height = _TITLE_LINE * len(heading) + _MARGIN, _NOTE_LINE * len(note_lines) + _MARGIN
-    parts = [title_height, rows * height + 0.3, notes_height]
-    whole = Figure(figsize=(WIDTH, sum(parts)), layout="constrained", facecolor="white")
-    above, middle, below = whole.subfigures(3, 1, squeeze=False, height_ratios=parts).flat
-    beside, large = 0.08 / WIDTH, {"fontsize": 12, "fontweight": "bold"}
-    above.text(beside, 1 - _MARGIN / title_height, "\n".join(heading), va="top", **large)
-    small: dict[str, Any] = {"fontsize": 7, "color": GREY, "linespacing": 1.35}
-    below.text(beside, _MARGIN / notes_height, "\n".join(note_lines), va="bottom", **small)
-    kind = {"axes_class": Panel}
-    panels = list(middle.subplots(rows, columns, squeeze=False, subplot_kw=kind, **options).flat)
-    for unused in panels[len(names) :]:
-        unused.remove()
-    for axes in panels[: len(names)]:
+    part_heights = [title_height, nrows * height + 0.3, notes_height]
+    figure = Figure(figsize=(WIDTH, sum(part_heights)), layout="constrained", facecolor="white")
+    head, body, foot = figure.subfigures(3, 1, squeeze=False, height_ratios=part_heights).flat
+    left, title_look = 0.08 / WIDTH, {"fontsize": 12, "fontweight": "bold"}
+    head.text(left, 1 - _MARGIN / title_height, "\n".join(heading), va="top", **title_look)
+    note_look: dict[str, Any] = {"fontsize": 7, "color": GREY, "linespacing": 1.35}
+    foot.text(left, _MARGIN / notes_height, "\n".join(note_lines), va="bottom", **note_look)
+    panel_class = {"axes_class": Panel}
+    panels = list(body.subplots(nrows, ncols, squeeze=False, subplot_kw=panel_class, **options).flat)
+    for unused_axes in panels[len(panel_keys) :]:
+        unused_axes.remove()
+    for axes in panels[: len(panel_keys)]:
         axes.tick_params(labelsize=8, color=GREY)
         axes.yaxis.set_major_formatter("{x:,.10g}")
         axes.grid(color=PALE, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    if keys := [*keys]:
-        _draw_legend(middle, keys, keys_title)
-    return whole, dict(zip(names, panels, strict=False))
+    if legend := [*legend]:
+        _draw_legend(body, legend, legend_title)
+    return figure, dict(zip(panel_keys, panels, strict=False))
 
 
-def _draw_legend(middle: SubFigure, keys: Sequence[Any], title: str | None) -> None:
+def _draw_legend(body: SubFigure, entries: Sequence[Any], title: str | None) -> None:
     """Draws a legend above the panels, in as many columns as fit."""
-    handles = [Line2D([], [], **key) if isinstance(key, dict) else key for key in keys]
-    longest = max(len(str(handle.get_label())) for handle in handles)
-    columns = max(1, min(len(handles), _LEGEND_WIDTH // (longest + 6)))
+    handles = [Line2D([], [], **entry) if isinstance(entry, dict) else entry for entry in entries]
+    longest_label = max(len(str(handle.get_label())) for handle in handles)
+    ncols = max(1, min(len(handles), _LEGEND_WIDTH // (longest_label + 6)))
     options: dict[str, Any] = {"frameon": False, "fontsize": 8, "title_fontsize": 8, "alignment": "left"}
-    middle.legend(handles=handles, title=title, loc="outside upper left", ncols=columns, **options)
+    body.legend(handles=handles, title=title, loc="outside upper left", ncols=ncols, **options)
 
 
 def looks(values: Sequence[Any], *, ordered: bool, name: Callable[[Any], str] = str, **options: Any) -> Looks:
@@ -142,9 +143,9 @@ def looks(values: Sequence[Any], *, ordered: bool, name: Callable[[Any], str] = 
         name: the label of a value.
         options: options of all series, such as linestyle="" for markers alone.
     """
-    in_order = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(values))).tolist()
-    colours = cycle(in_order if ordered else COLOURS)
+    ordered_colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(values))).tolist()
+    colours = cycle(ordered_colours if ordered else COLOURS)
     return {
-        value: {"color": colour, "marker": marker, "linestyle": line, "label": name(value), **options}
-        for value, colour, marker, line in zip(values, colours, cycle(_MARKERS), cycle(_LINES), strict=False)
+        value: {"color": colour, "marker": marker, "linestyle": dash, "label": name(value), **options}
+        for value, colour, marker, dash in zip(values, colours, cycle(_MARKERS), cycle(_DASHES), strict=False)
     }

@@ -17,13 +17,13 @@ from ultrabench.layout import AXES
 from ultrabench.record import content_id
 from ultrabench.result import Status
 
-_NO_VALUE = frozenset({"", "nan", "null", "na", "n/a", "-"})
+_EMPTY_TEXTS = frozenset({"", "nan", "null", "na", "n/a", "-"})
 """Texts, in lower case, that mean that a value is unknown; in columns of numbers `none` does so, too."""
-_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_IDENTITY = [
+_TRUTHS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_IDENTITY_COLUMNS = [
     "model", *SIZES, "routing", *AXES, "nodes", "gpus", "gbs", "seq_len", "precision", "compile", "kernel", "kernel_version", "hardware",
 ]  # fmt: skip
-"""Columns of which the run_id of an imported row is the hash."""
+"""Columns whose values are hashed to the run_id of an imported row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +44,20 @@ def import_csv(path: Path, table_map: TableMap) -> Imported:
         ConfigError: the file cannot be read, or a value of it cannot be used; the message names row and column.
     """
     texts = _read(path)
-    used = [source.column for sources in table_map.columns.values() for source in sources]
-    if not {*used} & {*texts}:
-        has = f"{path} has none of the {len({*used})} columns that this format or map reads, such as {used[0]!r}"
-        raise ConfigError(f"{has}; its columns: {', '.join([*texts][:10])}")
-    require_known(f"column of {path}", texts, *used)
+    columns = [source.column for sources in table_map.columns.values() for source in sources]
+    if not {*columns} & {*texts}:
+        fact = f"{path} has none of the {len({*columns})} columns that this format or map reads, such as {columns[0]!r}"
+        raise ConfigError(f"{fact}; its columns: {', '.join([*texts][:10])}")
+    require_known(f"column of {path}", texts, *columns)
     try:
         frame, doubts = completed(_converted(texts, table_map), table_map.models)
         table, counts = _with_doubts(frame, doubts, table_map, path)
     except ConfigError as error:
         raise ConfigError(f"{path}, {error}") from error
     except pa.ArrowException as error:
-        large = f"{path} holds a number that is too large: {error}"
-        raise ConfigError(f"{large}; correct it or its unit") from error
-    return Imported(table=table, doubts=counts, unused=tuple(name for name in texts if name not in used))
+        fact = f"{path} holds a number that is too large: {error}"
+        raise ConfigError(f"{fact}; correct it or its unit") from error
+    return Imported(table=table, doubts=counts, unused=tuple(name for name in texts if name not in columns))
 
 
 def _read(path: Path) -> dict[str, pd.Series]:
@@ -67,8 +67,8 @@ def _read(path: Path) -> dict[str, pd.Series]:
     except pd.errors.EmptyDataError:
         cells = pd.DataFrame()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error).strip()
-        raise UltrabenchError(f"cannot read {path}: {why}; give a CSV file") from error
+        reason = getattr(error, "strerror", None) or str(error).strip()
+        raise UltrabenchError(f"cannot read {path}: {reason}; give a CSV file") from error
     if len(cells) < 2:
         raise ConfigError(f"{path} has no rows below the header; there is nothing to import")
     cells.index += 1
@@ -77,17 +77,17 @@ def _read(path: Path) -> dict[str, pd.Series]:
 
 def _converted(texts: Mapping[str, pd.Series], table_map: TableMap) -> pd.DataFrame:
     """Our columns that the table or a constant gives."""
-    lines = next(iter(texts.values())).index
-    frame = pd.DataFrame(index=lines)
+    line_numbers = next(iter(texts.values())).index
+    frame = pd.DataFrame(index=line_numbers)
     constants = {"status": "ok"} | table_map.constants
     for name in {**table_map.columns, **constants}:
-        values = pd.Series(None, lines, object)
+        values = pd.Series(None, line_numbers, object)
         for source in table_map.columns.get(name, ()):
             values = values.where(values.notna(), _values(name, source, texts[source.column]))
         frame[name] = values.where(values.notna(), constants.get(name))
     for line, status in frame["status"][~frame["status"].isin([*Status])].items():
-        unknown = unknown_name("status", status, Status)
-        raise ConfigError(f"line {line}: {unknown}: map it in columns.status.values")
+        fact = unknown_name("status", status, Status)
+        raise ConfigError(f"line {line}: {fact}: map it in columns.status.values")
     return frame
 
 
@@ -96,19 +96,19 @@ def _values(name: str, source: Source, texts: pd.Series) -> pd.Series:
     texts = texts.str.strip()
     if source.pattern is not None:
         texts = texts.str.extract(source.pattern, expand=False).fillna("")
-    column, kind, words = source.column, KINDS[name], texts.str.lower()
-    no_value = words.isin(_NO_VALUE if kind == TEXT else _NO_VALUE | {"none"})
+    column, kind, lower_texts = source.column, KINDS[name], texts.str.lower()
+    is_empty = lower_texts.isin(_EMPTY_TEXTS if kind == TEXT else _EMPTY_TEXTS | {"none"})
     if source.values or kind == BOOL:
-        meanings = {key.lower(): value for key, value in (source.values or _TRUTH).items()}
-        for line, text in texts[~no_value & ~words.isin(meanings)].items():
+        value_by_text = {key.lower(): value for key, value in (source.values or _TRUTHS).items()}
+        for line, text in texts[~is_empty & ~lower_texts.isin(value_by_text)].items():
             kind_of_value = f"{'' if source.values else 'truth '}value of {column}"
-            raise ConfigError(f"line {line}: {unknown_name(kind_of_value, text, source.values or _TRUTH)}")
-        return words.map(meanings).astype(object)
+            raise ConfigError(f"line {line}: {unknown_name(kind_of_value, text, source.values or _TRUTHS)}")
+        return lower_texts.map(value_by_text).astype(object)
     if kind == TEXT:
-        return texts.where(~no_value, None).astype(object)
+        return texts.where(~is_empty, None).astype(object)
     numbers = pd.to_numeric(texts.str.replace(",", ""), errors="coerce") * UNITS.get(source.unit or "", 1.0)
     is_allowed = (kind != INT) | (source.unit is not None) | (numbers % 1 == 0)
-    for line, text in texts[~no_value & ~(np.isfinite(numbers) & is_allowed)].items():
+    for line, text in texts[~is_empty & ~(np.isfinite(numbers) & is_allowed)].items():
         rule = f"is not {'an integer' if kind == INT else 'a number'}; correct it or leave it empty"
         raise ConfigError(f"line {line}: {column}={text!r} {rule}")
     return numbers.round() if kind == INT else numbers
@@ -124,14 +124,16 @@ def _with_doubts(
         for text in rule.when:
             rows = rows[condition(text)[1](rows)]
         doubts.append((rule.code or sentence, pd.Series(sentence, rows.index)))
-    parts = [pd.DataFrame({"code": code, "sentence": of_lines.dropna()}) for code, of_lines in doubts]
-    pairs = pd.concat(parts)
-    by_line = pairs.groupby(level=0)
-    frame["suspect"] = pd.Series({line: "; ".join(of) for line, of in by_line["sentence"]}, dtype=object)
-    frame["suspect_codes"] = pd.Series({line: [*of] for line, of in by_line["code"]}, dtype=object)
-    frame["run_id"] = [content_id(row) for row in typed(frame, _IDENTITY).to_pylist()]
+    tables = [pd.DataFrame({"code": code, "sentence": series.dropna()}) for code, series in doubts]
+    doubt_rows = pd.concat(tables)
+    by_line = doubt_rows.groupby(level=0)
+    frame["suspect"] = pd.Series(
+        {line: "; ".join(sentences) for line, sentences in by_line["sentence"]}, dtype=object
+    )
+    frame["suspect_codes"] = pd.Series({line: [*codes] for line, codes in by_line["code"]}, dtype=object)
+    frame["run_id"] = [content_id(row) for row in typed(frame, _IDENTITY_COLUMNS).to_pylist()]
     frame["repeat"] = frame.groupby("run_id").cumcount()
     frame["sweep"], frame["source"] = frame["sweep"].fillna(path.stem), frame["source"].fillna(path.name)
-    by_code = frame["status"].loc[pairs.index].groupby(pairs["code"].array)
+    by_code = frame["status"].loc[doubt_rows.index].groupby(doubt_rows["code"].array)
     counts = {str(code): Counter(statuses) for code, statuses in by_code}
     return typed(frame, SCHEMA.names), counts

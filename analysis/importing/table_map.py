@@ -79,14 +79,14 @@ class TableMap:
 
     def __post_init__(self) -> None:
         require_known("column of results", KINDS, *self.columns, *self.constants)
-        kinds: dict[Any, type] = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
+        python_types: dict[Any, type] = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
         pairs = ((name, source) for name, sources in self.columns.items() for source in sources)
-        translated = ((name, value) for name, source in pairs for value in source.values.values())
-        for name, value in (*translated, *self.constants.items()):
+        mapped_values = ((name, value) for name, source in pairs for value in source.values.values())
+        for name, value in (*mapped_values, *self.constants.items()):
             if value is not None:
-                value_from(kinds[KINDS[name]], value, name)
-        compared = [condition(text)[0] for rule in self.doubts.values() for text in rule.when]
-        require_known("column of results", {*KINDS, "tokens_per_step"}, *compared)
+                value_from(python_types[KINDS[name]], value, name)
+        compared_columns = [condition(text)[0] for rule in self.doubts.values() for text in rule.when]
+        require_known("column of results", {*KINDS, "tokens_per_step"}, *compared_columns)
 
 
 def read_map(path: Path) -> TableMap:
@@ -121,17 +121,17 @@ def built_in(name: str) -> Path:
 
 
 def _sources(sources: Any) -> list[Any]:
-    return [{"column": source} if isinstance(source, str) else source for source in _several(sources)]
+    return [{"column": source} if isinstance(source, str) else source for source in _as_list(sources)]
 
 
 def _rule(rule: Any) -> dict[str, Any]:
     values = rule if isinstance(rule, dict) else {"when": rule}
     if "when" in values:
-        values = {**values, "when": [str(text) for text in _several(values["when"])]}
+        values = {**values, "when": [str(text) for text in _as_list(values["when"])]}
     return values
 
 
-def _several(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -147,14 +147,14 @@ def condition(text: str) -> tuple[str, Callable[[pd.DataFrame], pd.Series]]:
     if len(parts) != 3 or parts[1] not in _COMPARISONS:
         todo = f"write COLUMN OPERATOR VALUE, with an operator of {' '.join(_COMPARISONS)}"
         raise ConfigError(f"condition {text!r}", todo)
-    column, compare, value = parts[0], _COMPARISONS[parts[1]], parts[2].lower()
+    column, compares, value = parts[0], _COMPARISONS[parts[1]], parts[2].lower()
     if KINDS.get(column, INT) not in (INT, FLOAT):
         return (
             column,
-            lambda rows: rows[column].notna() & compare(rows[column].astype(str).str.lower(), value),
+            lambda rows: rows[column].notna() & compares(rows[column].astype(str).str.lower(), value),
         )
     try:
         number = float(value)
     except ValueError:
         raise ConfigError(f"condition {text!r}; {column} holds numbers: compare it with a number") from None
-    return column, lambda rows: rows[column].notna() & compare(rows[column], number)
+    return column, lambda rows: rows[column].notna() & compares(rows[column], number)

@@ -23,10 +23,10 @@ Row = dict[str, Any]
 LINKS = ("allreduce_intra_node_busbw_bytes_per_s", "allreduce_busbw_bytes_per_s")
 CONTROL = "control_steps_per_s"
 """The rate of the control run, the reciprocal of its step time."""
-_MEASURED = ("matmul", "memory", "links inside", "links", "control")
-RATES = dict(zip((*NODE_RATES, *LINKS, CONTROL), _MEASURED, strict=True))
-"""Rate that is compared between nodes -> what it is of."""
-_SETTING = ("kernel", "gpu_name", "torch_version", "cuda_version")
+_RATE_NAMES = ("matmul", "memory", "links inside", "links", "control")
+RATES = dict(zip((*NODE_RATES, *LINKS, CONTROL), _RATE_NAMES, strict=True))
+"""Rate that is compared between nodes -> its name in tables and figures."""
+_SETTING_COLUMNS = ("kernel", "gpu_name", "torch_version", "cuda_version")
 """Columns that must be equal where rates are compared, beside cluster and hardware."""
 
 
@@ -59,7 +59,7 @@ COLUMNS = (
 """The columns of results that say something about nodes."""
 
 
-class _Ended(msgspec.Struct, gc=False):
+class _EndEvent(msgspec.Struct, gc=False):
     """What is read of the events Result and Failed."""
 
     run_id: str
@@ -70,8 +70,8 @@ class _Ended(msgspec.Struct, gc=False):
     source: str = "agent"
 
 
-_ENDED = dict.fromkeys(("result", "failed"), msgspec.json.Decoder(_Ended).decode)
-_READ = {name: DECODERS[name] for name in ("allocation_planned", "preflight")} | _ENDED
+_END_DECODERS = dict.fromkeys(("result", "failed"), msgspec.json.Decoder(_EndEvent).decode)
+_DECODERS = {name: DECODERS[name] for name in ("allocation_planned", "preflight")} | _END_DECODERS
 """The events that the columns follow from."""
 
 
@@ -96,29 +96,29 @@ def journal_rows(folder: SweepFolder, warn: Callable[[str], None]) -> Iterator[R
         SweepFolderError: the folder is no sweep folder, or was written with a newer schema.
     """
     sweep, lines, preflight_s = read_sweep_json(folder), list[Line](), dict[str, float]()
-    ends: dict[tuple[object, ...], tuple[tuple[int, int], _Ended]] = {}
-    for line in read_journal(folder.journal, warn, _READ):
-        if isinstance(line.event, _Ended):
+    end_by_attempt: dict[tuple[object, ...], tuple[tuple[int, int], _EndEvent]] = {}
+    for line in read_journal(folder.journal, warn, _DECODERS):
+        if isinstance(line.event, _EndEvent):
             key = line.event.run_id, line.event.repeat, line.event.attempt
-            rank = trust(line.event.result.status == Status.OK, line.event.source), line.checksum
-            if key not in ends or ends[key][0] < rank:
-                ends[key] = rank, line.event
+            priority = trust(line.event.result.status == Status.OK, line.event.source), line.checksum
+            if key not in end_by_attempt or end_by_attempt[key][0] < priority:
+                end_by_attempt[key] = priority, line.event
         else:
             lines.append(line)
             if isinstance(line.event, Preflight):
                 name = line.event.allocation
                 preflight_s[name] = max(line.time, preflight_s.get(name, 0.0))
-    of_sweep = {
+    sweep_columns = {
         "sweep": str(folder.path), "cluster": sweep.cluster, "hardware": sweep.hardware.name, "kernel": sweep.kernel.name,
     }  # fmt: skip
-    of_allocation = {
-        name: of_sweep | _of_allocation(allocation, sweep.cluster, preflight_s.get(name, 0.0))
+    columns_by_allocation = {
+        name: sweep_columns | _allocation_columns(allocation, sweep.cluster, preflight_s.get(name, 0.0))
         for name, allocation in fold(lines).allocations.items()
     }
-    for _, end in ends.values():
+    for _, end in end_by_attempt.values():
         result = end.result
         yield {
-            **of_allocation.get(end.allocation or "", of_sweep),
+            **columns_by_allocation.get(end.allocation or "", sweep_columns),
             "allocation": end.allocation,
             "run_id": end.run_id,
             **asdict(result),
@@ -136,15 +136,15 @@ def _seconds(time: datetime | None) -> float | None:
     return None if time is None else time.astimezone(UTC).timestamp()
 
 
-def _of_allocation(allocation: AllocationState, cluster: str | None, time_s: float) -> Row:
-    """The columns of an allocation; of its latest preflight also the findings by host and the time, which only journals have."""
+def _allocation_columns(allocation: AllocationState, cluster: str | None, time_s: float) -> Row:
+    """The columns of an allocation, with findings by host and time of its latest preflight, which only journals have."""
     nodes = allocation.preflight.get("nodes")
-    facts = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
+    node_facts = [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
     return {
         **preflight_rates(allocation.preflight),
         "cluster": allocation.cluster(cluster),
         "control": allocation.control,
-        "health": {str(node.get("host")): node["health"] for node in facts if node.get("health")},
+        "health": {str(node.get("host")): node["health"] for node in node_facts if node.get("health")},
         "preflight_s": time_s,
     }
 
@@ -160,20 +160,20 @@ def measurements(rows: Iterable[Row]) -> Iterator[Measurement]:
     The preflight of an allocation counts once. `links` are those between nodes; a bandwidth inside nodes is that of
     the slowest node. Sweeps that measure only links have another probe, and are left out.
     """
-    timed = (
+    timed_rows = (
         row for row in rows if row["started_at"] is not None and row["hostnames"] and row["kernel"] != "probe"
     )
-    counted_places = set[tuple[object, object]]()
-    for row in sorted(timed, key=lambda row: (row["status"] != Status.OK, row["started_at"])):
+    counted_allocations = set[tuple[object, object]]()
+    for row in sorted(timed_rows, key=lambda row: (row["status"] != Status.OK, row["started_at"])):
         is_control = row["run_id"] == row.get("control") and row["status"] == Status.OK and row["step_time_s"]
-        place, nodes, started_s = (row["sweep"], row["allocation"]), nodes_of(row), row["started_at"]
-        setting = tuple(row.get(name) for name in _SETTING)
+        allocation, nodes, started_s = (row["sweep"], row["allocation"]), nodes_of(row), row["started_at"]
+        setting = tuple(row.get(name) for name in _SETTING_COLUMNS)
         if is_control:
             rate = 1 / row["step_time_s"]
             yield Measurement(CONTROL, row["hardware"], (*setting, row["run_id"]), nodes, started_s, rate)
-        if place in counted_places:
+        if allocation in counted_allocations:
             continue
-        counted_places.add(place)
+        counted_allocations.add(allocation)
         for name in NODE_RATES:
             for node, value in zip(nodes, row.get(name) or (), strict=False):
                 yield Measurement(name, row["hardware"], setting, (node,), started_s, value)

@@ -17,10 +17,10 @@ from ultrabench.layout import AXES, FOLLOWING, Layout, default_schedule, details
 from ultrabench.sweep.predict.pipeline import bubble_share
 from ultrabench.sweep.refusals import schedule_refusals
 
-_PIPELINE = (*FOLLOWING, "pp", *details_of("pp"))
-_ALIKE = ["panel", "gbs", "seq_len", "nodes", *(name for name in AXES if name not in _PIPELINE)]
-"""Columns that are equal in two runs of which one has a pipeline; dp is then pp times as large without it."""
-_NAMES = ["pp", "gas", "schedule", "virtual_stages", "nodes", "share"]
+_PIPELINE_AXES = (*FOLLOWING, "pp", *details_of("pp"))
+_PAIR_KEY = ["panel", "gbs", "seq_len", "nodes", *(name for name in AXES if name not in _PIPELINE_AXES)]
+"""Columns that are equal in the two runs of a pair; the run without a pipeline has a dp that is pp times as large."""
+_COLUMNS = ["pp", "gas", "schedule", "virtual_stages", "nodes", "share"]
 _DASHES = ("--", "-.", (0, (6, 1)), (0, (1, 1, 4, 1)))
 _MARKERS = {"1f1b": "o", "afab": "s", "interleaved": "D", "zbv": "^"}
 
@@ -30,97 +30,98 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
 
     There is a row for each value of a formula, with 0 as its number of nodes, and for each pair of measured
     runs. The two runs of a pair differ only in their pipeline, and one of them has none. Their share is
-    1 - step time without / step time with it: what the step is longer than its work.
+    1 - step time without / step time with the pipeline: the part of the step that the pipeline adds.
 
     Raises:
         ConfigError: no run has a pipeline.
     """
     frame = final(table)
-    piped = frame[frame["pp"] > 1]
-    if not len(piped):
+    pipeline_runs = frame[frame["pp"] > 1]
+    if not len(pipeline_runs):
         todo = "plan some with sweep.pp=[1,2], or draw a schedule with: ultrabench plot schedule"
         raise ConfigError(f"{counted(len(frame), 'row')}, none of a run with pp > 1", todo)
     pairs = _pairs(frame)
-    note = f"{_notes(pairs, piped)} {made_with(table)}"
-    pairs = pairs.dropna(subset="share").rename(columns={"pp_schedule": "schedule"})[_NAMES]
-    lines = pd.DataFrame(_formulas(piped), columns=_NAMES)
-    return pd.concat([lines, pairs.sort_values(_NAMES)], ignore_index=True), note
+    rows_note = f"{_notes(pairs, pipeline_runs)} {made_with(table)}"
+    pairs = pairs.dropna(subset="share").rename(columns={"pp_schedule": "schedule"})[_COLUMNS]
+    lines = pd.DataFrame(_formulas(pipeline_runs), columns=_COLUMNS)
+    return pd.concat([lines, pairs.sort_values(_COLUMNS)], ignore_index=True), rows_note
 
 
 def _pairs(frame: pd.DataFrame) -> pd.DataFrame:
-    """The measured runs with a pipeline that are not suspect; `share` is missing for those without a like."""
+    """The measured runs with a pipeline that are not suspect; `share` is null for those without a run to compare with."""
     if not ((frame["status"] == "ok") & (frame["tokens_per_s_per_gpu"] > 0)).any():
         return frame.iloc[:0].assign(share=0.0)
     runs = measured(frame)
     runs = runs[runs["good"]]
-    alone = runs[runs["pp"] == 1].groupby(_ALIKE, dropna=False)["step_time_s"].median().rename("alone_s")
-    piped = runs[runs["pp"] > 1].merge(alone.reset_index(), on=_ALIKE, how="left")
-    share = 1 - piped["alone_s"] / piped["step_time_s"]
-    return piped.assign(share=share.where(piped["gas"].notna()))
+    base_s = runs[runs["pp"] == 1].groupby(_PAIR_KEY, dropna=False)["step_time_s"].median().rename("base_s")
+    pipeline_runs = runs[runs["pp"] > 1].merge(base_s.reset_index(), on=_PAIR_KEY, how="left")
+    share = 1 - pipeline_runs["base_s"] / pipeline_runs["step_time_s"]
+    return pipeline_runs.assign(share=share.where(pipeline_runs["gas"].notna()))
 
 
-def _formulas(piped: pd.DataFrame) -> Iterator[tuple[int, int, str, int, int, float]]:
+def _formulas(pipeline_runs: pd.DataFrame) -> Iterator[tuple[int, int, str, int, int, float]]:
     """The bubbles of 1F1B, which AFAB has too, interleaved and ZB-V over powers of two of micro-batches."""
-    for pp in sorted({*piped["pp"].astype(int)}):
-        runs = piped[piped["pp"] == pp]
+    for pp in sorted({*pipeline_runs["pp"].astype(int)}):
+        runs = pipeline_runs[pipeline_runs["pp"] == pp]
         interleaved_stages = runs.loc[runs["pp_schedule"] == "interleaved", "virtual_stages"].dropna()
-        stages = sorted({*interleaved_stages.astype(int)}) or [2]
-        largest_gas = max(4 * pp, runs["gas"].max())  # the first where gas is unknown
+        stage_counts = sorted({*interleaved_stages.astype(int)}) or [2]
+        schedules = ("1f1b", 1), *(("interleaved", n) for n in stage_counts), ("zbv", 2)
+        largest_gas = max(4 * pp, runs["gas"].max())  # max() returns 4 * pp where gas is unknown (nan)
         for gas in (2**n for n in range(int(largest_gas).bit_length())):
-            for schedule, v in (("1f1b", 1), *(("interleaved", v) for v in stages), ("zbv", 2)):
-                name = default_schedule(pp, gas) if schedule == "1f1b" else schedule
-                layout = Layout(dp=1, pp=pp, gas=gas, pp_schedule=name, virtual_stages=v)
+            for schedule, num_stages in schedules:
+                pp_schedule = default_schedule(pp, gas) if schedule == "1f1b" else schedule
+                layout = Layout(dp=1, pp=pp, gas=gas, pp_schedule=pp_schedule, virtual_stages=num_stages)
                 if not [*schedule_refusals(layout)]:
-                    yield layout.pp, gas, schedule, v, 0, bubble_share(layout)
+                    yield layout.pp, gas, schedule, num_stages, 0, bubble_share(layout)
 
 
-def _notes(pairs: pd.DataFrame, piped: pd.DataFrame) -> str:
-    """What lines and points mean, and which runs with a pipeline are no points."""
-    alone = int(pairs["share"].isna().sum())
-    ok_not_drawn = int((piped["status"] == "ok").sum()) - len(pairs)
+def _notes(pairs: pd.DataFrame, pipeline_runs: pd.DataFrame) -> str:
+    """The note: what lines and points mean, and how many runs with a pipeline are not drawn."""
+    num_unpaired = int(pairs["share"].isna().sum())
+    num_not_drawn = int((pipeline_runs["status"] == "ok").sum()) - len(pairs)
     return (
         "Lines: idle time if all stages take equal time, backward takes twice as long as forward, and messages take no "
-        f"time; xN: N stages per rank.\nPoints ({len(pairs) - alone}): 1 - step time without pipeline / step time with "
+        f"time; xN: N stages per rank.\nPoints ({len(pairs) - num_unpaired}): 1 - step time without pipeline / step time with "
         "it, at equal nodes, batch, tp, cp, mbs, ZeRO stage and recomputation. They also contain messages, uneven stages "
         "and the savings in data parallelism. Below 0: faster with the pipeline.\nNot drawn: "
-        f"{counted(alone, 'measured run')} with pp > 1 without a pp=1 counterpart, and {counted(ok_not_drawn, 'ok row')} "
+        f"{counted(num_unpaired, 'measured run')} with pp > 1 without a pp=1 counterpart, and {counted(num_not_drawn, 'ok row')} "
         "with pp > 1 (suspect, stopped early or repeats)."
     )
 
 
-def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each pp: lines of the formulas, and points of measured runs coloured by their number of nodes."""
-    lines, pairs = drawn[drawn["nodes"] == 0], drawn[drawn["nodes"] > 0]
-    node_counts, point = sorted(pairs["nodes"].unique()), {"linestyle": "", "marker": "o"}
-    nodes = looks(node_counts, ordered=True, name=lambda n: counted(n, "node"), **point)
-    against = " and measured cost of pipelines (points)" if len(pairs) else ""
-    heading = f"Bubble of pipeline schedules (lines){against}: {title}"
+    lines, pairs = points[points["nodes"] == 0], points[points["nodes"] > 0]
+    node_counts, markers = sorted(pairs["nodes"].unique()), {"linestyle": "", "marker": "o"}
+    node_styles = looks(node_counts, ordered=True, name=lambda n: counted(n, "node"), **markers)
+    measured_text = " and measured cost of pipelines (points)" if len(pairs) else ""
+    heading = f"Bubble of pipeline schedules (lines){measured_text}: {title}"
     styles = _styles(lines)
-    markers = [
+    marker_entries = [
         {"label": f"measured, {name}", "linestyle": "", "marker": marker, "color": GREY}
         for name, marker in _MARKERS.items() if (pairs["schedule"] == name).any()
     ]  # fmt: skip
-    keys, degrees = [*styles.values(), *markers, *nodes.values()], sorted(drawn["pp"].unique())
-    whole, panels = panel_grid(degrees, title=heading, notes=notes, keys=keys, sharey=True)
+    legend, pps = [*styles.values(), *marker_entries, *node_styles.values()], sorted(points["pp"].unique())
+    figure, panels = panel_grid(pps, title=heading, notes=notes, legend=legend, sharey=True)
     for pp, axes in panels.items():
         for schedule_and_stages, series in lines[lines["pp"] == pp].groupby(["schedule", "virtual_stages"]):
             axes.plot(series["gas"], 100 * series["share"], **styles[schedule_and_stages], zorder=3)
         for (schedule, n), series in pairs[pairs["pp"] == pp].groupby(["schedule", "nodes"]):
-            look = {"color": nodes[n]["color"], "marker": _MARKERS[schedule], **EDGE}
+            look = {"color": node_styles[n]["color"], "marker": _MARKERS[schedule], **EDGE}
             axes.scatter(series["gas"], 100 * series["share"], 22, **look, zorder=4)
         if len(pairs) and not (pairs["pp"] == pp).any():
             axes.remark("no measured pairs")
         axes.describe(f"pp={pp}", "micro-batches per step (gas)", "share of the step (%)")
-        _scale(axes, drawn)
-    return whole
+        _scale(axes, points)
+    return figure
 
 
 def _styles(lines: pd.DataFrame) -> dict[tuple[str, int], dict[str, Any]]:
     """Schedule and stages on each rank -> the look of its line; the schedules differ without colour, too."""
-    several = sorted({*lines.loc[lines["schedule"] == "interleaved", "virtual_stages"]})
+    stage_counts = sorted({*lines.loc[lines["schedule"] == "interleaved", "virtual_stages"]})
     interleaved = {
-        ("interleaved", v): {"color": GREY, "linestyle": dash, "label": f"interleaved x{v:g}"}
-        for v, dash in zip(several, cycle(_DASHES), strict=False)
+        ("interleaved", n): {"color": GREY, "linestyle": dash, "label": f"interleaved x{n:g}"}
+        for n, dash in zip(stage_counts, cycle(_DASHES), strict=False)
     }
     return {
         ("1f1b", 1): {"color": DARK, "linestyle": "-", "label": "1f1b, afab"},
@@ -129,11 +130,11 @@ def _styles(lines: pd.DataFrame) -> dict[tuple[str, int], dict[str, Any]]:
     }
 
 
-def _scale(axes: Panel, drawn: pd.DataFrame) -> None:
+def _scale(axes: Panel, points: pd.DataFrame) -> None:
     """Scales gas by powers of two, and the share to 100 %, from below 0 where a pipeline was faster."""
-    smallest_gas, largest_gas = int(drawn["gas"].min()), int(drawn["gas"].max())
+    smallest_gas, largest_gas = int(points["gas"].min()), int(points["gas"].max())
     ticks = [2**n for n in range(smallest_gas.bit_length() - 1, largest_gas.bit_length())]
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
     axes.set_xlim(smallest_gas / 1.25, largest_gas * 1.25)
-    axes.set_ylim(min(0.0, 100 * drawn["share"].min() - 6), 104)
+    axes.set_ylim(min(0.0, 100 * points["share"].min() - 6), 104)

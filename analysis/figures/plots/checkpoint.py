@@ -21,7 +21,7 @@ _SERIES = {
     "rate of save": ("checkpoint_bytes_per_s_per_node", 1e-9, "GB/s per node"),
     "steps lost during the async save": ("checkpoint_async_lost_steps", 1.0, "steps lost"),
 }
-"""Series -> its column, what the column is multiplied by, and the unit, each of which has a panel."""
+"""Series -> its column, the factor from the column to the unit, and the unit; each unit has a panel."""
 _UNITS = tuple(dict.fromkeys(unit for _, _, unit in _SERIES.values()))
 
 
@@ -31,43 +31,43 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     Raises:
         ConfigError: no run has them.
     """
-    runs = final(table, more=("checkpoint_cause",))
+    runs = final(table, more_columns=("checkpoint_cause",))
     todo = "measure it with: ultrabench sweep launch measure.checkpoint=true"
     ok_runs = runs[runs["status"] == "ok"]
-    saved, _ = known(ok_runs, "checkpoint_save_s", "checkpoint", todo)
-    without = ok_runs[ok_runs["checkpoint_save_s"].isna()]
-    count = counted(len(without), "run")
-    left_out = f"Excluded: {count} without checkpoint: {_reasons(without)}.\n" if len(without) else ""
-    lines = "Lines: median of layouts and repeats; bands: minimum to maximum. Times are those of the slowest rank."
-    lines += (
+    saved_runs, _ = known(ok_runs, "checkpoint_save_s", "checkpoint", todo)
+    unsaved = ok_runs[ok_runs["checkpoint_save_s"].isna()]
+    count = counted(len(unsaved), "run")
+    excluded_text = f"Excluded: {count} without checkpoint: {_reasons(unsaved)}.\n" if len(unsaved) else ""
+    caption = "Lines: median of layouts and repeats; bands: minimum to maximum. Times are those of the slowest rank."
+    caption += (
         " Loads may be served from the page cache of the nodes; steps lost do not include the blocking time."
     )
-    return saved, f"{lines}\n{left_out}{made_with(table)}"
+    return saved_runs, f"{caption}\n{excluded_text}{made_with(table)}"
 
 
-def _reasons(without: pd.DataFrame) -> str:
+def _reasons(unsaved: pd.DataFrame) -> str:
     """Why these runs have no numbers, such as `2 stopped early as slower (measure.race=null prevents this), 1 disk_full`."""
-    slower = "stopped early as slower (measure.race=null prevents this)"
-    reasons = without["checkpoint_cause"].astype(object).fillna("not requested")
-    counts = Counter(reasons.mask(without["stopped"] == SLOWER, slower))
-    return ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.items()))
+    slower_text = "stopped early as slower (measure.race=null prevents this)"
+    reasons = unsaved["checkpoint_cause"].astype(object).fillna("not requested")
+    run_counts = Counter(reasons.mask(unsaved["stopped"] == SLOWER, slower_text))
+    return ", ".join(f"{num_runs:,} {reason}" for reason, num_runs in sorted(run_counts.items()))
 
 
-def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A row of panels for each model, all with the same node counts; each series has a line."""
-    nodes = sorted(map(int, drawn["nodes"].unique()))
+    node_counts = sorted(map(int, points["nodes"].unique()))
     styles = looks([*_SERIES], ordered=False, markersize=4, markeredgewidth=0)
-    of_panels, heading = product(drawn["panel"].unique(), _UNITS), f"Checkpoints over node counts: {title}"
-    legend, columns = styles.values(), len(_UNITS)
-    whole, panels = panel_grid(of_panels, title=heading, notes=notes, keys=legend, columns=columns)
-    drawn = drawn.assign(place=drawn["nodes"].map(nodes.index))
+    panel_keys, heading = product(points["panel"].unique(), _UNITS), f"Checkpoints over node counts: {title}"
+    legend, ncols = styles.values(), len(_UNITS)
+    figure, panels = panel_grid(panel_keys, title=heading, notes=notes, legend=legend, ncols=ncols)
+    points = points.assign(position=points["nodes"].map(node_counts.index))
     for (model, panel_unit), axes in panels.items():
-        by_place = drawn[drawn["panel"] == model].groupby("place")
+        by_position = points[points["panel"] == model].groupby("position")
         for name, (column, factor, unit) in _SERIES.items():
             if unit == panel_unit:
-                spans = factor * by_place[column].agg(["min", "median", "max"]).dropna()
+                spans = factor * by_position[column].agg(["min", "median", "max"]).dropna()
                 axes.line_in_band(spans.index, *spans.to_numpy().T, **styles[name])
         axes.describe(model, "nodes", panel_unit)
-        axes.categories(nodes)
+        axes.categories(node_counts)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    return whole
+    return figure

@@ -12,14 +12,14 @@ from ultrabench.analysis.figures.style import looks, panel_grid
 from ultrabench.device_rates import OPERATIONS
 from ultrabench.errors import ConfigError
 
-_TITLES = {"allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter",
+_TITLE_BY_OPERATION = {"allreduce": "AllReduce", "allgather": "AllGather", "reducescatter": "ReduceScatter",
            "alltoall": "AllToAll", "sendrecv": "SendRecv (ring)"}  # fmt: skip
-_RATES = {
+_AGGREGATIONS = {
     "p5": ("busbw_p5_bytes_per_s", "min"),
     "median": ("busbw_bytes_per_s", "median"),
     "p95": ("busbw_p95_bytes_per_s", "max"),
 }
-"""Name of a rate in `points` -> its name in the column `bandwidths`, and what is taken of several."""
+"""Column of the points -> its field in the column `bandwidths`, and how several measurements of it are combined."""
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
@@ -33,47 +33,49 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         ConfigError: the table holds no bandwidths, or those of several clusters.
     """
     runs = table.select(["status", "nodes", "cluster", "hardware", "bandwidths"]).to_pylist()
-    rates = [
-        # Undoes the rounding down of sizes.
+    bandwidths = [
+        # The measured sizes are powers of two, rounded down to whole elements; log2 gives the power back.
         {**run, **bandwidth, "size": 2 ** round(log2(bandwidth["bytes"]))}
         for run in runs
         for bandwidth in run["bandwidths"] or ()
-        if run["status"] == "ok" and None not in (bandwidth[column] for column, _ in _RATES.values())
+        if run["status"] == "ok" and None not in (bandwidth[column] for column, _ in _AGGREGATIONS.values())
     ]
-    if not rates:
-        jobs = [name for name in table.column_names if name.endswith("_busbw_bytes_per_s")]
-        page = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
-        advice = page if any(table[name].null_count < len(table) for name in jobs) else ""
-        todo = f"measure them with: ultrabench sweep launch sweep=comm{advice}"
+    if not bandwidths:
+        job_columns = [name for name in table.column_names if name.endswith("_busbw_bytes_per_s")]
+        report_hint = "; draw the *_busbw_bytes_per_s of these jobs with: ultrabench report"
+        hint = report_hint if any(table[name].null_count < len(table) for name in job_columns) else ""
+        todo = f"measure them with: ultrabench sweep launch sweep=comm{hint}"
         raise ConfigError("the table has no bandwidths by size", todo)
-    places = sorted({f"{run['hardware']} of {run['cluster']}" for run in rates})
-    if len(places) > 1:
+    clusters = sorted({f"{run['hardware']} of {run['cluster']}" for run in bandwidths})
+    if len(clusters) > 1:
         todo = "plot one with cluster=NAME or hardware=NAME"
-        raise ConfigError(f"bandwidths of {len(places)} places ({'; '.join(places)}): {todo}")
-    frame = pd.DataFrame(rates)
-    inside = frame["scope"] == "intra_node"
+        raise ConfigError(f"bandwidths of {len(clusters)} places ({'; '.join(clusters)}): {todo}")
+    frame = pd.DataFrame(bandwidths)
+    is_intra_node = frame["scope"] == "intra_node"
     if (frame["nodes"] == 1).any():
-        frame = frame[~inside]
-    frame["nodes"] = frame["nodes"].where(~inside, 1)
-    return frame.groupby(["operation", "size", "nodes"], as_index=False).agg(**_RATES), _notes(table)
+        frame = frame[~is_intra_node]
+    frame["nodes"] = frame["nodes"].where(~is_intra_node, 1)
+    return frame.groupby(["operation", "size", "nodes"], as_index=False).agg(**_AGGREGATIONS), _notes(table)
 
 
-def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each operation with a line and a band for each size; all panels have the same scale."""
-    nodes, sizes = sorted(map(int, drawn["nodes"].unique())), sorted(drawn["size"].unique(), reverse=True)
+    node_counts = sorted(map(int, points["nodes"].unique()))
+    sizes = sorted(points["size"].unique(), reverse=True)
     styles = looks(sizes, ordered=True, name=_size)
     heading = f"Bus bandwidth over node counts: {title}"
-    options: dict[str, Any] = {"keys_title": "buffer size of each rank", "sharey": True}
-    whole, panels = panel_grid(OPERATIONS, title=heading, notes=notes, keys=styles.values(), **options)
+    options: dict[str, Any] = {"legend_title": "buffer size of each rank", "sharey": True}
+    figure, panels = panel_grid(OPERATIONS, title=heading, notes=notes, legend=styles.values(), **options)
     for operation, axes in panels.items():
-        for size, rates in drawn[drawn["operation"] == operation].groupby("size"):
-            places, spans = rates["nodes"].map(nodes.index), (rates[name] / 1e9 for name in _RATES)
-            axes.line_in_band(places, *spans, **styles[size], markersize=4, markeredgewidth=0)
-        axes.describe(_TITLES[operation], "nodes (1: within a node)", "bus bandwidth (GB/s)")
-        axes.yaxis.label.set_visible(axes.yaxis.get_tick_params()["labelleft"])  # once, as the shared ticks
-        axes.categories(nodes)
-        axes.log_scale("y", drawn["p5"].min(), drawn["p95"].max())
-    return whole
+        for size, rows in points[points["operation"] == operation].groupby("size"):
+            x, rates = rows["nodes"].map(node_counts.index), (rows[name] / 1e9 for name in _AGGREGATIONS)
+            axes.line_in_band(x, *rates, **styles[size], markersize=4, markeredgewidth=0)
+        axes.describe(_TITLE_BY_OPERATION[operation], "nodes (1: within a node)", "bus bandwidth (GB/s)")
+        # Only the panels whose shared ticks have labels get a title of the axis.
+        axes.yaxis.label.set_visible(axes.yaxis.get_tick_params()["labelleft"])
+        axes.categories(node_counts)
+        axes.log_scale("y", points["p5"].min(), points["p95"].max())
+    return figure
 
 
 def _size(size: int) -> str:
@@ -87,7 +89,7 @@ def _size(size: int) -> str:
 def _notes(table: pa.Table) -> str:
     """The note under the figure: what its lines and bands mean, and where they were measured."""
     columns = (table[name].drop_null().unique().to_pylist() for name in ("gpu_name", "gpus_per_node"))
-    gpus, per_node = ("/".join(map(str, values)) for values in columns)
-    where = f"{gpus or 'unknown device'}, {per_node} per node"
-    lines = "Lines: median; bands: 5th to 95th percentile, of the slowest rank."
-    return f"{lines} Bus bandwidth as defined by nccl-tests. {where}. {made_with(table)}"
+    gpu_names, gpus_per_node = ("/".join(map(str, values)) for values in columns)
+    hardware_text = f"{gpu_names or 'unknown device'}, {gpus_per_node} per node"
+    caption = "Lines: median; bands: 5th to 95th percentile, of the slowest rank."
+    return f"{caption} Bus bandwidth as defined by nccl-tests. {hardware_text}. {made_with(table)}"

@@ -16,15 +16,15 @@ from ultrabench.analysis.knobs import in_order, value_text
 from ultrabench.errors import counted
 from ultrabench.layout import TITLES
 
-_DOT: dict[str, Any] = {
+_PAIR_LOOK: dict[str, Any] = {
     "color": COLOURS[0], "marker": "o", "markersize": 3, "linestyle": "", "markeredgewidth": 0, "alpha": 0.3,
 }  # fmt: skip
-_MEAN: dict[str, Any] = {"color": DARK, "marker": "o", "markersize": 5, "linewidth": 1.4}
-_BASELINE: dict[str, Any] = {
+_MEAN_LOOK: dict[str, Any] = {"color": DARK, "marker": "o", "markersize": 5, "linewidth": 1.4}
+_BASELINE_LOOK: dict[str, Any] = {
     "color": DARK, "marker": "s", "markersize": 5, "linestyle": "", "markerfacecolor": "white",
 }  # fmt: skip
-_SPREAD = 0.16
-"""Half the width over which the pairs of a value are spread, where values are 1 apart."""
+_MAX_OFFSET = 0.16
+"""Largest distance of the point of a pair from the middle of its value, where values are 1 apart."""
 
 
 def points(table: pa.Table, axis: str | None) -> tuple[pd.DataFrame, str]:
@@ -36,49 +36,48 @@ def points(table: pa.Table, axis: str | None) -> tuple[pd.DataFrame, str]:
     Raises:
         ConfigError: the axis is unknown or did not vary, or no two runs differ only in it.
     """
-    final(table)  # it says what to do about a table without runs
-    measured = competing(table)
-    axis = measured.require_axis(axis)
-    of_runs = pairs(measured, axis)
-    require_pairs(measured, axis, of_runs)
+    final(table)  # raises ConfigError where the table has no runs
+    candidates = competing(table)
+    axis = candidates.require_axis(axis)
+    pair_rows = pairs(candidates, axis)
+    require_pairs(candidates, axis, pair_rows)
     columns = ["value", "ratio", "low", "high", "pairs"]
-    drawn = of_runs.merge(pd.DataFrame(effects(measured, axis))[columns], on="value")
-    models = measured.runs.loc[of_runs["left"]].sort_values(["num_params", "model"])["model"].unique()
-    drawn = drawn.assign(pair_ratio=np.exp(drawn["log_ratio"]), models=", ".join(models))
-    return drawn.sort_values(
-        ["block", "pair_ratio"], ignore_index=True
-    ), f"{measured.note} {made_with(table)}"
+    rows = pair_rows.merge(pd.DataFrame(effects(candidates, axis))[columns], on="value")
+    models = candidates.runs.loc[pair_rows["left"]].sort_values(["num_params", "model"])["model"].unique()
+    rows = rows.assign(pair_ratio=np.exp(rows["log_ratio"]), models=", ".join(models))
+    rows = rows.sort_values(["block", "pair_ratio"], ignore_index=True)
+    return rows, f"{candidates.note} {made_with(table)}"
 
 
-def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
+def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
     """One panel: the values of the axis, their ratios of speeds to the baseline with intervals, and the pairs."""
-    baseline, models = drawn[["against", "models"]].iloc[0]
+    baseline, models = points[["against", "models"]].iloc[0]
     heading = f"Speedup by {axis}, all else equal: {title}, {models}"
-    about = f"Bars: {100 * LEVEL:.0f} % interval of the mean ratio; no bar: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
-    keys = [
-        {"label": f"geometric mean and {100 * LEVEL:.0f} % interval", **_MEAN},
-        {"label": f"pair of runs that differ only in {axis}", **_DOT},
-        {"label": "baseline", **_BASELINE},
+    caption = f"Bars: {100 * LEVEL:.0f} % interval of the mean ratio; no bar: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
+    legend = [
+        {"label": f"geometric mean and {100 * LEVEL:.0f} % interval", **_MEAN_LOOK},
+        {"label": f"pair of runs that differ only in {axis}", **_PAIR_LOOK},
+        {"label": "baseline", **_BASELINE_LOOK},
     ]
-    whole, panels = panel_grid([axis], title=heading, notes=f"{about}\n{notes}", keys=keys, height=3.0)
+    figure, panels = panel_grid([axis], title=heading, notes=f"{caption}\n{notes}", legend=legend, height=3.0)
     axes = panels[axis]
     axes.axhline(1, color=GREY, linewidth=0.8)
-    values = in_order(axis, {baseline, *drawn["value"]})
-    names = []
-    for place, value in enumerate(values):
-        of_value = drawn[drawn["value"] == value]
+    values = in_order(axis, {baseline, *points["value"]})
+    tick_labels = []
+    for x, value in enumerate(values):
+        value_pairs = points[points["value"] == value]
         if value == baseline:
-            axes.plot(place, 1, **_BASELINE)
-            names.append(f"{value_text(axis, value)}\nbaseline")
+            axes.plot(x, 1, **_BASELINE_LOOK)
+            tick_labels.append(f"{value_text(axis, value)}\nbaseline")
             continue
-        spread = np.linspace(-_SPREAD, _SPREAD, len(of_value)) if len(of_value) > 1 else 0.0
-        axes.plot(place + spread, of_value["pair_ratio"], **_DOT)
-        ratio, low, high, number = of_value[["ratio", "low", "high", "pairs"]].astype(float).iloc[0]
-        axes.plot([place, place], [low, high], color=_MEAN["color"], linewidth=_MEAN["linewidth"])
-        axes.plot(place, ratio, **_MEAN)
-        names.append(f"{value_text(axis, value)}\n{counted(int(number), 'pair')}")
-    axes.categories(names)
+        offsets = np.linspace(-_MAX_OFFSET, _MAX_OFFSET, len(value_pairs)) if len(value_pairs) > 1 else 0.0
+        axes.plot(x + offsets, value_pairs["pair_ratio"], **_PAIR_LOOK)
+        ratio, low, high, num_pairs = value_pairs[["ratio", "low", "high", "pairs"]].astype(float).iloc[0]
+        axes.plot([x, x], [low, high], color=_MEAN_LOOK["color"], linewidth=_MEAN_LOOK["linewidth"])
+        axes.plot(x, ratio, **_MEAN_LOOK)
+        tick_labels.append(f"{value_text(axis, value)}\n{counted(int(num_pairs), 'pair')}")
+    axes.categories(tick_labels)
     axes.describe("", TITLES.get(axis, axis), f"speed relative to {axis}={value_text(axis, baseline)}")
-    ends = drawn[["pair_ratio", "low", "high"]].astype(float)
-    axes.log_scale("y", min(1.0, ends.min().min()), max(1.0, ends.max().max()), "{x:g} x")
-    return whole
+    ratios = points[["pair_ratio", "low", "high"]].astype(float)
+    axes.log_scale("y", min(1.0, ratios.min().min()), max(1.0, ratios.max().max()), "{x:g} x")
+    return figure

@@ -24,8 +24,8 @@ _ENDS: dict[str, tuple[str, str, str]] = {
     PENDING: ("pending or running", "#ffffff", ""),
 }
 """Status of a run, and suspect for an ok run with a suspect number -> its name, colour and hatch, in the order in which bars stack them."""
-_SMALLEST = 0.09
-"""Smallest share of a panel's height in which the number of a bar is written."""
+_MIN_LABEL_SHARE = 0.09
+"""Smallest height of a part of a bar that has its number, as a share of the highest bar."""
 
 
 def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
@@ -36,26 +36,26 @@ def points(table: pa.Table, axis: str) -> tuple[pd.DataFrame, str]:
     frame = final(table)
     is_suspect = (frame["status"] == "ok") & frame["suspect"].notna()
     frame["end"] = frame["status"].fillna(PENDING).mask(is_suspect, "suspect")
-    runs, left_out = known(frame, axis, axis, "choose another --axis")
-    by = runs.astype({axis: int}).groupby(["panel", axis, "end"], sort=False)
-    return by.agg(runs=("run_id", "size")).reset_index(), left_out + notes(table)
+    runs, excluded_text = known(frame, axis, axis, "choose another --axis")
+    groups = runs.astype({axis: int}).groupby(["panel", axis, "end"], sort=False)
+    return groups.agg(runs=("run_id", "size")).reset_index(), excluded_text + notes(table)
 
 
-def figure(drawn: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
-    """The bars of the numbers of runs in `drawn`, with the number in each part that is high enough."""
-    of_panel, values = drawn.groupby("panel", sort=False), sorted(map(int, drawn[axis].unique()))
-    heading = f"How {counted(int(drawn['runs'].sum()), 'run')} ended, over {axis}: {title}"
-    keys = [Patch(**_look(end)) for end in _in_order(drawn["end"])]
-    whole, panels = panel_grid(drawn["panel"].unique(), title=heading, notes=notes, keys=keys)
-    for name, panel_runs in of_panel:
+def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure:
+    """The bars of the numbers of runs in `points`, with the number in each part that is high enough."""
+    panel_groups, values = points.groupby("panel", sort=False), sorted(map(int, points[axis].unique()))
+    heading = f"How {counted(int(points['runs'].sum()), 'run')} ended, over {axis}: {title}"
+    legend = [Patch(**_look(end)) for end in _in_order(points["end"])]
+    figure, panels = panel_grid(points["panel"].unique(), title=heading, notes=notes, legend=legend)
+    for name, panel_runs in panel_groups:
         axes = panels[name]
-        numbers = panel_runs.pivot(index="end", columns=axis, values="runs").reindex(columns=values)
-        _bars(axes, numbers.fillna(0).astype(int))
+        run_counts = panel_runs.pivot(index="end", columns=axis, values="runs").reindex(columns=values)
+        _bars(axes, run_counts.fillna(0).astype(int))
         axes.describe(str(name), TITLES.get(axis, axis), "runs")
         axes.categories(values)
         axes.grid(visible=False, axis="x")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    return whole
+    return figure
 
 
 def _in_order(ends: Iterable[str]) -> list[str]:
@@ -71,11 +71,11 @@ def _look(end: str) -> dict[str, Any]:
 
 def _bars(axes: Axes, run_counts: pd.DataFrame) -> None:
     """Draws a bar for each column of `run_counts`, whose rows are statuses, with the numbers of its larger parts."""
-    least, below = _SMALLEST * run_counts.sum().max(), 0 * run_counts.sum()
+    smallest_labelled, bottom = _MIN_LABEL_SHARE * run_counts.sum().max(), 0 * run_counts.sum()
     box = {"facecolor": "white", "linewidth": 0, "pad": 0.6}
     for end in _in_order(run_counts.index):
-        runs = run_counts.loc[end]
-        bars = axes.bar(range(len(runs)), runs, 0.78, below, **_look(end))
-        numbers = [f"{number:,}" if number >= least else "" for number in runs]
-        axes.bar_label(bars, numbers, label_type="center", fontsize=7, bbox=box)
-        below = below + runs
+        counts = run_counts.loc[end]
+        bars = axes.bar(range(len(counts)), counts, 0.78, bottom, **_look(end))
+        labels = [f"{count:,}" if count >= smallest_labelled else "" for count in counts]
+        axes.bar_label(bars, labels, label_type="center", fontsize=7, bbox=box)
+        bottom = bottom + counts

@@ -31,26 +31,26 @@ from ultrabench.sweep.predict.memory import MemoryConstants, memory_constants, p
 from ultrabench.sweep.predict.predict import LIKELY_OOM
 from ultrabench.sweep.predict.stage_memory import LARGEST
 
-ACROSS = "tp"
+_X_AXIS = "tp"
 """Axis whose values are the columns of squares."""
-UP = "pp"
+_Y_AXIS = "pp"
 """Axis whose values are the rows of squares."""
-APART = "recompute"
+_PANEL_AXIS = "recompute"
 """Axis whose values have panels of their own."""
-_Id = tuple[str | None, str]
+_RunKey = tuple[str | None, str]
 """Sweep and run_id of a run."""
-_ROW, _TOP = 0.34, 1.0
-"""Heights in inches of a row of squares, and of what a panel has above and below them."""
+_ROW_INCHES, _MARGIN_INCHES = 0.34, 1.0
+"""Height of a row of squares, and that of the title and labels of a panel, in inches."""
 _COLOURS = colormaps["viridis"]
 _DARK_COLOURS = 0.5
 """Share of the scale up to which light text is readable."""
-_TEXT: dict[str, Any] = {"fontsize": 6.5, "linespacing": 1.05, "ha": "center", "va": "center", "zorder": 3}
-_WRONG: dict[str, Any] = {"edgecolor": COLOURS[3], "linewidth": 1.8}
+_FONT: dict[str, Any] = {"fontsize": 6.5, "linespacing": 1.05, "ha": "center", "va": "center", "zorder": 3}
+_CONTRADICTED_LOOK: dict[str, Any] = {"edgecolor": COLOURS[3], "linewidth": 1.8}
 """Look of the frame of a prediction that measured runs contradict."""
 
 
 def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
-    """One row for each square, a panel and values of ACROSS, UP and APART, with all other axes free; and the note.
+    """One row for each square, a panel and values of _X_AXIS, _Y_AXIS and _PANEL_AXIS, with all other axes free; and the note.
 
     `predicted` is the largest mbs whose P(OOM) is at most one half, among the layouts that were tried with any mbs; 0
     where none fits, null where no profile predicts the program. `measured` is the largest mbs with an ok run; 0 where
@@ -60,56 +60,56 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     Raises:
         ConfigError: no run ended ok or out of memory, or none has its degrees and mbs.
     """
-    frame, place = final(table), ["panel", ACROSS, UP, APART]
-    tried = frame[frame["status"].isin([Status.OK, Status.OOM]) & frame["suspect"].isna()]
-    tried = tried.fillna({APART: NEUTRAL[APART]}).dropna(subset=[*place, "mbs"])
-    if not len(tried):
-        wanted = f"none with {ACROSS}, {UP} and mbs that ended ok or out of memory and is not suspect"
+    frame, square_key = final(table), ["panel", _X_AXIS, _Y_AXIS, _PANEL_AXIS]
+    tried_runs = frame[frame["status"].isin([Status.OK, Status.OOM]) & frame["suspect"].isna()]
+    tried_runs = tried_runs.fillna({_PANEL_AXIS: NEUTRAL[_PANEL_AXIS]}).dropna(subset=[*square_key, "mbs"])
+    if not len(tried_runs):
+        wanted = f"none with {_X_AXIS}, {_Y_AXIS} and mbs that ended ok or out of memory and is not suspect"
         raise none_left(frame, wanted)
     is_measured = pc.field("is_final") & pc.field("status").isin([Status.OK, Status.OOM])
     runs, incomplete = measured_runs(table.filter(is_measured))
     limits = _limits({(run.sweep, run.run_id): run for run in runs})
-    ids = pd.Series([*zip(tried["sweep"], tried["run_id"], strict=True)], tried.index, object)
-    tried = tried.assign(id=ids, predicted=ids.map(limits).astype(float))
+    ids = pd.Series([*zip(tried_runs["sweep"], tried_runs["run_id"], strict=True)], tried_runs.index, object)
+    tried_runs = tried_runs.assign(id=ids, predicted=ids.map(limits).astype(float))
     squares = [
-        {**dict(zip(place, key, strict=True)), **_measured(of_square)}
-        for key, of_square in tried.groupby(place, sort=False)
+        {**dict(zip(square_key, key, strict=True)), **_measured(group)}
+        for key, group in tried_runs.groupby(square_key, sort=False)
     ]
-    lacking = counted(sum(map(len, incomplete.values())), "row")
-    unpredicted = f"Not predicted: {lacking} with an incomplete model or layout.\n" if incomplete else ""
+    rows_text = counted(sum(map(len, incomplete.values())), "row")
+    unpredicted = f"Not predicted: {rows_text} with an incomplete model or layout.\n" if incomplete else ""
     return pd.DataFrame(squares), f"{unpredicted}{notes(table)}"
 
 
-def _measured(of_square: pd.DataFrame) -> dict[str, Any]:
+def _measured(runs: pd.DataFrame) -> dict[str, Any]:
     """What the runs of a square say about its largest micro-batch: the columns of `points`."""
-    ok, oom = (of_square.loc[of_square["status"] == status, "mbs"] for status in (Status.OK, Status.OOM))
-    largest = ok.max() if len(ok) else 0 if oom.min() == 1 else np.nan
-    predicted = of_square["predicted"].max()
-    of_layout = oom[of_square["predicted"] == predicted]
-    is_too_large = of_layout.min() <= predicted and not ok.max() >= predicted
+    ok_mbs, oom_mbs = (runs.loc[runs["status"] == status, "mbs"] for status in (Status.OK, Status.OOM))
+    largest_mbs = ok_mbs.max() if len(ok_mbs) else 0 if oom_mbs.min() == 1 else np.nan
+    predicted = runs["predicted"].max()
+    limit_oom_mbs = oom_mbs[runs["predicted"] == predicted]
+    is_too_large = limit_oom_mbs.min() <= predicted and not ok_mbs.max() >= predicted
     return {
         "predicted": predicted,
-        "measured": largest,
-        "oom": (oom[oom > ok.max()] if len(ok) else oom).min(),
-        "contradicted": bool(ok.max() > predicted or is_too_large),
-        "runs": of_square["id"].nunique(),
+        "measured": largest_mbs,
+        "oom": (oom_mbs[oom_mbs > ok_mbs.max()] if len(ok_mbs) else oom_mbs).min(),
+        "contradicted": bool(ok_mbs.max() > predicted or is_too_large),
+        "runs": runs["id"].nunique(),
     }
 
 
-def _limits(runs: Mapping[_Id, MeasuredRun]) -> dict[_Id, float]:
+def _limits(runs: Mapping[_RunKey, MeasuredRun]) -> dict[_RunKey, float]:
     """Sweep and run_id of a run -> the largest mbs that is predicted to fit with the layout of the run; null without a profile."""
     constants_by_program, limit_by_family = dict[object, Any](), dict[object, float]()
-    limits = {}
-    for run_id, run in runs.items():
+    limit_by_run = {}
+    for run_key, run in runs.items():
         program = run.spec.kernel.name, run.hardware
         if program not in constants_by_program:
             constants_by_program[program] = _constants(run)
-        smallest, constants = _with_mbs(run.spec, 1), constants_by_program[program]
-        family = smallest.run_id, run.hardware
+        mbs1_spec, constants = _with_mbs(run.spec, 1), constants_by_program[program]
+        family = mbs1_spec.run_id, run.hardware
         if family not in limit_by_family:
-            limit_by_family[family] = _limit(smallest, *constants) if constants else np.nan
-        limits[run_id] = limit_by_family[family]
-    return limits
+            limit_by_family[family] = _limit(mbs1_spec, *constants) if constants else np.nan
+        limit_by_run[run_key] = limit_by_family[family]
+    return limit_by_run
 
 
 def _constants(run: MeasuredRun) -> tuple[MemoryConstants, int] | None:
@@ -133,50 +133,50 @@ def _limit(spec: RunSpec, constants: MemoryConstants, mem_bytes: int) -> int:
     """The largest mbs that is predicted to fit, for a run with mbs=1; 0 where none does."""
     for mbs in range(spec.layout.gas, 0, -1):
         if spec.layout.gas % mbs == 0:
-            larger = _with_mbs(spec, mbs)
-            rules = {rule for rule, _ in broken_rules(larger.layout, larger.shape)}
+            larger_spec = _with_mbs(spec, mbs)
+            rules = {rule for rule, _ in broken_rules(larger_spec.layout, larger_spec.shape)}
             is_filled = "enough_micro_batches" not in rules
-            stages = predict_memory(larger, constants, LARGEST) if is_filled else ()
+            stages = predict_memory(larger_spec, constants, LARGEST) if is_filled else ()
             if stages and p_oom(stages, mem_bytes, constants) <= LIKELY_OOM:
                 return mbs
     return 0
 
 
-def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """For each model and recomputation two panels of squares, tp across and pp up: predicted, and measured."""
-    tps, pps = (sorted(map(int, drawn[name].unique())) for name in (ACROSS, UP))
-    words, by_panel = in_order(APART, drawn[APART]), drawn.groupby([APART, "panel"])
-    keys = [key for key in product(words, drawn["panel"].unique()) if key in by_panel.groups]
-    of_panels = product(keys, ("predicted", "measured"))
-    about = "Squares: the largest mbs that fits with any tried layout of these degrees, at most gbs / dp; oom: the smallest larger"
-    about += f" mbs that did not fit; ?: unknown. Predicted to fit: P(OOM) of at most {100 * LIKELY_OOM:.0f} %. Framed: contradicted by"
-    about += f" measured runs ({int(drawn['contradicted'].sum())} of {counted(len(drawn), 'square')}). To draw only 4 nodes: nodes=4."
+    tps, pps = (sorted(map(int, points[name].unique())) for name in (_X_AXIS, _Y_AXIS))
+    panel_values, groups = in_order(_PANEL_AXIS, points[_PANEL_AXIS]), points.groupby([_PANEL_AXIS, "panel"])
+    panel_keys = [key for key in product(panel_values, points["panel"].unique()) if key in groups.groups]
+    titled_panels = product(panel_keys, ("predicted", "measured"))
+    caption = "Squares: the largest mbs that fits with any tried layout of these degrees, at most gbs / dp; oom: the smallest larger"
+    caption += f" mbs that did not fit; ?: unknown. Predicted to fit: P(OOM) of at most {100 * LIKELY_OOM:.0f} %. Framed: contradicted by"
+    caption += f" measured runs ({int(points['contradicted'].sum())} of {counted(len(points), 'square')}). To draw only 4 nodes: nodes=4."
     heading = f"Largest micro-batch that fits, predicted and measured: {title}"
-    height = _TOP + _ROW * len(pps)
-    whole, panels = panel_grid(of_panels, title=heading, notes=f"{about}\n{notes}", height=height)
-    largest = drawn[["predicted", "measured"]].max().max()
-    for ((word, name), column), axes in panels.items():
-        for _, square in by_panel.get_group((word, name)).iterrows():
-            _square(axes, square, column, (tps.index(square[ACROSS]), pps.index(square[UP])), largest)
-        shown = f" | {APART} {word}" if len(words) > 1 else ""
-        axes.describe(f"{column.capitalize()}: {name}{shown}", ACROSS, UP)
+    height = _MARGIN_INCHES + _ROW_INCHES * len(pps)
+    figure, panels = panel_grid(titled_panels, title=heading, notes=f"{caption}\n{notes}", height=height)
+    max_mbs = points[["predicted", "measured"]].max().max()
+    for ((value, name), column), axes in panels.items():
+        for _, square in groups.get_group((value, name)).iterrows():
+            _square(axes, square, column, (tps.index(square[_X_AXIS]), pps.index(square[_Y_AXIS])), max_mbs)
+        value_text = f" | {_PANEL_AXIS} {value}" if len(panel_values) > 1 else ""
+        axes.describe(f"{column.capitalize()}: {name}{value_text}", _X_AXIS, _Y_AXIS)
         axes.categories(tps)
         axes.set_yticks(range(len(pps)), [str(pp) for pp in pps])
         axes.set_ylim(-0.5, len(pps) - 0.5)
         axes.grid(visible=False)
-    return whole
+    return figure
 
 
-def _square(axes: Panel, square: pd.Series, column: str, place: tuple[int, int], largest: float) -> None:
+def _square(axes: Panel, square: pd.Series, column: str, position: tuple[int, int], max_mbs: float) -> None:
     """Draws one square: its mbs as number and colour; measured ones also name the mbs that ran out of memory."""
-    value, oom = square[column], square["oom"] if column == "measured" else np.nan
-    text = "?" if pd.isna(value) else f"{value:.0f}" if value else "none"
-    text += f"\noom {oom:.0f}" if pd.notna(oom) else ""
-    share = np.log2(value + 1) / np.log2(largest + 1) if value > 0 else 0.0
-    face = _COLOURS(0.15 + 0.85 * share) if share else PALE
+    mbs, oom_mbs = square[column], square["oom"] if column == "measured" else np.nan
+    text = "?" if pd.isna(mbs) else f"{mbs:.0f}" if mbs else "none"
+    text += f"\noom {oom_mbs:.0f}" if pd.notna(oom_mbs) else ""
+    colour_share = np.log2(mbs + 1) / np.log2(max_mbs + 1) if mbs > 0 else 0.0
+    face_colour = _COLOURS(0.15 + 0.85 * colour_share) if colour_share else PALE
     is_framed = square["contradicted"] and column == "predicted"
-    frame = _WRONG if is_framed else {"edgecolor": "white"}
-    corner = place[0] - 0.46, place[1] - 0.46
-    axes.add_patch(Rectangle(corner, 0.92, 0.92, facecolor=face, zorder=1 + is_framed, **frame))
-    ink = "white" if 0 < share < _DARK_COLOURS else DARK
-    axes.text(*place, text, color=ink, **_TEXT)
+    frame_look = _CONTRADICTED_LOOK if is_framed else {"edgecolor": "white"}
+    corner = position[0] - 0.46, position[1] - 0.46
+    axes.add_patch(Rectangle(corner, 0.92, 0.92, facecolor=face_colour, zorder=1 + is_framed, **frame_look))
+    text_colour = "white" if 0 < colour_share < _DARK_COLOURS else DARK
+    axes.text(*position, text, color=text_colour, **_FONT)

@@ -17,10 +17,10 @@ from ultrabench.errors import ConfigError, counted
 
 MOST_NODES = 40
 """Largest number of nodes in a figure: the marked ones, then the slowest."""
-_RANGE = 0.05
+_MAX_DEVIATION = 0.05
 """Relative difference from the median at the ends of the scale of colours."""
-_MARK: dict[str, Any] = {
-    "marker": "s", "edgecolors": "grey", "linewidths": 0.3, "cmap": "RdBu", "vmin": 1 - _RANGE, "vmax": 1 + _RANGE,
+_MARK_LOOK: dict[str, Any] = {
+    "marker": "s", "edgecolors": "grey", "linewidths": 0.3, "cmap": "RdBu", "vmin": 1 - _MAX_DEVIATION, "vmax": 1 + _MAX_DEVIATION,
 }  # fmt: skip
 
 
@@ -31,53 +31,53 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         ConfigError: the table holds no rates of nodes.
     """
     rows = table_rows(table)
-    measured, node_reports = [*measurements(rows)], reports(rows)
-    if not measured:
-        final(table)  # says why where there are no runs at all
+    rates, node_reports = [*measurements(rows)], reports(rows)
+    if not rates:
+        final(table)  # raises ConfigError where the table has no runs
         todo = "each allocation measures them at its start unless measure.preflight=false"
         raise ConfigError(f"{counted(len(rows), 'row')}, none with the rate of a node; {todo}")
-    frame = pd.DataFrame(measured)
+    frame = pd.DataFrame(rates)
     day = frame["time_s"].map(days_of(frame["time_s"]))
-    of_alike = frame.groupby(["rate", "hardware", "setting", day], sort=False, dropna=False)["value"]
+    comparable_rates = frame.groupby(["rate", "hardware", "setting", day], sort=False, dropna=False)["value"]
     frame = frame.assign(
-        ratio=frame["value"] / of_alike.transform("median"),
+        ratio=frame["value"] / comparable_rates.transform("median"),
         time=pd.to_datetime(frame["time_s"], unit="s", utc=True),
         rate=frame["rate"].map(RATES),
     ).explode("nodes")
-    shown = node_reports[:MOST_NODES]
-    places = {report.node: place for place, report in enumerate(shown)}
-    names = [_name(report) for report in shown]
+    drawn_reports = node_reports[:MOST_NODES]
+    places = {report.node: place for place, report in enumerate(drawn_reports)}
+    labels = [_name(report) for report in drawn_reports]
     frame = frame.assign(place=frame["nodes"].map(places.get)).dropna(subset="place").astype({"place": int})
-    frame["node"] = frame["place"].map(names.__getitem__)
-    others = len(node_reports) - len(shown)
-    left_out = f"Not drawn: {counted(others, 'faster node')}.\n" if others else ""
-    about = "Colour: ratio to the median of the same measurement on that day."
-    return frame, f"{left_out}{about} {made_with(table)}"
+    frame["node"] = frame["place"].map(labels.__getitem__)
+    num_not_drawn = len(node_reports) - len(drawn_reports)
+    excluded_text = f"Not drawn: {counted(num_not_drawn, 'faster node')}.\n" if num_not_drawn else ""
+    caption = "Colour: ratio to the median of the same measurement on that day."
+    return frame, f"{excluded_text}{caption} {made_with(table)}"
 
 
 def _name(report: NodeReport) -> str:
-    mark = f" ({'failing' if report.failing else 'slow'})" if report.marked else ""
-    return f"{report.node.host}{mark}"
+    mark_text = f" ({'failing' if report.failing else 'slow'})" if report.marked else ""
+    return f"{report.node.host}{mark_text}"
 
 
-def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each rate, whose rows are nodes, the slowest at the top."""
-    rates = [rate for rate in RATES.values() if rate in {*drawn["rate"]}]
-    names = drawn.drop_duplicates("place").set_index("place")["node"].sort_index()
-    options: dict[str, Any] = {"height": 1.0 + 0.14 * len(names), "sharex": True, "sharey": True}
-    whole, panels = panel_grid(rates, title=f"Rates of nodes over time: {title}", notes=notes, **options)
+    rates = [rate for rate in RATES.values() if rate in {*points["rate"]}]
+    labels = points.drop_duplicates("place").set_index("place")["node"].sort_index()
+    options: dict[str, Any] = {"height": 1.0 + 0.14 * len(labels), "sharex": True, "sharey": True}
+    figure, panels = panel_grid(rates, title=f"Rates of nodes over time: {title}", notes=notes, **options)
     for rate, axes in panels.items():
-        marks = axes.scatter("time", "place", 22, "ratio", data=drawn[drawn["rate"] == rate], **_MARK)
+        marks = axes.scatter("time", "place", 22, "ratio", data=points[points["rate"] == rate], **_MARK_LOOK)
         axes.describe(rate, "time (UTC)", "")
-        axes.set_yticks([*names.index], [*names], fontsize=7)
-        axes.set_ylim(names.index.max() + 0.6, names.index.min() - 0.6)
+        axes.set_yticks([*labels.index], [*labels], fontsize=7)
+        axes.set_ylim(labels.index.max() + 0.6, labels.index.min() - 0.6)
         locator = AutoDateLocator(minticks=2, maxticks=7)  # type: ignore[no-untyped-call]
         axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
         axes.xaxis.get_offset_text().set(fontsize=7, visible=True)
-        axes.tick_params("x", labelbottom=True)  # matplotlib names shared ticks in the last row alone
-    place: dict[str, Any] = {"location": "bottom", "shrink": 0.4, "aspect": 40, "extend": "both"}
-    bar = axes.figure.colorbar(marks, ax=[*panels.values()], **place)
+        axes.tick_params("x", labelbottom=True)  # matplotlib labels shared ticks only in the last row
+    bar_options: dict[str, Any] = {"location": "bottom", "shrink": 0.4, "aspect": 40, "extend": "both"}
+    bar = axes.figure.colorbar(marks, ax=[*panels.values()], **bar_options)
     bar.set_label("ratio to the median", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    return whole
+    return figure

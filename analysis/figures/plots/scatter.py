@@ -17,14 +17,14 @@ from ultrabench.analysis.numbers import count
 from ultrabench.errors import counted
 from ultrabench.hardware import of_peak
 
-_LARGEST, _SMALLEST = 90.0, 5.0
+_MAX_AREA, _MIN_AREA = 90.0, 5.0
 """Areas of the largest and the smallest marker in square points; between them they are proportional to tokens/s."""
-_SPREAD = 0.36
-"""Largest distance of a run from the middle of its number of nodes."""
-_CROSS: dict[str, Any] = {"color": "#8a8a8a", "marker": "x"}
-_KEYS = (
+_MAX_OFFSET = 0.36
+"""Largest horizontal distance of a run from the place of its number of nodes."""
+_CROSS_LOOK: dict[str, Any] = {"color": "#8a8a8a", "marker": "x"}
+_LEGEND = (
     {"label": "area: tokens/s of all GPUs, relative to the largest in the panel", "marker": "o", "color": "#3b528b", "linestyle": ""},
-    {"label": "cannot win: suspect or stopped early", "linestyle": "", **_CROSS},
+    {"label": "cannot win: suspect or stopped early", "linestyle": "", **_CROSS_LOOK},
 )  # fmt: skip
 
 
@@ -36,41 +36,41 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
     points do not cover each other.
     """
     runs = measured(final(table))
-    note = notes(table, runs, crosses=True)
+    note = notes(table, runs, has_crosses=True)
     has_mfu = runs["flops_formula"].nunique() <= 1 and runs["mfu"].notna().any()
     runs = runs.assign(shown="MFU (%)" if has_mfu else "tokens/s/GPU")
     runs["height"] = 100 * runs["mfu"] if has_mfu else runs["tokens_per_s_per_gpu"]
-    runs, left_out = known(runs, "height", runs["shown"].iloc[0], "draw another figure")
-    alone = 1 / runs.groupby(["panel", "nodes"])["run_id"].transform("size")
-    chance = runs["run_id"].map(lambda run_id: zlib.crc32(run_id.encode()) / 2**32 - 0.5)
-    runs["beside"] = 2 * _SPREAD * chance * (1 - alone)
-    return runs.sort_values("tokens_per_s", ascending=False, kind="stable"), left_out + note
+    runs, excluded_text = known(runs, "height", runs["shown"].iloc[0], "draw another figure")
+    share_of_run = 1 / runs.groupby(["panel", "nodes"])["run_id"].transform("size")
+    offset = runs["run_id"].map(lambda run_id: zlib.crc32(run_id.encode()) / 2**32 - 0.5)
+    runs["beside"] = 2 * _MAX_OFFSET * offset * (1 - share_of_run)
+    return runs.sort_values("tokens_per_s", ascending=False, kind="stable"), excluded_text + note
 
 
-def figure(drawn: pd.DataFrame, *, title: str, notes: str) -> Figure:
+def figure(points: pd.DataFrame, *, title: str, notes: str) -> Figure:
     """A panel for each model; the markers of runs that cannot win are crosses without colour."""
-    names, nodes = drawn.sort_index()["panel"].unique(), sorted(map(int, drawn["nodes"].unique()))
-    shown, highest = drawn["shown"].iloc[0], drawn["height"].max()
-    heading = f"{shown.partition(' ')[0]} and throughput of {counted(len(drawn), 'run')} over nodes: {title}"
-    whole, panels = panel_grid(names, title=heading, notes=notes, keys=_KEYS, sharey=True)
+    names, node_counts = points.sort_index()["panel"].unique(), sorted(map(int, points["nodes"].unique()))
+    height_title, max_height = points["shown"].iloc[0], points["height"].max()
+    heading = f"{height_title.partition(' ')[0]} and throughput of {counted(len(points), 'run')} over nodes: {title}"
+    figure, panels = panel_grid(names, title=heading, notes=notes, legend=_LEGEND, sharey=True)
     for name, axes in panels.items():
-        panel_runs = drawn[drawn["panel"] == name]
-        largest = panel_runs["tokens_per_s"].max()
+        panel_runs = points[points["panel"] == name]
+        max_rate = panel_runs["tokens_per_s"].max()
         panel_runs = panel_runs.assign(
-            at=panel_runs["nodes"].map(nodes.index) + panel_runs["beside"],
-            area=np.maximum(_LARGEST * panel_runs["tokens_per_s"] / largest, _SMALLEST),
+            x=panel_runs["nodes"].map(node_counts.index) + panel_runs["beside"],
+            area=np.maximum(_MAX_AREA * panel_runs["tokens_per_s"] / max_rate, _MIN_AREA),
         )
-        good, crosses = panel_runs[panel_runs["good"]], panel_runs[~panel_runs["good"]]
-        axes.scatter("at", "height", "area", linewidth=0.7, data=crosses, **_CROSS)
-        axes.scatter("at", "height", "area", "height", data=good, cmap="viridis", vmin=0, vmax=highest,
+        candidates, other_runs = panel_runs[panel_runs["good"]], panel_runs[~panel_runs["good"]]
+        axes.scatter("x", "height", "area", linewidth=0.7, data=other_runs, **_CROSS_LOOK)
+        axes.scatter("x", "height", "area", "height", data=candidates, cmap="viridis", vmin=0, vmax=max_height,
                      alpha=0.85, edgecolor="black", linewidth=0.3)  # fmt: skip
-        height = shown.replace("MFU", f"MFU{of_peak(panel_runs['precision'].iloc[0])}")
-        axes.describe(name, f"nodes (largest marker: {count(largest, 'tokens/s')})", height)
-        axes.categories(nodes)
-        axes.set_ylim(0, 1.06 * highest)
-    colours = ScalarMappable(Normalize(0, highest), "viridis")
+        y_title = height_title.replace("MFU", f"MFU{of_peak(panel_runs['precision'].iloc[0])}")
+        axes.describe(name, f"nodes (largest marker: {count(max_rate, 'tokens/s')})", y_title)
+        axes.categories(node_counts)
+        axes.set_ylim(0, 1.06 * max_height)
+    colours = ScalarMappable(Normalize(0, max_height), "viridis")
     bar = axes.figure.colorbar(colours, ax=[*panels.values()], fraction=0.03, pad=0.01, format="{x:,.10g}")
     bar.outline.set_visible(False)
-    bar.set_label(shown, fontsize=8.5, color=GREY)
+    bar.set_label(height_title, fontsize=8.5, color=GREY)
     bar.ax.tick_params(labelsize=8, color=GREY)
-    return whole
+    return figure
