@@ -14,7 +14,7 @@ from tests.unit.launchers.played import CONTROL, JOB, NAME, OTHERS, Agents, Play
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory
 from ultrabench.launchers.launcher import origin
-from ultrabench.launchers.reconcile import CANCEL_S
+from ultrabench.launchers.reconcile import CANCEL_PAUSE_S
 from ultrabench.result import Status
 from ultrabench.store.claim import claim
 from ultrabench.store.events import Cancel, EndCode, Pause, Submitting
@@ -237,7 +237,7 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
         assert reconciler.once()[1], "something is left"
         assert reconciler.once()[1]
         assert launcher.cancelled == [[allocation.name]] * tries
-        clock[0] += CANCEL_S
+        clock[0] += CANCEL_PAUSE_S
     assert notes == ["cannot cancel: scancel: no answer; retrying until the jobs have ended"]
     Agents(sweep, allocation.name).start().end()
     assert not reconciler.once()[1]
