@@ -56,7 +56,9 @@ class Reconciler:
             attempts = sweep.state().attempts
             ended_keys = frozenset(key for key, attempt in attempts.items() if attempt.result is not None)
             launch = Launch(name=sweep.journal.name, by=launcher.by, accepts=sweep.accepts)
-            memory = LaunchMemory(launch=replace(launch, old=ended_keys, begun=frozenset(attempts)))
+            memory = LaunchMemory(
+                launch=replace(launch, old_attempts=ended_keys, begun_attempts=frozenset(attempts))
+            )
         self.memory = memory
         self._say_once = functools.cache(say)
         self.recorder = EndRecorder(sweep, launcher, memory, self._say_once)
@@ -109,7 +111,7 @@ class Reconciler:
             excused = memory.launch.excused | state.allocations.keys()
             memory.launch = replace(memory.launch, excused=excused)
         for key, attempt in state.attempts.items():
-            if attempt.result is not None and key not in memory.launch.old:
+            if attempt.result is not None and key not in memory.launch.old_attempts:
                 memory.ended_at.setdefault(key, now)
         observations = (self.sweep.fold.num_lines, jobs_seen.alive, jobs_seen.leaving)
         if self._decision and self._decision[1] == observations and now - self._decision[0] < REDECIDE_S:
@@ -201,9 +203,9 @@ class Reconciler:
 
     def _message_of(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the last line of a job's log."""
-        log_path, last_line = _last_log_line(self.sweep.folder.allocations / dead_end.latest.name)
-        reason = f"{dead_end.latest.ended}{f'; its log ends: {last_line[:200]}' if last_line else ''}"
-        message = f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({reason})"
+        log_path, last_line = _last_log_line(self.sweep.folder.allocations / dead_end.allocation.name)
+        reason = f"{dead_end.allocation.ended}{f'; its log ends: {last_line[:200]}' if last_line else ''}"
+        message = f"{dead_end.num_allocations} allocations in a row ended without running {dead_end.missing_run} ({reason})"
         return f"{message}; see {log_path}, then launch again"
 
     def _wait_for_disk(self, error: OSError | SweepFolderError, failing_since: float) -> None:

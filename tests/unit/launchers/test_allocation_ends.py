@@ -187,7 +187,7 @@ def dead_end_of(sweep, ends, max_jobs):
     launch = Launch(name=sweep.journal.name, by=origin("big"), excused=excused)
     limits = JobLimits(max_jobs=max_jobs)
     dead_end = decide(sweep.plan, sweep.state(), JobsSeen(), limits, launch, time.time()).dead_end
-    return dead_end and (dead_end.number, dead_end.what)
+    return dead_end and (dead_end.num_allocations, dead_end.missing_run)
 
 
 ANYTHING, ASKED = (3, "anything"), (3, "any run except control layouts")

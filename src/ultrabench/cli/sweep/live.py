@@ -61,7 +61,7 @@ class Display(Live):
             self._ended.add(key)
             if run := self._by_id.get(key.run_id):
                 settled |= now.settled & {key.run_id}
-                facts = now.suspects.get(key), now.again.get(key), now.cell_columns
+                facts = now.suspects.get(key), now.pause_by_key.get(key), now.cell_columns
                 line = attempt_line(run, state.attempts[key], *facts)
                 self._console.print_line(Text(f"[{len(settled)}/{now.runs}] ").append(line))
         if skipped := [run for run in self._planned if run.run_id in now.skipped.keys() - settled]:
@@ -133,8 +133,8 @@ def panel(now: SweepProgress, busy: bool, bar: bool = False) -> RenderableType:
 
 def counts_line(now: SweepProgress, busy: bool) -> Text:
     """A line such as `quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours`."""
-    over = Counter({s: n for s, n in now.by_status.items() if s not in UNSETTLED}) - now.again_by_status
-    both = (over, now.again_by_status)
+    over = Counter({s: n for s, n in now.by_status.items() if s not in UNSETTLED}) - now.retried_by_status
+    both = (over, now.retried_by_status)
     ended, retried = (", ".join(f"{n} {s}" for s, n in counts.items()) for counts in both)
     total = now.useful_gpu_hours + now.wasted_gpu_hours
     spent, between = now.wasted_by_status, now.wasted_by_status.get("between_runs", 0.0)
@@ -167,14 +167,14 @@ def _below_counts(now: SweepProgress, busy: bool, bar: bool) -> Iterator[Rendera
         yield Text("")
     for run, attempt in now.running:
         yield Text(f"  running  {_name(run, now.cell_columns)}: {_doing(run, attempt)}")
-    if now.waiting:
-        yield Text(f"  pending  {counted(now.waiting, 'allocation')}")
+    if now.num_waiting:
+        yield Text(f"  pending  {counted(now.num_waiting, 'allocation')}")
     elif busy and now.left and not now.running:
         yield Text("  starting the next allocation")
     if now.best:
         rows, columns = [], now.cell_columns
         for run, standing in now.best:
-            width, rate = now.wide.get(run.run_id), standing.rate or 0.0
+            width, rate = now.width_by_run.get(run.run_id), standing.rate or 0.0
             mark = "suspect" if standing.suspect else ""
             of_repeats = f"(median of {standing.num_competing})" if standing.num_competing > 1 else ""
             speed = " ".join(filter(None, (f"{rate:,.0f}", of_repeats, too_wide(width is None, width), mark)))

@@ -80,7 +80,7 @@ def activity(folder: SweepFolder, now: SweepProgress, state: SweepState) -> str:
         return "paused" if state.paused else "cancelled"
     if living_launchers(folder):
         return "followed"
-    return "unfollowed" if now.at_work or now.waiting else "stopped"
+    return "unfollowed" if now.num_at_work or now.num_waiting else "stopped"
 
 
 def _page(now: SweepProgress, standing: str | None, bar: bool = False) -> Group:
