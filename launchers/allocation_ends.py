@@ -74,7 +74,7 @@ class AgentWatchdog:
         """Reads the time stamps of the allocations' journals or, before they have any, of their claims.
 
         Args:
-            running: allocations whose processes run; others may be suspended, so silence proves nothing.
+            running_names: allocations whose processes run; others may be suspended, so silence proves nothing.
         """
         paths_by_name = {allocation.name: self._paths(allocation) for allocation in unended}
         self._looks = {name: self._look(name, paths) for name, paths in paths_by_name.items() if paths}
@@ -172,7 +172,7 @@ class EndRecorder:
 
         Args:
             visible_names: allocations that the launcher was asked about.
-            started: allocations whose agents had started before the launcher was asked.
+            started_names: allocations whose agents had started before the launcher was asked.
         """
         unclear_names = set[str]()
         for name, allocation in sorted(state.allocations.items()):
@@ -205,16 +205,14 @@ class EndRecorder:
         if allocation.ended is not None or sees(self._launcher.by, allocation.by):
             return None
         by = allocation.by
-        submitter = f"{by.get('user')} on {by.get('cluster') or by.get('host')}"
+        user = f"{by.get('user')} on {by.get('cluster') or by.get('host')}"
         # Processes, unlike jobs, do not wait in a queue. If they start nevertheless, they find our claim.
         has_journal = any(a.journal for a in allocation.agents)
         can_be_judged = has_journal or not (allocation.agents or by.get("cluster"))
         if can_be_judged and self.watchdog.silent(allocation.name, allocation.limit_s):
-            reason = (
-                f"the agents of {allocation.name}, of {submitter}, were silent for longer than its time limit"
-            )
+            reason = f"the agents of {allocation.name}, of {user}, were silent for longer than its time limit"
             return JobEnd(reason=reason, certain=True)
-        fact = f"{allocation.name} is a job of {submitter}: this launcher can neither end nor replace it"
+        fact = f"{allocation.name} is a job of {user}: this launcher can neither end nor replace it"
         advice = "launch from a terminal without --yes, which can replace jobs that have not started"
         self._say(f"{fact}. If it no longer exists, {advice}")
         return None

@@ -34,11 +34,9 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
         return SlurmLauncher(config, folder)
     require_plain(folder.path, Path.cwd())
     limits = Site().limits(launcher_config.partition, launcher_config.account, launcher_config.qos)
-    partition_text = f"partition {limits.name}"
-    _require_at_most(limits.cpus_per_node, "cpus", launcher_config.cpus, f"nodes of {partition_text} have")
-    _require_at_most(
-        limits.job_minutes, "time_minutes", launcher_config.time_minutes, f"{partition_text} allows"
-    )
+    partition = f"partition {limits.name}"
+    _require_at_most(limits.cpus_per_node, "cpus", launcher_config.cpus, f"nodes of {partition} have")
+    _require_at_most(limits.job_minutes, "time_minutes", launcher_config.time_minutes, f"{partition} allows")
     job_limits = JobLimits(
         max_jobs=min(launcher_config.max_jobs, limits.max_submit or launcher_config.max_jobs),
         max_nodes=node_share(config, limits),

@@ -75,12 +75,10 @@ def require_same(described: SweepJson, config: SweepConfig, path: Path) -> None:
         # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: _require_same_log.
         for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS):
             new_values.pop(name, None)
-        allowed_values = {k: config.options.values.get(k, (new_values[k],)) for k in new_values}
+        allowed = {k: config.options.values.get(k, (new_values[k],)) for k in new_values}
         if group == "workload":  # see require_same_batches
             new_values.pop("gbs")
-        changed_names = [
-            k for k in sorted(new_values) if old_values[k] not in (new_values[k], *allowed_values[k])
-        ]
+        changed_names = [k for k in sorted(new_values) if old_values[k] not in (new_values[k], *allowed[k])]
         changes = [f"{group}.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_names]
         if changes:
             fact = f"{path} is a sweep with a different {group} ({', '.join(changes)})"

@@ -134,7 +134,7 @@ class Reconciler:
         return bool(jobs_seen.alive) or (actions.wait and self.stopped is None)
 
     def _cancel(self, state: SweepState, jobs_seen: JobsSeen) -> bool:
-        """Cancels the allocations that this launcher can see, every CANCEL_PAUSE_S; returns whether any live."""
+        """Cancels the visible allocations, every CANCEL_PAUSE_S; returns whether any live."""
         visible_allocations = visible(self.launcher, {n: state.allocations[n] for n in jobs_seen.alive})
         if visible_allocations and time.monotonic() - self.memory.cancelled_at >= CANCEL_PAUSE_S:
             self.memory.cancelled_at = time.monotonic()

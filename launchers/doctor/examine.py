@@ -35,17 +35,13 @@ SITE_CHECKS: Table = {
 """Checks of the answers of Slurm, in order."""
 NODE_CHECKS = ("nodes", "GPUs", "node size")
 """The checks of SITE that need the answers of sinfo."""
-LOCAL_CHECKS: Table = {
-    "torch": checkup.check_torch,
-    "GPUs": checkup.check_devices,
-    "room": checkup.check_room,
-}
-LOCAL_CHECKS |= {name: partial(checkup.check_health, name) for name in CHECKS}
+HOST_CHECKS: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
+HOST_CHECKS |= {name: partial(checkup.check_health, name) for name in CHECKS}
 """Checks of this machine for launcher=local."""
 REPORT_CHECKS: Table = {
     "folder on the node": checkup.check_folder,
     "Python on the node": checkup.check_python,
-    **{f"{name} on the node": check for name, check in LOCAL_CHECKS.items()},
+    **{f"{name} on the node": check for name, check in HOST_CHECKS.items()},
     "clock of the node": checkup.check_clock,
 }
 """Checks of the report that the job wrote on its node."""
@@ -135,7 +131,7 @@ def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
             return [*checks, agent_check.named("this machine")]
         report = folder.report()
     assert report is not None
-    return [*checks, *_run(LOCAL_CHECKS, report, config)]
+    return [*checks, *_run(HOST_CHECKS, report, config)]
 
 
 def _check_nodes_here(config: SweepConfig) -> Check:

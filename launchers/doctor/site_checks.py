@@ -208,7 +208,7 @@ def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
 
 
 def _list(names: Sequence[str], text_if_empty: str = "") -> str:
-    """The names without repetition, at most MAX_NAMES of them; the text `text_if_empty` if there is no name."""
+    """The names without repetition, at most MAX_NAMES of them; `text_if_empty` if there is no name."""
     names = list(dict.fromkeys(names))
     more_suffix = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more_suffix or text_if_empty
@@ -216,12 +216,10 @@ def _list(names: Sequence[str], text_if_empty: str = "") -> str:
 
 def check_accounting(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that sacct answers, and that the cluster records jobs."""
-    impact = f"ultrabench works without sacct: {OPTIONAL_PROGRAMS['sacct']}"
+    note = f"ultrabench works without sacct: {OPTIONAL_PROGRAMS['sacct']}"
     try:
         site.ask("sacct", f"--user={os.getuid()}", "--starttime=now-1hours", "--allocations", "--noheader")
     except CommandError as error:
-        return warned(
-            f"{error}; {impact}", "nothing to do; with slurmdbd the ends of old jobs would be known"
-        )
-    not_recorded = (not limits.accounting, WARN, "nothing to do", f"but jobs are not recorded; {impact}")
+        return warned(f"{error}; {note}", "nothing to do; with slurmdbd the ends of old jobs would be known")
+    not_recorded = (not limits.accounting, WARN, "nothing to do", f"but jobs are not recorded; {note}")
     return first_problem("sacct answers", not_recorded)

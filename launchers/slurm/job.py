@@ -148,7 +148,7 @@ def _elements(job: SlurmJob) -> Iterator[SlurmJob]:
 
 
 def squeue_jobs(text: str) -> dict[str, SlurmJob]:
-    """Jobs by job_id from what squeue prints with the options SQUEUE_OPTIONS.
+    """Jobs by job_id from what squeue prints with SQUEUE_OPTIONS.
 
     Raises:
         ValueError: the text has another form.
@@ -157,7 +157,7 @@ def squeue_jobs(text: str) -> dict[str, SlurmJob]:
 
 
 def sacct_jobs(text: str) -> list[SlurmJob]:
-    """Jobs from what sacct prints with the options SACCT_OPTIONS; of rows with the same id the latest comes last.
+    """Jobs from what sacct prints with SACCT_OPTIONS; of rows with the same id the latest comes last.
 
     Raises:
         ValueError: the text has another form.

@@ -207,20 +207,20 @@ class SlurmLauncher:
         running_jobs = {
             n: job for n, job in active_jobs.items() if job.state == "RUNNING" and not answer.error
         }
-        answered_at = time.monotonic() - answer.age_s
-        stuck_notes = self._watch_completing(active_jobs.values(), answered_at)
+        asked_at = time.monotonic() - answer.age_s
+        stuck_notes = self._watch_completing(active_jobs.values(), asked_at)
         missing_names = {
-            n for n in unended_names if n not in active_jobs and self._sought_since[n] <= answered_at
+            n for n in unended_names if n not in active_jobs and self._sought_since[n] <= asked_at
         }
-        self._unseen_since = {n: self._unseen_since.get(n, answered_at) for n in missing_names}
+        self._unseen_since = {n: self._unseen_since.get(n, asked_at) for n in missing_names}
         ends = {
             n: self._end_of(allocations[n], jobs_by_name.get(n), answer) for n in sorted(self._unseen_since)
         }
         certain_ends = {n: end for n, end in ends.items() if end}
-        self._end_late({n: running_jobs[n] for n in running_jobs.keys() - unended_names}, answered_at)
+        self._end_late({n: running_jobs[n] for n in running_jobs.keys() - unended_names}, asked_at)
         ended_jobs = {n: allocations[n] for n in allocations.keys() - active_jobs.keys() - unended_names}
         # An answer from before its end says nothing about whether a job has given its nodes back.
-        leaving_names = {n for n, end in self._ended_at.items() if n in active_jobs or end > answered_at}
+        leaving_names = {n for n, end in self._ended_at.items() if n in active_jobs or end > asked_at}
         return JobsSeen(
             alive=frozenset((unended_names | queued_names) - set(certain_ends)),
             queued=frozenset(queued_names),
@@ -261,16 +261,14 @@ class SlurmLauncher:
         recent_names = [n for n in missing_names if now - self._accounting_since[n] < STALE_ACCOUNTING_S]
         job_id_by_name = {n: untimed[n].start.job_id for n in recent_names}
         identities = {job_id: self._identity(untimed[n]) for n, job_id in job_id_by_name.items()}
-        accounted_jobs = self.query.accounting(identities) if job_id_by_name else {}
-        jobs |= {
-            n: accounted_jobs[job_id] for n, job_id in job_id_by_name.items() if job_id in accounted_jobs
-        }
+        sacct_jobs = self.query.accounting(identities) if job_id_by_name else {}
+        jobs |= {n: sacct_jobs[job_id] for n, job_id in job_id_by_name.items() if job_id in sacct_jobs}
         # Of a requeued job Slurm shows only the latest start.
         requeued = untimed.items() if self._config.launcher.requeue else ()
         least_s = {n: allocation.end.elapsed_s or 0.0 for n, allocation in requeued if allocation.end}
         return {n: max(self._held_s(job), least_s.get(n, 0.0)) for n, job in jobs.items() if job.is_over}
 
-    def _watch_completing(self, jobs: Collection[SlurmJob], answered_at: float) -> list[str]:
+    def _watch_completing(self, jobs: Collection[SlurmJob], asked_at: float) -> list[str]:
         """Notes which active jobs still hold nodes after their end; returns messages about those that do so for long.
 
         Args:
@@ -278,8 +276,8 @@ class SlurmLauncher:
         """
         for job in jobs:
             if job.state == "COMPLETING":
-                first_at, _ = self._completing_times.get(job.job_id, (answered_at, answered_at))
-                self._completing_times[job.job_id] = first_at, answered_at
+                first_at, _ = self._completing_times.get(job.job_id, (asked_at, asked_at))
+                self._completing_times[job.job_id] = first_at, asked_at
             else:  # a requeued job has started again
                 self._completing_times.pop(job.job_id, None)
         return [
@@ -295,18 +293,18 @@ class SlurmLauncher:
         first_at, last_at = self._completing_times.get(job.job_id, (0.0, 0.0))
         return job.elapsed_s + (last_at - first_at)
 
-    def _end_late(self, late_jobs: Mapping[str, SlurmJob], answered_at: float) -> None:
+    def _end_late(self, late_jobs: Mapping[str, SlurmJob], asked_at: float) -> None:
         """Ends the jobs of allocations that have ended, if they still run after `grace_s`.
 
         The time counts from the first answer in which a job runs: a job that was requeued may have started again, and its
         agents need some seconds to say so.
         """
-        self._late_since = {name: self._late_since.get(name, answered_at) for name in late_jobs}
+        self._late_since = {name: self._late_since.get(name, asked_at) for name in late_jobs}
         launcher_config = self._config.launcher
         for name, job in late_jobs.items():
-            is_too_late = answered_at - self._late_since[name] > launcher_config.grace_s
+            is_too_late = asked_at - self._late_since[name] > launcher_config.grace_s
             if is_too_late and not launcher_config.requeue:
-                self._late_since[name] = answered_at
+                self._late_since[name] = asked_at
                 with contextlib.suppress(ClusterError):  # a later look finds it again
                     self.query.cancel([job.job_id])
 

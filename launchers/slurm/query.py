@@ -173,7 +173,7 @@ class SlurmQuery:
         return {job_id: job for job_id, identity in jobs.items() if (job := self._account(job_id, identity))}
 
     def _account(self, job_id: str, identity: JobIdentity) -> SlurmJob | None:
-        """The latest row of sacct about this job; if there are only rows about others, `foreign_job_notes` says so."""
+        """The latest row of sacct about this job; `foreign_job_notes` says if there are only rows about others."""
         rows, now = self._accounting_rows.get(job_id.partition("_")[0], []), time.time()
         job = find({row.job_id: row for row in rows if not identity.difference(row, now)}, job_id)
         if job is None and (other_job := find({row.job_id: row for row in rows}, job_id)):

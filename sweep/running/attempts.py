@@ -225,7 +225,7 @@ def attempts_after(
     """The attempts that follow those of `runs` by the retry policy and the repeats of the latest launch.
 
     Args:
-        old: attempts that ended before the launch that makes the others; None means all, as for the next launch.
+        old_attempts: those that ended before the launch that makes the others; None means all, as for the next launch.
     """
     with contextlib.suppress(ConfigError, KeyError):  # no launch is recorded, or only one of another version
         policy = from_dict(RetryPolicy, state.config["retry"], skip_unknown=True)
@@ -264,9 +264,7 @@ def contenders(runs: Iterable[Candidate], state: SweepState, device: str) -> fro
         state: what `with_loss_outliers` returns.
     """
     cells = standings_of(runs, state, device).values()
-    return frozenset(
-        standing.run_id for ranked_runs in cells for standing in near_best(ranked_runs, MAX_CONTENDERS)
-    )
+    return frozenset(standing.run_id for ranking in cells for standing in near_best(ranking, MAX_CONTENDERS))
 
 
 def read_otherwise(attempt: AttemptState, kernel: KernelConfig) -> bool:
@@ -294,8 +292,8 @@ class _AttemptFinder:
     def _next_attempt(self, run: Candidate, nth: int, num_repeats: int) -> PlannedAttempt | None:
         """The attempt that the nth counted repeat of `run` still needs; None when it needs no more.
 
-        Repeats count in the environment that has most of them. Those in other ones are made again, at most `num_repeats`
-        of them, since every node of a cluster may have an environment of its own.
+        Repeats count in the environment that has most of them. Those in other ones are made again, at most
+        `num_repeats` of them, since every node of a cluster may have an environment of its own.
         """
         groups = groupby(self.attempts_by_run.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
         attempts_by_repeat = {repeat: [*attempts] for repeat, attempts in groups}

@@ -82,12 +82,7 @@ def decide(
 
 
 def _submit(
-    plan: Plan,
-    state: SweepState,
-    jobs_seen: JobsSeen,
-    limits: JobLimits,
-    by: Origin,
-    attempts_left: AttemptsLeft,
+    plan: Plan, state: SweepState, jobs_seen: JobsSeen, limits: JobLimits, by: Origin, attempts: AttemptsLeft
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
     allocations_here = (state.allocations[name] for name in jobs_seen.alive | jobs_seen.leaving)
@@ -99,7 +94,7 @@ def _submit(
     num_free_nodes = limits.max_nodes - sum(allocation.nodes for allocation in open_allocations)
     used_gpu_hours = committed_gpu_hours(plan, state, jobs_seen.alive, jobs_seen.held_s)
     chosen_jobs: list[PlannedJob] = []
-    for job in planned_jobs(plan, attempts_left, state, limits.max_limit_s, jobs_seen.held_s):
+    for job in planned_jobs(plan, attempts, state, limits.max_limit_s, jobs_seen.held_s):
         if len(chosen_jobs) >= num_free_jobs or job.nodes > num_free_nodes:
             break
         next_gpu_hours = used_gpu_hours + job.gpu_hours

@@ -325,8 +325,6 @@ def _workload(spec: Mapping[str, Any], result: RunResult) -> tuple[float, bytes]
     return tolerance, _encode(parts)
 
 
-def _agreed(majority: LossGroup, other_groups: Iterable[LossGroup]) -> bool:
+def _agreed(majority: LossGroup, minority: Iterable[LossGroup]) -> bool:
     """Whether at least two thirds of the layouts belong to the group of most layouts."""
-    return len(majority.run_ids) >= 2 * len(
-        frozenset[str]().union(*(group.run_ids for group in other_groups))
-    )
+    return len(majority.run_ids) >= 2 * len(frozenset[str]().union(*(group.run_ids for group in minority)))

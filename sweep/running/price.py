@@ -162,7 +162,7 @@ def pack(
     duration with its control run, or launcher.pack runs.
 
     Args:
-        cells: the control run of each control key; a group is filled at least until its control run takes at most
+        control_by_key: the control run of each key; a group is filled at least until its control run takes at most
             CONTROL_SHARE of its time.
         max_limit_s: the longest time limit of an allocation, in which all runs of a group have to begin.
     """
@@ -313,10 +313,8 @@ def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = m
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
         submitted_ids = {t.key.run_id for t in todo}
         later_runs = expected(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
-        later_attempts = [
-            PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later_runs
-        ]
-        todo = (*todo, *(t for t in later_attempts if t.key.run_id not in submitted_ids))
+        later_todo = [PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later_runs]
+        todo = (*todo, *(t for t in later_todo if t.key.run_id not in submitted_ids))
     confirmations = _confirmations(plan, todo)
     attempts_left = AttemptsLeft(todo=(*todo, *confirmations), num_waiting=0)
     requested_keys = {t.key for t in attempts_left.todo}

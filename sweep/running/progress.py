@@ -127,7 +127,7 @@ def progress(
 
     Args:
         device: the torch device type of the hardware, cuda or cpu.
-        old: attempts that ended before the launch that goes on; None tells what the next launch would try again.
+        old_attempts: those that ended before the present launch; None tells what the next launch would try again.
     """
     state = for_answers(state)
     runs = {r.run_id: r for r in planned}
@@ -199,10 +199,8 @@ def _latest_failures(
     runs: Mapping[str, Candidate], attempts: Mapping[str, AttemptState]
 ) -> tuple[tuple[Candidate, AttemptState], ...]:
     """The field `failures` of the progress."""
-    other_statuses = {Status.OK, *INTERRUPTED}
-    failures = [
-        (runs[i], a) for i, a in attempts.items() if a.result and a.result.status not in other_statuses
-    ]
+    no_failure = {Status.OK, *INTERRUPTED}
+    failures = [(runs[i], a) for i, a in attempts.items() if a.result and a.result.status not in no_failure]
     return tuple(sorted(failures, key=lambda pair: pair[1].time or 0.0)[-5:])
 
 

@@ -76,10 +76,8 @@ def _tried(
 ) -> Tried:
     """How the runs that were tried ended."""
     tries = {run.run_id: attempts_by_run.get(run.run_id, []) for run in runs}
-    times_by_run = {
-        i: [median(a.ok.step_times_s) for a in tries[i] if a.ok and a.ok.step_times_s] for i in tries
-    }
-    times_s = {run_id: median(times) for run_id, times in times_by_run.items() if times}
+    medians = {i: [median(a.ok.step_times_s) for a in tries[i] if a.ok and a.ok.step_times_s] for i in tries}
+    times_s = {run_id: median(times) for run_id, times in medians.items() if times}
     pending_ids = {i for i in tries if any(a.result is None for a in tries[i])} - times_s.keys()
     failures = {i: tries[i][-1].result for i in tries.keys() - times_s.keys() - pending_ids if tries[i]}
     oom_ids = {i for i, result in failures.items() if result and result.status == Status.OOM}

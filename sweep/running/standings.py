@@ -125,9 +125,7 @@ def best_of_cells(
 ) -> dict[CellKey, Standing]:
     """CellKey -> its best run so far, sorted by cell; the arguments are those of `standings_of`."""
     standings_by_cell = standings_of(runs, state, device, suspects)
-    return {
-        cell: ranked_runs[0] for cell, ranked_runs in sorted(standings_by_cell.items()) if ranked_runs[0].best
-    }
+    return {cell: ranking[0] for cell, ranking in sorted(standings_by_cell.items()) if ranking[0].best}
 
 
 def measured_rates(runs: Iterable[Candidate], state: SweepState, device: str) -> dict[str, float | None]:
