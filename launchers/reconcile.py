@@ -184,15 +184,12 @@ class Reconciler:
 
     def _other_commits(self, state: SweepState) -> list[str]:
         """A message for each node that runs another commit than this launcher."""
-        own_commit = self.sweep.git_commit
-        if not own_commit:
+        sha = self.sweep.git_commit
+        if not sha:
             return []
         node_facts = [n for a in state.allocations.values() for n in a.preflight.get("nodes") or ()]
-        other_commits = {(n["host"], c) for n in node_facts if (c := n.get("git_commit")) and c != own_commit}
-        return [
-            f"{host} runs commit {c[:12]}, this launcher {own_commit[:12]}"
-            for host, c in sorted(other_commits)
-        ]
+        other_commits = {(n["host"], c) for n in node_facts if (c := n.get("git_commit")) and c != sha}
+        return [f"{host} runs commit {c[:12]}, this launcher {sha[:12]}" for host, c in sorted(other_commits)]
 
     def _node_warnings(self, state: SweepState) -> list[str]:
         """A line for each check that new nodes fail; each check of a node is warned of once."""

@@ -116,7 +116,7 @@ class SlurmLauncher:
         self.query = SlurmQuery(config.launcher.poll_s)
         self._config, self._folder = config, folder
         self._prefix = job_prefix(folder.path)
-        self._unseen_since: dict[str, float] = {}
+        self._unseen_at: dict[str, float] = {}
         """Allocation -> when squeue first did not list it or listed it as over."""
         self._ended_at: dict[str, float] = {}
         """Allocation -> when this launcher first saw its end in the journal."""
@@ -201,36 +201,30 @@ class SlurmLauncher:
         }
         # An allocation that was submitted twice has two jobs.
         living_jobs = {n: [job for job in jobs if not job.is_over] for n, jobs in jobs_by_name.items()}
-        active_jobs = {n: jobs[0] for n, jobs in living_jobs.items() if jobs}
-        queued_names = {n for n, job in active_jobs.items() if job.is_waiting}
+        live_jobs = {n: jobs[0] for n, jobs in living_jobs.items() if jobs}
+        queued_names = {n for n, job in live_jobs.items() if job.is_waiting}
         # Suspended jobs are left out, since their agents are stopped and give no sign of life.
-        running_jobs = {
-            n: job for n, job in active_jobs.items() if job.state == "RUNNING" and not answer.error
-        }
+        running_jobs = {n: job for n, job in live_jobs.items() if job.state == "RUNNING" and not answer.error}
         asked_at = time.monotonic() - answer.age_s
-        stuck_notes = self._watch_completing(active_jobs.values(), asked_at)
-        missing_names = {
-            n for n in unended_names if n not in active_jobs and self._sought_since[n] <= asked_at
-        }
-        self._unseen_since = {n: self._unseen_since.get(n, asked_at) for n in missing_names}
-        ends = {
-            n: self._end_of(allocations[n], jobs_by_name.get(n), answer) for n in sorted(self._unseen_since)
-        }
+        stuck_notes = self._watch_completing(live_jobs.values(), asked_at)
+        missing_names = {n for n in unended_names if n not in live_jobs and self._sought_since[n] <= asked_at}
+        self._unseen_at = {n: self._unseen_at.get(n, asked_at) for n in missing_names}
+        ends = {n: self._end_of(allocations[n], jobs_by_name.get(n), answer) for n in sorted(self._unseen_at)}
         certain_ends = {n: end for n, end in ends.items() if end}
         self._end_late({n: running_jobs[n] for n in running_jobs.keys() - unended_names}, asked_at)
-        ended_jobs = {n: allocations[n] for n in allocations.keys() - active_jobs.keys() - unended_names}
+        ended_jobs = {n: allocations[n] for n in allocations.keys() - live_jobs.keys() - unended_names}
         # An answer from before its end says nothing about whether a job has given its nodes back.
-        leaving_names = {n for n, end in self._ended_at.items() if n in active_jobs or end > asked_at}
+        leaving_names = {n for n, end in self._ended_at.items() if n in live_jobs or end > asked_at}
         return JobsSeen(
             alive=frozenset((unended_names | queued_names) - set(certain_ends)),
             queued=frozenset(queued_names),
             running=frozenset(running_jobs),
             leaving=frozenset(leaving_names - queued_names),
             ended_jobs=certain_ends,
-            held_s={n: self._held_s(job) for n, job in active_jobs.items() if n not in queued_names},
+            held_s={n: self._held_s(job) for n, job in live_jobs.items() if n not in queued_names},
             timed=self._durations(ended_jobs, jobs_by_name),
-            jobs={n: _job(job.job_id, job.name) for n, job in active_jobs.items()},
-            notes=(*_notes(answer, active_jobs), *stuck_notes, *self.query.foreign_job_notes.values()),
+            jobs={n: _job(job.job_id, job.name) for n, job in live_jobs.items()},
+            notes=(*_notes(answer, live_jobs), *stuck_notes, *self.query.foreign_job_notes.values()),
         )
 
     def _identity(self, allocation: AllocationState) -> JobIdentity:
@@ -315,7 +309,7 @@ class SlurmLauncher:
 
         The time for which its job was missing is counted between answers of squeue.
         """
-        waited_s = time.monotonic() - answer.age_s - self._unseen_since[allocation.name]
+        waited_s = time.monotonic() - answer.age_s - self._unseen_at[allocation.name]
         grace_s = self._config.launcher.grace_s
         if waited_s < (min(END_GRACE_S, grace_s) if listed_jobs else grace_s):
             return None

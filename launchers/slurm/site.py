@@ -247,12 +247,10 @@ class Site:
         with contextlib.suppress(CommandError):  # for a QOS that does not exist, or it prints nothing
             if qos_names:
                 rows = self.table("qos", "where", f"name={','.join(qos_names)}", columns=_QOS_COLUMNS)
-        qos_rules = sorted(
-            (r for r in rows if r["Name"] in qos_names), key=lambda r: qos_names.index(r["Name"])
-        )
-        if "OverPartQOS" in (qos_rules[-1]["Flags"] if qos_rules else ""):
-            qos_rules.reverse()
-        return [*qos_rules, *(a.limits for a in associations)]
+        rules = sorted((r for r in rows if r["Name"] in qos_names), key=lambda r: qos_names.index(r["Name"]))
+        if "OverPartQOS" in (rules[-1]["Flags"] if rules else ""):
+            rules.reverse()
+        return [*rules, *(a.limits for a in associations)]
 
     def _ask_controller(self, *words: str) -> str:
         try:

@@ -243,10 +243,8 @@ def _searched(
     Those of a cell are proposed when all that it has begun has ended, so that they fill an allocation together
     and follow from the same results, whoever launches.
     """
-    attempts_by_run, repeats = finder.attempts_by_run, config.repeats
-    begun_ids = {
-        r.run_id for r in runs if any(a.key.repeat < repeats for a in attempts_by_run.get(r.run_id, ()))
-    }
+    attempts, repeats = finder.attempts_by_run, config.repeats
+    begun_ids = {r.run_id for r in runs if any(a.key.repeat < repeats for a in attempts.get(r.run_id, ()))}
     begun_ids |= ids_under_way
     waiting_attempts = finder.wanted([run for run in runs if run.run_id in begun_ids], range(repeats))
     busy_cells = {todo.candidate.cell for todo in waiting_attempts}

@@ -60,18 +60,15 @@ def controls(plan: Plan) -> dict[ControlKey, Candidate]:
 
     It has the first value of each option, as far as a run with these values can be made in that place.
     """
-    runs_by_key = defaultdict[ControlKey, list[Candidate]](list)
+    by_key = defaultdict[ControlKey, list[Candidate]](list)
     first_values = plan.config.options.first_variant
     for run in plan.runs:
-        runs_by_key[control_key(run)].append(run)
+        by_key[control_key(run)].append(run)
 
     def num_changed(run: Candidate) -> int:
         return sum(value != first_values.get(name) for name, value in run.spec.variant.items())
 
-    return {
-        key: min(runs, key=lambda run: (num_changed(run), *_control_rank(run)))
-        for key, runs in runs_by_key.items()
-    }
+    return {key: min(runs, key=lambda run: (num_changed(run), *_rank(run))) for key, runs in by_key.items()}
 
 
 def _controls_used(plan: Plan) -> dict[ControlKey, Candidate]:
@@ -80,7 +77,7 @@ def _controls_used(plan: Plan) -> dict[ControlKey, Candidate]:
     return controls(plan) if launcher.control and launcher.pack != 1 else {}
 
 
-def _control_rank(run: Candidate) -> tuple[float, float, str]:
+def _rank(run: Candidate) -> tuple[float, float, str]:
     """Sort key of a control run, smaller is better; the run_id settles ties, so that all launches agree."""
     memory_share, time_s = run.prediction.memory_share, run.prediction.step_time_s
     return (0.0, time_s, run.run_id) if memory_share <= SAFE_SHARE else (memory_share, 0.0, run.run_id)

@@ -77,14 +77,12 @@ def proven_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
 
 def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
     """Two sets of nodes that had the same failure and share no node; None when there are no such sets."""
-    last_result = results[-1]
+    last = results[-1]
     for earlier in results[:-1]:
-        is_same_failure = (
-            last_result.fingerprint is not None and earlier.fingerprint == last_result.fingerprint
-        )
-        share_a_node = not set(last_result.hostnames).isdisjoint(earlier.hostnames)
-        if is_same_failure and last_result.hostnames and earlier.hostnames and not share_a_node:
-            return ",".join(earlier.hostnames), ",".join(last_result.hostnames)
+        is_same_failure = last.fingerprint is not None and earlier.fingerprint == last.fingerprint
+        share_a_node = not set(last.hostnames).isdisjoint(earlier.hostnames)
+        if is_same_failure and last.hostnames and earlier.hostnames and not share_a_node:
+            return ",".join(earlier.hostnames), ",".join(last.hostnames)
     return None
 
 
@@ -162,12 +160,10 @@ def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[Atte
         fact = "the first run of this program could not be measured, and others would fail in the same way"
         patterns = ", ".join(f"kernel.{option}" for option in LOG_PATTERNS)
         return f"{fact}; fix the program or the patterns for its log ({patterns}), then launch again"
-    latest_results = counted_results[-policy.breaker :]
-    kinds = {(r.status, r.fingerprint or r.cause) for r in latest_results}
-    if len(latest_results) < policy.breaker or len(kinds) > 1 or latest_results[-1].status == Status.OK:
+    last_runs = counted_results[-policy.breaker :]
+    kinds = {(r.status, r.fingerprint or r.cause) for r in last_runs}
+    if len(last_runs) < policy.breaker or len(kinds) > 1 or last_runs[-1].status == Status.OK:
         return None
-    repetition = (
-        f"the last {len(latest_results)} runs all failed in the same way: {latest_results[-1].status.value}"
-    )
+    repetition = f"the last {len(last_runs)} runs all failed in the same way: {last_runs[-1].status.value}"
     advice = f"fix the cause and launch again, or raise retry.breaker={policy.breaker}"
-    return f"{repetition} ({latest_results[-1].reason}); {advice}"
+    return f"{repetition} ({last_runs[-1].reason}); {advice}"
