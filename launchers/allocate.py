@@ -15,10 +15,10 @@ from ultrabench.sweep.running.price import PlannedJob, run_limit_s
 
 def shapes(jobs: Sequence[PlannedJob], max_array: int) -> list[list[PlannedJob]]:
     """The jobs in groups of at most `max_array`; all jobs of a group have the same nodes, time limit and place."""
-    alike: dict[tuple[object, ...], list[PlannedJob]] = {}
+    jobs_by_shape: dict[tuple[object, ...], list[PlannedJob]] = {}
     for job in jobs:
-        alike.setdefault((job.nodes, job.limit_s, job.attempts[0].candidate.place), []).append(job)
-    return [g[i : i + max_array] for g in alike.values() for i in range(0, len(g), max_array)]
+        jobs_by_shape.setdefault((job.nodes, job.limit_s, job.attempts[0].candidate.place), []).append(job)
+    return [g[i : i + max_array] for g in jobs_by_shape.values() for i in range(0, len(g), max_array)]
 
 
 def allocations(
@@ -66,9 +66,9 @@ def allocations(
 
 def _task(plan: Plan, folder: SweepFolder, attempt: PlannedAttempt, job: PlannedJob) -> Task:
     config, run = plan.config, attempt.candidate
-    place = Path.cwd() / (config.measure.checkpoint_folder or folder.path)
-    best, tokens = job.best.get(run.cell), run.spec.tokens_per_step / run.layout.world_size
-    same_control = best is not None and best.by_control and best.control == job.control
+    save_folder = Path.cwd() / (config.measure.checkpoint_folder or folder.path)
+    best, tokens_per_gpu = job.best.get(run.cell), run.spec.tokens_per_step / run.layout.world_size
+    has_same_control = best is not None and best.by_control and best.control == job.control
     return Task(
         **attempt.key._asdict(),
         spec=run.spec,
@@ -79,10 +79,10 @@ def _task(plan: Plan, folder: SweepFolder, attempt: PlannedAttempt, job: Planned
         predicted_step_time_s=run.prediction.step_time_s,
         predicted_duration_s=run.prediction.duration_s,
         limit_s=run_limit_s(attempt, config),
-        best_step_time_s=tokens / best.rate if best and best.rate else None,
-        best_control_ratio=best.control_ratio if best and same_control else None,
+        best_step_time_s=tokens_per_gpu / best.rate if best and best.rate else None,
+        best_control_ratio=best.control_ratio if best and has_same_control else None,
         profile=config.trace,
-        checkpoint=str(folder.checkpoint(place, attempt.key)) if config.measure.checkpoint else None,
+        checkpoint=str(folder.checkpoint(save_folder, attempt.key)) if config.measure.checkpoint else None,
     )
 
 
@@ -93,5 +93,5 @@ def _rank_threads(config: SweepConfig, nodes: int, cores: int | None) -> int | N
     """
     if cores is None or (config.launcher.name != "local" and not config.hardware.simulated):
         return None
-    hosts_nodes = nodes if config.hardware.simulated else 1
-    return max(1, cores // (config.hardware.gpus_per_node * hosts_nodes))
+    num_nodes_on_host = nodes if config.hardware.simulated else 1
+    return max(1, cores // (config.hardware.gpus_per_node * num_nodes_on_host))

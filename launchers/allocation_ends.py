@@ -20,7 +20,7 @@ from ultrabench.store.state import AllocationState, SweepState
 from ultrabench.sweep.config.sweep_config import LauncherConfig
 from ultrabench.sweep.running.attempts import NO_LAUNCH, Launch
 
-SEEN_AFTER_GRACES = 1.5
+GRACES_UNTIL_SEEN = 1.5
 """Number of grace periods after which other hosts see that a journal was touched, despite NFS caches."""
 
 
@@ -57,56 +57,59 @@ class AgentWatchdog:
     stuck file server, a sleeping laptop) says nothing about the agents, so only a short part of it counts.
     """
 
-    def __init__(self, folder: SweepFolder, choice: LauncherConfig) -> None:
+    def __init__(self, folder: SweepFolder, launcher_config: LauncherConfig) -> None:
         self._folder = folder
-        self.patience_s = max(MISSED_TOUCHES * choice.heartbeat_s, SEEN_AFTER_GRACES * choice.grace_s)
+        self.patience_s = max(
+            MISSED_TOUCHES * launcher_config.heartbeat_s, GRACES_UNTIL_SEEN * launcher_config.grace_s
+        )
         """Seconds after which an agent that has not touched its journal counts as dead or frozen."""
-        self._seen: dict[str, tuple[float, float, float]] = {}
+        self._looks: dict[str, tuple[float, float, float]] = {}
         """Allocation -> its latest time stamp, the time of the latest look, and the seconds without a change."""
-        self._told_s: dict[str, float] = {}
+        self._reported_s: dict[str, float] = {}
         """Allocation -> seconds of silence that count no more, since they were reported, or it was not running."""
         self.frozen: dict[str, str] = {}
         """Allocation that was found frozen -> the message about it."""
 
-    def observe(self, unended: Iterable[AllocationState], running: Container[str]) -> None:
+    def observe(self, unended: Iterable[AllocationState], running_names: Container[str]) -> None:
         """Reads the time stamps of the allocations' journals or, before they have any, of their claims.
 
         Args:
-            running: allocations whose processes run; others may be suspended, so silence proves nothing.
+            running_names: allocations whose processes run; others may be suspended, so silence proves nothing.
         """
-        paths = {job.name: self._paths(job) for job in unended}
-        self._seen = {name: self._look(name, journals) for name, journals in paths.items() if journals}
-        self._told_s |= {name: self.silent_s(name) for name in self._seen if name not in running}
+        paths_by_name = {allocation.name: self._paths(allocation) for allocation in unended}
+        self._looks = {name: self._look(name, paths) for name, paths in paths_by_name.items() if paths}
+        self._reported_s |= {name: self.silent_s(name) for name in self._looks if name not in running_names}
 
-    def _paths(self, job: AllocationState) -> list[Path]:
-        if not job.agents:
-            return [self._folder.claims / job.name]
-        return [self._folder.journal / a.journal for a in job.agents if a.journal]
+    def _paths(self, allocation: AllocationState) -> list[Path]:
+        if not allocation.agents:
+            return [self._folder.claims / allocation.name]
+        return [self._folder.journal / a.journal for a in allocation.agents if a.journal]
 
     def _look(self, name: str, paths: Iterable[Path]) -> tuple[float, float, float]:
-        stamp, now = max(map(touched, paths)), time.monotonic()
-        previous_stamp, looked_at, silent_s = self._seen.get(name, (stamp, now, 0.0))
+        touched_at, now = max(map(touched, paths)), time.monotonic()
+        previous_touched_at, looked_at, silent_s = self._looks.get(name, (touched_at, now, 0.0))
         silent_s += min(now - looked_at, self.patience_s / MISSED_TOUCHES)
-        return stamp, now, silent_s if stamp == previous_stamp else 0.0
+        return touched_at, now, silent_s if touched_at == previous_touched_at else 0.0
 
     def silent_s(self, name: str) -> float:
         """Seconds without a sign of life; infinite for an allocation that has no journal to show one."""
-        return self._seen.get(name, (0.0, 0.0, math.inf))[2]
+        return self._looks.get(name, (0.0, 0.0, math.inf))[2]
 
     def silent(self, name: str, more_s: float = 0.0) -> bool:
         """Whether an allocation has been silent for longer than `patience_s` and `more_s` together."""
         return self.silent_s(name) > self.patience_s + more_s
 
-    def frozen_now(self, job: AllocationState) -> str | None:
+    def frozen_now(self, allocation: AllocationState) -> str | None:
         """Why this running allocation must be ended, once in each `patience_s`; None otherwise."""
-        silent_s = self.silent_s(job.name) if job.agents and job.name in self._seen else 0.0
-        if silent_s < self._told_s.get(job.name, 0.0):
-            del self._told_s[job.name]
-        if silent_s - self._told_s.get(job.name, 0.0) <= self.patience_s:
+        name = allocation.name
+        silent_s = self.silent_s(name) if allocation.agents and name in self._looks else 0.0
+        if silent_s < self._reported_s.get(name, 0.0):
+            del self._reported_s[name]
+        if silent_s - self._reported_s.get(name, 0.0) <= self.patience_s:
             return None
-        self._told_s[job.name] = silent_s
-        self.frozen[job.name] = f"the agent on {job.agents[-1].host} was frozen for {silent_s:.0f} s"
-        return self.frozen[job.name]
+        self._reported_s[name] = silent_s
+        self.frozen[name] = f"the agent on {allocation.agents[-1].host} was frozen for {silent_s:.0f} s"
+        return self.frozen[name]
 
 
 class EndRecorder:
@@ -123,85 +126,93 @@ class EndRecorder:
         # The journal is read after the launcher is asked: what ended in between has recorded its end there.
         state = self._sweep.state()
         visible_allocations = visible(self._launcher, state.allocations)
-        started_names = {n for n, job in state.allocations.items() if job.agents} | self._memory.claimed
-        jobs = self._launcher.observe(visible_allocations)
+        started_names = {n for n, a in state.allocations.items() if a.agents} | self._memory.claimed
+        jobs_seen = self._launcher.observe(visible_allocations)
         state = self._sweep.state()
         unended = open_allocations(state)
-        self._memory.held_s |= jobs.held_s
-        alive = jobs.alive & (unended.keys() | jobs.queued)
+        self._memory.held_s |= jobs_seen.held_s
+        alive = jobs_seen.alive & (unended.keys() | jobs_seen.queued)
         # Agents of this machine record their end before they have removed their files. Of a job that ended while Slurm was
         # asked, the answer does not say whether it has given its nodes back.
-        holding = jobs.alive - jobs.queued if self._launcher.by["cluster"] else jobs.running
+        holding = jobs_seen.alive - jobs_seen.queued if self._launcher.by["cluster"] else jobs_seen.running
         leaving = holding - unended.keys()
-        jobs = replace(jobs, alive=alive, held_s=self._memory.held_s, leaving=jobs.leaving | leaving)
-        self.watchdog.observe(unended.values(), jobs.running)
-        self._end_frozen(jobs, state)
-        for name, seconds in sorted(jobs.timed.items()):
+        jobs_seen = replace(
+            jobs_seen, alive=alive, held_s=self._memory.held_s, leaving=jobs_seen.leaving | leaving
+        )
+        self.watchdog.observe(unended.values(), jobs_seen.running)
+        self._end_frozen(jobs_seen, state)
+        for name, held_s in sorted(jobs_seen.timed.items()):
             if state.allocations[name].ended is not None:
-                self._tell_end(state.allocations[name], f"held for {seconds:.0f} s", seconds, "slurm")
-        for name in sorted(jobs.alive - self._memory.adopted):
+                self._write_end(state.allocations[name], f"held for {held_s:.0f} s", held_s, "slurm")
+        for name in sorted(jobs_seen.alive - self._memory.adopted):
             self._memory.adopted.add(name)
             if state.allocations[name].submission[0] != self._sweep.journal.name:
-                self._sweep.journal.write(Adopted(allocation=name, job=jobs.jobs.get(name, {})))
-        alive = jobs.alive | self._record_ends(jobs, state, visible_allocations, started_names)
-        return replace(jobs, alive=alive), self._sweep.state()
+                self._sweep.journal.write(Adopted(allocation=name, job=jobs_seen.jobs.get(name, {})))
+        alive = jobs_seen.alive | self._record_ends(jobs_seen, state, visible_allocations, started_names)
+        return replace(jobs_seen, alive=alive), self._sweep.state()
 
-    def _end_frozen(self, jobs: JobsSeen, state: SweepState) -> None:
+    def _end_frozen(self, jobs_seen: JobsSeen, state: SweepState) -> None:
         """Ends allocations whose leading agent is frozen, since they would last until their time limit."""
-        for name in sorted(jobs.alive & jobs.running):
+        for name in sorted(jobs_seen.alive & jobs_seen.running):
             if reason := self.watchdog.frozen_now(state.allocations[name]):
                 self._say(f"{reason}: ending {name}")
                 try:
-                    self._launcher.end_frozen(name, jobs.jobs[name])
+                    self._launcher.end_frozen(name, jobs_seen.jobs[name])
                 except ClusterError as error:  # a later look finds it frozen again
                     self._say(f"cannot end {name}: {error}; retrying")
 
     def _record_ends(
-        self, jobs: JobsSeen, state: SweepState, visible_names: Container[str], started: Container[str]
+        self,
+        jobs_seen: JobsSeen,
+        state: SweepState,
+        visible_names: Container[str],
+        started_names: Container[str],
     ) -> frozenset[str]:
         """Records the ends of allocations that are not alive; returns those that may or may not be alive.
 
         Args:
             visible_names: allocations that the launcher was asked about.
-            started: allocations whose agents had started before the launcher was asked.
+            started_names: allocations whose agents had started before the launcher was asked.
         """
-        unclear = set[str]()
-        for name, job in sorted(state.allocations.items()):
-            if name in jobs.alive or (name, job.start) in self._memory.ended:
+        unclear_names = set[str]()
+        for name, allocation in sorted(state.allocations.items()):
+            if name in jobs_seen.alive or (name, allocation.start) in self._memory.ended:
                 continue
-            end = jobs.ended_jobs.get(name) if name in visible_names else self._abandoned(job)
+            end = jobs_seen.ended_jobs.get(name) if name in visible_names else self._abandoned(allocation)
             if end and name in self.watchdog.frozen:
                 end = replace(end, status=Status.LOST, reason=self.watchdog.frozen[name], agent_gone=False)
-            if job.ended is not None:
-                self.record_end(job, None, state)
-            elif end and (self._is_dead(job, end) if name in started else self.give_up(name)):
-                self.record_end(job, end, state)
+            if allocation.ended is not None:
+                self.record_end(allocation, None, state)
+            elif end and (self._is_dead(allocation, end) if name in started_names else self.give_up(name)):
+                self.record_end(allocation, end, state)
             elif end or name not in visible_names:  # another user's job, or one submitted later
-                unclear.add(name)
-        return frozenset(unclear)
+                unclear_names.add(name)
+        return frozenset(unclear_names)
 
-    def _is_dead(self, job: AllocationState, end: JobEnd) -> bool:
+    def _is_dead(self, allocation: AllocationState, end: JobEnd) -> bool:
         """Whether an allocation whose agents had started is over; one that is not visible may still run.
 
         The launcher must be certain that it ended, or the agents must have stopped touching their journal.
         """
-        if end.certain or self.watchdog.silent(job.name):
+        if end.certain or self.watchdog.silent(allocation.name):
             return True
-        note = f"{end.reason}, but the agents of {job.name} updated their journal recently"
+        note = f"{end.reason}, but the agents of {allocation.name} updated their journal recently"
         self._say(f"{note}; it counts as ended after {self.watchdog.patience_s:.0f} s of silence")
         return False
 
-    def _abandoned(self, job: AllocationState) -> JobEnd | None:
+    def _abandoned(self, allocation: AllocationState) -> JobEnd | None:
         """The end of an allocation that this launcher cannot see; None while it may still be alive."""
-        if job.ended is not None or sees(self._launcher.by, job.by):
+        if allocation.ended is not None or sees(self._launcher.by, allocation.by):
             return None
-        submitter = f"{job.by.get('user')} on {job.by.get('cluster') or job.by.get('host')}"
+        by = allocation.by
+        user = f"{by.get('user')} on {by.get('cluster') or by.get('host')}"
         # Processes, unlike jobs, do not wait in a queue. If they start nevertheless, they find our claim.
-        can_be_judged = any(a.journal for a in job.agents) or not (job.agents or job.by.get("cluster"))
-        if can_be_judged and self.watchdog.silent(job.name, job.limit_s):
-            reason = f"the agents of {job.name}, of {submitter}, were silent for longer than its time limit"
+        has_journal = any(a.journal for a in allocation.agents)
+        can_be_judged = has_journal or not (allocation.agents or by.get("cluster"))
+        if can_be_judged and self.watchdog.silent(allocation.name, allocation.limit_s):
+            reason = f"the agents of {allocation.name}, of {user}, were silent for longer than its time limit"
             return JobEnd(reason=reason, certain=True)
-        fact = f"{job.name} is a job of {submitter}: this launcher can neither end nor replace it"
+        fact = f"{allocation.name} is a job of {user}: this launcher can neither end nor replace it"
         advice = "launch from a terminal without --yes, which can replace jobs that have not started"
         self._say(f"{fact}. If it no longer exists, {advice}")
         return None
@@ -223,7 +234,7 @@ class EndRecorder:
             self._memory.claimed.add(name)
         return given_up
 
-    def record_end(self, job: AllocationState, observed_end: JobEnd | None, state: SweepState) -> None:
+    def record_end(self, allocation: AllocationState, observed_end: JobEnd | None, state: SweepState) -> None:
         """Records that an allocation is over, and that the attempts it claimed and did not finish are lost.
 
         Args:
@@ -232,13 +243,13 @@ class EndRecorder:
         Raises:
             OSError: a claim cannot be read now; nothing was recorded.
         """
-        name = job.name
-        owned_keys = [key for key in job.tasks if self._owned(key, name, state)]
-        end = observed_end or JobEnd(reason=f"the agents of {name} ended ({job.ended})")
+        name = allocation.name
+        owned_keys = [key for key in allocation.tasks if self._owned(key, name, state)]
+        end = observed_end or JobEnd(reason=f"the agents of {name} ended ({allocation.ended})")
         self._lose(owned_keys, state, name, end)
         if observed_end is not None:
-            self._tell_end(job, observed_end.reason, observed_end.held_s, "launcher")
-        self._memory.ended.add((name, job.start))  # last, since the writes above may have failed
+            self._write_end(allocation, observed_end.reason, observed_end.held_s, "launcher")
+        self._memory.ended.add((name, allocation.start))  # last, since the writes above may have failed
 
     def record_planned(self, allocation: Allocation) -> None:
         """Records the content of an allocation, before it is submitted or if only its files are known."""
@@ -255,15 +266,15 @@ class EndRecorder:
         it is read from its files and followed from then on; if that fails, the attempt is recorded as lost.
         Returns whether any of the attempts was claimed.
         """
-        any_claimed = False
+        is_any_claimed = False
         for key in keys:
             name = self._sweep.owner_of(str(key))
             if name is None:
                 continue
-            any_claimed, job = True, state.allocations.get(name)
-            if job is not None and job.ended is None:
+            is_any_claimed, allocation = True, state.allocations.get(name)
+            if allocation is not None and allocation.ended is None:
                 continue  # the allocation's end has to be recorded first
-            if job is None:
+            if allocation is None:
                 try:
                     recorded_allocation = read_allocation(self._sweep.folder.allocations / name)
                 except UltrabenchError as error:
@@ -275,7 +286,7 @@ class EndRecorder:
                         continue
             reason = f"allocation {name} claimed this run and ended without a result"
             self._lose([key], state, name, JobEnd(reason=reason))
-        return any_claimed
+        return is_any_claimed
 
     def _owned(self, key: AttemptKey, name: str, state: SweepState) -> bool:
         """Whether an allocation claimed an attempt, by the journal or, if that does not say, by the claim."""
@@ -294,19 +305,21 @@ class EndRecorder:
                 failed = Failed(**key._asdict(), allocation=name, source=source, spec=spec, result=result)
                 self._sweep.journal.write(failed)
 
-    def _tell_end(self, job: AllocationState, reason: str, held_s: float | None, source: str) -> None:
-        end = AllocationEnded(allocation=job.name, job=job.start, reason=reason, source=source, held_s=held_s)
+    def _write_end(self, allocation: AllocationState, reason: str, held_s: float | None, source: str) -> None:
+        end = AllocationEnded(
+            allocation=allocation.name, job=allocation.start, reason=reason, source=source, held_s=held_s
+        )
         self._sweep.journal.write(end)
 
 
 def open_allocations(state: SweepState) -> dict[str, AllocationState]:
     """The allocations that may have been submitted and whose end is not recorded."""
-    return {n: job for n, job in sorted(state.allocations.items()) if job.ended is None}
+    return {n: a for n, a in sorted(state.allocations.items()) if a.ended is None}
 
 
 def visible(launcher: Launcher, allocations: Allocations) -> dict[str, AllocationState]:
     """The allocations among `allocations` that a launcher can see and end."""
-    return {n: job for n, job in allocations.items() if sees(launcher.by, job.by)}
+    return {n: a for n, a in allocations.items() if sees(launcher.by, a.by)}
 
 
 def living(launcher: Launcher, state: SweepState, patience_s: float) -> dict[str, AllocationState]:
@@ -318,13 +331,13 @@ def living(launcher: Launcher, state: SweepState, patience_s: float) -> dict[str
     Raises:
         ClusterError: the batch system does not answer.
     """
-    unended, end = open_allocations(state), time.monotonic() + patience_s
-    visible_jobs = visible(launcher, unended)
-    jobs = launcher.observe(visible_jobs)
-    while jobs.alive - jobs.running - jobs.queued and time.monotonic() < end:
+    unended, deadline = open_allocations(state), time.monotonic() + patience_s
+    visible_allocations = visible(launcher, unended)
+    jobs_seen = launcher.observe(visible_allocations)
+    while jobs_seen.alive - jobs_seen.running - jobs_seen.queued and time.monotonic() < deadline:
         time.sleep(launcher.rest_s)
-        jobs = launcher.observe(visible_jobs)
-    return {n: job for n, job in unended.items() if n in jobs.alive or n not in visible_jobs}
+        jobs_seen = launcher.observe(visible_allocations)
+    return {n: a for n, a in unended.items() if n in jobs_seen.alive or n not in visible_allocations}
 
 
 def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
@@ -333,12 +346,12 @@ def interrupt(sweep: OpenSweep, launcher: Launcher) -> None:
     Those that have not started are given up first, so that a job that is being submitted now runs nothing.
     """
     recorder = EndRecorder(sweep, launcher, LaunchMemory(), lambda note: None)
-    visible_jobs = visible(launcher, open_allocations(sweep.state()))
-    for name, job in visible_jobs.items():
-        if not job.agents:
+    visible_allocations = visible(launcher, open_allocations(sweep.state()))
+    for name, allocation in visible_allocations.items():
+        if not allocation.agents:
             recorder.give_up(name)
-    held_s = launcher.cancel(visible_jobs)
+    held_s = launcher.cancel(visible_allocations)
     state = sweep.state()
-    for name in sorted(visible_jobs.keys() & open_allocations(state).keys()):
+    for name in sorted(visible_allocations.keys() & open_allocations(state).keys()):
         end = JobEnd(reason=f"the agents of {name} were ended", held_s=held_s.get(name), certain=True)
         recorder.record_end(state.allocations[name], end, state)

@@ -27,23 +27,23 @@ def choose_launcher(config: SweepConfig, folder: SweepFolder, *, submits: bool =
         ConfigError: the configuration asks for more than the cluster gives.
         ClusterError: Slurm does not answer.
     """
-    choice = config.launcher
-    if choice.name == "local":
+    launcher_config = config.launcher
+    if launcher_config.name == "local":
         return LocalLauncher(folder)
     if not submits:
         return SlurmLauncher(config, folder)
     require_plain(folder.path, Path.cwd())
-    limits = Site().limits(choice.partition, choice.account, choice.qos)
-    where = f"partition {limits.name}"
-    _require_at_most(limits.cpus_per_node, "cpus", choice.cpus, f"nodes of {where} have")
-    _require_at_most(limits.job_minutes, "time_minutes", choice.time_minutes, f"{where} allows")
-    allowed = JobLimits(
-        max_jobs=min(choice.max_jobs, limits.max_submit or choice.max_jobs),
+    limits = Site().limits(launcher_config.partition, launcher_config.account, launcher_config.qos)
+    partition = f"partition {limits.name}"
+    _require_at_most(limits.cpus_per_node, "cpus", launcher_config.cpus, f"nodes of {partition} have")
+    _require_at_most(limits.job_minutes, "time_minutes", launcher_config.time_minutes, f"{partition} allows")
+    job_limits = JobLimits(
+        max_jobs=min(launcher_config.max_jobs, limits.max_submit or launcher_config.max_jobs),
         max_nodes=node_share(config, limits),
         max_array=limits.max_array_size,
         max_limit_s=60.0 * (limits.job_minutes or math.inf),
     )
-    return SlurmLauncher(config, folder, allowed, limits.cluster or UNKNOWN_CLUSTER)
+    return SlurmLauncher(config, folder, job_limits, limits.cluster or UNKNOWN_CLUSTER)
 
 
 def node_share(config: SweepConfig, limits: Limits) -> int:
@@ -53,31 +53,31 @@ def node_share(config: SweepConfig, limits: Limits) -> int:
         ConfigError: the largest runs of the sweep need more nodes.
     """
     require_max_nodes(config)
-    choice, largest = config.launcher, max(config.axes.nodes)
-    per_user = limits.max_nodes_per_user
-    max_nodes = min(n for n in (limits.max_nodes, limits.total_nodes, per_user) if n is not None)
-    share = choice.max_nodes or max(1, limits.total_nodes // PARTITION_DIVISOR)
-    where = f"partition {limits.name} has {counted(limits.total_nodes, 'node')}"
+    launcher_config, most_nodes = config.launcher, max(config.axes.nodes)
+    max_nodes_per_user = limits.max_nodes_per_user
+    max_nodes = min(n for n in (limits.max_nodes, limits.total_nodes, max_nodes_per_user) if n is not None)
+    share = launcher_config.max_nodes or max(1, limits.total_nodes // PARTITION_DIVISOR)
+    partition_text = f"partition {limits.name} has {counted(limits.total_nodes, 'node')}"
     if limits.max_nodes is not None:
-        where += f", at most {limits.max_nodes} per job"
-    if per_user is not None:
-        where += f", at most {per_user} per user"
-    if largest > max_nodes:
-        fitting = ",".join(str(n) for n in sorted(set(config.axes.nodes)) if n <= max_nodes)
-        instead = f", such as sweep.nodes=[{fitting}]" if fitting else ""
-        raise ConfigError(f"sweep.nodes up to {largest}; {where}: use fewer nodes{instead}")
-    if largest > share:
-        usual = f"by default a sweep uses {share}"
-        raise ConfigError(f"sweep.nodes up to {largest}; {where}, {usual}: set launcher.max_nodes={largest}")
-    return share if per_user is None else min(share, per_user)
+        partition_text += f", at most {limits.max_nodes} per job"
+    if max_nodes_per_user is not None:
+        partition_text += f", at most {max_nodes_per_user} per user"
+    if most_nodes > max_nodes:
+        fitting_nodes = ",".join(str(n) for n in sorted(set(config.axes.nodes)) if n <= max_nodes)
+        example = f", such as sweep.nodes=[{fitting_nodes}]" if fitting_nodes else ""
+        raise ConfigError(f"sweep.nodes up to {most_nodes}; {partition_text}: use fewer nodes{example}")
+    if most_nodes > share:
+        fact = f"sweep.nodes up to {most_nodes}; {partition_text}, by default a sweep uses {share}"
+        raise ConfigError(f"{fact}: set launcher.max_nodes={most_nodes}")
+    return share if max_nodes_per_user is None else min(share, max_nodes_per_user)
 
 
 def require_max_nodes(config: SweepConfig) -> None:
     """Raises ConfigError if a run of the sweep needs more nodes than launcher.max_nodes allows."""
-    max_nodes, largest = config.launcher.max_nodes, max(config.axes.nodes)
-    if config.launcher.name != "local" and max_nodes and largest > max_nodes:
+    max_nodes, most_nodes = config.launcher.max_nodes, max(config.axes.nodes)
+    if config.launcher.name != "local" and max_nodes and most_nodes > max_nodes:
         rule = f"the sweep may use launcher.max_nodes={max_nodes}"
-        raise ConfigError(f"sweep.nodes up to {largest}; {rule}: set launcher.max_nodes={largest}")
+        raise ConfigError(f"sweep.nodes up to {most_nodes}; {rule}: set launcher.max_nodes={most_nodes}")
 
 
 def _require_at_most(limit: int | None, name: str, requested: int | None, rule: str) -> None:

@@ -49,7 +49,7 @@ class LocalLauncher:
     def __init__(self, folder: SweepFolder) -> None:
         self._folder = folder
         self.by = origin()
-        self._missing: dict[str, float] = {}
+        self._missing_since: dict[str, float] = {}
 
     def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Say) -> dict[str, Job]:
         """Starts the agents of each allocation; returns their host.
@@ -81,29 +81,29 @@ class LocalLauncher:
         Processes are found by their command lines and not by remembered pids, so that this works after a
         launcher died and when the system reuses a pid.
         """
-        unended = {name for name, allocation in allocations.items() if allocation.ended is None}
-        present = self._pids().keys()
-        if stragglers := present & (allocations.keys() - unended):  # such as frozen agents
+        unended_names = {name for name, allocation in allocations.items() if allocation.ended is None}
+        present_names = self._pids().keys()
+        if stragglers := present_names & (allocations.keys() - unended_names):  # such as frozen agents
             self._wait_and_kill(stragglers, GRACE_S)
-        running, now = present & unended, time.monotonic()
-        self._missing = {n: self._missing.get(n, now) for n in unended - running}
-        lost = {n for n, since in self._missing.items() if now - since > GRACE_S}
-        if lost:
+        running_names, now = present_names & unended_names, time.monotonic()
+        self._missing_since = {n: self._missing_since.get(n, now) for n in unended_names - running_names}
+        lost_names = {n for n, since in self._missing_since.items() if now - since > GRACE_S}
+        if lost_names:
             clean_up_after_the_dead()
         return JobsSeen(
-            alive=frozenset(unended - lost),
-            running=frozenset(running),
-            ended_jobs={name: self._vanished(allocations[name]) for name in sorted(lost)},
-            jobs={name: {"host": socket.gethostname()} for name in running},
-            notes=self._waits_for(allocations, running),
+            alive=frozenset(unended_names - lost_names),
+            running=frozenset(running_names),
+            ended_jobs={name: self._vanished(allocations[name]) for name in sorted(lost_names)},
+            jobs={name: {"host": socket.gethostname()} for name in running_names},
+            notes=self._waits_for(allocations, running_names),
         )
 
     @staticmethod
-    def _waits_for(allocations: Allocations, running: Set[str]) -> tuple[str, ...]:
+    def _waits_for(allocations: Allocations, running_names: Set[str]) -> tuple[str, ...]:
         """A message that names the allocation for which one of these waits, if any."""
-        waiting = [name for name in running if not allocations[name].agents]
-        if waiting and (other := holder()) and other.allocation not in running:
-            return (f"another sweep is measuring on this machine: {other}; waiting until it ends",)
+        waiting_names = [name for name in running_names if not allocations[name].agents]
+        if waiting_names and (lock_holder := holder()) and lock_holder.allocation not in running_names:
+            return (f"another sweep is measuring on this machine: {lock_holder}; waiting until it ends",)
         return ()
 
     def _vanished(self, allocation: AllocationState) -> JobEnd:
@@ -113,8 +113,8 @@ class LocalLauncher:
     def _held_s(self, allocation: AllocationState) -> float:
         """Seconds from the time an allocation was written to its latest sign of life."""
         paths = [self._folder.journal / agent.journal for agent in allocation.agents if agent.journal]
-        began = touched(self._folder.allocations / allocation.name / "allocation.json")
-        return max(0.0, *(touched(path) - began for path in paths)) if paths and began else 0.0
+        written_at = touched(self._folder.allocations / allocation.name / "allocation.json")
+        return max(0.0, *(touched(path) - written_at for path in paths)) if paths and written_at else 0.0
 
     def cancel(self, allocations: Allocations, *, queued_only: bool = False) -> dict[str, float]:
         """Ends allocations: asks their agents to end, then kills those that do not.
@@ -136,10 +136,10 @@ class LocalLauncher:
 
     def _wait_and_kill(self, names: Set[str], patience_s: float) -> None:
         """Waits until these allocations have no process, and kills those that have one after `patience_s`."""
-        end = time.monotonic() + patience_s
-        while (living := names & self._pids().keys()) and time.monotonic() < end:
+        deadline = time.monotonic() + patience_s
+        while (living_names := names & self._pids().keys()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for name in living:
+        for name in living_names:
             self.end_frozen(name, {})
 
     def end_frozen(self, name: str, job: Job) -> None:
@@ -149,10 +149,10 @@ class LocalLauncher:
 
     def _pids(self) -> defaultdict[str, list[int]]:
         """Allocation -> our processes that have its folder, or a file in it, as argument."""
-        pids, start = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
+        pids, prefix = defaultdict[str, list[int]](list), f"{self._folder.allocations}/"
         for pid in processes.own_processes():
             words = processes.command_line(pid)
-            names = {path.removeprefix(start).split("/")[0] for path in words if path.startswith(start)}
+            names = {path.removeprefix(prefix).split("/")[0] for path in words if path.startswith(prefix)}
             if names and OWN_MODULES & set(words) and processes.start_time(pid) is not None:
                 for name in names:
                     pids[name].append(pid)
@@ -164,13 +164,13 @@ def start_agents(folder: Path) -> None:
     from submitit.local.local import start_controller  # only the process that starts agents needs submitit
 
     allocation = read_allocation(folder)
-    gpus = allocation.gpus_per_node if allocation.tasks[0].device == "cuda" else 0
+    num_gpus = allocation.gpus_per_node if allocation.tasks[0].device == "cuda" else 0
     python = str(allocation.tasks[0].spec.variant.get("python", sys.executable))
     start_controller(
         folder=folder / "submitit",
         command=shlex.join([python, "-P", "-m", "ultrabench.agent", str(folder)]),
         tasks_per_node=allocation.nodes,
-        cuda_devices=",".join(map(str, range(gpus))),
+        cuda_devices=",".join(map(str, range(num_gpus))),
         timeout_min=allocation.limit_s / 60 + LONGEST_WAIT_MIN,
         signal_delay_s=WARNING_S,
     )

@@ -61,8 +61,8 @@ def sweep_json_of(config: SweepConfig, environment: dict[str, Any]) -> SweepJson
     )  # fmt: skip
 
 
-def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None:
-    """Raises if `config` does not describe the sweep in the folder `where`.
+def require_same(described: SweepJson, config: SweepConfig, path: Path) -> None:
+    """Raises if `config` does not describe the sweep in the folder `path`.
 
     Axes and models may change, which makes the plan larger or smaller; hardware, kernel and workload may not. Options
     may get more values.
@@ -71,22 +71,22 @@ def require_same(described: SweepJson, config: SweepConfig, where: Path) -> None
         ConfigError: they differ; the message shows the differences.
     """
     for group in ("hardware", "kernel", "workload"):
-        was, now = to_dict(getattr(described, group)), to_dict(getattr(config, group))
+        old_values, new_values = to_dict(getattr(described, group)), to_dict(getattr(config, group))
         # An architecture decides what a plan refuses, rated_power_w no number alone; source is a text. The others: _require_same_log.
         for name in ("architecture", "rated_power_w", "source", *LOG_OPTIONS):
-            now.pop(name, None)
-        allowed = {name: config.options.values.get(name, (now.get(name),)) for name in now}
+            new_values.pop(name, None)
+        allowed = {k: config.options.values.get(k, (new_values[k],)) for k in new_values}
         if group == "workload":  # see require_same_batches
-            now.pop("gbs")
-        others = [k for k in sorted(now) if was[k] != now[k] and was[k] not in allowed[k]]
-        changed = [f"{group}.{k}: {was[k]!r} -> {now[k]!r}" for k in others]
-        if changed:
-            fact = f"{where} is a sweep with a different {group} ({', '.join(changed)})"
+            new_values.pop("gbs")
+        changed_names = [k for k in sorted(new_values) if old_values[k] not in (new_values[k], *allowed[k])]
+        changes = [f"{group}.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_names]
+        if changes:
+            fact = f"{path} is a sweep with a different {group} ({', '.join(changes)})"
             raise ConfigError(fact, "start a new one with name=NAME")
-    require_same_batches(described.config, config, where)
+    require_same_batches(described.config, config, path)
 
 
-def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where: Path) -> None:
+def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, path: Path) -> None:
     """Raises ConfigError if a number of nodes had another global batch in an earlier launch.
 
     Args:
@@ -96,34 +96,36 @@ def require_same_batches(resolved: Mapping[str, Any], config: SweepConfig, where
     if not {"nodes", "gbs"} <= sweep.keys() or config.kernel.kind == "probe":
         return
     earlier_nodes, gbs = sorted(values_in(sweep["nodes"])), values_in(sweep["gbs"])[0]
-    earlier_scaling, smallest = sweep.get("scaling") or "strong", min(config.axes.nodes)
+    earlier_scaling, fewest_nodes = sweep.get("scaling") or "strong", min(config.axes.nodes)
 
-    def earlier(nodes: int) -> Fraction:
+    def earlier_gbs(nodes: int) -> Fraction:
         return scaled_gbs(gbs, nodes, earlier_nodes[0], earlier_scaling)
 
     for nodes in earlier_nodes:
-        of_nodes = [config.gbs_on(nodes, value) for value in config.options.values["gbs"]]
-        if earlier(nodes) not in of_nodes:
-            on_nodes = f" on {counted(nodes, 'node')}" if WEAK in (earlier_scaling, config.scaling) else ""
-            fact = f"{where} is a sweep with a different workload (workload.gbs{on_nodes}: {earlier(nodes)} -> {of_nodes[0]})"
-            is_series = earlier_scaling == config.scaling == WEAK and earlier(smallest).denominator == 1
-            same = f"use sweep.gbs={earlier(smallest)}, that of {counted(smallest, 'node')}, or " * is_series
-            raise ConfigError(fact, f"{same}start a new one with name=NAME")
+        gbs_choices = [config.gbs_on(nodes, value) for value in config.options.values["gbs"]]
+        if earlier_gbs(nodes) not in gbs_choices:
+            nodes_text = f" on {counted(nodes, 'node')}" if WEAK in (earlier_scaling, config.scaling) else ""
+            fact = f"{path} is a sweep with a different workload (workload.gbs{nodes_text}: {earlier_gbs(nodes)} -> {gbs_choices[0]})"
+            same_gbs = earlier_gbs(fewest_nodes)
+            is_series = earlier_scaling == config.scaling == WEAK and same_gbs.denominator == 1
+            gbs_hint = f"use sweep.gbs={same_gbs}, that of {counted(fewest_nodes, 'node')}, or " * is_series
+            raise ConfigError(fact, f"{gbs_hint}start a new one with name=NAME")
 
 
-def require_same_launch(state: SweepState, config: SweepConfig, where: Path) -> None:
+def require_same_launch(state: SweepState, config: SweepConfig, path: Path) -> None:
     """Raises ConfigError where the latest launch had other patterns of logs, arguments of flags, or batches."""
     _require_same_log(state, config)
     require_same_flags(state, config)
-    require_same_batches(state.config, config, where)
+    require_same_batches(state.config, config, path)
 
 
 def _require_same_log(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if results of the sweep were read from logs in another way than `config` says."""
-    was, now = state.config.get("kernel", {}), to_dict(config.kernel)
-    changed = [f"kernel.{k}: {was[k]!r} -> {now[k]!r}" for k in LOG_OPTIONS if k in was and was[k] != now[k]]
-    if changed and any(a.ok and a.ok.measured_by == "log" for a in state.attempts.values()):
-        difference = f"read from logs with other patterns ({', '.join(changed)})"
+    old_values, new_values = state.config.get("kernel", {}), to_dict(config.kernel)
+    changed_names = [k for k in LOG_OPTIONS if old_values.get(k, new_values[k]) != new_values[k]]
+    changes = [f"kernel.{k}: {old_values[k]!r} -> {new_values[k]!r}" for k in changed_names]
+    if changes and any(a.ok and a.ok.measured_by == "log" for a in state.attempts.values()):
+        difference = f"read from logs with other patterns ({', '.join(changes)})"
         fact = f"sweep {config.name} has results that were {difference}"
         raise ConfigError(fact, "start a new one with name=NAME")
 
@@ -131,11 +133,11 @@ def _require_same_log(state: SweepState, config: SweepConfig) -> None:
 def require_same_flags(state: SweepState, config: SweepConfig) -> None:
     """Raises ConfigError if a value of a flag now means other arguments than at the latest launch."""
     flags = state.config.get("sweep", {}).get(FLAGS) or {}
-    was = read_flags(flags) if isinstance(flags, dict) else {}
-    for name, value in ((name, value) for name, table in was.items() for value in table):
-        parts = config.options.arguments.get(name, {}).get(value)
-        if parts is not None and parts != was[name][value]:
-            fact = f"sweep.flags.{name}.{value}: {[*was[name][value]]} -> {[*parts]} in a sweep that was launched before"
+    old_flags = read_flags(flags) if isinstance(flags, dict) else {}
+    for name, value in ((name, value) for name, table in old_flags.items() for value in table):
+        arguments = config.options.arguments.get(name, {}).get(value)
+        if arguments is not None and arguments != old_flags[name][value]:
+            fact = f"sweep.flags.{name}.{value}: {[*old_flags[name][value]]} -> {[*arguments]} in a sweep that was launched before"
             raise ConfigError(fact, "give these arguments another name")
 
 
@@ -169,7 +171,7 @@ class OpenSweep:
     git_commit: str | None
     max_gpu_hours: float | None = None
     """The budget of this launch; None means that it has no limit."""
-    known: Fold = field(default_factory=Fold)
+    fold: Fold = field(default_factory=Fold)
     """The events that `reader` has read so far."""
 
     @property
@@ -179,7 +181,7 @@ class OpenSweep:
 
     def state(self) -> SweepState:
         """The state of the sweep now; every call returns the same object, which grows with the journal."""
-        return self.known.add(self.reader.poll())
+        return self.fold.add(self.reader.poll())
 
     def owner_of(self, name: str) -> str | None:
         """The allocation that claimed this attempt or allocation; None if nobody has claimed it."""
@@ -202,18 +204,20 @@ def in_force(config: SweepConfig, warn: Say) -> SweepConfig:
     enforced, and a sweep with another one is another sweep.
     """
     described = find_sweep_json(folder_of(config))
-    frozen = described.config.get("profile") if described else None
+    frozen_profile = described.config.get("profile") if described else None
     if described and described.hardware.name == config.hardware.name and config.hardware.device == "cuda":
         hardware = replace(config.hardware, mem_bytes=described.hardware.mem_bytes)
         if hardware != config.hardware:
-            was, now = (f"{node_type.mem_bytes / GIB:.5g}" for node_type in (hardware, config.hardware))
-            fact = f"sweep {config.name} was launched with {was} GiB per GPU, hardware={hardware.name} now has {now}"
-            warn(f"{fact}; its predictions keep using {was}: to use {now}, start a new sweep with name=NAME")
+            old_gib, new_gib = (f"{hw.mem_bytes / GIB:.5g}" for hw in (hardware, config.hardware))
+            fact = f"sweep {config.name} was launched with {old_gib} GiB per GPU, hardware={hardware.name} now has {new_gib}"
+            warn(
+                f"{fact}; its predictions keep using {old_gib}: to use {new_gib}, start a new sweep with name=NAME"
+            )
             resolved = config.resolved | {"hardware": to_dict(hardware)}
             config = replace(config, hardware=hardware, resolved=resolved)
-    if not isinstance(frozen, dict) or frozen.get("name") != config.profile.name:
+    if not isinstance(frozen_profile, dict) or frozen_profile.get("name") != config.profile.name:
         return config
-    profile = profile_of({"profile": frozen, "kernel": {}}, config.hardware.device)
+    profile = profile_of({"profile": frozen_profile, "kernel": {}}, config.hardware.device)
     return replace(config, profile=profile, resolved=config.resolved | {"profile": to_dict(profile)})
 
 
@@ -247,39 +251,39 @@ def open_sweep(
         choices = "same (measure again in the new environment) or any (keep the old results)"
         raise ConfigError(f"--reuse {reuse}; must be {choices}")
     folder = folder_of(config)
-    known_as, journal = find_sweep_json(folder), JournalWriter(folder.journal, "launcher")
-    in_table = bool(config.hardware.peak_flops_per_s)
-    if known_as is not None:
-        require_same(known_as, config, folder.path)
+    existing, journal = find_sweep_json(folder), JournalWriter(folder.journal, "launcher")
+    has_known_peak = bool(config.hardware.peak_flops_per_s)
+    if existing is not None:
+        require_same(existing, config, folder.path)
         with contextlib.suppress(OSError):
             journal.path.touch()  # from now on `sweep status` sees a launcher, also while the machine is measured
-    environment = _machine_facts(config, needs_peak=not in_table and known_as is None, say=say)
+    environment = _machine_facts(config, needs_peak=not has_known_peak and existing is None, say=say)
     folder.create()
-    described = known_as or create_sweep_json(folder, sweep_json_of(config, environment))
-    if known_as is None:
+    described = existing or create_sweep_json(folder, sweep_json_of(config, environment))
+    if existing is None:
         peak = described.peak(1, config.kernel.precision)
         for line in busy_peak(peak.core_share if peak else None):
             warn(line)
         require_same(described, config, folder.path)  # another launch may have created it meanwhile
     keep(config.kernel.env, folder.secrets, config.secrets)
-    if not in_table:
-        rate, cores = described.core_flops_per_s, described.cores or 1
-        plan = within_limit(make_plan(config, core_flops_per_s=rate, cores=cores), max_limit_s)
+    if not has_known_peak:
+        core_rate, num_cores = described.core_flops_per_s, described.cores or 1
+        plan = within_limit(make_plan(config, core_flops_per_s=core_rate, cores=num_cores), max_limit_s)
     reader, fold = JournalReader(folder.journal, warn), Fold()
     state = fold.add(reader.poll())
     require_same_launch(state, config, folder.path)
     accepts = accepted(config, environment, state, reuse)
-    digest, origin = config.kernel.digest(), provenance(config)
+    digest, launch_origin = config.kernel.digest(), provenance(config)
     launch = Launched(
-        generation=state.generation + 1, config=config.resolved, provenance=origin, kernel_digest=digest,
+        generation=state.generation + 1, config=config.resolved, provenance=launch_origin, kernel_digest=digest,
         reuse=reuse, retry=tuple(retry), max_gpu_hours=max_gpu_hours, work_dir=str(Path.cwd()),
     )  # fmt: skip
     journal.write(launch)
     _keep_difference(folder)
     write_plan(plan.candidates, folder.plan)
     return OpenSweep(
-        folder=folder, plan=plan, journal=journal, reader=reader, known=fold, environment=environment,
-        accepts=accepts, kernel_digest=digest, git_commit=origin["git_commit"], max_gpu_hours=max_gpu_hours,
+        folder=folder, plan=plan, journal=journal, reader=reader, fold=fold, environment=environment,
+        accepts=accepts, kernel_digest=digest, git_commit=launch_origin["git_commit"], max_gpu_hours=max_gpu_hours,
     )  # fmt: skip
 
 
@@ -292,17 +296,17 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
     Raises:
         ConfigError: the sweep runs on this machine, which has fewer GPUs than its hardware.
     """
-    local, hardware = config.launcher.name == "local", config.hardware
-    needed = hardware.gpus_per_node if local and hardware.device == "cuda" else 0
-    if not needs_peak and not needed and not (local and config.kernel.kind != "command"):
+    is_local, hardware = config.launcher.name == "local", config.hardware
+    num_needed = hardware.gpus_per_node if is_local and hardware.device == "cuda" else 0
+    if not needs_peak and not num_needed and not (is_local and config.kernel.kind != "command"):
         return {"cores": len(os.sched_getaffinity(0))}
     say("checking this machine" + (" and measuring its cores" if needs_peak else ""))
     environment = probe_machine(needs_peak)
-    visible_gpus = int(environment.get("gpus") or 0)
-    if visible_gpus < needed:
-        other = f"hardware.gpus_per_node={visible_gpus}" if visible_gpus else "hardware=cpu, without GPUs"
-        fact = f"hardware={hardware.name} has {counted(needed, 'GPU')} a node; torch sees {visible_gpus or 'none'}"
-        advice = f"add launcher=slurm to run on a cluster, or use {other}"
+    num_visible = int(environment.get("gpus") or 0)
+    if num_visible < num_needed:
+        alternative = f"hardware.gpus_per_node={num_visible}" if num_visible else "hardware=cpu, without GPUs"
+        fact = f"hardware={hardware.name} has {counted(num_needed, 'GPU')} a node; torch sees {num_visible or 'none'}"
+        advice = f"add launcher=slurm to run on a cluster, or use {alternative}"
         raise ConfigError(f"{fact} on this machine: {advice}")
     return environment
 
@@ -316,15 +320,15 @@ def _keep_difference(folder: SweepFolder) -> None:
 
 
 @functools.cache  # an acceptance run opens several sweeps
-def probe_machine(peak: bool) -> dict[str, Any]:
+def probe_machine(measures_peak: bool) -> dict[str, Any]:
     """The report of the kernel's environment probe, which runs in its own process because it needs torch.
 
     Raises:
         ClusterError: the probe failed.
     """
-    words = ["ultrabench.kernel.rank.environment", *(["--peak"] if peak else [])]
+    arguments = ["ultrabench.kernel.rank.environment", *(["--peak"] if measures_peak else [])]
     try:
-        return dict(json.loads(run_python("-m", *words, timeout_s=PROBE_TIMEOUT_S)))
+        return dict(json.loads(run_python("-m", *arguments, timeout_s=PROBE_TIMEOUT_S)))
     except (ClusterError, ValueError) as error:
         raise ClusterError(f"the kernel does not start here: {error}") from error
 
@@ -338,20 +342,22 @@ def accepted(
     env_id_here = env_id(facts, config.kernel, digest, variables_of(config.options.first_variant))
     # This host does not know the libraries on the nodes of a cluster, nor those of other interpreters and containers,
     # so there only the sources are compared.
-    on_nodes = config.launcher.name != "local" or any(name in config.options.values for name in PLACE_OPTIONS)
+    is_on_nodes = config.launcher.name != "local" or any(
+        name in config.options.values for name in PLACE_OPTIONS
+    )
 
-    def same(result: RunResult) -> bool:
-        return result.kernel_digest == digest if on_nodes else result.env_id == env_id_here
+    def is_same_environment(result: RunResult) -> bool:
+        return result.kernel_digest == digest if is_on_nodes else result.env_id == env_id_here
 
-    oks = [a.result for a in state.attempts.values() if a.result and a.result.status == Status.OK]
-    others = [r for r in oks if not same(r)]
-    if others and reuse is None:
-        digests = ", ".join(sorted({r.kernel_digest or "?" for r in others}))
-        theirs = f"theirs: kernel_digest {digests}, torch {others[0].torch_version}"
-        ours = f"here: {digest}, torch {facts.get('torch_version')}"
-        difference = f"other sources, torch or machine; {theirs}; {ours}"
-        conflict = f"{len(others)} of {len(oks)} results come from a different environment ({difference})"
+    ok_results = [a.result for a in state.attempts.values() if a.result and a.result.status == Status.OK]
+    other_results = [r for r in ok_results if not is_same_environment(r)]
+    if other_results and reuse is None:
+        digests = ", ".join(sorted({r.kernel_digest or "?" for r in other_results}))
+        their_text = f"theirs: kernel_digest {digests}, torch {other_results[0].torch_version}"
+        our_text = f"here: {digest}, torch {facts.get('torch_version')}"
+        difference = f"other sources, torch or machine; {their_text}; {our_text}"
+        conflict = f"{len(other_results)} of {len(ok_results)} results come from a different environment ({difference})"
         raise ConfigError(f"{conflict}; --reuse any counts them, --reuse same measures those runs again")
     if reuse == "any":
         return lambda result: True
-    return same
+    return is_same_environment

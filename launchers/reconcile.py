@@ -27,9 +27,9 @@ DISK_PATIENCE_S = 300.0
 """Seconds to keep retrying a full, read-only or unresponsive results folder."""
 DISK_PAUSE_S = 2.0
 """Seconds between two tries to use such a results folder."""
-CANCEL_S = 10.0
+CANCEL_PAUSE_S = 10.0
 """Seconds between two attempts to cancel jobs."""
-DECISION_S = 5.0
+REDECIDE_S = 5.0
 """Seconds until `decide` is asked again if nothing has changed, since some decisions depend on the time."""
 
 Show = Callable[[SweepState, frozenset[str]], None]
@@ -54,15 +54,17 @@ class Reconciler:
         """Whether the launch ended because the next job costs more than what is left of the budget."""
         if memory is None:
             attempts = sweep.state().attempts
-            ended = frozenset(key for key, attempt in attempts.items() if attempt.result is not None)
+            ended_keys = frozenset(key for key, attempt in attempts.items() if attempt.result is not None)
             launch = Launch(name=sweep.journal.name, by=launcher.by, accepts=sweep.accepts)
-            memory = LaunchMemory(launch=replace(launch, old=ended, begun=frozenset(attempts)))
+            memory = LaunchMemory(
+                launch=replace(launch, old_attempts=ended_keys, begun_attempts=frozenset(attempts))
+            )
         self.memory = memory
         self._say_once = functools.cache(say)
         self.recorder = EndRecorder(sweep, launcher, memory, self._say_once)
-        self._warned = set[tuple[str, str]]()
+        self._warned_places = set[tuple[str, str]]()
         """Checks and hosts whose warnings were said."""
-        self._decided: tuple[float, object, Actions] | None = None
+        self._decision: tuple[float, object, Actions] | None = None
         """The time of the latest decision, the observations it rests on, and the decided actions."""
 
     def run(self) -> SweepState:
@@ -74,13 +76,13 @@ class Reconciler:
         failing_since = math.inf
         while True:
             try:
-                state, busy = self.once()
+                state, is_busy = self.once()
             except (OSError, SweepFolderError) as error:
                 failing_since = min(failing_since, time.monotonic())
                 self._wait_for_disk(error, failing_since)
                 continue
             failing_since = math.inf
-            if not busy:
+            if not is_busy:
                 return state
             time.sleep(self.launcher.rest_s)
 
@@ -93,59 +95,60 @@ class Reconciler:
         if time.monotonic() - self.memory.touched_at > SIGN_OF_LIFE_S:
             self.memory.touched_at = time.monotonic()
             os.utime(self.sweep.journal.path)  # it shows other launchers that this one is alive
-        jobs, state = self.recorder.look()
-        self.show(state, jobs.alive)
-        actions = self._decide(state, jobs)
-        for note in (*jobs.notes, *self._other_commits(state), *self._node_warnings(state), *actions.notes):
+        jobs_seen, state = self.recorder.look()
+        self.show(state, jobs_seen.alive)
+        actions = self._decide(state, jobs_seen)
+        warnings = (*self._other_commits(state), *self._node_warnings(state))
+        for note in (*jobs_seen.notes, *warnings, *actions.notes):
             self._say_once(note)
-        busy = self._act(actions, state, jobs)
-        return state, busy or (bool(jobs.leaving & jobs.running) and not state.cancelled)
+        is_busy = self._act(actions, state, jobs_seen)
+        return state, is_busy or (bool(jobs_seen.leaving & jobs_seen.running) and not state.cancelled)
 
-    def _decide(self, state: SweepState, jobs: JobsSeen) -> Actions:
-        """What to do now; it is decided again after a change, and otherwise every DECISION_S."""
+    def _decide(self, state: SweepState, jobs_seen: JobsSeen) -> Actions:
+        """What to do now; it is decided again after a change, and otherwise every REDECIDE_S."""
         now, memory = time.monotonic(), self.memory
         if state.paused or state.cancelled:
             excused = memory.launch.excused | state.allocations.keys()
             memory.launch = replace(memory.launch, excused=excused)
         for key, attempt in state.attempts.items():
-            if attempt.result is not None and key not in memory.launch.old:
+            if attempt.result is not None and key not in memory.launch.old_attempts:
                 memory.ended_at.setdefault(key, now)
-        observations = (self.sweep.known.num_lines, jobs.alive, jobs.leaving)
-        if self._decided and self._decided[1] == observations and now - self._decided[0] < DECISION_S:
-            return self._decided[2]
+        observations = (self.sweep.fold.num_lines, jobs_seen.alive, jobs_seen.leaving)
+        if self._decision and self._decision[1] == observations and now - self._decision[0] < REDECIDE_S:
+            return self._decision[2]
         ended_s = {key: now - ended_at for key, ended_at in memory.ended_at.items()}
         launch = replace(memory.launch, ended_s=ended_s)
-        actions = decide(self.sweep.plan, state, jobs, self.limits, launch, time.time())
-        self._decided = (now, observations, actions)
+        actions = decide(self.sweep.plan, state, jobs_seen, self.limits, launch, time.time())
+        self._decision = (now, observations, actions)
         return actions
 
-    def _act(self, actions: Actions, state: SweepState, jobs: JobsSeen) -> bool:
+    def _act(self, actions: Actions, state: SweepState, jobs_seen: JobsSeen) -> bool:
         """Carries out the decided actions; returns whether there is anything to wait for."""
         self.stopped, self.over_budget = actions.stopped, actions.over_budget
         if actions.dead_end:
             raise ClusterError(self._message_of(actions.dead_end))
         if actions.end_jobs:
-            return self._cancel(state, jobs)
+            return self._cancel(state, jobs_seen)
         if actions.submit:
             self._submit(actions, state)
-        return bool(jobs.alive) or (actions.wait and self.stopped is None)
+        return bool(jobs_seen.alive) or (actions.wait and self.stopped is None)
 
-    def _cancel(self, state: SweepState, jobs: JobsSeen) -> bool:
-        """Cancels the allocations that this launcher can see, every CANCEL_S; returns whether any live."""
-        mine = visible(self.launcher, {name: state.allocations[name] for name in jobs.alive})
-        if mine and time.monotonic() - self.memory.cancelled_at >= CANCEL_S:
+    def _cancel(self, state: SweepState, jobs_seen: JobsSeen) -> bool:
+        """Cancels the visible allocations, every CANCEL_PAUSE_S; returns whether any live."""
+        visible_allocations = visible(self.launcher, {n: state.allocations[n] for n in jobs_seen.alive})
+        if visible_allocations and time.monotonic() - self.memory.cancelled_at >= CANCEL_PAUSE_S:
             self.memory.cancelled_at = time.monotonic()
             try:
-                self.launcher.cancel(mine)
+                self.launcher.cancel(visible_allocations)
             except ClusterError as error:
                 self._say_once(f"cannot cancel: {error}; retrying until the jobs have ended")
-        return bool(mine)
+        return bool(visible_allocations)
 
     def _submit(self, actions: Actions, state: SweepState) -> None:
         """Submits jobs, unless the training program changed or some of their attempts are already claimed."""
-        launched, now = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
-        if launched != now:
-            change = f"the training program changed during the sweep (kernel_digest {launched} -> {now})"
+        old_digest, digest = self.sweep.kernel_digest, self.sweep.config.kernel.digest()
+        if old_digest != digest:
+            change = f"the training program changed during the sweep (kernel_digest {old_digest} -> {digest})"
             self.stopped = f"{change}; launch again to continue with the new one"
             return
         if self.recorder.record_claimed((a.key for job in actions.submit for a in job.attempts), state):
@@ -161,44 +164,46 @@ class Reconciler:
     def _submit_array(self, jobs: Sequence[PlannedJob], avoid: list[str]) -> None:
         sweep, journal = self.sweep, self.sweep.journal
         token = uuid.uuid4().hex
-        planned = allocations(
+        new_allocations = allocations(
             sweep.plan, sweep.folder, jobs, token=token, by=self.launcher.by, kernel_digest=sweep.kernel_digest,
             git_commit=sweep.git_commit, cores=sweep.environment.get("cores"),
         )  # fmt: skip
-        for allocation in planned:
+        for allocation in new_allocations:
             allocation.write()
             self.recorder.record_planned(allocation)
             journal.write(Submitting(allocation=allocation.name, token=token))
         try:
-            submitted = self.launcher.submit(planned, avoid, self.say)
+            submitted = self.launcher.submit(new_allocations, avoid, self.say)
         except ClusterError as error:
             # A launcher that cannot see jobs of this cluster would wait for these for ever.
-            self.recorder.withdraw((allocation.name for allocation in planned), f"not submitted: {error}")
+            self.recorder.withdraw((a.name for a in new_allocations), f"not submitted: {error}")
             raise
-        self.memory.submitted += len(planned)
+        self.memory.submitted += len(new_allocations)
         for name, job in submitted.items():
             journal.write(Submitted(allocation=name, job=job))
 
     def _other_commits(self, state: SweepState) -> list[str]:
         """A message for each node that runs another commit than this launcher."""
         sha = self.sweep.git_commit
-        nodes = [n for a in state.allocations.values() for n in a.preflight.get("nodes") or ()]
-        others = {(n["host"], c) for n in nodes if sha and (c := n.get("git_commit")) and c != sha}
-        return [f"{host} runs commit {c[:12]}, this launcher {sha[:12]}" for host, c in sorted(others) if sha]
+        if not sha:
+            return []
+        node_facts = [n for a in state.allocations.values() for n in a.preflight.get("nodes") or ()]
+        other_commits = {(n["host"], c) for n in node_facts if (c := n.get("git_commit")) and c != sha}
+        return [f"{host} runs commit {c[:12]}, this launcher {sha[:12]}" for host, c in sorted(other_commits)]
 
     def _node_warnings(self, state: SweepState) -> list[str]:
         """A line for each check that new nodes fail; each check of a node is warned of once."""
         warnings = node_warnings(state.node_facts())
-        new_warnings = {place: warnings[place] for place in warnings.keys() - self._warned}
-        self._warned |= new_warnings.keys()
+        new_warnings = {place: warnings[place] for place in warnings.keys() - self._warned_places}
+        self._warned_places |= new_warnings.keys()
         return [f"warning: {line}" for line in warning_lines(new_warnings)]
 
     def _message_of(self, dead_end: DeadEnd) -> str:
         """The message that says why the launch gives up, with the last line of a job's log."""
-        log, line = _last_said(self.sweep.folder.allocations / dead_end.latest.name)
-        why = f"{dead_end.latest.ended}{f'; its log ends: {line[:200]}' if line else ''}"
-        message = f"{dead_end.number} allocations in a row ended without running {dead_end.what} ({why})"
-        return f"{message}; see {log}, then launch again"
+        log_path, last_line = _last_log_line(self.sweep.folder.allocations / dead_end.allocation.name)
+        reason = f"{dead_end.allocation.ended}{f'; its log ends: {last_line[:200]}' if last_line else ''}"
+        message = f"{dead_end.num_allocations} allocations in a row ended without running {dead_end.missing_run} ({reason})"
+        return f"{message}; see {log_path}, then launch again"
 
     def _wait_for_disk(self, error: OSError | SweepFolderError, failing_since: float) -> None:
         """Pauses while the results folder is unusable; raises if that cannot pass or lasts too long.
@@ -211,13 +216,13 @@ class Reconciler:
         if not may_pass(error) and not (cause and may_pass(cause)):
             raise error
         if time.monotonic() - failing_since > DISK_PATIENCE_S:
-            waited = f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes"
-            raise ClusterError(f"{waited}; jobs continue: fix the folder, then launch again") from error
+            fact = f"{error}; waited {DISK_PATIENCE_S / 60:g} minutes"
+            raise ClusterError(f"{fact}; jobs continue: fix the folder, then launch again") from error
         self._say_once(f"cannot use {self.sweep.folder.path} ({cause}); retrying, running jobs continue")
         time.sleep(DISK_PAUSE_S)
 
 
-def _last_said(folder: Path) -> tuple[Path, str]:
+def _last_log_line(folder: Path) -> tuple[Path, str]:
     """The first log of an allocation's agents that is not empty, and its last line.
 
     On this machine submitit keeps one log for each node.

@@ -50,16 +50,16 @@ def require_program(config: SweepConfig) -> None:
         _require_interpreter(python, config)
     if config.kernel.kind != "command":
         return
-    program, *script = config.kernel.command[:2]
+    program, *arguments = config.kernel.command[:2]
     files = [program] if "/" in program else []
-    files += [w for w in script if Path(w).suffix in (".py", ".sh")]
-    missing = [w for w in files if "{" not in w and not Path(w).is_file()]
+    files += [path for path in arguments if Path(path).suffix in (".py", ".sh")]
+    missing_files = [path for path in files if "{" not in path and not Path(path).is_file()]
     is_local_program = config.launcher.name == "local" and program != "python" and not {"/", "{"} & {*program}
     if is_local_program and shutil.which(program) is None:
-        missing.append(program)
-    if missing:
+        missing_files.append(program)
+    if missing_files:
         remedy = "fix the path, or begin with env if only nodes have it: kernel.command='[env,PROGRAM,...]'"
-        raise ConfigError(f"kernel.command: {missing[0]} does not exist here ({Path.cwd()}); {remedy}")
+        raise ConfigError(f"kernel.command: {missing_files[0]} does not exist here ({Path.cwd()}); {remedy}")
 
 
 def _require_interpreter(python: str, config: SweepConfig) -> None:
@@ -68,14 +68,15 @@ def _require_interpreter(python: str, config: SweepConfig) -> None:
     On the nodes of a cluster an interpreter may exist that is not here. What exists here is asked, unless its path is
     one inside a container, or launcher.setup sets the PYTHONPATH that it imports from.
     """
-    setting, launcher = f"sweep.python={python}", config.launcher
-    path = shutil.which(python) if launcher.name == "local" or "/" in python else None
-    if path is None and launcher.name == "local":
+    setting, launcher_config = f"sweep.python={python}", config.launcher
+    path = shutil.which(python) if launcher_config.name == "local" or "/" in python else None
+    if path is None and launcher_config.name == "local":
         raise ConfigError(f"{setting} is not a program here", "give the path of a Python that has ultrabench")
-    in_job = "container" in config.options.values or any(
-        "container" in word or "PYTHONPATH" in word for word in (*launcher.srun, *launcher.setup)
+    is_set_in_job = "container" in config.options.values or any(
+        "container" in word or "PYTHONPATH" in word
+        for word in (*launcher_config.srun, *launcher_config.setup)
     )
-    if path is not None and not in_job and (why := _why_no_agent(path)):
+    if path is not None and not is_set_in_job and (why := _why_no_agent(path)):
         remedy = f"install it there (in a clone: {python} -m pip install -e .), or give another interpreter"
         raise ConfigError(f"{setting} cannot start the agents of ultrabench: {why}", remedy)
 

@@ -34,38 +34,38 @@ class Check:
         return replace(self, name=name)
 
 
-def passed(told: str) -> Check:
+def passed(finding: str) -> Check:
     """A check that found no problem."""
-    return Check(status=CheckStatus.PASS, told=told)
+    return Check(status=CheckStatus.PASS, told=finding)
 
 
-def failed(told: str, remedy: str) -> Check:
+def failed(finding: str, remedy: str) -> Check:
     """A check that found a problem which makes sweeps impossible."""
-    return Check(status=FAIL, told=told, remedy=remedy)
+    return Check(status=FAIL, told=finding, remedy=remedy)
 
 
-def warned(told: str, remedy: str) -> Check:
+def warned(finding: str, remedy: str) -> Check:
     """A check that found a problem with which some sweeps run, or run less well than they could."""
-    return Check(status=WARN, told=told, remedy=remedy)
+    return Check(status=WARN, told=finding, remedy=remedy)
 
 
-def skipped(name: str, told: str) -> Check:
+def skipped(name: str, finding: str) -> Check:
     """A check that was left out because another check failed."""
-    return Check(name=name, status=CheckStatus.SKIP, told=told)
+    return Check(name=name, status=CheckStatus.SKIP, told=finding)
 
 
-def unknown(told: str) -> Check:
+def unknown(finding: str) -> Check:
     """A check whose facts cannot be read."""
-    return Check(status=CheckStatus.UNKNOWN, told=told)
+    return Check(status=CheckStatus.UNKNOWN, told=finding)
 
 
 Problem = tuple[object, CheckStatus, str] | tuple[object, CheckStatus, str, str]
 """Whether the problem exists, how serious it is, its remedy, and optional text to add to the findings."""
 
 
-def first_problem(told: str, *problems: Problem) -> Check:
+def first_problem(finding: str, *problems: Problem) -> Check:
     """A check that reports the first problem that exists; a passed check if none does."""
-    for there, status, remedy, *more in problems:
-        if there:
-            return Check(status=status, told="; ".join([told, *more]), remedy=remedy)
-    return passed(told)
+    for exists, status, remedy, *details in problems:
+        if exists:
+            return Check(status=status, told="; ".join([finding, *details]), remedy=remedy)
+    return passed(finding)

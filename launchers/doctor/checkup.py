@@ -41,13 +41,13 @@ from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
-LITTLE_BYTES = MIN_FREE_GIB * GIB
+MIN_FREE_BYTES = MIN_FREE_GIB * GIB
 """Free space, in bytes, below which the results folder gets a warning."""
 CLOCK_WARN_S = 1.0
 """Seconds by which the clock of a node may be off without a warning."""
 CLOCK_FAIL_S = 30.0
 """Seconds by which the clock of a node may be off without a failure."""
-MEMORY_OFF = 0.005
+MEMORY_TOLERANCE = 0.005
 """Relative difference of a GPU's memory from the file of its hardware without a warning; drivers differ by 0.3 %."""
 
 Report = dict[str, Any]
@@ -57,15 +57,15 @@ Report = dict[str, Any]
 def check_folder(report: Report, config: SweepConfig) -> Check:
     """Checks that the node and this host share the results folder, and that claims in it work."""
     host = report["host"]
-    shared = f"put results_dir= on a file system that {host} shares"
-    links = f"{shared} and that has hard links, such as NFS, Lustre or GPFS"
-    lost = not report["won_own_claim"] or not report["own_claim_seen"]
+    shared_remedy = f"put results_dir= on a file system that {host} shares"
+    links_remedy = f"{shared_remedy} and that has hard links, such as NFS, Lustre or GPFS"
+    is_claim_lost = not report["won_own_claim"] or not report["own_claim_seen"]
     return first_problem(
         f"{report['results_dir']}, tried from {host}",
-        (not report["same_folder"], FAIL, f"{shared}; on NFS, mount it without nocto and with lookupcache=positive",
+        (not report["same_folder"], FAIL, f"{shared_remedy}; on NFS, mount it without nocto and with lookupcache=positive",
          "it does not see files written here"),
-        (report["won_taken_claim"], FAIL, links, "it could claim a run that was already claimed here"),
-        (lost, FAIL, links, "its own claim of a run was lost"),
+        (report["won_taken_claim"], FAIL, links_remedy, "it could claim a run that was already claimed here"),
+        (is_claim_lost, FAIL, links_remedy, "its own claim of a run was lost"),
     )  # fmt: skip
 
 
@@ -106,27 +106,30 @@ def check_torch(report: Report, config: SweepConfig) -> Check:
 
 def check_devices(report: Report, config: SweepConfig) -> Check:
     """Checks that the GPUs are those of `hardware=`, and that no other processes use them."""
-    hardware, torch, driver = config.hardware, report["torch"] or {}, report["gpus"]
-    visible, needed, name = int(torch.get("gpus") or 0), hardware.gpus_per_node, torch.get("gpu_name")
-    fact = f"torch sees {visible}, the driver {driver}"
+    hardware, torch, num_driver = config.hardware, report["torch"] or {}, report["gpus"]
+    num_visible, num_needed = int(torch.get("gpus") or 0), hardware.gpus_per_node
+    gpu_name, cuda_version = torch.get("gpu_name"), torch.get("cuda_version")
+    fact = f"torch sees {num_visible}, the driver {num_driver}"
     if hardware.device != "cuda":
         return passed(f"hardware={hardware.name} needs no GPU; {fact}")
     mem_bytes = int(torch.get("gpu_mem_bytes") or hardware.mem_bytes)  # a report of an older version has none
-    cuda, expected = torch.get("cuda_version"), " or ".join(hardware.reported_as)
-    fits = "install the build that matches the driver"
-    build = "" if cuda else ", install a torch built with CUDA"
-    none = f"no GPU found: set a launcher.partition= or launcher.gres= with GPUs{build}, or the hardware= "
+    expected_names = " or ".join(hardware.reported_as)
+    build_remedy = "install the build that matches the driver"
+    cuda_hint = "" if cuda_version else ", install a torch built with CUDA"
+    no_gpu = (
+        f"no GPU found: set a launcher.partition= or launcher.gres= with GPUs{cuda_hint}, or the hardware= "
+    )
     return first_problem(
-        f"{fact}; hardware={hardware.name} has {needed} {hardware.gpu}; they are {name or 'unknown'}",
-        (visible < needed <= driver and not cuda, FAIL, f"this torch is built without CUDA: {fits}"),
-        (visible < needed <= driver, FAIL, f"torch does not see the GPUs of the driver: {fits}"),
-        (0 < visible < needed, FAIL, f"set hardware.gpus_per_node={visible}, or ask for more with launcher.gres="),
-        (not visible, FAIL, f"{none}of this node (hardware=cpu needs no GPU)"),
-        (name not in hardware.reported_as, FAIL, f"set the hardware= of this node (this one expects {expected}), "
+        f"{fact}; hardware={hardware.name} has {num_needed} {hardware.gpu}; they are {gpu_name or 'unknown'}",
+        (num_visible < num_needed <= num_driver and not cuda_version, FAIL, f"this torch is built without CUDA: {build_remedy}"),
+        (num_visible < num_needed <= num_driver, FAIL, f"torch does not see the GPUs of the driver: {build_remedy}"),
+        (0 < num_visible < num_needed, FAIL, f"set hardware.gpus_per_node={num_visible}, or ask for more with launcher.gres="),
+        (not num_visible, FAIL, f"{no_gpu}of this node (hardware=cpu needs no GPU)"),
+        (gpu_name not in hardware.reported_as, FAIL, f"set the hardware= of this node (this one expects {expected_names}), "
          "otherwise results are invalid"),
         (report["foreign"], WARN, "have these processes ended, or keep launcher.exclusive=true", "; ".join(report["foreign"])),
-        (visible > needed, WARN, f"the other GPUs stay idle; to use all: hardware.gpus_per_node={visible}"),
-        (abs(mem_bytes / hardware.mem_bytes - 1) > MEMORY_OFF, WARN,
+        (num_visible > num_needed, WARN, f"the other GPUs stay idle; to use all: hardware.gpus_per_node={num_visible}"),
+        (abs(mem_bytes / hardware.mem_bytes - 1) > MEMORY_TOLERANCE, WARN,
          f"for predictions with the real memory, set hardware.mem_bytes={mem_bytes}",
          f"torch reports {mem_bytes / GIB:.5g} GiB a GPU, hardware={hardware.name} has {hardware.mem_bytes / GIB:.5g}"),
     )  # fmt: skip
@@ -134,12 +137,12 @@ def check_devices(report: Report, config: SweepConfig) -> Check:
 
 def check_room(report: Report, config: SweepConfig) -> Check:
     """Checks that the node has cores for the ranks."""
-    cores, ranks = report["cores"], config.hardware.gpus_per_node
-    few = config.hardware.device == "cuda" and cores < ranks
+    num_cores, num_ranks = report["cores"], config.hardware.gpus_per_node
+    has_few_cores = config.hardware.device == "cuda" and num_cores < num_ranks
     return first_problem(
-        f"{cores} cores, NUMA nodes: {report['numa_nodes']}",
-        (few, WARN, "ranks share cores: ask for more with launcher.cpus=, or keep launcher.exclusive=true",
-         counted(ranks, "rank")),
+        f"{num_cores} cores, NUMA nodes: {report['numa_nodes']}",
+        (has_few_cores, WARN, "ranks share cores: ask for more with launcher.cpus=, or keep launcher.exclusive=true",
+         counted(num_ranks, "rank")),
     )  # fmt: skip
 
 
@@ -148,10 +151,10 @@ def check_health(name: str, report: Report, config: SweepConfig) -> Check:
     check, finding = CHECKS[name], findings_of(report.get("health", {}))[name]
     if finding.health is Health.UNKNOWN:
         return unknown(f"this node cannot report it; limit: {check.limit}")
-    told = "; ".join(filter(None, (places_text(name, finding), f"limit: {check.limit}")))
+    text = "; ".join(filter(None, (places_text(name, finding), f"limit: {check.limit}")))
     if finding.health is Health.OK:
-        return passed(told)
-    return failed(told, check.remedy) if finding.health is Health.FAIL else warned(told, check.remedy)
+        return passed(text)
+    return failed(text, check.remedy) if finding.health is Health.FAIL else warned(text, check.remedy)
 
 
 def check_clock(report: Report, config: SweepConfig) -> Check:
@@ -160,7 +163,7 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
     The report contains the times of its begin and end by the clock of the node. By the clock of this host the
     job began after `earliest_s`, and its report existed before `latest_s`. No time stamps of files are used.
     """
-    host, window, zone = report["host"], config.launcher.window, time.strftime("%z")
+    host, window, utc_offset = report["host"], config.launcher.window, time.strftime("%z")
     behind_s = report["earliest_s"] - report["began_s"]
     ahead_s = report["ended_s"] - report["latest_s"]
     off_s, side = max((ahead_s, "ahead of"), (behind_s, "behind"))
@@ -172,9 +175,9 @@ def check_clock(report: Report, config: SweepConfig) -> Check:
         agreement,
         (off_s > CLOCK_FAIL_S, FAIL, remedy),
         (off_s > CLOCK_WARN_S, WARN, remedy),
-        (window and report["utc_offset"] != zone, WARN,
+        (window and report["utc_offset"] != utc_offset, WARN,
          f"launcher.window={window} is read as local time: set TZ in launcher.setup=",
-         f"{host} has the time zone {report['utc_offset']}, this host {zone}"),
+         f"{host} has the time zone {report['utc_offset']}, this host {utc_offset}"),
     )  # fmt: skip
 
 
@@ -184,11 +187,11 @@ PAUSE_S = 0.3
 """Seconds between two looks for the report of the job."""
 POLL_S = 3.0
 """Seconds between two calls of squeue."""
-END_S = 10.0
+END_PATIENCE_S = 10.0
 """Seconds to wait for the end of a job after its report has arrived."""
 
 _UNREACHABLE = "slurmctld is slow or unreachable: try again"
-_REFUSALS = {
+_SBATCH_REMEDIES = {
     "timed out|contact": _UNREACHABLE,
     "account": "set launcher.account=",
     "qos": "set launcher.qos=",
@@ -201,7 +204,7 @@ _REFUSALS = {
 }
 """Pattern in the error of sbatch -> the remedy; the first pattern that matches counts."""
 
-_SAID = {
+_LOG_REMEDIES = {
     r"No module named .?ultrabench":
         "the nodes need the same ultrabench: set launcher.python= to a Python that has it, or load it with launcher.setup=",
     r"No such file|not found|execve|Permission denied":
@@ -228,27 +231,27 @@ class CheckupFolder:
             return None
         report: Report = json.loads((self.path / "report.json").read_text())
         own_claim_seen = owner(self.path / "claims", "node") is not None
-        facts = {"results_dir": self.results_dir, "same_folder": report.get("token") == self.token}
-        return report | facts | {"own_claim_seen": own_claim_seen, "latest_s": time.time()}
+        folder_facts = {"results_dir": self.results_dir, "same_folder": report.get("token") == self.token}
+        return report | folder_facts | {"own_claim_seen": own_claim_seen, "latest_s": time.time()}
 
-    def try_it(self) -> Check:
+    def check_writable(self) -> Check:
         """Makes the folder; checks that it can be written, and that a claim in it succeeds only once."""
         claims = self.path / "claims"
         request = {"token": self.token, "kernel": to_dict(self.config.kernel), "work_dir": os.getcwd()}
         try:
             claims.mkdir(parents=True)
             write_whole(self.path / "request.json", json.dumps(request))
-            successes = [claim(claims, "login", {"host": "here"}) for _ in range(2)]
-            free = shutil.disk_usage(self.path).free
+            claim_successes = [claim(claims, "login", {"host": "here"}) for _ in range(2)]
+            free_bytes = shutil.disk_usage(self.path).free
         except OSError as error:
             remedy = "choose a folder that all nodes share with results_dir=FOLDER"
             return failed(f"cannot write {self.results_dir}: {error.strerror}", remedy)
         return first_problem(
-            f"{self.results_dir}: writable, {free / GIB:.1f} GiB free",
-            (successes != [True, False], FAIL,
+            f"{self.results_dir}: writable, {free_bytes / GIB:.1f} GiB free",
+            (claim_successes != [True, False], FAIL,
              "put results_dir= on a file system with hard links, such as NFS, Lustre or ext4",
-             f"of two claims of one run {sum(successes)} succeeded, so link(2) does not work"),
-            (free < LITTLE_BYTES, WARN, "free some space, or choose another with results_dir=FOLDER"),
+             f"of two claims of one run {sum(claim_successes)} succeeded, so link(2) does not work"),
+            (free_bytes < MIN_FREE_BYTES, WARN, "free some space, or choose another with results_dir=FOLDER"),
         )  # fmt: skip
 
 
@@ -256,9 +259,9 @@ class CheckupFolder:
 def checkup_folder(config: SweepConfig) -> Iterator[tuple[CheckupFolder, Check]]:
     """The folder and its check; at the end the folder, and parents that were made for it, are removed."""
     folder = CheckupFolder(config)
-    absent_folders = [f for f in (folder.results_dir, *folder.results_dir.parents) if not f.exists()]
+    absent_folders = [path for path in (folder.results_dir, *folder.results_dir.parents) if not path.exists()]
     try:
-        yield folder, folder.try_it()
+        yield folder, folder.check_writable()
     finally:
         if not folder.keep:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -271,16 +274,16 @@ class CheckupJob:
     """The job that examines one node, from its submission to its end."""
 
     def __init__(self, folder: CheckupFolder, say: Say) -> None:
-        config, choice = folder.config, folder.config.launcher
+        config, launcher_config = folder.config, folder.config.launcher
         comment = f"ultrabench doctor of {own_name()}: examines one node, ends by itself"
-        sbatch = {"comment": comment} | choice.sbatch
-        choice = replace(choice, sbatch=sbatch, poll_s=min(POLL_S, choice.poll_s))
-        self.launcher = SlurmLauncher(replace(config, launcher=choice), SweepFolder(folder.path))
+        sbatch = {"comment": comment} | launcher_config.sbatch
+        launcher_config = replace(launcher_config, sbatch=sbatch, poll_s=min(POLL_S, launcher_config.poll_s))
+        self.launcher = SlurmLauncher(replace(config, launcher=launcher_config), SweepFolder(folder.path))
         self.launcher.module = ("ultrabench.agent.checkup", str(folder.path))
         self.allocation = Allocation(
             name="checkup.0", sweep_dir=str(folder.path), work_dir=os.getcwd(), nodes=1,
             gpus_per_node=config.hardware.gpus_per_node, simulated=config.hardware.simulated, threads=None,
-            heartbeat_s=choice.heartbeat_s, limit_s=LIMIT_S, kernel_digest="", tasks=(),
+            heartbeat_s=launcher_config.heartbeat_s, limit_s=LIMIT_S, kernel_digest="", tasks=(),
         )  # fmt: skip
         self._folder, self._log = folder, self.allocation.folder / "job.log"
         self._say, self._say_once = say, functools.cache(say)
@@ -301,10 +304,11 @@ class CheckupJob:
         except ClusterError as error:
             if self._state.job is not None:
                 raise
-            silent = isinstance(error.__cause__, NoAnswerError)
-            return failed(error.fact, _UNREACHABLE if silent else _first(_REFUSALS, error.fact)), None
+            is_timeout = isinstance(error.__cause__, NoAnswerError)
+            remedy = _UNREACHABLE if is_timeout else _first_remedy(_SBATCH_REMEDIES, error.fact)
+            return failed(error.fact, remedy), None
         finally:
-            if not self._job.over:
+            if not self._job.is_over:
                 self._cancel()
 
     def _cancel(self) -> None:
@@ -315,21 +319,23 @@ class CheckupJob:
             self._say(f"job {self._job.array_id} could not be cancelled: {error}")
 
     def _watch(self, wait_s: float) -> tuple[Check, Report | None]:
-        begin, name, report, reported_s = time.monotonic(), self._state.name, None, 0.0
+        began_at, name, report, reported_s = time.monotonic(), self._state.name, None, 0.0
         while True:
             jobs_seen = self.launcher.observe({name: self._state})
             self._look()
-            over, now = self._job.over, time.monotonic() - begin
+            is_over, elapsed_s = self._job.is_over, time.monotonic() - began_at
             if report is None:
-                report, reported_s = self._folder.report(), now
+                report, reported_s = self._folder.report(), elapsed_s
             # The folder is removed afterwards, so no process of the job may be left.
-            if report is not None and (over or name not in jobs_seen.alive or now > reported_s + END_S):
-                place = f"job {self._job.array_id} ran on {report['host']}"
+            if report is not None and (
+                is_over or name not in jobs_seen.alive or elapsed_s > reported_s + END_PATIENCE_S
+            ):
+                fact = f"job {self._job.array_id} ran on {report['host']}"
                 report["earliest_s"] = self._earliest_s
-                return passed(f"{place}; its report arrived after {reported_s:.0f} s"), report
+                return passed(f"{fact}; its report arrived after {reported_s:.0f} s"), report
             if report is None and (end := jobs_seen.ended_jobs.get(name)):
                 return self._ended(end.reason), None
-            if report is None and not over and now > wait_s:
+            if report is None and not is_over and elapsed_s > wait_s:
                 return self._too_late(wait_s), None
             time.sleep(PAUSE_S)
 
@@ -340,45 +346,45 @@ class CheckupJob:
         if job is None:
             return
         self._job = job
-        if job.waits:
+        if job.is_waiting:
             self._earliest_s = max(self._earliest_s, time.time() - answer.age_s)
         self._say_once(": ".join(filter(None, (job.description, pending_remedy(job.reason)))))
 
     def _too_late(self, wait_s: float) -> Check:
         fact = f"{self._job.description}; not finished after {wait_s:.0f} s, cancelled"
-        if self._job.waits:
-            busy = f"the cluster is busy: wait longer with --wait {max(3600, 3 * wait_s):.0f}"
-            return failed(fact, pending_remedy(self._job.reason) or busy)
+        if self._job.is_waiting:
+            wait_remedy = f"the cluster is busy: wait longer with --wait {max(3600, 3 * wait_s):.0f}"
+            return failed(fact, pending_remedy(self._job.reason) or wait_remedy)
         self._folder.keep = True
-        slow = f"if the node is only slow, use --wait {max(LIMIT_S, 3 * wait_s):.0f}"
-        return failed(fact, f"see {self._log}; {slow}")
+        slow_remedy = f"if the node is only slow, use --wait {max(LIMIT_S, 3 * wait_s):.0f}"
+        return failed(fact, f"see {self._log}; {slow_remedy}")
 
     def _ended(self, reason: str) -> Check:
         """The failed check for a job that ended without a report; its folder is kept as evidence."""
         self._folder.keep = True
-        code = self._exit_code()
-        fact = f"{reason}{self._job.place}; exit code {code}, no report"
-        unshared = "is not shared by all nodes: choose a shared one with results_dir=FOLDER"
+        exit_code = self._exit_code()
+        fact = f"{reason}{self._job.nodes_suffix}; exit code {exit_code}, no report"
+        unshared_text = "is not shared by all nodes: choose a shared one with results_dir=FOLDER"
         try:
-            text = self._log.read_text(errors="replace")
+            log_text = self._log.read_text(errors="replace")
         except OSError:
-            return failed(f"{fact}; it wrote no {self._log}", f"{self._folder.results_dir} {unshared}")
-        lines = [line.strip()[:200] for line in text.splitlines() if line.strip()]
+            return failed(f"{fact}; it wrote no {self._log}", f"{self._folder.results_dir} {unshared_text}")
+        lines = [line.strip()[:200] for line in log_text.splitlines() if line.strip()]
         # The last lines of srun only say that it has ended the remaining processes.
-        tail = [line for line in lines if not line.startswith("srun:")][-2:] or lines[-2:]
-        fact += f"; its log ends: {' | '.join(tail)}" if tail else "; its log is empty"
-        if code == "73:0":
-            return failed(fact, f"{self._folder.results_dir} {unshared}")
-        return failed(fact, f"{_first(_SAID, text)}; see {self._log}")
+        log_tail = [line for line in lines if not line.startswith("srun:")][-2:] or lines[-2:]
+        fact += f"; its log ends: {' | '.join(log_tail)}" if log_tail else "; its log is empty"
+        if exit_code == "73:0":
+            return failed(fact, f"{self._folder.results_dir} {unshared_text}")
+        return failed(fact, f"{_first_remedy(_LOG_REMEDIES, log_text)}; see {self._log}")
 
     def _exit_code(self) -> str:
         with contextlib.suppress(CommandError):
-            text = ask("scontrol", "--oneliner", "show", "job", self._job.job_id)
-            if match := re.search(r"\bExitCode=(\d+:\d+)", text):
-                return match[1]
+            job_facts = ask("scontrol", "--oneliner", "show", "job", self._job.job_id)
+            if exit_code := re.search(r"\bExitCode=(\d+:\d+)", job_facts):
+                return exit_code[1]
         return "unknown"
 
 
-def _first(remedies: dict[str, str], text: str) -> str:
+def _first_remedy(remedies: dict[str, str], text: str) -> str:
     """The remedy of the first pattern that occurs in `text`."""
-    return next(r for pattern, r in remedies.items() if re.search(pattern, text, re.IGNORECASE))
+    return next(remedy for pattern, remedy in remedies.items() if re.search(pattern, text, re.IGNORECASE))

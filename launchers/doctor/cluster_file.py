@@ -16,7 +16,7 @@ from ultrabench.sweep.config.sweep_config import LauncherConfig
 
 
 def write_cluster_file(
-    folder: Path, name: str, site: Site, limits: Limits, choice: LauncherConfig, force: bool
+    folder: Path, name: str, site: Site, limits: Limits, launcher_config: LauncherConfig, force: bool
 ) -> Path:
     """Writes FOLDER/NAME.yaml for the partition of `limits`; returns its path.
 
@@ -31,22 +31,22 @@ def write_cluster_file(
         raise ConfigError(f"--write: {path} exists; give --force to overwrite it, or another --name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _text(name, site, limits, choice))
+        write_whole(path, _text(name, site, limits, launcher_config))
     except OSError as error:
         raise ConfigError(f"--write: cannot write {path}: {error.strerror}; use another folder") from error
     return path
 
 
-def _text(name: str, site: Site, limits: Limits, choice: LauncherConfig) -> str:
+def _text(name: str, site: Site, limits: Limits, launcher_config: LauncherConfig) -> str:
     """The text of the file: the options that jobs in the partition need, and further facts as comments."""
-    account = choice.account or site.needed_account(limits.name)
-    typed = re.search(r"(?:^|,)(gpu:[^:,(\d][^:,(]*:\d+)", limits.gres or "")
+    account = launcher_config.account or site.needed_account(limits.name)
+    gpu_gres = re.search(r"(?:^|,)(gpu:[^:,(\d][^:,(]*:\d+)", limits.gres or "")
     values: dict[str, Any] = {
-        "name": name, "partition": limits.name, "account": account, "qos": choice.qos,
-        "gres": choice.gres or (typed[1] if typed else None),
+        "name": name, "partition": limits.name, "account": account, "qos": launcher_config.qos,
+        "gres": launcher_config.gres or (gpu_gres[1] if gpu_gres else None),
     }  # fmt: skip
     lines = [
-        f"# Partition {limits.name} of {limits.cluster or 'this cluster'}: {'; '.join(limits.kinds) or 'nodes unknown'}",
+        f"# Partition {limits.name} of {limits.cluster or 'this cluster'}: {'; '.join(limits.node_kinds) or 'nodes unknown'}",
         f"# By `ultrabench doctor --write` on {time.strftime('%Y-%m-%d')}, from the answers of Slurm; edit it as you like.",
         f"# {facts(limits)}; nodes up: {'unknown' if limits.up_nodes is None else limits.up_nodes}",
         *(yaml.safe_dump({k: v}, width=1000).strip() for k, v in values.items() if v is not None),
@@ -57,13 +57,14 @@ def _text(name: str, site: Site, limits: Limits, choice: LauncherConfig) -> str:
 
 def _hints(site: Site, limits: Limits, values: Mapping[str, Any]) -> list[str]:
     """Lines in comments that name options the user could also set."""
-    account, default, usable = values["account"], site.accounts.default, site.accounts.usable(limits.name)
-    names = list(dict.fromkeys(a.account for a in usable))
-    association = next((a for a in usable if a.account == (account or default)), None)
+    account, default = values["account"], site.accounts.default
+    associations = site.accounts.usable(limits.name)
+    names = list(dict.fromkeys(a.account for a in associations))
+    association = next((a for a in associations if a.account == (account or default)), None)
     hints = []
     if account is None and names:
-        usual = f"the default is {default}" if default else "no default"
-        hints.append(f"# account: {default or names[0]}  # {usual}; you have {', '.join(names)}")
+        default_text = f"the default is {default}" if default else "no default"
+        hints.append(f"# account: {default or names[0]}  # {default_text}; you have {', '.join(names)}")
     if values["qos"] is None and association and association.qos:
         qos = association.default_qos or association.qos[0]
         hints.append(f"# qos: {qos}  # account {association.account} has {', '.join(association.qos)}")

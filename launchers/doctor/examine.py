@@ -21,9 +21,9 @@ LOCAL_TIMEOUT_S = 240.0
 """Seconds for the look at this machine, which imports torch."""
 Table = dict[str, Callable[..., Check]]
 """Name of a check in the output -> the function of the check."""
-ACCESS: Table = {"programs": site_checks.check_programs, "slurmctld": site_checks.check_controller}
+ACCESS_CHECKS: Table = {"programs": site_checks.check_programs, "slurmctld": site_checks.check_controller}
 """Checks whether Slurm answers; all other checks of Slurm need them."""
-SITE: Table = {
+SITE_CHECKS: Table = {
     "partition": site_checks.check_partition,
     "nodes": site_checks.check_nodes,
     "GPUs": site_checks.check_gpus,
@@ -33,15 +33,15 @@ SITE: Table = {
     "accounting": site_checks.check_accounting,
 }
 """Checks of the answers of Slurm, in order."""
-OF_NODES = ("nodes", "GPUs", "node size")
+NODE_CHECKS = ("nodes", "GPUs", "node size")
 """The checks of SITE that need the answers of sinfo."""
-HERE: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
-HERE |= {name: partial(checkup.check_health, name) for name in CHECKS}
+HOST_CHECKS: Table = {"torch": checkup.check_torch, "GPUs": checkup.check_devices, "room": checkup.check_room}
+HOST_CHECKS |= {name: partial(checkup.check_health, name) for name in CHECKS}
 """Checks of this machine for launcher=local."""
-NODE: Table = {
+REPORT_CHECKS: Table = {
     "folder on the node": checkup.check_folder,
     "Python on the node": checkup.check_python,
-    **{f"{name} on the node": check for name, check in HERE.items()},
+    **{f"{name} on the node": check for name, check in HOST_CHECKS.items()},
     "clock of the node": checkup.check_clock,
 }
 """Checks of the report that the job wrote on its node."""
@@ -61,7 +61,7 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
     require_plain(Path(config.results_dir).absolute(), Path.cwd())
     say("querying Slurm")
     checks = list[Check]()
-    for name, check in ACCESS.items():
+    for name, check in ACCESS_CHECKS.items():
         checks.append(check(site).named(name))
         if checks[-1].status is CheckStatus.FAIL:
             return [*checks, skipped("everything else", f"not checked because {name} failed")]
@@ -71,12 +71,12 @@ def examine(config: SweepConfig, site: Site, *, wait_s: float, say: Say) -> list
         return [*checks, failed(str(error), REACH_SLURMCTLD).named("slurmctld")]
     with checkup_folder(config) as (folder, folder_check):
         checks.append(folder_check.named("results folder"))
-        bad = [name for name in failures(checks) if name in ("partition", "nodes", "results folder")]
-        if bad or not wait_s:
-            why = f"{' and '.join(bad)} failed" if bad else "of --wait 0"
+        blocking = [name for name in failures(checks) if name in ("partition", "nodes", "results folder")]
+        if blocking or not wait_s:
+            why = f"{' and '.join(blocking)} failed" if blocking else "of --wait 0"
             return [*checks, skipped("job", f"none submitted because {why}; nodes were not examined")]
         job, report = CheckupJob(folder, say).run(wait_s)
-        return [*checks, job.named("job"), *(_run(NODE, report, config) if report else [])]
+        return [*checks, job.named("job"), *(_run(REPORT_CHECKS, report, config) if report else [])]
 
 
 def failures(checks: Sequence[Check]) -> list[str]:
@@ -101,14 +101,14 @@ def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:
     Raises:
         ClusterError: slurmctld no longer answers.
     """
-    choice = config.launcher
+    launcher_config = config.launcher
     try:
-        limits = site.limits(choice.partition, choice.account, choice.qos)
+        limits = site.limits(launcher_config.partition, launcher_config.account, launcher_config.qos)
     except ConfigError as error:
         return [failed(error.fact, error.remedy or "set launcher.partition=").named("partition")]
     say(f"checking partition {limits.name}")
-    unknown = OF_NODES if limits.up_nodes is None else ()
-    return _run(SITE | dict.fromkeys(unknown, site_checks.nodes_unknown), config, site, limits)
+    unknown_checks = NODE_CHECKS if limits.up_nodes is None else ()
+    return _run(SITE_CHECKS | dict.fromkeys(unknown_checks, site_checks.nodes_unknown), config, site, limits)
 
 
 def _run(table: Table, *arguments: object) -> list[Check]:
@@ -127,11 +127,11 @@ def _examine_here(config: SweepConfig, say: Say) -> list[Check]:
         try:
             run_python("-m", "ultrabench.agent.checkup", str(folder.path), timeout_s=LOCAL_TIMEOUT_S)
         except ClusterError as error:
-            start = failed(f"the agent does not start: {error}", "reinstall ultrabench")
-            return [*checks, start.named("this machine")]
+            agent_check = failed(f"the agent does not start: {error}", "reinstall ultrabench")
+            return [*checks, agent_check.named("this machine")]
         report = folder.report()
     assert report is not None
-    return [*checks, *_run(HERE, report, config)]
+    return [*checks, *_run(HOST_CHECKS, report, config)]
 
 
 def _check_nodes_here(config: SweepConfig) -> Check:
@@ -139,5 +139,5 @@ def _check_nodes_here(config: SweepConfig) -> Check:
         require_local(config)
     except ConfigError as error:
         return failed(error.fact, error.remedy)
-    kind = "simulated " if config.hardware.simulated else ""
-    return passed(f"up to {max(config.axes.nodes)} {kind}nodes of hardware={config.hardware.name} here")
+    kind_text = "simulated " if config.hardware.simulated else ""
+    return passed(f"up to {max(config.axes.nodes)} {kind_text}nodes of hardware={config.hardware.name} here")

@@ -10,7 +10,14 @@ from ultrabench.errors import ConfigError, counted
 from ultrabench.launchers.choose import node_share
 from ultrabench.launchers.doctor.check import FAIL, WARN, Check, failed, first_problem, passed, warned
 from ultrabench.launchers.slurm.query import CommandError, NoAnswerError
-from ultrabench.launchers.slurm.site import NEEDED, REACH_SLURMCTLD, Limits, Partition, Site, absent_programs
+from ultrabench.launchers.slurm.site import (
+    PROGRAMS,
+    REACH_SLURMCTLD,
+    Limits,
+    Partition,
+    Site,
+    absent_programs,
+)
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 OPTIONAL_PROGRAMS = {
@@ -20,16 +27,16 @@ OPTIONAL_PROGRAMS = {
 }
 MAX_NAMES = 8
 """Largest number of names that a list shows."""
-_MB = {"K": 2**-10, "M": 1, "": 1, "G": 2**10, "T": 2**20}
+_MB_PER_UNIT = {"K": 2**-10, "M": 1, "": 1, "G": 2**10, "T": 2**20}
 
 
 def check_programs(site: Site) -> Check:
     """Checks that the programs of Slurm are installed and start."""
-    if needed := absent_programs():
-        return failed(*needed)
+    if absent_and_remedy := absent_programs():
+        return failed(*absent_and_remedy)
     absent = [p for p in OPTIONAL_PROGRAMS if shutil.which(p) is None]
     versions = dict[str, list[str]]()
-    for program in (p for p in (*NEEDED, *OPTIONAL_PROGRAMS) if p not in absent):
+    for program in (p for p in (*PROGRAMS, *OPTIONAL_PROGRAMS) if p not in absent):
         try:
             version = (site.ask(program, "--version").split() or ["?"])[-1]
         except CommandError as error:
@@ -45,41 +52,39 @@ def check_programs(site: Site) -> Check:
 
 def check_controller(site: Site) -> Check:
     """Checks that slurmctld answers."""
-    begin = time.monotonic()
+    asked_at = time.monotonic()
     try:
         text = site.ask("scontrol", "ping")
     except NoAnswerError as error:
         return failed(str(error), REACH_SLURMCTLD)
     except CommandError as error:
-        last = (error.complaints or ["no slurmctld is up"])[-1][:200]
-        return failed(f"scontrol ping: {last}", REACH_SLURMCTLD)
+        last_line = (error.complaints or ["no slurmctld is up"])[-1][:200]
+        return failed(f"scontrol ping: {last_line}", REACH_SLURMCTLD)
     controllers = [" ".join(line.split()) for line in text.splitlines() if line.startswith("Slurmctld")]
-    return passed(f"{'; '.join(controllers) or 'answers'}; answered in {time.monotonic() - begin:.1f} s")
+    return passed(f"{'; '.join(controllers) or 'answers'}; answered in {time.monotonic() - asked_at:.1f} s")
 
 
 def check_partition(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the partition accepts and starts jobs."""
-    others = [p for p in site.partitions if p.name != limits.name]
-    default = " (the default)" if limits.is_default else ""
-    rest = "; ".join(f"{p.name}: {facts(p)}" for p in others[:MAX_NAMES])
-    up = ", ".join(p.name for p in others if p.state == "UP")
-    instead = f"set launcher.partition= ({up})" if up else "wait"
+    other_partitions = [p for p in site.partitions if p.name != limits.name]
+    default_suffix = " (the default)" if limits.is_default else ""
+    other_facts = "; ".join(f"{p.name}: {facts(p)}" for p in other_partitions[:MAX_NAMES])
+    up_names = ", ".join(p.name for p in other_partitions if p.state == "UP")
+    remedy = f"set launcher.partition= ({up_names})" if up_names else "wait"
     return first_problem(
-        f"{limits.name}{default}: {facts(limits)}{f'; others: {rest}' if rest else ''}",
+        f"{limits.name}{default_suffix}: {facts(limits)}{f'; others: {other_facts}' if other_facts else ''}",
         (limits.state != "UP", FAIL,
-         f"{instead}; `scontrol update partitionname={limits.name} state=up` needs an administrator"),
+         f"{remedy}; `scontrol update partitionname={limits.name} state=up` needs an administrator"),
         (not limits.total_nodes, FAIL, "the partition has no nodes: set launcher.partition="),
     )  # fmt: skip
 
 
 def facts(partition: Partition) -> str:
     """State, number of nodes and limits of a partition, such as `UP, 8 nodes (2 per job), up to 30 min`."""
-    minutes = partition.max_time_minutes
-    limit = "no time limit" if minutes is None else f"up to {minutes} min"
+    max_minutes = partition.max_time_minutes
+    time_limit = "no time limit" if max_minutes is None else f"up to {max_minutes} min"
     node_limit = "" if partition.max_nodes is None else f" ({partition.max_nodes} per job)"
-    return (
-        f"{partition.state or 'state unknown'}, {counted(partition.total_nodes, 'node')}{node_limit}, {limit}"
-    )
+    return f"{partition.state or 'state unknown'}, {counted(partition.total_nodes, 'node')}{node_limit}, {time_limit}"
 
 
 def nodes_unknown(config: SweepConfig, site: Site, limits: Limits) -> Check:
@@ -89,48 +94,49 @@ def nodes_unknown(config: SweepConfig, site: Site, limits: Limits) -> Check:
 
 def check_nodes(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that enough nodes run jobs; it says why the others do not."""
-    largest, up, total = max(config.axes.nodes), limits.up_nodes or 0, limits.total_nodes
-    reasons = _reasons(site, limits.name)
-    wait = f"runs of {counted(largest, 'node')} wait until more are up: leave them out with sweep.nodes="
+    most_nodes, num_up, num_total = max(config.axes.nodes), limits.up_nodes or 0, limits.total_nodes
+    reasons_text = _reasons(site, limits.name)
+    advice = f"runs of {counted(most_nodes, 'node')} wait until more are up: leave them out with sweep.nodes="
     return first_problem(
-        f"{up} of {total} up{f'; {reasons}' if reasons else ''}",
-        (not up, FAIL, "wait for the administrators (`sinfo -R`), or set launcher.partition="),
-        (up < largest <= total, WARN, wait),
-        (up < total, WARN, "nothing to do for this sweep; `sinfo -R` shows why they are down"),
+        f"{num_up} of {num_total} up{f'; {reasons_text}' if reasons_text else ''}",
+        (not num_up, FAIL, "wait for the administrators (`sinfo -R`), or set launcher.partition="),
+        (num_up < most_nodes <= num_total, WARN, advice),
+        (num_up < num_total, WARN, "nothing to do for this sweep; `sinfo -R` shows why they are down"),
     )
 
 
-def _reasons(site: Site, name: str) -> str:
+def _reasons(site: Site, partition: str) -> str:
     """The nodes that run no jobs, with the recorded reason, such as `gpu03 drained (bad fan)`."""
     try:
-        text = site.ask("sinfo", "--list-reasons", "--noheader", f"--partition={name}", "--format=%N|%T|%E")
+        options = ("--list-reasons", "--noheader", f"--partition={partition}", "--format=%N|%T|%E")
+        answer = site.ask("sinfo", *options)
     except CommandError:
         return ""
-    rows = [fields for line in text.splitlines() if len(fields := line.split("|", 2)) == 3]
+    rows = [fields for line in answer.splitlines() if len(fields := line.split("|", 2)) == 3]
     return "; ".join(f"{nodes} {state} ({reason.strip()})" for nodes, state, reason in rows)
 
 
 def check_gpus(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the GPUs that Slurm lists are those of `hardware=`."""
-    hardware, gres, present = config.hardware, config.launcher.gres or "", limits.gpus_per_node or 0
-    needed, fact = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
+    hardware, gres, num_present = config.hardware, config.launcher.gres or "", limits.gpus_per_node or 0
+    num_needed, fact = hardware.gpus_per_node, f"nodes of {limits.name} have {limits.gres or 'no GPUs'}"
     if hardware.device != "cuda":
-        other = "; to check them, give the hardware= of the sweep" if present else ""
-        return passed(f"hardware={hardware.name} needs no GPU; {fact}{other}")
+        check_hint = "; to check them, give the hardware= of the sweep" if num_present else ""
+        return passed(f"hardware={hardware.name} needs no GPU; {fact}{check_hint}")
     gres_match = re.search(r"(?:^|,)gpu(?::[^:,(]+)??(?::(\d+))?(?:,|\(|$)", gres)
-    gpus_per_node = int(gres_match[1] or 1) if gres_match else needed
-    models = _models(*re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", gres or limits.gres or ""))
-    setting = f"hardware.gpus_per_node={present}"
+    num_requested = int(gres_match[1] or 1) if gres_match else num_needed
+    gpu_models = _models(*re.findall(r"(?:^|,)gpu:([^:,(\d][^:,(]*)", gres or limits.gres or ""))
+    setting = f"hardware.gpus_per_node={num_present}"
     return first_problem(
-        f"hardware={hardware.name} has {needed} {hardware.gpu} per node; {fact}",
-        (gpus_per_node != needed, FAIL, f"make launcher.gres= ask for hardware.gpus_per_node={needed}, or leave it out",
-         f"launcher.gres={gres} asks for {gpus_per_node}"),
-        (present < needed, FAIL, f"set {f'{setting}, ' if present else ''}another hardware= or launcher.partition="),
-        (models and not models & _models(hardware.gpu, *hardware.reported_as), FAIL,
+        f"hardware={hardware.name} has {num_needed} {hardware.gpu} per node; {fact}",
+        (num_requested != num_needed, FAIL, f"make launcher.gres= ask for hardware.gpus_per_node={num_needed}, or leave it out",
+         f"launcher.gres={gres} asks for {num_requested}"),
+        (num_present < num_needed, FAIL, f"set {f'{setting}, ' if num_present else ''}another hardware= or launcher.partition="),
+        (gpu_models and not gpu_models & _models(hardware.gpu, *hardware.reported_as), FAIL,
          "set the hardware= of these nodes, or another launcher.partition= or launcher.gres="),
-        (present > needed, WARN, f"the other GPUs stay idle; to use all: {setting}"),
-        (len(limits.kinds) > 1, WARN, "choose one kind with +launcher.sbatch.constraint=",
-         f"nodes differ: {'; '.join(limits.kinds)}"),
+        (num_present > num_needed, WARN, f"the other GPUs stay idle; to use all: {setting}"),
+        (len(limits.node_kinds) > 1, WARN, "choose one kind with +launcher.sbatch.constraint=",
+         f"nodes differ: {'; '.join(limits.node_kinds)}"),
     )  # fmt: skip
 
 
@@ -141,34 +147,35 @@ def _models(*names: str) -> set[str]:
 
 def check_size(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that a node has the memory and the CPUs that jobs ask for."""
-    choice, mem, cpus = config.launcher, limits.mem_mb_per_node or 0, limits.cpus_per_node or 0
-    mem_match = re.fullmatch(r"(\d+)([KMGT]?)B?", (choice.mem or "0").upper())
+    launcher_config = config.launcher
+    mem_mb, num_cpus = limits.mem_mb_per_node or 0, limits.cpus_per_node or 0
+    mem_match = re.fullmatch(r"(\d+)([KMGT]?)B?", (launcher_config.mem or "0").upper())
     return first_problem(
-        f"{cpus} CPUs, {mem} MB per node; launcher.mem={choice.mem or 'null'}, launcher.cpus={choice.cpus or 'null'}",
+        f"{num_cpus} CPUs, {mem_mb} MB per node; launcher.mem={launcher_config.mem or 'null'}, launcher.cpus={launcher_config.cpus or 'null'}",
         (not mem_match, FAIL, "write launcher.mem= as a number with K, M, G or T, such as 500G"),
-        (mem_match and int(mem_match[1]) * _MB[mem_match[2]] > mem, FAIL,
-         f"no node has that much memory: set at most launcher.mem={mem}M, or 0 for all"),
-        ((choice.cpus or 0) > cpus, FAIL, f"no node has that many CPUs: set at most launcher.cpus={cpus}"),
+        (mem_match and int(mem_match[1]) * _MB_PER_UNIT[mem_match[2]] > mem_mb, FAIL,
+         f"no node has that much memory: set at most launcher.mem={mem_mb}M, or 0 for all"),
+        ((launcher_config.cpus or 0) > num_cpus, FAIL, f"no node has that many CPUs: set at most launcher.cpus={num_cpus}"),
     )  # fmt: skip
 
 
 def check_limits(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that the sweep stays within the limits of the site."""
-    choice, max_minutes, queued = config.launcher, limits.job_minutes, limits.max_submit
-    lengthy = "time_minutes" if choice.time_minutes else "allocation_minutes"
+    launcher_config, max_minutes, max_queued_jobs = config.launcher, limits.job_minutes, limits.max_submit
+    minutes_option = "time_minutes" if launcher_config.time_minutes else "allocation_minutes"
     remedies = []
     try:
         node_share(config, limits)
     except ConfigError as error:
         remedies.append(str(error))
-    if max_minutes is not None and max_minutes < getattr(choice, lengthy):
-        remedies.append(f"jobs end after {max_minutes} min: lower launcher.{lengthy}=")
-    if queued is not None and queued < choice.max_jobs:
-        remedies.append(f"at most {queued} jobs may be queued at a time: lower launcher.max_jobs=")
+    if max_minutes is not None and max_minutes < getattr(launcher_config, minutes_option):
+        remedies.append(f"jobs end after {max_minutes} min: lower launcher.{minutes_option}=")
+    if max_queued_jobs is not None and max_queued_jobs < launcher_config.max_jobs:
+        remedies.append(f"at most {max_queued_jobs} jobs may be queued at a time: lower launcher.max_jobs=")
     return first_problem(
-        f"MaxArraySize {limits.max_array_size}; per user: jobs queued {_any(queued)}, running "
+        f"MaxArraySize {limits.max_array_size}; per user: jobs queued {_any(max_queued_jobs)}, running "
         f"{_any(limits.max_jobs)}, nodes {_any(limits.max_nodes_per_user)}; per job: nodes {_any(limits.max_nodes)}, "
-        f"minutes {_any(max_minutes)}; the sweep: jobs {choice.max_jobs}, nodes per job up to {max(config.axes.nodes)}",
+        f"minutes {_any(max_minutes)}; the sweep: jobs {launcher_config.max_jobs}, nodes per job up to {max(config.axes.nodes)}",
         (remedies, WARN, "; ".join(remedies)),
     )
 
@@ -182,37 +189,37 @@ def check_account(config: SweepConfig, site: Site, limits: Limits) -> Check:
     accounts, account, qos = site.accounts, config.launcher.account, config.launcher.qos
     enforced, names = site.enforced, [a.account for a in accounts.usable(limits.name)]
     rule = f"Slurm enforces {', '.join(sorted(enforced))}" if enforced else "Slurm does not enforce accounts"
-    mine = f"user {site.user}: {_list(names, 'no account')}; default {accounts.default or 'none'}"
-    fact = f"{accounts.error or mine}; {rule}"
+    accounts_text = f"user {site.user}: {_list(names, 'no account')}; default {accounts.default or 'none'}"
+    fact = f"{accounts.error or accounts_text}; {rule}"
     if not enforced:
         return passed(fact)
     chosen_account = account or accounts.default
     qos_names = [q for a in accounts.usable(limits.name, chosen_account or "") for q in a.qos]
-    strange = qos and enforced & {"qos", "all"} and qos not in qos_names
+    is_qos_refused = qos and enforced & {"qos", "all"} and qos not in qos_names
     return first_problem(
         f"{fact}; QOS {_list(qos_names, 'none')}" if qos_names else fact,
         (accounts.error, WARN, "ask the site for your account, and set launcher.account= if jobs are refused"),
         (not names, FAIL, f"ask the site for an account that can use partition {limits.name}"),
         (not accounts.usable(limits.name, chosen_account or ""), FAIL,
          f"set launcher.account= to one of {_list(names)}", f"launcher.account={account or 'null'}"),
-        (strange, FAIL, f"set launcher.qos= to one of {_list(qos_names, '(none: leave it out)')}",
+        (is_qos_refused, FAIL, f"set launcher.qos= to one of {_list(qos_names, '(none: leave it out)')}",
          f"launcher.qos={qos}"),
     )  # fmt: skip
 
 
-def _list(names: Sequence[str], none: str = "") -> str:
-    """The names without repetition, at most MAX_NAMES of them; the text `none` if there is no name."""
+def _list(names: Sequence[str], text_if_empty: str = "") -> str:
+    """The names without repetition, at most MAX_NAMES of them; `text_if_empty` if there is no name."""
     names = list(dict.fromkeys(names))
-    unnamed = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + unnamed or none
+    more_suffix = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more_suffix or text_if_empty
 
 
 def check_accounting(config: SweepConfig, site: Site, limits: Limits) -> Check:
     """Checks that sacct answers, and that the cluster records jobs."""
-    works = f"ultrabench works without sacct: {OPTIONAL_PROGRAMS['sacct']}"
+    note = f"ultrabench works without sacct: {OPTIONAL_PROGRAMS['sacct']}"
     try:
         site.ask("sacct", f"--user={os.getuid()}", "--starttime=now-1hours", "--allocations", "--noheader")
     except CommandError as error:
-        return warned(f"{error}; {works}", "nothing to do; with slurmdbd the ends of old jobs would be known")
-    recorded = (not limits.accounting, WARN, "nothing to do", f"but jobs are not recorded; {works}")
-    return first_problem("sacct answers", recorded)
+        return warned(f"{error}; {note}", "nothing to do; with slurmdbd the ends of old jobs would be known")
+    not_recorded = (not limits.accounting, WARN, "nothing to do", f"but jobs are not recorded; {note}")
+    return first_problem("sacct answers", not_recorded)

@@ -10,15 +10,15 @@ from datetime import datetime
 from ultrabench.launchers.slurm.states import Meaning, Phase, meaning
 from ultrabench.result import Status
 
-SQUEUE = ("--states=all", "--all", "--array", "--noheader", "--format=%i|%A|%T|%M|%N|%r|%j")
+SQUEUE_OPTIONS = ("--states=all", "--all", "--array", "--noheader", "--format=%i|%A|%T|%M|%N|%r|%j")
 """Options of squeue for all jobs in the form that `squeue_jobs` reads."""
 _SACCT_COLUMNS = "JobID,JobIDRaw,State,Elapsed,NodeList,Submit,UID,Cluster,JobName"
-SACCT = ("--parsable2", "--noheader", "--allocations", "--duplicates", f"--format={_SACCT_COLUMNS}")
+SACCT_OPTIONS = ("--parsable2", "--noheader", "--allocations", "--duplicates", f"--format={_SACCT_COLUMNS}")
 """Options of sacct for the form that `sacct_jobs` reads, with older jobs of the same id."""
 CLOCKS_DIFFER_S = 300.0
 """Seconds by which the clocks of slurmctld and of launchers may differ."""
-_ROW = re.compile(r"\d+(_(\d+|\[[^|]*\]))?(\+\d+)?\|")
-_NOTHING = {"None", "None assigned", "(null)", "n/a", "N/A"}
+_ROW_START = re.compile(r"\d+(_(\d+|\[[^|]*\]))?(\+\d+)?\|")
+_EMPTY_TEXTS = {"None", "None assigned", "(null)", "n/a", "N/A"}
 """What Slurm prints where there are no nodes, or no reason."""
 
 
@@ -52,27 +52,27 @@ class SlurmJob:
         return meaning(self.state)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether the job is queued, perhaps on hold, and so has no nodes."""
         return self.meaning.phase in (Phase.QUEUED, Phase.HELD)
 
     @property
-    def because(self) -> str:
+    def reason_suffix(self) -> str:
         """The reason as an addition to a message, such as ` (Priority)`; empty if there is none."""
         return f" ({self.reason})" if self.reason else ""
 
     @property
-    def place(self) -> str:
+    def nodes_suffix(self) -> str:
         """The nodes as an addition to a message, such as ` on gpu[01-04]`; empty if there are none."""
         return f" on {self.nodes}" if self.nodes else ""
 
     @property
     def description(self) -> str:
         """The state of the job in words, such as `job 12 waits (Resources)`."""
-        return f"job {self.array_id} {self.meaning.note}{self.place}{self.because}"
+        return f"job {self.array_id} {self.meaning.note}{self.nodes_suffix}{self.reason_suffix}"
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the job has ended for good."""
         return self.meaning.phase is Phase.OVER
 
@@ -89,9 +89,9 @@ class JobIdentity:
 
     def difference(self, job: SlurmJob, now: float) -> str | None:
         """Why a row is about another job; None if it is about this one. Columns that are empty do not decide."""
-        pairs = {"name": (job.name, self.name), "user": (job.uid, str(os.getuid()))}
-        pairs["cluster"] = (job.cluster.lower(), self.cluster.lower())
-        for column, (theirs, ours) in pairs.items():
+        values_by_column = {"name": (job.name, self.name), "user": (job.uid, str(os.getuid()))}
+        values_by_column["cluster"] = (job.cluster.lower(), self.cluster.lower())
+        for column, (theirs, ours) in values_by_column.items():
             if theirs and ours and theirs != ours:
                 return f"has {column} {theirs} instead of {ours}"
         if self.submitting_at is None:
@@ -110,45 +110,45 @@ def duration_s(text: str) -> float | None:
     duration = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text.strip())
     if not duration:
         return None
-    days, *rest = duration.groups()
-    numbers = [int(n) for n in rest if n]
-    if days is None and len(numbers) < 3:
-        numbers.insert(0, 0)
-    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    days, *time_parts = duration.groups()
+    time_numbers = [int(part) for part in time_parts if part]
+    if days is None and len(time_numbers) < 3:
+        time_numbers.insert(0, 0)
+    hours, minutes, seconds = (*time_numbers, 0, 0)[:3]
     return 86400.0 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
 
 
-def _time(text: str) -> float | None:
+def _epoch_s(text: str) -> float | None:
     """Seconds since 1970 of a time that Slurm prints as such a number, or in its usual format; None for others."""
     with contextlib.suppress(ValueError, OverflowError):
         return float(text) if text.isdigit() else datetime.fromisoformat(text).timestamp()
     return None
 
 
-def _rows(text: str, columns: int) -> Iterator[list[str]]:
+def _rows(text: str, num_columns: int) -> Iterator[list[str]]:
     """The rows, each from a job id to a job name; the name may contain `|` and even line breaks."""
-    within = False
+    is_in_row = False
     for line in text.split("\n"):
-        fields = line.split("|", columns - 1)
-        if _ROW.match(line) and len(fields) == columns:
-            within = True
+        fields = line.split("|", num_columns - 1)
+        if _ROW_START.match(line) and len(fields) == num_columns:
+            is_in_row = True
             yield fields
-        elif line.strip() and (_ROW.match(line) or not within):
+        elif line.strip() and (_ROW_START.match(line) or not is_in_row):
             raise ValueError(f"unexpected output: {line.strip()[:80]!r}")
 
 
 def _elements(job: SlurmJob) -> Iterator[SlurmJob]:
     """The jobs of one row; array elements that have not started share a row, such as `123_[4-7,9%2]`."""
-    array_id, bracket, spec = job.job_id.partition("_[")
+    array_id, bracket, ranges_text = job.job_id.partition("_[")
     if not bracket:
         yield job
-    for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", spec.partition("%")[0]):
+    for first, last, step in re.findall(r"(\d+)(?:-(\d+)(?::(\d+))?)?", ranges_text.partition("%")[0]):
         for index in range(int(first), int(last or first) + 1, int(step or 1)):
             yield replace(job, job_id=f"{array_id}_{index}")
 
 
 def squeue_jobs(text: str) -> dict[str, SlurmJob]:
-    """Jobs by job_id from what squeue prints with the options SQUEUE.
+    """Jobs by job_id from what squeue prints with SQUEUE_OPTIONS.
 
     Raises:
         ValueError: the text has another form.
@@ -157,7 +157,7 @@ def squeue_jobs(text: str) -> dict[str, SlurmJob]:
 
 
 def sacct_jobs(text: str) -> list[SlurmJob]:
-    """Jobs from what sacct prints with the options SACCT; of rows with the same id the latest comes last.
+    """Jobs from what sacct prints with SACCT_OPTIONS; of rows with the same id the latest comes last.
 
     Raises:
         ValueError: the text has another form.
@@ -166,7 +166,7 @@ def sacct_jobs(text: str) -> list[SlurmJob]:
     # row for each start, so the last submission counts.
     rows = sorted(_rows(text, 9), key=lambda row: ("[" not in row[0], row[5]))
     jobs = (
-        replace(_job_of(row), reason="", submitted_at=_time(row[5]), uid=row[6], cluster=row[7])
+        replace(_job_of(row), reason="", submitted_at=_epoch_s(row[5]), uid=row[6], cluster=row[7])
         for row in rows
     )
     return [element for job in jobs for element in _elements(job)]
@@ -174,7 +174,7 @@ def sacct_jobs(text: str) -> list[SlurmJob]:
 
 def _job_of(row: Sequence[str]) -> SlurmJob:
     job_id, _, state, elapsed, nodes, reason, *_, name = row
-    nodes, reason = ("" if text in _NOTHING else text for text in (nodes, reason))
+    nodes, reason = ("" if text in _EMPTY_TEXTS else text for text in (nodes, reason))
     elapsed_s = duration_s(elapsed) or 0.0
     return SlurmJob(job_id=job_id, name=name, state=state, reason=reason, nodes=nodes, elapsed_s=elapsed_s)
 
@@ -184,18 +184,18 @@ def find(jobs: Mapping[str, SlurmJob], job_id: str) -> SlurmJob | None:
 
     A single element that was cancelled before its start has no row at all (tried with Slurm 22.05).
     """
-    job, whole = jobs.get(job_id), jobs.get(job_id.partition("_")[0])
-    if job is None and whole and whole.meaning.status is Status.CANCELLED:
-        return replace(whole, job_id=job_id)
+    job, array_job = jobs.get(job_id), jobs.get(job_id.partition("_")[0])
+    if job is None and array_job and array_job.meaning.status is Status.CANCELLED:
+        return replace(array_job, job_id=job_id)
     return job
 
 
 def collapse(job_ids: Iterable[str]) -> list[str]:
     """The ids as few arguments for scancel: the elements of one array become `123_[4,6]`."""
-    elements: dict[str, list[int]] = {}
+    indices_by_id: dict[str, list[int]] = {}
     for array_id, _, index in (job_id.partition("_") for job_id in job_ids):
-        elements.setdefault(array_id, []).extend([int(index)] if index else [])
+        indices_by_id.setdefault(array_id, []).extend([int(index)] if index else [])
     ranges = (
-        (array_id, ",".join(map(str, sorted(indices)))) for array_id, indices in sorted(elements.items())
+        (array_id, ",".join(map(str, sorted(indices)))) for array_id, indices in sorted(indices_by_id.items())
     )
     return [f"{array_id}_[{indices}]" if indices else array_id for array_id, indices in ranges]

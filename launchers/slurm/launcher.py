@@ -36,13 +36,13 @@ STALE_ACCOUNTING_S = 300.0
 """Seconds for which a job still counts as active if sacct says so but squeue no longer lists it."""
 STUCK_S = 300.0
 """Seconds for which a job may hold its nodes after its end before the user is told."""
-_FOR_GOOD = re.compile(
+_PERMANENT_ERRORS = re.compile(
     r"invalid|not permitted|not available|violates|unrecognized|unable to open|not found|more processors|"
     r"access/permission denied|cannot be satisfied",
     re.IGNORECASE,
 )
 """Errors of sbatch that would occur again at another try."""
-_FOR_NOW = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
+_PASSING_ERRORS = re.compile(r"MaxSubmitJob|MaxJobsPer|timed out|unable to contact|try again", re.IGNORECASE)
 """Errors that match the pattern above but pass with time or when our own jobs end."""
 _JOB_NUMBER = re.compile(r"Submitted batch job (\d+)(?: on cluster \S+)?|(\d+)(?:;\S+)?", re.ASCII)
 """A whole line in which sbatch names the job, without or with --parsable; other lines are those of a site's wrapper."""
@@ -50,7 +50,7 @@ UNKNOWN_CLUSTER = "slurm"
 """Stands for the name of a cluster that does not give its name, or has not been asked for it."""
 NO_JOBS = JobLimits(max_jobs=0)
 """The limits of a launcher that only ends jobs."""
-ALLOWED = (
+INHERITED_VARIABLES = (
     "HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "LC_*", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
     "VIRTUAL_ENV", "CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH", "SLURM_CONF",
     "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES*", "_LMFILES_*", "LMOD_*", "__LMOD_*",
@@ -67,8 +67,8 @@ sbatch would take SLURM_* and SBATCH_* of an enclosing job for options.
 
 
 def inherited(environ: Mapping[str, str], names: Iterable[str] = ()) -> dict[str, str]:
-    """The variables of `environ` that a job inherits; `names` adds names to ALLOWED."""
-    patterns = (*ALLOWED, *names)
+    """The variables of `environ` that a job inherits; `names` adds names to INHERITED_VARIABLES."""
+    patterns = (*INHERITED_VARIABLES, *names)
     return {k: v for k, v in environ.items() if any(fnmatchcase(k, pattern) for pattern in patterns)}
 
 
@@ -76,7 +76,7 @@ def submit(path: Path, script: str, environment: Iterable[str]) -> str | None:
     """Writes `script` to the file `path` and submits it.
 
     Args:
-        environment: names of variables that the job inherits in addition to ALLOWED.
+        environment: names of variables that the job inherits in addition to INHERITED_VARIABLES.
 
     Returns:
         The job number of the array; None if sbatch did not fail, but its output names no job, or several.
@@ -93,9 +93,9 @@ def submit(path: Path, script: str, environment: Iterable[str]) -> str | None:
         errors = [line.partition("error: ")[2] for line in error.complaints if "error: " in line]
         errors = errors or [line for line in error.complaints if line.startswith("sbatch:")]
         raise CommandError("; ".join(dict.fromkeys(errors)) or str(error)) from error
-    lines = (_JOB_NUMBER.fullmatch(line.strip()) for line in answer.splitlines())
-    numbers = {line[1] or line[2] for line in lines if line}
-    return numbers.pop() if len(numbers) == 1 else None
+    matches = (_JOB_NUMBER.fullmatch(line.strip()) for line in answer.splitlines())
+    job_ids = {line[1] or line[2] for line in matches if line}
+    return job_ids.pop() if len(job_ids) == 1 else None
 
 
 class SlurmLauncher:
@@ -116,19 +116,19 @@ class SlurmLauncher:
         self.query = SlurmQuery(config.launcher.poll_s)
         self._config, self._folder = config, folder
         self._prefix = job_prefix(folder.path)
-        self._unseen: dict[str, float] = {}
+        self._unseen_at: dict[str, float] = {}
         """Allocation -> when squeue first did not list it or listed it as over."""
         self._ended_at: dict[str, float] = {}
         """Allocation -> when this launcher first saw its end in the journal."""
-        self._late: dict[str, float] = {}
+        self._late_since: dict[str, float] = {}
         """Allocation that has ended -> since when its job runs nevertheless, or when it was last ended for that."""
-        self._completing: dict[str, tuple[float, float]] = {}
+        self._completing_times: dict[str, tuple[float, float]] = {}
         """Job id -> when squeue first and last showed the job as COMPLETING, which Slurm does not count."""
-        self._asked_for: dict[str, float] = {}
+        self._sought_since: dict[str, float] = {}
         """Allocation -> when it was first looked for; an earlier answer of squeue says nothing about it."""
-        self._second: set[str] = set()
+        self._duplicate_ids: set[str] = set()
         """Jobs that were submitted twice by accident, and were cancelled for that."""
-        self._accounted: dict[str, float] = {}
+        self._accounting_since: dict[str, float] = {}
         """Allocation that is over -> when sacct was first asked for how long it held its nodes."""
 
     def submit(self, allocations: Sequence[Allocation], avoid: Sequence[str], say: Say) -> dict[str, Job]:
@@ -141,16 +141,16 @@ class SlurmLauncher:
         name = f"{self._prefix}{array_name(allocations[0])}"
         path, failure = self._folder.scripts / f"{name}.sh", ""
         cause: CommandError | None = None
-        for number in range(SUBMIT_TRIES):
+        for num_failures in range(SUBMIT_TRIES):
             try:
                 job_id = submit(path, script, self._config.launcher.environment)
             except CommandError as error:
                 failure, cause = str(error), error
-                if _FOR_GOOD.search(failure) and not _FOR_NOW.search(failure):
+                if _PERMANENT_ERRORS.search(failure) and not _PASSING_ERRORS.search(failure):
                     break
             else:
                 if job_id:
-                    return {a.name: _job(f"{job_id}_{i}", name) for i, a in enumerate(allocations)}
+                    return {a.name: _job(f"{job_id}_{index}", name) for index, a in enumerate(allocations)}
                 failure, cause = "its output does not name exactly one job", None
             say(f"sbatch failed ({failure}); checking whether Slurm has the job, then retrying")
             # Only squeue can tell whether Slurm took the job, which must not be submitted twice.
@@ -158,10 +158,10 @@ class SlurmLauncher:
                 say("squeue does not answer; no jobs are submitted until it does")
             if jobs:
                 return {n: job for n, job in jobs.items() if n in {a.name for a in allocations}}
-            time.sleep(SUBMIT_PAUSE_S * 2**number)
-        refused = f"sbatch did not accept a job of {counted(allocations[0].nodes, 'node')}: {failure}"
+            time.sleep(SUBMIT_PAUSE_S * 2**num_failures)
+        fact = f"sbatch did not accept a job of {counted(allocations[0].nodes, 'node')}: {failure}"
         remedy = "fix launcher.* or the cluster, then launch again; results are kept"
-        raise ClusterError(refused, remedy) from cause
+        raise ClusterError(fact, remedy) from cause
 
     def _find(self, name: str) -> dict[str, Job] | None:
         """Allocation -> its job with this name, for a lost answer of sbatch; None if squeue does not answer.
@@ -187,42 +187,44 @@ class SlurmLauncher:
         Raises:
             ClusterError: Slurm has not answered for a long time.
         """
-        unended = {name for name, allocation in allocations.items() if allocation.ended is None}
-        began = time.monotonic()
-        self._asked_for = {n: self._asked_for.get(n, began) for n in unended}
-        self._ended_at = {n: self._ended_at.get(n, began) for n in allocations.keys() - unended}
+        unended_names = {name for name, allocation in allocations.items() if allocation.ended is None}
+        began_at = time.monotonic()
+        self._sought_since = {n: self._sought_since.get(n, began_at) for n in unended_names}
+        self._ended_at = {n: self._ended_at.get(n, began_at) for n in allocations.keys() - unended_names}
         answer = self.query.jobs(self._prefix)
-        listed = defaultdict[str, list[SlurmJob]](list)
+        listed_jobs = defaultdict[str, list[SlurmJob]](list)
         for job in answer.jobs.values():
-            listed[self._allocation(job)].append(job)
-        ours = [n for n in listed if n in allocations]
-        jobs_by_name = {n: self._of_the_owner(allocations[n].start.job_id, listed[n], answer) for n in ours}
+            listed_jobs[self._allocation(job)].append(job)
+        listed_names = [n for n in listed_jobs if n in allocations]
+        jobs_by_name = {
+            n: self._jobs_of_owner(allocations[n].start.job_id, listed_jobs[n], answer) for n in listed_names
+        }
         # An allocation that was submitted twice has two jobs.
-        living = {n: [job for job in jobs if not job.over] for n, jobs in jobs_by_name.items()}
-        active = {n: jobs[0] for n, jobs in living.items() if jobs}
-        queued = {n for n, job in active.items() if job.waits}
+        living_jobs = {n: [job for job in jobs if not job.is_over] for n, jobs in jobs_by_name.items()}
+        live_jobs = {n: jobs[0] for n, jobs in living_jobs.items() if jobs}
+        queued_names = {n for n, job in live_jobs.items() if job.is_waiting}
         # Suspended jobs are left out, since their agents are stopped and give no sign of life.
-        moving = {n: job for n, job in active.items() if job.state == "RUNNING" and not answer.error}
-        since = time.monotonic() - answer.age_s
-        stuck = self._watch_completing(active.values(), since)
-        missing = {n for n in unended if n not in active and self._asked_for[n] <= since}
-        self._unseen = {n: self._unseen.get(n, since) for n in missing}
-        ends = {n: self._over(allocations[n], jobs_by_name.get(n), answer) for n in sorted(self._unseen)}
-        ended_by_name = {n: end for n, end in ends.items() if end}
-        self._end_late({n: moving[n] for n in moving.keys() - unended}, since)
-        ended = {n: allocations[n] for n in allocations.keys() - active.keys() - unended}
+        running_jobs = {n: job for n, job in live_jobs.items() if job.state == "RUNNING" and not answer.error}
+        asked_at = time.monotonic() - answer.age_s
+        stuck_notes = self._watch_completing(live_jobs.values(), asked_at)
+        missing_names = {n for n in unended_names if n not in live_jobs and self._sought_since[n] <= asked_at}
+        self._unseen_at = {n: self._unseen_at.get(n, asked_at) for n in missing_names}
+        ends = {n: self._end_of(allocations[n], jobs_by_name.get(n), answer) for n in sorted(self._unseen_at)}
+        certain_ends = {n: end for n, end in ends.items() if end}
+        self._end_late({n: running_jobs[n] for n in running_jobs.keys() - unended_names}, asked_at)
+        ended_jobs = {n: allocations[n] for n in allocations.keys() - live_jobs.keys() - unended_names}
         # An answer from before its end says nothing about whether a job has given its nodes back.
-        leaving = {n for n, end in self._ended_at.items() if n in active or end > since}
+        leaving_names = {n for n, end in self._ended_at.items() if n in live_jobs or end > asked_at}
         return JobsSeen(
-            alive=frozenset((unended | queued) - set(ended_by_name)),
-            queued=frozenset(queued),
-            running=frozenset(moving),
-            leaving=frozenset(leaving - queued),
-            ended_jobs=ended_by_name,
-            held_s={n: self._held_s(job) for n, job in active.items() if n not in queued},
-            timed=self._timed(ended, jobs_by_name),
-            jobs={n: _job(job.job_id, job.name) for n, job in active.items()},
-            notes=(*_notes(answer, active), *stuck, *self.query.foreign.values()),
+            alive=frozenset((unended_names | queued_names) - set(certain_ends)),
+            queued=frozenset(queued_names),
+            running=frozenset(running_jobs),
+            leaving=frozenset(leaving_names - queued_names),
+            ended_jobs=certain_ends,
+            held_s={n: self._held_s(job) for n, job in live_jobs.items() if n not in queued_names},
+            timed=self._durations(ended_jobs, jobs_by_name),
+            jobs={n: _job(job.job_id, job.name) for n, job in live_jobs.items()},
+            notes=(*_notes(answer, live_jobs), *stuck_notes, *self.query.foreign_job_notes.values()),
         )
 
     def _identity(self, allocation: AllocationState) -> JobIdentity:
@@ -231,36 +233,36 @@ class SlurmLauncher:
         name = f"{self._prefix}{allocation.name.rpartition('.')[0]}"
         return JobIdentity(name=name, cluster=cluster, submitting_at=allocation.submitting_at)
 
-    def _of_the_owner(self, owner: str, jobs: list[SlurmJob], answer: Answer) -> list[SlurmJob]:
+    def _jobs_of_owner(self, owner_id: str, jobs: list[SlurmJob], answer: Answer) -> list[SlurmJob]:
         """The jobs of an allocation without those of an accidental second submission, which run nothing.
 
         Until an agent has claimed the allocation, all its jobs are returned, since any of them may claim it.
         """
-        second = [job for job in jobs if owner and job.job_id != owner]
-        waiting = {job.job_id for job in second if job.waits} - self._second
-        if waiting and not answer.error:
-            self._second |= waiting
+        duplicates = [job for job in jobs if owner_id and job.job_id != owner_id]
+        waiting_ids = {job.job_id for job in duplicates if job.is_waiting} - self._duplicate_ids
+        if waiting_ids and not answer.error:
+            self._duplicate_ids |= waiting_ids
             with contextlib.suppress(ClusterError):  # if it starts, it ends by itself
-                self.query.cancel(waiting)
-        return [job for job in jobs if job not in second]
+                self.query.cancel(waiting_ids)
+        return [job for job in jobs if job not in duplicates]
 
-    def _timed(self, ended: Allocations, jobs_by_name: Mapping[str, list[SlurmJob]]) -> dict[str, float]:
+    def _durations(self, ended: Allocations, jobs_by_name: Mapping[str, list[SlurmJob]]) -> dict[str, float]:
         """Allocation that is over -> seconds for which its job held nodes, by squeue or else by sacct."""
-        over = {n: a for n, a in ended.items() if a.agents and not a.timed}
-        jobs = {n: jobs_by_name[n][-1] for n in over if jobs_by_name.get(n)}
-        now, missing = time.monotonic(), over.keys() - jobs.keys()
-        self._accounted = {n: self._accounted.get(n, now) for n in missing}
-        recent = [n for n in missing if now - self._accounted[n] < STALE_ACCOUNTING_S]
-        job_id_by_name = {n: over[n].start.job_id for n in recent}
-        identities = {number: self._identity(over[n]) for n, number in job_id_by_name.items()}
-        accounted = self.query.accounting(identities) if job_id_by_name else {}
-        jobs |= {n: accounted[number] for n, number in job_id_by_name.items() if number in accounted}
+        untimed = {n: a for n, a in ended.items() if a.agents and not a.timed}
+        jobs = {n: jobs_by_name[n][-1] for n in untimed if jobs_by_name.get(n)}
+        now, missing_names = time.monotonic(), untimed.keys() - jobs.keys()
+        self._accounting_since = {n: self._accounting_since.get(n, now) for n in missing_names}
+        recent_names = [n for n in missing_names if now - self._accounting_since[n] < STALE_ACCOUNTING_S]
+        job_id_by_name = {n: untimed[n].start.job_id for n in recent_names}
+        identities = {job_id: self._identity(untimed[n]) for n, job_id in job_id_by_name.items()}
+        sacct_jobs = self.query.accounting(identities) if job_id_by_name else {}
+        jobs |= {n: sacct_jobs[job_id] for n, job_id in job_id_by_name.items() if job_id in sacct_jobs}
         # Of a requeued job Slurm shows only the latest start.
-        requeued = over.items() if self._config.launcher.requeue else ()
+        requeued = untimed.items() if self._config.launcher.requeue else ()
         least_s = {n: allocation.end.elapsed_s or 0.0 for n, allocation in requeued if allocation.end}
-        return {n: max(self._held_s(job), least_s.get(n, 0.0)) for n, job in jobs.items() if job.over}
+        return {n: max(self._held_s(job), least_s.get(n, 0.0)) for n, job in jobs.items() if job.is_over}
 
-    def _watch_completing(self, jobs: Collection[SlurmJob], since: float) -> list[str]:
+    def _watch_completing(self, jobs: Collection[SlurmJob], asked_at: float) -> list[str]:
         """Notes which active jobs still hold nodes after their end; returns messages about those that do so for long.
 
         Args:
@@ -268,10 +270,10 @@ class SlurmLauncher:
         """
         for job in jobs:
             if job.state == "COMPLETING":
-                first, _ = self._completing.get(job.job_id, (since, since))
-                self._completing[job.job_id] = first, since
+                first_at, _ = self._completing_times.get(job.job_id, (asked_at, asked_at))
+                self._completing_times[job.job_id] = first_at, asked_at
             else:  # a requeued job has started again
-                self._completing.pop(job.job_id, None)
+                self._completing_times.pop(job.job_id, None)
         return [
             f"job {job.job_id} has ended, but Slurm has not freed {job.nodes} for {STUCK_S / 60:g} minutes"
             " (COMPLETING): until then it counts towards launcher.max_jobs and max_nodes. Ask the administrators"
@@ -282,46 +284,48 @@ class SlurmLauncher:
 
     def _held_s(self, job: SlurmJob) -> float:
         """Seconds for which a job held nodes, with those after its end, such as in an epilog, as squeue has shown them."""
-        first, last = self._completing.get(job.job_id, (0.0, 0.0))
-        return job.elapsed_s + (last - first)
+        first_at, last_at = self._completing_times.get(job.job_id, (0.0, 0.0))
+        return job.elapsed_s + (last_at - first_at)
 
-    def _end_late(self, ended: Mapping[str, SlurmJob], since: float) -> None:
+    def _end_late(self, late_jobs: Mapping[str, SlurmJob], asked_at: float) -> None:
         """Ends the jobs of allocations that have ended, if they still run after `grace_s`.
 
         The time counts from the first answer in which a job runs: a job that was requeued may have started again, and its
         agents need some seconds to say so.
         """
-        self._late = {name: self._late.get(name, since) for name in ended}
-        for name, job in ended.items():
-            if not self._config.launcher.requeue and since - self._late[name] > self._config.launcher.grace_s:
-                self._late[name] = since
+        self._late_since = {name: self._late_since.get(name, asked_at) for name in late_jobs}
+        launcher_config = self._config.launcher
+        for name, job in late_jobs.items():
+            is_too_late = asked_at - self._late_since[name] > launcher_config.grace_s
+            if is_too_late and not launcher_config.requeue:
+                self._late_since[name] = asked_at
                 with contextlib.suppress(ClusterError):  # a later look finds it again
                     self.query.cancel([job.job_id])
 
-    def _over(
-        self, allocation: AllocationState, listed: list[SlurmJob] | None, answer: Answer
+    def _end_of(
+        self, allocation: AllocationState, listed_jobs: list[SlurmJob] | None, answer: Answer
     ) -> JobEnd | None:
-        """How an allocation ended that squeue does not list as active; None while that is uncertain.
+        """The end of an allocation that squeue does not list as active; None while that is uncertain.
 
         The time for which its job was missing is counted between answers of squeue.
         """
-        waited = time.monotonic() - answer.age_s - self._unseen[allocation.name]
+        waited_s = time.monotonic() - answer.age_s - self._unseen_at[allocation.name]
         grace_s = self._config.launcher.grace_s
-        if waited < (min(END_GRACE_S, grace_s) if listed else grace_s):
+        if waited_s < (min(END_GRACE_S, grace_s) if listed_jobs else grace_s):
             return None
-        number = allocation.start.job_id or (allocation.job or {}).get("job_id")
+        job_id = allocation.start.job_id or (allocation.job or {}).get("job_id")
         identity = self._identity(allocation)
-        job = listed[-1] if listed else find(answer.jobs, number) if number else None
-        if number and (job is None or job.name != identity.name):
-            job = self.query.accounting({number: identity}).get(number)
+        job = listed_jobs[-1] if listed_jobs else find(answer.jobs, job_id) if job_id else None
+        if job_id and (job is None or job.name != identity.name):
+            job = self.query.accounting({job_id: identity}).get(job_id)
         if job is None:
-            job_name = f"job {number}" if number else f"a job of {allocation.name}"
+            job_name = f"job {job_id}" if job_id else f"a job of {allocation.name}"
             return JobEnd(reason=f"Slurm does not know {job_name}")
-        if not job.over:
-            if waited < STALE_ACCOUNTING_S:
+        if not job.is_over:
+            if waited_s < STALE_ACCOUNTING_S:
                 return None
             return JobEnd(reason=f"squeue no longer lists job {job.job_id}, sacct says {job.state}")
-        reason = f"Slurm ended job {job.job_id}: {job.state}{job.because}"
+        reason = f"Slurm ended job {job.job_id}: {job.state}{job.reason_suffix}"
         status, agent_gone = job.meaning.status or Status.LOST, job.meaning.agent_gone
         return JobEnd(status=status, reason=reason, held_s=self._held_s(job), agent_gone=agent_gone)
 
@@ -336,20 +340,23 @@ class SlurmLauncher:
         self.query.cancel([job["job_id"]])
 
 
-_USUAL = {"RUNNING", "CONFIGURING", "COMPLETING", "POWER_UP_NODE", "STAGE_OUT", "SIGNALING", "RESIZING"}
+_USUAL_STATES = {
+    "RUNNING", "CONFIGURING", "COMPLETING", "POWER_UP_NODE", "STAGE_OUT", "SIGNALING", "RESIZING",
+}  # fmt: skip
+"""States of active jobs that need no message."""
 
 
 def _job(job_id: str, name: str) -> Job:
     return {"job_id": job_id, "name": name}
 
 
-def _notes(answer: Answer, active: Mapping[str, SlurmJob]) -> tuple[str, ...]:
+def _notes(answer: Answer, active_jobs: Mapping[str, SlurmJob]) -> tuple[str, ...]:
     """Messages about problems that the user has to solve, and about a Slurm that does not answer."""
     notes = [f"squeue does not answer ({answer.error}); retrying, jobs continue"] if answer.error else []
-    for job in active.values():
+    for job in active_jobs.values():
         if job.meaning.phase is Phase.QUEUED:
             remedy = pending_remedy(job.reason)
             notes += [f"jobs are pending ({job.reason}): {remedy}"] if remedy else []
-        elif job.state not in _USUAL:
+        elif job.state not in _USUAL_STATES:
             notes.append(f"job {job.job_id} is {job.state}: {job.meaning.note}")
     return tuple(dict.fromkeys(notes))

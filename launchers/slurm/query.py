@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.slurm.job import (
     CLOCKS_DIFFER_S,
-    SACCT,
-    SQUEUE,
+    SACCT_OPTIONS,
+    SQUEUE_OPTIONS,
     JobIdentity,
     SlurmJob,
     collapse,
@@ -24,15 +24,15 @@ from ultrabench.launchers.slurm.job import (
 
 TIMEOUT_S = 20.0
 """Seconds after which a Slurm program is killed, if its caller gives no other time."""
-_KEPT = {"SLURM_CONF", "SLURM_JWT"}
-_DEFAULTS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
-FRESH_S = 2.0
+_KEPT_VARS = {"SLURM_CONF", "SLURM_JWT"}
+_OPTION_VARS = re.compile(r"(SLURM|SBATCH|SALLOC|SRUN|SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL|SACCTMGR)_")
+MIN_PAUSE_S = 2.0
 """Smallest number of seconds between two calls of squeue, even urgent ones."""
-MOST_BACK_OFF_S = 300.0
+MAX_BACK_OFF_S = 300.0
 """Longest time in seconds between two calls of a program that fails."""
-BUDGET_S = 1800.0
+MAX_FAILING_S = 1800.0
 """Seconds for which squeue may fail in a row."""
-IDS_A_COMMAND = 200
+MAX_IDS_PER_COMMAND = 200
 """Largest number of job ids that one command gets."""
 
 
@@ -60,7 +60,7 @@ def ask(*words: str, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] | 
         CommandError: the program cannot be started, fails, or was killed after `timeout_s`.
     """
     if environ is None:
-        environ = {k: v for k, v in os.environ.items() if k in _KEPT or not _DEFAULTS.match(k)}
+        environ = {k: v for k, v in os.environ.items() if k in _KEPT_VARS or not _OPTION_VARS.match(k)}
         environ |= {"LC_ALL": "C", "SLURM_BITSTR_LEN": "0"}  # 0: squeue prints long ranges in full
         environ["SLURM_TIME_FORMAT"] = "%s"  # seconds since 1970, in whatever time zone
     pipe = subprocess.PIPE
@@ -81,8 +81,8 @@ def ask(*words: str, timeout_s: float = TIMEOUT_S, environ: Mapping[str, str] | 
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         complaints = [line.strip() for line in errors.splitlines() if line.strip()]
-        last = complaints[-1][:200] if complaints else "no message"
-        raise CommandError(f"{words[0]}: {last} (exit {process.returncode})", complaints)
+        last_line = complaints[-1][:200] if complaints else "no message"
+        raise CommandError(f"{words[0]}: {last_line} (exit {process.returncode})", complaints)
     return answer
 
 
@@ -109,26 +109,26 @@ class SlurmQuery:
         self._poll_s, self._user = poll_s, f"--user={os.getuid()}"
         self._jobs: dict[str, SlurmJob] = {}
         self._asked_at = self._answered_at = self._failing_since = -math.inf
-        self._failures = 0
+        self._num_failures = 0
         self._error: str | None = None
-        self._sacct_from = -math.inf
-        self._looked_up: dict[str, float] = {}
-        self._accounts: dict[str, list[SlurmJob]] = {}
+        self._sacct_retry_at = -math.inf
+        self._accounted_at: dict[str, float] = {}
+        self._accounting_rows: dict[str, list[SlurmJob]] = {}
         """Job number -> rows of sacct with this number, the latest last."""
-        self.foreign: dict[str, str] = {}
+        self.foreign_job_notes: dict[str, str] = {}
         """Job id -> the message that sacct shows only another job with this id."""
 
     def jobs(self, prefix: str, *, fresh: bool = False) -> Answer:
         """Our jobs whose names begin with `prefix`.
 
-        squeue is called again after `poll_s` seconds, with `fresh` after FRESH_S; while it fails, this time
+        squeue is called again after `poll_s` seconds, with `fresh` after MIN_PAUSE_S; while it fails, this time
         doubles after each call. Between calls, and if a call fails, the previous answer is returned.
 
         Raises:
-            ClusterError: squeue has failed for longer than BUDGET_S.
+            ClusterError: squeue has failed for longer than MAX_FAILING_S.
         """
-        back_off_s = min(self._poll_s * 2.0 ** (self._failures - 1), MOST_BACK_OFF_S)
-        pause_s = FRESH_S if fresh and not self._failures else max(self._poll_s, back_off_s)
+        back_off_s = min(self._poll_s * 2.0 ** (self._num_failures - 1), MAX_BACK_OFF_S)
+        pause_s = MIN_PAUSE_S if fresh and not self._num_failures else max(self._poll_s, back_off_s)
         if time.monotonic() - self._asked_at >= pause_s:
             self._poll()
         jobs = {i: job for i, job in self._jobs.items() if job.name.startswith(prefix)}
@@ -139,16 +139,16 @@ class SlurmQuery:
         try:
             # Given a user, slurmctld looks up only the jobs of that user. Names or ids would not reduce its
             # work, and squeue fails for an id that slurmctld has forgotten.
-            self._jobs = squeue_jobs(ask("squeue", self._user, *SQUEUE))
+            self._jobs = squeue_jobs(ask("squeue", self._user, *SQUEUE_OPTIONS))
         except (CommandError, ValueError) as error:
-            self._failing_since = self._failing_since if self._failures else now
-            self._failures, self._error = self._failures + 1, f"{error}"
+            self._failing_since = self._failing_since if self._num_failures else now
+            self._num_failures, self._error = self._num_failures + 1, f"{error}"
             failing_s = time.monotonic() - self._failing_since
-            if failing_s >= BUDGET_S:
-                failing = f"{error}, for {failing_s / 60:.0f} minutes now; running jobs continue"
-                raise ClusterError(f"{failing}; run the same command again when Slurm answers") from error
+            if failing_s >= MAX_FAILING_S:
+                fact = f"{error}, for {failing_s / 60:.0f} minutes now; running jobs continue"
+                raise ClusterError(f"{fact}; run the same command again when Slurm answers") from error
         else:
-            self._failures, self._error, self._answered_at = 0, None, now
+            self._num_failures, self._error, self._answered_at = 0, None, now
 
     def accounting(self, jobs: Mapping[str, JobIdentity]) -> dict[str, SlurmJob]:
         """Jobs that squeue no longer lists, by sacct, in answers at most `poll_s` old.
@@ -159,26 +159,26 @@ class SlurmQuery:
         now = time.monotonic()
         # The query is for whole arrays, since sacct does not know an element that has not started.
         arrays = sorted({job_id.partition("_")[0] for job_id in jobs})
-        due = [i for i in arrays if now - self._looked_up.get(i, -math.inf) >= self._poll_s]
-        for chunk in _chunks(due):
-            if now < self._sacct_from:
+        due_ids = [i for i in arrays if now - self._accounted_at.get(i, -math.inf) >= self._poll_s]
+        for chunk in _chunks(due_ids):
+            if now < self._sacct_retry_at:
                 return {}
             try:
-                rows = sacct_jobs(ask("sacct", *SACCT, f"--jobs={','.join(chunk)}"))
+                rows = sacct_jobs(ask("sacct", *SACCT_OPTIONS, f"--jobs={','.join(chunk)}"))
             except (CommandError, ValueError):
-                self._sacct_from = now + MOST_BACK_OFF_S
+                self._sacct_retry_at = now + MAX_BACK_OFF_S
                 return {}
-            self._accounts |= {number: [row for row in rows if row.array_id == number] for number in chunk}
-            self._looked_up |= dict.fromkeys(chunk, now)
-        return {job_id: job for job_id, ours in jobs.items() if (job := self._account(job_id, ours))}
+            self._accounting_rows |= {i: [row for row in rows if row.array_id == i] for i in chunk}
+            self._accounted_at |= dict.fromkeys(chunk, now)
+        return {job_id: job for job_id, identity in jobs.items() if (job := self._account(job_id, identity))}
 
     def _account(self, job_id: str, identity: JobIdentity) -> SlurmJob | None:
-        """The latest row of sacct about this job; if there are only rows about others, `foreign` says so."""
-        rows, now = self._accounts.get(job_id.partition("_")[0], []), time.time()
+        """The latest row of sacct about this job; `foreign_job_notes` says if there are only rows about others."""
+        rows, now = self._accounting_rows.get(job_id.partition("_")[0], []), time.time()
         job = find({row.job_id: row for row in rows if not identity.difference(row, now)}, job_id)
-        if job is None and (other := find({row.job_id: row for row in rows}, job_id)):
-            self.foreign[job_id] = (
-                f"sacct shows another job {job_id}, which {identity.difference(other, now)}: its state and hours do not"
+        if job is None and (other_job := find({row.job_id: row for row in rows}, job_id)):
+            self.foreign_job_notes[job_id] = (
+                f"sacct shows another job {job_id}, which {identity.difference(other_job, now)}: its state and hours do not"
                 f" count, because Slurm reuses job ids. If it is {identity.name} after all, correct the clocks: those"
                 f" of this host and of Slurm may differ by at most {CLOCKS_DIFFER_S / 60:g} minutes"
             )
@@ -206,23 +206,23 @@ class SlurmQuery:
         self._poll()
         if self._error is not None:
             raise ClusterError(f"{self._error}; nothing was cancelled")
-        self.cancel(job_id for job_id, job in self._jobs.items() if job.waits and job.name == name)
+        self.cancel(job_id for job_id, job in self._jobs.items() if job.is_waiting and job.name == name)
 
     def _scancel(self, *targets: Sequence[str]) -> None:
         """Runs scancel once for each of the targets, even if it fails for one of them."""
-        failed: CommandError | None = None
+        failure: CommandError | None = None
         for target in targets:
             try:
                 ask("scancel", *target)
             except CommandError as error:
                 if not error.complaints or not all(map(_ALREADY_OVER.search, error.complaints)):
-                    failed = error
-        if failed:
-            raise ClusterError(f"{failed}; the jobs may still run: `squeue --me` shows them") from failed
+                    failure = error
+        if failure:
+            raise ClusterError(f"{failure}; the jobs may still run: `squeue --me` shows them") from failure
 
 
 _ALREADY_OVER = re.compile("invalid job id|already complet|already finish|no longer pending", re.IGNORECASE)
 
 
 def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (names[i : i + IDS_A_COMMAND] for i in range(0, len(names), IDS_A_COMMAND))
+    return (names[i : i + MAX_IDS_PER_COMMAND] for i in range(0, len(names), MAX_IDS_PER_COMMAND))

@@ -51,34 +51,36 @@ def array_script(
     from submitit.core.utils import JobPaths  # importing submitit is slow
     from submitit.slurm.slurm import _make_sbatch_string
 
-    first, choice = array[0], config.launcher
-    shared = first.folder.parent / array_name(first)
+    allocation, launcher_config = array[0], config.launcher
+    array_path = allocation.folder.parent / array_name(allocation)
     # In Slurm's patterns for file names %% stands for a percent sign.
-    log = f"{str(shared).replace('%', '%%')}.%a/job.log"
+    log_path = f"{str(array_path).replace('%', '%%')}.%a/job.log"
     # Without --cpu-bind=none many clusters bind the single task of a node to a single core.
-    steps = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log}",
-             "--cpu-bind=none", *([f"--cpus-per-task={choice.cpus}"] if choice.cpus else [])]  # fmt: skip
-    variant = first.tasks[0].spec.variant if first.tasks else {}
-    python, more_steps = in_place(variant, choice.python or (sys.executable,)), in_place(variant, choice.srun)
+    srun_options = ["--kill-on-bad-exit=1", f"--wait={SRUN_WAIT_S}", "--open-mode=append", f"--output={log_path}",
+                    "--cpu-bind=none", *([f"--cpus-per-task={launcher_config.cpus}"] if launcher_config.cpus else [])]  # fmt: skip
+    variant = allocation.tasks[0].spec.variant if allocation.tasks else {}
+    python = in_place(variant, launcher_config.python or (sys.executable,))
+    user_srun_options = in_place(variant, launcher_config.srun)
     if "python" in variant:
         python = (str(variant["python"]),)
-    sweep_dir = Path(first.sweep_dir)
-    whose = f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}"
-    comment = f"{whose}; to free the nodes: ultrabench sweep pause {sweep_dir.name}"
-    text = _make_sbatch_string(
-        command=shlex.join([*python, "-P", "-m", *(module or ("ultrabench.agent", str(shared)))]),
+    sweep_dir = Path(allocation.sweep_dir)
+    owner_text = f"ultrabench sweep {sweep_dir.name} of {own_name()}, results in {sweep_dir}"
+    comment = f"{owner_text}; to free the nodes: ultrabench sweep pause {sweep_dir.name}"
+    script = _make_sbatch_string(
+        command=shlex.join([*python, "-P", "-m", *(module or ("ultrabench.agent", str(array_path)))]),
         folder=sweep_dir,
-        job_name=f"{job_prefix(sweep_dir)}{array_name(first)}",
+        job_name=f"{job_prefix(sweep_dir)}{array_name(allocation)}",
         map_count=len(array),
-        additional_parameters={"comment": comment, "output": log, **_options(first, config, avoid)},
-        setup=["export PYTHONSAFEPATH=1", *_checked(choice.setup)],
-        srun_args=[*steps, *more_steps],
-        signal_delay_s=int(first.warning_s),
+        additional_parameters={"comment": comment, "output": log_path, **_options(allocation, config, avoid)},
+        setup=["export PYTHONSAFEPATH=1", *_checked(launcher_config.setup)],
+        srun_args=[*srun_options, *user_srun_options],
+        signal_delay_s=int(allocation.warning_s),
         stderr_to_stdout=True,
         wckey=None,  # type: ignore[arg-type]  # submitit leaves out what is None
     )
-    theirs = str(JobPaths(folder=sweep_dir).stdout).replace("%j", "%A_%a")
-    return text.replace(f"--output {shlex.quote(theirs)} ", "")  # submitit's log file; ours replaces it
+    submitit_log = str(JobPaths(folder=sweep_dir).stdout).replace("%j", "%A_%a")
+    # Our log file replaces that of submitit.
+    return script.replace(f"--output {shlex.quote(submitit_log)} ", "")
 
 
 def _checked(setup: Sequence[str]) -> list[str]:
@@ -90,23 +92,23 @@ def _checked(setup: Sequence[str]) -> list[str]:
     return lines
 
 
-def _options(first: Allocation, config: SweepConfig, avoid: Sequence[str]) -> dict[str, Any]:
+def _options(allocation: Allocation, config: SweepConfig, avoid: Sequence[str]) -> dict[str, Any]:
     """The options of sbatch; those that the user sets in launcher.sbatch replace ours."""
-    choice, hardware = config.launcher, config.hardware
-    gpus = hardware.gpus_per_node if hardware.device == "cuda" and choice.gres is None else None
+    launcher_config, hardware = config.launcher, config.hardware
+    gpus = hardware.gpus_per_node if hardware.device == "cuda" and launcher_config.gres is None else None
     options: dict[str, Any] = {
-        "nodes": first.nodes,
+        "nodes": allocation.nodes,
         "ntasks-per-node": 1,
-        "time": math.ceil(first.limit_s / 60),
-        "chdir": first.work_dir,
-        "exclude": ",".join([*([choice.exclude] if choice.exclude else []), *avoid]) or None,
-        "cpus-per-task": choice.cpus,
+        "time": math.ceil(allocation.limit_s / 60),
+        "chdir": allocation.work_dir,
+        "exclude": ",".join(filter(None, [launcher_config.exclude, *avoid])) or None,
+        "cpus-per-task": launcher_config.cpus,
         "gpus-per-node": gpus,
-        "exclusive": choice.exclusive or None,
-        "requeue" if choice.requeue else "no-requeue": True,
-        **{k: getattr(choice, k) for k in ("partition", "account", "qos", "mem", "nice", "gres")},
-        **{k: True if v == "" else v for k, v in choice.sbatch.items()},
+        "exclusive": launcher_config.exclusive or None,
+        "requeue" if launcher_config.requeue else "no-requeue": True,
+        **{k: getattr(launcher_config, k) for k in ("partition", "account", "qos", "mem", "nice", "gres")},
+        **{k: True if v == "" else v for k, v in launcher_config.sbatch.items()},
     }
     # sbatch treats a backslash as an escape character even inside single quotes.
-    texts = {k: v.replace("\\", "\\\\") for k, v in options.items() if isinstance(v, str)}
-    return {k: v for k, v in (options | texts).items() if v is not None}
+    escaped_texts = {k: v.replace("\\", "\\\\") for k, v in options.items() if isinstance(v, str)}
+    return {k: v for k, v in (options | escaped_texts).items() if v is not None}

@@ -14,15 +14,15 @@ from ultrabench.launchers.slurm.query import CommandError, ask
 from ultrabench.processes import own_name
 
 _SINFO_FORMAT = "%R|%D|%c|%m|%T|%G"
-_ASSOCIATION = "Account,Partition,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES,QOS,DefaultQOS"
-_QOS = "Name,Flags,MaxJobsPU,MaxSubmitPU,MaxWall,MaxTRES,MaxTRESPU,GrpTRES"
-_USABLE = re.compile(r"(idle|allocated|mixed|completing|planned|reserved|blocked|power\w*)[~#!%+@^-]*")
+_ASSOCIATION_COLUMNS = "Account,Partition,MaxJobs,MaxSubmit,MaxWall,MaxTRES,GrpTRES,QOS,DefaultQOS"
+_QOS_COLUMNS = "Name,Flags,MaxJobsPU,MaxSubmitPU,MaxWall,MaxTRES,MaxTRESPU,GrpTRES"
+_UP_STATE = re.compile(r"(idle|allocated|mixed|completing|planned|reserved|blocked|power\w*)[~#!%+@^-]*")
 """States of sinfo in which a node runs jobs, now or later.
 
 The states down, drained, in maintenance ($) and not responding (*) are not among them.
 """
 
-NEEDED = ("sbatch", "squeue", "scontrol", "scancel")
+PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel")
 """Programs without which no sweep can run on Slurm."""
 REACH_SLURMCTLD = "run this on a login node, wait until `scontrol ping` says UP, or set launcher=local"
 
@@ -31,8 +31,8 @@ Rules = Sequence[Mapping[str, str]]
 
 
 def absent_programs() -> tuple[str, str] | None:
-    """Which of the programs of NEEDED are not on PATH, and the remedy; None if all are there."""
-    absent = ", ".join(program for program in NEEDED if shutil.which(program) is None)
+    """Which of the programs in PROGRAMS are not on PATH, and the remedy; None if all are there."""
+    absent = ", ".join(program for program in PROGRAMS if shutil.which(program) is None)
     remedy = "log in to a node of the cluster or `module load slurm`; or set launcher=local"
     return (f"not on PATH: {absent}", remedy) if absent else None
 
@@ -59,7 +59,7 @@ class Partition:
     gpus_per_node: int | None = None
     gres: str | None = None
     """Generic resources of a node, such as gpu:h100:8(S:0-1)."""
-    kinds: tuple[str, ...] = ()
+    node_kinds: tuple[str, ...] = ()
     """Each kind of node in words, the most common first: `8 nodes of 16 CPUs, 2000 MB, gpu:h100:8`."""
 
 
@@ -83,7 +83,7 @@ class Limits(Partition):
     @property
     def job_minutes(self) -> int | None:
         """The longest time limit of one job, in minutes, by partition, QOS and account."""
-        return _least(self.max_time_minutes, self.max_wall_minutes)
+        return _smallest(self.max_time_minutes, self.max_wall_minutes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +105,14 @@ class Accounts:
 
     default: str | None = None
     """The account of jobs that do not name one."""
-    mine: tuple[Association, ...] = ()
+    associations: tuple[Association, ...] = ()
     error: str | None = None
     """Why sacctmgr failed; None if it did not."""
 
     def usable(self, partition: str, account: str | None = None) -> list[Association]:
         """The associations that are valid for a partition, of one account or, with None, of all accounts."""
-        of_partition = [a for a in self.mine if a.partition in ("", partition)]
-        return [a for a in of_partition if account is None or a.account.lower() == account.lower()]
+        associations = [a for a in self.associations if a.partition in ("", partition)]
+        return [a for a in associations if account is None or a.account.lower() == account.lower()]
 
 
 class Site:
@@ -147,14 +147,14 @@ class Site:
         Raises:
             ClusterError: slurmctld does not answer.
         """
-        text = self._ask_controller("scontrol", "--all", "--oneliner", "show", "partition")
-        nodes = ""
+        scontrol_output = self._ask_controller("scontrol", "--all", "--oneliner", "show", "partition")
+        sinfo_output = ""
         with contextlib.suppress(CommandError):
             # Without --exact, different nodes share a line, with numbers such as `16+`.
-            nodes = self.ask("sinfo", "--all", "--noheader", "--exact", f"--format={_SINFO_FORMAT}")
-        rows = [fields for line in nodes.splitlines() if len(fields := line.split("|", 5)) == 6]
-        shown = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines())
-        return [_partition(facts, rows) for facts in shown if facts.get("PartitionName")]
+            sinfo_output = self.ask("sinfo", "--all", "--noheader", "--exact", f"--format={_SINFO_FORMAT}")
+        rows = [fields for line in sinfo_output.splitlines() if len(fields := line.split("|", 5)) == 6]
+        partition_facts = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in scontrol_output.splitlines())
+        return [_partition(facts, rows) for facts in partition_facts if facts.get("PartitionName")]
 
     def partition(self, name: str | None) -> Partition:
         """The partition with this name; None stands for the default partition.
@@ -174,20 +174,21 @@ class Site:
     @cached_property
     def accounts(self) -> Accounts:
         """The associations of this user on this cluster."""
-        where = ("where", f"user={self.user}", f"cluster={self.config.get('ClusterName', '')}")
+        user_filter = ("where", f"user={self.user}", f"cluster={self.config.get('ClusterName', '')}")
         try:
-            rows = self.table("assoc", *where, columns=_ASSOCIATION)
+            rows = self.table("assoc", *user_filter, columns=_ASSOCIATION_COLUMNS)
             users = self.table("user", "where", f"name={self.user}", columns="DefaultAccount")
         except CommandError as error:
             return Accounts(error=str(error))
-        mine = [
+        associations = [
             Association(
                 account=row["Account"], partition=row["Partition"], limits=row,
                 qos=tuple(filter(None, row["QOS"].split(","))), default_qos=row["DefaultQOS"],
             )
             for row in rows
         ]  # fmt: skip
-        return Accounts(default=users[0]["DefaultAccount"] if users else None, mine=tuple(mine))
+        default = users[0]["DefaultAccount"] if users else None
+        return Accounts(default=default, associations=tuple(associations))
 
     def needed_account(self, partition: str) -> str | None:
         """The account that jobs in a partition must name; None if they need not name one."""
@@ -200,9 +201,9 @@ class Site:
         Raises:
             CommandError: sacctmgr fails.
         """
-        text = self.ask("sacctmgr", "--noheader", "--parsable2", "show", *words, f"format={columns}")
+        answer = self.ask("sacctmgr", "--noheader", "--parsable2", "show", *words, f"format={columns}")
         names = columns.split(",")
-        rows = (line.split("|") for line in text.splitlines() if line.strip())
+        rows = (line.split("|") for line in answer.splitlines() if line.strip())
         return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
 
     def limits(self, partition: str | None, account: str | None, qos: str | None) -> Limits:
@@ -214,20 +215,20 @@ class Site:
             ConfigError: there is no such partition, or no default partition.
             ClusterError: Slurm does not answer.
         """
-        config, chosen = self.config, self.partition(partition)
-        rules = self._rules(chosen, account, qos)
-        nodes_of_rules = (_nodes(rules, key, chosen) for key in ("MaxTRES", "GrpTRES"))
-        max_nodes = _least(chosen.max_nodes, *nodes_of_rules)
-        recorded = config.get("AccountingStorageType", "").endswith("dbd")
+        config, job_partition = self.config, self.partition(partition)
+        rules = self._rules(job_partition, account, qos)
+        node_limits = (_whole_nodes(rules, key, job_partition) for key in ("MaxTRES", "GrpTRES"))
+        max_nodes = _smallest(job_partition.max_nodes, *node_limits)
+        has_slurmdbd = config.get("AccountingStorageType", "").endswith("dbd")
         return Limits(
-            **asdict(chosen) | {"max_nodes": max_nodes},
-            cluster=known(config.get("ClusterName")),
-            accounting=recorded and "nojobs" not in config.get("AccountingStorageEnforce", ""),
-            max_array_size=count(config.get("MaxArraySize")) or 1,
-            max_submit=_first(rules, ("MaxSubmitPU", "MaxSubmit"), count),
-            max_jobs=_first(rules, ("MaxJobsPU", "MaxJobs"), count),
-            max_nodes_per_user=_nodes(rules, "MaxTRESPU", chosen),
-            max_wall_minutes=_first(rules, ("MaxWall",), minutes),
+            **asdict(job_partition) | {"max_nodes": max_nodes},
+            cluster=text_or_none(config.get("ClusterName")),
+            accounting=has_slurmdbd and "nojobs" not in config.get("AccountingStorageEnforce", ""),
+            max_array_size=int_or_none(config.get("MaxArraySize")) or 1,
+            max_submit=_first_limit(rules, ("MaxSubmitPU", "MaxSubmit"), int_or_none),
+            max_jobs=_first_limit(rules, ("MaxJobsPU", "MaxJobs"), int_or_none),
+            max_nodes_per_user=_whole_nodes(rules, "MaxTRESPU", job_partition),
+            max_wall_minutes=_first_limit(rules, ("MaxWall",), minutes_or_none),
         )
 
     def _rules(self, partition: Partition, account: str | None, qos: str | None) -> Rules:
@@ -238,18 +239,18 @@ class Site:
         """
         if not self.enforced & {"limits", "safe"}:
             return []
-        mine = self.accounts.usable(partition.name, account or self.accounts.default or "")
-        mine = sorted(mine, key=lambda a: a.partition == "")[:1]
-        job_qos = qos or next((a.default_qos or ",".join(a.qos) for a in mine), "")
+        associations = self.accounts.usable(partition.name, account or self.accounts.default or "")
+        associations = sorted(associations, key=lambda a: a.partition == "")[:1]
+        job_qos = qos or next((a.default_qos or ",".join(a.qos) for a in associations), "")
         qos_names = [name for name in (partition.partition_qos, job_qos) if name and "," not in name]
         rows = list[dict[str, str]]()
         with contextlib.suppress(CommandError):  # for a QOS that does not exist, or it prints nothing
             if qos_names:
-                rows = self.table("qos", "where", f"name={','.join(qos_names)}", columns=_QOS)
-        of_qos = sorted((r for r in rows if r["Name"] in qos_names), key=lambda r: qos_names.index(r["Name"]))
-        if "OverPartQOS" in (of_qos[-1]["Flags"] if of_qos else ""):
-            of_qos.reverse()
-        return [*of_qos, *(a.limits for a in mine)]
+                rows = self.table("qos", "where", f"name={','.join(qos_names)}", columns=_QOS_COLUMNS)
+        rules = sorted((r for r in rows if r["Name"] in qos_names), key=lambda r: qos_names.index(r["Name"]))
+        if "OverPartQOS" in (rules[-1]["Flags"] if rules else ""):
+            rules.reverse()
+        return [*rules, *(a.limits for a in associations)]
 
     def _ask_controller(self, *words: str) -> str:
         try:
@@ -261,67 +262,72 @@ class Site:
 
 def _partition(facts: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Partition:
     """One partition, from the `facts` of scontrol and the `rows` of sinfo in _SINFO_FORMAT."""
-    name, nodes = facts["PartitionName"], Counter[tuple[str, ...]]()
-    mine = [(count(number) or 0, state, (*kind, gres)) for p, number, *kind, state, gres in rows if p == name]
-    for number, _, kind in mine:
-        nodes[kind] += number
-    kinds = nodes.most_common()
-    cpus, mem, gres = kinds[0][0] if kinds else (None, None, None)
-    gpus = re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres or "")
+    name, nodes_by_kind = facts["PartitionName"], Counter[tuple[str, ...]]()
+    node_rows = [
+        (int_or_none(num_nodes) or 0, state, (*node_kind, gres))
+        for p, num_nodes, *node_kind, state, gres in rows
+        if p == name
+    ]
+    for num_nodes, _, node_kind in node_rows:
+        nodes_by_kind[node_kind] += num_nodes
+    ranked_kinds = nodes_by_kind.most_common()
+    cpus_text, mem_text, gres = ranked_kinds[0][0] if ranked_kinds else (None, None, None)
+    gpu_counts = re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres or "")
     return Partition(
         name=name,
         is_default=facts.get("Default") == "YES",
-        state=known(facts.get("State")),
-        total_nodes=count(facts.get("TotalNodes")) or 0,
-        up_nodes=sum(n for n, state, _ in mine if _USABLE.fullmatch(state)) if mine else None,
-        max_nodes=count(facts.get("MaxNodes")),
-        max_time_minutes=minutes(facts.get("MaxTime")),
-        partition_qos=known(facts.get("QoS")),
-        cpus_per_node=count(cpus),
-        mem_mb_per_node=count(mem),
-        gpus_per_node=sum(map(int, gpus)) if mine else None,
-        gres=known(gres),
-        kinds=tuple(
-            f"{counted(number, 'node')} of {cpus} CPUs, {mem} MB, {known(gres) or 'no gres'}"
-            for (cpus, mem, gres), number in kinds
+        state=text_or_none(facts.get("State")),
+        total_nodes=int_or_none(facts.get("TotalNodes")) or 0,
+        up_nodes=sum(n for n, state, _ in node_rows if _UP_STATE.fullmatch(state)) if node_rows else None,
+        max_nodes=int_or_none(facts.get("MaxNodes")),
+        max_time_minutes=minutes_or_none(facts.get("MaxTime")),
+        partition_qos=text_or_none(facts.get("QoS")),
+        cpus_per_node=int_or_none(cpus_text),
+        mem_mb_per_node=int_or_none(mem_text),
+        gpus_per_node=sum(map(int, gpu_counts)) if node_rows else None,
+        gres=text_or_none(gres),
+        node_kinds=tuple(
+            f"{counted(num_nodes, 'node')} of {cpus_text} CPUs, {mem_text} MB, {text_or_none(gres) or 'no gres'}"
+            for (cpus_text, mem_text, gres), num_nodes in ranked_kinds
         ),
     )
 
 
-def _first(rules: Rules, keys: Sequence[str], read: Callable[[str], int | None]) -> int | None:
+def _first_limit(rules: Rules, columns: Sequence[str], parse: Callable[[str], int | None]) -> int | None:
     """The value of the first rule that sets one of the keys; None if none does."""
-    values = (read(rule[key]) for rule in rules for key in keys if key in rule)
-    return next((value for value in values if value is not None), None)
+    limits = (parse(rule[column]) for rule in rules for column in columns if column in rule)
+    return next((limit for limit in limits if limit is not None), None)
 
 
-def _nodes(rules: Rules, key: str, partition: Partition) -> int | None:
+def _whole_nodes(rules: Rules, column: str, partition: Partition) -> int | None:
     """The number of whole nodes, at least 1, that limits such as `cpu=64,gres/gpu=16,node=4` allow."""
-    gpus, per_node = _first(rules, (key,), lambda text: _tres(text, "gres/gpu")), partition.gpus_per_node
-    by_gpus = max(1, gpus // per_node) if gpus is not None and per_node else None
-    return _least(_first(rules, (key,), lambda text: _tres(text, "node")), by_gpus)
+    max_gpus = _first_limit(rules, (column,), lambda text: _tres_count(text, "gres/gpu"))
+    gpus_per_node = partition.gpus_per_node
+    node_limit = max(1, max_gpus // gpus_per_node) if max_gpus is not None and gpus_per_node else None
+    return _smallest(_first_limit(rules, (column,), lambda text: _tres_count(text, "node")), node_limit)
 
 
-def _tres(text: str, name: str) -> int | None:
-    return _least(*map(int, re.findall(rf"(?:^|,){name}(?::\w+)?=(\d+)", text)))
+def _tres_count(text: str, name: str) -> int | None:
+    return _smallest(*map(int, re.findall(rf"(?:^|,){name}(?::\w+)?=(\d+)", text)))
 
 
-def _least(*limits: int | None) -> int | None:
+def _smallest(*limits: int | None) -> int | None:
     """The smallest limit; None if there is none."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def known(text: str | None) -> str | None:
+def text_or_none(text: str | None) -> str | None:
     """The text that Slurm printed; None if it means that there is no value."""
     return None if text in (None, "", "(null)", "N/A", "NONE", "none", "UNLIMITED") else text
 
 
-def count(text: str | None) -> int | None:
+def int_or_none(text: str | None) -> int | None:
     """The number at the beginning of a text (`300 sec`, `2000+`); None for UNLIMITED and similar words."""
     digits = re.match(r"\d+", text or "")
     return int(digits[0]) if digits else None
 
 
-def minutes(text: str | None) -> int | None:
+def minutes_or_none(text: str | None) -> int | None:
     """Whole minutes of a time limit; None for UNLIMITED and similar words."""
     seconds = duration_s(text or "")
     return None if seconds is None else int(seconds // 60)

@@ -70,9 +70,9 @@ def meaning(state: str) -> Meaning:
 
     An unknown state counts as running, so that a job that may still run is not submitted a second time.
     """
-    unknown = f"is in state {state.strip() or '(none)'}, which ultrabench does not know"
+    unknown_note = f"is in state {state.strip() or '(none)'}, which ultrabench does not know"
     name = (state.upper().split() or [""])[0].rstrip("+")
-    return _MEANINGS.get(name, Meaning(Phase.RUNNING, unknown))
+    return _MEANINGS.get(name, Meaning(Phase.RUNNING, unknown_note))
 
 
 # The first pattern that matches the beginning of the reason counts. Limits that are shared with other jobs,
@@ -112,5 +112,5 @@ def pending_remedy(reason: str) -> str | None:
 
     `reason` is what squeue prints: a code or a sentence, with or without parentheses.
     """
-    plain = reason.strip().strip("()").replace("_", " ").lower()
-    return next((remedy for pattern, remedy in _REMEDIES if re.match(pattern, plain)), None)
+    plain_reason = reason.strip().strip("()").replace("_", " ").lower()
+    return next((remedy for pattern, remedy in _REMEDIES if re.match(pattern, plain_reason)), None)

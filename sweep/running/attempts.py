@@ -36,19 +36,19 @@ def left_out(runs: Iterable[Candidate], state: SweepState) -> dict[str, str]:
     A run that was ok, or that the user asks for, is not left out. A run that ran out of memory is not used
     as evidence when one that needs more memory was ok.
     """
-    tried, requested = state.by_run(), {key.run_id for key in state.retried}
-    fitted = {run_id for run_id, attempts in tried.items() if any(a.ok for a in attempts)}
-    kin: dict[tuple[object, ...], list[Candidate]] = {}
+    attempts_by_run, requested_ids = state.by_run(), {key.run_id for key in state.retried}
+    fitted_ids = {run_id for run_id, attempts in attempts_by_run.items() if any(a.ok for a in attempts)}
+    runs_by_family: dict[tuple[object, ...], list[Candidate]] = {}
     for run in runs:
-        kin.setdefault((run.cell, *run.spec.variant.items(), family(run.layout)), []).append(run)
+        runs_by_family.setdefault((run.cell, *run.spec.variant.items(), family(run.layout)), []).append(run)
     dominators: dict[str, str] = {}
-    for group in kin.values():
+    for group in runs_by_family.values():
         for run in group:
-            attempts = tried.get(run.run_id, ())
-            if run.run_id not in fitted and proven_oom(attempts, run.prediction.memory_share):
-                victims = {other.run_id for other in group if dominates(run.layout, other.layout)}
-                if not victims & fitted:
-                    dominators |= dict.fromkeys(victims - requested - dominators.keys(), run.run_id)
+            attempts = attempts_by_run.get(run.run_id, ())
+            if run.run_id not in fitted_ids and proven_oom(attempts, run.prediction.memory_share):
+                dominated_ids = {other.run_id for other in group if dominates(run.layout, other.layout)}
+                if not dominated_ids & fitted_ids:
+                    dominators |= dict.fromkeys(dominated_ids - requested_ids - dominators.keys(), run.run_id)
     return dominators
 
 
@@ -65,14 +65,14 @@ def not_promising(runs: Iterable[Candidate], state: SweepState) -> dict[str, str
     if not searching(state):
         return {}
     max_p_oom = float(state.config.get("max_p_oom", 1.0))
-    left_out_runs = dict[str, str]()
+    reason_by_run = dict[str, str]()
     for cell in outcomes(runs, state, max_p_oom):
-        left_out_runs |= reasons(cell.runs, cell.tried)
-        if cell.others and cell.is_over():
-            begun = cell.tried_others.begun
-            unpromising = (run.run_id for run in cell.others if run.run_id not in begun)
-            left_out_runs |= dict.fromkeys(unpromising, _OTHER_VARIANT)
-    return left_out_runs
+        reason_by_run |= reasons(cell.runs, cell.tried)
+        if cell.other_runs and cell.is_over():
+            begun_ids = cell.tried_others.begun
+            unpromising = (run.run_id for run in cell.other_runs if run.run_id not in begun_ids)
+            reason_by_run |= dict.fromkeys(unpromising, _OTHER_VARIANT)
+    return reason_by_run
 
 
 _OTHER_VARIANT = (
@@ -93,9 +93,9 @@ def skips(runs: Sequence[Candidate], state: SweepState) -> dict[str, Skip]:
     """run_id of each run that is left out, for now or for good -> why."""
     why = "which ran out of memory with a smaller micro-batch, a higher ZeRO stage or more recomputation"
     dominators = left_out(runs, state)
-    others = not_promising((run for run in runs if run.run_id not in dominators), state)
-    skipped = {run_id: Skip(f"dominated by {other}, {why}", other) for run_id, other in dominators.items()}
-    return skipped | {run_id: Skip(reason) for run_id, reason in others.items()}
+    reason_by_run = not_promising((run for run in runs if run.run_id not in dominators), state)
+    skipped = {run_id: Skip(f"dominated by {oom_id}, {why}", oom_id) for run_id, oom_id in dominators.items()}
+    return skipped | {run_id: Skip(reason) for run_id, reason in reason_by_run.items()}
 
 
 def expected(runs: Sequence[Candidate], state: SweepState, max_p_oom: float, batch: int) -> list[Candidate]:
@@ -106,14 +106,14 @@ def expected(runs: Sequence[Candidate], state: SweepState, max_p_oom: float, bat
     Args:
         batch: number of runs of a cell that are made at the same time.
     """
-    dominated = left_out(runs, state)
-    open_runs = {run.run_id: run for run in runs if run.run_id not in dominated}
-    expected_of_cells = list[Candidate]()
-    for cell in outcomes(open_runs.values(), state, max_p_oom):
-        searched = [*expected_runs(cell.runs, cell.tried, batch)]
-        is_over = not searched and not cell.tried.pending
-        expected_of_cells += searched + (cell.further() if is_over else cell.expected_further())
-    return [open_runs[run.run_id] for run in expected_of_cells]
+    dominators = left_out(runs, state)
+    open_run_by_id = {run.run_id: run for run in runs if run.run_id not in dominators}
+    future_runs = list[Candidate]()
+    for cell in outcomes(open_run_by_id.values(), state, max_p_oom):
+        searched_runs = [*expected_runs(cell.runs, cell.tried, batch)]
+        is_over = not searched_runs and not cell.tried.pending
+        future_runs += searched_runs + (cell.further() if is_over else cell.expected_further())
+    return [open_run_by_id[run.run_id] for run in future_runs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +126,9 @@ class Launch:
     """Who launches, and where."""
     accepts: Callable[[RunResult], bool] = lambda result: True
     """Tells whether an ok result counts; a result of another environment may not."""
-    old: frozenset[AttemptKey] = frozenset()
+    old_attempts: frozenset[AttemptKey] = frozenset()
     """Attempts that had ended before this launch."""
-    begun: frozenset[AttemptKey] = frozenset()
+    begun_attempts: frozenset[AttemptKey] = frozenset()
     """Attempts that had begun before this launch; their results count only if it accepts them, whenever they end."""
     ended_s: Mapping[AttemptKey, float] = field(default_factory=dict)
     """Seconds since this launch saw each attempt end, by its own monotonic clock, because a run may have to
@@ -147,11 +147,11 @@ class PlannedAttempt:
 
     candidate: Candidate
     key: AttemptKey
-    patience: float = 1.0
+    limit_factor: float = 1.0
     """Factor on the time limit, larger than 1 after a time-out."""
     pause_s: float = 0.0
     """Seconds to wait after the end of the failed attempt that it follows."""
-    rests: bool = False
+    must_wait: bool = False
     """Whether it has to wait, because the failed attempt that it follows ended only a moment ago."""
 
 
@@ -161,17 +161,17 @@ class AttemptsLeft:
 
     todo: tuple[PlannedAttempt, ...]
     """Attempts to submit, in the plan's order."""
-    waiting: int
+    num_waiting: int
     """Number of attempts that are queued, running or held back."""
-    untried: frozenset[int] = frozenset()
+    untried_nodes: frozenset[int] = frozenset()
     """Numbers of nodes on which no run has passed yet. Of each, only one allocation may be in flight."""
-    broken: str | None = None
+    stop_reason: str | None = None
     """Why nothing more should be submitted; None when nothing is wrong."""
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether nothing is left to submit or to wait for."""
-        return not self.todo and not self.waiting
+        return not self.todo and not self.num_waiting
 
 
 def next_attempts(
@@ -184,73 +184,75 @@ def next_attempts(
     """
     config, state = plan.config, outliers.with_loss_outliers(state)
     open_allocations = [state.allocations[name] for name in alive if name in state.allocations]
-    ended = {key for key, attempt in state.attempts.items() if attempt.result}
-    on_their_way = {key for allocation in open_allocations for key in allocation.tasks} - ended
+    ended_keys = {key for key, attempt in state.attempts.items() if attempt.result}
+    keys_under_way = {key for allocation in open_allocations for key in allocation.tasks} - ended_keys
     # Attempts whose losses differ without a majority are not repeated: repeats would differ in the same way.
-    suspects = outliers.suspect_attempts(state, device=config.hardware.device)
-    repeatable_suspects = suspects.keys() - state.suspect_losses.keys()
-    following = _Following(state, state.by_run(), config.retry, launch, repeatable_suspects)
-    dominated = left_out(plan.runs, state)
-    open_runs = [run for run in plan.runs if run.run_id not in dominated]
+    doubts_by_attempt = outliers.suspect_attempts(state, device=config.hardware.device)
+    repeatable_suspects = doubts_by_attempt.keys() - state.suspect_losses.keys()
+    finder = _AttemptFinder(state, state.by_run(), config.retry, launch, repeatable_suspects)
+    dominators = left_out(plan.runs, state)
+    open_runs = [run for run in plan.runs if run.run_id not in dominators]
     if config.strategy == "adaptive":
-        queued = {key.run_id for key in on_their_way if key.repeat < config.repeats}
-        open_runs = _searched(config, following, open_runs, queued)
-    todo = following.wanted(open_runs, range(config.repeats))
+        queued_ids = {key.run_id for key in keys_under_way if key.repeat < config.repeats}
+        open_runs = _searched(config, finder, open_runs, queued_ids)
+    todo = finder.wanted(open_runs, range(config.repeats))
     if config.measure.confirm > config.repeats:
-        unsettled = {t.candidate.cell for t in todo}
-        settled = [run for run in open_runs if run.cell not in unsettled]
-        best = contenders(settled, state, config.hardware.device)
-        further = range(config.repeats, config.measure.confirm)
-        todo += following.wanted([r for r in settled if r.run_id in best], further)
-    todo = [t for t in todo if t.key not in on_their_way]
+        unsettled_cells = {t.candidate.cell for t in todo}
+        settled_runs = [run for run in open_runs if run.cell not in unsettled_cells]
+        best_ids = contenders(settled_runs, state, config.hardware.device)
+        confirmations = range(config.repeats, config.measure.confirm)
+        todo += finder.wanted([r for r in settled_runs if r.run_id in best_ids], confirmations)
+    todo = [t for t in todo if t.key not in keys_under_way]
     runs_control = config.launcher.control  # one allocation of each number of nodes is tried first
     specs = (a.spec or {} for a in state.attempts.values() if a.ok)
-    passed = {nodes for spec in specs if isinstance(nodes := spec.get("nodes"), int)}
-    untried = frozenset({t.candidate.nodes for t in todo} - passed) if runs_control else frozenset[int]()
-    held_back = untried & {allocation.nodes for allocation in open_allocations}
-    ready = tuple(t for t in todo if t.candidate.nodes not in held_back and not t.rests)
+    passed_nodes = {nodes for spec in specs if isinstance(nodes := spec.get("nodes"), int)}
+    untried_nodes = (
+        frozenset({t.candidate.nodes for t in todo} - passed_nodes) if runs_control else frozenset[int]()
+    )
+    busy_nodes = untried_nodes & {allocation.nodes for allocation in open_allocations}
+    ready = tuple(t for t in todo if t.candidate.nodes not in busy_nodes and not t.must_wait)
     return AttemptsLeft(
         todo=ready,
-        waiting=len(on_their_way) + len(todo) - len(ready),
-        untried=untried,
-        broken=breaker_reason(state, config.retry, launch.ended_s),
+        num_waiting=len(keys_under_way) + len(todo) - len(ready),
+        untried_nodes=untried_nodes,
+        stop_reason=breaker_reason(state, config.retry, launch.ended_s),
     )
 
 
 def attempts_after(
-    runs: Sequence[Candidate], state: SweepState, old: frozenset[AttemptKey] | None = None
+    runs: Sequence[Candidate], state: SweepState, old_attempts: frozenset[AttemptKey] | None = None
 ) -> list[PlannedAttempt]:
     """The attempts that follow those of `runs` by the retry policy and the repeats of the latest launch.
 
     Args:
-        old: attempts that ended before the launch that makes the others; None means all, as for the next launch.
+        old_attempts: those that ended before the launch that makes the others; None means all, as for the next launch.
     """
     with contextlib.suppress(ConfigError, KeyError):  # no launch is recorded, or only one of another version
         policy = from_dict(RetryPolicy, state.config["retry"], skip_unknown=True)
-        launch = Launch(old=frozenset(state.attempts) if old is None else old)
-        following = _Following(state, state.by_run(), policy, launch, frozenset())
-        return following.wanted(runs, range(state.config["repeats"]))
+        launch = Launch(old_attempts=frozenset(state.attempts) if old_attempts is None else old_attempts)
+        finder = _AttemptFinder(state, state.by_run(), policy, launch, frozenset())
+        return finder.wanted(runs, range(state.config["repeats"]))
     return []
 
 
 def _searched(
-    config: SweepConfig, following: "_Following", runs: Sequence[Candidate], on_their_way: Set[str]
+    config: SweepConfig, finder: "_AttemptFinder", runs: Sequence[Candidate], ids_under_way: Set[str]
 ) -> list[Candidate]:
     """The runs that the adaptive search has begun, and those that it proposes.
 
     Those of a cell are proposed when all that it has begun has ended, so that they fill an allocation together
     and follow from the same results, whoever launches.
     """
-    tried, repeats = following.tried, config.repeats
-    begun = {r.run_id for r in runs if any(a.key.repeat < repeats for a in tried.get(r.run_id, ()))}
-    begun |= on_their_way
-    waiting = following.wanted([run for run in runs if run.run_id in begun], range(repeats))
-    busy = {todo.candidate.cell for todo in waiting}
-    for cell in outcomes(runs, following.state, config.max_p_oom):
-        if cell.runs[0].cell not in busy:
+    attempts, repeats = finder.attempts_by_run, config.repeats
+    begun_ids = {r.run_id for r in runs if any(a.key.repeat < repeats for a in attempts.get(r.run_id, ()))}
+    begun_ids |= ids_under_way
+    waiting_attempts = finder.wanted([run for run in runs if run.run_id in begun_ids], range(repeats))
+    busy_cells = {todo.candidate.cell for todo in waiting_attempts}
+    for cell in outcomes(runs, finder.state, config.max_p_oom):
+        if cell.runs[0].cell not in busy_cells:
             proposed = propose(cell.runs, cell.tried, config.batch) or cell.further()
-            begun |= {run.run_id for run in proposed}
-    return [run for run in runs if run.run_id in begun]
+            begun_ids |= {run.run_id for run in proposed}
+    return [run for run in runs if run.run_id in begun_ids]
 
 
 def contenders(runs: Iterable[Candidate], state: SweepState, device: str) -> frozenset[str]:
@@ -260,56 +262,60 @@ def contenders(runs: Iterable[Candidate], state: SweepState, device: str) -> fro
         state: what `with_loss_outliers` returns.
     """
     cells = standings_of(runs, state, device).values()
-    return frozenset(near.run_id for of_cell in cells for near in near_best(of_cell, MAX_CONTENDERS))
+    return frozenset(standing.run_id for ranking in cells for standing in near_best(ranking, MAX_CONTENDERS))
 
 
 def read_otherwise(attempt: AttemptState, kernel: KernelConfig) -> bool:
     """Whether an attempt without a step that counts was read by another pattern or from another rank's log."""
-    was = (attempt.spec or {}).get("kernel", {})
-    unmeasured = attempt.result is not None and attempt.result.cause == UNMEASURED
-    return unmeasured and any(was.get(name) != getattr(kernel, name) for name in LOG_OPTIONS)
+    old_kernel = (attempt.spec or {}).get("kernel", {})
+    is_unmeasured = attempt.result is not None and attempt.result.cause == UNMEASURED
+    return is_unmeasured and any(old_kernel.get(name) != getattr(kernel, name) for name in LOG_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
-class _Following:
+class _AttemptFinder:
     """Finds the next attempts of runs from the retry policy and the state of the whole sweep."""
 
     state: SweepState
-    tried: Mapping[str, list[AttemptState]]
+    attempts_by_run: Mapping[str, list[AttemptState]]
     policy: RetryPolicy
     launch: Launch
-    suspects: Set[AttemptKey]
+    suspect_keys: Set[AttemptKey]
 
     def wanted(self, runs: Sequence[Candidate], repeats: range) -> list[PlannedAttempt]:
         """The attempts that these repeats of `runs` still need: one repeat of every run, then the next."""
         attempts = (self._next_attempt(run, nth, repeats.stop) for nth in repeats for run in runs)
         return [todo for todo in attempts if todo]
 
-    def _next_attempt(self, run: Candidate, nth: int, repeats: int) -> PlannedAttempt | None:
+    def _next_attempt(self, run: Candidate, nth: int, num_repeats: int) -> PlannedAttempt | None:
         """The attempt that the nth counted repeat of `run` still needs; None when it needs no more.
 
-        Repeats count in the environment that has most of them. Those in other ones are made again, at most `repeats`
-        of them, since every node of a cluster may have an environment of its own.
+        Repeats count in the environment that has most of them. Those in other ones are made again, at most
+        `num_repeats` of them, since every node of a cluster may have an environment of its own.
         """
-        tried = groupby(self.tried.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
-        by_repeat = {repeat: [*attempts] for repeat, attempts in tried}
-        begun, accepts = self.launch.begun, self.launch.accepts
-        environments = Counter(ok.environment for tries in by_repeat.values() for a in tries if (ok := a.ok))
-        usual = [environment for environment, _ in environments.most_common(1)]
-        counted, num_suspect, elsewhere = -1, 0, 0
-        for repeat in range(len(by_repeat) + repeats):
-            attempts = by_repeat.get(repeat, [])
+        groups = groupby(self.attempts_by_run.get(run.run_id, ()), key=lambda attempt: attempt.key.repeat)
+        attempts_by_repeat = {repeat: [*attempts] for repeat, attempts in groups}
+        begun_attempts, accepts = self.launch.begun_attempts, self.launch.accepts
+        environment_counts = Counter(
+            ok.environment for tries in attempts_by_repeat.values() for a in tries if (ok := a.ok)
+        )
+        usual_environments = [environment for environment, _ in environment_counts.most_common(1)]
+        nth_counted, num_suspect, num_elsewhere = -1, 0, 0
+        for repeat in range(len(attempts_by_repeat) + num_repeats):
+            attempts = attempts_by_repeat.get(repeat, [])
             oks = {a.key: a.ok for a in attempts if a.ok}
-            if oks and not any(key not in begun or accepts(ok) for key, ok in oks.items()):
+            if oks and not any(key not in begun_attempts or accepts(ok) for key, ok in oks.items()):
                 continue  # an old result of another environment is kept, but does not count as a repeat
-            if oks and num_suspect < self.policy.attempts["suspect"] and oks.keys() <= self.suspects:
+            is_suspect = bool(oks) and oks.keys() <= self.suspect_keys
+            if is_suspect and num_suspect < self.policy.attempts["suspect"]:
                 num_suspect += 1
                 continue
-            if oks and elsewhere < repeats and all(ok.environment not in usual for ok in oks.values()):
-                elsewhere += 1
+            is_elsewhere = bool(oks) and all(ok.environment not in usual_environments for ok in oks.values())
+            if is_elsewhere and num_elsewhere < num_repeats:
+                num_elsewhere += 1
                 continue
-            counted += 1
-            if counted == nth:
+            nth_counted += 1
+            if nth_counted == nth:
                 return None if oks else self._after(run, repeat, attempts)
         return None
 
@@ -317,21 +323,23 @@ class _Following:
         """The attempt that follows `attempts`, none of which is ok; None when no more is allowed."""
         if not attempts:
             return PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, repeat, 0))
-        last = attempts[-1]
-        if last.result is None:
+        last_attempt = attempts[-1]
+        if last_attempt.result is None:
             # The attempt still runs, or its end is not known yet, so no new one is made.
-            return PlannedAttempt(candidate=run, key=last.key)
-        pause_s, share = 0.0, run.prediction.memory_share
-        if last.key not in self.state.retried and not read_otherwise(last, run.spec.kernel):
-            decision = decide_retry(attempts, self.policy, old_attempts=self.launch.old, memory_share=share)
+            return PlannedAttempt(candidate=run, key=last_attempt.key)
+        pause_s, memory_share = 0.0, run.prediction.memory_share
+        if last_attempt.key not in self.state.retried and not read_otherwise(last_attempt, run.spec.kernel):
+            decision = decide_retry(
+                attempts, self.policy, old_attempts=self.launch.old_attempts, memory_share=memory_share
+            )
             if not decision.retry:
                 return None
             pause_s = decision.pause_s
-        timeouts = sum(a.result is not None and a.result.status == Status.TIMEOUT for a in attempts)
+        num_timeouts = sum(a.result is not None and a.result.status == Status.TIMEOUT for a in attempts)
         return PlannedAttempt(
             candidate=run,
-            key=last.key._replace(attempt=last.key.attempt + 1),
-            patience=2.0**timeouts,
+            key=last_attempt.key._replace(attempt=last_attempt.key.attempt + 1),
+            limit_factor=2.0**num_timeouts,
             pause_s=pause_s,
-            rests=self.launch.ended_s.get(last.key, math.inf) < pause_s,
+            must_wait=self.launch.ended_s.get(last_attempt.key, math.inf) < pause_s,
         )

@@ -17,7 +17,7 @@ MOST_WITHOUT_RUN = 3
 """The sweep stops after this many allocations in a row that ended without having claimed a run."""
 MOST_WITHOUT_ASKED = 3
 """The sweep stops after MOST_WITHOUT_ASKED * max_jobs allocations in a row that ran only control layouts."""
-ON_REQUEST = (EndCode.PAUSED, EndCode.OUTSIDE_WINDOW)
+REQUESTED_ENDS = (EndCode.PAUSED, EndCode.OUTSIDE_WINDOW)
 """Codes of ends for which an allocation may end without having claimed a run. It still counts as one that ran
 nothing that was asked for: where the clocks of nodes differ, allocations could end like this for ever."""
 
@@ -26,11 +26,11 @@ nothing that was asked for: where the clocks of nodes differ, allocations could 
 class DeadEnd:
     """Evidence that submitting more allocations is useless."""
 
-    number: int
+    num_allocations: int
     """Number of allocations in a row that were of no use."""
-    what: str
+    missing_run: str
     """The kind of run that none of these allocations made, in words for a message."""
-    latest: AllocationState
+    allocation: AllocationState
     """The latest of these allocations."""
 
 
@@ -55,7 +55,7 @@ class Actions:
 
 
 def decide(
-    plan: Plan, state: SweepState, jobs: JobsSeen, limits: JobLimits, launch: Launch, now_s: float
+    plan: Plan, state: SweepState, jobs_seen: JobsSeen, limits: JobLimits, launch: Launch, now_s: float
 ) -> Actions:
     """What a launch has to do next.
 
@@ -65,11 +65,11 @@ def decide(
     """
     if state.cancelled:
         return Actions(stopped="cancelled", end_jobs=True)
-    attempts_left = next_attempts(plan, state, jobs.alive, launch)
-    if attempts_left.broken:
-        return Actions(stopped=attempts_left.broken, end_jobs=True)
+    attempts_left = next_attempts(plan, state, jobs_seen.alive, launch)
+    if attempts_left.stop_reason:
+        return Actions(stopped=attempts_left.stop_reason, end_jobs=True)
     if not attempts_left.todo:
-        return Actions(wait=attempts_left.waiting > 0)
+        return Actions(wait=attempts_left.num_waiting > 0)
     if state.paused:
         command = f"ultrabench sweep resume {shlex.quote(plan.config.name)}"
         return Actions(stopped=f"paused; resume with: {command}")
@@ -78,35 +78,36 @@ def decide(
     window = plan.config.launcher.window
     if not inside(window, now_s):
         return Actions(wait=True, notes=(f"outside the window {window}: no jobs are submitted",))
-    return _submit(plan, state, jobs, limits, launch.by, attempts_left)
+    return _submit(plan, state, jobs_seen, limits, launch.by, attempts_left)
 
 
 def _submit(
-    plan: Plan, state: SweepState, jobs: JobsSeen, limits: JobLimits, by: Origin, attempts_left: AttemptsLeft
+    plan: Plan, state: SweepState, jobs_seen: JobsSeen, limits: JobLimits, by: Origin, attempts: AttemptsLeft
 ) -> Actions:
     """The actions that submit as many jobs as the limits and the budget allow."""
-    holding = (state.allocations[name] for name in jobs.alive | jobs.leaving)
-    open_here = [allocation for allocation in holding if same_place(by, allocation.by)]
+    allocations_here = (state.allocations[name] for name in jobs_seen.alive | jobs_seen.leaving)
+    open_allocations = [allocation for allocation in allocations_here if same_place(by, allocation.by)]
     # New jobs are submitted when half of the old ones are over, so that several go into one array.
-    if len(open_here) > limits.max_jobs // 2:
+    if len(open_allocations) > limits.max_jobs // 2:
         return Actions(wait=True)
-    room = limits.max_jobs - len(open_here)
-    free = limits.max_nodes - sum(allocation.nodes for allocation in open_here)
-    used = committed_gpu_hours(plan, state, jobs.alive, jobs.held_s)
-    chosen: list[PlannedJob] = []
-    for job in planned_jobs(plan, attempts_left, state, limits.max_limit_s, jobs.held_s):
-        if len(chosen) >= room or job.nodes > free:
+    num_free_jobs = limits.max_jobs - len(open_allocations)
+    num_free_nodes = limits.max_nodes - sum(allocation.nodes for allocation in open_allocations)
+    used_gpu_hours = committed_gpu_hours(plan, state, jobs_seen.alive, jobs_seen.held_s)
+    chosen_jobs: list[PlannedJob] = []
+    for job in planned_jobs(plan, attempts, state, limits.max_limit_s, jobs_seen.held_s):
+        if len(chosen_jobs) >= num_free_jobs or job.nodes > num_free_nodes:
             break
-        if limits.max_gpu_hours is not None and used + job.gpu_hours > limits.max_gpu_hours:
-            if chosen:
+        next_gpu_hours = used_gpu_hours + job.gpu_hours
+        if limits.max_gpu_hours is not None and next_gpu_hours > limits.max_gpu_hours:
+            if chosen_jobs:
                 break
-            after = f"{used + job.gpu_hours:.3g}, over the budget of {limits.max_gpu_hours:.3g}"
-            stopped = f"the next job would raise the GPU hours from {used:.3g} to {after}"
+            budget_text = f"{next_gpu_hours:.3g}, over the budget of {limits.max_gpu_hours:.3g}"
+            stopped = f"the next job would raise the GPU hours from {used_gpu_hours:.3g} to {budget_text}"
             return Actions(over_budget=True, stopped=stopped)
-        chosen.append(job)
-        free -= job.nodes
-        used += job.gpu_hours
-    return Actions(submit=tuple(chosen), avoid=excluded_nodes(state, plan.config.retry), wait=True)
+        chosen_jobs.append(job)
+        num_free_nodes -= job.nodes
+        used_gpu_hours = next_gpu_hours
+    return Actions(submit=tuple(chosen_jobs), avoid=excluded_nodes(state, plan.config.retry), wait=True)
 
 
 def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd | None:
@@ -115,20 +116,22 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
     This bounds the number of allocations of a launch. An allocation that runs something ends an attempt, and
     the retry policy bounds the attempts. Only a few of the other allocations may follow each other.
     """
-    ended = (allocation for allocation in state.allocations.values() if allocation.ended is not None)
-    over = [a for a in ended if a.submission[0] == launch.name and a.name not in launch.excused]
-    over.sort(key=lambda allocation: allocation.submission)
-    without_run = without_asked = 0
-    for allocation in over:
+    ended_allocations = (a for a in state.allocations.values() if a.ended is not None)
+    ended_here = [
+        a for a in ended_allocations if a.submission[0] == launch.name and a.name not in launch.excused
+    ]
+    ended_here.sort(key=lambda allocation: allocation.submission)
+    num_without_run = num_without_asked = 0
+    for allocation in ended_here:
         attempts = (state.attempts[key] for key in allocation.tasks if key in state.attempts)
-        ran = {attempt.key for attempt in attempts if attempt.allocation == allocation.name}
-        requested = [key for key in allocation.tasks if key.run_id != allocation.control] or allocation.tasks
-        if allocation.end is None or allocation.end.code not in ON_REQUEST:
-            without_run = 0 if ran else without_run + 1
-        without_asked = 0 if ran & {*requested} else without_asked + 1
-    if without_run >= MOST_WITHOUT_RUN:
-        return DeadEnd(number=without_run, what="anything", latest=over[-1])
-    if over and without_asked >= MOST_WITHOUT_ASKED * limits.max_jobs:
+        ran_keys = {attempt.key for attempt in attempts if attempt.allocation == allocation.name}
+        requested_keys = [k for k in allocation.tasks if k.run_id != allocation.control] or allocation.tasks
+        if allocation.end is None or allocation.end.code not in REQUESTED_ENDS:
+            num_without_run = 0 if ran_keys else num_without_run + 1
+        num_without_asked = 0 if ran_keys & {*requested_keys} else num_without_asked + 1
+    if num_without_run >= MOST_WITHOUT_RUN:
+        return DeadEnd(num_allocations=num_without_run, missing_run="anything", allocation=ended_here[-1])
+    if ended_here and num_without_asked >= MOST_WITHOUT_ASKED * limits.max_jobs:
         subject = "any run except control layouts"
-        return DeadEnd(number=without_asked, what=subject, latest=over[-1])
+        return DeadEnd(num_allocations=num_without_asked, missing_run=subject, allocation=ended_here[-1])
     return None

@@ -11,44 +11,44 @@ from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, values_of
 from ultrabench.store.state import SweepState
 
-MOST = 3
+MAX_NAMED = 3
 """Largest number of differences that a text names."""
 
 
 def other_shapes(models: Iterable[ModelShape], state: SweepState) -> Iterator[str]:
     """A line for each model that was attempted in the sweep in another shape than it has now."""
-    earlier = _earlier_runs(state)
+    earlier_runs = _earlier_runs(state)
     for model in models:
-        runs = Counter(
-            {shape: n for shape, n in earlier.items() if shape.name == model.name and shape != model}
+        num_by_shape = Counter(
+            {shape: n for shape, n in earlier_runs.items() if shape.name == model.name and shape != model}
         )
-        if runs:
-            shape = max(runs, key=lambda shape: (runs[shape], shape.model_id))
-            changed = differences(values_of(shape), values_of(model), "{}: {} -> {}")
-            fact = f"model {model.name} has a different shape than in {counted(runs.total(), 'run')} of earlier launches ({changed})"
+        if num_by_shape:
+            shape = max(num_by_shape, key=lambda shape: (num_by_shape[shape], shape.model_id))
+            changes = differences(values_of(shape), values_of(model), "{}: {} -> {}")
+            fact = f"model {model.name} has a different shape than in {counted(num_by_shape.total(), 'run')} of earlier launches ({changes})"
             yield f"{fact}: those stay in the results as another model; for a separate sweep, add name=NAME"
 
 
 def _earlier_runs(state: SweepState) -> Counter[ModelShape]:
     """Shape -> number of the runs of a sweep that were claimed with it; runs that cannot be read are left out."""
-    number = Counter[ModelShape]()
+    num_by_shape = Counter[ModelShape]()
     for attempts in state.by_run().values():
         shapes = (a.spec["shape"] for a in attempts if a.spec and isinstance(a.spec.get("shape"), dict))
         if values := next(shapes, None):
             with contextlib.suppress(ConfigError):
-                number[from_dict(ModelShape, values, skip_unknown=True)] += 1
-    return number
+                num_by_shape[from_dict(ModelShape, values, skip_unknown=True)] += 1
+    return num_by_shape
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any], form: str) -> str:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], template: str) -> str:
     """The settings of a model that differ, at most MOST of them, such as `rope_theta: 10000 -> 500000`.
 
     Args:
         form: how a setting is written, with places for its name and its two values.
     """
-    names = [name for name in was if name != "name" and was[name] != now[name]]
-    texts = [form.format(name, _text(was[name]), _text(now[name])) for name in names[:MOST]]
-    return ", ".join(texts) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
+    names = [name for name in old if name != "name" and old[name] != new[name]]
+    texts = [template.format(name, _text(old[name]), _text(new[name])) for name in names[:MAX_NAMED]]
+    return ", ".join(texts) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
 def _text(value: Any) -> str:

@@ -23,11 +23,11 @@ from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, SweepState, with_lost
 from ultrabench.variant import program_of
 
-FEWEST = 3
+MIN_COMPARABLE = 3
 """Smallest number of comparable measurements, or of comparable layouts, among which one can be an outlier."""
-SIGMAS = 5.0
+MAX_SIGMAS = 5.0
 """Number of standard deviations beyond which a difference is not chance."""
-RATES, TIMES, RANKS = 0.15, 0.10, 0.25
+RATE_TOLERANCE, TIME_TOLERANCE, RANK_TOLERANCE = 0.15, 0.10, 0.25
 """Relative differences up to which a measurement is normal: of rates and clocks, of the step time of a
 control run, and between the step times of ranks."""
 SHARED_CORES_FACTOR = 10.0
@@ -36,7 +36,7 @@ SHARED_CORES_FACTOR = 10.0
 _Key = TypeVar("_Key")
 
 
-def _slower(values: Mapping[_Key, float], tolerance: float, sign: int = 1) -> dict[_Key, float]:
+def _slow_ratios(values: Mapping[_Key, float], tolerance: float, sign: int = 1) -> dict[_Key, float]:
     """Key of each value far below the median of all `values` -> its ratio to the median.
 
     Far is more than `tolerance` (relative) and more than 5 standard deviations. The standard deviation of a
@@ -46,11 +46,11 @@ def _slower(values: Mapping[_Key, float], tolerance: float, sign: int = 1) -> di
     Args:
         sign: -1 for values such as times, which are far above the median where something is slow.
     """
-    if len(values) < FEWEST:
+    if len(values) < MIN_COMPARABLE:
         return {}
     middle = median(values.values())
     sigma = 1.4826 * median(abs(value - middle) for value in values.values())
-    width = max(tolerance * abs(middle), SIGMAS * sigma)
+    width = max(tolerance * abs(middle), MAX_SIGMAS * sigma)
     return {key: value / middle for key, value in values.items() if sign * (middle - value) > width}
 
 
@@ -62,17 +62,17 @@ def suspect_attempts(state: SweepState, *, device: str) -> dict[AttemptKey, list
         device: the torch device type of the hardware, cuda or cpu.
     """
     slack = 1.0 if device == "cuda" else SHARED_CORES_FACTOR
-    of_allocations_and_attempts = (doubts_of(state, slack) for doubts_of in (_preflights, _controls, _clocks))
+    doubt_sources = (find_doubts(state, slack) for find_doubts in (_preflights, _controls, _clocks))
     suspect_losses = ((key, Doubt("loss", reason)) for key, reason in state.suspect_losses.items())
     doubts: dict[object, list[Doubt]] = defaultdict(list)
-    for subject, doubt in chain(*of_allocations_and_attempts, suspect_losses):
+    for subject, doubt in chain(*doubt_sources, suspect_losses):
         doubts[subject].append(doubt)
-    oks = ((key, a.allocation, ok) for key, a in state.attempts.items() if (ok := a.ok))
+    ok_results = ((key, a.allocation, ok) for key, a in state.attempts.items() if (ok := a.ok))
     measure = state.config.get("measure", {})
     max_foreign_load = measure.get("max_foreign_load") if isinstance(measure, dict) else None
     doubts_by_attempt = {
-        key: [*_own(ok, slack, max_foreign_load), *doubts.get(allocation, ()), *doubts.get(key, ())]
-        for key, allocation, ok in oks
+        key: [*_own_doubts(ok, slack, max_foreign_load), *doubts.get(allocation, ()), *doubts.get(key, ())]
+        for key, allocation, ok in ok_results
     }
     return {key: all_doubts for key, all_doubts in doubts_by_attempt.items() if all_doubts}
 
@@ -84,12 +84,12 @@ def impossible(mfu: float | None, device: str = "cuda", gemm_share: float | None
         mfu: a fraction.
         gemm_share: FLOPs per second of a GPU relative to those of plain matrix products in the same allocation.
     """
-    most = 1 if device == "cuda" else SHARED_CORES_FACTOR
+    max_ratio = 1 if device == "cuda" else SHARED_CORES_FACTOR
     doubts = []
-    if mfu is not None and mfu > most:
-        text = f"mfu {mfu:.2f} is above {most:g}: the step time or the peak is measured wrongly"
+    if mfu is not None and mfu > max_ratio:
+        text = f"mfu {mfu:.2f} is above {max_ratio:g}: the step time or the peak is measured wrongly"
         doubts.append(Doubt("mfu", text))
-    if gemm_share is not None and gemm_share > most:
+    if gemm_share is not None and gemm_share > max_ratio:
         text = f"it computes {gemm_share:.2f} x as fast as the plain matrix products of its allocation"
         doubts.append(Doubt("above_gemm", f"{text}: one of the two is measured wrongly"))
     return doubts
@@ -121,28 +121,28 @@ def busy_peak(core_share: float | None) -> list[str]:
 
 def control_times(state: SweepState) -> dict[str, float]:
     """Allocation -> median step time of its control run in seconds, where that run ended ok."""
-    time_by_allocation = {}
+    times_s = {}
     for key, attempt in state.attempts.items():
         allocation = state.allocations.get(attempt.allocation or "")
         if allocation and allocation.control == key.run_id and (ok := attempt.ok) and ok.step_times_s:
-            time_by_allocation[allocation.name] = median(ok.step_times_s)
-    return time_by_allocation
+            times_s[allocation.name] = median(ok.step_times_s)
+    return times_s
 
 
-def _own(result: RunResult, slack: float, max_foreign_load: float | None) -> Iterator[Doubt]:
+def _own_doubts(result: RunResult, slack: float, max_foreign_load: float | None) -> Iterator[Doubt]:
     """Reasons for doubt that the result itself gives."""
     if max_foreign_load is not None:
         if (load := result.foreign_load or 0.0) > max_foreign_load:
-            used = f"other programs used {load:.0%} of the cores of a node, limit {max_foreign_load:.0%}"
-            yield Doubt("foreign_load", used)
+            text = f"other programs used {load:.0%} of the cores of a node, limit {max_foreign_load:.0%}"
+            yield Doubt("foreign_load", text)
         if result.foreign_gpu_processes:
             yield Doubt("foreign_gpu_processes", f"also on its GPUs: {result.foreign_gpu_processes}")
     if result.throttled is not None:
         yield Doubt("throttled", f"throttled: {result.throttled}")
-    ranks = sorted(result.rank_step_times_s.items(), key=lambda rank_and_time: rank_and_time[1])
-    if ranks and ranks[-1][1] > (1 + RANKS * slack) * ranks[0][1]:
-        (fast, low), (slow, high) = ranks[0], ranks[-1]
-        yield Doubt("slow_rank", f"rank {slow} took {high / low:.2f} x the step time of rank {fast}")
+    rank_times = sorted(result.rank_step_times_s.items(), key=lambda rank_and_time: rank_and_time[1])
+    if rank_times and rank_times[-1][1] > (1 + RANK_TOLERANCE * slack) * rank_times[0][1]:
+        (fast, low_s), (slow, high_s) = rank_times[0], rank_times[-1]
+        yield Doubt("slow_rank", f"rank {slow} took {high_s / low_s:.2f} x the step time of rank {fast}")
 
 
 def _clocks(state: SweepState, slack: float) -> Iterator[tuple[AttemptKey, Doubt]]:
@@ -151,29 +151,29 @@ def _clocks(state: SweepState, slack: float) -> Iterator[tuple[AttemptKey, Doubt
     Only attempts of one run are compared, because a layout that works a GPU harder has a lower clock: the
     power limit slows it.
     """
-    clocks: dict[str, dict[AttemptKey, float]] = defaultdict(dict)
+    clocks_by_run: dict[str, dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in state.attempts.items():
         if (ok := attempt.ok) and ok.sm_clock_hz is not None:
-            clocks[key.run_id][key] = ok.sm_clock_hz
-    for by_key in clocks.values():
-        for key, share in _slower(by_key, RATES * slack).items():
-            text = f"its SM clock was {share:.2f} of the median of {len(by_key)} measurements of this run"
+            clocks_by_run[key.run_id][key] = ok.sm_clock_hz
+    for clocks in clocks_by_run.values():
+        for key, ratio in _slow_ratios(clocks, RATE_TOLERANCE * slack).items():
+            text = f"its SM clock was {ratio:.2f} of the median of {len(clocks)} measurements of this run"
             yield key, Doubt("sm_clock", text)
 
 
 def _preflights(state: SweepState, slack: float) -> Iterator[tuple[str, Doubt]]:
     """Each allocation with slower devices or links than most others of as many nodes, and a reason."""
-    for (nodes, column), by_name in preflight_rates(state).items():
-        for name, share in _slower(by_name, RATES * slack).items():
-            text = f"{column} of its allocation is {share:.2f} of the median"
-            yield name, Doubt("preflight", f"{text} of {_number(by_name, nodes)}")
-        for name in by_name if column == "gemm_flops_per_s" else ():
-            devices = state.allocations[name].preflight["probe"][column]
+    for (nodes, column), rate_by_name in preflight_rates(state).items():
+        for name, ratio in _slow_ratios(rate_by_name, RATE_TOLERANCE * slack).items():
+            text = f"{column} of its allocation is {ratio:.2f} of the median"
+            yield name, Doubt("preflight", f"{text} of {_allocations_text(rate_by_name, nodes)}")
+        for name in rate_by_name if column == "gemm_flops_per_s" else ():
+            device_rates = state.allocations[name].preflight["probe"][column]
             # All ranks wait for that of the slowest device.
-            if slower := _slower(dict(enumerate(devices)), RATES * slack):
-                rank = min(slower, key=slower.__getitem__)
-                text = f"the GEMM rate of rank {rank} is {slower[rank]:.2f}"
-                text += f" of the median of the {len(devices)} devices of its allocation"
+            if ratio_by_rank := _slow_ratios(dict(enumerate(device_rates)), RATE_TOLERANCE * slack):
+                rank = min(ratio_by_rank, key=ratio_by_rank.__getitem__)
+                text = f"the GEMM rate of rank {rank} is {ratio_by_rank[rank]:.2f}"
+                text += f" of the median of the {len(device_rates)} devices of its allocation"
                 yield name, Doubt("slow_device", text)
 
 
@@ -183,12 +183,12 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
     The allocations are in the order of their submission as far as Slurm tells it, which numbers its jobs.
     """
 
-    def submitted(allocation: AllocationState) -> tuple[int, str]:
-        number = re.match(r"\d+", str((allocation.job or {}).get("job_id")))
-        return int(number[0]) if number else 0, allocation.name
+    def submission_order(allocation: AllocationState) -> tuple[int, str]:
+        job_number = re.match(r"\d+", str((allocation.job or {}).get("job_id")))
+        return int(job_number[0]) if job_number else 0, allocation.name
 
     rates: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
-    for allocation in sorted(state.allocations.values(), key=submitted):
+    for allocation in sorted(state.allocations.values(), key=submission_order):
         probe = allocation.preflight.get("probe")
         for column, rate in summary(probe).items() if isinstance(probe, dict) else ():
             if rate is not None:
@@ -198,18 +198,18 @@ def preflight_rates(state: SweepState) -> dict[tuple[int, str], dict[str, float]
 
 def _controls(state: SweepState, slack: float) -> Iterator[tuple[str, Doubt]]:
     """Each allocation in which the control layout was slower than in most others, and the reason."""
-    times: dict[str | None, dict[str, float]] = defaultdict(dict)
+    times_by_control: dict[str | None, dict[str, float]] = defaultdict(dict)
     for name, time_s in control_times(state).items():
-        times[state.allocations[name].control][name] = time_s
-    for by_name in times.values():
-        for name, ratio in _slower(by_name, TIMES * slack, sign=-1).items():
+        times_by_control[state.allocations[name].control][name] = time_s
+    for time_by_name in times_by_control.values():
+        for name, ratio in _slow_ratios(time_by_name, TIME_TOLERANCE * slack, sign=-1).items():
             text = f"the control layout of its allocation took {ratio:.2f} x its median"
-            text += f" over {_number(by_name, state.allocations[name].nodes)}"
+            text += f" over {_allocations_text(time_by_name, state.allocations[name].nodes)}"
             yield name, Doubt("slow_control", text)
 
 
-def _number(by_name: Mapping[str, float], nodes: int) -> str:
-    return f"{counted(len(by_name), 'allocation')} of {counted(nodes, 'node')}"
+def _allocations_text(value_by_name: Mapping[str, float], nodes: int) -> str:
+    return f"{counted(len(value_by_name), 'allocation')} of {counted(nodes, 'node')}"
 
 
 TOLERANCE = {"fp8": 5e-2, "bf16": 1e-3, "fp32": 1e-6, "fp64": 1e-9}
@@ -259,18 +259,18 @@ def with_loss_outliers(state: SweepState) -> SweepState:
     """
     attempts, suspect_losses = dict(state.attempts), dict[AttemptKey, str]()
     for groups in loss_groups(state):
-        majority, *others = groups
-        if not _agreed(majority, others):
-            shown = ", ".join(f"{len(g.run_ids)} have {g}" for g in groups[:3])
-            reason = f"layouts of this model and batch differ in their loss: {shown}"
+        majority, *other_groups = groups
+        if not _agreed(majority, other_groups):
+            counts_text = ", ".join(f"{len(g.run_ids)} have {g}" for g in groups[:3])
+            reason = f"layouts of this model and batch differ in their loss: {counts_text}"
             suspect_losses |= {key: reason for group in groups for key in group.losses}
             continue
-        for key, loss in (pair for group in others for pair in group.losses.items()):
+        for key, loss in (pair for group in other_groups for pair in group.losses.items()):
             attempt = attempts[key]
             assert attempt.result is not None
-            step = "" if attempt.result.loss_step is None else f" at step {attempt.result.loss_step}"
-            number = len(majority.run_ids - {key.run_id})
-            reason = f"loss {majority.text(loss)}{step}; the other {number} layouts of this model and batch have {majority}"
+            step_text = "" if attempt.result.loss_step is None else f" at step {attempt.result.loss_step}"
+            num_others = len(majority.run_ids - {key.run_id})
+            reason = f"loss {majority.text(loss)}{step_text}; the other {num_others} layouts of this model and batch have {majority}"
             result = replace(attempt.result, status=Status.INVALID, reason=reason)
             attempts[key] = replace(attempt, result=result)
     return replace(state, attempts=attempts, suspect_losses=suspect_losses)
@@ -283,32 +283,32 @@ def loss_groups(state: SweepState) -> list[list[LossGroup]]:
     tolerance belong to one group, however long the chain is. So a new attempt may join two groups into one,
     but never split a group.
     """
-    comparable: dict[tuple[float, bytes], dict[AttemptKey, float]] = defaultdict(dict)
+    losses_by_workload: dict[tuple[float, bytes], dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in state.attempts.items():
         if (ok := attempt.ok) and ok.loss_final is not None:
             try:
-                comparable[_workload(attempt.spec or {}, ok)][key] = ok.loss_final
+                losses_by_workload[_workload(attempt.spec or {}, ok)][key] = ok.loss_final
             except (KeyError, TypeError):
                 continue  # the claim of the attempt was lost or damaged
     return [
         _groups(losses, tolerance)
-        for (tolerance, _), losses in comparable.items()
-        if len({key.run_id for key in losses}) >= FEWEST
+        for (tolerance, _), losses in losses_by_workload.items()
+        if len({key.run_id for key in losses}) >= MIN_COMPARABLE
     ]
 
 
 def _groups(losses: Mapping[AttemptKey, float], tolerance: float) -> list[LossGroup]:
-    parts: list[dict[AttemptKey, float]] = []
-    latest = -math.inf
+    chains: list[dict[AttemptKey, float]] = []
+    previous_loss = -math.inf
     for key, loss in sorted(losses.items(), key=lambda key_and_loss: key_and_loss[1]):
-        if not parts or loss - latest > tolerance * abs(loss):
-            parts.append({})
-        parts[-1][key] = latest = loss
-    groups = [LossGroup(losses=part, tolerance=tolerance) for part in parts]
+        if not chains or loss - previous_loss > tolerance * abs(loss):
+            chains.append({})
+        chains[-1][key] = previous_loss = loss
+    groups = [LossGroup(losses=chain, tolerance=tolerance) for chain in chains]
     return sorted(groups, key=lambda group: -len(group.run_ids))
 
 
-_text_of = msgspec.json.Encoder(order="deterministic").encode
+_encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 def _workload(spec: Mapping[str, Any], result: RunResult) -> tuple[float, bytes]:
@@ -323,9 +323,9 @@ def _workload(spec: Mapping[str, Any], result: RunResult) -> tuple[float, bytes]
     shape = spec["shape"] | {"name": None}
     program = kernel["name"], *program_of(spec.get("variant", {}))
     parts = (shape, spec["workload"], program, precision, result.env_id, result.loss_step)
-    return tolerance, _text_of(parts)
+    return tolerance, _encode(parts)
 
 
-def _agreed(majority: LossGroup, others: Iterable[LossGroup]) -> bool:
+def _agreed(majority: LossGroup, minority: Iterable[LossGroup]) -> bool:
     """Whether at least two thirds of the layouts belong to the group of most layouts."""
-    return len(majority.run_ids) >= 2 * len(frozenset[str]().union(*(group.run_ids for group in others)))
+    return len(majority.run_ids) >= 2 * len(frozenset[str]().union(*(group.run_ids for group in minority)))

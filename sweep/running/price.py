@@ -31,7 +31,7 @@ START_S = 120.0
 """Seconds in an allocation's time limit for the start of its agents, their rendezvous and the preflight."""
 MARGIN = 1.5
 """Factor on the predicted duration of all runs in the time limit of an allocation."""
-ROUND_S = 300.0
+LIMIT_STEP_S = 300.0
 """Limits are rounded up to multiples of this many seconds, so that more jobs have the same limit."""
 RUN_LIMIT_FACTOR = 3.0
 """A run may take this many times its predicted duration, if that is more than measure.run_limit_s."""
@@ -60,14 +60,15 @@ def controls(plan: Plan) -> dict[ControlKey, Candidate]:
 
     It has the first value of each option, as far as a run with these values can be made in that place.
     """
-    by_key, first = defaultdict[ControlKey, list[Candidate]](list), plan.config.options.first_variant
+    by_key = defaultdict[ControlKey, list[Candidate]](list)
+    first_values = plan.config.options.first_variant
     for run in plan.runs:
         by_key[control_key(run)].append(run)
 
-    def changed(run: Candidate) -> int:
-        return sum(value != first.get(name) for name, value in run.spec.variant.items())
+    def num_changed(run: Candidate) -> int:
+        return sum(value != first_values.get(name) for name, value in run.spec.variant.items())
 
-    return {key: min(runs, key=lambda run: (changed(run), *_rank(run))) for key, runs in by_key.items()}
+    return {key: min(runs, key=lambda run: (num_changed(run), *_rank(run))) for key, runs in by_key.items()}
 
 
 def _controls_used(plan: Plan) -> dict[ControlKey, Candidate]:
@@ -78,14 +79,14 @@ def _controls_used(plan: Plan) -> dict[ControlKey, Candidate]:
 
 def _rank(run: Candidate) -> tuple[float, float, str]:
     """Sort key of a control run, smaller is better; the run_id settles ties, so that all launches agree."""
-    share, time_s = run.prediction.memory_share, run.prediction.step_time_s
-    return (0.0, time_s, run.run_id) if share <= SAFE_SHARE else (share, 0.0, run.run_id)
+    memory_share, time_s = run.prediction.memory_share, run.prediction.step_time_s
+    return (0.0, time_s, run.run_id) if memory_share <= SAFE_SHARE else (memory_share, 0.0, run.run_id)
 
 
-def run_limit_s(todo: PlannedAttempt, config: SweepConfig) -> float:
+def run_limit_s(attempt: PlannedAttempt, config: SweepConfig) -> float:
     """Wall-clock limit of one attempt, in seconds."""
-    predicted = RUN_LIMIT_FACTOR * todo.candidate.prediction.duration_s
-    return max(config.measure.run_limit_s, predicted) * todo.patience
+    predicted_s = RUN_LIMIT_FACTOR * attempt.candidate.prediction.duration_s
+    return max(config.measure.run_limit_s, predicted_s) * attempt.limit_factor
 
 
 def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> float:
@@ -96,9 +97,9 @@ def allocation_limit_s(group: Sequence[PlannedAttempt], config: SweepConfig) -> 
     """
     if config.launcher.time_minutes is not None:
         return 60.0 * config.launcher.time_minutes
-    predicted = sum(t.candidate.prediction.duration_s for t in group)
-    slowest = max(run_limit_s(t, config) for t in group)
-    return ROUND_S * math.ceil((START_S + MARGIN * predicted + slowest) / ROUND_S)
+    predicted_s = sum(t.candidate.prediction.duration_s for t in group)
+    slowest_limit_s = max(run_limit_s(t, config) for t in group)
+    return LIMIT_STEP_S * math.ceil((START_S + MARGIN * predicted_s + slowest_limit_s) / LIMIT_STEP_S)
 
 
 def least_limit_s(predicted_s: float, config: SweepConfig) -> float:
@@ -119,31 +120,36 @@ def within_limit(plan: Plan, max_limit_s: float = math.inf) -> Plan:
     Raises:
         ConfigError: no run is left.
     """
-    minutes_of_launcher = plan.config.launcher.time_minutes
-    most_s = min(max_limit_s, 60.0 * (minutes_of_launcher or math.inf))
-    limit_text = f"launcher.time_minutes={minutes_of_launcher}"
-    if most_s == max_limit_s:
+    time_minutes = plan.config.launcher.time_minutes
+    longest_s = min(max_limit_s, 60.0 * (time_minutes or math.inf))
+    limit_text = f"launcher.time_minutes={time_minutes}"
+    if longest_s == max_limit_s:
         limit_text = f"partition, QOS and account limit a job to {max_limit_s / 60:.0f} minutes"
-    cells, needed = _controls_used(plan), dict[str, int]()
+    control_by_key, minutes_by_run = _controls_used(plan), dict[str, int]()
     for run in plan.runs:
-        together = {c.run_id: c.prediction.duration_s for c in (run, cells.get(control_key(run), run))}
-        if (limit_s := least_limit_s(sum(together.values()), plan.config)) > most_s:
-            needed[run.run_id] = math.ceil(limit_s / 60)
-    unit = "minutes with its control run" if cells else "minutes"
-    if needed and len(needed) == len(plan.runs):
+        control = control_by_key.get(control_key(run), run)
+        duration_by_run = {c.run_id: c.prediction.duration_s for c in (run, control)}
+        if (limit_s := least_limit_s(sum(duration_by_run.values()), plan.config)) > longest_s:
+            minutes_by_run[run.run_id] = math.ceil(limit_s / 60)
+    unit = "minutes with its control run" if control_by_key else "minutes"
+    if minutes_by_run and len(minutes_by_run) == len(plan.runs):
         advice = "allow more time, or take fewer steps with measure=quick"
-        least = f"the shortest of {counted(len(needed), 'run')} needs {min(needed.values())} {unit}"
-        raise ConfigError(f"{limit_text}; {least}: {advice}")
-    reasons = {run_id: f"a job needs {minutes} {unit}; {limit_text}" for run_id, minutes in needed.items()}
-    out = [replace(c, rule=TIME_LIMIT, reason=reasons[c.run_id]) for c in plan.runs if c.run_id in reasons]
+        least_text = f"the shortest of {counted(len(minutes_by_run), 'run')} needs {min(minutes_by_run.values())} {unit}"
+        raise ConfigError(f"{limit_text}; {least_text}: {advice}")
+    reasons = {
+        run_id: f"a job needs {minutes} {unit}; {limit_text}" for run_id, minutes in minutes_by_run.items()
+    }
+    rejected = [
+        replace(c, rule=TIME_LIMIT, reason=reasons[c.run_id]) for c in plan.runs if c.run_id in reasons
+    ]
     candidates = (c for c in plan.candidates if c.run_id not in reasons)
-    return replace(plan, candidates=(*candidates, *out)) if out else plan
+    return replace(plan, candidates=(*candidates, *rejected)) if rejected else plan
 
 
 def pack(
     todo: Iterable[PlannedAttempt],
     config: SweepConfig,
-    cells: Mapping[ControlKey, Candidate] = {},
+    control_by_key: Mapping[ControlKey, Candidate] = {},
     max_limit_s: float = math.inf,
 ) -> list[list[PlannedAttempt]]:
     """The attempts in groups, in order; each group is for one allocation.
@@ -153,27 +159,27 @@ def pack(
     duration with its control run, or launcher.pack runs.
 
     Args:
-        cells: the control run of each control key; a group is filled at least until its control run takes at most
+        control_by_key: the control run of each key; a group is filled at least until its control run takes at most
             CONTROL_SHARE of its time.
         max_limit_s: the longest time limit of an allocation, in which all runs of a group have to begin.
     """
     groups: list[list[PlannedAttempt]] = []
-    latest: dict[tuple[object, ...], tuple[list[PlannedAttempt], float]] = {}
+    open_groups: dict[tuple[object, ...], tuple[list[PlannedAttempt], float]] = {}
     longest_s, max_runs = 60 * config.launcher.allocation_minutes, config.launcher.pack or math.inf
     max_limit_s = min(max_limit_s, 60.0 * (config.launcher.time_minutes or math.inf))
     for attempt in todo:
-        run, control = attempt.candidate, cells.get(control_key(attempt.candidate))
-        kind = (run.nodes, attempt.key.repeat, run.place, run.cell if config.launcher.control else None)
+        run, control = attempt.candidate, control_by_key.get(control_key(attempt.candidate))
+        group_key = (run.nodes, attempt.key.repeat, run.place, run.cell if config.launcher.control else None)
         control_s = control.prediction.duration_s if control else 0.0
-        own_s = 0.0 if control and control.run_id == run.run_id else run.prediction.duration_s
-        group, filled_s = latest.get(kind, ([], 0.0))
-        is_full = filled_s + own_s > longest_s and filled_s >= control_s / CONTROL_SHARE
-        is_too_long = least_limit_s(filled_s + own_s, config) > max_limit_s
+        run_s = 0.0 if control and control.run_id == run.run_id else run.prediction.duration_s
+        group, filled_s = open_groups.get(group_key, ([], 0.0))
+        is_full = filled_s + run_s > longest_s and filled_s >= control_s / CONTROL_SHARE
+        is_too_long = least_limit_s(filled_s + run_s, config) > max_limit_s
         if not group or is_full or is_too_long or len(group) >= max_runs:
             group, filled_s = [], control_s
             groups.append(group)
         group.append(attempt)
-        latest[kind] = group, filled_s + own_s
+        open_groups[group_key] = group, filled_s + run_s
     return groups
 
 
@@ -209,7 +215,7 @@ class PlannedJob:
 
 def planned_jobs(
     plan: Plan,
-    left: AttemptsLeft,
+    attempts_left: AttemptsLeft,
     state: SweepState,
     max_limit_s: float = math.inf,
     held_s: Mapping[str, float] = {},
@@ -221,21 +227,23 @@ def planned_jobs(
     """
     config = plan.config
     start_s = _start_s(plan, state, held_s)
-    cells = _controls_used(plan)
-    known_attempts = [*state.attempts, *(t.key for t in left.todo)]
+    control_by_key = _controls_used(plan)
+    known_attempts = [*state.attempts, *(t.key for t in attempts_left.todo)]
     known_attempts += [key for allocation in state.allocations.values() for key in allocation.tasks]
     # The repeats of control runs are new ones: larger than those of the plan and all known ones.
     last_repeat = defaultdict[str, int](lambda: config.repeats - 1)
     for run_id, repeat, _ in known_attempts:
         last_repeat[run_id] = max(last_repeat[run_id], repeat)
-    best = best_of_cells(plan.runs, with_loss_outliers(state), config.hardware.device) if left.todo else {}
-    priced = set[int]()
-    for group in pack(left.todo, config, cells, max_limit_s):
+    best = dict[CellKey, Standing]()
+    if attempts_left.todo:
+        best = best_of_cells(plan.runs, with_loss_outliers(state), config.hardware.device)
+    priced_nodes = set[int]()
+    for group in pack(attempts_left.todo, config, control_by_key, max_limit_s):
         nodes = group[0].candidate.nodes
-        if nodes in left.untried and nodes in priced:
+        if nodes in attempts_left.untried_nodes and nodes in priced_nodes:
             continue
-        priced.add(nodes)
-        control = cells.get(control_key(group[0].candidate))
+        priced_nodes.add(nodes)
+        control = control_by_key.get(control_key(group[0].candidate))
         control_id = control.run_id if control else None
         if control and all(t.key.run_id != control_id for t in group):
             last_repeat[control.run_id] += 1
@@ -258,15 +266,16 @@ def _start_s(plan: Plan, state: SweepState, held_s: Mapping[str, float]) -> floa
     The median is over allocations that are over. While there are none, it is over open allocations that have
     ended a run, with `held_s`. While no run has ended, the value is ALLOCATION_START_S.
     """
-    ran: dict[str, float] = {}
+    ran_s: dict[str, float] = {}
     for attempt in state.attempts.values():
         if attempt.allocation and attempt.result:
-            ran[attempt.allocation] = ran.get(attempt.allocation, 0.0) + (attempt.result.duration_s or 0.0)
-    over = {h.name: h.held_s for h in state.allocations.values() if h.agents and h.ended is not None}
-    over = over or {name: seconds for name, seconds in held_s.items() if ran.get(name)}
-    if not over:
+            duration_s = attempt.result.duration_s or 0.0
+            ran_s[attempt.allocation] = ran_s.get(attempt.allocation, 0.0) + duration_s
+    ended_s = {a.name: a.held_s for a in state.allocations.values() if a.agents and a.ended is not None}
+    ended_s = ended_s or {name: seconds for name, seconds in held_s.items() if ran_s.get(name)}
+    if not ended_s:
         return ALLOCATION_START_S[plan.config.hardware.device]
-    return median(max(0.0, seconds - ran.get(name, 0.0)) for name, seconds in over.items())
+    return median(max(0.0, seconds - ran_s.get(name, 0.0)) for name, seconds in ended_s.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,33 +306,33 @@ class Price:
 def price_of(plan: Plan, state: SweepState | None = None, max_limit_s: float = math.inf) -> Price:
     """The price of what is left of a sweep; without `state`, the price of the whole sweep."""
     state = state or SweepState()
-    todo = next_attempts(plan, state, launch=Launch(old=frozenset(state.attempts))).todo
+    todo = next_attempts(plan, state, launch=Launch(old_attempts=frozenset(state.attempts))).todo
     if plan.config.strategy == "adaptive":  # those to submit now are only the next ones of a search
-        submitted = {t.key.run_id for t in todo}
-        later = expected(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
-        further = [PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later]
-        todo = (*todo, *(t for t in further if t.key.run_id not in submitted))
+        submitted_ids = {t.key.run_id for t in todo}
+        later_runs = expected(plan.runs, state, plan.config.max_p_oom, plan.config.batch)
+        later_todo = [PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, 0, 0)) for run in later_runs]
+        todo = (*todo, *(t for t in later_todo if t.key.run_id not in submitted_ids))
     confirmations = _confirmations(plan, todo)
-    whole = AttemptsLeft(todo=(*todo, *confirmations), waiting=0)
-    requested = {t.key for t in whole.todo}
-    jobs = tuple(planned_jobs(plan, whole, state, max_limit_s))
-    tasks = {t.key: t.candidate for job in jobs for t in job.attempts}
-    starts = sum(job.gpu_hours for job in jobs) - _priced(tasks.values())[1]
-    cells, measure = by_cell(attempt.candidate for attempt in todo), plan.config.measure
-    low, high = _interval(tasks.values(), measure)
+    attempts_left = AttemptsLeft(todo=(*todo, *confirmations), num_waiting=0)
+    requested_keys = {t.key for t in attempts_left.todo}
+    jobs = tuple(planned_jobs(plan, attempts_left, state, max_limit_s))
+    run_by_key = {t.key: t.candidate for job in jobs for t in job.attempts}
+    start_gpu_hours = sum(job.gpu_hours for job in jobs) - _priced(run_by_key.values())[1]
+    runs_by_cell, measure = by_cell(attempt.candidate for attempt in todo), plan.config.measure
+    low_gpu_hours, high_gpu_hours = _interval(run_by_key.values(), measure)
     extra = {
-        "control runs": _priced([run for key, run in tasks.items() if key not in requested]),
+        "control runs": _priced([run for key, run in run_by_key.items() if key not in requested_keys]),
         "repeats of the best": _priced([t.candidate for t in confirmations]),
-        "starts of jobs": (len(jobs), max(0.0, starts)),
+        "starts of jobs": (len(jobs), max(0.0, start_gpu_hours)),
     }
     return Price(
         jobs=jobs,
-        runs={cell: _priced(runs) for cell, runs in cells.items()},
+        runs={cell: _priced(runs) for cell, runs in runs_by_cell.items()},
         left=len({attempt.key.run_id for attempt in todo}),
         repeats_only=all(attempt.key.repeat for attempt in todo),
         extra={purpose: (number, cost) for purpose, (number, cost) in extra.items() if number},
-        interval=(starts + low, starts + high),
-        intervals={cell: _interval(runs, measure) for cell, runs in cells.items()},
+        interval=(start_gpu_hours + low_gpu_hours, start_gpu_hours + high_gpu_hours),
+        intervals={cell: _interval(runs, measure) for cell, runs in runs_by_cell.items()},
     )
 
 
@@ -349,14 +358,17 @@ def _confirmations(plan: Plan, todo: Iterable[PlannedAttempt]) -> list[PlannedAt
     """
     repeats = plan.config.repeats
     cells = {t.candidate.cell for t in todo if t.key.repeat < repeats}
-    searched = {t.key.run_id for t in todo} if plan.config.strategy == "adaptive" else None
-    open_cells = (runs for cell, runs in plan.cells.items() if cell in cells)
-    fitting = [[r for r in runs if r.fits and (not searched or r.run_id in searched)] for runs in open_cells]
-    best = [nsmallest(MAX_CONTENDERS, runs, key=_predicted_s) for runs in fitting]
+    searched_ids = {t.key.run_id for t in todo} if plan.config.strategy == "adaptive" else None
+    runs_of_cells = (runs for cell, runs in plan.cells.items() if cell in cells)
+    fitting_runs = [
+        [r for r in runs if r.fits and (not searched_ids or r.run_id in searched_ids)]
+        for runs in runs_of_cells
+    ]
+    best_runs = [nsmallest(MAX_CONTENDERS, runs, key=_predicted_s) for runs in fitting_runs]
     return [
         PlannedAttempt(candidate=run, key=AttemptKey(run.run_id, nth, 0))
         for nth in range(repeats, plan.config.measure.confirm)
-        for runs in best
+        for runs in best_runs
         for run in runs
         if _predicted_s(run) <= NEAR_BEST * _predicted_s(runs[0])
     ]
@@ -374,12 +386,14 @@ def committed_gpu_hours(
     Args:
         held_s: allocation -> seconds for which it had held its nodes when last seen, setup included.
     """
-    per_node = plan.config.hardware.gpus_per_node
-    price = {c.run_id: c.gpu_hours for c in plan.runs}
-    start_s, total = _start_s(plan, state, held_s), 0.0
+    gpus_per_node = plan.config.hardware.gpus_per_node
+    price_by_run = {c.run_id: c.gpu_hours for c in plan.runs}
+    start_s, total_gpu_hours = _start_s(plan, state, held_s), 0.0
     for name, allocation in state.allocations.items():
-        seconds = allocation.held_s if allocation.timed else max(allocation.held_s, held_s.get(name, 0.0))
-        runs = sum(price.get(key.run_id, 0.0) for key in allocation.tasks)
-        planned = start_s * allocation.nodes * per_node / 3600 + runs if name in open_names else 0.0
-        total += max(seconds * allocation.nodes * per_node / 3600, planned)
-    return total
+        held = allocation.held_s if allocation.timed else max(allocation.held_s, held_s.get(name, 0.0))
+        run_gpu_hours = sum(price_by_run.get(key.run_id, 0.0) for key in allocation.tasks)
+        planned_gpu_hours = (
+            start_s * allocation.nodes * gpus_per_node / 3600 + run_gpu_hours if name in open_names else 0.0
+        )
+        total_gpu_hours += max(held * allocation.nodes * gpus_per_node / 3600, planned_gpu_hours)
+    return total_gpu_hours

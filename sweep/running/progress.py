@@ -17,7 +17,7 @@ from ultrabench.sweep.running.attempts import attempts_after, expected, searchin
 from ultrabench.sweep.running.outliers import for_answers
 from ultrabench.sweep.running.standings import best_of_cells, suspects_of
 
-_AS_IT_IS = ("sweep", "runs", "by_status", "attempts", "to_go", "eta_s", "runs_per_hour", "node_warnings")
+_JSON_FIELDS = ("sweep", "runs", "by_status", "attempts", "to_go", "eta_s", "runs_per_hour", "node_warnings")
 """Fields that `sweep status --json` has under their own names."""
 
 
@@ -35,17 +35,17 @@ class SweepProgress:
     settled_by_nodes: Counter[int]
     settled: frozenset[str]
     """run_ids of the runs that are over: measured, skipped, or failed and not tried again."""
-    again: dict[AttemptKey, float]
+    pause_by_key: dict[AttemptKey, float]
     """Failed attempt that stands for a run and that another one follows -> seconds to wait after its end."""
-    again_by_status: Counter[str]
+    retried_by_status: Counter[str]
     """Status of these attempts -> their number."""
     skipped: dict[str, str]
     """run_id of each skipped run -> the reason."""
     running: tuple[tuple[Candidate, AttemptState], ...]
     """Runs that are running now, with their attempts."""
-    waiting: int
+    num_waiting: int
     """Number of allocations that were submitted and have not started."""
-    at_work: int
+    num_at_work: int
     """Number of allocations that have started and whose end is not known, also during their preflight."""
     attempts: int
     useful_gpu_hours: float
@@ -60,7 +60,7 @@ class SweepProgress:
     """How many attempts began in an hour, by the latest ones; None before the third."""
     best: tuple[tuple[Candidate, Standing], ...]
     """The best run of each cell so far, sorted by cell."""
-    wide: dict[str, float]
+    width_by_run: dict[str, float]
     """run_id -> relative half 95 % interval of its step time, for ok runs whose interval missed its target."""
     node_warnings: tuple[str, ...]
     """Lines about the health of nodes, from the latest preflight of each."""
@@ -82,14 +82,14 @@ class SweepProgress:
     def as_json(self) -> dict[str, Any]:
         """The document of `sweep status --json`."""
         return {
-            **{name: getattr(self, name) for name in _AS_IT_IS},
+            **{name: getattr(self, name) for name in _JSON_FIELDS},
             "settled": len(self.settled),
             "gpu_hours": {
                 "useful": round(self.useful_gpu_hours, 6),
                 "wasted": round(self.wasted_gpu_hours, 6),
                 "wasted_by_status": {k: round(v, 6) for k, v in self.wasted_by_status.items()},
             },
-            "waiting_allocations": self.waiting,
+            "waiting_allocations": self.num_waiting,
             "running": [
                 {
                     "run_id": run.run_id,
@@ -100,7 +100,7 @@ class SweepProgress:
                 }
                 for run, attempt in self.running
             ],
-            "suspects": {str(key): why for key, why in self.suspects.items()},
+            "suspects": {str(key): reasons for key, reasons in self.suspects.items()},
             "best": [
                 {
                     "model": run.shape.name,
@@ -121,87 +121,96 @@ def progress_of(
     planned: Sequence[Candidate],
     state: SweepState,
     device: str,
-    old: frozenset[AttemptKey] | None = None,
+    old_attempts: frozenset[AttemptKey] | None = None,
 ) -> SweepProgress:
     """The progress of `planned` according to `state`.
 
     Args:
         device: the torch device type of the hardware, cuda or cpu.
-        old: attempts that ended before the launch that goes on; None tells what the next launch would try again.
+        old_attempts: those that ended before the present launch; None tells what the next launch would try again.
     """
     state = for_answers(state)
     runs = {r.run_id: r for r in planned}
-    final = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in runs}
+    attempts = {run_id: a for run_id, a in standing_attempts(state).items() if run_id in runs}
     skipped = skips(planned, state)
-    status = {run_id: str(Status.SKIPPED) if run_id in skipped else PENDING for run_id in runs}
-    status |= {i: str(a.result.status) if a.result else RUNNING for i, a in final.items()}
+    statuses = {run_id: str(Status.SKIPPED) if run_id in skipped else PENDING for run_id in runs}
+    statuses |= {i: str(a.result.status) if a.result else RUNNING for i, a in attempts.items()}
     suspects = suspects_of(runs, state, device)
     best = best_of_cells(planned, state, device, suspects)
-    useful, wasted = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
+    useful_gpu_hours, wasted_by_status = gpu_hours(state, planned[0].spec.gpus_per_node if planned else 0)
     by_nodes = defaultdict[int, Counter[str]](Counter)
     for run in planned:
-        by_nodes[run.nodes][status[run.run_id]] += 1
-    dominated = {run_id for run_id, skip in skipped.items() if skip.dominator}
-    failed = [runs[i] for i, a in final.items() if a.result and not a.ok and i not in dominated]
-    pause_by_key = {final[t.key.run_id].key: t.pause_s for t in attempts_after(failed, state, old)}
-    unsettled = {i for i, s in status.items() if s in UNSETTLED} | {key.run_id for key in pause_by_key}
-    settled = frozenset(runs.keys() - unsettled)
+        by_nodes[run.nodes][statuses[run.run_id]] += 1
+    dominated_ids = {run_id for run_id, skip in skipped.items() if skip.dominator}
+    failed_runs = [runs[i] for i, a in attempts.items() if a.result and not a.ok and i not in dominated_ids]
+    pause_by_key = {
+        attempts[t.key.run_id].key: t.pause_s for t in attempts_after(failed_runs, state, old_attempts)
+    }
+    unsettled_ids = {i for i, s in statuses.items() if s in UNSETTLED}
+    unsettled_ids |= {key.run_id for key in pause_by_key}
+    settled_ids = frozenset(runs.keys() - unsettled_ids)
     if searching(state):
         config = state.config
         max_p_oom, batch = float(config.get("max_p_oom", 1.0)), int(config["sweep"].get("batch", 1))
-        unsettled &= final.keys() | {run.run_id for run in expected(planned, state, max_p_oom, batch)}
-    left_s = sum(runs[run_id].prediction.duration_s for run_id in unsettled)
-    ended = ((runs[i], a.ok.duration_s) for i, a in final.items() if a.ok)
-    ratios = [duration_s / run.prediction.duration_s for run, duration_s in ended if duration_s]
-    unended = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
+        unsettled_ids &= attempts.keys() | {run.run_id for run in expected(planned, state, max_p_oom, batch)}
+    left_s = sum(runs[run_id].prediction.duration_s for run_id in unsettled_ids)
+    ok_runs = ((runs[i], a.ok.duration_s) for i, a in attempts.items() if a.ok)
+    duration_ratios = [duration_s / run.prediction.duration_s for run, duration_s in ok_runs if duration_s]
+    have_started = [bool(a.agents) for a in state.allocations.values() if a.ended is None]
+    num_at_work = have_started.count(True)
+    eta_s = None if unsettled_ids else 0.0
+    if duration_ratios:
+        eta_s = left_s * median(duration_ratios) / max(1, num_at_work)
     return SweepProgress(
         sweep=sweep,
         runs=len(runs),
         cell_columns=(*cell_columns(run.cell for run in planned),),
-        by_status=dict(sorted(Counter(status.values()).items())),
+        by_status=dict(sorted(Counter(statuses.values()).items())),
         by_nodes={n: dict(sorted(c.items())) for n, c in sorted(by_nodes.items())},
-        settled_by_nodes=Counter(run.nodes for run in planned if run.run_id in settled),
-        settled=settled,
-        again=pause_by_key,
-        again_by_status=Counter(status[key.run_id] for key in pause_by_key),
-        skipped={run_id: skip.reason for run_id, skip in skipped.items() if status[run_id] == Status.SKIPPED},
-        running=tuple((runs[i], final[i]) for i, s in status.items() if s == RUNNING),
-        waiting=unended.count(False),
-        at_work=unended.count(True),
+        settled_by_nodes=Counter(run.nodes for run in planned if run.run_id in settled_ids),
+        settled=settled_ids,
+        pause_by_key=pause_by_key,
+        retried_by_status=Counter(statuses[key.run_id] for key in pause_by_key),
+        skipped={
+            run_id: skip.reason for run_id, skip in skipped.items() if statuses[run_id] == Status.SKIPPED
+        },
+        running=tuple((runs[i], attempts[i]) for i, s in statuses.items() if s == RUNNING),
+        num_waiting=have_started.count(False),
+        num_at_work=num_at_work,
         attempts=len(state.attempts),
-        useful_gpu_hours=useful,
-        wasted_by_status=wasted,
-        to_go=len(unsettled),
-        eta_s=left_s * median(ratios) / max(1, unended.count(True)) if ratios else None if unsettled else 0.0,
+        useful_gpu_hours=useful_gpu_hours,
+        wasted_by_status=wasted_by_status,
+        to_go=len(unsettled_ids),
+        eta_s=eta_s,
         runs_per_hour=_runs_per_hour(state),
         best=tuple((runs[standing.run_id], standing) for standing in best.values()),
-        wide={
+        width_by_run={
             run_id: width
-            for run_id, a in final.items()
+            for run_id, a in attempts.items()
             if a.ok and a.ok.ci_reached is False and (width := ci95_rel(a.ok.step_times_s)) is not None
         },
         node_warnings=tuple(warning_lines(node_warnings(state.node_facts()))),
         suspects=suspects,
-        failures=_latest_failures(runs, final),
+        failures=_latest_failures(runs, attempts),
     )
 
 
 def _latest_failures(
-    runs: Mapping[str, Candidate], final: Mapping[str, AttemptState]
+    runs: Mapping[str, Candidate], attempts: Mapping[str, AttemptState]
 ) -> tuple[tuple[Candidate, AttemptState], ...]:
     """The field `failures` of the progress."""
-    others = {Status.OK, *INTERRUPTED}
-    failed = [(runs[i], a) for i, a in final.items() if a.result and a.result.status not in others]
-    return tuple(sorted(failed, key=lambda pair: pair[1].time or 0.0)[-5:])
+    no_failure = {Status.OK, *INTERRUPTED}
+    failures = [(runs[i], a) for i, a in attempts.items() if a.result and a.result.status not in no_failure]
+    return tuple(sorted(failures, key=lambda pair: pair[1].time or 0.0)[-5:])
 
 
 def _runs_per_hour(state: SweepState) -> float | None:
     """Attempts begun in an hour, by the latest 20 of the hour before the newest one."""
-    begun = sorted(attempt.time for attempt in state.attempts.values() if attempt.time is not None)
-    latest = [time for time in begun[-20:] if time > begun[-1] - 3600]
-    if len(latest) < 3 or latest[-1] == latest[0]:
+    begin_times = sorted(attempt.time for attempt in state.attempts.values() if attempt.time is not None)
+    latest_times = [time for time in begin_times[-20:] if time > begin_times[-1] - 3600]
+    if len(latest_times) < 3 or latest_times[-1] == latest_times[0]:
         return None
-    return (len(latest) - 1) / (latest[-1] - latest[0]) * 3600
+    return (len(latest_times) - 1) / (latest_times[-1] - latest_times[0]) * 3600
 
 
 def standing_attempts(state: SweepState) -> dict[str, AttemptState]:
@@ -230,14 +239,14 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
     and runs that were lost together with their allocation.
     """
     by_status: dict[str, float] = defaultdict(float)
-    ran: dict[str | None, float] = defaultdict(float)
+    hours_by_allocation: dict[str | None, float] = defaultdict(float)
     for attempt in state.attempts.values():
         result, spec = attempt.result, attempt.spec
         if result and result.duration_s is not None and spec:
             hours = result.duration_s * spec["nodes"] * spec["gpus_per_node"] / 3600
-            ran[attempt.allocation] += hours
+            hours_by_allocation[attempt.allocation] += hours
             by_status[str(result.status)] += hours
     held_hours = {n: a.held_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}
-    between = sum(max(0.0, hours - ran[name]) for name, hours in held_hours.items())
+    between_hours = sum(max(0.0, hours - hours_by_allocation[name]) for name, hours in held_hours.items())
     useful = by_status.pop(Status.OK.value, 0.0)
-    return useful, {**by_status} | ({"between_runs": between} if between else {})
+    return useful, {**by_status} | ({"between_runs": between_hours} if between_hours else {})

@@ -49,7 +49,7 @@ def decide_retry(
     similar_attempts = [a for a in attempts if a.result and policy.kind(a.result) == kind]
     if kind == "outside":
         similar_attempts = [a for a in similar_attempts if a.key not in old_attempts]
-    elif last_result.status == Status.OOM and not _sure(last_result, memory_share):
+    elif last_result.status == Status.OOM and not _is_sure(last_result, memory_share):
         num_allowed += 1
     elif hosts := _deterministic(results):
         return RetryDecision(retry=False, why=f"the same failure on {hosts[0]} and on {hosts[1]}")
@@ -62,7 +62,7 @@ def decide_retry(
     return RetryDecision(retry=True, why=why, pause_s=pause_s if STATUSES[last_result.status].pause else 0.0)
 
 
-def _sure(result: RunResult, memory_share: float) -> bool:
+def _is_sure(result: RunResult, memory_share: float) -> bool:
     return bool(result.confirmed) and memory_share >= SURE_OOM
 
 
@@ -72,7 +72,7 @@ def proven_oom(attempts: Iterable[AttemptState], memory_share: float) -> bool:
     One confirmed OOM is enough where the prediction agrees; else it takes two, one of them confirmed.
     """
     ooms = [a.result for a in attempts if a.result and a.result.status == Status.OOM]
-    return any(_sure(r, memory_share) for r in ooms) or (len(ooms) > 1 and any(r.confirmed for r in ooms))
+    return any(_is_sure(r, memory_share) for r in ooms) or (len(ooms) > 1 and any(r.confirmed for r in ooms))
 
 
 def _deterministic(results: Sequence[RunResult]) -> tuple[str, str] | None:
@@ -105,9 +105,9 @@ def suspect_runs(state: SweepState) -> frozenset[str]:
 
 def _are_elsewhere(failures: Iterable[RunResult]) -> bool:
     """Whether two failures of a run, which no node has said itself, have one cause and no host in common."""
-    unsaid = [failure for failure in failures if not _said_by_node(failure)]
-    alike = (pair for pair in combinations(unsaid, 2) if pair[0].cause == pair[1].cause)
-    return any(set(first.suspect_hosts).isdisjoint(second.suspect_hosts) for first, second in alike)
+    suspected = [failure for failure in failures if not _said_by_node(failure)]
+    pairs = (pair for pair in combinations(suspected, 2) if pair[0].cause == pair[1].cause)
+    return any(set(first.suspect_hosts).isdisjoint(second.suspect_hosts) for first, second in pairs)
 
 
 def _said_by_node(result: RunResult) -> bool:
@@ -157,13 +157,13 @@ def breaker_reason(state: SweepState, policy: RetryPolicy, ended_s: Mapping[Atte
     counted_results = [r for r in results if r and not STATUSES[r.status].passed_over]
     measured_digests = {ok.kernel_digest for attempt in state.attempts.values() if (ok := attempt.ok)}
     if any(r.cause == UNMEASURED and r.kernel_digest not in measured_digests for r in counted_results):
-        why = "the first run of this program could not be measured, and others would fail in the same way"
+        fact = "the first run of this program could not be measured, and others would fail in the same way"
         patterns = ", ".join(f"kernel.{option}" for option in LOG_PATTERNS)
-        return f"{why}; fix the program or the patterns for its log ({patterns}), then launch again"
-    latest = counted_results[-policy.breaker :]
-    kinds = {(r.status, r.fingerprint or r.cause) for r in latest}
-    if len(latest) < policy.breaker or len(kinds) > 1 or latest[-1].status == Status.OK:
+        return f"{fact}; fix the program or the patterns for its log ({patterns}), then launch again"
+    last_runs = counted_results[-policy.breaker :]
+    kinds = {(r.status, r.fingerprint or r.cause) for r in last_runs}
+    if len(last_runs) < policy.breaker or len(kinds) > 1 or last_runs[-1].status == Status.OK:
         return None
-    repetition = f"the last {len(latest)} runs all failed in the same way: {latest[-1].status.value}"
+    repetition = f"the last {len(last_runs)} runs all failed in the same way: {last_runs[-1].status.value}"
     advice = f"fix the cause and launch again, or raise retry.breaker={policy.breaker}"
-    return f"{repetition} ({latest[-1].reason}); {advice}"
+    return f"{repetition} ({last_runs[-1].reason}); {advice}"

@@ -22,9 +22,9 @@ from ultrabench.sweep.predict.search import BETTER, Tried, propose
 from ultrabench.sweep.running import outliers
 from ultrabench.variant import Value
 
-BEST_LAYOUTS = 3
+NUM_BEST_LAYOUTS = 3
 """Number of layouts of a cell with which other variants are tried."""
-LATEST = 3
+NUM_LATEST = 3
 """Number of latest allocations whose median rate counts: so many that a single slow one does not decide, and so few
 that a change of the cluster soon does."""
 
@@ -36,7 +36,7 @@ class SearchedCell(NamedTuple):
     """Its runs of the variant whose layouts are searched."""
     tried: Tried
     """How those of them that were tried ended."""
-    others: list[Candidate]
+    other_runs: list[Candidate]
     """Its runs of other variants."""
     tried_others: Tried
 
@@ -54,7 +54,7 @@ class SearchedCell(NamedTuple):
 
     def _worth_trying(self, predicted_s: Mapping[str, float]) -> list[Candidate]:
         times_s = {**predicted_s, **self.tried.times_s, **self.tried_others.times_s}
-        return worth_trying(self.runs, self.others, times_s, self.tried_others.begun)
+        return worth_trying(self.runs, self.other_runs, times_s, self.tried_others.begun)
 
 
 def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> Iterator[SearchedCell]:
@@ -63,23 +63,26 @@ def outcomes(runs: Iterable[Candidate], state: SweepState, max_p_oom: float) -> 
     The step time of a run is the median over all its measurements, also those that were stopped as slower. What is
     predicted is that of `on_measured_links`.
     """
-    attempts, rates = state.by_run(), outliers.preflight_rates(state)
-    for of_cell in by_cell(runs).values():
-        searched, others = by_variant(on_measured_links(of_cell, state.config, rates))
-        tried, tried_others = (_tried(part, attempts, max_p_oom) for part in (searched, others))
-        yield SearchedCell(searched, tried, others, tried_others)
+    attempts_by_run, rates = state.by_run(), outliers.preflight_rates(state)
+    for cell_runs in by_cell(runs).values():
+        usual_runs, other_runs = by_variant(on_measured_links(cell_runs, state.config, rates))
+        tried = _tried(usual_runs, attempts_by_run, max_p_oom)
+        tried_others = _tried(other_runs, attempts_by_run, max_p_oom)
+        yield SearchedCell(usual_runs, tried, other_runs, tried_others)
 
 
-def _tried(runs: Sequence[Candidate], attempts: Mapping[str, list[AttemptState]], max_p_oom: float) -> Tried:
+def _tried(
+    runs: Sequence[Candidate], attempts_by_run: Mapping[str, list[AttemptState]], max_p_oom: float
+) -> Tried:
     """How the runs that were tried ended."""
-    ends = {run.run_id: attempts.get(run.run_id, []) for run in runs}
-    timed = {i: [median(a.ok.step_times_s) for a in ends[i] if a.ok and a.ok.step_times_s] for i in ends}
-    times_s = {run_id: median(times) for run_id, times in timed.items() if times}
-    waits = {i for i in ends if any(a.result is None for a in ends[i])} - times_s.keys()
-    failed = {i: ends[i][-1].result for i in ends.keys() - times_s.keys() - waits if ends[i]}
-    oom = {i for i, result in failed.items() if result and result.status == Status.OOM}
-    gave_none = failed.keys() - oom
-    return Tried(times_s=times_s, oom=oom, failed=gave_none, pending=waits, max_p_oom=max_p_oom)
+    tries = {run.run_id: attempts_by_run.get(run.run_id, []) for run in runs}
+    medians = {i: [median(a.ok.step_times_s) for a in tries[i] if a.ok and a.ok.step_times_s] for i in tries}
+    times_s = {run_id: median(times) for run_id, times in medians.items() if times}
+    pending_ids = {i for i in tries if any(a.result is None for a in tries[i])} - times_s.keys()
+    failures = {i: tries[i][-1].result for i in tries.keys() - times_s.keys() - pending_ids if tries[i]}
+    oom_ids = {i for i, result in failures.items() if result and result.status == Status.OOM}
+    failed_ids = failures.keys() - oom_ids
+    return Tried(times_s=times_s, oom=oom_ids, failed=failed_ids, pending=pending_ids, max_p_oom=max_p_oom)
 
 
 def on_measured_links(
@@ -95,9 +98,9 @@ def on_measured_links(
         rates: what `preflight_rates` returns.
     """
     nodes, peak = runs[0].nodes, runs[0].peak_flops_per_s
-    latest = [[*rates.get((nodes, column), {}).values()][-LATEST:] for column in LINKS]
-    medians = (median(link_rates) if link_rates else None for link_rates in latest)
-    if any(latest) and peak is not None:
+    latest_rates = [[*rates.get((nodes, column), {}).values()][-NUM_LATEST:] for column in LINKS]
+    medians = (median(link_rates) if link_rates else None for link_rates in latest_rates)
+    if any(latest_rates) and peak is not None:
         with contextlib.suppress(ConfigError, KeyError):
             hardware = from_dict(Hardware, config["hardware"])
             profile = from_dict(Profile, config["profile"], skip_unknown=True)
@@ -109,12 +112,14 @@ def on_measured_links(
 
 def by_variant(runs: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
     """The runs of the variant that most layouts have, of which the first in the order of the runs, and the others."""
-    numbers = Counter(_key(run) for run in runs)
-    usual = max(numbers, key=lambda key: numbers[key], default=())  # max() keeps the first of equals
-    return [run for run in runs if _key(run) == usual], [run for run in runs if _key(run) != usual]
+    num_by_variant = Counter(_variant_key(run) for run in runs)
+    # max() keeps the first of equals.
+    usual_variant = max(num_by_variant, key=lambda key: num_by_variant[key], default=())
+    usual_runs = [run for run in runs if _variant_key(run) == usual_variant]
+    return usual_runs, [run for run in runs if _variant_key(run) != usual_variant]
 
 
-def _key(run: Candidate) -> tuple[tuple[str, Value], ...]:
+def _variant_key(run: Candidate) -> tuple[tuple[str, Value], ...]:
     return tuple(sorted(run.spec.variant.items()))
 
 
@@ -132,17 +137,17 @@ def worth_trying(
         times_s: run_id -> step time in seconds, of the runs that were measured.
         begun: run_ids of the runs that were tried, whatever their end.
     """
-    timed = [run for run in usual if run.run_id in times_s]
-    best = sorted(timed, key=lambda run: times_s[run.run_id])[:BEST_LAYOUTS]
-    base_by_layout = {run.layout: run for run in best}
-    of_best = [run for run in others if run.layout in base_by_layout]
-    changes = {run.run_id: _changes(run, base_by_layout[run.layout]) for run in of_best}
-    alone = [run for run in others if len(changes.get(run.run_id, ())) == 1]
-    if untried := [run for run in alone if run.run_id not in begun]:
-        return untried
-    faster = dict(_faster(alone, base_by_layout, times_s))
-    together = (run for run in others if len(faster) > 1 and changes.get(run.run_id) == faster)
-    return [run for run in together if run.run_id not in begun]
+    timed_runs = [run for run in usual if run.run_id in times_s]
+    best_runs = sorted(timed_runs, key=lambda run: times_s[run.run_id])[:NUM_BEST_LAYOUTS]
+    base_by_layout = {run.layout: run for run in best_runs}
+    runs_of_best = [run for run in others if run.layout in base_by_layout]
+    changes = {run.run_id: _changes(run, base_by_layout[run.layout]) for run in runs_of_best}
+    single_changes = [run for run in others if len(changes.get(run.run_id, ())) == 1]
+    if untried_runs := [run for run in single_changes if run.run_id not in begun]:
+        return untried_runs
+    faster_values = dict(_faster(single_changes, base_by_layout, times_s))
+    combined = (run for run in others if len(faster_values) > 1 and changes.get(run.run_id) == faster_values)
+    return [run for run in combined if run.run_id not in begun]
 
 
 def _changes(run: Candidate, base: Candidate) -> dict[str, Value]:
@@ -152,17 +157,17 @@ def _changes(run: Candidate, base: Candidate) -> dict[str, Value]:
 
 
 def _faster(
-    alone: Sequence[Candidate], base_by_layout: Mapping[Layout, Candidate], times_s: Mapping[str, float]
+    runs: Sequence[Candidate], base_by_layout: Mapping[Layout, Candidate], times_s: Mapping[str, float]
 ) -> Iterator[tuple[str, Value]]:
     """The best value of each option that makes layouts faster by the share BETTER, on average over those measured."""
-    logs: dict[str, dict[Value, list[float]]] = {}
-    for run in alone:
+    logs_by_option: dict[str, dict[Value, list[float]]] = {}
+    for run in runs:
         if run.run_id in times_s:
             base = base_by_layout[run.layout]
             ((name, value),) = _changes(run, base).items()
             log_ratio = math.log(times_s[run.run_id] / times_s[base.run_id])
-            logs.setdefault(name, {}).setdefault(value, []).append(log_ratio)
-    for name, logs_by_value in logs.items():
+            logs_by_option.setdefault(name, {}).setdefault(value, []).append(log_ratio)
+    for name, logs_by_value in logs_by_option.items():
         value = min(logs_by_value, key=lambda value: fmean(logs_by_value[value]))
         if fmean(logs_by_value[value]) < math.log(1 - BETTER):
             yield name, value

@@ -51,11 +51,12 @@ class Suspicion:
             mfu: a fraction; None where it is unknown.
             precision: that of the run; plain matrix products are measured in bf16.
         """
-        rate, share = self.gemm_rates.get(attempt.allocation or ""), None
-        if rate and shape:
-            rate *= FP8_OVER_BF16 if precision == "fp8" else 1
-            share = shape.flops_per_token(seq_len, "megatron") * tokens_per_s_per_gpu / rate
-        return [*self.outliers.get(attempt.key, ()), *impossible(mfu, self.device, share)]
+        gemm_flops_per_s, share_of_gemm_rate = self.gemm_rates.get(attempt.allocation or ""), None
+        if gemm_flops_per_s and shape:
+            gemm_flops_per_s *= FP8_OVER_BF16 if precision == "fp8" else 1
+            flops_per_s = shape.flops_per_token(seq_len, "megatron") * tokens_per_s_per_gpu
+            share_of_gemm_rate = flops_per_s / gemm_flops_per_s
+        return [*self.outliers.get(attempt.key, ()), *impossible(mfu, self.device, share_of_gemm_rate)]
 
 
 def control_ratio(attempt: AttemptState, controls: Mapping[str, float]) -> float | None:
@@ -75,13 +76,14 @@ def suspects_of(runs: Mapping[str, Candidate], state: SweepState, device: str) -
         runs: run_id -> run.
     """
     suspicion = Suspicion.of(state, device)
-    suspects = {key: sentences(of_key) or "" for key, of_key in suspicion.outliers.items()}
+    suspects = {key: sentences(doubts) or "" for key, doubts in suspicion.outliers.items()}
     for key, attempt in state.attempts.items():
-        run, ok = runs.get(key.run_id), attempt.ok
-        if run and ok and ok.step_times_s:
-            rate = run.tokens_per_s_per_gpu(ok)
-            numbers = run.mfu(rate), run.shape, run.spec.workload.seq_len, rate, run.spec.kernel.precision
-            doubts = suspicion.doubts(attempt, *numbers)
+        run, ok_result = runs.get(key.run_id), attempt.ok
+        if run and ok_result and ok_result.step_times_s:
+            tokens_per_s = run.tokens_per_s_per_gpu(ok_result)
+            seq_len, precision = run.spec.workload.seq_len, run.spec.kernel.precision
+            doubt_arguments = run.mfu(tokens_per_s), run.shape, seq_len, tokens_per_s, precision
+            doubts = suspicion.doubts(attempt, *doubt_arguments)
             if reason := sentences(doubts):
                 suspects[key] = reason
     return suspects
@@ -96,49 +98,50 @@ def standings_of(
         state: what `with_loss_outliers` returns.
         suspects: what `suspects_of` returns, if it is known.
     """
-    by_id = {run.run_id: run for run in runs}
-    suspects = suspects_of(by_id, state, device) if suspects is None else suspects
-    controls, representative = control_times(state), _environments(state)
+    run_by_id = {run.run_id: run for run in runs}
+    suspects = suspects_of(run_by_id, state, device) if suspects is None else suspects
+    control_times_s, environment_by_id = control_times(state), _environments(state)
     repeats = []
     for attempt in final_attempts(state).values():
-        if run := by_id.get(attempt.key.run_id):
+        if run := run_by_id.get(attempt.key.run_id):
             result = attempt.result
-            timed = result if result and result.step_times_s else None
+            timed_result = result if result and result.step_times_s else None
             allocation = state.allocations.get(attempt.allocation or "")
             repeats.append(
                 Repeat(
-                    run_id=run.run_id, cell=run.cell, environment=representative.get(str(result.env_id)) if result else None,
+                    run_id=run.run_id, cell=run.cell, environment=environment_by_id.get(str(result.env_id)) if result else None,
                     allocation=attempt.allocation, control=allocation.control if allocation else None,
                     status=result.status if result else None, stopped=result.stopped if result else None,
-                    suspect=suspects.get(attempt.key), rate=run.tokens_per_s_per_gpu(timed) if timed else None,
-                    control_ratio=control_ratio(attempt, controls), ci95_rel=ci95_rel(timed.step_times_s) if timed else None,
+                    suspect=suspects.get(attempt.key), rate=run.tokens_per_s_per_gpu(timed_result) if timed_result else None,
+                    control_ratio=control_ratio(attempt, control_times_s), ci95_rel=ci95_rel(timed_result.step_times_s) if timed_result else None,
                 )
             )  # fmt: skip
-    cells: dict[CellKey, list[Standing]] = standings(repeats)  # type: ignore[assignment]
-    return cells
+    standings_by_cell: dict[CellKey, list[Standing]] = standings(repeats)  # type: ignore[assignment]
+    return standings_by_cell
 
 
 def best_of_cells(
     runs: Iterable[Candidate], state: SweepState, device: str, suspects: Suspects | None = None
 ) -> dict[CellKey, Standing]:
     """CellKey -> its best run so far, sorted by cell; the arguments are those of `standings_of`."""
-    ranked = standings_of(runs, state, device, suspects)
-    return {cell: of_cell[0] for cell, of_cell in sorted(ranked.items()) if of_cell[0].best}
+    standings_by_cell = standings_of(runs, state, device, suspects)
+    return {cell: ranking[0] for cell, ranking in sorted(standings_by_cell.items()) if ranking[0].best}
 
 
 def measured_rates(runs: Iterable[Candidate], state: SweepState, device: str) -> dict[str, float | None]:
     """run_id of each run that was ok -> its tokens/s/GPU in its best environment; None where it may not win its cell."""
-    rates: dict[str, float | None] = {}
+    rate_by_run: dict[str, float | None] = {}
     for standing in chain(*standings_of(runs, state, device).values()):
         if standing.outcome == Status.OK:
-            rates.setdefault(standing.run_id, standing.rate if standing.may_win else None)
-    return rates
+            rate_by_run.setdefault(standing.run_id, standing.rate if standing.may_win else None)
+    return rate_by_run
 
 
 def _environments(state: SweepState) -> dict[str, str]:
     """env_id -> the env_id that stands for its environment, of all ok attempts."""
-    oks = [ok for attempt in state.attempts.values() if (ok := attempt.ok) and ok.env_id]
-    env_ids = {str(ok.env_id) for ok in oks}
+    ok_results = [ok for attempt in state.attempts.values() if (ok := attempt.ok) and ok.env_id]
+    env_ids = {str(ok.env_id) for ok in ok_results}
     if len(env_ids) < 2:
         return {env_id: env_id for env_id in env_ids}
-    return same_environments((ok.environment, str(ok.env_id), ok.driver_version or "") for ok in oks)[0]
+    environments = ((ok.environment, str(ok.env_id), ok.driver_version or "") for ok in ok_results)
+    return same_environments(environments)[0]

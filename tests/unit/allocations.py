@@ -71,7 +71,7 @@ def key_of(run, repeat=0, attempt=0):
 
 def todo_of(run, repeat=0, patience=1.0):
     """An attempt of a run that is due."""
-    return PlannedAttempt(candidate=run, key=key_of(run, repeat), patience=patience)
+    return PlannedAttempt(candidate=run, key=key_of(run, repeat), limit_factor=patience)
 
 
 def told(state, run, status, repeat=0, attempt=0, *, allocation=None, claimed=True, **result):

@@ -10,7 +10,7 @@ from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ClusterError, ConfigError
 from ultrabench.launchers.doctor.check import Check, CheckStatus, skipped
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
-from ultrabench.launchers.doctor.examine import ACCESS, examine, failures, why_not_slurm
+from ultrabench.launchers.doctor.examine import ACCESS_CHECKS, examine, failures, why_not_slurm
 from ultrabench.launchers.slurm.site import Site
 from ultrabench.record import to_dict
 from ultrabench.sweep.config.compose import parts_of
@@ -72,7 +72,7 @@ def report(config: SweepConfig, checks: Sequence[Check], as_json: bool) -> int:
         _show(config, checks)
     counts = Counter(check.status for check in checks)
     say(", ".join(f"{counts[status]} {status}" for status in CheckStatus if counts[status]))
-    if config.launcher.name == "slurm" and ACCESS.keys() & failures(checks):
+    if config.launcher.name == "slurm" and ACCESS_CHECKS.keys() & failures(checks):
         return ClusterError.exit_code
     return int(counts[CheckStatus.FAIL] > 0)
 

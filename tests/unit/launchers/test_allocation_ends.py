@@ -14,7 +14,7 @@ from tests.unit.launchers.played import CONTROL, JOB, NAME, OTHERS, Agents, Play
 from ultrabench.errors import ClusterError
 from ultrabench.launchers.allocation_ends import EndRecorder, LaunchMemory
 from ultrabench.launchers.launcher import origin
-from ultrabench.launchers.reconcile import CANCEL_S
+from ultrabench.launchers.reconcile import CANCEL_PAUSE_S
 from ultrabench.result import Status
 from ultrabench.store.claim import claim
 from ultrabench.store.events import Cancel, EndCode, Pause, Submitting
@@ -187,7 +187,7 @@ def dead_end_of(sweep, ends, max_jobs):
     launch = Launch(name=sweep.journal.name, by=origin("big"), excused=excused)
     limits = JobLimits(max_jobs=max_jobs)
     dead_end = decide(sweep.plan, sweep.state(), JobsSeen(), limits, launch, time.time()).dead_end
-    return dead_end and (dead_end.number, dead_end.what)
+    return dead_end and (dead_end.num_allocations, dead_end.missing_run)
 
 
 ANYTHING, ASKED = (3, "anything"), (3, "any run except control layouts")
@@ -237,7 +237,7 @@ def test_a_cancel_is_tried_until_nothing_is_left(sweep, monkeypatch):
         assert reconciler.once()[1], "something is left"
         assert reconciler.once()[1]
         assert launcher.cancelled == [[allocation.name]] * tries
-        clock[0] += CANCEL_S
+        clock[0] += CANCEL_PAUSE_S
     assert notes == ["cannot cancel: scancel: no answer; retrying until the jobs have ended"]
     Agents(sweep, allocation.name).start().end()
     assert not reconciler.once()[1]

@@ -14,7 +14,7 @@ from ultrabench import checkout
 from ultrabench.agent import checkup
 from ultrabench.launchers.doctor.checkup import CheckupFolder, CheckupJob, checkup_folder
 from ultrabench.launchers.doctor.cluster_file import write_cluster_file
-from ultrabench.launchers.doctor.examine import NODE
+from ultrabench.launchers.doctor.examine import REPORT_CHECKS
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.launchers.slurm.site import Limits, Site
 from ultrabench.store.claim import owner
@@ -97,7 +97,7 @@ def clock(off_s):
     ],
 )  # fmt: skip
 def test_what_a_node_reported(check, words, change, status, text):
-    judge = next(judge for name, judge in NODE.items() if name.startswith(check))
+    judge = next(judge for name, judge in REPORT_CHECKS.items() if name.startswith(check))
     found = judge(REPORT | change, load(words))
     assert found.status == status
     assert text in f"{found.told}; {found.remedy}"

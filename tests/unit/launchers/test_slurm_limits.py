@@ -45,14 +45,14 @@ def slurm(programs):
 def test_partitions_and_their_nodes(slurm):
     hopper = Partition(
         name="hopper", is_default=True, state="UP", total_nodes=8, up_nodes=6, cpus_per_node=16,
-        mem_mb_per_node=2000, gpus_per_node=8, gres="gpu:h100:8", kinds=(
+        mem_mb_per_node=2000, gpus_per_node=8, gres="gpu:h100:8", node_kinds=(
             "6 nodes of 16 CPUs, 2000 MB, gpu:h100:8",
             "2 nodes of 64 CPUs, 515000 MB, gpu:a100:4(S:0-1),gpu:v100:2(S:0)",
         ),
     )  # fmt: skip
     debug = Partition(
         name="debug", state="UP", total_nodes=2, up_nodes=0, max_nodes=2, max_time_minutes=30, partition_qos="part",
-        cpus_per_node=16, mem_mb_per_node=2000, gpus_per_node=0, kinds=("2 nodes of 16 CPUs, 2000 MB, no gres",),
+        cpus_per_node=16, mem_mb_per_node=2000, gpus_per_node=0, node_kinds=("2 nodes of 16 CPUs, 2000 MB, no gres",),
     )  # fmt: skip
     secret = Partition(name="secret", state="DOWN", total_nodes=8, max_time_minutes=3600)
     assert slurm({}).partitions == [hopper, debug, secret]

@@ -36,7 +36,7 @@ class Slurm:
         self.now = self.asked_at = 0.0
         self.listed, self.known, self.held = {}, {}, {}
         self.error, self.polled, self.refuses = None, True, False
-        self.asked, self.cancelled, self.foreign = [], [], {}
+        self.asked, self.cancelled, self.foreign_job_notes = [], [], {}
         self.launcher = SlurmLauncher(with_launcher(grace_s=GRACE_S), SweepFolder(folder / "quick"))
         self.launcher.query = self
 

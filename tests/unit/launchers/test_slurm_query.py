@@ -232,8 +232,8 @@ def test_a_row_of_another_job_with_the_same_id_is_no_answer(slurm, row, differen
     """Ids begin anew after MaxJobId, or with another database; the newest row need not be ours."""
     slurm.prints("sacct", row)
     assert list(slurm.accounting(["8"])) == ([] if difference else ["8"])
-    assert len(slurm.query.foreign) == bool(difference)
-    for note in slurm.query.foreign.values():
+    assert len(slurm.query.foreign_job_notes) == bool(difference)
+    for note in slurm.query.foreign_job_notes.values():
         assert note.startswith("sacct shows another job 8, which ")
         assert difference in note
     slurm.prints("sacct", OURS + row.replace("COMPLETED", "OUT_OF_MEMORY"))

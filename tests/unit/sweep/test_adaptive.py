@@ -78,7 +78,7 @@ def test_a_cell_waits_for_its_batch_and_every_launch_proposes_the_same():
     state.allocations["a"] = AllocationState(name="a", nodes=8, tasks=tuple(t.key for t in first))
     left = next_attempts(PLAN, state, frozenset({"a"}))
     assert left.todo == ()
-    assert left.waiting == 2
+    assert left.num_waiting == 2
     assert next_attempts(PLAN, state_of(first)).todo == second
 
 

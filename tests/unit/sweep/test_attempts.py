@@ -73,15 +73,15 @@ def test_what_is_to_do_is_new_and_named_once_and_nothing_is_lost_by_holding_back
     free = left(RUNS, state, alive, repeats=repeats)
     found = keys(free)
     assert len(found) == len(set(found))
-    assert all(todo.key.run_id == todo.candidate.run_id and todo.patience >= 1.0 for todo in free.todo)
+    assert all(todo.key.run_id == todo.candidate.run_id and todo.limit_factor >= 1.0 for todo in free.todo)
     assert not any(state.attempts[key].result for key in state.attempts.keys() & {*found})
     running = {key for name in alive for key in state.allocations[name].tasks}
     assert not running & set(found)
-    assert free.waiting == len(running)
+    assert free.num_waiting == len(running)
     held = left(RUNS, state, alive, repeats=repeats, canary=True)
     assert {*keys(held)} <= {*found}
-    assert (len(held.todo) + held.waiting, held.over) == (len(found) + free.waiting, free.over)
-    assert held.todo or held.over or alive, "whatever is held back waits for something that is alive"
+    assert (len(held.todo) + held.num_waiting, held.is_over) == (len(found) + free.num_waiting, free.is_over)
+    assert held.todo or held.is_over or alive, "whatever is held back waits for something that is alive"
 
 
 FREE_TRIES = 5
@@ -105,7 +105,7 @@ TRIES = {
     ],
 )  # fmt: skip
 def test_how_often_a_run_is_tried_and_with_how_much_patience(statuses, patience):
-    found = [(t.key, t.patience) for t in left([ONE], history(*statuses)).todo]
+    found = [(t.key, t.limit_factor) for t in left([ONE], history(*statuses)).todo]
     assert found == ([] if patience is None else [(key_of(ONE, attempt=len(statuses)), patience)])
 
 
@@ -135,12 +135,12 @@ def elsewhere(result):
 def test_a_result_of_another_environment_needs_a_new_repeat():
     state = history("ok")
     begun = frozenset(state.attempts)
-    assert left([ONE], state, accepts=elsewhere).over, "what this launch has measured counts"
-    assert keys(left([ONE], state, accepts=elsewhere, begun=begun)) == [key_of(ONE, 1)]
+    assert left([ONE], state, accepts=elsewhere).is_over, "what this launch has measured counts"
+    assert keys(left([ONE], state, accepts=elsewhere, begun_attempts=begun)) == [key_of(ONE, 1)]
     told(state, ONE, Status.OK, 1, env_id="here")
-    assert left([ONE], state, accepts=elsewhere, begun=begun).over
-    assert left([ONE], state, repeats=2).over
-    found = keys(left([ONE], state, repeats=3, accepts=elsewhere, begun=begun))
+    assert left([ONE], state, accepts=elsewhere, begun_attempts=begun).is_over
+    assert left([ONE], state, repeats=2).is_over
+    found = keys(left([ONE], state, repeats=3, accepts=elsewhere, begun_attempts=begun))
     assert found == [key_of(ONE, 2), key_of(ONE, 3)], "repeats elsewhere are not counted"
 
 
@@ -149,10 +149,10 @@ def test_repeats_in_another_environment_are_made_again_a_bounded_number_of_times
     told(state, ONE, Status.OK, 1, torch_version="2.11")
     assert keys(left([ONE], state, repeats=2)) == [key_of(ONE, 2)]
     told(state, ONE, Status.OK, 2, driver_version="535")
-    assert left([ONE], state, repeats=2).over, "drivers alone make no environment"
+    assert left([ONE], state, repeats=2).is_over, "drivers alone make no environment"
     for repeat in range(10):
         told(state, TWO, Status.OK, repeat, torch_version=f"2.{repeat}")
-        if left([TWO], state, repeats=3).over:
+        if left([TWO], state, repeats=3).is_over:
             break
     assert repeat == 5, "where each node has an environment of its own, as many again as are wanted"
 
@@ -170,7 +170,7 @@ def test_a_pause_counts_from_the_end_of_the_latest_attempt_and_keeps_no_other_ru
     decision = left([ONE, TWO], state, policy=retry(backoff_s=60.0, backoff_max_s=100.0), ended_s=seen)
     again = key_of(ONE, attempt=len(ended_s))
     assert keys(decision) == ([key_of(TWO)] if rests else [again, key_of(TWO)])
-    assert decision.waiting == int(rests)
+    assert decision.num_waiting == int(rests)
 
 
 def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch):
@@ -206,12 +206,12 @@ def test_a_launcher_counts_pauses_by_its_own_clock(tmp_path, monkeypatch):
 
 def canary(state, *alive):
     decision = left(RUNS, state, frozenset(alive), canary=True)
-    return [t.candidate.nodes for t in decision.todo], decision.untried, decision.waiting
+    return [t.candidate.nodes for t in decision.todo], decision.untried_nodes, decision.num_waiting
 
 
 def test_the_rest_of_a_size_waits_for_its_first_allocation():
     assert canary(SweepState()) == ([1, 1, 1, 2, 2, 2], {1, 2}, 0)
-    assert left(RUNS, SweepState()).untried == frozenset()
+    assert left(RUNS, SweepState()).untried_nodes == frozenset()
     assert canary(holds(SweepState(), "n1-a.0", ONE), "n1-a.0") == ([2, 2, 2], {1, 2}, 1 + 2)
     nothing_left = state_of(*((run, 0, 0, "crash") for run in RUNS))
     assert canary(nothing_left) == ([], frozenset(), 0)

@@ -139,7 +139,7 @@ def test_any_one_run_of_an_allocation_may_be_slow():
     longest_s = max(price.run_limit_s(slow, PLAN.config) - lasts(slow) for slow in group)
     assert price.START_S + sum(map(lasts, group)) + longest_s <= limit_s
     assert price.allocation_limit_s(group[:1], PLAN.config) <= limit_s
-    assert limit_s % price.ROUND_S == 0
+    assert limit_s % price.LIMIT_STEP_S == 0
     assert price.allocation_limit_s(group, with_launcher(time_minutes=7)) == 420.0
 
 

@@ -61,17 +61,17 @@ def test_one_ok_repeat_stands_for_a_run_else_the_latest(attempts, status):
     assert [r.run_id for r, _ in now.running] == ([ONE.spec.run_id] if status == "running" else [])
     assert [r.run_id for r, _ in now.failures] == ([ONE.spec.run_id] if status in ("lost", "oom") else [])
     again = {status: 1} if status in ("lost", "cancelled", "preempted") else {}  # by the next launch
-    assert (now.left, now.again_by_status) == (len(PLANNED) - (status in ("ok", "oom")), again)
-    assert [key.run_id for key in now.again] == [ONE.run_id] * len(again)
+    assert (now.left, now.retried_by_status) == (len(PLANNED) - (status in ("ok", "oom")), again)
+    assert [key.run_id for key in now.pause_by_key] == [ONE.run_id] * len(again)
     assert now.attempts == len(attempts)
 
 
 def test_a_failed_run_is_settled_when_no_further_attempt_follows():
     killed = [(0, n, "crash") for n in range(2)]
-    assert standing(*killed[:1]).again == {key_of(ONE): 30.0}
+    assert standing(*killed[:1]).pause_by_key == {key_of(ONE): 30.0}
     assert ONE.run_id in standing(*killed).settled
     lost = [(0, n, "lost") for n in range(6)]
-    assert standing(*lost).again == {key_of(ONE, attempt=5): 0.0}, "by the next launch"
+    assert standing(*lost).pause_by_key == {key_of(ONE, attempt=5): 0.0}, "by the next launch"
     assert ONE.run_id in standing(*lost, old=frozenset()).settled, "this launch gives it up"
 
 

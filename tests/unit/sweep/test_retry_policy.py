@@ -187,7 +187,7 @@ def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
     state, done = SweepState(), set()
     for _ in range(200):
         decision = next_attempts(SMALL, state, frozenset())
-        if decision.over:
+        if decision.is_over:
             break
         assert decision.todo, "nothing is alive, so something has to be started"
         for todo in decision.todo:
@@ -197,7 +197,7 @@ def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
             state.attempts[todo.key] = AttemptState(key=todo.key, result=end, spec={"nodes": 1})
             if end.status == Status.OK:
                 done.add(todo.key[:2])
-    assert decision.over, "it loops"
+    assert decision.is_over, "it loops"
     tries = [k for k in state.attempts if k.repeat == 0]
     most = sum(POLICY.attempts.values()) + sum(POLICY.causes.values()) + 2
     assert len(tries) <= len(SMALL.candidates) * most

@@ -88,7 +88,9 @@ def require_tracker(config: SweepConfig) -> None:
 def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
     """Whether a sweep has no attempts left to submit or to wait for."""
     keys = frozenset(state.attempts)
-    return next_attempts(plan, state, launch=Launch(accepts=accepts, old=keys, begun=keys)).over
+    return next_attempts(
+        plan, state, launch=Launch(accepts=accepts, old_attempts=keys, begun_attempts=keys)
+    ).is_over
 
 
 def follow(

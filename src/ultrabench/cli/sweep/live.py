@@ -62,7 +62,7 @@ class Display(Live):
             self._ended_keys.add(key)
             if run := self._run_by_id.get(key.run_id):
                 settled |= progress.settled & {key.run_id}
-                facts = progress.suspects.get(key), progress.again.get(key), progress.cell_columns
+                facts = progress.suspects.get(key), progress.pause_by_key.get(key), progress.cell_columns
                 line = attempt_line(run, state.attempts[key], *facts)
                 self._console.print_line(Text(f"[{len(settled)}/{progress.runs}] ").append(line))
         if skips := [run for run in self._runs if run.run_id in progress.skipped.keys() - settled]:
@@ -132,7 +132,7 @@ def panel(progress: SweepProgress, busy: bool, bar: bool = False) -> RenderableT
 
 def counts_line(progress: SweepProgress, busy: bool) -> Text:
     """A line such as `quick-cpu: 12 of 26 runs settled (10 ok, 2 oom), ETA 1m20s, 0.03 GPU hours`."""
-    retried_counts = progress.again_by_status
+    retried_counts = progress.retried_by_status
     ended_counts = (
         Counter({s: n for s, n in progress.by_status.items() if s not in UNSETTLED}) - retried_counts
     )
@@ -171,14 +171,14 @@ def _below_counts(progress: SweepProgress, busy: bool, bar: bool) -> Iterator[Re
         yield Text("")
     for run, attempt in progress.running:
         yield Text(f"  running  {_name(run, progress.cell_columns)}: {_doing(run, attempt)}")
-    if progress.waiting:
-        yield Text(f"  pending  {counted(progress.waiting, 'allocation')}")
+    if progress.num_waiting:
+        yield Text(f"  pending  {counted(progress.num_waiting, 'allocation')}")
     elif busy and progress.left and not progress.running:
         yield Text("  starting the next allocation")
     if progress.best:
         rows, columns = [], progress.cell_columns
         for run, standing in progress.best:
-            width, rate = progress.wide.get(run.run_id), standing.rate or 0.0
+            width, rate = progress.width_by_run.get(run.run_id), standing.rate or 0.0
             mark = "suspect" if standing.suspect else ""
             repeats = f"(median of {standing.num_competing})" if standing.num_competing > 1 else ""
             speed = " ".join(filter(None, (f"{rate:,.0f}", repeats, too_wide(width is None, width), mark)))

@@ -80,7 +80,7 @@ def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState) ->
         return "paused" if state.paused else "cancelled"
     if living_launchers(folder):
         return "followed"
-    return "unfollowed" if progress.at_work or progress.waiting else "stopped"
+    return "unfollowed" if progress.num_at_work or progress.num_waiting else "stopped"
 
 
 def _page(progress: SweepProgress, standing: str | None, bar: bool = False) -> Group:
