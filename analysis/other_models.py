@@ -30,7 +30,7 @@ def other_models(rows_of_a: Sequence[Row], rows_of_b: Sequence[Row]) -> Iterator
 
 
 def _shapes(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Name of a model -> model_id -> the fields of its shape, usual values where a row tells none."""
+    """Name of a model -> model_id -> the fields of its shape, with usual values where a row has none."""
     shapes_by_name: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         shape_by_id = shapes_by_name.setdefault(row["model"], {})
