@@ -29,11 +29,11 @@ def outliers(values: Any) -> Any:
     windows = np.lib.stride_tricks.sliding_window_view(values, _WINDOW)
     window_numbers = np.clip(np.arange(len(values)) - _WINDOW // 2, 0, len(windows) - 1)
     deviations = values - np.median(windows, axis=1)[window_numbers]
-    is_outlier = abs(deviations) > _OUTLIER_DEVIATIONS * noise
-    is_outlier[-MIN_LAST:] &= not (
-        is_outlier[-MIN_LAST:].all() and abs(np.sign(deviations[-MIN_LAST:]).sum()) == MIN_LAST
+    is_far = abs(deviations) > _OUTLIER_DEVIATIONS * noise
+    is_far[-MIN_LAST:] &= not (
+        is_far[-MIN_LAST:].all() and abs(np.sign(deviations[-MIN_LAST:]).sum()) == MIN_LAST
     )
-    return is_outlier
+    return is_far
 
 
 def strongest(values: Any, min_last: int = MIN_LAST) -> tuple[float, tuple[int, ...]]:
@@ -50,10 +50,8 @@ def strongest(values: Any, min_last: int = MIN_LAST) -> tuple[float, tuple[int, 
         return 1.0, ()
     sums = np.concatenate([[0.0], np.cumsum(values - np.mean(values))])
     first, end = np.triu_indices(n + 1, min_last)
-    is_possible = (first >= MIN_LENGTH) & (
-        (end == n) | ((end - first >= MIN_LENGTH) & (n - end >= MIN_LENGTH))
-    )
-    first, end = first[is_possible], end[is_possible]
+    is_valid = (first >= MIN_LENGTH) & ((end == n) | ((end - first >= MIN_LENGTH) & (n - end >= MIN_LENGTH)))
+    first, end = first[is_valid], end[is_valid]
     num_inside, num_outside = end - first, n - (end - first)
     ss_between = (sums[end] - sums[first]) ** 2 * n / (num_inside * num_outside)
     ss_within = np.maximum(((values - np.mean(values)) ** 2).sum() - ss_between, np.finfo(float).tiny)

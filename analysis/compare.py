@@ -203,11 +203,9 @@ def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
             f"{' '.join(texts(variant_in(variant))) or 'no variant'} ({counts[variant]})"
             for variant in sorted(counts, key=str)
         )
-        texts_of_sides += (
-            [f"{', '.join([*variant_texts][:3])}{' ...' * (len(counts) > 3)} only in {name}"]
-            if counts
-            else []
-        )
+        if counts:
+            first_texts = ", ".join([*variant_texts][:3])
+            texts_of_sides.append(f"{first_texts}{' ...' * (len(counts) > 3)} only in {name}")
     return " and ".join(texts_of_sides) or None
 
 

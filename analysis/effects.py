@@ -202,12 +202,12 @@ def pairs(competing: Competing, axis: str) -> pd.DataFrame:
     runs_by_block = pd.DataFrame({"value": runs[axis], "block": block, "run": runs.index})[runs[axis].notna()]
     candidates = runs_by_block[runs_by_block.groupby("block")["value"].transform("nunique") > 1]
     num_runs_by_value = candidates["value"].value_counts()
-    listed_first = Counter(
+    num_listed_first = Counter(
         set_value(first[axis]) for first in runs["first_values"][candidates.index] if axis in first
     )
     baseline = max(
         in_order(axis, num_runs_by_value.index),
-        key=lambda value: (listed_first[value], num_runs_by_value[value]),
+        key=lambda value: (num_listed_first[value], num_runs_by_value[value]),
         default=None,
     )
     is_baseline = candidates["value"] == baseline
@@ -285,13 +285,13 @@ def notes(competing: Competing, effects_by_axis: Mapping[str, Sequence[Effect]])
     ]
 
 
-def effect(competing: Competing, pairs_of_value: pd.DataFrame) -> Effect:
+def effect(competing: Competing, value_pairs: pd.DataFrame) -> Effect:
     """The effect that the pairs of one value show; there must be at least one pair."""
-    value, baseline = pairs_of_value[["value", "against"]].iloc[0]
+    value, baseline = value_pairs[["value", "against"]].iloc[0]
     runs, repeats = competing.runs, competing.repeats
-    measurements, row_of_repeat, row_pairs = runs, repeats["run"], pairs_of_value
-    if pairs_of_value["block"].nunique() == 1:  # a single pair has no spread, but its repeats have
-        repeat_pairs = _pairs_of_repeats(repeats, pairs_of_value)
+    measurements, row_of_repeat, row_pairs = runs, repeats["run"], value_pairs
+    if value_pairs["block"].nunique() == 1:  # a single pair has no spread, but its repeats have
+        repeat_pairs = _pairs_of_repeats(repeats, value_pairs)
         if repeat_pairs["block"].nunique() > 1:
             measurements, row_of_repeat, row_pairs = repeats, repeats.index.to_series(), repeat_pairs
     blocks = pd.factorize(row_pairs["block"])[0]
@@ -303,9 +303,7 @@ def effect(competing: Competing, pairs_of_value: pd.DataFrame) -> Effect:
         float(np.mean(variances)),
     )
     low, high = map(exp, ends) if ends else (None, None)
-    return Effect(
-        value=value, against=baseline, ratio=exp(mean), low=low, high=high, pairs=len(pairs_of_value)
-    )
+    return Effect(value=value, against=baseline, ratio=exp(mean), low=low, high=high, pairs=len(value_pairs))
 
 
 def _pairs_of_repeats(repeats: pd.DataFrame, run_pairs: pd.DataFrame) -> pd.DataFrame:
@@ -331,14 +329,12 @@ def _allocation_shares(
 ) -> Any:
     """Block x allocation: how many more runs of its right sides than of its left sides lie in the allocation."""
     allocations = np.unique(allocation[row_of_repeat.isin({*row_pairs["left"], *row_pairs["right"]})])
-    share_by_row = np.zeros((row_of_repeat.max() + 1, len(allocations)))
+    shares = np.zeros((row_of_repeat.max() + 1, len(allocations)))
     is_involved = allocation.isin(allocations)
-    np.add.at(
-        share_by_row, (row_of_repeat[is_involved], np.searchsorted(allocations, allocation[is_involved])), 1
-    )
-    share_by_row /= np.maximum(share_by_row.sum(1), 1)[:, None]
+    np.add.at(shares, (row_of_repeat[is_involved], np.searchsorted(allocations, allocation[is_involved])), 1)
+    shares /= np.maximum(shares.sum(1), 1)[:, None]
     differences = np.zeros((blocks.max() + 1, len(allocations)))
-    np.add.at(differences, blocks, share_by_row[row_pairs["right"]] - share_by_row[row_pairs["left"]])
+    np.add.at(differences, blocks, shares[row_pairs["right"]] - shares[row_pairs["left"]])
     return differences
 
 

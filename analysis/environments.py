@@ -52,10 +52,8 @@ class Environments:
             """The env_id of a row; a run that failed before it reported its environment gets that of its sweep."""
             if row["status"] == "ok" and row["env_id"]:
                 return self._merged_id[row["env_id"]]
-            candidate_ids = env_ids_by_run[row["sweep"], row["run_id"]] or env_ids_by_sweep[row["sweep"]]
-            return (
-                next(iter(candidate_ids)) if len(candidate_ids) == 1 else self._merged_id.get(row["env_id"])
-            )
+            candidates = env_ids_by_run[row["sweep"], row["run_id"]] or env_ids_by_sweep[row["sweep"]]
+            return next(iter(candidates)) if len(candidates) == 1 else self._merged_id.get(row["env_id"])
 
         self.ids: list[str | None] = [environment(row) for row in rows] or [None] * len(table)
         """For each row the env_id that stands for its environment; None where it is unknown or the only one."""

@@ -275,9 +275,7 @@ def _notes(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -
         yield f"{runs_text} may have changed in the last {MIN_LAST} nights; one more night will confirm or reject it."
     num_by_night = Counter(nights[n].name for s in series for n in s.bad_nights)
     if num_by_night:
-        examples = [
-            f"{name} ({counted(number, 'run')})" for name, number in sorted(num_by_night.items())[-3:]
-        ]
+        examples = [f"{name} ({counted(n, 'run')})" for name, n in sorted(num_by_night.items())[-3:]]
         yield f"Single bad nights, not counted as changes: {', '.join(examples)}{' and earlier ones' * (len(num_by_night) > 3)}."
     absent_layouts = [s.layout for s in series if s.rates[-1] is None]
     if absent_layouts:

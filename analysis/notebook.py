@@ -99,10 +99,8 @@ def table_of(rows: pd.DataFrame) -> pa.Table:
     if missing_columns := [name for name in _NEEDED if name not in rows]:
         rule = f"ranking and figures need {', '.join(_NEEDED)}; keep these columns"
         raise ConfigError(f"the DataFrame lacks {', '.join(missing_columns)}; {rule}")
-    if duplicates := sorted({*rows.columns[rows.columns.duplicated()]}):
-        raise ConfigError(
-            f"the DataFrame has {', '.join(duplicates)} twice; rename or drop one of the columns"
-        )
+    if doubles := sorted({*rows.columns[rows.columns.duplicated()]}):
+        raise ConfigError(f"the DataFrame has {', '.join(doubles)} twice; rename or drop one of the columns")
     arrays = {}
     for name in map(str, rows.columns):
         arrow_type = SCHEMA.field(name).type if name in SCHEMA.names else None

@@ -209,12 +209,9 @@ class Ranking:
         options = iter(in_rows(self.options, (standing.repeat for standing in all_standings)))
         boards = list[list[Row]]()
         for ranked in self.standings.values():
-            marked_rows = zip(self._marks(ranked), ranked_rows, strict=False)
+            pairs = zip(self._marks(ranked), ranked_rows, strict=False)
             boards.append(
-                [
-                    {"rank": rank, **row, **marks, "options": next(options)}
-                    for marks, (rank, row) in marked_rows
-                ]
+                [{"rank": rank, **row, **marks, "options": next(options)} for marks, (rank, row) in pairs]
             )
         return boards
 

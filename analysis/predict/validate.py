@@ -179,11 +179,9 @@ def metrics(rows: pd.DataFrame) -> dict[str, Any]:
 
 def _metrics(rows: pd.DataFrame) -> dict[str, Any]:
     slices = (*SLICES, "precision") if rows.precision.nunique() > 1 else SLICES
-    slice_errors = {
-        name: {str(value): _errors(part) for value, part in rows.groupby(name)} for name in slices
-    }
+    errors = {name: {str(value): _errors(part) for value, part in rows.groupby(name)} for name in slices}
     num_by_reason = rows.exclusion[~rows.timed].value_counts().to_dict()
-    return _errors(rows) | {"by": slice_errors, "excluded_by_reason": num_by_reason}
+    return _errors(rows) | {"by": errors, "excluded_by_reason": num_by_reason}
 
 
 def _errors(rows: pd.DataFrame) -> dict[str, Any]:
