@@ -281,7 +281,7 @@ def tried(cell: Cell) -> list[str]:
         (cell.num_in_doubt, "suspect"),
     )  # fmt: skip
     failed_repeats = repeats_failed(cell.num_repeats, cell.num_repeats_failed)
-    count_texts = (failed_repeats, *(f"{number:,} {outcome}" for number, outcome in counts if number))
+    count_texts = (failed_repeats, *(f"{num_runs:,} {outcome}" for num_runs, outcome in counts if num_runs))
     return [text for text in count_texts if text]
 
 

@@ -17,12 +17,12 @@ _REMEDIES = {
 """Code of a doubt -> what to do if most suspect runs have it."""
 
 
-def none_left(runs: pd.DataFrame, wanted: str) -> ConfigError:
+def none_left(runs: pd.DataFrame, conclusion: str) -> ConfigError:
     """The refusal of runs that are all left out.
 
     Args:
         runs: one row for each run, with the columns status, suspect, suspect_codes and stopped.
-        wanted: what no run can do, such as `none can win`.
+        conclusion: what no run can do, such as `none can win`.
     """
     is_ok = runs["status"] == Status.OK
     suspect_runs = runs[is_ok & runs["suspect"].notna()]
@@ -32,7 +32,7 @@ def none_left(runs: pd.DataFrame, wanted: str) -> ConfigError:
     texts = [f"{number:,} {why}" for number, why in reasons if number]
     if len(suspect_runs):
         texts[0] += f" ({suspect_runs['suspect'].iloc[0]})"
-    fact = f"{counted(len(runs), 'run')}, {wanted}{': ' if texts else ''}{', '.join(texts)}"
+    fact = f"{counted(len(runs), 'run')}, {conclusion}{': ' if texts else ''}{', '.join(texts)}"
     if len(suspect_runs):
         return ConfigError(fact, _remedy(suspect_runs["suspect_codes"]))
     if is_stopped.any():

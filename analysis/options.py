@@ -42,6 +42,6 @@ def varied_options(table: pa.Table) -> dict[str, list[Any]]:
     return values_by_option | {name: [variant.get(name) for variant in variants] for name in names}
 
 
-def in_rows(options: Mapping[str, list[Any]], numbers: Iterable[int]) -> list[dict[str, Any]]:
+def in_rows(options: Mapping[str, list[Any]], row_numbers: Iterable[int]) -> list[dict[str, Any]]:
     """Option -> value for each of the rows with these numbers."""
-    return [{name: values[number] for name, values in options.items()} for number in numbers]
+    return [{name: values[row_number] for name, values in options.items()} for row_number in row_numbers]

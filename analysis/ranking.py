@@ -33,12 +33,12 @@ def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
     rows_by_status: dict[str | None, list[Row]] = defaultdict(list)
     for row in rows:
         rows_by_status[row["status"]].append(row)
-    rejected = rows_by_status.pop("rejected", [])
+    rejected_rows = rows_by_status.pop("rejected", [])
     if not rows_by_status:
-        return "rejected", _no_valid_layout(rejected)
+        return "rejected", _no_valid_layout(rejected_rows)
     statuses = sorted(rows_by_status, key=lambda s: (tier(s), -len(rows_by_status[s]), str(s)))
-    parts = [_part(status, rows_by_status[status], is_only_status=len(statuses) == 1) for status in statuses]
-    return (None if None in rows_by_status else statuses[0]), "; ".join(parts)
+    texts = [_part(status, rows_by_status[status], is_only_status=len(statuses) == 1) for status in statuses]
+    return (None if None in rows_by_status else statuses[0]), "; ".join(texts)
 
 
 def _part(status: str | None, rows: Sequence[Row], is_only_status: bool) -> str:
@@ -65,11 +65,11 @@ def _unranked(rows: Sequence[Row]) -> str:
     return "without a value to rank by"
 
 
-def _no_valid_layout(rejected: Sequence[Row]) -> str:
+def _no_valid_layout(rejected_rows: Sequence[Row]) -> str:
     """The text that names the rule that rejects most layouts, with an example of its reason."""
-    rule, num_layouts = Counter(row["rule"] for row in rejected).most_common(1)[0]
-    example = next((row["reason"] for row in rejected if row["rule"] == rule), None)
-    return f"no valid layout: {example or rule} ({rule}, {num_layouts} of {len(rejected)})"
+    rule, num_layouts = Counter(row["rule"] for row in rejected_rows).most_common(1)[0]
+    example = next((row["reason"] for row in rejected_rows if row["rule"] == rule), None)
+    return f"no valid layout: {example or rule} ({rule}, {num_layouts} of {len(rejected_rows)})"
 
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
@@ -188,16 +188,16 @@ class Ranking:
         best_rows = {cell: ranked[0].repeat for cell, ranked in self.standings.items() if ranked[0].best}
         winners = dict(zip(best_rows, self.taken(best_rows.values()), strict=True))
         rows_by_cell, cells = frame.groupby("cell").indices, []
-        for head, cell in zip(self.taken(usual_rows.index), usual_rows["cell"], strict=True):
+        for usual_row, cell in zip(self.taken(usual_rows.index), usual_rows["cell"], strict=True):
             ranked = self.standings.get(cell, [])
-            shared = {name: head[name] for name in _CELL_COLUMNS}
-            shared |= {"predicted": head["source"] == PREDICTED}
-            shared |= {"shown_column": self._shown, "varied_axes": varied_axes, **_counts(ranked)}
+            cell_fields = {name: usual_row[name] for name in _CELL_COLUMNS}
+            cell_fields |= {"predicted": usual_row["source"] == PREDICTED}
+            cell_fields |= {"shown_column": self._shown, "varied_axes": varied_axes, **_counts(ranked)}
             if winner := winners.get(cell):
-                cells.append(self._won(ranked, winner, shared))
+                cells.append(self._won(ranked, winner, cell_fields))
             else:
                 status, reason = why_empty(self.taken(rows_by_cell[cell]))
-                cells.append(Cell(status=status, reason=reason, **shared))
+                cells.append(Cell(status=status, reason=reason, **cell_fields))
         return cells
 
     def boards(self, columns: Sequence[str] | None = None) -> list[list[Row]]:
@@ -220,15 +220,15 @@ class Ranking:
         """The column that the heatmap shows."""
         return "mfu" if self._rank_by == DEFAULT_RANK_BY else self._rank_by
 
-    def _won(self, ranked: Sequence[Standing], winner: Row, shared: Row) -> Cell:
-        """The cell of a winner; `shared` are the fields that a cell without one has, too."""
+    def _won(self, ranked: Sequence[Standing], winner: Row, cell_fields: Row) -> Cell:
+        """The cell of a winner; `cell_fields` are the fields that a cell without one has, too."""
         (marks,) = self._marks(ranked[:1])
         ids = tuple(standing.run_id for standing in ranked if standing.as_good)
         return Cell(
             shown_value=winner[self._shown],
             layout={name: winner[name] for name in AXES},
             options=in_rows(self.options, [ranked[0].repeat])[0],
-            **shared,
+            **cell_fields,
             **{name: value for name, value in marks.items() if name != "best"} | {"as_good_as_best": ids},
             **{name: winner[name] for name in ("run_id", "status", "suspect", *_WINNER_COLUMNS)},
         )
@@ -249,10 +249,10 @@ class Ranking:
             for standing in ranked
         ]
 
-    def taken(self, numbers: Iterable[int], columns: Sequence[str] | None = None) -> list[Row]:
+    def taken(self, row_numbers: Iterable[int], columns: Sequence[str] | None = None) -> list[Row]:
         """The rows of these numbers."""
         table = self._rows if columns is None else self._rows.select([*columns])
-        taken: list[Row] = table.take(pa.array(numbers, pa.int64())).to_pylist()
+        taken: list[Row] = table.take(pa.array(row_numbers, pa.int64())).to_pylist()
         return taken
 
     def _require_values(self) -> None:

@@ -59,17 +59,17 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         left_out = ", ".join(f"{n:,} {why}" for why, n in num_by_reason.most_common())
         raise ConfigError(f"{has_text}; {rule}" + f"; excluded: {left_out}" * bool(num_by_reason))
     old_errors = log_errors(timed, base.time)
-    new_errors = left_out_errors(timed, lambda kept: fit_time(kept, base.time), log_errors)
+    new_errors = left_out_errors(timed, lambda kept_runs: fit_time(kept_runs, base.time), log_errors)
     before, after = errors(old_errors), errors(new_errors)
     is_better = after["median_error"] < before["median_error"]
     _require_near(old_errors, new_errors, base)
     memory, memory_quality, memory_runs = _memory([case.run for case in cases], base)
-    fitted = {"step_time": is_better * len(timed), "memory": memory_runs}
+    num_fitted = {"step_time": is_better * len(timed), "memory": memory_runs}
     profile = replace(
         base,
         name=name,
         memory=memory,
-        source=_source(fitted, len(timed), base),
+        source=_source(num_fitted, len(timed), base),
         date=date,
         prior=base.name,
         time=fit_time(timed, base.time) if is_better else base.time,
@@ -78,7 +78,7 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
         measured=measured(timed, base),
     )
     return Calibration(
-        profile=profile, runs=len(timed), before=before, after=after, fitted=fitted, memory=memory_quality
+        profile=profile, runs=len(timed), before=before, after=after, fitted=num_fitted, memory=memory_quality
     )
 
 
@@ -110,12 +110,12 @@ def _require_near(old_errors: Sequence[float], new_errors: Sequence[float], base
         raise ConfigError(f"{len(old_errors):,} runs: {base_text}, {fit_text}; {remedy}")
 
 
-def _source(fitted: dict[str, int], num_runs: int, base: Profile) -> str:
+def _source(num_runs_by_part: dict[str, int], num_runs: int, base: Profile) -> str:
     """Where each part of a profile comes from."""
     sources = (
         f"{part.replace('_', ' ')} "
         + (f"fitted to {counted(num_fitted, 'run')}" if num_fitted else f"from profile {base.name}")
-        for part, num_fitted in fitted.items()
+        for part, num_fitted in num_runs_by_part.items()
     )
     return f"{', '.join(sources)}, intervals of {counted(num_runs, 'run')} combined with those of {base.name}"
 
