@@ -131,9 +131,9 @@ class Cell:
 
 def formula_of_cells(cells: Iterable[Cell]) -> str | None:
     """The sentence about the formulas by which the cells have their MFU; None if they have none."""
-    with_mfu = [cell for cell in cells if cell.shown_column == "mfu" and cell.mfu]
-    formulas = {cell.flops_formula for cell in with_mfu if cell.flops_formula}
-    return formula_text(formulas, any(cell.has_experts for cell in with_mfu)) if formulas else None
+    cells_with_mfu = [cell for cell in cells if cell.shown_column == "mfu" and cell.mfu]
+    formulas = {cell.flops_formula for cell in cells_with_mfu if cell.flops_formula}
+    return formula_text(formulas, any(cell.has_experts for cell in cells_with_mfu)) if formulas else None
 
 
 def model_marks(table: pa.Table) -> list[str | None]:
@@ -142,20 +142,20 @@ def model_marks(table: pa.Table) -> list[str | None]:
     None where the table has one model of this name, or the shape of the row's model is unknown.
     """
     names, ids = table["model"].to_pylist(), table["model_id"].to_pylist()
-    ids_of: dict[str, set[str]] = defaultdict(set)
+    ids_by_name: dict[str, set[str]] = defaultdict(set)
     for name, model_id in dict.fromkeys(zip(names, ids, strict=True)):
         if model_id is not None:
-            ids_of[name].add(model_id)
-    lengths = {name: _digits(of_name) for name, of_name in ids_of.items() if len(of_name) > 1}
+            ids_by_name[name].add(model_id)
+    lengths = {name: _num_digits(model_ids) for name, model_ids in ids_by_name.items() if len(model_ids) > 1}
     return [
         model_id[: lengths[name]] if model_id is not None and name in lengths else None
         for name, model_id in zip(names, ids, strict=True)
     ]
 
 
-def _digits(ids: Collection[str]) -> int:
+def _num_digits(model_ids: Collection[str]) -> int:
     """The least number of first digits, 4 or more, in which these ids differ."""
-    return next(n for n in range(4, 17) if len({model_id[:n] for model_id in ids}) == len(ids))
+    return next(n for n in range(4, 17) if len({model_id[:n] for model_id in model_ids}) == len(model_ids))
 
 
 def model_text(model: str, mark: str | None) -> str:
@@ -205,35 +205,35 @@ MAY_DIFFER = ("hardware", "kernel", "precision")
 """Columns in which the best of two cells are compared although they differ; the figure says so."""
 
 
-def compared_with(cells: list[Cell], others: list[Cell]) -> list[Cell]:
-    """`cells` with the `compare_` fields of the cell of the same model, nodes and batch in `others`.
+def compared_with(cells: list[Cell], other_cells: list[Cell]) -> list[Cell]:
+    """`cells` with the `compare_` fields of the cell of the same model, nodes and batch in `other_cells`.
 
     A cell of the same hardware and kernel is preferred; else the fastest of the other cells is used.
     """
-    measured = [other for other in others if other.tokens_per_s_per_gpu]
+    measured = [other for other in other_cells if other.tokens_per_s_per_gpu]
     measured.sort(key=lambda other: other.tokens_per_s_per_gpu or 0.0)
-    of_workload = defaultdict[tuple[object, ...], list[Cell]](list)
+    cells_by_workload = defaultdict[tuple[object, ...], list[Cell]](list)
     for other in measured:
-        of_workload[_workload(other)].append(other)
+        cells_by_workload[_workload(other)].append(other)
     compared = []
     for cell in cells:
-        same = [other for other in of_workload[_workload(cell)] if _same_model(cell, other)]
-        alike = [other for other in same if _differing(other) == _differing(cell)]
-        base = next(reversed(alike or same), None)
-        speed, other_speed = cell.tokens_per_s_per_gpu, base and base.tokens_per_s_per_gpu
+        same_model = [other for other in cells_by_workload[_workload(cell)] if _same_model(cell, other)]
+        same_settings = [other for other in same_model if _differing(other) == _differing(cell)]
+        nearest = next(reversed(same_settings or same_model), None)
+        speed, other_speed = cell.tokens_per_s_per_gpu, nearest and nearest.tokens_per_s_per_gpu
         ratio = speed / other_speed if speed and other_speed else None
-        other_layout = base.layout if base and _differ(cell.layout, base.layout) else None
-        pairs = {name: (getattr(base, name), getattr(cell, name)) for name in MAY_DIFFER if base}
-        differing_values = {name: theirs for name, (theirs, ours) in pairs.items() if theirs != ours}
+        other_layout = nearest.layout if nearest and _differ(cell.layout, nearest.layout) else None
+        value_pairs = {name: (getattr(nearest, name), getattr(cell, name)) for name in MAY_DIFFER if nearest}
+        differing_values = {name: old for name, (old, new) in value_pairs.items() if old != new}
         fields: dict[str, Any] = {"compare_layout": other_layout, "compare_differing": differing_values}
         compared.append(replace(cell, compare_ratio=ratio, **fields))
     return compared
 
 
-def _differ(layout: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _differ(layout: Mapping[str, Any], other_layout: Mapping[str, Any]) -> bool:
     """Whether two layouts differ in an axis that both know, or only one of them is there."""
-    pairs = [(layout.get(name), other.get(name)) for name in AXES]
-    return bool(layout) != bool(other) or any(a != b for a, b in pairs if None not in (a, b))
+    value_pairs = [(layout.get(name), other_layout.get(name)) for name in AXES]
+    return bool(layout) != bool(other_layout) or any(a != b for a, b in value_pairs if None not in (a, b))
 
 
 def _differing(cell: Cell) -> tuple[object, ...]:
@@ -251,17 +251,17 @@ def _workload(cell: Cell) -> tuple[object, ...]:
     return (cell.num_params or cell.model, cell.nodes, cell.routing, cell.seq_len, cell.gbs)
 
 
-def layout_words(row: Mapping[str, Any], always: Collection[str] = ()) -> tuple[str, str]:
+def layout_words(row: Mapping[str, Any], shown_axes: Collection[str] = ()) -> tuple[str, str]:
     """The layout of a result row as two texts: the degrees and ZeRO, and everything from mbs on.
 
     The second one has the batch, the schedule, recomputation and the `options` of the row, if it has any.
 
     Args:
-        always: axes that are named also where they have their usual value.
+        shown_axes: axes that are named also where they have their usual value.
     """
-    batch = AXES.index("mbs")
-    rest = (*labels(row, AXES[batch:], always), *texts(row.get("options") or {}))
-    return " ".join(labels(row, AXES[:batch], always)), " ".join(rest)
+    batch_start = AXES.index("mbs")
+    batch_words = (*labels(row, AXES[batch_start:], shown_axes), *texts(row.get("options") or {}))
+    return " ".join(labels(row, AXES[:batch_start], shown_axes)), " ".join(batch_words)
 
 
 def repeats_failed(num_repeats: int, num_failed: int) -> str | None:
@@ -275,33 +275,33 @@ OUTCOMES = {False: ("tried", "oom"), True: ("planned", "predicted out of memory"
 
 def tried(cell: Cell) -> list[str]:
     """How many repeats of the best run failed, and what became of all runs of the cell, as short texts."""
-    close, (all_runs, oom) = len(cell.as_good_as_best), OUTCOMES[cell.predicted]
+    num_as_good, (tried_text, oom_text) = len(cell.as_good_as_best), OUTCOMES[cell.predicted]
     counts = (
-        (cell.num_runs, all_runs), (close, "as good"), (cell.num_oom, oom), (cell.num_failed, "failed"),
+        (cell.num_runs, tried_text), (num_as_good, "as good"), (cell.num_oom, oom_text), (cell.num_failed, "failed"),
         (cell.num_in_doubt, "suspect"),
     )  # fmt: skip
     failed_repeats = repeats_failed(cell.num_repeats, cell.num_repeats_failed)
-    parts = (failed_repeats, *(f"{number:,} {outcome}" for number, outcome in counts if number))
-    return [part for part in parts if part]
+    count_texts = (failed_repeats, *(f"{num_runs:,} {outcome}" for num_runs, outcome in counts if num_runs))
+    return [text for text in count_texts if text]
 
 
 def caveats(table: pa.Table) -> list[str]:
     """Lines about suspect rows, invalid rows, each with an example, a peak that is too low, and drivers that differ."""
     rows = table.select(["run_id", "status", "reason", "suspect"]).to_pylist()
-    suspect = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
-    invalid = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
-    examples_by_text = ((suspect, "suspect (wins only a cell without other results)"), (invalid, "invalid"))
+    suspects = [(row["run_id"], row["suspect"]) for row in rows if row["suspect"]]
+    invalids = [(row["run_id"], row["reason"]) for row in rows if row["status"] == "invalid"]
+    examples_by_text = ((suspects, "suspect (wins only a cell without other results)"), (invalids, "invalid"))
     return [
-        f"{len(examples):,} of {counted(len(rows), 'row')} {about}, such as {examples[0][0]}: {examples[0][1]}"
-        for examples, about in examples_by_text
+        f"{len(examples):,} of {counted(len(rows), 'row')} {description}, such as {examples[0][0]}: {examples[0][1]}"
+        for examples, description in examples_by_text
         if examples
     ] + [*low_peak_in(table), *Environments(table).notes]
 
 
 def low_peak_in(table: pa.Table) -> list[str]:
     """The lines of `low_peak` and `busy_peak` about the rows of a table."""
-    mfu = pc.max(pc.if_else(pc.is_null(table["suspect"]), table["mfu"], None)).as_py()
-    return [*low_peak(mfu), *busy_peak(pc.min(table["peak_core_share"]).as_py())]
+    max_mfu = pc.max(pc.if_else(pc.is_null(table["suspect"]), table["mfu"], None)).as_py()
+    return [*low_peak(max_mfu), *busy_peak(pc.min(table["peak_core_share"]).as_py())]
 
 
 def notes(table: pa.Table, include_suspects: bool = False) -> str:
@@ -311,20 +311,20 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
         include_suspects: whether suspect rows could win.
     """
     rows = table.select(["run_id", "repeat", "status", "is_final", "suspect"]).to_pylist()
-    ends = defaultdict(list)
+    ends_by_run = defaultdict(list)
     for row in rows:
         if row["is_final"]:
             status = row["status"]
-            ends[row["run_id"]].append((outcome_order(status), row["repeat"] or 0, status or PENDING))
-    by_status = Counter(max(ends_of_run)[-1] for ends_of_run in ends.values())
-    order = sorted(by_status, key=lambda s: (tier(s), -by_status[s], s))
-    text = ", ".join(f"{by_status[status]:,} {status}" for status in order) or "no runs"
+            ends_by_run[row["run_id"]].append((outcome_order(status), row["repeat"] or 0, status or PENDING))
+    by_status = Counter(max(ends_of_run)[-1] for ends_of_run in ends_by_run.values())
+    statuses = sorted(by_status, key=lambda status: (tier(status), -by_status[status], status))
+    text = ", ".join(f"{by_status[status]:,} {status}" for status in statuses) or "no runs"
     if is_plan := is_predicted(table):
-        all_runs, oom = OUTCOMES[is_plan]
-        text = f"{by_status.total():,} {all_runs}, {by_status[Status.OOM]:,} {oom}"
-    if suspect := sum(row["suspect"] is not None for row in rows):
-        wins = "may win any cell" if include_suspects else "win only cells without other results"
-        text += f". Suspect ({wins}): {suspect:,} of {counted(len(rows), 'row')}"
+        runs_text, oom_text = OUTCOMES[is_plan]
+        text = f"{by_status.total():,} {runs_text}, {by_status[Status.OOM]:,} {oom_text}"
+    if num_suspect := sum(row["suspect"] is not None for row in rows):
+        wins_text = "may win any cell" if include_suspects else "win only cells without other results"
+        text += f". Suspect ({wins_text}): {num_suspect:,} of {counted(len(rows), 'row')}"
     return NOTE * is_plan + ". ".join(
         (f"Layouts: {text}", *low_peak_in(table), *Environments(table).notes, made_with(table))
     )
@@ -333,8 +333,8 @@ def notes(table: pa.Table, include_suspects: bool = False) -> str:
 def made_with(table: pa.Table) -> str:
     """One sentence with the versions of the software that made the runs of a figure."""
     versions = [f"ultrabench {ultrabench.__version__}"]
-    for column, name in (("torch_version", "torch"), ("nccl_version", "NCCL"), ("kernel_digest", "kernel")):
-        values = sorted(str(v) for v in table[column].unique().to_pylist() if v is not None)
+    for column, label in (("torch_version", "torch"), ("nccl_version", "NCCL"), ("kernel_digest", "kernel")):
+        values = sorted(str(value) for value in table[column].unique().to_pylist() if value is not None)
         if values:
-            versions.append(f"{name} {' / '.join(values[:3])}{' / ...' if len(values) > 3 else ''}")
+            versions.append(f"{label} {' / '.join(values[:3])}{' / ...' if len(values) > 3 else ''}")
     return f"Made with {', '.join(versions)}."

@@ -45,15 +45,15 @@ def open_results(source: str | None, results: Path, warn: Warn) -> tuple[str, st
         path = Path(source)
         if path.name == "runs.parquet" and SweepFolder(path.parent).sweep_json.exists():
             return _readable(path.resolve().parent.name), f"{path.parent}/", read_parquet(path)
-        table, begin = read_parquet(path), f"{path.with_suffix('')}-"
+        table, path_prefix = read_parquet(path), f"{path.with_suffix('')}-"
         if is_predicted(table):
-            return f"{_readable(path.stem)}, {PREDICTED}", f"{begin}{PREDICTED}-", table
-        return _readable(path.stem), begin, table
+            return f"{_readable(path.stem)}, {PREDICTED}", f"{path_prefix}{PREDICTED}-", table
+        return _readable(path.stem), path_prefix, table
     if source is not None and (Path(source).is_file() or source.endswith(_OTHER_FILES)):
-        todo = "give a sweep or a .parquet file of ultrabench collect or import"
+        remedy = "give a sweep or a .parquet file of ultrabench collect or import"
         if source.endswith(".csv"):
-            todo = f"convert it first: ultrabench import {source} --map MAP.yaml"
-        raise ConfigError(f"{source} is not a parquet file", todo)
+            remedy = f"convert it first: ultrabench import {source} --map MAP.yaml"
+        raise ConfigError(f"{source} is not a parquet file", remedy)
     folder = find_sweep(source, results)
     return _readable(folder.name), f"{folder.path}/", collect([folder], warn)
 
@@ -69,9 +69,9 @@ def told_apart(*opened: Sequence[str]) -> tuple[str, str]:
     Args:
         opened: the name of each and how the paths of its figures begin, as `open_results` gives them.
     """
-    (a, b), paths = zip(*opened, strict=True)
+    (name_a, name_b), paths = zip(*opened, strict=True)
     parts = zip(*(reversed(Path(path).resolve().parts) for path in paths), strict=False)
-    return next((pair for pair in parts if a == b and pair[0] != pair[1]), (a, b))
+    return next((pair for pair in parts if name_a == name_b and pair[0] != pair[1]), (name_a, name_b))
 
 
 def parquet(table: pa.Table) -> bytes:
@@ -112,9 +112,9 @@ def read_parquet(path: Path) -> pa.Table:
     if version > RESULTS_SCHEMA_VERSION:
         rule = f"this ultrabench reads versions up to {RESULTS_SCHEMA_VERSION}: upgrade ultrabench"
         raise SweepFolderError(f"{path} has schema version {version}; {rule}")
-    if lacking := [name for name in _ESSENTIAL if name not in table.column_names]:
+    if missing_columns := [name for name in _ESSENTIAL if name not in table.column_names]:
         rule = f"ranking needs {', '.join(_ESSENTIAL)}: give a table that has them"
-        raise SweepFolderError(f"{path} lacks the column {lacking[0]}; {rule}")
+        raise SweepFolderError(f"{path} lacks the column {missing_columns[0]}; {rule}")
     return _with_codes(conform(table, path))
 
 
@@ -133,7 +133,7 @@ def _with_codes(table: pa.Table) -> pa.Table:
     """The table with suspect_codes also where an older version wrote sentences alone."""
 
     def code_of(sentence: str) -> str:
-        codes = (code for words, code in _CODE_BY_FIRST_WORDS.items() if re.match(words, sentence))
+        codes = (code for pattern, code in _CODE_BY_FIRST_WORDS.items() if re.match(pattern, sentence))
         return next(codes, "other")
 
     if table["suspect_codes"].null_count == table["suspect"].null_count:

@@ -57,7 +57,7 @@ class Comparison:
     relative to the control of its allocation where B is ranked so."""
     differing: Mapping[str, tuple[str, str]]
     """Column -> its values in A and in B, where these differ."""
-    only: tuple[int, int]
+    num_only: tuple[int, int]
     """Numbers of layouts that were tried only in A and only in B."""
     notes: tuple[str, ...]
     """Sentences about what was left out and what the test takes for chance."""
@@ -82,10 +82,10 @@ class Comparison:
     def warning(self) -> str | None:
         """A sentence if most layouts with a step time in both could not become significant if they alone differed."""
         timed = self.rows[self.rows["ratio"].notna()]
-        untestable = int((~(timed["p_least"] <= _p_alone(timed))).sum())
-        if 2 * untestable <= len(timed):
+        num_untestable = int((~(timed["p_least"] <= _needed_p(timed))).sum())
+        if 2 * num_untestable <= len(timed):
             return None
-        untestable_text = f"{untestable:,} of {counted(len(timed), 'layout')} have too few measured steps"
+        untestable_text = f"{num_untestable:,} of {counted(len(timed), 'layout')} have too few measured steps"
         advice = (
             "to be significant on their own, whatever the difference; some may be slower: measure more steps"
         )
@@ -102,9 +102,9 @@ class Comparison:
         """For each column of CHECKPOINT the medians in A and B of the layouts that have it in both, and their number."""
         medians = []
         for name in CHECKPOINT:
-            sides = self.rows.reindex(columns=[f"{name}_a", f"{name}_b"]).dropna().set_axis([*"ab"], axis=1)
-            if len(sides):
-                medians.append({"column": name, **sides.median(), "layouts": len(sides)})
+            values = self.rows.reindex(columns=[f"{name}_a", f"{name}_b"]).dropna().set_axis([*"ab"], axis=1)
+            if len(values):
+                medians.append({"column": name, **values.median(), "layouts": len(values)})
         return medians
 
     @property
@@ -113,7 +113,9 @@ class Comparison:
         return int(self.rows["finding"].isin([SLOWER, FAILING]).sum())
 
 
-def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] = ("A", "B")) -> Comparison:
+def compare(
+    table_a: pa.Table, table_b: pa.Table, threshold: float, names: tuple[str, str] = ("A", "B")
+) -> Comparison:
     """Compares the layouts of the same model and batch that were tried in both tables.
 
     Args:
@@ -125,7 +127,7 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
     columns = dict.fromkeys(
         ("repeat", "step_times_s", *MAY_DIFFER, *CHOSEN, *OBSERVED, *_MACHINE, *CHECKPOINT)
     )
-    rankings = [Ranking(table, more=[*columns]) for table in (a, b)]
+    rankings = [Ranking(table, more=[*columns]) for table in (table_a, table_b)]
     tried = [*map(_tried, rankings)]
     workload_columns, layout_columns = _columns(tried)
     rows_in_a, rows_in_b = (_by_key(rows, workload_columns + layout_columns) for rows in tried)
@@ -143,8 +145,8 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
         threshold=threshold,
         rows=frame.sort_values(["ratio", "model", "nodes", "layout"], ignore_index=True),
         winners=_changed(rankings, (rows_in_a, rows_in_b), slice(len(workload_columns))),
-        differing=differing(a, b),
-        only=(len(rows_in_a) - len(common_keys), len(rows_in_b) - len(common_keys)),
+        differing=differing(table_a, table_b),
+        num_only=(len(rows_in_a) - len(common_keys), len(rows_in_b) - len(common_keys)),
         notes=(
             *_machine([(rows_in_a[key], rows_in_b[key]) for key in common_keys], threshold),
             *_left_out(tried, frame),
@@ -156,17 +158,17 @@ def compare(a: pa.Table, b: pa.Table, threshold: float, names: tuple[str, str] =
 
 
 def _tried(ranking: Ranking) -> list[Row]:
-    """The rows of runs that were tried, in an order that their content gives; `number` is that in the ranking."""
+    """The rows of runs that were tried, in an order that depends on their content; `number` is the row in the ranking."""
     numbered = enumerate(zip(ranking.taken(ranking.frame.index), ranking.environments.parts, strict=True))
     rows = [row | parts | {"number": n} for n, (row, parts) in numbered if row["status"] not in NOT_TRIED]
     return sorted(rows, key=lambda row: (row["run_id"], str(row["sweep"]), row["repeat"] or 0, str(row)))
 
 
 def _columns(tried: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
-    """The columns that tell model and batch, and those that tell the layout, of which both tables have values."""
+    """The columns of model and batch, and those of the layout, that have values in both tables."""
 
     def in_both(names: Iterable[str]) -> list[str]:
-        return [name for name in names if all(any(r[name] is not None for r in rows) for rows in tried)]
+        return [name for name in names if all(any(row[name] is not None for row in rows) for rows in tried)]
 
     # Where one table has several values of a column, layouts are compared at equal ones.
     varied_columns = [
@@ -174,9 +176,10 @@ def _columns(tried: Sequence[Sequence[Row]]) -> tuple[list[str], list[str]]:
         for name in (*MAY_DIFFER, *CHOSEN, *OBSERVED)
         if name != "driver_version" and any(len({row[name] for row in rows} - {None}) > 1 for rows in tried)
     ]
-    sizes = in_both(name for name in MODEL if name != "model") or ["model"]
-    options = [name for name in ("variant",) if any(row[name] is not None for rows in tried for row in rows)]
-    return [*sizes, *in_both(("nodes", "seq_len", "gbs")), *varied_columns], [*in_both(AXES), *options]
+    size_columns = in_both(name for name in MODEL if name != "model") or ["model"]
+    has_variant = any(row["variant"] is not None for rows in tried for row in rows)
+    workload_columns = [*size_columns, *in_both(("nodes", "seq_len", "gbs")), *varied_columns]
+    return workload_columns, [*in_both(AXES), *["variant"] * has_variant]
 
 
 def _by_key(rows: Sequence[Row], names: Sequence[str]) -> dict[_Key, list[Row]]:
@@ -193,16 +196,16 @@ def _other_variants(sides: Sequence[Mapping[_Key, list[Row]]]) -> str | None:
         sides: the rows of A and B by key, whose last part is the variant.
     """
     texts_of_sides = []
-    for name, keys, others in zip("AB", sides, reversed(sides), strict=True):
-        layouts_of_others = {key[:-1] for key in others}
-        lone = Counter(key[-1] for key in keys if key not in others and key[:-1] in layouts_of_others)
-        named = (
-            f"{' '.join(texts(variant_in(variant))) or 'no variant'} ({lone[variant]})"
-            for variant in sorted(lone, key=str)
+    for name, side, other_side in zip("AB", sides, reversed(sides), strict=True):
+        other_layouts = {key[:-1] for key in other_side}
+        counts = Counter(key[-1] for key in side if key not in other_side and key[:-1] in other_layouts)
+        variant_texts = (
+            f"{' '.join(texts(variant_in(variant))) or 'no variant'} ({counts[variant]})"
+            for variant in sorted(counts, key=str)
         )
-        texts_of_sides += (
-            [f"{', '.join([*named][:3])}{' ...' * (len(lone) > 3)} only in {name}"] if lone else []
-        )
+        if counts:
+            first_texts = ", ".join([*variant_texts][:3])
+            texts_of_sides.append(f"{first_texts}{' ...' * (len(counts) > 3)} only in {name}")
     return " and ".join(texts_of_sides) or None
 
 
@@ -215,36 +218,37 @@ def _nothing_in_common(tried: Sequence[Sequence[Row]], names: Sequence[str], oth
     if models := [*other_models(*tried)]:
         todo = "compare tables of the same model, or give each model its own name"
         return f"{fact}; {'; '.join(models[:3])}: {todo}"
-    values = {name: [sorted({str(row[name]) for row in rows}) for rows in tried] for name in names}
+    values_by_column = {name: [sorted({str(row[name]) for row in rows}) for rows in tried] for name in names}
     differing_values = [
-        f"{name} is {' / '.join(a[:3])} in A and {' / '.join(b[:3])} in B"
-        for name, (a, b) in values.items()
-        if a and b and not {*a} & {*b}
+        f"{name} is {' / '.join(values_a[:3])} in A and {' / '.join(values_b[:3])} in B"
+        for name, (values_a, values_b) in values_by_column.items()
+        if values_a and values_b and not {*values_a} & {*values_b}
     ]
     return f"{fact}{''.join(f'; {text}' for text in differing_values[:3])}: compare tables with the same models and batch"
 
 
 def _runs(rows: Sequence[Row]) -> list[list[float]]:
-    """The step times of each measured run; the one known time where single steps are unknown."""
+    """The step times of each measured run in seconds; only the run's step time where single steps are unknown."""
     measured_rows = (row for row in rows if row["status"] == Status.OK and row["suspect"] is None)
-    times = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
-    return [run for run in times if all(time and time > 0 for time in run)]
+    run_times_s = (row["step_times_s"] or [row["step_time_s"]] for row in measured_rows)
+    return [run for run in run_times_s if all(time_s and time_s > 0 for time_s in run)]
 
 
-def _row(a: Sequence[Row], b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
-    """What the tables say about one layout."""
-    shared = {name: a[0][name] for name in ("model", "num_params", "nodes", "seq_len", "gbs", *MAY_DIFFER)}
-    shared["model"] = model_text(a[0]["model"], a[0]["model_mark"] or b[0]["model_mark"])
-    row = shared | {"layout": run_label(a[0]), **{name: a[0][name] for name in (*AXES, "variant")}}
-    for side, rows, runs in (("a", a, pair[0]), ("b", b, pair[1])):
+def _row(rows_a: Sequence[Row], rows_b: Sequence[Row], pair: tuple[Runs, Runs]) -> Row:
+    """The row of `Comparison.rows` for one layout."""
+    row_a, mark = rows_a[0], rows_a[0]["model_mark"] or rows_b[0]["model_mark"]
+    names = ("num_params", "nodes", "seq_len", "gbs", *MAY_DIFFER)
+    row = {"model": model_text(row_a["model"], mark), **{name: row_a[name] for name in names}}
+    row |= {"layout": run_label(row_a), **{name: row_a[name] for name in (*AXES, "variant")}}
+    for side, rows, runs in (("a", rows_a, pair[0]), ("b", rows_b, pair[1])):
         row[f"run_id_{side}"] = rows[0]["run_id"]
         row[f"status_{side}"] = "ok" if runs else _end(rows)
         row[f"step_time_{side}_s"] = step_time(runs) if runs else np.nan
         row[f"runs_{side}"], row[f"steps_{side}"] = len(runs), sum(map(len, runs))
-        known = {name: [r[name] for r in rows if r[name] is not None] for name in CHECKPOINT}
-        row |= {f"{name}_{side}": median(values) for name, values in known.items() if values}
-    stopped = any(row["stopped"] == STOPPED_AS_SLOWER for row in (*a, *b))
-    return row | {"stopped": stopped, "ratio": row["step_time_b_s"] / row["step_time_a_s"]}
+        values_by_column = {name: [r[name] for r in rows if r[name] is not None] for name in CHECKPOINT}
+        row |= {f"{name}_{side}": median(values) for name, values in values_by_column.items() if values}
+    was_stopped = any(row["stopped"] == STOPPED_AS_SLOWER for row in (*rows_a, *rows_b))
+    return row | {"stopped": was_stopped, "ratio": row["step_time_b_s"] / row["step_time_a_s"]}
 
 
 def run_label(row: Row) -> str:
@@ -253,7 +257,7 @@ def run_label(row: Row) -> str:
 
 
 def _end(rows: Sequence[Row]) -> str:
-    """The most common end of a layout that has no good measurement; an ok run with a suspect number is `suspect`."""
+    """The most common status of a layout without a good measurement; a suspect ok run counts as `suspect`."""
     ends = Counter("suspect" if row["status"] == Status.OK else str(row["status"]) for row in rows)
     return min(ends, key=lambda end: (-ends[end], end))
 
@@ -282,22 +286,22 @@ def _changed(
     key_in_a, key_in_b = (
         {row["number"]: key for key, rows in side.items() for row in rows} for side in sides
     )
-    winners_in_a = (of_cell[0] for of_cell in rankings[0].standings.values() if of_cell[0].best)
+    winners_in_a = (ranked[0] for ranked in rankings[0].standings.values() if ranked[0].best)
     best_in_a = {key_in_a[winner.repeat][workload_part]: key_in_a[winner.repeat] for winner in winners_in_a}
     changed = []
-    for best, *others in rankings[1].standings.values():
+    for best, *losers in rankings[1].standings.values():
         new_key = key_in_b[best.repeat] if best.best else None
         old_key = best_in_a.get(new_key[workload_part]) if new_key else None
         if new_key is None or old_key in (None, new_key):
             continue
-        counterpart = next((s for s in others if key_in_b.get(s.repeat) == old_key and not s.suspect), None)
+        counterpart = next((s for s in losers if key_in_b.get(s.repeat) == old_key and not s.suspect), None)
         first_row = sides[1][new_key][0]
         changed.append({
             "model": model_text(first_row["model"], first_row["model_mark"] or sides[0][old_key][0]["model_mark"]),
             "nodes": first_row["nodes"],
             "best_a": run_label(sides[0][old_key][0]),
             "best_b": run_label(first_row),
-            "as_good": any(s.as_good for s in others if key_in_b.get(s.repeat) == old_key),
+            "as_good": any(s.as_good for s in losers if key_in_b.get(s.repeat) == old_key),
             "cost": best.value / counterpart.value if best.value and counterpart and counterpart.value else np.nan,
         })  # fmt: skip
     return pd.DataFrame(changed, columns=["model", "nodes", "best_a", "best_b", "as_good", "cost"])
@@ -308,35 +312,35 @@ def _machine(pairs: Sequence[tuple[list[Row], list[Row]]], threshold: float) -> 
     changes = []
     for name in _MACHINE:
         rates = [[[row[name] for row in rows if row[name]] for rows in pair] for pair in pairs]
-        ratios = [median(b) / median(a) for a, b in rates if a and b]
+        ratios = [median(rates_b) / median(rates_a) for rates_a, rates_b in rates if rates_a and rates_b]
         if ratios and abs(log(ratio := median(ratios))) > log(1 + max(threshold, _SAME_RATE)):
             changes.append(f"{name} is {ratio:.2f} x")
     if changes:
         yield f"The machine itself differs in B, which may explain other step times: {', '.join(changes)}."
 
 
-def _p_alone(rows: pd.DataFrame) -> float:
-    """The largest p by which one layout is significant, corrected for all, if no other one differs."""
+def _needed_p(rows: pd.DataFrame) -> float:
+    """The largest p-value at which one layout is significant after the correction, if no other layout differs."""
     return ALPHA / max(1, int(rows["p_value"].notna().sum()))
 
 
-def _of_them(number: int) -> str:
-    return f"{number:,} of them {'was' if number == 1 else 'were'}"
+def _was_or_were(num_layouts: int) -> str:
+    return f"{num_layouts:,} of them {'was' if num_layouts == 1 else 'were'}"
 
 
 def _left_out(tried: Sequence[Sequence[Row]], rows: pd.DataFrame) -> Iterator[str]:
     """Sentences about what was compared and what was left out."""
     timed = rows[rows["ratio"].notna()]
     yield f"{counted(len(rows), 'layout')} tried in both A and B, {len(timed):,} of them with a step time in both."
-    if stopped := int(timed["stopped"].sum()):
-        yield f"{_of_them(stopped)} stopped early in A or B as slower than the best of the cell."
-    needed_p = _p_alone(timed)
-    large_p = timed.loc[timed["p_least"] > needed_p, "p_least"]
-    if len(large_p):
-        limits = f"the smallest possible p is {large_p.min():.2g}, needed {needed_p:.2g}"
-        yield f"{len(large_p):,} of them have too few steps to be significant on their own: {limits}."
-    if untested := int(timed["p_value"].isna().sum()):
-        yield f"{_of_them(untested)} not tested because one side has a single step time."
+    if num_stopped := int(timed["stopped"].sum()):
+        yield f"{_was_or_were(num_stopped)} stopped early in A or B as slower than the best of the cell."
+    max_p = _needed_p(timed)
+    large_p_values = timed.loc[timed["p_least"] > max_p, "p_least"]
+    if len(large_p_values):
+        limits_text = f"the smallest possible p is {large_p_values.min():.2g}, needed {max_p:.2g}"
+        yield f"{len(large_p_values):,} of them have too few steps to be significant on their own: {limits_text}."
+    if num_untested := int(timed["p_value"].isna().sum()):
+        yield f"{_was_or_were(num_untested)} not tested because one side has a single step time."
     num_suspect = [sum(row["suspect"] is not None for row in side) for side in tried]
     if any(num_suspect):
         yield f"Suspect rows are excluded: {num_suspect[0]:,} in A, {num_suspect[1]:,} in B."

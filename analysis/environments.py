@@ -1,4 +1,4 @@
-"""The environments in which the rows of a result table were measured: which of them are one, and what tells them apart.
+"""The environments in which the rows of a result table were measured: which count as one, and how they differ.
 
 What is chosen (the variables of kernel.env, the program) and what is observed (GPU, versions, variables) make an
 environment, whose hash is `env_id`. Runs of one layout in two environments are two contenders of their cell, and not
@@ -23,7 +23,7 @@ COLUMNS = ("sweep", "run_id", "status", "env_id", *CHOSEN, *OBSERVED)
 _CONTEXT = (
     "sweep", "cluster", "hardware", "kernel", "precision", "compile", "git_commit", *CHOSEN, *OBSERVED,
 )  # fmt: skip
-"""Columns that tell what was measured where."""
+"""Columns that describe what was measured and where."""
 _VARIABLES = ("env", "variables")
 """Columns that hold variables as a JSON object."""
 _NAMES = {"kernel_digest": "program", "kernel_version": "version", "gpu_name": "GPU"}
@@ -39,36 +39,36 @@ class Environments:
         has_several = len(table["env_id"].drop_null().unique()) > 1
         rows = table.select([*COLUMNS]).to_pylist() if has_several else []
         ok_rows = [row for row in rows if row["status"] == "ok" and row["env_id"]]
-        parts_by_id = {row["env_id"]: row for row in ok_rows}
-        self._same, self._merged_drivers = _merged(ok_rows)
-        self._parts = {env_id: parts_by_id[env_id] for env_id in sorted({*self._same.values()})}
+        row_by_id = {row["env_id"]: row for row in ok_rows}
+        self._merged_id, self._merged_drivers = _merged(ok_rows)
+        self._row_by_id = {env_id: row_by_id[env_id] for env_id in sorted({*self._merged_id.values()})}
         env_ids_by_run = defaultdict[tuple[str, str], set[str]](set)
         env_ids_by_sweep = defaultdict[str, set[str]](set)
         for row in ok_rows:
-            env_ids_by_run[row["sweep"], row["run_id"]].add(self._same[row["env_id"]])
-            env_ids_by_sweep[row["sweep"]].add(self._same[row["env_id"]])
+            env_ids_by_run[row["sweep"], row["run_id"]].add(self._merged_id[row["env_id"]])
+            env_ids_by_sweep[row["sweep"]].add(self._merged_id[row["env_id"]])
 
         def environment(row: Mapping[str, str]) -> str | None:
-            """The env_id of a row; a run that failed early has seen nothing, and belongs to that of its sweep."""
+            """The env_id of a row; a run that failed before it reported its environment gets that of its sweep."""
             if row["status"] == "ok" and row["env_id"]:
-                return self._same[row["env_id"]]
-            candidate_ids = env_ids_by_run[row["sweep"], row["run_id"]] or env_ids_by_sweep[row["sweep"]]
-            return next(iter(candidate_ids)) if len(candidate_ids) == 1 else self._same.get(row["env_id"])
+                return self._merged_id[row["env_id"]]
+            candidates = env_ids_by_run[row["sweep"], row["run_id"]] or env_ids_by_sweep[row["sweep"]]
+            return next(iter(candidates)) if len(candidates) == 1 else self._merged_id.get(row["env_id"])
 
         self.ids: list[str | None] = [environment(row) for row in rows] or [None] * len(table)
         """For each row the env_id that stands for its environment; None where it is unknown or the only one."""
 
     def labels(self, env_ids: Iterable[str | None]) -> dict[str, str]:
-        """What tells the environments of one cell apart, such as `ALGO=Ring`; empty where there is only one."""
-        distinct = sorted({env_id for env_id in env_ids if env_id})
-        if len(distinct) < 2:
+        """env_id -> how it differs from the others of one cell, such as `ALGO=Ring`; empty where there is only one."""
+        distinct_ids = sorted({env_id for env_id in env_ids if env_id})
+        if len(distinct_ids) < 2:
             return {}
-        parts = [self._parts[env_id] for env_id in distinct]
-        differing = [name for name in (*CHOSEN, *OBSERVED) if len({part[name] for part in parts}) > 1]
-        text_by_id = {env_id: self._words(env_id, differing, distinct) for env_id in distinct}
-        times = Counter(text_by_id.values())
+        rows = [self._row_by_id[env_id] for env_id in distinct_ids]
+        differing_columns = [name for name in (*CHOSEN, *OBSERVED) if len({row[name] for row in rows}) > 1]
+        text_by_id = {env_id: self._words(env_id, differing_columns, distinct_ids) for env_id in distinct_ids}
+        counts = Counter(text_by_id.values())
         return {
-            env_id: text if text and times[text] == 1 else f"{text} environment {env_id[:ID_CHARS]}".strip()
+            env_id: text if text and counts[text] == 1 else f"{text} environment {env_id[:ID_CHARS]}".strip()
             for env_id, text in text_by_id.items()
         }
 
@@ -76,7 +76,7 @@ class Environments:
         """The values of one environment in these columns; of variables only those that differ in `env_ids`."""
         texts = []
         for column in columns:
-            values = {other_id: self._parts[other_id][column] for other_id in env_ids}
+            values = {other_id: self._row_by_id[other_id][column] for other_id in env_ids}
             if column in _VARIABLES:
                 variables = {other_id: json.loads(text or "{}") for other_id, text in values.items()}
                 texts += _variables(variables, env_id)
@@ -87,14 +87,14 @@ class Environments:
 
     def contenders(self, run_ids: Iterable[str]) -> list[str]:
         """For each row a name of what competes in its cell: its run_id, and the environment where there are several."""
-        pairs = zip(run_ids, self.ids, strict=True)
-        return [f"{run_id}.{env_id[:ID_CHARS]}" if env_id else run_id for run_id, env_id in pairs]
+        ids_of_rows = zip(run_ids, self.ids, strict=True)
+        return [f"{run_id}.{env_id[:ID_CHARS]}" if env_id else run_id for run_id, env_id in ids_of_rows]
 
     @property
     def parts(self) -> list[dict[str, str | None]]:
-        """For each row its column -> value of CHOSEN and OBSERVED without the driver; empty where there is one."""
+        """For each row: column of CHOSEN or OBSERVED (without the driver) -> its value; empty if the table has one environment."""
         return [
-            {name: self._parts[env_id][name] for name in _WITHOUT_DRIVER} if env_id else {}
+            {name: self._row_by_id[env_id][name] for name in _WITHOUT_DRIVER} if env_id else {}
             for env_id in self.ids
         ]
 
@@ -108,28 +108,28 @@ class Environments:
 
 
 def _merged(ok_rows: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """env_id -> the env_id that stands for it, and sweep -> the drivers of environments of it that count as one."""
-    keys = ((tuple(str(row[n]) for n in ("sweep", *_WITHOUT_DRIVER)), row) for row in ok_rows)
-    environments = ((key, row["env_id"], row["driver_version"] or "") for key, row in keys)
-    representative_by_id, merged = same_environments(sorted(environments))
-    drivers_by_sweep = {key[0]: drivers for key, drivers in merged.items() if isinstance(key, tuple)}
+    """env_id -> the env_id of the environment that it counts as, and sweep -> its drivers that count as one."""
+    keyed_rows = ((tuple(str(row[name]) for name in ("sweep", *_WITHOUT_DRIVER)), row) for row in ok_rows)
+    environments = ((key, row["env_id"], row["driver_version"] or "") for key, row in keyed_rows)
+    representative_by_id, drivers_by_key = same_environments(sorted(environments))
+    drivers_by_sweep = {key[0]: drivers for key, drivers in drivers_by_key.items() if isinstance(key, tuple)}
     return representative_by_id, drivers_by_sweep
 
 
 def _variables(variables_by_id: Mapping[str, Mapping[str, str]], env_id: str) -> list[str]:
     """The variables of one environment that differ from those of another one."""
     names = sorted({name for variables in variables_by_id.values() for name in variables})
-    differing = [name for name in names if len({v.get(name) for v in variables_by_id.values()}) > 1]
+    differing_names = [name for name in names if len({v.get(name) for v in variables_by_id.values()}) > 1]
     values = variables_by_id[env_id]
-    return [f"{name}={values[name]}" if name in values else f"{name} unset" for name in differing]
+    return [f"{name}={values[name]}" if name in values else f"{name} unset" for name in differing_names]
 
 
-def differing(a: pa.Table, b: pa.Table) -> dict[str, tuple[str, str]]:
-    """Column that tells what was measured where -> its values in the tables A and B, where these differ."""
+def differing(table_a: pa.Table, table_b: pa.Table) -> dict[str, tuple[str, str]]:
+    """Column of _CONTEXT -> its values in the tables A and B, where these differ."""
     values_by_column = {}
     for name in _CONTEXT:
-        distinct = (table[name].drop_null().unique().to_pylist() for table in (a, b))
-        values_a, values_b = (sorted(map(str, values)) for values in distinct)
+        distinct_values = (table[name].drop_null().unique().to_pylist() for table in (table_a, table_b))
+        values_a, values_b = (sorted(map(str, values)) for values in distinct_values)
         if values_a != values_b:
             values_by_column[name] = " / ".join(values_a) or "unknown", " / ".join(values_b) or "unknown"
     return values_by_column

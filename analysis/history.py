@@ -31,7 +31,7 @@ CELL = ("model", "nodes", *PANEL)
 _KEY = [*dict.fromkeys((*CELL, *SIZES, *AXES, "variant"))]
 """Columns that are equal in all nights of a run; its id changes with the version of the program."""
 _UNITS = ("control_ratio", "tokens_per_s_per_gpu")
-"""What a rate is: the first where there is a control, else the second."""
+"""The column of a rate: the first one where there is a control, else the second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,9 @@ class Series:
         return [n for n, rate in enumerate(self.rates) if rate and n not in self.bad_nights]
 
     @property
-    def logs(self) -> Any:
+    def log_rates(self) -> Any:
         """The logarithms of the rates of these nights."""
-        return np.log([self.rates[n] or np.nan for n in self.counted_nights])
+        return np.log([self.rates[night] or np.nan for night in self.counted_nights])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,31 +106,31 @@ class History:
 
     def text(self, move: Move) -> str:
         """What a move says, such as `2026-11-12 02:00: all 20 runs are 5.1 % slower`, and what differs since then."""
-        number, total = len(move.series), len(self.series)
-        shared = number > 1 and number == total
-        first_of = self.series[move.series[0]]
-        name = f"{first_of.cell['model']} {first_of.layout} on {counted(first_of.cell['nodes'], 'node')}"
-        who = f"all {total:,} runs" if shared else name if number == 1 else f"{number:,} of {total:,} runs"
-        verb, direction = "is" if number == 1 else "are", "slower" if move.change < 0 else "faster"
-        before, first = (self.nights[n] for n in (move.night - 1, move.night))
-        commits = pc.unique(first.table["git_commit"].drop_null()).to_pylist()
-        unchanged = f"commit {', '.join(commits) or 'unknown'} and all versions unchanged"
+        num_runs, num_total = len(move.series), len(self.series)
+        first_series = self.series[move.series[0]]
+        run_text = f"{first_series.cell['model']} {first_series.layout} on {counted(first_series.cell['nodes'], 'node')}"
+        runs_text = f"all {num_total:,}" if num_runs == num_total else f"{num_runs:,} of {num_total:,}"
+        subject = run_text if num_runs == 1 else f"{runs_text} runs"
+        verb, direction = "is" if num_runs == 1 else "are", "slower" if move.change < 0 else "faster"
+        night_before, first_night = (self.nights[n] for n in (move.night - 1, move.night))
+        commits = pc.unique(first_night.table["git_commit"].drop_null()).to_pylist()
+        unchanged_text = f"commit {', '.join(commits) or 'unknown'} and all versions unchanged"
         differences = (f"{name} {old} -> {new}" for name, (old, new) in self.differing(move.night).items())
-        since = "; ".join(differences) or unchanged
-        hint = ", so look first at what they share" * shared
+        change_text = "; ".join(differences) or unchanged_text
+        hint = ", so look first at what they share" * (1 < num_runs == num_total)
         return (
-            f"{first.name}: {who} {verb} {percent(abs(move.change))} {direction}{hint}"
-            f" (since {before.name}: {since})"
+            f"{first_night.name}: {subject} {verb} {percent(abs(move.change))} {direction}{hint}"
+            f" (since {night_before.name}: {change_text})"
         )
 
-    def losses(self, above: float) -> list[Move]:
-        """The moves that are the last one of some run and a loss of more than `above`, a fraction."""
+    def losses(self, max_loss: float) -> list[Move]:
+        """The moves that are the last one of some run and a loss of more than `max_loss`, a fraction."""
         last_of_run = {number: move for move in self.moves for number in move.series}
-        return [move for move in self.moves if move in last_of_run.values() and move.change < -above]
+        return [move for move in self.moves if move in last_of_run.values() and move.change < -max_loss]
 
 
 def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[Night]:
-    """The sweeps that these words name, in the order of their first runs.
+    """The sweeps that these sources name, in the order of their first runs.
 
     Args:
         sources: each a sweep, a parquet file, or a folder that holds sweeps or the folders of results of several nights;
@@ -139,25 +139,25 @@ def read_nights(sources: Sequence[str], results_dir: Path, warn: Warn) -> list[N
     Raises:
         SweepFolderError: there is no such sweep, or a folder holds none.
     """
-    paths, nights = dict[Path, str](), list[Night]()
+    source_by_path, nights = dict[Path, str](), list[Night]()
     for source in sources:
         folder = Path(source)
         if not folder.is_dir() or (folder / "sweep.json").exists():
-            paths[folder.resolve()] = source
+            source_by_path[folder.resolve()] = source
             continue
         sweeps = [*sweeps_in(folder), *chain.from_iterable(map(sweeps_in, folder.glob("[!.]*/")))]
         sources_of_nights = sweeps or [*folder.glob("[!.]*.parquet")]
         if not sources_of_nights:
             remedy = "give a sweep, its .parquet file, or a folder of either"
             raise SweepFolderError(f"{folder} holds no sweep and no .parquet file", remedy)
-        paths |= {path.resolve(): str(path) for path in sources_of_nights}
-    for source in paths.values():
+        source_by_path |= {path.resolve(): str(path) for path in sources_of_nights}
+    for source in source_by_path.values():
         table = open_results(source, results_dir, warn)[-1]
         for sweep in table["sweep"].unique().to_pylist():
-            part = table.filter(pc.equal(table["sweep"], sweep)) if sweep else table
-            started = pc.min(part["started_at"]).as_py()
-            name = f"{started:%Y-%m-%d %H:%M}" if started else str(sweep)
-            nights.append(Night(name=name, sweep=str(sweep), table=part))
+            night_table = table.filter(pc.equal(table["sweep"], sweep)) if sweep else table
+            started_at = pc.min(night_table["started_at"]).as_py()
+            name = f"{started_at:%Y-%m-%d %H:%M}" if started_at else str(sweep)
+            nights.append(Night(name=name, sweep=str(sweep), table=night_table))
     return sorted(nights, key=lambda night: (night.name, night.sweep))
 
 
@@ -169,12 +169,12 @@ def history(nights: Sequence[Night]) -> History:
     """
     if not nights:
         raise ConfigError("no night remains", "give an earlier date with --since")
-    names = [*_KEY, "run_id", "status", "suspect", "is_final", "control", *_UNITS]
+    columns = [*_KEY, "run_id", "status", "suspect", "is_final", "control", *_UNITS]
     frame = pd.concat(
-        [night.table.select(names).to_pandas().assign(night=n) for n, night in enumerate(nights)]
+        [night.table.select(columns).to_pandas().assign(night=n) for n, night in enumerate(nights)]
     )
-    good = frame["is_final"] & (frame["status"] == "ok") & frame["suspect"].isna() & frame["model"].notna()
-    measured = frame[good & (frame["tokens_per_s_per_gpu"] > 0)]
+    is_good = frame["is_final"] & (frame["status"] == "ok") & frame["suspect"].isna() & frame["model"].notna()
+    measured = frame[is_good & (frame["tokens_per_s_per_gpu"] > 0)]
     if measured.empty:
         raise ConfigError(
             "no night has a usable rate", "see how its runs ended: ultrabench sweep status SWEEP"
@@ -184,13 +184,13 @@ def history(nights: Sequence[Night]) -> History:
     series = [_series(rows, label_of_run, len(nights)) for _, rows in groups]
     num_tested = _find_changes(series)
     _add_changes_of_controls(series)
-    too_few = f"too few nights ({len(nights)}): to detect a change takes {MIN_LENGTH} nights before it and {MIN_LENGTH} after"
+    too_few_text = f"too few nights ({len(nights)}): to detect a change takes {MIN_LENGTH} nights before it and {MIN_LENGTH} after"
     return History(
         nights=nights,
         series=series,
         moves=sorted(_moves(series), key=lambda move: move.night),
         notes=[*_notes(series, nights, num_tested)],
-        warning=None if num_tested else too_few,
+        warning=None if num_tested else too_few_text,
     )
 
 
@@ -201,15 +201,15 @@ def _records(frame: pd.DataFrame) -> list[dict[Any, Any]]:
 
 def _series(rows: pd.DataFrame, label_of_run: Mapping[str, str], num_nights: int) -> Series:
     """The series of the rows of one run in all nights."""
-    last = _records(rows.sort_values("night", kind="stable").tail(1))[0]
+    last_row = _records(rows.sort_values("night", kind="stable").tail(1))[0]
     controls = {label_of_run.get(control) for control in rows["control"]}
     has_control = len(controls) == 1 and None not in controls and rows["control_ratio"].notna().all()
-    control = next(iter(controls)) if has_control and run_label(last) not in controls else None
+    control = next(iter(controls)) if has_control and run_label(last_row) not in controls else None
     rates = rows.groupby("night")[_UNITS[0] if control else _UNITS[1]].median()
     return Series(
-        cell={name: last[name] for name in CELL},
-        layout=run_label(last),
-        run_id=last["run_id"],
+        cell={name: last_row[name] for name in CELL},
+        layout=run_label(last_row),
+        run_id=last_row["run_id"],
         control=control,
         rates=[float(rates[n]) if n in rates.index else None for n in range(num_nights)],
     )
@@ -222,17 +222,17 @@ def _find_changes(series: Sequence[Series]) -> int:
     """
     for one_series in series:
         nights = one_series.counted_nights
-        one_series.bad_nights = [nights[n] for n in np.flatnonzero(outliers(one_series.logs))]
+        one_series.bad_nights = [nights[n] for n in np.flatnonzero(outliers(one_series.log_rates))]
     tested = [one_series for one_series in series if len(one_series.counted_nights) >= 2 * MIN_LENGTH]
-    p_values = [strongest(one_series.logs)[0] for one_series in tested]
+    p_values = [strongest(one_series.log_rates)[0] for one_series in tested]
     corrected = stats.false_discovery_control(p_values) if tested else ()
     level = max((p for p, q in zip(p_values, corrected, strict=True) if q <= ALPHA), default=-1.0)
     for one_series in tested:
-        logs, nights = one_series.logs, one_series.counted_nights
-        bounds = [0, *change_points(logs, level, ALPHA / 2 / len(tested)), len(logs)]
-        means = [logs[first:end].mean() for first, end in pairwise(bounds)]
+        log_rates, nights = one_series.log_rates, one_series.counted_nights
+        bounds = [0, *change_points(log_rates, level, ALPHA / 2 / len(tested)), len(log_rates)]
+        means = [log_rates[first:end].mean() for first, end in pairwise(bounds)]
         changes = {*zip(bounds[1:], np.expm1(np.diff(means)), strict=False)}
-        settled = {first: change for first, change in changes if len(logs) - first >= MIN_LENGTH}
+        settled = {first: change for first, change in changes if len(log_rates) - first >= MIN_LENGTH}
         one_series.may_have_changed = len(settled) < len(changes)
         one_series.changes = {nights[first]: float(settled[first]) for first in sorted(settled)}
     return len(tested)
@@ -243,13 +243,14 @@ def _add_changes_of_controls(series: Sequence[Series]) -> None:
 
     Where they all became slower, only the rate of the control changed; where only the control did, theirs rose beside it.
     """
-    cells = {(str(s.cell), s.layout): dict(s.changes) for s in series if s.control is None}
+    changes_by_layout = {(str(s.cell), s.layout): dict(s.changes) for s in series if s.control is None}
     for one_series in series:
-        for night, change in cells.get((str(one_series.cell), one_series.control or ""), {}).items():
-            near = next((n for n in one_series.changes if abs(n - night) < MIN_LENGTH), night)
-            total = (1 + one_series.changes.pop(near, 0.0)) * (1 + change) - 1
-            if abs(total) > abs(change) / 2:
-                one_series.changes[near] = total
+        control_key = (str(one_series.cell), one_series.control or "")
+        for night, change in changes_by_layout.get(control_key, {}).items():
+            first_night = next((n for n in one_series.changes if abs(n - night) < MIN_LENGTH), night)
+            total_change = (1 + one_series.changes.pop(first_night, 0.0)) * (1 + change) - 1
+            if abs(total_change) > abs(change) / 2:
+                one_series.changes[first_night] = total_change
 
 
 def _moves(series: Sequence[Series]) -> Iterator[Move]:
@@ -267,16 +268,16 @@ def _notes(series: Sequence[Series], nights: Sequence[Night], num_tested: int) -
     """Sentences about nights and runs that do not count."""
     if any(s.control for s in series):
         yield "Rates of runs with a control layout are relative to the control; its own rate is in tokens/s/GPU."
-    if untested := len(series) - num_tested:
-        yield f"{untested:,} of {counted(len(series), 'run')} not tested: fewer than {2 * MIN_LENGTH} nights with a rate."
-    if open_runs := sum(s.may_have_changed for s in series):
-        runs = counted(open_runs, "run")
-        yield f"{runs} may have changed in the last {NUM_RECENT} nights; one more night will confirm or reject it."
-    bad = Counter(nights[n].name for s in series for n in s.bad_nights)
-    if bad:
-        shown = [f"{name} ({counted(number, 'run')})" for name, number in sorted(bad.items())[-3:]]
-        yield f"Single bad nights, not counted as changes: {', '.join(shown)}{' and earlier ones' * (len(bad) > 3)}."
-    absent = [s.layout for s in series if s.rates[-1] is None]
-    if absent:
-        shown = [*absent[:3], *["..."] * (len(absent) > 3)]
-        yield f"{len(absent):,} of {counted(len(series), 'run')} without a rate in the last night: {', '.join(shown)}."
+    if num_untested := len(series) - num_tested:
+        yield f"{num_untested:,} of {counted(len(series), 'run')} not tested: fewer than {2 * MIN_LENGTH} nights with a rate."
+    if num_open := sum(s.may_have_changed for s in series):
+        runs_text = counted(num_open, "run")
+        yield f"{runs_text} may have changed in the last {NUM_RECENT} nights; one more night will confirm or reject it."
+    num_by_night = Counter(nights[n].name for s in series for n in s.bad_nights)
+    if num_by_night:
+        examples = [f"{name} ({counted(n, 'run')})" for name, n in sorted(num_by_night.items())[-3:]]
+        yield f"Single bad nights, not counted as changes: {', '.join(examples)}{' and earlier ones' * (len(num_by_night) > 3)}."
+    absent_layouts = [s.layout for s in series if s.rates[-1] is None]
+    if absent_layouts:
+        examples = [*absent_layouts[:3], *["..."] * (len(absent_layouts) > 3)]
+        yield f"{len(absent_layouts):,} of {counted(len(series), 'run')} without a rate in the last night: {', '.join(examples)}."

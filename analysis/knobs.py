@@ -1,4 +1,4 @@
-"""The knobs of result rows: everything that a sweep can vary of its runs, with one column for each."""
+"""The knobs of result rows: everything that a sweep can vary between its runs, one column for each."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,14 +44,14 @@ def is_of_variant(name: str) -> bool:
 
 def in_order(name: str, values: Iterable[Any]) -> list[Any]:
     """The distinct values of a knob: unset, usual words in their order, numbers by size, other words by name."""
-    usual = [value for value in USUAL.get(name, ()) if isinstance(value, str)]
+    words = [value for value in USUAL.get(name, ()) if isinstance(value, str)]
 
-    def place(value: Any) -> tuple[int, float, str]:
+    def sort_key(value: Any) -> tuple[int, float, str]:
         if isinstance(value, str):
-            return (1, usual.index(value), "") if value in usual else (2 * (value != UNSET), 0, value)
+            return (1, words.index(value), "") if value in words else (2 * (value != UNSET), 0, value)
         return 1, value, ""
 
-    return sorted({*values} - {None}, key=place)
+    return sorted({*values} - {None}, key=sort_key)
 
 
 def value_text(name: str, value: Any) -> str:
@@ -72,7 +72,7 @@ def _layout_knobs(row: Mapping[str, Any]) -> dict[str, Any]:
     if schedule and default_virtual_stages(schedule) == 1:
         values["virtual_stages"] = None
     if schedule == "zbv":
-        values["compile"] = None  # it is never compiled, whatever was chosen
+        values["compile"] = None  # layers are never compiled with zbv, whatever was chosen
     for name in NEUTRAL:
         if values[name] == NEUTRAL[name]:
             values |= dict.fromkeys(details_of(name))

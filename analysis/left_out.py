@@ -17,32 +17,32 @@ _REMEDIES = {
 """Code of a doubt -> what to do if most suspect runs have it."""
 
 
-def none_left(runs: pd.DataFrame, wanted: str) -> ConfigError:
+def none_left(runs: pd.DataFrame, conclusion: str) -> ConfigError:
     """The refusal of runs that are all left out.
 
     Args:
         runs: one row for each run, with the columns status, suspect, suspect_codes and stopped.
-        wanted: what no run can do, such as `none can win`.
+        conclusion: what no run can do, such as `none can win`.
     """
     is_ok = runs["status"] == Status.OK
-    suspect = runs[is_ok & runs["suspect"].notna()]
-    stopped = is_ok & runs["suspect"].isna() & (runs["stopped"] == SLOWER)
-    reasons = [(len(suspect), "suspect"), (int(stopped.sum()), "stopped early as slower")]
+    suspect_runs = runs[is_ok & runs["suspect"].notna()]
+    is_stopped = is_ok & runs["suspect"].isna() & (runs["stopped"] == SLOWER)
+    reasons = [(len(suspect_runs), "suspect"), (int(is_stopped.sum()), "stopped early as slower")]
     reasons += [(number, str(status)) for status, number in runs.loc[~is_ok, "status"].value_counts().items()]
     texts = [f"{number:,} {why}" for number, why in reasons if number]
-    if len(suspect):
-        texts[0] += f" ({suspect['suspect'].iloc[0]})"
-    fact = f"{counted(len(runs), 'run')}, {wanted}{': ' if texts else ''}{', '.join(texts)}"
-    if len(suspect):
-        return ConfigError(fact, _of_suspects(suspect["suspect_codes"]))
-    if stopped.any():
+    if len(suspect_runs):
+        texts[0] += f" ({suspect_runs['suspect'].iloc[0]})"
+    fact = f"{counted(len(runs), 'run')}, {conclusion}{': ' if texts else ''}{', '.join(texts)}"
+    if len(suspect_runs):
+        return ConfigError(fact, _remedy(suspect_runs["suspect_codes"]))
+    if is_stopped.any():
         return ConfigError(fact, "to measure every run in full, launch with measure.race=null")
     todo = "see why: ultrabench plot failures" if len(runs) else "launch a sweep: ultrabench sweep launch"
     return ConfigError(fact, todo)
 
 
-def _of_suspects(codes_by_run: Iterable[Iterable[str] | None]) -> str:
-    """What to do about suspect runs, by the most frequent of the codes of their doubts."""
-    codes = Counter(code for codes in codes_by_run if codes is not None for code in codes)
-    most_frequent = next((code for code, _ in codes.most_common(1)), "")
+def _remedy(codes_by_run: Iterable[Iterable[str] | None]) -> str:
+    """What to do about suspect runs, by the most frequent code of the reasons to doubt them."""
+    num_by_code = Counter(code for codes in codes_by_run if codes is not None for code in codes)
+    most_frequent = next((code for code, _ in num_by_code.most_common(1)), "")
     return _REMEDIES.get(most_frequent, "to measure them again, launch under another name=")

@@ -1,4 +1,4 @@
-"""Turns result rows, ours or imported, into the records that predictions are fitted to and checked against."""
+"""Turns result rows, measured or imported, into the records that predictions are fitted to and checked against."""
 
 import functools
 from collections import defaultdict
@@ -65,8 +65,8 @@ _READ = frozenset({*_COLUMNS, *_SHAPE, *_NEEDED, *AXES, *_OPTIONS, "model", "gbs
 def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], dict[str, list[str]]]:
     """The attempts in a table that `read_parquet` or `collect` gives, in its order.
 
-    Candidates that were never attempted are left out, and so are runs that train no model. Rows that do not
-    tell model, batch and layout in full are left out, too; the second value has the reasons with the names of their rows.
+    Candidates that were never attempted are left out, and so are runs that train no model. Rows whose
+    model, batch or layout is incomplete are left out, too; the second value maps each reason to the names of such rows.
     """
     runs, left_out = list[MeasuredRun](), defaultdict[str, list[str]](list)
     for row in table.select([name for name in table.column_names if name in _READ]).to_pylist():
@@ -75,8 +75,8 @@ def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], dict[str, list[st
         try:
             runs.append(MeasuredRun(spec=spec_of(row), **{name: row[name] for name in _COLUMNS}))
         except ConfigError as error:
-            place = f" on {counted(row['nodes'], 'node')}" if row["nodes"] else ""
-            left_out[str(error)].append(f"run {row['run_id']} of {row['model']}{place}")
+            nodes_text = f" on {counted(row['nodes'], 'node')}" if row["nodes"] else ""
+            left_out[str(error)].append(f"run {row['run_id']} of {row['model']}{nodes_text}")
     return runs, left_out
 
 
@@ -86,22 +86,22 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
     Raises:
         ConfigError: a column that the run needs is null, or the values contradict each other.
     """
-    if unknown := [name for name in _NEEDED if row[name] is None]:
-        raise ConfigError(f"missing {', '.join(unknown)}: give every degree, the ZeRO stage and the batch")
+    if nulls := [name for name in _NEEDED if row[name] is None]:
+        raise ConfigError(f"missing {', '.join(nulls)}: give every degree, the ZeRO stage and the batch")
     if row["precision"] not in PRECISIONS:
         todo = f"supported: {', '.join(PRECISIONS)}"
         raise ConfigError(f"precision={row['precision']} cannot be predicted", todo)
     kernel, version = row["kernel"], row.get("kernel_version") or ""
-    of_kernel: dict[str, Any] = {"name": kernel, "version": int(version) if version.isdecimal() else 1}
-    of_kernel |= {} if kernel == "embedded" else {"kind": "command", "command": (kernel,)}
+    kernel_fields: dict[str, Any] = {"name": kernel, "version": int(version) if version.isdecimal() else 1}
+    kernel_fields |= {} if kernel == "embedded" else {"kind": "command", "command": (kernel,)}
     records = {
         "shape": shape_of(row),
         "layout": _part(Layout, "", row, AXES),
-        "kernel": _part(KernelConfig, "", row, _OPTIONS, **of_kernel),
+        "kernel": _part(KernelConfig, "", row, _OPTIONS, **kernel_fields),
         "workload": _part(Workload, "", row, ("seq_len", "gbs")),
     }
-    whole = {name: row[name] for name in ("nodes", "gpus_per_node") if row.get(name) is not None}
-    return from_dict(RunSpec, records | whole, where="")
+    node_fields = {name: row[name] for name in ("nodes", "gpus_per_node") if row.get(name) is not None}
+    return from_dict(RunSpec, records | node_fields, where="")
 
 
 def shape_of(row: Mapping[str, Any]) -> ModelShape:
@@ -110,10 +110,10 @@ def shape_of(row: Mapping[str, Any]) -> ModelShape:
     Raises:
         ConfigError: a size is unknown, or sizes contradict each other.
     """
-    sizes = {name for name in _SHAPE if row.get(name) is not None} | {"name"}
-    if missing := lacking(ModelShape, dict.fromkeys(sizes)):
+    known_columns = {name for name in _SHAPE if row.get(name) is not None} | {"name"}
+    if missing_columns := lacking(ModelShape, dict.fromkeys(known_columns)):
         rule = "give them, or use a model that `ultrabench configs model` lists"
-        raise ConfigError(f"missing {', '.join(missing)} of model={row.get('model')}: {rule}")
+        raise ConfigError(f"missing {', '.join(missing_columns)} of model={row.get('model')}: {rule}")
     shape: ModelShape = _part(ModelShape, f"model={row.get('model')}", row, _SHAPE, name=row.get("model"))
     return shape
 

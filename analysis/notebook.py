@@ -82,12 +82,12 @@ def plot(kind: str, rows: pd.DataFrame | None = None, *, title: str | None = Non
     table = None if rows is None else table_of(rows)
     name = title or ("" if rows is None else str(rows.attrs.get("name", "results")))
     if kind != "heatmap" or table is None:
-        _, make = prepared(kind, table, title=name, **options)
+        _, draw = prepared(kind, table, title=name, **options)
     else:
         note = notes(table, bool(options.get("include_suspects")))
-        make = partial(heatmap.figure, rank(table, **options), title=name, notes=note)
+        draw = partial(heatmap.figure, rank(table, **options), title=name, notes=note)
     with styled():
-        return make()
+        return draw()
 
 
 def table_of(rows: pd.DataFrame) -> pa.Table:
@@ -96,19 +96,19 @@ def table_of(rows: pd.DataFrame) -> pa.Table:
     Raises:
         ConfigError: a needed column is missing, a column is there twice, or its values have another type.
     """
-    if missing := [name for name in _NEEDED if name not in rows]:
+    if missing_columns := [name for name in _NEEDED if name not in rows]:
         rule = f"ranking and figures need {', '.join(_NEEDED)}; keep these columns"
-        raise ConfigError(f"the DataFrame lacks {', '.join(missing)}; {rule}")
-    if twice := sorted({*rows.columns[rows.columns.duplicated()]}):
-        raise ConfigError(f"the DataFrame has {', '.join(twice)} twice; rename or drop one of the columns")
+        raise ConfigError(f"the DataFrame lacks {', '.join(missing_columns)}; {rule}")
+    if doubles := sorted({*rows.columns[rows.columns.duplicated()]}):
+        raise ConfigError(f"the DataFrame has {', '.join(doubles)} twice; rename or drop one of the columns")
     arrays = {}
     for name in map(str, rows.columns):
-        kind = SCHEMA.field(name).type if name in SCHEMA.names else None
+        arrow_type = SCHEMA.field(name).type if name in SCHEMA.names else None
         try:
-            arrays[name] = pa.array(rows[name], type=kind, from_pandas=True)
+            arrays[name] = pa.array(rows[name], type=arrow_type, from_pandas=True)
         except pa.ArrowException as error:
-            needs = f"needs values of type {kind}" if kind else "cannot be read; drop it"
-            raise ConfigError(f"column {name} of the DataFrame {needs}: {error}") from error
+            needs_text = f"needs values of type {arrow_type}" if arrow_type else "cannot be read; drop it"
+            raise ConfigError(f"column {name} of the DataFrame {needs_text}: {error}") from error
     return conform(pa.table(arrays), "the DataFrame")
 
 

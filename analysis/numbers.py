@@ -32,21 +32,21 @@ def count(number: float, unit: str = "") -> str:
 def params_text(num_params: int, num_active_params: int | None) -> str:
     """A text such as `498 k parameters, 351 k active`, or `8.03 G parameters` where a token uses all of them."""
     is_sparse = num_active_params not in (None, num_params)
-    active = f", {count(num_active_params or 0)} active" if is_sparse else ""
-    return f"{count(num_params)} parameters{active}"
+    active_text = f", {count(num_active_params or 0)} active" if is_sparse else ""
+    return f"{count(num_params)} parameters{active_text}"
 
 
 def formula_text(formulas: Iterable[str], has_experts: bool) -> str:
     """A sentence that names the formulas of MFU, and says what is counted of experts if there are any."""
-    of_experts = ", counting only the experts that a token passes through" * has_experts
-    return f"MFU uses the FLOPs formula {', '.join(sorted(formulas))}{of_experts}"
+    experts_text = ", counting only the experts that a token passes through" * has_experts
+    return f"MFU uses the FLOPs formula {', '.join(sorted(formulas))}{experts_text}"
 
 
-def memory(held_bytes: float | None, rank0_bytes: float | None = None) -> str | None:
+def memory(reserved_bytes: float | None, rank0_bytes: float | None = None) -> str | None:
     """Memory as a text in MiB or GiB; it says so if only that of rank 0 is known. None when both are unknown."""
-    if held_bytes is None:
+    if reserved_bytes is None:
         return None if rank0_bytes is None else f"{memory(rank0_bytes)} (rank 0)"
-    gib = held_bytes / GIB
+    gib = reserved_bytes / GIB
     if round(gib * 1024) < 1024:
         return f"{gib * 1024:.0f} MiB"
     return f"{gib:.1f} GiB" if round(gib, 2) >= 10 else f"{gib:.2f} GiB"
@@ -55,12 +55,12 @@ def memory(held_bytes: float | None, rank0_bytes: float | None = None) -> str | 
 def scale_end(values: Iterable[float | None]) -> float:
     """Upper end of a colour scale: the smallest round number that no value exceeds; None is no value."""
     largest = max((value for value in values if value is not None), default=0.0)
-    steps = [0.1, 0.2, 0.5, 1, 2, 5, *range(10, 201, 10)]
-    return next((step for step in steps if step >= largest), largest)
+    round_ends = [0.1, 0.2, 0.5, 1, 2, 5, *range(10, 201, 10)]
+    return next((end for end in round_ends if end >= largest), largest)
 
 
-_FRACTIONS = ("mfu", "hfu", "p_oom", "_rel", "_share")
-_RATES = {
+_FRACTION_ENDINGS = ("mfu", "hfu", "p_oom", "_rel", "_share")
+_UNIT_BY_ENDING = {
     "_bytes_per_s": "B/s",
     "_bytes_per_s_per_node": "B/s",
     "_flops_per_s": "FLOP/s",
@@ -78,13 +78,13 @@ def with_unit(column: str, value: Any) -> str | None:
         return "all ranks"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None if value is None else str(value)
-    if column.endswith(_FRACTIONS):
+    if column.endswith(_FRACTION_ENDINGS):
         return percent(value)
     if column.endswith("_bytes"):
         return memory(value)
-    if unit := next((unit for ending, unit in _RATES.items() if column.endswith(ending)), None):
+    if unit := next((unit for ending, unit in _UNIT_BY_ENDING.items() if column.endswith(ending)), None):
         return count(value, unit)
     if "tokens_per_s" in column:
         return f"{value:,.0f}"
-    number = str(value) if isinstance(value, int) else f"{value:.4g}"
-    return f"{number} s" if column.endswith("_s") else number
+    number_text = str(value) if isinstance(value, int) else f"{value:.4g}"
+    return f"{number_text} s" if column.endswith("_s") else number_text

@@ -30,18 +30,18 @@ def varied_options(table: pa.Table) -> dict[str, list[Any]]:
     """
     variants = [*map(variant_in, table["variant"].to_pylist())]
     names = sorted({name for variant in variants for name in variant})
-    schedules = pc.count_distinct(table["pp_schedule"], mode="all").as_py()
+    num_schedules = pc.count_distinct(table["pp_schedule"], mode="all").as_py()
     # A sweep calls a listed attention by one name, whatever the device makes of it.
     columns = {name: table[name] for name in KERNEL_OPTIONS}
     columns |= {"attention": pc.coalesce(table["attention_listed"], table["attention"])}
-    of_kernel = {}
+    values_by_option = {}
     for name, column in columns.items():
-        pairs = pa.table({"pp_schedule": table["pp_schedule"], name: column}).filter(pc.is_valid(column))
-        if pairs.group_by(["pp_schedule", name]).aggregate([]).num_rows > schedules:
-            of_kernel[name] = column.to_pylist()
-    return of_kernel | {name: [variant.get(name) for variant in variants] for name in names}
+        rows = pa.table({"pp_schedule": table["pp_schedule"], name: column}).filter(pc.is_valid(column))
+        if rows.group_by(["pp_schedule", name]).aggregate([]).num_rows > num_schedules:
+            values_by_option[name] = column.to_pylist()
+    return values_by_option | {name: [variant.get(name) for variant in variants] for name in names}
 
 
-def in_rows(options: Mapping[str, list[Any]], numbers: Iterable[int]) -> list[dict[str, Any]]:
+def in_rows(options: Mapping[str, list[Any]], row_numbers: Iterable[int]) -> list[dict[str, Any]]:
     """Option -> value for each of the rows with these numbers."""
-    return [{name: values[number] for name, values in options.items()} for number in numbers]
+    return [{name: values[row_number] for name, values in options.items()} for row_number in row_numbers]

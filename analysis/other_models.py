@@ -18,25 +18,25 @@ def other_models(rows_of_a: Sequence[Row], rows_of_b: Sequence[Row]) -> Iterator
 
     Rows without a model_id, as those of imported tables and of older versions, say nothing.
     """
-    shapes_a, shapes_b = _shapes(rows_of_a), _shapes(rows_of_b)
-    for name in sorted(shapes_a.keys() & shapes_b.keys()):
-        of_a, of_b = shapes_a[name], shapes_b[name]
-        only_a, only_b = (
-            min(of_a.keys() - of_b.keys(), default=None),
-            min(of_b.keys() - of_a.keys(), default=None),
+    models_a, models_b = _shapes(rows_of_a), _shapes(rows_of_b)
+    for name in sorted(models_a.keys() & models_b.keys()):
+        shapes_a, shapes_b = models_a[name], models_b[name]
+        id_a, id_b = (
+            min(shapes_a.keys() - shapes_b.keys(), default=None),
+            min(shapes_b.keys() - shapes_a.keys(), default=None),
         )
-        if only_a and only_b:
-            yield f"model {name} differs: {differences(of_a[only_a], of_b[only_b], '{} is {} in A and {} in B')}"
+        if id_a and id_b:
+            yield f"model {name} differs: {differences(shapes_a[id_a], shapes_b[id_b], '{} is {} in A and {} in B')}"
 
 
 def _shapes(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Name of a model -> model_id -> the fields of its shape, usual values where a row tells none."""
-    by_name: dict[str, dict[str, dict[str, Any]]] = {}
+    """Name of a model -> model_id -> the fields of its shape, with usual values where a row has none."""
+    shapes_by_name: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
-        of_name = by_name.setdefault(row["model"], {})
-        if row["model_id"] is not None and row["model_id"] not in of_name:
-            of_name[row["model_id"]] = _fields(row)
-    return by_name
+        shape_by_id = shapes_by_name.setdefault(row["model"], {})
+        if row["model_id"] is not None and row["model_id"] not in shape_by_id:
+            shape_by_id[row["model_id"]] = _fields(row)
+    return shapes_by_name
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Makes a result table of a plan: its predictions in the place of measurements, marked as such."""
+"""Makes a result table from a plan: its predictions take the place of measurements and are marked as predictions."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -38,15 +38,15 @@ def predicted_results(plan: pa.Table, name: str) -> pa.Table:
         need = "write it with ultrabench sweep plan -o plan.parquet, with models that have a file"
         raise SweepFolderError(f"{name} does not name its hardware or names an unknown model; {need}")
     runs = plan.filter(pc.field("decision") == "run").to_pandas()
-    fits = runs["p_oom"] <= ADVISED_P_OOM
-    has_room = fits & (runs["predicted_memory_share"] <= 1)
+    is_fitting = runs["p_oom"] <= ADVISED_P_OOM
+    has_room = is_fitting & (runs["predicted_memory_share"] <= 1)
     cells = has_room.groupby([runs[name] for name in CellKey._fields], dropna=False)
-    no_room = fits & ~has_room & cells.transform("any")
+    no_room = is_fitting & ~has_room & cells.transform("any")
     rows = runs.assign(
         sweep=name, hardware=hardware, kernel=kernel, source=PREDICTED, repeat=0,
-        status=fits.map({True: Status.OK.value, False: Status.OOM.value}),
-        step_time_s=runs["predicted_step_time_s"].where(fits),
-        peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(fits),
+        status=is_fitting.map({True: Status.OK.value, False: Status.OOM.value}),
+        step_time_s=runs["predicted_step_time_s"].where(is_fitting),
+        peak_mem_reserved_bytes=runs["predicted_peak_mem_bytes"].where(is_fitting),
         suspect=no_room.map({True: NO_ROOM, False: None}), suspect_codes=no_room.map({True: ["no_room"], False: None}),
     )  # fmt: skip
     frame, _ = completed(rows, {model: model for model in runs["model"]})

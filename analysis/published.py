@@ -55,15 +55,15 @@ class BesidePublished:
     def text(self) -> str:
         """One sentence with the rates, the share or what differs, and the source."""
         cell, rate = self.cell, self.published
-        run = f"{cell.title} on {cell.nodes:,} x {cell.hardware}, {' '.join(layout_words(cell.layout))}"
-        ours = f"{run}: {cell.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
-        at_nodes = f", on {rate.nodes:,} instead of {cell.nodes:,} nodes" * (rate.nodes != cell.nodes)
-        theirs = f"{rate.tokens_per_s_per_gpu:,.0f}, {rate.what}{at_nodes}; {rate.source}"
+        run_text = f"{cell.title} on {cell.nodes:,} x {cell.hardware}, {' '.join(layout_words(cell.layout))}"
+        our_text = f"{run_text}: {cell.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        nodes_text = f", on {rate.nodes:,} instead of {cell.nodes:,} nodes" * (rate.nodes != cell.nodes)
+        their_text = f"{rate.tokens_per_s_per_gpu:,.0f}, {rate.what}{nodes_text}; {rate.source}"
         if self.share is not None:
-            return f"{ours}, {self.share:.0%} of the published rate ({theirs})"
+            return f"{our_text}, {self.share:.0%} of the published rate ({their_text})"
         stated = ((name, a, "not stated" if b is None else b) for name, (a, b) in self.differing.items())
-        pairs = ", ".join(f"{name} {a} ({b})" for name, a, b in stated)
-        return f"{ours}; no published rate matches. The nearest ({theirs}) differs: {pairs}"
+        pairs_text = ", ".join(f"{name} {a} ({b})" for name, a, b in stated)
+        return f"{our_text}; no published rate matches. The nearest ({their_text}) differs: {pairs_text}"
 
 
 def published_rates() -> list[PublishedRate]:
@@ -89,24 +89,24 @@ def beside_published(table: pa.Table) -> Iterator[BesidePublished]:
     Raises:
         ConfigError: a file of published rates cannot be used.
     """
-    gpu_of = {path.stem: str(values.get("gpu")) for path, values in usable("hardware").items()}
+    gpu_by_hardware = {path.stem: str(values.get("gpu")) for path, values in usable("hardware").items()}
     rates, known_models = published_rates(), files("model")
-    id_of = {r.model: load_model(r.model).model_id for r in rates if r.model in known_models}
+    id_by_model = {r.model: load_model(r.model).model_id for r in rates if r.model in known_models}
     if not rates:
         return
     # MFU is not compared, so that several formulas of it are no reason to refuse the table.
-    formula = table.column_names.index("flops_formula"), "flops_formula", pa.nulls(len(table), pa.string())
-    for cell in rank(table.set_column(*formula)):
+    index, nulls = table.column_names.index("flops_formula"), pa.nulls(len(table), pa.string())
+    for cell in rank(table.set_column(index, "flops_formula", nulls)):
         if not cell.tokens_per_s_per_gpu or cell.suspect:
             continue
-        ours = {"model": cell.model, "gpu": gpu_of.get(str(cell.hardware), cell.hardware)}
-        ours |= {name: getattr(cell, name) for name in _MATCHED[2:]}
+        values = {"model": cell.model, "gpu": gpu_by_hardware.get(str(cell.hardware), cell.hardware)}
+        values |= {name: getattr(cell, name) for name in _MATCHED[2:]}
 
         def nearness(entry: BesidePublished) -> tuple[object, ...]:
-            equal = (name not in entry.differing for name in _MATCHED)
-            return *equal, -abs(entry.cell.nodes - entry.published.nodes)
+            equalities = (name not in entry.differing for name in _MATCHED)
+            return *equalities, -abs(entry.cell.nodes - entry.published.nodes)
 
-        yield max((_beside(cell, ours, rate, id_of.get(rate.model)) for rate in rates), key=nearness)
+        yield max((_beside(cell, values, rate, id_by_model.get(rate.model)) for rate in rates), key=nearness)
 
 
 def none_comparable(table: pa.Table) -> str:
@@ -117,12 +117,12 @@ def none_comparable(table: pa.Table) -> str:
     return str(none_left(runs.to_pandas(), "none can be compared"))
 
 
-def _beside(cell: Cell, ours: dict[str, Any], rate: PublishedRate, model_id: str | None) -> BesidePublished:
+def _beside(cell: Cell, values: dict[str, Any], rate: PublishedRate, model_id: str | None) -> BesidePublished:
     """A cell beside a rate; models are equal by their shapes where both are known, else by their names."""
-    pairs = {name: (ours[name], getattr(rate, name)) for name in _MATCHED}
+    value_pairs = {name: (values[name], getattr(rate, name)) for name in _MATCHED}
     if None not in (cell.model_id, model_id):
         is_same = cell.model_id == model_id
         other_name = f"{cell.model} of another shape" if cell.model == rate.model else cell.model
-        pairs["model"] = (rate.model if is_same else other_name, rate.model)
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        value_pairs["model"] = (rate.model if is_same else other_name, rate.model)
+    differing = {name: pair for name, pair in value_pairs.items() if pair[0] != pair[1]}
     return BesidePublished(cell=cell, published=rate, differing=differing)

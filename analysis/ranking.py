@@ -31,52 +31,52 @@ def why_empty(rows: Sequence[Row]) -> tuple[str | None, str]:
     (`4 pending`), then those that were skipped. Rejected layouts are named only when there is nothing
     else. The status is None while a run waits.
     """
-    by_status: dict[str | None, list[Row]] = defaultdict(list)
+    rows_by_status: dict[str | None, list[Row]] = defaultdict(list)
     for row in rows:
-        by_status[row["status"]].append(row)
-    rejected = by_status.pop("rejected", [])
-    if not by_status:
-        return "rejected", _no_valid_layout(rejected)
-    order = sorted(by_status, key=lambda s: (tier(s), -len(by_status[s]), str(s)))
-    parts = [_part(status, by_status[status], alone=len(order) == 1) for status in order]
-    return (None if None in by_status else order[0]), "; ".join(parts)
+        rows_by_status[row["status"]].append(row)
+    rejected_rows = rows_by_status.pop("rejected", [])
+    if not rows_by_status:
+        return "rejected", _no_valid_layout(rejected_rows)
+    statuses = sorted(rows_by_status, key=lambda s: (tier(s), -len(rows_by_status[s]), str(s)))
+    texts = [_part(status, rows_by_status[status], is_only_status=len(statuses) == 1) for status in statuses]
+    return (None if None in rows_by_status else statuses[0]), "; ".join(texts)
 
 
-def _part(status: str | None, rows: Sequence[Row], alone: bool) -> str:
+def _part(status: str | None, rows: Sequence[Row], is_only_status: bool) -> str:
     """The text for one status, such as `all 12 oom`, `3 crash: <first reason>` or `2 ok but suspect: ...`."""
-    runs = len({row["run_id"] for row in rows})
+    num_runs = len({row["run_id"] for row in rows})
     if status is None:
-        return f"{runs} pending"
-    number = f"all {runs}" if alone and runs > 1 else str(runs)
+        return f"{num_runs} pending"
+    number_text = f"all {num_runs}" if is_only_status and num_runs > 1 else str(num_runs)
     if status == "ok":
-        return f"{number} ok {_unranked(rows)}"
+        return f"{number_text} ok {_unranked(rows)}"
     reason = next((row["reason"] for row in rows if row["reason"]), None)
     if reason is None or status == "oom":  # the name of the status says enough
-        return f"{number} {status}"
-    return f"{number} {status}: {reason}"
+        return f"{number_text} {status}"
+    return f"{number_text} {status}: {reason}"
 
 
 def _unranked(rows: Sequence[Row]) -> str:
     """The text that tells why none of the ok runs could win."""
-    suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
-    if suspect is not None:
-        return f"but suspect: {suspect}"
+    why_suspect = next((row["suspect"] for row in rows if row["suspect"]), None)
+    if why_suspect is not None:
+        return f"but suspect: {why_suspect}"
     if any(row["stopped"] == SLOWER for row in rows):
         return "but stopped early as slower than the best"
     return "without a value to rank by"
 
 
-def _no_valid_layout(rejected: Sequence[Row]) -> str:
+def _no_valid_layout(rejected_rows: Sequence[Row]) -> str:
     """The text that names the rule that rejects most layouts, with an example of its reason."""
-    rule, number = Counter(row["rule"] for row in rejected).most_common(1)[0]
-    example = next((row["reason"] for row in rejected if row["rule"] == rule), None)
-    return f"no valid layout: {example or rule} ({rule}, {number} of {len(rejected)})"
+    rule, num_layouts = Counter(row["rule"] for row in rejected_rows).most_common(1)[0]
+    example = next((row["reason"] for row in rejected_rows if row["rule"] == rule), None)
+    return f"no valid layout: {example or rule} ({rule}, {num_layouts} of {len(rejected_rows)})"
 
 
 DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
 EXPECTED = "expected_tokens_per_s_per_gpu"
-"""What rows of a plan are ranked by instead: `expected_rate` of their prediction."""
+"""The column that ranks rows of a plan by default: `expected_rate` of their prediction."""
 _MOST_WANTED = (
     DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "tokens_per_j", "cost_per_billion_tokens", "control_ratio",
 )  # fmt: skip
@@ -86,25 +86,27 @@ PANEL = ("hardware", "kernel", "precision", "routing", "seq_len", "gbs")
 """Columns that are equal in all cells of a panel, unless gbs grows with the nodes."""
 _KEY = [*dict.fromkeys((*PANEL, "num_params", *MODEL, "nodes"))]
 """Columns that are equal in all rows of a cell; models of one name but two shapes have different cells."""
-_TABLE = ("source", "model", "hardware", "kernel", "precision", "seq_len")
-"""Columns that are equal in imported rows whose doubts do not put them into another cell or panel."""
-_OF_CELL = (*PANEL, "model", "model_id", "model_mark", "nodes", "num_params", "num_active_params", "scaling")
+_SOURCE_COLUMNS = ("source", "model", "hardware", "kernel", "precision", "seq_len")
+"""Columns by which a suspect imported row is assigned to the cell of other rows of its source."""
+_CELL_COLUMNS = (
+    *PANEL, "model", "model_id", "model_mark", "nodes", "num_params", "num_active_params", "scaling",
+)  # fmt: skip
 """Columns that a cell has from any of its rows."""
-_ORDER = (
+_SORT_COLUMNS = (
     "run_id", "repeat", "attempt", "sweep", "status", "tokens_per_s_per_gpu", "suspect", "rule", "reason", "source",
 )  # fmt: skip
 """Columns that rows are sorted by first, so that their order in the files makes no difference."""
-_WINNER = (
+_WINNER_COLUMNS = (
     "mfu", "flops_formula", "source_mfu", "tokens_per_s_per_gpu", "peak_mem_reserved_bytes",
     "peak_mem_reserved_rank0_bytes", "peak_source", "step_time_ci95_rel", "ci_reached", "env_id",
 )  # fmt: skip
 """Columns that a cell has from its best run."""
-_OTHERS = (
+_FURTHER_COLUMNS = (
     "run_id", "status", "rule", "reason", "suspect", "stopped", "sweep", "allocation",
     "control", "control_ratio", "repeat", "attempt", "source", "step_time_s", "predicted_step_time_s", "predicted_peak_mem_bytes", "p_oom",
 )  # fmt: skip
 """Further columns that rankings need."""
-_OF_REPEAT = (
+_REPEAT_COLUMNS = (
     "run_id", "cell", "competes_in", "place", "control", "status", "stopped", "suspect", "rate", "control_ratio", "width",
 )  # fmt: skip
 """Columns of a frame, in the order of the fields of Repeat."""
@@ -124,9 +126,9 @@ _AS_SURE_AS_STEP_TIME = frozenset({
 
 def require_number(table: pa.Table, column: str) -> None:
     """Raises ConfigError if runs cannot be ranked by the column, since it holds no numbers."""
-    number_tests = pa.types.is_integer, pa.types.is_floating
-    numeric = [field.name for field in table.schema if any(test(field.type) for test in number_tests)]
-    require_known("column to rank by", numeric, column, first=_MOST_WANTED)
+    type_tests = pa.types.is_integer, pa.types.is_floating
+    numeric_columns = [field.name for field in table.schema if any(test(field.type) for test in type_tests)]
+    require_known("column to rank by", numeric_columns, column, first=_MOST_WANTED)
 
 
 class Ranking:
@@ -152,27 +154,27 @@ class Ranking:
         require_number(table, rank_by)
         self._rank_by = rank_by
         self._compared = EXPECTED if rank_by == DEFAULT_RANK_BY and is_predicted(table) else rank_by
-        columns = dict.fromkeys(
-            (*_KEY, *_OF_CELL, *AXES, *OPTION_COLUMNS, *_WINNER, *_OTHERS, "is_final", rank_by, *more)
-        )
-        read = {*columns, *ENVIRONMENT_COLUMNS, *_ORDER} - {"model_mark"}
-        final = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
-        rows = table.select([*read]).filter(final).sort_by([(name, "ascending") for name in _ORDER])
+        names = (*_KEY, *_CELL_COLUMNS, *AXES, *OPTION_COLUMNS, *_WINNER_COLUMNS, *_FURTHER_COLUMNS)
+        columns = dict.fromkeys((*names, "is_final", rank_by, *more))
+        read_columns = {*columns, *ENVIRONMENT_COLUMNS, *_SORT_COLUMNS} - {"model_mark"}
+        is_final_run = pc.field("is_final") & pc.field("model").is_valid() & pc.field("nodes").is_valid()
+        rows = table.select([*read_columns]).filter(is_final_run)
+        rows = rows.sort_by([(name, "ascending") for name in _SORT_COLUMNS])
         self.environments = Environments(rows)
         marks = pa.array(model_marks(rows), pa.string())
         self._rows = rows.append_column("model_mark", marks).select([*columns])
         self.options = varied_options(self._rows)
         """Option beside the layout that varies in the table -> its value in each row."""
         self.frame = self._framed()
-        """The rows with the number of their cell and the columns of _OF_REPEAT."""
+        """The rows with the number of their cell and the columns of _REPEAT_COLUMNS."""
         tried = self.frame[self.frame["status"] != Status.REJECTED]
-        ranked = standings(
-            map(Repeat, *(_known(tried, name) for name in _OF_REPEAT)),
+        standings_by_cell = standings(
+            map(Repeat, *(_known(tried, name) for name in _REPEAT_COLUMNS)),
             numbers=tried.index.tolist(),
             include_suspects=include_suspects,
             by_control=rank_by == DEFAULT_RANK_BY,
         )
-        self.standings = {cell: ranked[cell] for cell in sorted(tried["cell"].unique().tolist())}
+        self.standings = {cell: standings_by_cell[cell] for cell in sorted(tried["cell"].unique().tolist())}
         """Cell -> the standings of its runs; `repeat` and `competing` are rows of the frame."""
 
     def cells(self) -> list[Cell]:
@@ -181,38 +183,38 @@ class Ranking:
             self._require_values()
         self._require_one_formula()
         frame = self.frame
-        several = frame.loc[frame["status"] != Status.REJECTED, [*AXES]].nunique() > 1
-        varied = tuple(name for name in AXES if several[name])
+        has_several = frame.loc[frame["status"] != Status.REJECTED, [*AXES]].nunique() > 1
+        varied_axes = tuple(name for name in AXES if has_several[name])
         # A row without doubt says what its cell is called; it is the first after a stable sort.
         trusted_first = frame.iloc[frame["suspect"].notna().argsort(kind="stable")]
-        usual = trusted_first.drop_duplicates("cell").sort_values("cell")
-        best = {cell: of_cell[0].repeat for cell, of_cell in self.standings.items() if of_cell[0].best}
-        winners = dict(zip(best, self.taken(best.values()), strict=True))
-        rows_of, cells = frame.groupby("cell").indices, []
-        for head, cell in zip(self.taken(usual.index), usual["cell"], strict=True):
-            of_cell = self.standings.get(cell, [])
-            shared = {name: head[name] for name in _OF_CELL}
-            shared |= {"predicted": head["source"] == PREDICTED}
-            shared |= {"shown_column": self._shown, "varied_axes": varied, **_counts(of_cell)}
+        usual_rows = trusted_first.drop_duplicates("cell").sort_values("cell")
+        best_rows = {cell: ranked[0].repeat for cell, ranked in self.standings.items() if ranked[0].best}
+        winners = dict(zip(best_rows, self.taken(best_rows.values()), strict=True))
+        rows_by_cell, cells = frame.groupby("cell").indices, []
+        for usual_row, cell in zip(self.taken(usual_rows.index), usual_rows["cell"], strict=True):
+            ranked = self.standings.get(cell, [])
+            cell_fields = {name: usual_row[name] for name in _CELL_COLUMNS}
+            cell_fields |= {"predicted": usual_row["source"] == PREDICTED}
+            cell_fields |= {"shown_column": self._shown, "varied_axes": varied_axes, **_counts(ranked)}
             if winner := winners.get(cell):
-                cells.append(self._won(of_cell, winner, shared))
+                cells.append(self._won(ranked, winner, cell_fields))
             else:
-                status, reason = why_empty(self.taken(rows_of[cell]))
-                cells.append(Cell(status=status, reason=reason, **shared))
+                status, reason = why_empty(self.taken(rows_by_cell[cell]))
+                cells.append(Cell(status=status, reason=reason, **cell_fields))
         return cells
 
     def boards(self, columns: Sequence[str] | None = None) -> list[list[Row]]:
         """What `leaderboard` returns, with these columns of the result table; None means all that were read."""
         self._require_values()
         self._require_one_formula()
-        ordered = [*chain.from_iterable(self.standings.values())]
-        ranked = enumerate(self.taken((standing.repeat for standing in ordered), columns), 1)
-        options = iter(in_rows(self.options, (standing.repeat for standing in ordered)))
+        all_standings = [*chain.from_iterable(self.standings.values())]
+        ranked_rows = enumerate(self.taken((standing.repeat for standing in all_standings), columns), 1)
+        options = iter(in_rows(self.options, (standing.repeat for standing in all_standings)))
         boards = list[list[Row]]()
-        for of_cell in self.standings.values():
-            marked = zip(self._marks(of_cell), ranked, strict=False)
+        for ranked in self.standings.values():
+            pairs = zip(self._marks(ranked), ranked_rows, strict=False)
             boards.append(
-                [{"rank": rank, **row, **marks, "options": next(options)} for marks, (rank, row) in marked]
+                [{"rank": rank, **row, **marks, "options": next(options)} for marks, (rank, row) in pairs]
             )
         return boards
 
@@ -221,22 +223,22 @@ class Ranking:
         """The column that the heatmap shows."""
         return "mfu" if self._rank_by == DEFAULT_RANK_BY else self._rank_by
 
-    def _won(self, of_cell: Sequence[Standing], winner: Row, shared: Row) -> Cell:
-        """The cell of a winner; `shared` are the fields that a cell without one has, too."""
-        (marks,) = self._marks(of_cell[:1])
-        as_good = tuple(standing.run_id for standing in of_cell if standing.as_good)
+    def _won(self, ranked: Sequence[Standing], winner: Row, cell_fields: Row) -> Cell:
+        """The cell of a winner; `cell_fields` are the fields that a cell without one has, too."""
+        (marks,) = self._marks(ranked[:1])
+        ids = tuple(standing.run_id for standing in ranked if standing.as_good)
         return Cell(
             shown_value=winner[self._shown],
             layout={name: winner[name] for name in AXES},
-            options=in_rows(self.options, [of_cell[0].repeat])[0],
-            **shared,
-            **{name: value for name, value in marks.items() if name != "best"} | {"as_good_as_best": as_good},
-            **{name: winner[name] for name in ("run_id", "status", "suspect", *_WINNER)},
+            options=in_rows(self.options, [ranked[0].repeat])[0],
+            **cell_fields,
+            **{name: value for name, value in marks.items() if name != "best"} | {"as_good_as_best": ids},
+            **{name: winner[name] for name in ("run_id", "status", "suspect", *_WINNER_COLUMNS)},
         )
 
-    def _marks(self, of_cell: Sequence[Standing]) -> list[Row]:
+    def _marks(self, ranked: Sequence[Standing]) -> list[Row]:
         """The columns that the standing of each run gives."""
-        labels = self.environments.labels(s.environment for s in self.standings[of_cell[0].cell])
+        labels = self.environments.labels(s.environment for s in self.standings[ranked[0].cell])
         return [
             {
                 "ranked_by": "control_ratio" if standing.by_control else self._compared,
@@ -247,19 +249,20 @@ class Ranking:
                 "num_repeats": standing.num_repeats,
                 "num_repeats_failed": standing.num_repeats_failed,
             }
-            for standing in of_cell
+            for standing in ranked
         ]
 
-    def taken(self, numbers: Iterable[int], columns: Sequence[str] | None = None) -> list[Row]:
+    def taken(self, row_numbers: Iterable[int], columns: Sequence[str] | None = None) -> list[Row]:
         """The rows of these numbers."""
         table = self._rows if columns is None else self._rows.select([*columns])
-        taken: list[Row] = table.take(pa.array(numbers, pa.int64())).to_pylist()
+        taken: list[Row] = table.take(pa.array(row_numbers, pa.int64())).to_pylist()
         return taken
 
     def _require_values(self) -> None:
         """Raises ConfigError if no ok run has the number to rank by."""
-        oks = [s for s in chain.from_iterable(self.standings.values()) if s.outcome == Status.OK]
-        if oks and all(standing.rate is None for standing in oks):
+        all_standings = chain.from_iterable(self.standings.values())
+        ok_standings = [standing for standing in all_standings if standing.outcome == Status.OK]
+        if ok_standings and all(standing.rate is None for standing in ok_standings):
             rule = "rank by another column of docs/reference/columns.md"
             raise ConfigError(f"no ok run has a value in {self._rank_by}; {rule}")
 
@@ -272,19 +275,19 @@ class Ranking:
             raise ConfigError(f"{fact}; {remedy}")
 
     def _framed(self) -> pd.DataFrame:
-        """The rows as a frame with the further columns of _OF_REPEAT.
+        """The rows as a frame with the further columns of _REPEAT_COLUMNS.
 
         A suspect row of an imported table has the usual batch and size of its model, as its cell has.
         """
         frame = self._rows.to_pandas()
         keys = _keys(frame)
-        in_order = keys.sort_values(_KEY, na_position="first")
+        sorted_keys = keys.sort_values(_KEY, na_position="first")
         rate = (-1 if self._rank_by in LOWER_IS_BETTER else 1) * frame[self._rank_by]
         if self._compared == EXPECTED:
             rate = rate.combine(frame["p_oom"], expected_rate)
         with_cells: pd.DataFrame = frame.assign(
             **{name: keys[name].where(keys[name].notna(), frame[name]) for name in ("gbs", "num_params")},
-            cell=in_order.groupby(_KEY, dropna=False, sort=False).ngroup(),
+            cell=sorted_keys.groupby(_KEY, dropna=False, sort=False).ngroup(),
             competes_in=self.environments.ids,
             place=[*zip(frame["sweep"], frame["allocation"], strict=True)],
             rate=rate,
@@ -330,9 +333,9 @@ def _keys(frame: pd.DataFrame) -> pd.DataFrame:
     A suspect row of an imported table belongs to the rows of its model that are not suspect, even if its own
     architecture or batch is another one: that is its doubt, and its publisher ranked it there.
     """
-    names = [name for name in _KEY if name not in (*_TABLE, "nodes")]
+    names = [name for name in _KEY if name not in (*_SOURCE_COLUMNS, "nodes")]
     is_suspect = frame["source"].notna() & frame["suspect"].notna()
-    trusted = frame[names].mask(is_suspect).groupby([frame[name] for name in _TABLE], dropna=False)
+    trusted = frame[names].mask(is_suspect).groupby([frame[name] for name in _SOURCE_COLUMNS], dropna=False)
     return frame[_KEY].assign(**frame[names].where(~is_suspect, trusted.transform("first")))
 
 
@@ -341,10 +344,11 @@ def _known(frame: pd.DataFrame, name: str) -> list[Any]:
     return [None if value is None or value != value else value for value in frame[name].tolist()]
 
 
-def _counts(of_cell: Sequence[Standing]) -> Row:
+def _counts(ranked: Sequence[Standing]) -> Row:
     """The numbers of runs of a cell that have ended, by how they ended."""
-    ended = [standing for standing in of_cell if standing.num_repeats]
+    ended = [standing for standing in ranked if standing.num_repeats]
     outcomes = Counter(standing.outcome for standing in ended)
-    oom, failed = outcomes[Status.OOM], len(ended) - outcomes[Status.OK] - outcomes[Status.OOM]
+    num_oom = outcomes[Status.OOM]
+    num_failed = len(ended) - outcomes[Status.OK] - num_oom
     num_suspect = sum(standing.outcome == Status.OK and standing.suspect is not None for standing in ended)
-    return {"num_runs": len(ended), "num_oom": oom, "num_failed": failed, "num_in_doubt": num_suspect}
+    return {"num_runs": len(ended), "num_oom": num_oom, "num_failed": num_failed, "num_in_doubt": num_suspect}

@@ -18,7 +18,7 @@ Runs = Sequence[Sequence[float]]
 """The step times in seconds of each run of one layout."""
 ALPHA = 0.05
 """Share of the findings that may be false: corrected p-values up to this are significant."""
-LEAST_FREEDOM = 5
+MIN_FREEDOM = 5
 """Fewest degrees of freedom with which the spread between runs is estimated."""
 
 
@@ -35,29 +35,30 @@ def corrected(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[pd.DataFrame, list[st
     if not tested:
         return p_values, []
     correlation = _correlation(run for number in tested for runs in pairs[number] for run in runs)
-    spread, freedom, about_spread = _between_runs([pairs[number] for number in tested])
+    spread, freedom, spread_text = _between_runs([pairs[number] for number in tested])
     p_pairs = []
     for number in tested:
-        a, b = pairs[number]
-        steps_a, steps_b = np.concatenate(a), np.concatenate(b)
-        p = _ranks(steps_a, steps_b, correlation)
-        ranks_apart = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
+        runs_a, runs_b = pairs[number]
+        steps_a, steps_b = np.concatenate(runs_a), np.concatenate(runs_b)
+        p = _rank_test_p(steps_a, steps_b, correlation)
+        separate_ranks = np.arange(len(steps_a)), len(steps_a) + np.arange(len(steps_b))
         if spread:
-            error = spread * sqrt(1 / len(a) + 1 / len(b))
-            p = max(p, 2 * stats.t.sf(abs(log(step_time(b) / step_time(a))) / error, freedom))
-        p_pairs.append((min(1.0, p), _ranks(*ranks_apart, correlation)))
+            standard_error = spread * sqrt(1 / len(runs_a) + 1 / len(runs_b))
+            ratio = step_time(runs_b) / step_time(runs_a)
+            p = max(p, 2 * stats.t.sf(abs(log(ratio)) / standard_error, freedom))
+        p_pairs.append((min(1.0, p), _rank_test_p(*separate_ranks, correlation)))
     p_values.loc[tested, ["p_value", "p_least"]] = p_pairs
     p_values.loc[tested, "p_corrected"] = stats.false_discovery_control(p_values.loc[tested, "p_value"])
-    step_worth = f"{(1 - correlation) / (1 + correlation):.2f}"
+    weight_text = f"{(1 - correlation) / (1 + correlation):.2f}"
     return p_values, [
-        f"Neighbouring steps correlate by {correlation:.2f}, so a step counts as {step_worth} independent steps.",
-        about_spread,
+        f"Neighbouring steps correlate by {correlation:.2f}, so a step counts as {weight_text} independent steps.",
+        spread_text,
     ]
 
 
-def _ranks(a: Any, b: Any, correlation: float) -> float:
+def _rank_test_p(steps_a: Any, steps_b: Any, correlation: float) -> float:
     """The p-value of Mann-Whitney's test, in which steps count for fewer by the correlation of neighbours."""
-    p_value = stats.mannwhitneyu(a, b).pvalue
+    p_value = stats.mannwhitneyu(steps_a, steps_b).pvalue
     scale = sqrt((1 - correlation) / (1 + correlation))
     return float(2 * stats.norm.sf(stats.norm.isf(p_value / 2) * scale))
 
@@ -67,41 +68,42 @@ def _correlation(runs: Iterable[Sequence[float]]) -> float:
 
     The estimate of a short run is about (1 + 3 r) / n too low, which is added again (Kendall, 1954).
     """
-    products, squares, lengths = 0.0, 0.0, list[int]()
+    sum_of_products, sum_of_squares, lengths = 0.0, 0.0, list[int]()
     for run in runs:
         if len(run) >= 3:
             deviations = stats.rankdata(run) - (len(run) + 1) / 2
-            products += float(deviations[1:] @ deviations[:-1])
-            squares += float(deviations @ deviations)
+            sum_of_products += float(deviations[1:] @ deviations[:-1])
+            sum_of_squares += float(deviations @ deviations)
             lengths.append(len(run))
-    if not squares:
+    if not sum_of_squares:
         return 0.0
-    r = products / squares
-    return float(np.clip(r + (1 + 3 * r) / np.mean(lengths), 0.0, 0.95))
+    correlation = sum_of_products / sum_of_squares
+    return float(np.clip(correlation + (1 + 3 * correlation) / np.mean(lengths), 0.0, 0.95))
 
 
 def _between_runs(pairs: Sequence[tuple[Runs, Runs]]) -> tuple[float, int, str]:
-    """The standard deviation of the logarithm of a run's step time between runs, its freedom, and what it is from.
+    """The standard deviation between runs of the log of the step time, its degrees of freedom, and a sentence on its origin.
 
     It is 0 where it is unknown. Without repeats it is that of the ratios of the layouts, by their median absolute
     deviation, which is as sure as the usual standard deviation of a third as many.
     """
-    squares, freedom = 0.0, 0
+    sum_of_squares, freedom = 0.0, 0
     for runs in (runs for pair in pairs for runs in pair):
-        logs = np.log([median(run) for run in runs])
-        squares, freedom = squares + float(((logs - logs.mean()) ** 2).sum()), freedom + len(runs) - 1
-    if freedom >= LEAST_FREEDOM:
-        spread = sqrt(squares / freedom)
+        log_times = np.log([median(run) for run in runs])
+        sum_of_squares += float(((log_times - log_times.mean()) ** 2).sum())
+        freedom += len(runs) - 1
+    if freedom >= MIN_FREEDOM:
+        spread = sqrt(sum_of_squares / freedom)
         return spread, freedom, f"Repeats of a run vary by {percent(spread)}, which the test treats as noise."
-    fact = "Too few runs have repeats (use repeats=2)"
-    ratios = np.log([step_time(b) / step_time(a) for a, b in pairs])
-    freedom = (len(ratios) - 1) // 3
-    if freedom >= LEAST_FREEDOM:
+    fact_text = "Too few runs have repeats (use repeats=2)"
+    log_ratios = np.log([step_time(b) / step_time(a) for a, b in pairs])
+    freedom = (len(log_ratios) - 1) // 3
+    if freedom >= MIN_FREEDOM:
         # 1.4826 median absolute deviations are the standard deviation of a normal distribution.
-        spread = 1.4826 * float(np.median(abs(ratios - np.median(ratios)))) / sqrt(2)
-        about = f"{fact}: the test takes noise between runs from the spread of the ratios, {percent(spread)}."
-        return spread, freedom, about
-    return 0.0, 0, f"{fact} and too few layouts were measured: the test ignores noise between runs."
+        spread = 1.4826 * float(np.median(abs(log_ratios - np.median(log_ratios)))) / sqrt(2)
+        spread_text = f"{fact_text}: the test takes noise between runs from the spread of the ratios, {percent(spread)}."
+        return spread, freedom, spread_text
+    return 0.0, 0, f"{fact_text} and too few layouts were measured: the test ignores noise between runs."
 
 
 def step_time(runs: Runs) -> float:

@@ -27,7 +27,7 @@ MAX_FACTOR = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A fitted profile, and the errors before and after on runs that were left out of the fit."""
+    """A fitted profile, and the errors before and after the fit on runs that were left out of it."""
 
     profile: Profile
     runs: int
@@ -36,8 +36,8 @@ class Calibration:
     after: dict[str, float]
     """median_error and p90_error of constants that were fitted without the run, even if they are not kept."""
     fitted: dict[str, int]
-    """step_time and memory -> number of runs that the constants of the profile were fitted to; 0 where they are those
-    before, since new ones are no better on runs left out."""
+    """step_time and memory -> number of runs that the constants of the profile were fitted to; 0 where they are the
+    prior ones, since new ones are no better on runs left out."""
     memory: dict[str, dict[str, float]]
     """before and after -> median_error and p90_error of rank 0's reserved memory; empty where it was not fitted."""
 
@@ -52,33 +52,33 @@ def calibrate(cases: Sequence[Case], base: Profile, *, name: str, date: str) -> 
     Raises:
         ConfigError: there are fewer than 5 healthy runs with a step time, or no constants predict them.
     """
-    timed, others = healthy_timed(cases)
+    timed, num_by_reason = healthy_timed(cases)
     if len(timed) < MIN_RUNS:
-        has = f"{counted(len(timed), 'healthy run')} with a step time"
+        has_text = f"{counted(len(timed), 'healthy run')} with a step time"
         rule = f"a fit needs at least {MIN_RUNS}: measure more layouts, or give more files"
-        left_out = ", ".join(f"{n:,} {why}" for why, n in others.most_common())
-        raise ConfigError(f"{has}; {rule}" + f"; excluded: {left_out}" * bool(others))
-    old = log_errors(timed, base.time)
-    new = left_out_errors(timed, lambda others: fit_time(others, base.time), log_errors)
-    before, after = errors(old), errors(new)
-    better = after["median_error"] < before["median_error"]
-    _require_near(old, new, base)
+        left_out = ", ".join(f"{n:,} {why}" for why, n in num_by_reason.most_common())
+        raise ConfigError(f"{has_text}; {rule}" + f"; excluded: {left_out}" * bool(num_by_reason))
+    old_errors = log_errors(timed, base.time)
+    new_errors = left_out_errors(timed, lambda kept_runs: fit_time(kept_runs, base.time), log_errors)
+    before, after = errors(old_errors), errors(new_errors)
+    is_better = after["median_error"] < before["median_error"]
+    _require_near(old_errors, new_errors, base)
     memory, memory_quality, memory_runs = _memory([case.run for case in cases], base)
-    fitted = {"step_time": better * len(timed), "memory": memory_runs}
+    num_fitted = {"step_time": is_better * len(timed), "memory": memory_runs}
     profile = replace(
         base,
         name=name,
         memory=memory,
-        source=_source(fitted, len(timed), base),
+        source=_source(num_fitted, len(timed), base),
         date=date,
         prior=base.name,
-        time=fit_time(timed, base.time) if better else base.time,
-        interval=intervals(timed, new if better else old, base.interval),
-        quality={"runs": len(timed), **(after if better else before)},
+        time=fit_time(timed, base.time) if is_better else base.time,
+        interval=intervals(timed, new_errors if is_better else old_errors, base.interval),
+        quality={"runs": len(timed), **(after if is_better else before)},
         measured=measured(timed, base),
     )
     return Calibration(
-        profile=profile, runs=len(timed), before=before, after=after, fitted=fitted, memory=memory_quality
+        profile=profile, runs=len(timed), before=before, after=after, fitted=num_fitted, memory=memory_quality
     )
 
 
@@ -88,36 +88,36 @@ def measured(timed: Sequence[Case], base: Profile) -> dict[str, tuple[Any, ...]]
     for case in timed:
         for name, value in features(case.run.spec, case.hardware.gpu_at_limit).items():
             values_by_feature.setdefault(name, set()).add(value)
-    ends = ((name, sorted(values)) for name, values in values_by_feature.items())
-    return {n: (*v,) if isinstance(v[0], str) else (v[0], v[-1]) for n, v in ends}
+    sorted_values = ((name, sorted(values)) for name, values in values_by_feature.items())
+    return {name: (*v,) if isinstance(v[0], str) else (v[0], v[-1]) for name, v in sorted_values}
 
 
-def _require_near(old: Sequence[float], new: Sequence[float], base: Profile) -> None:
+def _require_near(old_errors: Sequence[float], new_errors: Sequence[float], base: Profile) -> None:
     """Raises where neither the constants of `base` nor fitted ones explain the step times.
 
     Args:
-        old: log(measured / predicted) of each run with the constants of `base`.
-        new: the same with constants that were fitted without the run.
+        old_errors: log(measured / predicted) of each run with the constants of `base`.
+        new_errors: the same with constants that were fitted without the run.
     """
-    factor = math.exp(median(map(abs, old)))
-    error = min(errors(logs)["median_error"] for logs in (old, new))
+    factor = math.exp(median(map(abs, old_errors)))
+    error = min(errors(logs)["median_error"] for logs in (old_errors, new_errors))
     if factor > MAX_FACTOR or error > MAX_ERROR:
-        before = (
+        base_text = (
             f"profile {base.name} is off by a median factor of {factor:,.1f} (at most {MAX_FACTOR:g} allowed)"
         )
-        after = f"a fit by a median of {100 * error:,.0f} % (at most {100 * MAX_ERROR:.0f} %)"
+        fit_text = f"a fit by a median of {100 * error:,.0f} % (at most {100 * MAX_ERROR:.0f} %)"
         remedy = "check the seconds, hardware and model of the rows"
-        raise ConfigError(f"{len(old):,} runs: {before}, {after}; {remedy}")
+        raise ConfigError(f"{len(old_errors):,} runs: {base_text}, {fit_text}; {remedy}")
 
 
-def _source(fitted: dict[str, int], runs: int, base: Profile) -> str:
+def _source(num_runs_by_part: dict[str, int], num_runs: int, base: Profile) -> str:
     """Where each part of a profile comes from."""
     sources = (
         f"{part.replace('_', ' ')} "
-        + (f"fitted to {counted(n, 'run')}" if n else f"from profile {base.name}")
-        for part, n in fitted.items()
+        + (f"fitted to {counted(num_fitted, 'run')}" if num_fitted else f"from profile {base.name}")
+        for part, num_fitted in num_runs_by_part.items()
     )
-    return f"{', '.join(sources)}, intervals of {counted(runs, 'run')} combined with those of {base.name}"
+    return f"{', '.join(sources)}, intervals of {counted(num_runs, 'run')} combined with those of {base.name}"
 
 
 def _memory(
@@ -127,31 +127,31 @@ def _memory(
     usable_runs, prior = usable(runs), memory_constants(base.framework, base.memory)
     if not isinstance(prior, NanotronMemory) or len(usable_runs) < MIN_RUNS:
         return base.memory, {}, 0
-    left_out = left_out_errors(usable_runs, lambda others: fit_memory(others, prior), memory_errors)
-    old, new = errors(memory_errors(usable_runs, prior)), errors(left_out)
-    quality = {"before": old, "after": new}
-    if new["median_error"] < old["median_error"]:
+    errors_left_out = left_out_errors(usable_runs, lambda kept: fit_memory(kept, prior), memory_errors)
+    old_quality, new_quality = errors(memory_errors(usable_runs, prior)), errors(errors_left_out)
+    quality = {"before": old_quality, "after": new_quality}
+    if new_quality["median_error"] < old_quality["median_error"]:
         return to_dict(fit_memory(usable_runs, prior)), quality, len(usable_runs)
     return base.memory, quality, 0
 
 
-def errors(logs: Sequence[float]) -> dict[str, float]:
+def errors(log_errors: Sequence[float]) -> dict[str, float]:
     """Median and 90 % quantile of |predicted / measured - 1| of at least two values of log(measured / predicted)."""
-    relative_errors = [abs(math.expm1(-log)) for log in logs]
+    relative_errors = [abs(math.expm1(-log_error)) for log_error in log_errors]
     p90 = quantiles(relative_errors, n=10, method="inclusive")[-1]
     return {"median_error": median(relative_errors), "p90_error": p90}
 
 
 def to_yaml(profile: Profile, base: Profile) -> str:
-    """The text of the profile's file; a comment at each constant of time tells its value in `base`."""
-    values, old = to_dict(profile), to_dict(base)["time"]
-    head = (f"{key}: {_text(values[key])}" for key in ("framework", "source", "date", "prior"))
-    lines = [f"# {profile.source}.", *head]
+    """The text of the profile's file; a comment at each constant of time gives its value in `base`."""
+    values, old_times = to_dict(profile), to_dict(base)["time"]
+    head_lines = (f"{key}: {_text(values[key])}" for key in ("framework", "source", "date", "prior"))
+    lines = [f"# {profile.source}.", *head_lines]
     for key in ("time", "memory", "interval", "quality", "measured"):
         lines += [f"{key}:" if values[key] else f"{key}: {{}}"]
         for name, value in values[key].items():
             entry = f"  {name}: {_text(value)}"
-            lines.append(f"{entry:40}# {_text(old[name])} before" if key == "time" else entry)
+            lines.append(f"{entry:40}# {_text(old_times[name])} before" if key == "time" else entry)
     return "\n".join(lines) + "\n"
 
 
@@ -160,7 +160,7 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, float):
-        short = f"{value:.4g}"
-        mantissa, e, exponent = short.partition("e")
-        return (mantissa if "." in mantissa else f"{mantissa}.0") + e + exponent
+        number_text = f"{value:.4g}"
+        mantissa, separator, exponent = number_text.partition("e")
+        return (mantissa if "." in mantissa else f"{mantissa}.0") + separator + exponent
     return json.dumps(value)

@@ -20,10 +20,10 @@ from ultrabench.sweep.predict.stage_memory import LARGEST
 from ultrabench.sweep.predict.step_time import predict_step_time
 from ultrabench.sweep.predict.time_constants import TimeConstants
 
-INTRA_NODE = 300e9
-"""Bus bandwidth of an all-reduce in a node of H100 below which its NVLink is broken, in bytes per second."""
-OF_MEDIAN = 0.7
-"""Share of the median bandwidth of the same number of nodes below which a job's links are ill."""
+MIN_NODE_RATE = 300e9
+"""Bus bandwidth of an all-reduce in a node of H100 below which its NVLink counts as broken, in bytes per second."""
+MIN_MEDIAN_SHARE = 0.7
+"""Share of the median bandwidth of the same number of nodes below which a job's links count as slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +63,27 @@ def cases(runs: Sequence[MeasuredRun]) -> tuple[list[Case], Counter[str]]:
     Raises:
         ConfigError: the file of a run's hardware cannot be used.
     """
-    comparable, left_out = list[Case](), Counter[str]()
+    comparable, num_by_reason = list[Case](), Counter[str]()
     names = {run.hardware for run in runs} & files("hardware").keys()
     hardware_by_name = {name: load_hardware(str(name)) for name in names}
     for run in runs:
         if run.status not in (Status.OK, Status.OOM):
-            left_out[f"status {run.status}"] += 1
+            num_by_reason[f"status {run.status}"] += 1
         elif not run.is_final:
-            left_out["not final"] += 1
+            num_by_reason["not final"] += 1
         elif run.step_time_s is not None and not 0 < run.step_time_s < math.inf:
-            left_out["with a step time that is not above 0 s"] += 1
+            num_by_reason["with a step time that is not above 0 s"] += 1
         elif run.hardware not in hardware_by_name:
-            left_out[unknown_name("hardware", run.hardware, files("hardware"))] += 1
+            num_by_reason[unknown_name("hardware", run.hardware, files("hardware"))] += 1
         else:
             comparable.append(_case(run, hardware_by_name[run.hardware]))
-    return comparable, left_out
+    return comparable, num_by_reason
 
 
 def _case(run: MeasuredRun, hardware: Hardware) -> Case:
     spec = run.spec
-    if rate := run.peak_flops_per_s:
-        peak = Peak(flops_per_s=rate, source="row")
+    if flops_per_s := run.peak_flops_per_s:
+        peak = Peak(flops_per_s=flops_per_s, source="row")
     else:
         peak = hardware.peak(spec.kernel.precision, spec.nodes, None, 1)
     links = network(hardware, spec.nodes, *(getattr(run, column) for column in LINKS))
@@ -113,8 +113,8 @@ def exclusions(cases: Sequence[Case]) -> list[str]:
     for case in cases:
         if rate := case.run.allreduce_busbw_bytes_per_s:
             rates.setdefault(_kind(case), []).append(rate)
-    usual = {kind: median(kind_rates) for kind, kind_rates in rates.items()}
-    return [_exclusion(case, usual.get(_kind(case), 0.0)) for case in cases]
+    median_by_kind = {kind: median(kind_rates) for kind, kind_rates in rates.items()}
+    return [_exclusion(case, median_by_kind.get(_kind(case), 0.0)) for case in cases]
 
 
 def healthy_timed(cases: Sequence[Case]) -> tuple[list[Case], Counter[str]]:
@@ -122,24 +122,26 @@ def healthy_timed(cases: Sequence[Case]) -> tuple[list[Case], Counter[str]]:
 
     The second value counts the others by reason.
     """
-    timed, others = list[Case](), Counter[str]()
+    timed, num_by_reason = list[Case](), Counter[str]()
     for case, reason in zip(cases, exclusions(cases), strict=True):
         if not reason and case.run.status == Status.OK and case.run.step_time_s:
             timed.append(case)
         else:
-            others[reason or f"with status {case.run.status} and no step time"] += 1
-    return timed, others
+            num_by_reason[reason or f"with status {case.run.status} and no step time"] += 1
+    return timed, num_by_reason
 
 
-def _exclusion(case: Case, usual: float) -> str:
+def _exclusion(case: Case, median_rate: float) -> str:
     run = case.run
     if codes := [code for code in run.suspect_codes or () if code not in OTHER_SIZES]:
         return f"in doubt: {codes[0]}"
-    inside, all_ = run.allreduce_intra_node_busbw_bytes_per_s, run.allreduce_busbw_bytes_per_s
-    least = min(INTRA_NODE, 2 / 3 * case.hardware.link_bytes_per_s) if case.hardware.device == "cuda" else 0.0
-    if inside is not None and inside <= least:
+    node_rate, global_rate = run.allreduce_intra_node_busbw_bytes_per_s, run.allreduce_busbw_bytes_per_s
+    has_gpus = case.hardware.device == "cuda"
+    min_rate = min(MIN_NODE_RATE, 2 / 3 * case.hardware.link_bytes_per_s) if has_gpus else 0.0
+    if node_rate is not None and node_rate <= min_rate:
         return "with slow links in the node"
-    return "" if all_ is None or all_ > OF_MEDIAN * usual else "with slower links than other jobs"
+    is_slow = global_rate is not None and not global_rate > MIN_MEDIAN_SHARE * median_rate
+    return "with slower links than other jobs" if is_slow else ""
 
 
 def _kind(case: Case) -> tuple[str, int, bool]:
@@ -158,12 +160,12 @@ def default_profile(cases: Sequence[Case]) -> str:
         profile_kind = read_yaml(kernels[name]).get("profile") if name in kernels else name
         if (profile := usual_profile(str(profile_kind), device)) in files("profiles"):
             return profile
-    used, profiles = (
+    used_text, profiles = (
         ", ".join(f"{name} on {device}" for name, device in kernels_and_devices),
         ", ".join(files("profiles")),
     )
     rule = f"no profile covers all of them: give --profile, one of {profiles}"
-    raise ConfigError(f"the runs used {used}; {rule}")
+    raise ConfigError(f"the runs used {used_text}; {rule}")
 
 
 def usual_profiles(cases: Sequence[Case]) -> dict[str, str]:
@@ -175,7 +177,7 @@ def usual_profiles(cases: Sequence[Case]) -> dict[str, str]:
     cases_by_kernel: dict[str, list[Case]] = {}
     for case in cases:
         cases_by_kernel.setdefault(case.run.spec.kernel.name, []).append(case)
-    return {kernel: default_profile(of_kernel) for kernel, of_kernel in cases_by_kernel.items()}
+    return {kernel: default_profile(kernel_cases) for kernel, kernel_cases in cases_by_kernel.items()}
 
 
 def profile_and_hardware(run: MeasuredRun) -> tuple[Profile, Hardware]:
@@ -184,8 +186,8 @@ def profile_and_hardware(run: MeasuredRun) -> tuple[Profile, Hardware]:
     Raises:
         ConfigError: no profile or no hardware has their names.
     """
-    comparable, left_out = cases([run])
+    comparable, num_by_reason = cases([run])
     if not comparable:
-        raise ConfigError(*left_out)
+        raise ConfigError(*num_by_reason)
     (case,) = comparable
     return load_profile(default_profile([case])), case.hardware

@@ -16,16 +16,16 @@ from ultrabench.sweep.predict.time_constants import TimeConstants
 S = TypeVar("S")
 T = TypeVar("T")
 
-NOT_FITTED = frozenset({
+FIXED_NAMES = frozenset({
     "gradient_bytes", "zero_crossings", "tp_calls", "tp_recompute_calls", "dp_bucket_bytes", "hbm_efficiency",
 })  # fmt: skip
-"""Constants that no fit changes: the code of a framework tells them, or they only scale others."""
-OF_EXPERTS = frozenset({"sparse_launch_s", "routed_bytes", "router_bytes"})
-"""Constants that only runs of models with experts tell."""
-OF_FP8 = frozenset({"fp8_efficiency", "fp8_cast_bytes", "fp8_launch_s"})
-"""Constants that only runs in fp8 tell."""
+"""Constants that no fit changes: they follow from the code of a framework, or only scale other constants."""
+EXPERT_NAMES = frozenset({"sparse_launch_s", "routed_bytes", "router_bytes"})
+"""Constants that only runs of models with experts determine."""
+FP8_NAMES = frozenset({"fp8_efficiency", "fp8_cast_bytes", "fp8_launch_s"})
+"""Constants that only runs in fp8 determine."""
 FEW_RUNS = 15
-"""Number of runs below which the fit keeps closer to the constants before."""
+"""Number of runs below which the fit stays closer to the prior constants."""
 RIDGE = {True: 0.15, False: 0.25}
 """Whether there are fewer runs than FEW_RUNS -> standard deviation of log(constant / prior)."""
 ERROR_SCALE = 0.1
@@ -33,27 +33,27 @@ ERROR_SCALE = 0.1
 FOLDS = 5
 """Number of fits of a check, each without another fifth of the runs."""
 SHRINKAGE_RUNS = 30
-"""Number of runs at which their quantiles count as much as those of a wider group, or of the profile before."""
+"""Number of runs at which their quantiles count as much as those of a wider group or of the prior profile."""
 
 
 def fit_time(cases: Sequence[Case], prior: TimeConstants) -> TimeConstants:
-    """The constants that predict these runs best without moving further from `prior` than they show.
+    """The constants that predict these runs best while staying as close to `prior` as the runs allow.
 
     It minimises sum(soft_l1(log(measured / predicted) / ERROR_SCALE)) + sum((log(constant / prior) / RIDGE)**2),
     where soft_l1(x) = 2 (sqrt(1 + x**2) - 1), so that a run with a broken measurement counts little. Constants
     that are 0 stay 0.
     """
-    names = names_told(cases, prior)
+    names = fitted_names(cases, prior)
     ridge = RIDGE[len(cases) < FEW_RUNS]
     return fit_constants(prior, names, lambda constants: log_errors(cases, constants), ERROR_SCALE, ridge)
 
 
-def names_told(cases: Sequence[Case], prior: TimeConstants) -> list[str]:
-    """The constants that these runs can tell and a fit may change: those above 0 in `prior`."""
+def fitted_names(cases: Sequence[Case], prior: TimeConstants) -> list[str]:
+    """The constants that these runs determine and a fit may change: those above 0 in `prior`."""
     specs = [case.run.spec for case in cases]
-    untold = NOT_FITTED if any(spec.shape.num_experts for spec in specs) else NOT_FITTED | OF_EXPERTS
-    untold |= frozenset() if any(spec.kernel.precision == "fp8" for spec in specs) else OF_FP8
-    fitted_values = ((name, value) for name, value in values_of(prior).items() if name not in untold)
+    fixed_names = FIXED_NAMES if any(spec.shape.num_experts for spec in specs) else FIXED_NAMES | EXPERT_NAMES
+    fixed_names |= frozenset() if any(spec.kernel.precision == "fp8" for spec in specs) else FP8_NAMES
+    fitted_values = ((name, value) for name, value in values_of(prior).items() if name not in fixed_names)
     return [name for name, value in fitted_values if isinstance(value, float) and value > 0]
 
 
@@ -74,7 +74,7 @@ def fit_constants(
     """
     from scipy.optimize import least_squares  # it takes a second to import
 
-    start = np.log([getattr(prior, name) for name in names])
+    prior_logs = np.log([getattr(prior, name) for name in names])
 
     def constants(logs: np.ndarray) -> T:
         values: dict[str, Any] = {name: math.exp(x) for name, x in zip(names, logs, strict=True)}
@@ -88,9 +88,9 @@ def fit_constants(
     def residuals(logs: np.ndarray) -> np.ndarray:
         errors = np.array(errors_of(constants(logs))) / scale
         soft_errors = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
-        return np.concatenate([soft_errors, (logs - start) / ridge])
+        return np.concatenate([soft_errors, (logs - prior_logs) / ridge])
 
-    return constants(least_squares(residuals, start, max_nfev=10, diff_step=1e-3).x)
+    return constants(least_squares(residuals, prior_logs, max_nfev=10, diff_step=1e-3).x)
 
 
 def left_out_errors(

@@ -10,11 +10,11 @@ from ultrabench.result import Status
 from ultrabench.sweep.predict.memory import MemoryConstants
 from ultrabench.sweep.predict.nanotron_memory import VERSIONS, NanotronMemory, nanotron_memory
 
-GATHERS_KEPT = ((0, 14_017_000), (14_102_400, 14_103_000))
+GATHERS_KEPT_JOBS = ((0, 14_017_000), (14_102_400, 14_103_000))
 """Job ids of runs without a pipeline that kept gathered tokens."""
-RUN_AHEAD = (14_098_500, 14_110_000)
+RUN_AHEAD_JOBS = (14_098_500, 14_110_000)
 """Job ids of runs with a pipeline whose host ran ahead of the device, so that more was allocated at once."""
-FITTED = (
+FITTED_NAMES = (
     "layer_hidden", "work_hidden", "work_ffn", "work_gathered", "work_embedding", "gathered", "run_ahead",
     "backward_slack", "optimizer_slack", "base_bytes",
 )  # fmt: skip
@@ -23,22 +23,22 @@ ERROR_SCALE = 0.04
 """Error of a prediction, as a logarithm, from which a run pulls the fit less."""
 RIDGE = 0.5
 """Standard deviation of log(constant / prior)."""
-NOT_FULL = 73 * 2**30
+MAX_UNFILLED_BYTES = 73 * 2**30
 """Reserved bytes above which the allocator of an 80 GiB device gives back what it would hold otherwise."""
 
 
 def nanotron_version(run: MeasuredRun) -> str:
-    """The `version` of NanotronMemory for an imported run; latest where its job id does not tell another.
+    """The `version` of NanotronMemory for an imported run; `latest` unless its job id falls into the period of another one.
 
-    The periods were found in the reserved memory of the runs: a pipeline before the fix is told by the row itself.
+    The periods were found from the reserved memory of the runs; a pipeline before the fix is marked in the row itself.
     """
-    pipeline = run.spec.layout.pp > 1
-    if pipeline and run.kernel_version == "before_pp_fix":
+    has_pipeline = run.spec.layout.pp > 1
+    if has_pipeline and run.kernel_version == "before_pp_fix":
         return "before-fix"
-    job = int(run.job_id) if run.job_id and run.job_id.isdecimal() and run.source else RUN_AHEAD[1]
-    if pipeline:
-        return "run-ahead" if RUN_AHEAD[0] < job < RUN_AHEAD[1] else "latest"
-    return "old" if any(low <= job < high for low, high in GATHERS_KEPT) else "latest"
+    job_id = int(run.job_id) if run.job_id and run.job_id.isdecimal() and run.source else RUN_AHEAD_JOBS[1]
+    if has_pipeline:
+        return "run-ahead" if RUN_AHEAD_JOBS[0] < job_id < RUN_AHEAD_JOBS[1] else "latest"
+    return "old" if any(low <= job_id < high for low, high in GATHERS_KEPT_JOBS) else "latest"
 
 
 def of_version(constants: MemoryConstants, run: MeasuredRun) -> MemoryConstants:
@@ -49,9 +49,9 @@ def of_version(constants: MemoryConstants, run: MeasuredRun) -> MemoryConstants:
 
 
 def usable(runs: Iterable[MeasuredRun]) -> list[MeasuredRun]:
-    """The ok runs whose rank 0 reported a peak below NOT_FULL: only these tell how much memory a layout needs."""
-    ok = (run for run in runs if run.status == Status.OK)
-    return [run for run in ok if 0 < (run.peak_mem_reserved_rank0_bytes or 0) < NOT_FULL]
+    """The ok runs whose rank 0 reported a peak below MAX_UNFILLED_BYTES: only these show how much memory a layout needs."""
+    ok_runs = (run for run in runs if run.status == Status.OK)
+    return [run for run in ok_runs if 0 < (run.peak_mem_reserved_rank0_bytes or 0) < MAX_UNFILLED_BYTES]
 
 
 def memory_errors(runs: Sequence[MeasuredRun], constants: NanotronMemory) -> list[float]:
@@ -66,4 +66,4 @@ def memory_errors(runs: Sequence[MeasuredRun], constants: NanotronMemory) -> lis
 
 def fit_memory(runs: Sequence[MeasuredRun], prior: NanotronMemory) -> NanotronMemory:
     """The constants that predict the reserved memory of usable runs best without moving far from `prior`."""
-    return fit_constants(prior, FITTED, lambda now: memory_errors(runs, now), ERROR_SCALE, RIDGE)
+    return fit_constants(prior, FITTED_NAMES, lambda c: memory_errors(runs, c), ERROR_SCALE, RIDGE)

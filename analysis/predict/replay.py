@@ -22,7 +22,7 @@ START_S = 60.0
 """Seconds from the start of a run to its first step."""
 STEPS, FAILED_STEPS, CONFIRM_STEPS = 5, 1, 10
 """Steps of a run, of a failed run, and of the two repeats of a contender in one process."""
-RACE, RACED_STEPS = 1.3, 2
+RACE_RATIO, RACED_STEPS = 1.3, 2
 """A run this many times slower than the best of its cell so far is stopped after this many steps."""
 TOP_RUNS = 5
 """Runs with the lowest predicted step time that the strategy predicted makes."""
@@ -32,7 +32,7 @@ RANDOM_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedRun:
-    """A measured run with what was predicted of it from its job's own probe."""
+    """A measured run and its prediction, which uses the bandwidths that its job measured."""
 
     run_id: str
     layout: Layout
@@ -46,7 +46,8 @@ class ReplayedRun:
         """GPU seconds of the run, when the best step time before it was `best_s`."""
         if self.step_time_s is None:
             return self._gpu_s(FAILED_STEPS * self.prediction.step_time_s)
-        return self._gpu_s((RACED_STEPS if self.step_time_s > RACE * best_s else STEPS) * self.step_time_s)
+        num_steps = RACED_STEPS if self.step_time_s > RACE_RATIO * best_s else STEPS
+        return self._gpu_s(num_steps * self.step_time_s)
 
     def confirmation(self) -> float:
         """GPU seconds of the repeats of a contender."""
@@ -58,7 +59,7 @@ class ReplayedRun:
 
 @dataclass(slots=True)
 class Replay:
-    """What a strategy has made so far in one cell."""
+    """The runs that a strategy has made so far in one cell."""
 
     runs: Sequence[ReplayedRun]
     """All runs of the cell."""
@@ -86,19 +87,19 @@ class Replay:
     def tried(self) -> Tried:
         """What the search knows of the cell."""
         times_s = {run.run_id: run.step_time_s for run in self.runs_made if run.step_time_s}
-        oom = {run.run_id for run in self.runs_made if run.oom}
-        failed = {run.run_id for run in self.runs_made} - oom - times_s.keys()
-        return Tried(times_s=times_s, oom=oom, failed=failed, max_p_oom=self.max_p_oom)
+        oom_ids = {run.run_id for run in self.runs_made if run.oom}
+        failed_ids = {run.run_id for run in self.runs_made} - oom_ids - times_s.keys()
+        return Tried(times_s=times_s, oom=oom_ids, failed=failed_ids, max_p_oom=self.max_p_oom)
 
     def possible(self, run: ReplayedRun) -> bool:
-        """Whether no run without enough memory says that this one has not enough either."""
-        return not any(o.oom and dominates(o.layout, run.layout) for o in self.runs_made)
+        """Whether no run that ran out of memory shows that this one would, too."""
+        return not any(other.oom and dominates(other.layout, run.layout) for other in self.runs_made)
 
     def confirm(self) -> None:
         """Repeats the contenders."""
-        near = [r for r in self.runs_made if r.step_time_s and r.step_time_s <= NEAR_BEST * self.best_s]
-        near.sort(key=lambda run: run.step_time_s or 0.0)
-        self.gpu_s += sum(run.confirmation() for run in near[:MAX_CONTENDERS])
+        contenders = [r for r in self.runs_made if r.step_time_s and r.step_time_s <= NEAR_BEST * self.best_s]
+        contenders.sort(key=lambda r: r.step_time_s or 0.0)
+        self.gpu_s += sum(r.confirmation() for r in contenders[:MAX_CONTENDERS])
 
 
 def _adaptive(cell: Replay, batch: int) -> None:
@@ -147,19 +148,19 @@ def cells_of(cases: Sequence[Case], profile: Profile) -> dict[ReplayedCell, list
 
 
 def _run(case: Case, profile: Profile) -> ReplayedRun:
-    spec, limit = case.run.spec, case.hardware.mem_bytes
+    spec, limit_bytes = case.run.spec, case.hardware.mem_bytes
     constants = of_version(memory_constants(profile.framework, profile.memory), case.run)
     stages = predict_memory(spec, constants)
-    peak = max(stage.peak_bytes for stage in stages)
+    peak_bytes = max(stage.peak_bytes for stage in stages)
     time_s, low_s, high_s = case.interval_s(profile)
     prediction = Prediction(
         step_time_s=time_s,
         step_time_low_s=low_s,
         step_time_high_s=high_s,
-        p_oom=p_oom(stages, limit, constants),
+        p_oom=p_oom(stages, limit_bytes, constants),
         limited_by="compute",
-        peak_mem_bytes=int(peak),
-        memory_share=peak / limit,
+        peak_mem_bytes=int(peak_bytes),
+        memory_share=peak_bytes / limit_bytes,
         duration_s=START_S + STEPS * time_s,
     )
     return ReplayedRun(
@@ -190,8 +191,8 @@ def replay(
         replays.append(cell)
         best_s = min(run.step_time_s for run in runs if run.step_time_s)
         regret = cell.best_s / best_s - 1 if cell.best_s < math.inf else None
-        counts = {"model": model, "nodes": nodes, "layouts": len(runs), "runs": len(cell.runs_made)}
-        rows.append({**counts, "gpu_hours_share": cell.gpu_s / cell.total_gpu_s, "regret": regret})
+        cell_counts = {"model": model, "nodes": nodes, "layouts": len(runs), "runs": len(cell.runs_made)}
+        rows.append({**cell_counts, "gpu_hours_share": cell.gpu_s / cell.total_gpu_s, "regret": regret})
     share = sum(cell.gpu_s for cell in replays) / sum(cell.total_gpu_s for cell in replays)
-    whole = {"gpu_hours_share": share, "runs": sum(row["runs"] for row in rows)}
-    return {"strategy": strategy, "batch": batch, **whole, "cells": rows}
+    totals = {"gpu_hours_share": share, "runs": sum(row["runs"] for row in rows)}
+    return {"strategy": strategy, "batch": batch, **totals, "cells": rows}

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ultrabench.analysis.predict.cases import Case, exclusions, healthy_timed
-from ultrabench.analysis.predict.fit import OF_FP8, fit_time, intervals
+from ultrabench.analysis.predict.fit import FP8_NAMES, fit_time, intervals
 from ultrabench.analysis.predict.nanotron import fit_memory, of_version, usable
 from ultrabench.errors import ConfigError, counted
 from ultrabench.layout import AXES, DEGREES, DIVIDES
@@ -42,7 +42,7 @@ ROW_COLUMNS = (
 )
 """Columns of the table that say which run `row_errors` describes."""
 MIN_RANKED = 5
-"""Smallest number of runs with a step time of a cell whose order means something."""
+"""Fewest runs with a step time in a cell for which their order is evaluated."""
 TOP_LAYOUTS = 5
 """Number of the fastest predicted layouts among which the best one is looked for."""
 PRUNED_P_OOM = 0.9
@@ -55,11 +55,11 @@ ALLOCATABLE_SHARE = 0.967
 
 def priors_of_fp8(cases: Sequence[Case], profile: Profile) -> str | None:
     """A sentence about rows in fp8 where no run of the profile's fit had it; None where there are none."""
-    rows = sum(case.run.spec.kernel.precision == "fp8" for case in cases)
-    if not rows or "fp8" in profile.measured.get("precision", ()):
+    num_rows = sum(case.run.spec.kernel.precision == "fp8" for case in cases)
+    if not num_rows or "fp8" in profile.measured.get("precision", ()):
         return None
-    priors = ", ".join(f"{name}={getattr(profile.time, name):g}" for name in sorted(OF_FP8))
-    return f"{counted(rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, so {priors} are priors"
+    priors = ", ".join(f"{name}={getattr(profile.time, name):g}" for name in sorted(FP8_NAMES))
+    return f"{counted(num_rows, 'row')} in fp8: profile {profile.name} was fitted without fp8, so {priors} are priors"
 
 
 def without_own_group(cases: Sequence[Case], prior: Profile, by: str) -> dict[Hashable, Profile]:
@@ -75,24 +75,24 @@ def without_own_group(cases: Sequence[Case], prior: Profile, by: str) -> dict[Ha
     timed, _ = healthy_timed(cases)
     healthy_groups = sorted({str(group(case)) for case in timed})
     if len(healthy_groups) < 2:
-        values = f"{by}={', '.join(healthy_groups) or 'none'}"
-        fact = f"--leave-out {by} needs healthy runs with at least 2 values of {by}; these have {values}"
+        values_text = f"{by}={', '.join(healthy_groups) or 'none'}"
+        fact = f"--leave-out {by} needs healthy runs with at least 2 values of {by}; these have {values_text}"
         raise ConfigError(fact, "give results with more values")
     memory = memory_constants(prior.framework, prior.memory)
     groups = sorted({group(case) for case in cases}, key=str)
-    constants = {
+    constants_by_group = {
         name: fit_time([case for case in timed if group(case) != name], prior.time) for name in groups
     }
-    errors = [(case, case.log_error(constants[group(case)])) for case in timed]
+    case_errors = [(case, case.log_error(constants_by_group[group(case)])) for case in timed]
     profile_by_group: dict[Hashable, Profile] = {}
-    for left_out in groups:
-        others = [(case, error) for case, error in errors if group(case) != left_out]
-        interval = intervals([case for case, _ in others], [error for _, error in others])
-        profile = replace(prior, time=constants[left_out], interval=interval)
+    for group_left_out in groups:
+        kept_errors = [(case, error) for case, error in case_errors if group(case) != group_left_out]
+        interval = intervals([case for case, _ in kept_errors], [error for _, error in kept_errors])
+        profile = replace(prior, time=constants_by_group[group_left_out], interval=interval)
         if isinstance(memory, NanotronMemory):
-            runs = usable(case.run for case in cases if group(case) != left_out)
+            runs = usable(case.run for case in cases if group(case) != group_left_out)
             profile = replace(profile, memory=to_dict(fit_memory(runs, memory)))
-        profile_by_group[left_out] = profile
+        profile_by_group[group_left_out] = profile
     return profile_by_group
 
 
@@ -139,13 +139,14 @@ def _row(case: Case, profile: Profile) -> dict[str, Any]:
 def _memory(case: Case, profile: Profile) -> dict[str, float]:
     """The columns about memory; that of rank 0 is compared where the row has no other."""
     constants = of_version(memory_constants(profile.framework, profile.memory), case.run)
-    stages, size = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
-    limit = limit_share(stages, constants) * size  # an allocator gives back its reserve before it fails
-    peaks = [min(s.peak_bytes, max(s.allocated_bytes, limit), ALLOCATABLE_SHARE * size) for s in stages]
+    stages, device_bytes = predict_memory(case.run.spec, constants), case.hardware.mem_bytes
+    # An allocator gives back its reserve before it fails.
+    limit_bytes, most_bytes = limit_share(stages, constants) * device_bytes, ALLOCATABLE_SHARE * device_bytes
+    peaks = [min(s.peak_bytes, max(s.allocated_bytes, limit_bytes), most_bytes) for s in stages]
     return {
         "predicted_peak_mem_bytes": peaks[0] if case.run.peak_mem_reserved_rank0_bytes else max(peaks),
-        "allocated_share": max(stage.allocated_bytes for stage in stages) / size,
-        "p_oom": p_oom(stages, size, constants),
+        "allocated_share": max(s.allocated_bytes for s in stages) / device_bytes,
+        "p_oom": p_oom(stages, device_bytes, constants),
     }
 
 
@@ -156,11 +157,11 @@ def row_errors(rows: pd.DataFrame) -> list[dict[str, Any]]:
     measured speed lies in the 80 % interval.
     """
     timed = rows[(rows.status == Status.OK) & rows.step_time_s.notna()]
-    tokens = timed.tokens_per_s_per_gpu * timed.step_time_s
+    tokens_per_gpu = timed.tokens_per_s_per_gpu * timed.step_time_s
     speeds = {
-        "predicted_tokens_per_s_per_gpu": tokens / timed.predicted_step_time_s,
-        "low_tokens_per_s_per_gpu": tokens / timed.predicted_high_s,
-        "high_tokens_per_s_per_gpu": tokens / timed.predicted_low_s,
+        "predicted_tokens_per_s_per_gpu": tokens_per_gpu / timed.predicted_step_time_s,
+        "low_tokens_per_s_per_gpu": tokens_per_gpu / timed.predicted_high_s,
+        "high_tokens_per_s_per_gpu": tokens_per_gpu / timed.predicted_low_s,
         "step_time_error": timed.predicted_step_time_s / timed.step_time_s - 1,
         "inside": timed.step_time_s.between(timed.predicted_low_s, timed.predicted_high_s),
     }
@@ -178,29 +179,29 @@ def metrics(rows: pd.DataFrame) -> dict[str, Any]:
 
 def _metrics(rows: pd.DataFrame) -> dict[str, Any]:
     slices = (*SLICES, "precision") if rows.precision.nunique() > 1 else SLICES
-    by = {name: {str(value): _errors(part) for value, part in rows.groupby(name)} for name in slices}
-    reasons = rows.exclusion[~rows.timed].value_counts()
-    return _errors(rows) | {"by": by, "excluded_by_reason": {str(k): int(n) for k, n in reasons.items()}}
+    errors = {name: {str(value): _errors(part) for value, part in rows.groupby(name)} for name in slices}
+    num_by_reason = rows.exclusion[~rows.timed].value_counts().to_dict()
+    return _errors(rows) | {"by": errors, "excluded_by_reason": num_by_reason}
 
 
 def _errors(rows: pd.DataFrame) -> dict[str, Any]:
-    measured = rows[rows.status == Status.OK]
-    ok = measured[measured.timed & measured.step_time_s.notna()]
-    ratio = ok.step_time_s / ok.predicted_step_time_s
-    cells = [cell for _, cell in ok.groupby(CELL) if len(cell) >= MIN_RANKED]
-    inside = ok.step_time_s.between(ok.predicted_low_s, ok.predicted_high_s)
-    memory = measured[measured.predicted_peak_mem_bytes.notna() & measured.peak_mem_reserved_bytes.notna()]
+    ok_rows = rows[rows.status == Status.OK]
+    timed_rows = ok_rows[ok_rows.timed & ok_rows.step_time_s.notna()]
+    ratios = timed_rows.step_time_s / timed_rows.predicted_step_time_s
+    cells = [cell for _, cell in timed_rows.groupby(CELL) if len(cell) >= MIN_RANKED]
+    is_inside = timed_rows.step_time_s.between(timed_rows.predicted_low_s, timed_rows.predicted_high_s)
+    memory_rows = ok_rows[ok_rows.predicted_peak_mem_bytes.notna() & ok_rows.peak_mem_reserved_bytes.notna()]
     return {
         "rows": int(rows.timed.sum()),
         "excluded": int((~rows.timed).sum()),
-        "more_than_twice": int((ratio > 2).sum()),
-        "step_time": _quantiles(ok.predicted_step_time_s, ok.step_time_s)
+        "more_than_twice": int((ratios > 2).sum()),
+        "step_time": _quantiles(timed_rows.predicted_step_time_s, timed_rows.step_time_s)
         | {"spearman_in_cell": _mean(map(_rank_correlation, cells))},
         "interval": {
-            "coverage": _mean(inside),
-            "regimes": {str(name): _mean(part) for name, part in inside.groupby(ok.regime)},
+            "coverage": _mean(is_inside),
+            "regimes": {str(name): _mean(part) for name, part in is_inside.groupby(timed_rows.regime)},
         },
-        "memory": _quantiles(memory.predicted_peak_mem_bytes, memory.peak_mem_reserved_bytes),
+        "memory": _quantiles(memory_rows.predicted_peak_mem_bytes, memory_rows.peak_mem_reserved_bytes),
         "oom": _oom(rows[rows.p_oom.notna()]),
         "planning": _planning(cells),
     }
@@ -208,11 +209,11 @@ def _errors(rows: pd.DataFrame) -> dict[str, Any]:
 
 def _quantiles(predicted: pd.Series, measured: pd.Series) -> dict[str, float | None]:
     """The number of rows, and the median and 90 % quantile of |predicted / measured - 1|."""
-    error = (predicted / measured - 1).astype(float).abs()
+    relative_errors = (predicted / measured - 1).astype(float).abs()
     return {
-        "rows": len(error),
-        "median_error": _known(float(error.median())),
-        "p90_error": _known(float(error.quantile(0.9))),
+        "rows": len(relative_errors),
+        "median_error": _known(float(relative_errors.median())),
+        "p90_error": _known(float(relative_errors.quantile(0.9))),
     }
 
 
@@ -221,25 +222,25 @@ def _rank_correlation(cell: pd.DataFrame) -> float:
 
 
 def _oom(rows: pd.DataFrame) -> dict[str, float | None]:
-    """How often P(OOM) > LIKELY_OOM is right, also near the limit, and what PRUNED_P_OOM prunes of both outcomes."""
-    failed, pruned = rows.status == Status.OOM, rows.p_oom > PRUNED_P_OOM
-    right = (rows.p_oom > LIKELY_OOM) == failed
+    """How often P(OOM) > LIKELY_OOM is right, overall and near the limit, and which share of each outcome PRUNED_P_OOM prunes."""
+    is_oom, is_pruned = rows.status == Status.OOM, rows.p_oom > PRUNED_P_OOM
+    is_right = (rows.p_oom > LIKELY_OOM) == is_oom
     return {
         "rows": len(rows),
-        "accuracy": _mean(right),
-        "borderline_accuracy": _mean(right[rows.allocated_share.between(*BORDERLINE)]),
-        "false_prune": _mean(pruned[~failed]),
-        "caught": _mean(pruned[failed]),
+        "accuracy": _mean(is_right),
+        "borderline_accuracy": _mean(is_right[rows.allocated_share.between(*BORDERLINE)]),
+        "false_prune": _mean(is_pruned[~is_oom]),
+        "caught": _mean(is_pruned[is_oom]),
     }
 
 
 def _planning(cells: Sequence[pd.DataFrame]) -> dict[str, float | None]:
-    """What a search that runs the fastest predicted layouts of each cell first would find."""
+    """How good the layouts are that a search finds if it runs the fastest predicted ones of each cell first."""
     hits, regrets = [], []
     for cell in cells:
-        order = cell.sort_values("predicted_step_time_s").step_time_s
-        hits.append(order.iloc[:TOP_LAYOUTS].min() <= order.min())
-        regrets.append(order.iloc[0] / order.min() - 1)
+        times_s = cell.sort_values("predicted_step_time_s").step_time_s
+        hits.append(times_s.iloc[:TOP_LAYOUTS].min() <= times_s.min())
+        regrets.append(times_s.iloc[0] / times_s.min() - 1)
     return {"best_in_top5": _mean(hits), "top1_regret": _mean(regrets)}
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 from matplotlib.figure import Figure
 
 from ultrabench.analysis.cells import made_with
-from ultrabench.analysis.effects import FEWEST_PAIRS, LEVEL, competing, effects, pairs, require_pairs
+from ultrabench.analysis.effects import CONFIDENCE, FEWEST_PAIRS, competing, effects, pairs, require_pairs
 from ultrabench.analysis.figures.picture import DARK, GREY
 from ultrabench.analysis.figures.runs import final
 from ultrabench.analysis.figures.style import COLOURS, panel_grid
@@ -53,9 +53,9 @@ def figure(points: pd.DataFrame, *, title: str, notes: str, axis: str) -> Figure
     """One panel: the values of the axis, their ratios of speeds to the baseline with intervals, and the pairs."""
     baseline, models = points[["against", "models"]].iloc[0]
     heading = f"Speedup by {axis}, all else equal: {title}, {models}"
-    caption = f"Bars: {100 * LEVEL:.0f} % interval of the mean ratio; no bar: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
+    caption = f"Bars: {100 * CONFIDENCE:.0f} % interval of the mean ratio; no bar: fewer than {FEWEST_PAIRS} pairs, or too few allocations."
     legend = [
-        {"label": f"geometric mean and {100 * LEVEL:.0f} % interval", **_MEAN_LOOK},
+        {"label": f"geometric mean and {100 * CONFIDENCE:.0f} % interval", **_MEAN_LOOK},
         {"label": f"pair of runs that differ only in {axis}", **_PAIR_LOOK},
         {"label": "baseline", **_BASELINE_LOOK},
     ]

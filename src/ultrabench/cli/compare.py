@@ -60,7 +60,8 @@ def compare(
         _write(comparison, output)
         say(f"wrote {counted(len(comparison.rows), 'layout')} to {output}")
     if json_:
-        sides = dict(zip(("a", "b", "only_a", "only_b"), (*comparison.names, *comparison.only), strict=True))
+        keys = ("a", "b", "only_a", "only_b")
+        sides = dict(zip(keys, (*comparison.names, *comparison.num_only), strict=True))
         fields = ("threshold", "differing", "regressions", "median_ratio", "checkpoints", "notes", "warning")
         tables = {"winners": comparison.winners, "rows": comparison.rows}
         records = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}

@@ -175,7 +175,7 @@ def test_versions_of_the_kernel_are_compared_by_layout():
     """Another version gives runs other ids."""
     newer = [row | {"run_id": f"new {row['run_id']}"} for row in rows_of(2, slow=(3,), kernel_version="4")]
     comparison = compared(rows_of(1, kernel_version="3"), newer)
-    assert (len(comparison.rows), comparison.only) == (20, (0, 0))
+    assert (len(comparison.rows), comparison.num_only) == (20, (0, 0))
     assert findings_of(comparison) == {"3": "slower"}
     assert comparison.differing["kernel_version"] == ("3", "4")
 

@@ -17,7 +17,7 @@ from ultrabench.analysis.figures.plots.predicted import validated
 from ultrabench.analysis.measured import MeasuredRun
 from ultrabench.analysis.predict.calibrate import calibrate, to_yaml
 from ultrabench.analysis.predict.cases import cases, default_profile, exclusions
-from ultrabench.analysis.predict.fit import OF_FP8, fit_constants, intervals, log_errors, names_told
+from ultrabench.analysis.predict.fit import FP8_NAMES, fit_constants, fitted_names, intervals, log_errors
 from ultrabench.analysis.predict.nanotron import fit_memory, nanotron_version, usable
 from ultrabench.analysis.predict.replay import cells_of
 from ultrabench.analysis.predict.validate import metrics, priors_of_fp8, table, without_own_group
@@ -117,7 +117,7 @@ def in_fp8(given, constants):
 
 def test_runs_in_fp8_alone_tell_its_constants():
     given = in_fp8(measured(BASE.time, 6, noise=0), replace(BASE.time, fp8_efficiency=0.4))
-    assert {*names_told(given, BASE.time)} - {*names_told(measured(BASE.time, 2), BASE.time)} == OF_FP8
+    assert {*fitted_names(given, BASE.time)} - {*fitted_names(measured(BASE.time, 2), BASE.time)} == FP8_NAMES
     found = fit_constants(
         BASE.time, ["fp8_efficiency"], lambda now: log_errors(given, now), scale=0.1, ridge=2.0
     )
