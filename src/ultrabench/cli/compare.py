@@ -60,8 +60,8 @@ def compare(
         _write(comparison, output)
         say(f"wrote {counted(len(comparison.rows), 'layout')} to {output}")
     if json_:
-        keys = ("a", "b", "only_a", "only_b")
-        sides = dict(zip(keys, (*comparison.names, *comparison.num_only), strict=True))
+        (name_a, name_b), (only_a, only_b) = comparison.names, comparison.num_only
+        sides = {"a": name_a, "b": name_b, "only_a": only_a, "only_b": only_b}
         fields = ("threshold", "differing", "regressions", "median_ratio", "checkpoints", "notes", "warning")
         tables = {"winners": comparison.winners, "rows": comparison.rows}
         records = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
