@@ -23,7 +23,7 @@ NEW_AXES = """\
     )
     etp: Count = axis(
         "etp", "Expert-parallel degree.", kind=CHOICE, title="expert-parallel degree", default=1, implied=(1,),
-        usual=POWERS, divides=("dp", "cp"), added_later=True,
+        usual=POWERS_OF_TWO, divides=("dp", "cp"), added_later=True,
     )
     up: Count = axis(
         "up", "Degree of Ulysses.", kind=DEGREE, title="degree of Ulysses", default=1, implied=(1,), added_later=True,

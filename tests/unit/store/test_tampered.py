@@ -13,7 +13,7 @@ from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.claim import claim, unrecorded
 from ultrabench.store.events import (
-    _NAMES_IN,
+    _SAFE_NAMES_OF,
     EVENTS,
     AllocationEnded,
     AllocationPlanned,
@@ -82,7 +82,7 @@ def test_names_that_leave_their_folder_or_their_option_are_damage(tmp_path, even
 
 
 def test_each_event_says_what_its_names_are_and_an_empty_one_is_none(tmp_path):
-    assert _NAMES_IN.keys() == EVENTS.keys()
+    assert _SAFE_NAMES_OF.keys() == EVENTS.keys()
     journal_of(tmp_path, Claimed(run_id="aaaa", repeat=0, attempt=0, allocation=""))
     assert [line.event.run_id for line in read_journal(tmp_path, pytest.fail)] == ["aaaa"]
 
