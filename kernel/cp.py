@@ -82,7 +82,7 @@ class Passing:
 
 
 def _meet(rank: int, other_rank: int, seq: int) -> tuple[slice, slice, bool]:
-    """The queries of `rank`, the keys of `other` that they attend to, and whether the causal mask applies."""
+    """The queries of `rank`, the keys of `other_rank` they attend to, and whether the mask is causal."""
     all_tokens, half = slice(None), seq // 2
     if other_rank == rank:
         return all_tokens, all_tokens, True

@@ -57,7 +57,7 @@ class ExpertRanks:
         return self.routes[num_tokens]
 
     def learned(self, num_experts: int, experts_Tk: Tensor) -> Route:
-        """The route to the experts that a router chose among `number`."""
+        """The route to the experts that a router chose among `num_experts`."""
         num_rows = torch.bincount(experts_Tk.flatten(), minlength=num_experts)
         return self._route(experts_Tk, wait(all_gather(num_rows, self.group)).view(-1, num_experts).tolist())
 

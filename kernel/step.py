@@ -44,7 +44,7 @@ def learning_rate(shape: ModelShape) -> float:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What a gradient with this norm is multiplied by, so that its norm is `most` if it is larger."""
+    """What a gradient with this norm is multiplied by, so that its norm is `max_norm` if it is larger."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
