@@ -36,8 +36,8 @@ def implementation(kernel: KernelConfig, head_width: int, device: torch.device) 
         activate_flash3()
     if kernel.attention != "auto" or device.type == "cpu":
         return "flash" if kernel.attention == "auto" else kernel.attention
-    fits = head_width % 8 == 0 and head_width <= 128 and has_cudnn_attention(device)
-    return "math" if not kernel.in_16_bits else "cudnn" if fits else "flash"
+    fits_cudnn = head_width % 8 == 0 and head_width <= 128 and has_cudnn_attention(device)
+    return "math" if not kernel.in_16_bits else "cudnn" if fits_cudnn else "flash"
 
 
 def pinned_attention(chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:

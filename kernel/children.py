@@ -30,32 +30,32 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
     threads = len(os.listdir("/proc/self/task"))
     # A lock that another thread holds during the fork would stay locked in the child forever.
     assert threads == 1, f"{threads} threads before a fork; OPENBLAS_NUM_THREADS=1?"
-    end, answers = time.monotonic() + timeout_s, dict.fromkeys(bodies)
-    waiting, children = dict[Any, str](), {}
+    deadline, value_by_name = time.monotonic() + timeout_s, dict.fromkeys(bodies)
+    names, children = dict[Any, str](), {}
     try:
         for name, body in bodies.items():
             receiver, sender = _fork.Pipe(duplex=False)
-            waiting[receiver] = name
+            names[receiver] = name
             children[name] = _fork.Process(target=_run, args=(body, sender, os.getpid()))
             children[name].start()
             sender.close()
-        while waiting:
-            ready = wait(waiting, end - time.monotonic())
-            if not ready:
-                raise ChildError(f"still running after {timeout_s:g} s: {', '.join(waiting.values())}")
-            for answered in ready:
-                name = waiting.pop(answered)
-                error, answers[name] = _answer(answered, children[name])
+        while names:
+            ready_pipes = wait(names, deadline - time.monotonic())
+            if not ready_pipes:
+                raise ChildError(f"still running after {timeout_s:g} s: {', '.join(names.values())}")
+            for pipe in ready_pipes:
+                name = names.pop(pipe)
+                error, value_by_name[name] = _answer(pipe, children[name])
                 if error is not None:
                     # The peers of a process that is killed fail at once, and may be heard before it has ended.
                     time.sleep(ENDING_S)
-                    killed = ((n, _end(c)) for n, c in children.items() if (c.exitcode or 0) < 0)
-                    raise ChildError(": ".join(next(killed, (name, error))))
+                    exit_texts = ((n, _exit_text(c)) for n, c in children.items() if (c.exitcode or 0) < 0)
+                    raise ChildError(": ".join(next(exit_texts, (name, error))))
     finally:
         for child in children.values():
             child.kill()
             child.join()
-    return answers
+    return value_by_name
 
 
 def _run(body: Callable[[], Any], sender: Connection, parent: int) -> None:
@@ -74,10 +74,10 @@ def _answer(receiver: Any, child: BaseProcess) -> tuple[str | None, Any]:
         error, value = receiver.recv()
     except (EOFError, OSError):
         child.join()
-        return _end(child), None
+        return _exit_text(child), None
     return error, value
 
 
-def _end(child: BaseProcess) -> str:
+def _exit_text(child: BaseProcess) -> str:
     code = child.exitcode or 0
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -92,14 +92,14 @@ class ShardState(NamedTuple):
 def shard_state(module: Any) -> ShardState:
     """The state of a module that fully_shard has wrapped and that has run."""
     group = module._get_fsdp_state()._fsdp_param_group
-    shards, param = group.mesh_info.shard_mesh_size, group.fsdp_params[0]
+    num_shards, param = group.mesh_info.shard_mesh_size, group.fsdp_params[0]
     dtypes = param.sharded_param.dtype, param._unsharded_param.dtype
     # Among replicas the sums of a shard group wait apart until the last micro-batch.
     has_reduced = param.sharded_param.grad is not None or group._partial_reduce_output is not None
     # The hook of apply_dp, if there is one, sums over the replicas.
-    replicas = group._all_reduce_hook.keywords["group"].size() if group._all_reduce_hook else 1
-    copies = group.mesh_info.mesh.size() * replicas
-    return ShardState(shards, copies, not group.is_unsharded, group.reduce_grads, has_reduced, dtypes)
+    num_replicas = group._all_reduce_hook.keywords["group"].size() if group._all_reduce_hook else 1
+    num_copies = group.mesh_info.mesh.size() * num_replicas
+    return ShardState(num_shards, num_copies, not group.is_unsharded, group.reduce_grads, has_reduced, dtypes)
 
 
 def reduce_gradients(model: Any) -> None:

@@ -81,29 +81,29 @@ class Passing:
         return self._arriving
 
 
-def _meet(rank: int, other: int, seq: int) -> tuple[slice, slice, bool]:
-    """The queries of `rank`, the keys of `other` that they attend to, and whether the causal mask applies."""
-    whole, half = slice(None), seq // 2
-    if other == rank:
-        return whole, whole, True
-    return (whole, slice(half), False) if other < rank else (slice(half, None), whole, False)
+def _meet(rank: int, other_rank: int, seq: int) -> tuple[slice, slice, bool]:
+    """The queries of `rank`, the keys of `other_rank` they attend to, and whether the mask is causal."""
+    all_tokens, half = slice(None), seq // 2
+    if other_rank == rank:
+        return all_tokens, all_tokens, True
+    return (all_tokens, slice(half), False) if other_rank < rank else (slice(half, None), all_tokens, False)
 
 
 def _turns(
     pair: Tensor, group: dist.ProcessGroup, exchange: str
 ) -> Iterator[tuple[Tensor, slice, slice, bool]]:
     """Yields the keys and values of each rank, this one's first, with what `_meet` says of them."""
-    rank, size = group.rank(), group.size()
+    rank, num_ranks = group.rank(), group.size()
     gathered = None
     if exchange == "allgather":
-        gathered = wait(all_gather(pair, group)).unflatten(0, (size, -1))  # type: ignore[no-untyped-call]
-    for turn in range(size):
-        other, passing = (rank - turn) % size, None
+        gathered = wait(all_gather(pair, group)).unflatten(0, (num_ranks, -1))  # type: ignore[no-untyped-call]
+    for turn in range(num_ranks):
+        source_rank, passing = (rank - turn) % num_ranks, None
         if gathered is not None:
-            pair = gathered[other]
-        elif turn < size - 1:
+            pair = gathered[source_rank]
+        elif turn < num_ranks - 1:
             passing = Passing(pair, torch.empty_like(pair), group)
-        yield pair, *_meet(rank, other, pair.shape[2])
+        yield pair, *_meet(rank, source_rank, pair.shape[2])
         if passing is not None:
             pair = passing.wait()
 
@@ -125,14 +125,14 @@ def _ring_forward(
     out, log_sum = torch.empty(0), torch.empty(0)
     for pair, query_span, key_span, causal in _turns(_pair(k, v), group_of(group_name), exchange):
         keys, values = pair[:, :, key_span].transpose(2, 3)
-        part, part_log_sum = attention_forward(chosen, q[:, :, query_span], keys, values, causal=causal)
+        part_out, part_log_sum = attention_forward(chosen, q[:, :, query_span], keys, values, causal=causal)
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
-            wide = torch.promote_types(q.dtype, torch.float32)
-            out, log_sum = part.to(wide, copy=True), part_log_sum.to(wide, copy=True)
+            wide_dtype = torch.promote_types(q.dtype, torch.float32)
+            out, log_sum = part_out.to(wide_dtype, copy=True), part_log_sum.to(wide_dtype, copy=True)
             continue
         old_log_sum = log_sum[:, :, query_span]
         share = torch.sigmoid(part_log_sum - old_log_sum)[..., None]
-        out[:, :, query_span].lerp_(part.to(out.dtype), share)
+        out[:, :, query_span].lerp_(part_out.to(out.dtype), share)
         log_sum[:, :, query_span] = torch.logaddexp(old_log_sum, part_log_sum)
     return out.to(q.dtype), log_sum.contiguous()
 
@@ -154,22 +154,22 @@ def _ring_backward(
     pair, group = _pair(k, v), group_of(group_name)
     grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
     num_pairs = 1 if exchange == "ring" else group.size()
-    sums, passing = pair.new_zeros((num_pairs, *pair.shape), dtype=log_sum.dtype), None
+    grad_sums, passing = pair.new_zeros((num_pairs, *pair.shape), dtype=log_sum.dtype), None
     for turn, (visiting, query_span, key_span, causal) in enumerate(_turns(pair, group, exchange)):
         query_parts = (t[:, :, query_span] for t in (grad, q, out, log_sum))
         dq, dk, dv = attention_backward(
             chosen, *query_parts, *visiting[:, :, key_span].transpose(2, 3), causal=causal
         )
         if passing is not None:
-            sums = passing.wait()
-        grad_pair = sums[(group.rank() - turn) % num_pairs]
+            grad_sums = passing.wait()
+        grad_pair = grad_sums[(group.rank() - turn) % num_pairs]
         grad_pair[0, :, key_span] += dk.transpose(1, 2)
         grad_pair[1, :, key_span] += dv.transpose(1, 2)
         grad_q[:, :, query_span] += dq
         if exchange == "ring":
-            passing = Passing(sums, torch.empty_like(sums), group)
-    total = wait(reduce_scatter(sums.flatten(0, 1), group)) if passing is None else passing.wait()[0]
-    return grad_q.to(q.dtype), total.to(q.dtype)
+            passing = Passing(grad_sums, torch.empty_like(grad_sums), group)
+    summed = wait(reduce_scatter(grad_sums.flatten(0, 1), group)) if passing is None else passing.wait()[0]
+    return grad_q.to(q.dtype), summed.to(q.dtype)
 
 
 RING_FORWARD = torch.ops.ultrabench.ring_forward.default

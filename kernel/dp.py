@@ -63,18 +63,18 @@ def apply_dp(
 
     def group(*modules: nn.Module | None, reshard: bool, mesh: DeviceMesh = mesh) -> list[FSDPModule]:
         """Makes one group of those modules that exist; `reshard` frees its parameters from forward to backward."""
-        present = [module for module in modules if module is not None]
-        if not present:
+        existing = [module for module in modules if module is not None]
+        if not existing:
             return []
         replicas, shards = axes = [
             axis for axis in mesh.mesh_dim_names or () if axis.endswith(("replicate", "shard"))
         ]
-        hook = zero_stage == 0 and mesh[replicas].size() > 1
-        cut = mesh[shards] if hook or mesh[replicas].size() == 1 else mesh[tuple(axes)]
-        wrapped = fully_shard(present, mesh=cut, reshard_after_forward=reshard, mp_policy=policy)[0]
-        if hook:  # torch sums over replicas of one shard only in a copy, which it divides by 1
+        has_reduce_hook = zero_stage == 0 and mesh[replicas].size() > 1
+        fsdp_mesh = mesh[shards] if has_reduce_hook or mesh[replicas].size() == 1 else mesh[tuple(axes)]
+        wrapped = fully_shard(existing, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy)[0]
+        if has_reduce_hook:  # torch sums over replicas of one shard only in a copy, which it divides by 1
             wrapped.set_all_reduce_hook(partial(dist.all_reduce, group=mesh.get_group(replicas)))
-        elif cut.size() > 1:
+        elif fsdp_mesh.size() > 1:
             wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)
         return [wrapped]
@@ -82,29 +82,29 @@ def apply_dp(
     reshard = zero_stage == 3
     layers = list[list[FSDPModule]]()
     for layer in model.layers.values():
-        inner = list[FSDPModule]()
+        expert_groups = list[FSDPModule]()
         if experts is not None and isinstance(block := layer.ffn, SparseFeedForward):
-            inner = group(block.experts, reshard=reshard, mesh=experts)
-        for wrapped in inner:
+            expert_groups = group(block.experts, reshard=reshard, mesh=experts)
+        for wrapped in expert_groups:
             enclose(layer, wrapped)
-        layers.append(group(layer, reshard=reshard) + inner)
-    first = [] if model.is_tied else group(model.embedding, reshard=reshard)
-    last = [] if model.is_tied else group(model.norm, model.head, reshard=False)
+        layers.append(group(layer, reshard=reshard) + expert_groups)
+    embedding_groups = [] if model.is_tied else group(model.embedding, reshard=reshard)
+    head_groups = [] if model.is_tied else group(model.norm, model.head, reshard=False)
     # The root holds what no other group does: nothing, or a tied embedding with norm.
-    root = group(model, reshard=False)
-    order = [first or root, *layers, *([last] if last else [])]
-    for (wrapped, *_), (following, *beside) in pairwise(order):
+    root_groups = group(model, reshard=False)
+    ordered_groups = [embedding_groups or root_groups, *layers, *([head_groups] if head_groups else [])]
+    for (wrapped, *_), (next_module, *inner_groups) in pairwise(ordered_groups):
         # Each group requests the parameters of the next one as soon as it begins. Torch would request them in
         # forward only when all work of the group is launched, and in backward in an order that it guesses, which
         # is wrong where a pipeline mixes micro-batches.
-        wrapped.set_modules_to_forward_prefetch([following, *beside])
-    for before, (wrapped, *beside) in pairwise(order):
-        wrapped.set_modules_to_backward_prefetch(before)
-        for inner_group in beside:
+        wrapped.set_modules_to_forward_prefetch([next_module, *inner_groups])
+    for previous_groups, (wrapped, *inner_groups) in pairwise(ordered_groups):
+        wrapped.set_modules_to_backward_prefetch(previous_groups)
+        for inner_group in inner_groups:
             # With an empty list torch would guess; what it has gathered already it does not gather again.
             inner_group.set_modules_to_backward_prefetch([inner_group])
-    root[0].set_modules_to_backward_prefetch(order[-1])
-    for embedding in first:
+    root_groups[0].set_modules_to_backward_prefetch(ordered_groups[-1])
+    for embedding in embedding_groups:
         embedding.set_unshard_in_backward(False)
         # Naming itself requests nothing, since its gather is off.
         embedding.set_modules_to_backward_prefetch([embedding])

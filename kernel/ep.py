@@ -45,44 +45,44 @@ class ExpertRanks:
 
     def route(self, x_BSH: Tensor) -> Route | None:
         """The route of the tokens of a micro-batch; None if the routers choose."""
-        tokens, rank = x_BSH.shape[0] * x_BSH.shape[1], self.group.rank()
+        num_tokens, rank = x_BSH.shape[0] * x_BSH.shape[1], self.group.rank()
         if self.routings[0][0].word == LEARNED:
             return None
-        if tokens not in self.routes:
-            experts = [routing.experts(tokens, part) for routing, part in self.routings]
-            counters = [Counter(chain.from_iterable(of_rank)) for of_rank in experts]
+        if num_tokens not in self.routes:
+            experts = [routing.experts(num_tokens, tp_rank) for routing, tp_rank in self.routings]
+            counters = [Counter(chain.from_iterable(experts_Tk)) for experts_Tk in experts]
             numbers = range(self.routings[0][0].shape.num_experts)
             counts = [[counter[expert] for expert in numbers] for counter in counters]
-            self.routes[tokens] = self._route(torch.tensor(experts[rank], device=x_BSH.device), counts)
-        return self.routes[tokens]
+            self.routes[num_tokens] = self._route(torch.tensor(experts[rank], device=x_BSH.device), counts)
+        return self.routes[num_tokens]
 
-    def learned(self, number: int, experts_Tk: Tensor) -> Route:
-        """The route to the experts that a router chose among `number`."""
-        own = torch.bincount(experts_Tk.flatten(), minlength=number)
-        return self._route(experts_Tk, wait(all_gather(own, self.group)).view(-1, number).tolist())
+    def learned(self, num_experts: int, experts_Tk: Tensor) -> Route:
+        """The route to the experts that a router chose among `num_experts`."""
+        num_rows = torch.bincount(experts_Tk.flatten(), minlength=num_experts)
+        return self._route(experts_Tk, wait(all_gather(num_rows, self.group)).view(-1, num_experts).tolist())
 
     def _route(self, experts_Tk: Tensor, counts: list[list[int]]) -> Route:
         """The route of tokens if each rank of the group has `counts` rows for each of all experts."""
-        size, rank, device = self.group.size(), self.group.rank(), experts_Tk.device
-        number = len(counts[0]) // size
-        here = slice(rank * number, (rank + 1) * number)
+        num_ranks, rank, device = self.group.size(), self.group.rank(), experts_Tk.device
+        num_local = len(counts[0]) // num_ranks
+        local = slice(rank * num_local, (rank + 1) * num_local)
         order = experts_Tk.flatten().argsort(stable=True)
-        blocks = list(chain.from_iterable(of_rank[here] for of_rank in counts))
-        of_expert = tuple(
-            sum(of_rank[expert] for of_rank in counts) for expert in range(here.start, here.stop)
+        block_rows = list(chain.from_iterable(sent[local] for sent in counts))
+        rows_by_expert = tuple(
+            sum(sent[expert] for sent in counts) for expert in range(local.start, local.stop)
         )
         arrival = departure = None
-        if size > 1:
-            expert = torch.arange(number, device=device).repeat(size)
-            lengths = torch.tensor(blocks, device=device)
-            arrival = expert.repeat_interleave(lengths, output_size=sum(blocks)).argsort(stable=True)
+        if num_ranks > 1:
+            expert = torch.arange(num_local, device=device).repeat(num_ranks)
+            lengths = torch.tensor(block_rows, device=device)
+            arrival = expert.repeat_interleave(lengths, output_size=sum(block_rows)).argsort(stable=True)
             departure = arrival.argsort()
-        own = counts[rank]
+        sent_counts = counts[rank]
         return Route(
             experts_Tk, order // experts_Tk.shape[1], order, order.argsort(), arrival, departure,
-            torch.tensor(of_expert, device=device).cumsum(0).to(torch.int32), of_expert,
-            tuple(sum(own[first : first + number]) for first in range(0, len(own), number)),
-            tuple(sum(of_rank[here]) for of_rank in counts),
+            torch.tensor(rows_by_expert, device=device).cumsum(0).to(torch.int32), rows_by_expert,
+            tuple(sum(sent_counts[first : first + num_local]) for first in range(0, len(sent_counts), num_local)),
+            tuple(sum(sent[local]) for sent in counts),
         )  # fmt: skip
 
     def there(
@@ -103,9 +103,9 @@ class ExpertRanks:
         return wait(all_to_all(rows.index_select(0, departure), sends, receives, self.group))
 
 
-def _tokens(rows: Tensor, slots: Tensor, chosen: int) -> Tensor:
+def _tokens(rows: Tensor, slots: Tensor, top_k: int) -> Tensor:
     """The sum of the rows of each token."""
-    return rows.index_select(0, slots).unflatten(0, (-1, chosen)).sum(1)  # type: ignore[no-untyped-call,no-any-return]
+    return rows.index_select(0, slots).unflatten(0, (-1, top_k)).sum(1)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Dispatch(torch.autograd.Function):
@@ -115,9 +115,9 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, ranks, sends, receives, tokens, order, slots, arrival, departure, x_TH, weights_Tk):  # type: ignore[no-untyped-def]
         ctx.ranks, ctx.moved, ctx.chosen = ranks, (sends, receives), weights_Tk.shape[1]
         ctx.save_for_backward(slots, departure)
-        there = kept(ranks.there)  # by selective recomputation, which would send them again
-        scores = there(weights_Tk.flatten().index_select(0, order), arrival, sends, receives)
-        return there(x_TH.index_select(0, tokens), arrival, sends, receives), scores
+        dispatch = kept(ranks.there)  # by selective recomputation, which would send them again
+        scores = dispatch(weights_Tk.flatten().index_select(0, order), arrival, sends, receives)
+        return dispatch(x_TH.index_select(0, tokens), arrival, sends, receives), scores
 
     @staticmethod
     def backward(ctx, grad_rows, grad_scores):  # type: ignore[no-untyped-def]
@@ -131,10 +131,10 @@ class _Combine(torch.autograd.Function):
     """The sum of the rows of each token, at the rank of the token."""
 
     @staticmethod
-    def forward(ctx, ranks, sends, receives, tokens, slots, arrival, departure, chosen, rows):  # type: ignore[no-untyped-def]
+    def forward(ctx, ranks, sends, receives, tokens, slots, arrival, departure, top_k, rows):  # type: ignore[no-untyped-def]
         # Of saved tensors recomputation would repeat what precedes them, so that it would send the results again.
         ctx.ranks, ctx.moved, ctx.route = ranks, (sends, receives), (tokens, arrival)
-        return _tokens(ranks.back(rows, departure, sends, receives), slots, chosen)
+        return _tokens(ranks.back(rows, departure, sends, receives), slots, top_k)
 
     @staticmethod
     def backward(ctx, grad_TH):  # type: ignore[no-untyped-def]
@@ -152,8 +152,8 @@ def _grouped_products(rows: Tensor, weight: Tensor, ends: Tensor, counts: Sequen
     if rows.is_cuda and rows.dtype == torch.bfloat16:
         return grouped_mm(rows, weight.transpose(1, 2), ends)
     out = rows.new_empty(len(rows), weight.shape[1])
-    for x, y, of_expert in zip(rows.split([*counts]), out.split([*counts]), weight, strict=True):  # type: ignore[no-untyped-call]
-        torch.mm(x, of_expert.t(), out=y)
+    for x, y, expert_weight in zip(rows.split([*counts]), out.split([*counts]), weight, strict=True):  # type: ignore[no-untyped-call]
+        torch.mm(x, expert_weight.t(), out=y)
     return out
 
 
@@ -167,8 +167,8 @@ def _grouped_weights(grads: Tensor, rows: Tensor, ends: Tensor, counts: Sequence
     if rows.is_cuda and rows.dtype == torch.bfloat16:
         return grouped_mm(grads.t(), rows, ends)
     out = rows.new_empty(len(counts), grads.shape[1], rows.shape[1])
-    for grad, x, of_expert in zip(grads.split([*counts]), rows.split([*counts]), out, strict=True):  # type: ignore[no-untyped-call]
-        torch.mm(grad.t(), x, out=of_expert)
+    for grad, x, expert_grad in zip(grads.split([*counts]), rows.split([*counts]), out, strict=True):  # type: ignore[no-untyped-call]
+        torch.mm(grad.t(), x, out=expert_grad)
     return out
 
 
@@ -190,8 +190,8 @@ class _Products(torch.autograd.Function):
         grad_rows, grad_weights = None, [None] * len(weights)
         if tp.wants_inputs:
             for grad, weight in zip(grads, weights, strict=True):
-                turned = weight.unflatten(0, (len(counts), -1)).transpose(1, 2)
-                summand = _grouped_products(grad.contiguous(), turned, ends, counts)
+                transposed = weight.unflatten(0, (len(counts), -1)).transpose(1, 2)
+                summand = _grouped_products(grad.contiguous(), transposed, ends, counts)
                 grad_rows = summand if grad_rows is None else grad_rows.add_(summand)
                 del summand  # or it would stay beside the gradients of the weights
         if tp.wants_weights:
@@ -212,29 +212,29 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
         gate, up, scores = ctx.saved_tensors
-        weighted, activation = grad * scores[:, None].to(grad.dtype), functional.silu(gate)
+        grad_unweighted, activation = grad * scores[:, None].to(grad.dtype), functional.silu(gate)
         grad_scores = (grad * activation * up).sum(1, dtype=scores.dtype)
-        return silu_backward(weighted * up, gate), weighted * activation, grad_scores
+        return silu_backward(grad_unweighted * up, gate), grad_unweighted * activation, grad_scores
 
 
 def _mix(ranks: ExpertRanks, x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) -> Tensor:
     """The sum of the outputs of each token's experts, T x H, as `moe.mixture` defines it."""
-    moves, travel = (route.sends, route.receives), (route.slots, route.arrival, route.departure)
-    rows, scores = _Dispatch.apply(ranks, *moves, route.tokens, route.order, *travel, x_TH, weights_Tk)  # type: ignore[no-untyped-call]
-    products = ranks, route.ends, route.counts
-    gate, up = _Products.apply(*products, rows, experts.gate, experts.up)  # type: ignore[no-untyped-call]
+    splits, orders = (route.sends, route.receives), (route.slots, route.arrival, route.departure)
+    rows, scores = _Dispatch.apply(ranks, *splits, route.tokens, route.order, *orders, x_TH, weights_Tk)  # type: ignore[no-untyped-call]
+    product_args = ranks, route.ends, route.counts
+    gate, up = _Products.apply(*product_args, rows, experts.gate, experts.up)  # type: ignore[no-untyped-call]
     weighted = _Weighted.apply(gate, up, scores)  # type: ignore[no-untyped-call]
-    (out,) = _Products.apply(*products, weighted, experts.down)  # type: ignore[no-untyped-call]
-    y_TH: Tensor = _Combine.apply(ranks, *moves, route.tokens, *travel, weights_Tk.shape[1], out)  # type: ignore[no-untyped-call]
+    (out,) = _Products.apply(*product_args, weighted, experts.down)  # type: ignore[no-untyped-call]
+    y_TH: Tensor = _Combine.apply(ranks, *splits, route.tokens, *orders, weights_Tk.shape[1], out)  # type: ignore[no-untyped-call]
     return y_TH
 
 
 def apply_ep(model: Decoder, layout: Layout, group: dist.ProcessGroup, tp: Ranks, seq_len: int) -> None:
     """Gives this rank its part of the experts of `model`, in place, and makes tokens travel to all of them."""
-    places = [layout.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
-    spans = [cp.spans(seq_len, layout.cp, place.cp) for place in places]
-    routings = [Routing(model.routing.word, model.shape, of_rank) for of_rank in spans]
-    ranks = ExpertRanks(group, tp, [*zip(routings, (place.tp for place in places), strict=True)])
+    coordinates = [layout.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
+    spans = [cp.spans(seq_len, layout.cp, place.cp) for place in coordinates]
+    routings = [Routing(model.routing.word, model.shape, rank_spans) for rank_spans in spans]
+    ranks = ExpertRanks(group, tp, [*zip(routings, (place.tp for place in coordinates), strict=True)])
     for layer in model.layers.values():
         if isinstance(block := layer.ffn, SparseFeedForward):
             for name, weight in block.experts.named_parameters():

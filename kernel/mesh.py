@@ -24,8 +24,8 @@ Part = tuple[tuple[int, int, int], ...]
 def join(device: torch.device, store: Any = None, rank: int = -1, world_size: int = -1) -> None:
     """Makes the default process group: NCCL for GPUs, gloo for CPUs; without a store as the environment says."""
     use_timeout(PATIENCE)
-    backend, pin = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=pin)
+    backend, bound_device = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound_device)
 
 
 def over_ranks(value: float, device: torch.device, op: Any = dist.ReduceOp.MAX) -> float:
@@ -69,8 +69,8 @@ def cp_group(layout: Layout) -> dist.ProcessGroup | None:
     assert world is not None
     if layout.cp == layout.world_size:
         return world
-    firsts = (rank for rank in range(layout.world_size) if layout.coordinates(rank).cp == 0)
-    rings = [list(range(first, first + layout.cp * layout.tp, layout.tp)) for first in firsts]
+    first_ranks = (rank for rank in range(layout.world_size) if layout.coordinates(rank).cp == 0)
+    rings = [list(range(first, first + layout.cp * layout.tp, layout.tp)) for first in first_ranks]
     if world.bound_device_id is not None:
         return dist.split_group(split_ranks=rings, group_desc="mesh_cp")
     ring_group, _ = dist.new_subgroups_by_enumeration(rings, group_desc="mesh_cp")  # type: ignore[no-untyped-call]
@@ -84,10 +84,10 @@ def dp_part(param: Tensor) -> Part:
     """
     if not isinstance(param, DTensor):
         return ()
-    rows, shards = param.shape[0], _shard_axis(param)
-    chunk = -(-rows // shards.size())
-    start = min(chunk * shards.get_local_rank(), rows)
-    return ((0, start, min(chunk, rows - start)),)
+    num_rows, shard_axis = param.shape[0], _shard_axis(param)
+    chunk_rows = -(-num_rows // shard_axis.size())
+    start = min(chunk_rows * shard_axis.get_local_rank(), num_rows)
+    return ((0, start, min(chunk_rows, num_rows - start)),)
 
 
 def num_losses(layout: Layout) -> int:

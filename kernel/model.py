@@ -34,19 +34,19 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd).to(x.dtype) * weight
+        return (x_wide * rstd).to(x.dtype) * weight
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         x, weight, rstd = ctx.saved_tensors
         normed = x.to(rstd.dtype) * rstd
         grad_weight = (grad * normed).sum(dim=tuple(range(grad.dim() - 1)))
-        scaled = grad.to(rstd.dtype) * weight
-        scaled -= normed.mul_((scaled * normed).mean(-1, keepdim=True))
-        return scaled.mul_(rstd).to(x.dtype), grad_weight.to(weight.dtype), None
+        grad_x = grad.to(rstd.dtype) * weight
+        grad_x -= normed.mul_((grad_x * normed).mean(-1, keepdim=True))
+        return grad_x.mul_(rstd).to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 class RmsNorm(nn.Module):
@@ -99,8 +99,8 @@ def rope_tables(
 
 def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x with each pair (i, i + R/2) of the first R channels of every head rotated by the angle of its position."""
-    a, b, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, *unrotated), dim=-1)
+    left, right, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin, *unrotated), dim=-1)
 
 
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
@@ -291,11 +291,11 @@ class Decoder(nn.Module):
         Each expert has a name of its own, and only those experts are made that the first cut of the part holds.
         """
         if is_expert(name):
-            (_, start, length), *rest = part or ((0, 0, size[0]),)
+            (_, start, length), *further_cuts = part or ((0, 0, size[0]),)
             rows = size[0] // self.shape.num_experts
-            experts, of_expert = range(start // rows, (start + length) // rows), torch.Size((rows, size[1]))
-            values = [self._full_value(f"{name}.{expert}", of_expert, seed, device) for expert in experts]
-            return take(torch.cat(values), tuple(rest))
+            experts, shape = range(start // rows, (start + length) // rows), torch.Size((rows, size[1]))
+            values = [self._full_value(f"{name}.{expert}", shape, seed, device) for expert in experts]
+            return take(torch.cat(values), tuple(further_cuts))
         return take(self._full_value(name, size, seed, device), part)
 
     def _full_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
@@ -305,8 +305,8 @@ class Decoder(nn.Module):
             name = TIED_NAME
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
-        unit = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
-        return unit.mul_(INIT_STD)
+        normal_values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
+        return normal_values.mul_(INIT_STD)
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:

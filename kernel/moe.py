@@ -52,9 +52,9 @@ class Route(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def _edges(routing: str, experts: int, chosen: int) -> tuple[float, ...]:
+def _edges(routing: str, num_experts: int, top_k: int) -> tuple[float, ...]:
     """The sums of the shares of the first experts, from none of them to all."""
-    return (0.0, *accumulate(expert_shares(routing, experts, chosen)))
+    return (0.0, *accumulate(expert_shares(routing, num_experts, top_k)))
 
 
 def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int, ...]:
@@ -64,11 +64,11 @@ def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int,
     expert has a part of the interval from 0 to k as long as its share, which holds at most one of the k points
     u, u+1, ...
     """
-    experts, chosen = shape.num_experts, shape.num_experts_per_tok
+    num_experts, top_k = shape.num_experts, shape.num_experts_per_tok
     if routing == "balanced":
-        return tuple((position * chosen + j) % experts for j in range(chosen))
-    edges, first = _edges(routing, experts, chosen), position * GOLDEN % 1
-    return tuple(min(bisect_right(edges, first + j), experts) - 1 for j in range(chosen))
+        return tuple((position * top_k + j) % num_experts for j in range(top_k))
+    edges, first_point = _edges(routing, num_experts, top_k), position * GOLDEN % 1
+    return tuple(min(bisect_right(edges, first_point + j), num_experts) - 1 for j in range(top_k))
 
 
 class _Counted(torch.autograd.Function):
@@ -101,9 +101,9 @@ class Experts(nn.Module):
 def mixture(x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) -> Tensor:
     """The sum of the outputs of each token's experts, T x H."""
     h = x_TH.shape[1]
-    number, out = len(experts.down) // h, torch.zeros_like(x_TH)
+    num_experts, out = len(experts.down) // h, torch.zeros_like(x_TH)
     for expert, (gate, up, down) in enumerate(
-        zip(*(w.chunk(number) for w in (experts.gate, experts.up, experts.down)), strict=True)
+        zip(*(w.chunk(num_experts) for w in (experts.gate, experts.up, experts.down)), strict=True)
     ):
         token, slot = torch.where(route.experts_Tk == expert)
         x = x_TH[token]

@@ -97,11 +97,11 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         """Sends the gradient of the input, and waits for it before the backward of the next micro-batch."""
         return self._send(super().get_bwd_send_ops(chunk), chunk + 1)
 
-    def _send(self, messages: list[dist.P2POp], until: int) -> list[dist.P2POp]:
+    def _send(self, messages: list[dist.P2POp], awaiting_chunk: int) -> list[dist.P2POp]:
         """Starts to send, and returns the messages that are left to the schedule."""
         if not self.shares_rank:
             return messages
-        self.sent[until] += batch_p2p(messages)
+        self.sent[awaiting_chunk] += batch_p2p(messages)
         return []
 
     def finish_sends(self, chunk: int) -> None:
@@ -126,21 +126,27 @@ class Pipeline:
         if layout.pp_schedule == "zbv":
             require_split_backward()
         self._mbs, self._gas = layout.mbs, layout.gas
-        count, group = layout.num_stages, pp_mesh.get_group()
+        num_stages, group = layout.num_stages, pp_mesh.get_group()
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
-        b, s = layout.mbs, spec.workload.seq_len // layout.cp
-        hidden = (b, s // (layout.tp if ranks.sequence_parallel else 1), spec.shape.hidden_size)
-        x = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty((b, s), dtype=torch.int64, device="meta")
+        mbs, seq = layout.mbs, spec.workload.seq_len // layout.cp
+        size = (mbs, seq // (layout.tp if ranks.sequence_parallel else 1), spec.shape.hidden_size)
+        activation = torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+        tokens = torch.empty((mbs, seq), dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(dtype, torch.float32)
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
         self.stages = list[Stage]()
         for index, model in zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True):
-            stage_input = tokens if index == 0 else x
-            stage_output = loss if index == count - 1 else x
+            stage_input = tokens if index == 0 else activation
+            stage_output = loss if index == num_stages - 1 else activation
             stage = Stage(
-                model, index, count, device, input_args=stage_input, output_args=stage_output, group=group
+                model,
+                index,
+                num_stages,
+                device,
+                input_args=stage_input,
+                output_args=stage_output,
+                group=group,
             )
             stage.progress, stage.ranks = progress, ranks
             stage.shares_rank, stage.sent = layout.virtual_stages > 1, defaultdict(list)
@@ -159,11 +165,11 @@ class Pipeline:
     def run(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         """Runs forward and backward of all micro-batches; returns their losses if it has the last stage."""
         losses = list[Tensor]()
-        first, last = (any(getattr(s, f"is_{end}") for s in self.stages) for end in ("first", "last"))
+        has_first, has_last = (any(getattr(s, f"is_{end}") for s in self.stages) for end in ("first", "last"))
         for stage in self.stages:
             stage.targets = iter(targets.split(self._mbs))  # type: ignore[no-untyped-call]
-        loss_arguments = {"target": targets, "losses": losses} if last else {}
-        self.schedule.step(*((inputs,) if first else ()), **loss_arguments, return_outputs=False)
+        loss_arguments = {"target": targets, "losses": losses} if has_last else {}
+        self.schedule.step(*((inputs,) if has_first else ()), **loss_arguments, return_outputs=False)
         for stage in self.stages:
             stage.finish_sends(self._gas)
         return losses
@@ -174,8 +180,8 @@ def tied_peer(layout: Layout, pp_rank: int) -> int | None:
 
     It is None if `pp_rank` holds both copies or none.
     """
-    ends = {pp for pp in range(layout.pp) if {0, layout.num_stages - 1} & set(layout.stages_of(pp))}
-    return sum(ends) - pp_rank if pp_rank in ends and len(ends) == 2 else None
+    end_ranks = {pp for pp in range(layout.pp) if {0, layout.num_stages - 1} & set(layout.stages_of(pp))}
+    return sum(end_ranks) - pp_rank if pp_rank in end_ranks and len(end_ranks) == 2 else None
 
 
 def swap(tensor: Tensor, peer: int, pp_group: dist.ProcessGroup) -> Tensor:
@@ -183,12 +189,12 @@ def swap(tensor: Tensor, peer: int, pp_group: dist.ProcessGroup) -> Tensor:
 
     A group of the two would hang with NCCL, which makes a group only if all ranks take part.
     """
-    theirs = torch.empty_like(tensor)
+    received = torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, group=pp_group, group_peer=peer)
-    receive = dist.P2POp(dist.irecv, theirs, group=pp_group, group_peer=peer)
+    receive = dist.P2POp(dist.irecv, received, group=pp_group, group_peer=peer)
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
-    return theirs
+    return received
 
 
 def sum_tied_gradients(models: Sequence[Decoder], peer: int | None, pp_group: dist.ProcessGroup) -> None:
@@ -196,8 +202,8 @@ def sum_tied_gradients(models: Sequence[Decoder], peer: int | None, pp_group: di
 
     The ranks of the first and the last stage send each other V*H/(tp*shards) elements.
     """
-    tables = [t.weight.grad for m in models for t in (m.embedding, m.head) if t is not None]
-    grads = [local(grad) for grad in tables if grad is not None]
+    tied_grads = [part.weight.grad for m in models for part in (m.embedding, m.head) if part is not None]
+    grads = [local(grad) for grad in tied_grads if grad is not None]
     if peer is not None:
         grads[0] += swap(grads[0], peer, pp_group)
     elif len(grads) == 2:

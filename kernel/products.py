@@ -67,13 +67,13 @@ def outputs(x_BSK: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
 def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The gradient of x, T x K, from those of several outputs, T x N, and their weights."""
-    first, *others = (
+    total, *summands = (
         product(scaled(grad), scaled(weight.t()), "gradient")
         for grad, weight in zip(grads, weights, strict=True)
     )
-    for other in others:
-        first.add_(other)
-    return first
+    for summand in summands:
+        total.add_(summand)
+    return total
 
 
 def weight_gradients(grads: Sequence[Tensor], x_TK: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from ultrabench.layout import Layout
 def apply_recompute(model: Decoder, layout: Layout) -> None:
     """Makes the layers of `model` recompute, in place; `apply_dp`, which gathers parameters, comes later."""
     for number, layer in _layers(model):
-        recompute = _word(layout, number)
+        recompute = _layer_recompute(layout, number)
         if recompute == "attention":
             layer.attention.core = _recomputed(layer.attention.core, recompute)
         elif recompute != "none":
@@ -36,7 +36,7 @@ def recompute_of(models: Iterable[Decoder], layout: Layout) -> str:
         body = getattr(layer.ffn, "experts", layer).forward
         wrapped = (getattr(f, "recompute", None) for f in (uncompiled(body), layer.attention.core))
         ran.append(next(filter(None, wrapped), "none"))
-        expected.append(_word(layout, number))
+        expected.append(_layer_recompute(layout, number))
     return layout.recompute if ran == expected else " and ".join(sorted(set(ran)))
 
 
@@ -47,7 +47,7 @@ def _layers(model: Decoder) -> Iterator[tuple[int, Layer]]:
         yield int(number), layer
 
 
-def _word(layout: Layout, number: int) -> str:
+def _layer_recompute(layout: Layout, number: int) -> str:
     """What the layer `number` computes again, counted from 0: none, attention, selective or full."""
     if layout.full_every:
         return "none" if (number + 1) % layout.full_every else "full"
@@ -59,12 +59,12 @@ def _recomputed(function: Callable[..., Any], recompute: str) -> Callable[..., A
     # Dynamo would take torch's `noop_context_fn` for a selection that keeps everything.
     options: dict[str, Any] = {"context_fn": _selection} if recompute == "selective" else {}
 
-    def again(*args: Any) -> Any:
+    def recomputed_function(*args: Any) -> Any:
         # There is no dropout, so the state of random generators need not be kept.
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
-    vars(again).update(recompute=recompute, __wrapped__=function)
-    return again
+    vars(recomputed_function).update(recompute=recompute, __wrapped__=function)
+    return recomputed_function
 
 
 def _selection() -> Any:

@@ -36,33 +36,33 @@ def require_equal_replicas(trainer: TrainStep) -> None:
         ReplicasDifferError: on every rank if any copy differs; it names the differences on this rank.
     """
     params = {name: local(p.detach()) for name, p in trainer.params.items()}
-    summed = {n: p for n, p in params.items() if cut_dim(n) is None and trainer.layout.tp > 1}
-    sums = {n: p.view(_BITS[p.element_size()]).sum() for n, p in params.items() if n not in summed}
+    tp_copies = {n: p for n, p in params.items() if cut_dim(n) is None and trainer.layout.tp > 1}
+    checksums = {n: p.view(_BITS[p.element_size()]).sum() for n, p in params.items() if n not in tp_copies}
     biases = {name: bias for model in trainer.models for name, bias in balances(model).items()}
     equal_along = [
-        ("dp_replicate", {n: total for n, total in sums.items() if not is_expert(n)}),
-        ("expert_replicate", {n: total for n, total in sums.items() if is_expert(n)}),
+        ("dp_replicate", {n: checksum for n, checksum in checksums.items() if not is_expert(n)}),
+        ("expert_replicate", {n: checksum for n, checksum in checksums.items() if is_expert(n)}),
         *((axis, biases) for axis in MESH_AXES[1:]),
     ]
     differing = set[str]()
     for axis, values in equal_along:
         differing |= {n for n, spread in _spread(trainer, values, axis).items() if spread.any()}
     for axis in ("tp", "dp_replicate"):
-        for name, spread in _spread(trainer, summed, axis).items():
+        for name, spread in _spread(trainer, tp_copies, axis).items():
             param = params[name]
             if not spread.sum() <= ROUNDINGS * torch.finfo(param.dtype).eps * param.abs().sum():
                 differing.add(name)
     if trainer.tied:
-        tied_names = [n for n in ("embedding.weight", "head.weight") if n in sums]
-        copies = [sums[name] for name in tied_names]
+        tied_names = [n for n in ("embedding.weight", "head.weight") if n in checksums]
+        tied_sums = [checksums[name] for name in tied_names]
         if trainer.tied_peer is not None:
-            copies.append(swap(copies[0], trainer.tied_peer, trainer.mesh.get_group("pp")))
-        differing |= {name for name in tied_names if len({int(copy) for copy in copies}) > 1}
+            tied_sums.append(swap(tied_sums[0], trainer.tied_peer, trainer.mesh.get_group("pp")))
+        differing |= {name for name in tied_names if len({int(tied_sum) for tied_sum in tied_sums}) > 1}
     if over_ranks(len(differing), trainer.device):
-        places = (
+        difference_text = (
             f"here {sorted(differing)[0]} and {len(differing) - 1} more" if differing else "on other ranks"
         )
-        raise ReplicasDifferError(f"copies of the same parameters differ: {places}")
+        raise ReplicasDifferError(f"copies of the same parameters differ: {difference_text}")
 
 
 def _spread(trainer: TrainStep, values: dict[str, Tensor], axis: str) -> dict[str, Tensor]:

@@ -43,9 +43,9 @@ def learning_rate(shape: ModelShape) -> float:
     return 3e-4 * min(1.0, 128 / shape.hidden_size)
 
 
-def clip_factor(norm: Tensor, most: float) -> Tensor:
-    """What a gradient with this norm is multiplied by, so that its norm is `most` if it is larger."""
-    return (most / (norm + 1e-6)).clamp(max=1.0)
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What a gradient with this norm is multiplied by, so that its norm is `max_norm` if it is larger."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def initialise(
@@ -71,8 +71,8 @@ def initialise(
 
 def num_copies(name: str, param: Tensor, layout: Layout) -> int:
     """Number of ranks that hold the same part of a parameter: those of a pipeline stage, divided by its number of parts."""
-    cuts = 1 if cut_dim(name) is None else layout.ep if is_expert(name) else layout.tp
-    return layout.dp * layout.cp * layout.tp // (cuts * num_shards(param))
+    num_cuts = 1 if cut_dim(name) is None else layout.ep if is_expert(name) else layout.tp
+    return layout.dp * layout.cp * layout.tp // (num_cuts * num_shards(param))
 
 
 class TrainStep:
@@ -110,10 +110,10 @@ class TrainStep:
         if self.tied:
             self.weights["head.weight"] = 0.0
         # AdamW works element by element, so that it is enough to give it the shards of this rank.
-        filled = [shard for shard in self.shards.values() if shard.numel()]
-        rate = learning_rate(spec.shape)
+        nonempty_shards = [shard for shard in self.shards.values() if shard.numel()]
+        lr = learning_rate(spec.shape)
         self.optimizer = torch.optim.AdamW(
-            filled, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+            nonempty_shards, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
         )
         if layout.pp > 1:
             self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress, self.tp)
@@ -124,12 +124,12 @@ class TrainStep:
 
     def _build(self, stage: Stage) -> Decoder:
         """A stage of the model, with every form of parallelism of the layout applied to it."""
-        spec, choice = self.spec, self.spec.kernel
+        spec, kernel = self.spec, self.spec.kernel
         with torch.device("meta"):
-            model = Decoder(spec.shape, stage, self.spans, choice.routing)
+            model = Decoder(spec.shape, stage, self.spans, kernel.routing)
         sizes = {name: param.shape for name, param in model.named_parameters()}
-        if MASTER_DTYPE[choice.precision] != torch.get_default_dtype():
-            model.to(MASTER_DTYPE[choice.precision])  # tensors of a dry run do not permit this
+        if MASTER_DTYPE[kernel.precision] != torch.get_default_dtype():
+            model.to(MASTER_DTYPE[kernel.precision])  # tensors of a dry run do not permit this
         apply_attention(model, self.attention, self.cp_group, self.layout.cp_exchange)
         apply_tp(model, self.tp)
         if self.expert_mesh is not None:
@@ -137,7 +137,7 @@ class TrainStep:
         apply_recompute(model, self.layout)
         if spec.compiles:
             apply_compile(model, self.compiler)
-        apply_dp(model, self.mesh, self.layout.zero_stage, choice.precision, self.expert_mesh)
+        apply_dp(model, self.mesh, self.layout.zero_stage, kernel.precision, self.expert_mesh)
         initialise(model, sizes, spec.workload.seed, self.device, self.group_of)
         # The first gather gives the shards their final memory, which the optimizer must refer to.
         for module in model.modules():
@@ -168,8 +168,8 @@ class TrainStep:
             assert isinstance(model, FSDPModule)
             batches = zip(*(t.split(self.layout.mbs) for t in (inputs, targets)), strict=True)  # type: ignore[no-untyped-call]
             for index, (x, y) in enumerate(batches):
-                last = index == self.layout.gas - 1
-                options = {"last": last, "overlap": self.layout.dp_overlap == "on"}
+                is_last = index == self.layout.gas - 1
+                options = {"last": is_last, "overlap": self.layout.dp_overlap == "on"}
                 begin_microbatch(model, self.layout.zero_stage, **options)
                 loss = model(x, y) / num_losses(self.layout)
                 loss.backward()
@@ -177,8 +177,8 @@ class TrainStep:
                 losses.append(loss.detach())
                 self.progress()
         sum_norm_gradients(self.params.items(), self.tp)
-        none = torch.zeros((), device=self.device)
-        return sum((loss.detach() for loss in losses), none)
+        zero_loss = torch.zeros((), device=self.device)
+        return sum((loss.detach() for loss in losses), zero_loss)
 
     def update(self, loss: Tensor) -> Tensor:
         """Clips by the norm of the whole gradient, updates the parameters, and clears the gradients.

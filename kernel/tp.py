@@ -67,8 +67,8 @@ class Ranks:
         """Starts to gather the tokens of all ranks; returns a function that waits for them, B x S x H."""
         if not self.sequence_parallel or self.group.size() == 1:
             return lambda: x_BsH
-        started = all_gather(x_BsH.contiguous(), self.group)
-        return lambda: wait(started).view(len(x_BsH), -1, x_BsH.shape[-1])
+        pending = all_gather(x_BsH.contiguous(), self.group)
+        return lambda: wait(pending).view(len(x_BsH), -1, x_BsH.shape[-1])
 
     def scatter(self, x_BSH: Tensor) -> Callable[[], Tensor]:
         """Starts to sum over the ranks; returns a function that waits for this rank's tokens, B x S/tp x H."""
@@ -112,14 +112,14 @@ def _column_gradients(
     It gathers the tokens while it computes the gradient of all tokens, and sums and scatters that one while it
     computes those of the weights.
     """
-    scattered: list[Callable[[], Tensor]] = []
-    gathered = ranks.gather(x_BsH) if ranks.wants_weights else None
+    grad_waits: list[Callable[[], Tensor]] = []
+    wait_x = ranks.gather(x_BsH) if ranks.wants_weights else None
     flat_grads = [grad.flatten(0, 1) for grad in grads]
     if ranks.wants_inputs:
         grad_TH = _input_gradient(ranks, flat_grads, weights)
-        scattered.append(ranks.scatter(grad_TH.view(len(grads[0]), -1, x_BsH.shape[-1])))
-    grad_weights = [] if gathered is None else _weight_gradients(ranks, flat_grads, gathered().flatten(0, 1))
-    return [*(wait_for() for wait_for in scattered), *grad_weights]
+        grad_waits.append(ranks.scatter(grad_TH.view(len(grads[0]), -1, x_BsH.shape[-1])))
+    grad_weights = [] if wait_x is None else _weight_gradients(ranks, flat_grads, wait_x().flatten(0, 1))
+    return [*(wait_for() for wait_for in grad_waits), *grad_weights]
 
 
 def _input_gradient(ranks: Ranks, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -201,8 +201,8 @@ def _look_up(ranks: Ranks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor
     """The embeddings of this rank's tokens: each rank looks up those it has rows of, the others count 0."""
     rows = embedding.weight
     index = tokens_BS - ranks.group.rank() * len(rows)
-    elsewhere = (index < 0) | (index >= len(rows))
-    x_BSH = functional.embedding(index.masked_fill(elsewhere, 0), rows).masked_fill(elsewhere[..., None], 0)
+    masked = (index < 0) | (index >= len(rows))
+    x_BSH = functional.embedding(index.masked_fill(masked, 0), rows).masked_fill(masked[..., None], 0)
     out: Tensor = _Exchange.apply(ranks.scatter, ranks.gather, x_BSH)  # type: ignore[no-untyped-call]
     return out
 
@@ -236,8 +236,8 @@ def apply_tp(model: Decoder, ranks: Ranks) -> None:
         return
     for name, module in model.named_modules():
         if (dim := CUT_DIM.get(name.rpartition(".")[2])) is not None:
-            for parameter, full in list(module.named_parameters()):  # a weight, and the bias of q, k or v
-                part = full.chunk(ranks.group.size(), dim)[0]
+            for parameter, value in list(module.named_parameters()):  # a weight, and the bias of q, k or v
+                part = value.chunk(ranks.group.size(), dim)[0]
                 setattr(module, parameter, nn.Parameter(part.detach().clone()))
     if model.embedding is not None:
         model.embedding.forward = partial(_look_up, ranks, model.embedding)  # type: ignore[method-assign]
@@ -252,8 +252,8 @@ def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
     The group is that of tp, or of ep for experts.
     """
     dim = cut_dim(name)
-    cut = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
-    return (*cut, *dp_part(param))
+    tp_part = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
+    return (*tp_part, *dp_part(param))
 
 
 def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
@@ -263,12 +263,12 @@ def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], ranks: Ranks) -> No
     the others. L is the number of layers of the stage, and shards is zero_shards of the layout. Without the norms
     of q and k, which have D weights each, + D is left out. A router adds H times the number of experts.
     """
-    group, parts = ranks.group, ("q_norm", "k_norm") if not ranks.sequence_parallel else ("norm", "router")
-    sums = (p.grad for name, p in params if cut_dim(name) is None and name.split(".")[-2].endswith(parts))
+    group, suffixes = ranks.group, ("q_norm", "k_norm") if not ranks.sequence_parallel else ("norm", "router")
+    sums = (p.grad for name, p in params if cut_dim(name) is None and name.split(".")[-2].endswith(suffixes))
     grads = [local(grad) for grad in sums if grad is not None]
     if group.size() == 1 or not grads:
         return
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat, group=group)
-    for grad, total in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
+    for grad, grad_sum in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+        grad.copy_(grad_sum.view_as(grad))

@@ -65,12 +65,12 @@ class Timing:
 
     def step(self) -> float:
         """Runs one step; returns its seconds, without making its data before and reading its loss after."""
-        number, graphs = self.done_steps + 1, self.trainer.compiler.graphs
+        number, num_graphs = self.done_steps + 1, self.trainer.compiler.graphs
         self.report.enter(DATA, number)
         batch = self.trainer.batch(number)
         seconds, mean_loss = timed(self.device, partial(self._train, number, batch))
         self._record(number, seconds, float(mean_loss))
-        self.compiled = self.trainer.compiler.graphs > graphs
+        self.compiled = self.trainer.compiler.graphs > num_graphs
         return seconds
 
     def _train(self, number: int, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -100,28 +100,28 @@ class Timing:
 
     def stopped(self) -> str | None:
         """Why no more steps are measured, one of STOP_REASONS; rank 0 decides for all ranks."""
-        times, measure = self.step_times_s, self.measure
-        if len(times) < measure.min_steps:
+        times_s, measure = self.step_times_s, self.measure
+        if len(times_s) < measure.min_steps:
             return None
-        width, enough = ci95_rel(times), sum(times) >= measure.min_s
-        narrow = width is not None and width <= measure.target_ci95_rel
-        stop = 0 if not enough else 1 if narrow else 2 if len(times) >= measure.max_steps else 0
-        return STOP_REASONS[int(self._of_rank_0(stop))]
+        relative_ci, is_long = ci95_rel(times_s), sum(times_s) >= measure.min_s
+        is_narrow = relative_ci is not None and relative_ci <= measure.target_ci95_rel
+        reason = 0 if not is_long else 1 if is_narrow else 2 if len(times_s) >= measure.max_steps else 0
+        return STOP_REASONS[int(self._of_rank_0(reason))]
 
     def _warm_up(self) -> None:
         """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
-        begin, steps, seconds = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
-        while self.done_steps < steps or self._of_rank_0(time.perf_counter() - begin) < seconds:
+        start_s, steps, min_s = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
+        while self.done_steps < steps or self._of_rank_0(time.perf_counter() - start_s) < min_s:
             self.step()
         for remaining in range(MOST_COMPILING_STEPS, -1, -1):
             if not over_ranks(self.compiled, self.device):
                 return
             if remaining:
                 self.step()
-        compiling = (
+        compiling_text = (
             f"step {self.done_steps} still compiled layers ({self.trainer.compiler.graphs} graphs so far)"
         )
-        raise RuntimeError(f"{compiling}; use kernel.compile=false")
+        raise RuntimeError(f"{compiling_text}; use kernel.compile=false")
 
     def _flops_of_a_step(self) -> float:
         """Runs one step; returns the FLOPs of all ranks in it."""
@@ -137,8 +137,8 @@ class Timing:
         self.report.write("ran", options=require_as_asked(self.trainer, watch))
         self.report.phase("warmup")
         # Torch hides the attention that a compiled layer computes again.
-        hidden = self.task.spec.compiles and self.task.spec.layout.recompute != "none"
-        flops = None if hidden or self.measure.warmup_steps == 1 else self._flops_of_a_step()
+        hides_flops = self.task.spec.compiles and self.task.spec.layout.recompute != "none"
+        flops = None if hides_flops or self.measure.warmup_steps == 1 else self._flops_of_a_step()
         self._warm_up()
         # If one rank collected garbage during a measured step, all other ranks would wait for it.
         gc.collect()
@@ -147,10 +147,10 @@ class Timing:
         # Peaks are reported already here, so that a run that is stopped early has them too.
         self.report.write("memory", **memory.peak(self.device))
         self.report.phase("measure")
-        self.measuring, stopped = True, None
-        while stopped is None:
+        self.measuring, stop_reason = True, None
+        while stop_reason is None:
             self.step()
-            stopped = self.stopped()
+            stop_reason = self.stopped()
         gc.enable()
         self.report.write("memory", **memory.peak(self.device))
         require_equal_replicas(self.trainer)
@@ -159,8 +159,8 @@ class Timing:
             look_inside(self.trainer, self.done_steps + 1, Path(self.report.path).parent / TRACE_PHASE)
         self.report.write(
             "done",
-            stopped=stopped,
-            ci_reached=stopped == "interval",
+            stopped=stop_reason,
+            ci_reached=stop_reason == "interval",
             loss_final=self.loss_final,
             hardware_flops_per_step=flops,
             omp_num_threads=torch.get_num_threads(),
@@ -205,7 +205,7 @@ def run(task: Task, report: Report) -> None:
 
 def _join(report: Report, device: torch.device) -> None:
     """Makes the default process group, whose store the agent tells to all ranks if there is an agent."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     path, store = os.environ.get("ULTRABENCH_STORE"), None
     if path is not None:
         while rank and not Path(path).exists():
@@ -213,10 +213,10 @@ def _join(report: Report, device: torch.device) -> None:
         # The store of rank 0 takes a free port, which the agent tells the other ranks.
         port = int(Path(path).read_text()) if rank else 0
         host, is_master = os.environ["MASTER_ADDR"], rank == 0
-        store = dist.TCPStore(host, port, size, is_master, PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = dist.TCPStore(host, port, world_size, is_master, PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
         if is_master:
             report.write("store", port=store.port)
-    join(device, store, rank, size)
+    join(device, store, rank, world_size)
 
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:

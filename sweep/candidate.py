@@ -150,7 +150,7 @@ NO_ROOM = "no room for the allocator's reserve"
 """What to say of a run that is likely to fit, but is advised only where no run of its cell has that room."""
 
 
-def advised(runs: Iterable[Candidate], most_p_oom: float = ADVISED_P_OOM) -> list[Candidate]:
+def advised(runs: Iterable[Candidate], max_p_oom: float = ADVISED_P_OOM) -> list[Candidate]:
     """The runs that are likely enough to fit; those with room for the reserve of their allocator if there are any."""
-    likely = [run for run in runs if run.prediction.p_oom <= most_p_oom]
-    return [run for run in likely if run.prediction.memory_share <= 1] or likely
+    likely_to_fit = [run for run in runs if run.prediction.p_oom <= max_p_oom]
+    return [run for run in likely_to_fit if run.prediction.memory_share <= 1] or likely_to_fit

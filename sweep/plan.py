@@ -60,9 +60,12 @@ class Plan:
         """The document of `sweep plan --json`."""
         rejected = Counter(c.rule for c in self.candidates if not c.valid)
         refused = Counter(c.reason for c in self.candidates if c.rule == "kernel")
-        of_cells, config = by_cell(self.candidates), self.config
-        cells = [cell._asdict() | _counts(of_cells.get(cell, [])) for _, cell in planned_cells(config)]
-        options = {name: of[0] if len(of) == 1 else [*of] for name, of in config.options.values.items()}
+        by_key, config = by_cell(self.candidates), self.config
+        cells = [cell._asdict() | _counts(by_key.get(cell, [])) for _, cell in planned_cells(config)]
+        options = {
+            name: listed[0] if len(listed) == 1 else [*listed]
+            for name, listed in config.options.values.items()
+        }
         return {
             "sweep": config.name,
             "hardware": config.hardware.name,
@@ -82,17 +85,17 @@ class Plan:
         config, all_batches = self.config, [*batches(self.config)]
         lost_values = Counter[tuple[str, int | str]]()
         for axes, workload in all_batches:
-            of_batch = [
+            pairs = [
                 (c.nodes, c.layout)
                 for c in self.candidates
                 if c.nodes in axes.nodes
                 and (c.spec.workload.gbs == workload.gbs or config.kernel.kind == "probe")
             ]
             per_node = config.hardware.gpus_per_node
-            for axis, value, reason in without_candidates(axes, per_node, workload, of_batch):
+            for axis, value, reason in without_candidates(axes, per_node, workload, pairs):
                 lost_values[axis, value] += 1
                 if lost_values[axis, value] == sum(
-                    axis != "nodes" or value in others.nodes for others, _ in all_batches
+                    axis != "nodes" or value in batch_axes.nodes for batch_axes, _ in all_batches
                 ):
                     yield {"axis": axis, "value": value, "reason": reason}
 
@@ -112,7 +115,7 @@ def make_plan(
     *,
     core_flops_per_s: float | None = None,
     cores: int = 2,
-    advance: Callable[[int, int], None] = lambda done, of: None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
     """The plan of a sweep: all candidates with reasons and predictions, in the order in which they run.
 
@@ -127,15 +130,15 @@ def make_plan(
     require_countable(config.axes, config.models, config.options.values)
     parts = [*_parts(config, core_flops_per_s, cores)]
     variants = sum(1 for _ in variants_of(config.options))
-    of, candidates = sum(len(of_part) for _, of_part in parts) * variants, list[Candidate]()
-    if not of:
+    total, candidates = sum(len(part_layouts) for _, part_layouts in parts) * variants, list[Candidate]()
+    if not total:
         axes, workload = next(batches(config))
-        none = why_none(axes, config.hardware.gpus_per_node, workload)
-        raise ConfigError(f"no candidate: {none}; choose divisors")
-    with processes(os.cpu_count() or 1 if of >= PARALLEL_FROM else 1) as map_parts:
+        reason = why_none(axes, config.hardware.gpus_per_node, workload)
+        raise ConfigError(f"no candidate: {reason}; choose divisors")
+    with processes(os.cpu_count() or 1 if total >= PARALLEL_FROM else 1) as map_parts:
         for batch in map_parts(_candidates, parts):
             candidates += batch
-            advance(len(candidates), of)
+            advance(len(candidates), total)
     if config.kernel.command:  # an unknown word is reported now, not later on the nodes
         fill_in(candidates[0].spec, AttemptKey(candidates[0].run_id, 0, 0), config.measure)
     # sorted() is stable: runs of equal price keep the order of the grid, so equal input gives an equal plan.
@@ -146,14 +149,14 @@ def make_plan(
 
 
 @contextlib.contextmanager
-def processes(number: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A map that `number` processes share, at most one for each core of this process; with one it is the usual map."""
-    number = min(number, len(os.sched_getaffinity(0)))
-    if number < 2:
+def processes(num_processes: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """A map that `num_processes` processes share, at most one for each core of this process; with one it is the usual map."""
+    num_processes = min(num_processes, len(os.sched_getaffinity(0)))
+    if num_processes < 2:
         yield map
         return
-    ignored = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
-    pool = ProcessPoolExecutor(number, get_context("fork"), signal.signal, ignored)
+    ignore_ctrl_c = signal.SIGINT, signal.SIG_IGN  # Ctrl-C reaches this process, which ends the others
+    pool = ProcessPoolExecutor(num_processes, get_context("fork"), signal.signal, ignore_ctrl_c)
     try:
         yield pool.map
     finally:
@@ -165,8 +168,8 @@ def _order(run: Candidate) -> tuple[bool, float]:
     return (False, run.gpu_hours) if run.fits else (True, run.prediction.memory_share)
 
 
-def selected_runs(runs: Sequence[Candidate], most: int) -> list[Candidate]:
-    """The runs, all but `most` of them rejected; those left cover many values and pairs of values of the axes.
+def selected_runs(runs: Sequence[Candidate], max_runs: int) -> list[Candidate]:
+    """The runs, all but `max_runs` of them rejected; those left cover many values and pairs of values of the axes.
 
     Each choice is the run that adds the most new values and pairs; among equal runs it is the first. A fault
     of a form of parallelism shows where it is used alone or together with one other form, so a small
@@ -176,7 +179,7 @@ def selected_runs(runs: Sequence[Candidate], most: int) -> list[Candidate]:
     # A run adds no more pairs later than now, so its entry needs an update only when it comes first.
     queue = [(-len(pairs), index) for index, pairs in enumerate(pairs_of_run)]
     heapq.heapify(queue)
-    while queue and len(selected) < most:
+    while queue and len(selected) < max_runs:
         num_new, index = len(pairs_of_run[queue[0][1]] - covered), queue[0][1]
         if num_new == -queue[0][0]:
             heapq.heappop(queue)
@@ -184,7 +187,7 @@ def selected_runs(runs: Sequence[Candidate], most: int) -> list[Candidate]:
             covered |= pairs_of_run[index]
         else:
             heapq.heapreplace(queue, (-num_new, index))
-    reason = f"not among the sweep.max_runs={most} that cover most pairs of axis values"
+    reason = f"not among the sweep.max_runs={max_runs} that cover most pairs of axis values"
     return [
         run if index in selected else replace(run, rule=UNSELECTED, reason=reason)
         for index, run in enumerate(runs)
@@ -228,14 +231,14 @@ def _parts(
     for shape, cell in planned_cells(config):
         peak = config.hardware.peak(cell.precision, cell.nodes, core_flops_per_s, cores)
         planned = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
-        of_cell = [*layouts(config.axes, shape, cell.nodes * per_node, per_node, cell.gbs)]
-        for start in range(0, len(of_cell), PART):
-            yield planned, of_cell[start : start + PART]
+        cell_layouts = [*layouts(config.axes, shape, cell.nodes * per_node, per_node, cell.gbs)]
+        for start in range(0, len(cell_layouts), PART):
+            yield planned, cell_layouts[start : start + PART]
 
 
 def narrowed(config: SweepConfig, cell: CellKey) -> SweepConfig:
     """The configuration of a sweep of this cell's workload and precision alone, with the first value of other options."""
-    values = {name: of[:1] for name, of in config.options.values.items()}
+    values = {name: listed[:1] for name, listed in config.options.values.items()}
     values |= {name: (getattr(cell, name),) for name in CELL_OPTIONS}
     return replace(
         config,
@@ -254,8 +257,8 @@ def variants_of(options: Options) -> Iterator[dict[str, Value]]:
 
 def kernel_of(kernel: KernelConfig, precision: str, variant: Variant) -> KernelConfig:
     """The kernel of a sweep with the options of one run."""
-    chosen: dict[str, Any] = {name: variant[name] for name in KERNEL_OPTIONS if name in variant}
-    return replace(kernel, precision=precision, **chosen)
+    options: dict[str, Any] = {name: variant[name] for name in KERNEL_OPTIONS if name in variant}
+    return replace(kernel, precision=precision, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,8 +321,8 @@ class CellPlan:
 
 def _candidates(part: tuple[CellPlan, list[Layout]]) -> list[Candidate]:
     """The candidates of a part of the grid."""
-    planned, of_part = part
-    return [planned.candidate(spec) for layout in of_part for spec in planned.specs(layout)]
+    planned, part_layouts = part
+    return [planned.candidate(spec) for layout in part_layouts for spec in planned.specs(layout)]
 
 
 def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:

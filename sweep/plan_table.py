@@ -28,11 +28,11 @@ from ultrabench.sweep.predict.predict import Prediction
 
 Row = dict[str, Any]
 """Column name -> value."""
-_COLUMNS = {f.name: f.name if f.name == "p_oom" else f"predicted_{f.name}" for f in fields(Prediction)}
+_PREDICTED = {f.name: f.name if f.name == "p_oom" else f"predicted_{f.name}" for f in fields(Prediction)}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
 OF_RUNS = [
     "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", "precision", "variant", *AXES,
-    *_COLUMNS.values(),
+    *_PREDICTED.values(),
 ]  # fmt: skip
 """Columns that `runs_of` reads."""
 
@@ -40,7 +40,7 @@ NULLABLE = pa.schema({"rule": pa.string(), "reason": pa.string(), "variant": pa.
 """Types of the columns in which all values may be null, which would leave them without a type."""
 
 
-_USUAL = NEUTRAL | {"precision": None, "variant": None}
+_DEFAULTS = NEUTRAL | {"precision": None, "variant": None}
 """Column that an older plan may lack -> its value there; a precision that is None is that of sweep.json."""
 
 
@@ -70,7 +70,7 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
             "rule": c.rule,
             "reason": c.reason,
             "decision": "run" if c.runs else "skipped" if c.trainable else "rejected",
-            **{column: getattr(c.predicted, name, None) for name, column in _COLUMNS.items()},
+            **{column: getattr(c.predicted, name, None) for name, column in _PREDICTED.items()},
             "predicted_to_fit": c.fits if c.valid else None,
             "predicted_gpu_hours": c.gpu_hours if c.valid else None,
         }
@@ -119,7 +119,7 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
         # A thread of pyarrow that lets go of the bytes while Python exits ends the process with SIGABRT.
         table = file.read(columns=columns, use_threads=False)
-        return _with_axes(table, (*AXES, *_USUAL) if columns is None else columns)
+        return _with_axes(table, (*AXES, *_DEFAULTS) if columns is None else columns)
     except FileNotFoundError:
         raise SweepFolderError(f"{path} is missing; to write it, launch the sweep again") from None
     except (OSError, pa.ArrowException) as error:
@@ -132,9 +132,9 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 def _with_axes(plan: pa.Table, columns: Sequence[str]) -> pa.Table:
     """The plan with a column for each axis and option; one from before an axis was added knows its neutral value only."""
     for name in columns:
-        if name in _USUAL and name not in plan.column_names:
-            kind = pa.string() if _USUAL[name] is None else None
-            plan = plan.append_column(name, pa.array([_USUAL[name]] * len(plan), kind))
+        if name in _DEFAULTS and name not in plan.column_names:
+            kind = pa.string() if _DEFAULTS[name] is None else None
+            plan = plan.append_column(name, pa.array([_DEFAULTS[name]] * len(plan), kind))
     return plan
 
 
@@ -216,7 +216,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
                 nodes=row["nodes"],
                 gpus_per_node=row["gpus_per_node"],
             ),
-            predicted=Prediction(**{name: row[column] for name, column in _COLUMNS.items()}),
+            predicted=Prediction(**{name: row[column] for name, column in _PREDICTED.items()}),
             peak_flops_per_s=peak.flops_per_s if peak else None,
             flops_formula=formula,
         )

@@ -71,11 +71,11 @@ class Search:
     def _groups(self) -> Iterator[Entry]:
         """All groups that can hold a layout."""
         planned, cell, axes = self.planned, self.planned.cell, self.planned.config.axes
-        least = {**axes.layout, "recompute": ("none",), "zero_stage": (0,), "dp_shard": ("all",)}
-        per_node, listed = planned.config.hardware.gpus_per_node, axes.layout.get("gas")
-        gpus, axes = cell.nodes * per_node, replace(axes, layout=least)
-        for index, layout in enumerate(layouts(axes, planned.shape, gpus, per_node, cell.gbs)):
-            if listed and layout.gas not in listed:
+        cheapest = {**axes.layout, "recompute": ("none",), "zero_stage": (0,), "dp_shard": ("all",)}
+        per_node, gas_values = planned.config.hardware.gpus_per_node, axes.layout.get("gas")
+        num_gpus, axes = cell.nodes * per_node, replace(axes, layout=cheapest)
+        for index, layout in enumerate(layouts(axes, planned.shape, num_gpus, per_node, cell.gbs)):
+            if gas_values and layout.gas not in gas_values:
                 continue
             for variant, spec in enumerate(planned.specs(layout)):
                 if reason := self._reason_of_group(spec):
@@ -108,7 +108,7 @@ class Search:
     def _members(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
         """The runs of a part of a group, if memory may suffice, with the bounds of their rates."""
         axes, layout = self.planned.config.axes.layout, spec.layout
-        free = [name for name in axes if name not in DERIVED]
+        free_axes = [name for name in axes if name not in DERIVED]
         in_node = max(1, spec.gpus_per_node // layout.tp)
         for stage in {*axes["zero_stage"]} if self._may_fit(spec, variant) else ():
             shards = (shards_of(word, layout.dp * layout.cp, in_node, stage) for word in axes["dp_shard"])
@@ -117,7 +117,7 @@ class Search:
                 if rejection := next(rejections(self.planned.config, member), None):
                     self.reasons[rejection[1]] += 1
                     continue
-                place = (*(getattr(member.layout, name) for name in free), index, order, variant)
+                place = (*(getattr(member.layout, name) for name in free_axes), index, order, variant)
                 bound = rate(member, self.planned.predictor.step_time(member, ()).total)
                 yield -bound, place, partial(self._settled, member, place)
 

@@ -28,10 +28,10 @@ def schedule_refusals(layout: Layout) -> Iterator[str]:
     if layout.pp_schedule == "1f1b" and gas < pp:
         yield f"1f1b needs gas >= pp; gas={gas}, pp={pp}"
     # Torch cuts gas into gas // pp rounds of equal size.
-    rounds = max(1, gas // pp)
-    if layout.pp_schedule == "interleaved" and gas % rounds:
-        near = " or ".join(str(number) for number in _interleaved_near(gas, pp))
-        yield f"interleaved needs gas divisible by gas // pp = {rounds}; gas={gas}, pp={pp}: use gas={near}"
+    num_rounds = max(1, gas // pp)
+    if layout.pp_schedule == "interleaved" and gas % num_rounds:
+        gas_text = " or ".join(str(number) for number in _interleaved_near(gas, pp))
+        yield f"interleaved needs gas divisible by gas // pp = {num_rounds}; gas={gas}, pp={pp}: use gas={gas_text}"
 
 
 def _interleaved_near(gas: int, pp: int) -> Iterator[int]:
@@ -95,15 +95,15 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
     # A window that is as long as the sequence hides nothing.
     if shape.sliding_window is not None and shape.sliding_window < seq_len:
-        use = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
-        yield f"{use}; ultrabench's attention has no window: use seq_len <= {shape.sliding_window} or another model"
+        window_text = f"sliding_window={shape.sliding_window} is shorter than seq_len={seq_len}"
+        yield f"{window_text}; ultrabench's attention has no window: use seq_len <= {shape.sliding_window} or another model"
     # Context parallelism gives each rank two chunks of the sequence, all of the same length.
     if layout.cp > 1 and seq_len % (2 * layout.cp):
         yield f"2*cp={2 * layout.cp} does not divide seq_len={seq_len}"
     # A stage without parameters has nothing to train (it holds only the cast or the loss).
     for index in stages_without_params(shape, layout.num_stages):
-        large = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
-        yield f"{large}: stage {index} has no parameters"
+        depth_text = f"pp={pp} is too large for num_hidden_layers={shape.num_hidden_layers}"
+        yield f"{depth_text}: stage {index} has no parameters"
     # Torch's pipeline schedules reduce gradients once in each step, so ZeRO-2 would be just ZeRO-1.
     if zero_stage == 2 and pp > 1:
         yield f"zero_stage=2 with pp={pp} would run as zero_stage=1"
@@ -158,11 +158,11 @@ def _of_accelerator(
     sm, attention = hardware.compute_capability, kernel.attention
     if hardware.architecture is None or not kernel.in_16_bits or attention == "math":
         return
-    if needed := _lacking("flash" if attention == "auto" else attention, sm, head_width):
+    if needed_text := _lacking("flash" if attention == "auto" else attention, sm, head_width):
         has_flash = attention not in ("auto", "flash") and not _lacking("flash", sm, head_width)
-        other = "auto" if has_flash else "math"
-        has = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
-        yield f"attention={attention} needs {needed}; {has}: use {other}{' and cp=1' * (layout.cp > 1 and other == 'math')}"
+        fallback = "auto" if has_flash else "math"
+        gpu_text = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
+        yield f"attention={attention} needs {needed_text}; {gpu_text}: use {fallback}{' and cp=1' * (layout.cp > 1 and fallback == 'math')}"
 
 
 def _lacking(attention: str, compute_capability: int | None, head_width: int) -> str | None:
@@ -201,23 +201,23 @@ def unsupported(
     for name, allowed in (kernel.flags | kernel.supports).items():
         if name == ROUTED:
             continue
-        of_model = getattr(shape, name, layout)
-        value = kernel.precision if name == "precision" else getattr(layout, name, of_model)
+        model_value = getattr(shape, name, layout)
+        value = kernel.precision if name == "precision" else getattr(layout, name, model_value)
         if value is layout:
             yield f"kernel.supports or kernel.flags names {name!r}, which is not a word of a layout or a model"
             continue
         if isinstance(value, RopeScaling):
             value = values_of(value)
-        alike = name == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
+        is_trivial = name == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
         expressed = value in allowed if name in kernel.supports else str(value) in allowed or ANY in allowed
-        if not expressed and not alike and not _has_no_effect(layout, name):
-            shown = ", ".join(map(str, allowed))
-            yield f"{program} supports {name} in [{shown}]; {name}={value}"
+        if not expressed and not is_trivial and not _has_no_effect(layout, name):
+            allowed_text = ", ".join(map(str, allowed))
+            yield f"{program} supports {name} in [{allowed_text}]; {name}={value}"
 
 
 def _has_no_effect(layout: Layout, name: str) -> bool:
     """Whether a word is an axis without effect on a layout, because another axis has its neutral value."""
-    return any(name in details_of(of) and getattr(layout, of) == neutral for of, neutral in NEUTRAL.items())
+    return any(name in details_of(axis) and getattr(layout, axis) == value for axis, value in NEUTRAL.items())
 
 
 def _unsaid(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
@@ -226,9 +226,9 @@ def _unsaid(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
     A command of the user may say it elsewhere, so that nothing is refused.
     """
     values = values_of(layout).items()
-    unsaid = [(name, value) for name, value in values if name not in FOLLOWING and value != NEUTRAL[name]]
-    words = words_in(kernel) if unsaid else ()
-    for name, value in unsaid:
+    unset = [(name, value) for name, value in values if name not in FOLLOWING and value != NEUTRAL[name]]
+    words = words_in(kernel) if unset else ()
+    for name, value in unset:
         if name not in words and is_command_of_package(kernel.name, kernel.command):
-            rule = f"and would run as {name}={NEUTRAL[name]}: add {name} to kernel.flags"
-            yield f"kernel {kernel.name} has no word for {name}={value} {rule}"
+            rule_text = f"and would run as {name}={NEUTRAL[name]}: add {name} to kernel.flags"
+            yield f"kernel {kernel.name} has no word for {name}={value} {rule_text}"

@@ -55,14 +55,14 @@ def nothing_fits(
         skipped_cells: cells to leave out.
         advised_p_oom: P(OOM) above which a layout is no help.
     """
-    limit = plan.config.hardware.mem_bytes / GIB
+    limit_gib = plan.config.hardware.mem_bytes / GIB
     cells = by_cell(c for c in plan.candidates if c.trainable)
     for cell, candidates in sorted(cells.items()):
         if cell not in skipped_cells and not any(c.fits for c in candidates):
             smallest = min(candidates, key=lambda c: c.prediction.peak_mem_bytes)
-            fact = f"{cell_label(cell, cell_columns(cells))}: no layout is likely to fit into {limit:.4g} GiB"
-            of_cell = narrowed(plan.config, cell)
-            advice = " or ".join(remedies(of_cell, smallest.shape, cell.nodes, advised_p_oom))
+            fact = f"{cell_label(cell, cell_columns(cells))}: no layout is likely to fit into {limit_gib:.4g} GiB"
+            cell_config = narrowed(plan.config, cell)
+            advice = " or ".join(remedies(cell_config, smallest.shape, cell.nodes, advised_p_oom))
             yield f"{fact}; the smallest is {_layout(smallest)}; try {advice or 'a smaller model'}"
 
 
@@ -74,12 +74,12 @@ def same_commands(plan: Plan) -> Iterator[str]:
         words = fill_in(run.spec, AttemptKey("", 0, 0), plan.config.measure)
         variables = sorted(variables_of(run.spec.variant).items(), key=str)
         runs_by_command[run.nodes, run.place, *variables, *words].append(run)
-    alike = [of_command for of_command in runs_by_command.values() if len(of_command) > 1]
-    if alike:
-        number, (first, second, *_) = sum(map(len, alike)), alike[0]
-        of_first, of_second = words_of(first.spec), words_of(second.spec)
-        differing = ", ".join(name for name, value in of_first.items() if value != of_second[name])
-        fact = f"{number:,} of {counted(len(runs), 'run')} have the same command as another run, such as {first.spec.label()} and"
+    equal_runs = [command_runs for command_runs in runs_by_command.values() if len(command_runs) > 1]
+    if equal_runs:
+        num_equal, (first, second, *_) = sum(map(len, equal_runs)), equal_runs[0]
+        first_words, second_words = words_of(first.spec), words_of(second.spec)
+        differing = ", ".join(name for name, value in first_words.items() if value != second_words[name])
+        fact = f"{num_equal:,} of {counted(len(runs), 'run')} have the same command as another run, such as {first.spec.label()} and"
         fact += f" {second.spec.label()}, which differ in {differing or 'flags with equal arguments'}"
         yield f"{fact}: add them to kernel.command, unless the program reads $ULTRABENCH_SPEC"
 
@@ -109,13 +109,13 @@ def remedies(
     new_settings = ({k: v for k, v in setting.items() if v not in layouts[k]} for setting in all_settings)
     settings = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)
     for axis_values in settings:
-        if chosen := pick(config, shape, nodes, dict(axis_values), advised_p_oom):
-            yield f"{_words(axis_values)} ({_layout(chosen)})"
+        if example := pick(config, shape, nodes, dict(axis_values), advised_p_oom):
+            yield f"{_words(axis_values)} ({_layout(example)})"
             break
     strongest = list(settings)[-1:]  # with the one that saves most
     for factor_log2, axis_values in product(range(1, (MOST_NODES // nodes).bit_length()), ((), *strongest)):
-        if chosen := pick(config, shape, nodes << factor_log2, dict(axis_values), advised_p_oom):
-            yield f"{_words((('nodes', nodes << factor_log2), *axis_values))} ({_layout(chosen)})"
+        if example := pick(config, shape, nodes << factor_log2, dict(axis_values), advised_p_oom):
+            yield f"{_words((('nodes', nodes << factor_log2), *axis_values))} ({_layout(example)})"
             break
 
 

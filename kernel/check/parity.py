@@ -59,7 +59,7 @@ Correct layouts show 1.0 to 1.3 for gradients, and up to 2.2 for the loss, which
 
 def run_check(spec: CheckSpec) -> CheckResult:
     """Runs one check with forked ranks; the caller may have imported torch, but must not have used it."""
-    start, ranks = time.monotonic(), range(spec.layout.world_size)
+    start_s, ranks = time.monotonic(), range(spec.layout.world_size)
     with tempfile.TemporaryDirectory(prefix="ultrabench-check-") as name:
         folder, limit_s = Path(name), TIMEOUT_S[spec.device]
         bodies = {f"rank {rank}": partial(_train_rank, spec, rank, folder) for rank in ranks}
@@ -67,16 +67,16 @@ def run_check(spec: CheckSpec) -> CheckResult:
             bodies[f"one process in {precision}"] = partial(_train_plain, spec, precision, folder)
         try:
             if spec.device == "cuda":
-                gpus = run_forked({"GPUs": torch.cuda.device_count}, limit_s)["GPUs"]
-                if gpus < len(ranks):
-                    fact = f"torch sees {counted(gpus, 'GPU')} here"
-                    return CheckResult(refused=f"{spec.layout.label()} needs {len(ranks)} GPUs; {fact}")
+                num_gpus = run_forked({"GPUs": torch.cuda.device_count}, limit_s)["GPUs"]
+                if num_gpus < len(ranks):
+                    gpus_text = f"torch sees {counted(num_gpus, 'GPU')} here"
+                    return CheckResult(refused=f"{spec.layout.label()} needs {len(ranks)} GPUs; {gpus_text}")
             run_forked(bodies, limit_s)
-            last = run_forked({"comparison": partial(_compare, spec, folder)}, limit_s)
-            result: CheckResult = last["comparison"]
+            results = run_forked({"comparison": partial(_compare, spec, folder)}, limit_s)
+            result: CheckResult = results["comparison"]
         except ChildError as error:
             result = CheckResult(error=str(error))
-    return replace(result, seconds=time.monotonic() - start)
+    return replace(result, seconds=time.monotonic() - start_s)
 
 
 def _own_device(spec: CheckSpec, index: int) -> torch.device:
@@ -111,8 +111,8 @@ class _PlainStep:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of the whole global batch in `step`."""
-        everything = range(self.run.layout.gbs)
-        return load(everything, step, self.run.workload, self.run.shape.vocab_size, self.device)
+        all_sequences = range(self.run.layout.gbs)
+        return load(all_sequences, step, self.run.workload, self.run.shape.vocab_size, self.device)
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss, and returns the loss."""
@@ -184,45 +184,45 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
     element that no rank holds has an infinite difference.
     """
     torch.set_num_threads(1)
-    exact, rounded = (torch.load(folder / f"{precision}.pt") for precision in ("fp64", spec.precision))
-    ranks = [torch.load(folder / f"rank{r}.pt") for r in range(spec.layout.world_size)]
-    whole: dict[str, dict[str, Tensor]] = {}
+    fp64, rounded = (torch.load(folder / f"{precision}.pt") for precision in ("fp64", spec.precision))
+    tensors_by_rank = [torch.load(folder / f"rank{rank}.pt") for rank in range(spec.layout.world_size)]
+    assembled: dict[str, dict[str, Tensor]] = {}
     comparison: dict[str, Any] = {"passed": True}
-    for kind, right in exact.items():
-        whole[kind] = {name: torch.full_like(full, torch.nan) for name, full in right.items()}
-        diffs = dict.fromkeys(right, 0.0)
-        for rank_tensors in ranks:
+    for kind, fp64_values in fp64.items():
+        assembled[kind] = {name: torch.full_like(full, torch.nan) for name, full in fp64_values.items()}
+        diffs = dict.fromkeys(fp64_values, 0.0)
+        for rank_tensors in tensors_by_rank:
             for name, values in rank_tensors[kind].items():
                 tied = spec.shape.tie_word_embeddings and name == "head.weight"
                 full_name, part = TIED_NAME if tied else name, rank_tensors["parts"].get(name, ())
-                take(whole[kind][full_name], part).copy_(values)
-                diffs[full_name] = max(diffs[full_name], _diff(take(right[full_name], part), values))
-        for name, full in whole[kind].items():
-            diffs[name] = max(diffs[name], _diff(right[name], full))
-        rounding = {name: _diff(full, rounded[kind][name]) for name, full in right.items()}
+                take(assembled[kind][full_name], part).copy_(values)
+                diffs[full_name] = max(diffs[full_name], _diff(take(fp64_values[full_name], part), values))
+        for name, full in assembled[kind].items():
+            diffs[name] = max(diffs[name], _diff(fp64_values[name], full))
+        rounding = {name: _diff(full, rounded[kind][name]) for name, full in fp64_values.items()}
         if kind == "param":
             diffs, rounding = (
                 {"all": math.hypot(*diff_by_name.values())} for diff_by_name in (diffs, rounding)
             )
         # In fp32 and bf16 an update of one element may have the other sign.
-        sign = 2 * learning_rate(spec.shape)
-        least = sign if kind == "param" and spec.precision != "fp64" else TOLERANCE
-        allowed = {name: max(least, ROUNDING[kind] * error) for name, error in rounding.items()}
-        worst = max(diffs, key=lambda name: diffs[name] / allowed[name])
-        comparison[f"{kind}_diff"] = diffs[worst] if math.isfinite(diffs[worst]) else None
-        comparison[f"{kind}_allowed"] = allowed[worst]
-        comparison["passed"] &= diffs[worst] <= allowed[worst]
+        sign_flip = 2 * learning_rate(spec.shape)
+        smallest_allowed = sign_flip if kind == "param" and spec.precision != "fp64" else TOLERANCE
+        allowed = {name: max(smallest_allowed, ROUNDING[kind] * error) for name, error in rounding.items()}
+        worst_name = max(diffs, key=lambda name: diffs[name] / allowed[name])
+        comparison[f"{kind}_diff"] = diffs[worst_name] if math.isfinite(diffs[worst_name]) else None
+        comparison[f"{kind}_allowed"] = allowed[worst_name]
+        comparison["passed"] &= diffs[worst_name] <= allowed[worst_name]
         if kind == "grad":
-            comparison["worst_parameter"] = worst
+            comparison["worst_parameter"] = worst_name
     if spec.dump is not None:
-        torch.save(exact, Path(spec.dump) / "reference.pt")
-        torch.save(whole, Path(spec.dump) / "check.pt")
-    missing = list[str]()
-    for r, rank_tensors in enumerate(ranks):
-        missing += [f"rank {r}: {n}" for n in rank_tensors["parts"] if n not in rank_tensors["grad"]]
-    comparison["passed"] &= not missing
-    comparison["graphs"] = max(rank_tensors["graphs"] for rank_tensors in ranks)
-    return CheckResult(**comparison, missing_gradients=tuple(missing))
+        torch.save(fp64, Path(spec.dump) / "reference.pt")
+        torch.save(assembled, Path(spec.dump) / "check.pt")
+    missing_grads = list[str]()
+    for rank, rank_tensors in enumerate(tensors_by_rank):
+        missing_grads += [f"rank {rank}: {n}" for n in rank_tensors["parts"] if n not in rank_tensors["grad"]]
+    comparison["passed"] &= not missing_grads
+    comparison["graphs"] = max(rank_tensors["graphs"] for rank_tensors in tensors_by_rank)
+    return CheckResult(**comparison, missing_gradients=tuple(missing_grads))
 
 
 if __name__ == "__main__":

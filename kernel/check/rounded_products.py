@@ -13,8 +13,8 @@ from ultrabench.kernel.model import Block, Decoder
 def rounded(matrix: Tensor) -> Tensor:
     """The values that 8 bits hold of a matrix, in fp32, if each row has the largest power of two as its scale with which it fits."""
     dtype = fp8_dtype(matrix.device)
-    most, largest = torch.finfo(dtype).max, matrix.double().abs().amax(1, keepdim=True)
-    exponent = torch.where(largest > 0, torch.log2(most / largest), 0).floor()
+    dtype_max, row_max = torch.finfo(dtype).max, matrix.double().abs().amax(1, keepdim=True)
+    exponent = torch.where(row_max > 0, torch.log2(dtype_max / row_max), 0).floor()
     return torch.ldexp(torch.ldexp(matrix.double(), exponent).float().to(dtype).double(), -exponent).float()
 
 

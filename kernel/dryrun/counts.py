@@ -94,13 +94,13 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
             return
         leaves = tree_leaves((args, kwargs))
         axis = next((self._axis[g] for g in map(group_name, leaves) if g in self._axis), "world")
-        size = max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
+        payload_bytes = max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
         axis = "ep" if _OPS[name] == "all_to_all" else axis
         if name == "all_gather_into_tensor":
-            size *= next(n for n in leaves if isinstance(n, int))
+            payload_bytes *= next(n for n in leaves if isinstance(n, int))
         counted = self.found[f"{axis} {_OPS[name]}"]
         counted[0] += 1
-        counted[1] += size
+        counted[1] += payload_bytes
 
 
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
@@ -131,9 +131,9 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
         elif name == "_grouped_mm":
             self.flops += 2 * args[0].numel() * int(args[1].shape[-1])
         elif name.startswith(_ATTENTION):
-            backward = "backward" in name
-            q, k = args[1:3] if backward else args[:2]
-            self.flops += (5 if backward else 2) * 2 * q.numel() * int(k.shape[2])
+            is_backward = "backward" in name
+            q, k = args[1:3] if is_backward else args[:2]
+            self.flops += (5 if is_backward else 2) * 2 * q.numel() * int(k.shape[2])
 
 
 class _Storage:
@@ -199,11 +199,11 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
             self._resize(self._live[id(storage)], storage.nbytes())
 
     def _resize(self, storage: _Storage, nbytes: int) -> None:
-        change = nbytes - self._sizes.get(storage, 0)
-        if change < 0 and self._at_peak is None:
+        added_bytes = nbytes - self._sizes.get(storage, 0)
+        if added_bytes < 0 and self._at_peak is None:
             self._at_peak = self._sizes.copy()
         self._sizes[storage] = nbytes
-        self._now += change
+        self._now += added_bytes
         if self._now > self.peak:
             self.peak, self._at_peak = self._now, None
 
@@ -221,7 +221,7 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
 
     def peak_by_kind(self) -> Counter[str]:
         """The bytes of each kind at the peak; their sum is the peak."""
-        parts = Counter[str]()
+        bytes_by_kind = Counter[str]()
         for storage, nbytes in (self._sizes if self._at_peak is None else self._at_peak).items():
-            parts[storage.kind] += nbytes
-        return parts
+            bytes_by_kind[storage.kind] += nbytes
+        return bytes_by_kind

@@ -37,9 +37,9 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 def _no_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
     """Replaces the messages by which stages of torch 2.13 agree on shapes, which are given in advance."""
-    modes = sys.modules[PipelineStage.__module__]
+    stage_module = sys.modules[PipelineStage.__module__]
     for stage in stages:
-        stage._inference_mode = modes.InferenceMode.STATIC
+        stage._inference_mode = stage_module.InferenceMode.STATIC
 
 
 _send = dist.isend
@@ -60,18 +60,18 @@ def watched_memory(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[
     It calls `resized` with every storage that is resized, which is how fully_shard frees and takes memory,
     and hides from dispatch modes how torch makes meshes of ranks.
     """
-    inner = torch.UntypedStorage.resize_
+    torch_resize = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
-        out = inner(storage, size)
+        out = torch_resize(storage, size)
         resized(storage)
         return out
 
-    hidden = [(DeviceMesh, "__getitem__"), (DeviceMesh, "_concatenate"), (mesh, "init_device_mesh")]
+    hidden_methods = [(DeviceMesh, "__getitem__"), (DeviceMesh, "_concatenate"), (mesh, "init_device_mesh")]
     with ExitStack() as stack:
-        for owner, name in hidden:
-            outside = _disable_current_modes()(getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, outside))
+        for owner, name in hidden_methods:
+            unseen = _disable_current_modes()(getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, unseen))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
         yield
 

@@ -84,10 +84,10 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
         del batch, loss
     live.name("parameter", [*trainer.shards.values(), *sharded.gathered()])
     live.name("optimizer", (t for state in trainer.optimizer.state.values() for t in state.values()))
-    parts = live.peak_by_kind()
+    bytes_by_kind = live.peak_by_kind()
     return {
         "pp_rank": trainer.at.pp, "rank": dist.get_rank(), "static_bytes": live.now, "peak_bytes": live.peak,
-        **{f"{kind}_bytes": parts[kind] for kind in ("parameter", "gradient", "optimizer", "activation")},
+        **{f"{kind}_bytes": bytes_by_kind[kind] for kind in ("parameter", "gradient", "optimizer", "activation")},
         "hardware_flops": executed.flops,
         "collectives": dict(sorted(counts.found.items())),
     }  # fmt: skip
@@ -119,13 +119,13 @@ def _with_gas(spec: RunSpec, gas: int) -> RunSpec:
     return replace(spec, layout=layout, workload=replace(spec.workload, gbs=layout.gbs))
 
 
-def _extend(before: Any, after: Any, ratio: tuple[int, int]) -> Any:
-    """`after` plus the difference of `after` and `before` times the quotient `ratio`, for every number."""
-    if isinstance(after, dict):
-        return {key: _extend(before[key], value, ratio) for key, value in after.items()}
-    if isinstance(after, list):
-        return [_extend(x, y, ratio) for x, y in zip(before, after, strict=True)]
-    return after + (after - before) * ratio[0] // ratio[1]
+def _extend(smaller: Any, larger: Any, ratio: tuple[int, int]) -> Any:
+    """`larger` plus the difference of `larger` and `smaller` times the quotient `ratio`, for every number."""
+    if isinstance(larger, dict):
+        return {key: _extend(smaller[key], value, ratio) for key, value in larger.items()}
+    if isinstance(larger, list):
+        return [_extend(x, y, ratio) for x, y in zip(smaller, larger, strict=True)]
+    return larger + (larger - smaller) * ratio[0] // ratio[1]
 
 
 def main() -> None:

@@ -36,10 +36,10 @@ class Writer(FileSystemWriter):
         try:
             return super().write_data(*args)
         except Exception as error:
-            link: BaseException | None = error
-            while link is not None and not isinstance(link, OSError):
-                link = link.__cause__ or link.__context__
-            raise link or error from None
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
 
 
 def state(trainer: TrainStep) -> dict[str, Tensor]:
@@ -51,12 +51,12 @@ def state(trainer: TrainStep) -> dict[str, Tensor]:
     """
     tensors = {name: bias for model in trainer.models for name, bias in balances(model).items()}
     for name, shard in trainer.shards.items():
-        place = ",".join(f"{dim}:{start}+{length}" for dim, start, length in trainer.parts[name])
+        part = ",".join(f"{dim}:{start}+{length}" for dim, start, length in trainer.parts[name])
         if cut_dim(name) is None and trainer.layout.tp > 1:
-            place = f"rank{dist.get_rank()}"
+            part = f"rank{dist.get_rank()}"
         if shard.numel():
             moments = trainer.optimizer.state[shard]
-            tensors |= {f"{name}@{place}": shard, **{f"{name}@{place}.{k}": v for k, v in moments.items()}}
+            tensors |= {f"{name}@{part}": shard, **{f"{name}@{part}.{k}": v for k, v in moments.items()}}
     return tensors
 
 
@@ -92,19 +92,19 @@ class Checkpoint:
             NotLoadedError: a loaded tensor differs in a bit from the saved one.
             CheckpointException: a rank could not write or read; it is no Exception, and has the errors of all ranks.
         """
-        path, tensors, size = self.folder / SYNC, self.tensors, 0
+        path, tensors, num_bytes = self.folder / SYNC, self.tensors, 0
         save_s, _ = self._timed(partial(save, tensors, storage_writer=Writer(path), process_group=self.group))
         if dist.get_rank() == 0:
-            size = sum(file.stat().st_size for file in path.iterdir())
-        saved = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         for tensor in tensors.values():
             tensor.zero_()
         load_s, _ = self._timed(partial(load, tensors, checkpoint_id=path, process_group=self.group))
-        differing = [name for name, tensor in tensors.items() if not same_bits(tensor, saved.pop(name))]
+        differing = [name for name, tensor in tensors.items() if not same_bits(tensor, copies.pop(name))]
         if over_ranks(len(differing), self.device):
             raise NotLoadedError(f"the loaded state differs: {differing or 'only on other ranks'}")
         self._remove(path)
-        return {"save_s": save_s, "load_s": load_s, "bytes": size}
+        return {"save_s": save_s, "load_s": load_s, "bytes": num_bytes}
 
     def save_beside(self, train: Callable[[], float], step_time_s: float) -> dict[str, float]:
         """Saves while training goes on, and trains until all ranks have saved.
@@ -116,22 +116,22 @@ class Checkpoint:
         Raises:
             CheckpointException: as in `save_and_load`.
         """
-        ends, writer = list[float](), Writer(self.folder / ASYNC)
+        end_times_s, writer = list[float](), Writer(self.folder / ASYNC)
 
         def begin() -> tuple[float, Any]:
-            start = time.perf_counter()
-            return start, async_save(self.tensors, storage_writer=writer, process_group=self.group)
+            start_s = time.perf_counter()
+            return start_s, async_save(self.tensors, storage_writer=writer, process_group=self.group)
 
-        blocking_s, (start, saving) = self._timed(begin)
-        saving.add_done_callback(lambda _: ends.append(time.perf_counter()))
+        blocking_s, (start_s, pending_save) = self._timed(begin)
+        pending_save.add_done_callback(lambda _: end_times_s.append(time.perf_counter()))
         times_s = [train()]
-        while over_ranks(not ends, self.device):
+        while over_ranks(not end_times_s, self.device):
             times_s.append(train())
-        saving.result()
-        whole_s = over_ranks(ends[0] - start, self.device)
+        pending_save.result()
+        save_s = over_ranks(end_times_s[0] - start_s, self.device)
         self._remove(self.folder)
         lost_steps = sum(seconds / step_time_s - 1 for seconds in times_s)
-        return {"async_blocking_s": blocking_s, "async_s": whole_s, "async_lost_steps": lost_steps}
+        return {"async_blocking_s": blocking_s, "async_s": save_s, "async_lost_steps": lost_steps}
 
 
 def root_of(error: BaseException) -> BaseException:

@@ -19,7 +19,7 @@ PEAK_S = 3.0
 CPU_NAME = ("/proc/cpuinfo", r"^model name[^:]*: *(.*\S)")
 DRIVER_VERSION = ("/proc/driver/nvidia/version", r"^NVRM version:.*? (\d+\.\S+)")
 """A file and a pattern: NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."""
-STEERING = ("CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH")
+LIBRARY_PREFIXES = ("CUDA_", "NCCL_", "NVTE_", "PYTORCH_", "TORCH")
 """Beginnings of the variables that configure CUDA, NCCL, Transformer Engine and torch."""
 LEFT_OUT_OF_ENV_ID = re.compile(
     r"CUDA_(VISIBLE_DEVICES|MODULE_LOADING)|TORCHELASTIC_\w+|TORCH_(HOME|TRACE|LOGS_OUT|WARM_POOL)|"
@@ -48,19 +48,19 @@ def use_device(device_type: str, index: int) -> torch.device:
 
 def facts() -> dict[str, Any]:
     """The facts of this process: its devices, versions, and the variables that configure its libraries."""
-    cuda = torch.cuda.is_available()
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None  # type: ignore[no-untyped-call]
-    steering = {n: v for n, v in sorted(os.environ.items()) if n.startswith(STEERING)}
+    has_cuda = torch.cuda.is_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None  # type: ignore[no-untyped-call]
+    library_variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(LIBRARY_PREFIXES)}
     return {
-        "gpus": torch.cuda.device_count() if cuda else 0,
-        "gpu_name": torch.cuda.get_device_name() if cuda else _first_match(*CPU_NAME) or "cpu",
-        "gpu_mem_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else None,
+        "gpus": torch.cuda.device_count() if has_cuda else 0,
+        "gpu_name": torch.cuda.get_device_name() if has_cuda else _first_match(*CPU_NAME) or "cpu",
+        "gpu_mem_bytes": torch.cuda.get_device_properties(0).total_memory if has_cuda else None,
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "nccl_version": nccl,
         "driver_version": _first_match(*DRIVER_VERSION),
         "omp_num_threads": torch.get_num_threads(),
-        "variables": {n: v for n, v in steering.items() if not LEFT_OUT_OF_ENV_ID.fullmatch(n)},
+        "variables": {n: v for n, v in library_variables.items() if not LEFT_OUT_OF_ENV_ID.fullmatch(n)},
     }
 
 
@@ -83,11 +83,11 @@ def _core_rate(seconds: float) -> tuple[float, float]:
     a, b = torch.rand(2, PEAK_SIZE, PEAK_SIZE)
     rates = list[float]()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    end = begin_s + seconds
-    while time.perf_counter() < end or len(rates) < 3:
-        start = time.perf_counter()
+    end_s = begin_s + seconds
+    while time.perf_counter() < end_s or len(rates) < 3:
+        start_s = time.perf_counter()
         torch.mm(a, b)
-        rates.append(2 * PEAK_SIZE**3 / (time.perf_counter() - start))
+        rates.append(2 * PEAK_SIZE**3 / (time.perf_counter() - start_s))
     return max(rates), (time.process_time() - begin_cpu_s) / (time.perf_counter() - begin_s)
 
 
@@ -104,7 +104,7 @@ def peak_rate(seconds: float = PEAK_S) -> dict[str, float]:
 
 if __name__ == "__main__":
     set_defaults()
-    out = {**facts(), "cores": len(os.sched_getaffinity(0))}
+    machine_facts = {**facts(), "cores": len(os.sched_getaffinity(0))}
     if "--peak" in sys.argv:
-        out |= peak_rate()
-    print(json.dumps(out))
+        machine_facts |= peak_rate()
+    print(json.dumps(machine_facts))

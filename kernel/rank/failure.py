@@ -34,12 +34,12 @@ def kind_of(error: BaseException) -> str:
 
     The causes of the exception are searched too, since the pipeline wraps what a stage raises.
     """
-    link: BaseException | None = error
-    while link is not None:
+    cause: BaseException | None = error
+    while cause is not None:
         for kind, (types, texts) in KINDS.items():
-            if isinstance(link, types) or any(text in str(link) for text in texts):
+            if isinstance(cause, types) or any(text in str(cause) for text in texts):
                 return kind
-        link = link.__cause__
+        cause = cause.__cause__
     return "exception"
 
 

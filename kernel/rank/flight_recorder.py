@@ -17,35 +17,37 @@ def last_collectives() -> list[dict[str, Any]]:
     sequence number of the group is known. Items are {group, ranks, entered, started, finished, ops}; `ops`
     maps numbers to names of the first unfinished collectives, or of the last one. Unknown values are None.
     """
-    by_group: dict[str, list[dict[str, Any]]] = {}
+    entries_by_group: dict[str, list[dict[str, Any]]] = {}
     for entry in _flight_record():
         if not entry["is_p2p"]:
-            by_group.setdefault(entry["process_group"][0], []).append(entry)
-    counts = []
+            entries_by_group.setdefault(entry["process_group"][0], []).append(entry)
+    records = []
     for group, name in dist.distributed_c10d._world.pg_names.items():
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) > 1:
             axis = group.group_desc.removeprefix("mesh_")
-            numbers = _count(by_group.get(name, []))
-            numbers["entered"] = numbers["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-            counts.append({"group": GROUP_NAMES.get(axis, axis), "ranks": ranks, **numbers})
-    return counts
+            state = _count(entries_by_group.get(name, []))
+            state["entered"] = state["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            records.append({"group": GROUP_NAMES.get(axis, axis), "ranks": ranks, **state})
+    return records
 
 
 def _count(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """The highest collective numbers among the entries of one group."""
-    finished = [e["collective_seq_id"] for e in entries if e["retired"] or e["state"] == "completed"]
-    begun = [e["collective_seq_id"] for e in entries if e["state"] == "started"]
+    finished_ids = [e["collective_seq_id"] for e in entries if e["retired"] or e["state"] == "completed"]
+    started_ids = [e["collective_seq_id"] for e in entries if e["state"] == "started"]
     # A retired NCCL collective has begun; a collective of gloo stays "scheduled" until it ends.
-    starts = (
-        max([*begun, *finished], default=None) if any(e["state"] != "scheduled" for e in entries) else None
+    last_id = (
+        max([*started_ids, *finished_ids], default=None)
+        if any(e["state"] != "scheduled" for e in entries)
+        else None
     )
-    unfinished = [e for e in entries if e["collective_seq_id"] not in finished][:4] or entries[-1:]
+    pending = [e for e in entries if e["collective_seq_id"] not in finished_ids][:4] or entries[-1:]
     return {
         "entered": max((e["collective_seq_id"] for e in entries), default=None),
-        "started": starts,
-        "finished": max(finished, default=0) if entries else None,
-        "ops": {e["collective_seq_id"]: e["profiling_name"].partition(":")[2] for e in unfinished},
+        "started": last_id,
+        "finished": max(finished_ids, default=0) if entries else None,
+        "ops": {e["collective_seq_id"]: e["profiling_name"].partition(":")[2] for e in pending},
     }
 
 

@@ -19,11 +19,11 @@ def limit_cpu_memory(rank_mem_bytes: int) -> None:
     RLIMIT_DATA counts private writable memory; RLIMIT_AS would count reserved address space, of which torch
     reserves far more than it uses.
     """
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    soft = _status_bytes("VmData") + rank_mem_bytes
-    if hard != resource.RLIM_INFINITY:
-        soft = min(soft, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    soft_limit = _status_bytes("VmData") + rank_mem_bytes
+    if hard_limit != resource.RLIM_INFINITY:
+        soft_limit = min(soft_limit, hard_limit)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
 
 
 def account() -> dict[str, int]:
@@ -33,16 +33,16 @@ def account() -> dict[str, int]:
     data_bytes, and limit_bytes if there is a limit. data_bytes are those of the moment when the process was
     largest: torch may free much before Python learns that an allocation failed.
     """
-    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    freed = _status_bytes("VmPeak") - _status_bytes("VmSize")
-    account = {"data_bytes": _status_bytes("VmData") + freed}
-    if limit != resource.RLIM_INFINITY:
-        account["limit_bytes"] = limit
+    limit_bytes = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    freed_bytes = _status_bytes("VmPeak") - _status_bytes("VmSize")
+    memory_bytes = {"data_bytes": _status_bytes("VmData") + freed_bytes}
+    if limit_bytes != resource.RLIM_INFINITY:
+        memory_bytes["limit_bytes"] = limit_bytes
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):  # a GPU that failed may not answer
-            account["free_bytes"], account["total_bytes"] = torch.cuda.mem_get_info()
-            account["torch_bytes"] = torch.cuda.memory_reserved()
-    return account
+            memory_bytes["free_bytes"], memory_bytes["total_bytes"] = torch.cuda.mem_get_info()
+            memory_bytes["torch_bytes"] = torch.cuda.memory_reserved()
+    return memory_bytes
 
 
 def reset_peak(device: torch.device) -> None:
@@ -68,5 +68,5 @@ def peak(device: torch.device) -> dict[str, int | None]:
     if device.type != "cuda":
         return {"allocated_bytes": None, "reserved_bytes": _status_bytes("VmHWM"), "allocator_retries": None}
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    retries = torch.cuda.memory_stats()["num_alloc_retries"]
-    return {"allocated_bytes": allocated, "reserved_bytes": reserved, "allocator_retries": retries}
+    num_retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    return {"allocated_bytes": allocated, "reserved_bytes": reserved, "allocator_retries": num_retries}

@@ -65,34 +65,34 @@ def probe(
         the values of the slowest node; it is null if a node has only one rank. With one node both are the
         same measurement.
     """
-    ranks = dist.get_world_size()
-    assert ranks % gpus_per_node == 0, f"{ranks} ranks on nodes of {gpus_per_node}"
+    num_ranks = dist.get_world_size()
+    assert num_ranks % gpus_per_node == 0, f"{num_ranks} ranks on nodes of {gpus_per_node}"
     rates = _gemm_rates(device, settings.device_s)
     progress()
     rates["memory_copy_bytes_per_s"] = _copy_rates(device, settings.device_s * COPY_SHARE)
     progress()
-    inside = whole = _measure(device, None, settings, progress)
-    if 1 < gpus_per_node < ranks:
+    intra_node = all_ranks = _measure(device, None, settings, progress)
+    if 1 < gpus_per_node < num_ranks:
         # Every rank has to make the groups of all nodes, in the same order.
-        nodes = [range(first, first + gpus_per_node) for first in range(0, ranks, gpus_per_node)]
-        node_group = [dist.new_group(list(node)) for node in nodes][dist.get_rank() // gpus_per_node]
-        inside = _measure(device, node_group, settings, progress)
+        node_ranks = [range(first, first + gpus_per_node) for first in range(0, num_ranks, gpus_per_node)]
+        node_group = [dist.new_group(list(node)) for node in node_ranks][dist.get_rank() // gpus_per_node]
+        intra_node = _measure(device, node_group, settings, progress)
         dist.destroy_process_group(node_group)
     collectives = {
-        name: {"all": whole[name], "intra_node": inside[name] if gpus_per_node > 1 else None}
+        name: {"all": all_ranks[name], "intra_node": intra_node[name] if gpus_per_node > 1 else None}
         for name in settings.operations
     }
     return {**rates, "collectives": collectives}
 
 
-def _seconds(device: torch.device, call: Callable[[], object], calls: int) -> float:
+def _seconds(device: torch.device, call: Callable[[], object], num_calls: int) -> float:
     """The mean seconds of a call on this rank."""
 
     def call_all() -> None:
-        for _ in range(calls):
+        for _ in range(num_calls):
             call()
 
-    return timed(device, call_all)[0] / calls
+    return timed(device, call_all)[0] / num_calls
 
 
 def _gemm_rates(device: torch.device, seconds: float) -> dict[str, list[float]]:
@@ -126,13 +126,13 @@ def _copy_rates(device: torch.device, seconds: float) -> list[float]:
 
 def _rates(device: torch.device, call: Callable[[], object], work: float, seconds: float) -> list[float]:
     """`work` / median time of a call, by rank, while all ranks do the same for some `seconds`."""
-    calls = 5 if device.type == "cuda" else 1
+    num_calls = 5 if device.type == "cuda" else 1
     _seconds(device, call, 1)
     dist.barrier()
-    times, end = list[float](), time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 3:
-        times.append(_seconds(device, call, calls))
-    return _by_rank(device, work / median(times))
+    times_s, end_s = list[float](), time.perf_counter() + seconds
+    while time.perf_counter() < end_s or len(times_s) < 3:
+        times_s.append(_seconds(device, call, num_calls))
+    return _by_rank(device, work / median(times_s))
 
 
 def _by_rank(device: torch.device, value: float) -> list[float]:
@@ -148,29 +148,31 @@ def _measure(
 ) -> dict[str, Rows]:
     """Measures every operation in every size over `group`; returns no rows for a group of one rank."""
     rows_by_operation: dict[str, Rows] = {name: [] for name in settings.operations}
-    ranks = dist.get_world_size(group)
-    for size in settings.sizes_bytes if ranks > 1 else ():
-        elements = max(1, size // ELEMENT_BYTES // ranks)
-        whole, other = torch.zeros(2, elements * ranks, device=device)
-        calls = _calls(whole, other, torch.zeros(elements, device=device), group)
+    num_ranks = dist.get_world_size(group)
+    for size in settings.sizes_bytes if num_ranks > 1 else ():
+        num_elements = max(1, size // ELEMENT_BYTES // num_ranks)
+        whole, other = torch.zeros(2, num_elements * num_ranks, device=device)
+        calls = _calls(whole, other, torch.zeros(num_elements, device=device), group)
         for name in settings.operations:
             rounds = range(settings.warmup + settings.iterations)
-            times = [_seconds(device, calls[name], settings.calls) for _ in rounds]
+            times_s = [_seconds(device, calls[name], settings.calls) for _ in rounds]
             # The slowest rank of all nodes counts. This also lets all ranks begin the next size together.
-            slowest = torch.tensor(times[settings.warmup :], dtype=torch.float64, device=device)
+            slowest = torch.tensor(times_s[settings.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            sent = whole.numel() * ELEMENT_BYTES
-            rows_by_operation[name].append(_row(sent, sent * crossing_share(name, ranks), slowest.tolist()))
+            size_bytes = whole.numel() * ELEMENT_BYTES
+            rows_by_operation[name].append(
+                _row(size_bytes, size_bytes * crossing_share(name, num_ranks), slowest.tolist())
+            )
             progress()
     return rows_by_operation
 
 
-def _row(sent: int, crossing: float, times: list[float]) -> dict[str, float]:
-    percentiles = quantiles(times, n=20, method="inclusive")
+def _row(size_bytes: int, crossing_bytes: float, times_s: list[float]) -> dict[str, float]:
+    percentiles = quantiles(times_s, n=20, method="inclusive")
     return {
-        "bytes": sent,
-        "seconds": median(times),
-        "busbw_bytes_per_s": crossing / median(times),
-        "busbw_p5_bytes_per_s": crossing / percentiles[-1],
-        "busbw_p95_bytes_per_s": crossing / percentiles[0],
+        "bytes": size_bytes,
+        "seconds": median(times_s),
+        "busbw_bytes_per_s": crossing_bytes / median(times_s),
+        "busbw_p5_bytes_per_s": crossing_bytes / percentiles[-1],
+        "busbw_p95_bytes_per_s": crossing_bytes / percentiles[0],
     }

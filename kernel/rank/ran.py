@@ -124,16 +124,16 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     if not (layers := layers_of(trainer)):
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
-    tps = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
+    tp_degrees = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
     experts = [len(layer.ffn.experts.gate) for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
     if experts or not shape.num_experts:
         all_rows = shape.num_experts * shape.moe_intermediate_size
         options["ep"] = _only(all_rows // rows for rows in experts) if experts else 1
         options["routing"] = _only(model.routing.word for model in trainer.models)
     assert watch.rotations is not None
-    parts = len(watch.rotations[0]) // watch.tokens
+    num_token_parts = len(watch.rotations[0]) // watch.tokens
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
-    cps = [seq_len // (size[1] * parts ** (len(size) - 2)) for size, _ in forwards]
+    cp_degrees = [seq_len // (size[1] * num_token_parts ** (len(size) - 2)) for size, _ in forwards]
     states = [state for _, layer_states in forwards for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
     later = [s for n, (_, of_forward) in enumerate(forwards) for s in of_forward if n % options["gas"]]
@@ -141,35 +141,35 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     if not pipeline:
         last = [s for _, of_forward in forwards[options["gas"] - 1 :: options["gas"]] for s in of_forward]
         options["dp_overlap"] = _only("on" if state.reduces else "off" for state in last)
-    cores: list[tuple[str, ...]] = [
+    attention_args: list[tuple[str, ...]] = [
         getattr(unwrap(layer.attention.core), "args", ("any",)) for layer in layers
     ]
     return options | _precisions(trainer, watch) | {
-        "tp": _only(tps),
-        "sequence_parallel": "on" if parts == tps[0] else "off",
-        "cp": _only(cps),
-        "dp": _only(state.copies // cps[0] for state in states),
+        "tp": _only(tp_degrees),
+        "sequence_parallel": "on" if num_token_parts == tp_degrees[0] else "off",
+        "cp": _only(cp_degrees),
+        "dp": _only(state.copies // cp_degrees[0] for state in states),
         "dp_shard": _only(state.shards if 1 < state.shards < state.copies else 0 for state in states),
         "zero_stage": _only(3 if s.resharded else stage_if_sharded if s.shards > 1 else 0 for s in states),
         "precision": _of_products(_only(_PRECISIONS.get(s.dtypes, s.dtypes) for s in states), watch, len(states)),
         "recompute": recompute_of(trainer.models, trainer.layout),
         "compile": _compiled(watch.graph_calls, len(states)),
-        "attention": _only(core[-1] for core in cores),
-        "cp_exchange": _only(core[1] if len(core) > 1 else "ring" for core in cores),
+        "attention": _only(args[-1] for args in attention_args),
+        "cp_exchange": _only(args[1] if len(args) > 1 else "ring" for args in attention_args),
     }  # fmt: skip
 
 
-def _of_products(precision: str, watch: Watch, forwards: int) -> str:
+def _of_products(precision: str, watch: Watch, num_forwards: int) -> str:
     """fp8 if all products of layers were; else the precision of what layers get, with the number of those that were.
 
     A forward of a layer has an output of each linear layer, which recomputation may repeat, and two gradients of each.
     """
-    outputs, gradients = (watch.scaled_products[purpose] for purpose in ("output", "gradient"))
-    products = LINEAR_LAYERS * forwards
-    if precision == "bf16" and outputs >= products and gradients == 2 * products:
+    num_outputs, num_gradients = (watch.scaled_products[purpose] for purpose in ("output", "gradient"))
+    num_products = LINEAR_LAYERS * num_forwards
+    if precision == "bf16" and num_outputs >= num_products and num_gradients == 2 * num_products:
         return "fp8"
-    counts = f" with {outputs} of {products} outputs and {gradients} of {2 * products} gradients in fp8"
-    return precision + counts * bool(outputs or gradients)
+    counts_text = f" with {num_outputs} of {num_products} outputs and {num_gradients} of {2 * num_products} gradients in fp8"
+    return precision + counts_text * bool(num_outputs or num_gradients)
 
 
 def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:
@@ -181,10 +181,12 @@ def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:
         "masters": [[precisions.sample(matrix) for matrix in matrices]],
         "moments": [[precisions.sample(state[name]) for state in states if state] for name in MOMENTS],
     }
-    kept_in = {name: [p for of in kinds if (p := precisions.of_values(of))] for name, kinds in values.items()}
+    stored = {
+        name: [p for group in kinds if (p := precisions.of_values(group))] for name, kinds in values.items()
+    }
     assert watch.rotations is not None
     cos, sin = watch.rotations
-    return {name: _only(of) for name, of in kept_in.items() if of} | {
+    return {name: _only(group) for name, group in stored.items() if group} | {
         "angles": precisions.of_rotations(cos, sin, trainer.spans, trainer.spec.shape),
         "norms": precisions.of_norm(layers_of(trainer)[0].ffn_norm, cos),
     }
@@ -199,8 +201,8 @@ def _compiled(graph_calls: int, forwards: int) -> bool | str:
 
 def _only(values: Iterable[Any]) -> Any:
     """The value, if all values are equal; else a text with all of them."""
-    first, *others = sorted(set(values), key=str)
-    return " and ".join(map(str, (first, *others))) if others else first
+    first_value, *other_values = sorted(set(values), key=str)
+    return " and ".join(map(str, (first_value, *other_values))) if other_values else first_value
 
 
 def require_as_asked(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
@@ -210,23 +212,23 @@ def require_as_asked(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         IgnoredOptionError: on every rank if any option differs on any; it names the first rank's differences.
     """
     ran, layout = options_of(trainer, watch), trainer.layout
-    requested, copies = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
+    requested, num_copies = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
     requested |= {"compile": trainer.spec.compiles, "attention": trainer.attention, "fused_optimizer": True}
     requested["tf32"] = os.environ.get(TF32_VARIABLE) == "1"
-    kept_in = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
-    requested |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), kept_in)
-    if copies * layout.gas == 1:  # a gradient that nothing is added to has the precision of its product
+    wide_dtype = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
+    requested |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_dtype)
+    if num_copies * layout.gas == 1:  # a gradient that nothing is added to has the precision of its product
         requested["gradients"] = ran.get("gradients")
-    if layout.zero_stage < 3 and 1 in (copies, layout.gas):
-        requested["zero_stage"] = min(layout.zero_stage, int(copies > 1))  # these stages do the same
-    differing = [f"requested {k}={requested[k]}, but ran {ran[k]}" for k in ran if ran[k] != requested[k]]
+    if layout.zero_stage < 3 and 1 in (num_copies, layout.gas):
+        requested["zero_stage"] = min(layout.zero_stage, int(num_copies > 1))  # these stages do the same
+    reasons = [f"requested {k}={requested[k]}, but ran {ran[k]}" for k in ran if ran[k] != requested[k]]
     if "ep" in ran:  # a stage without layers, or without experts of a model that has some, knows few options
-        unread = [name for name in AXES if name not in ran and requested[name] != NEUTRAL.get(name)]
-        differing += [
-            f"requested {name}={requested[name]}, which this kernel does not support" for name in unread
+        unsupported = [name for name in AXES if name not in ran and requested[name] != NEUTRAL.get(name)]
+        reasons += [
+            f"requested {name}={requested[name]}, which this kernel does not support" for name in unsupported
         ]
     difference_by_rank: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(difference_by_rank, "; ".join(differing))
+    dist.all_gather_object(difference_by_rank, "; ".join(reasons))
     if difference := next(filter(None, difference_by_rank), None):
         raise IgnoredOptionError(difference)
     return ran

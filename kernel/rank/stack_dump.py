@@ -25,27 +25,27 @@ def dump_on_signals(report: Report) -> None:
     stacks = open(f"{report.path}{STACKS_SUFFIX}", "w")  # noqa: SIM115 - faulthandler writes to it
     _kept_open.append(stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    requests, wake = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(wake, False)
+    signal_reader, signal_writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(signal_writer, False)
     # A handler in Python would wait for the main thread, which may be blocked in a collective. C code writes
     # a byte to the pipe instead, in whichever thread the signal arrives.
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(signal_writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGUSR2, lambda *_: None)
     signal.siginterrupt(signal.SIGUSR2, False)
-    target = Path(f"{report.path}{COLLECTIVES_SUFFIX}")
-    threading.Thread(target=_answer, args=(requests, target), daemon=True).start()
+    dump_path = Path(f"{report.path}{COLLECTIVES_SUFFIX}")
+    threading.Thread(target=_answer_signals, args=(signal_reader, dump_path), daemon=True).start()
     report.write("stack_dump", pid=os.getpid())
 
 
-def _answer(requests: int, target: Path) -> None:
-    while number := os.read(requests, 1):
-        if number[0] != signal.SIGUSR2:
+def _answer_signals(signal_reader: int, dump_path: Path) -> None:
+    while signal_byte := os.read(signal_reader, 1):
+        if signal_byte[0] != signal.SIGUSR2:
             continue
         memory = _device_memory()
         dump = {"groups": last_collectives(), "memory": memory}
-        new = target.with_name(f"{target.name}.new")
-        new.write_text(json.dumps(dump))
-        new.rename(target)
+        new_path = dump_path.with_name(f"{dump_path.name}.new")
+        new_path.write_text(json.dumps(dump))
+        new_path.rename(dump_path)
 
 
 def _device_memory() -> dict[str, int]:

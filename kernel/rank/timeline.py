@@ -34,12 +34,12 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
     kernels = [e for e in events if e.get("cat") == "kernel"]
     operators = kernels or [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
     spans = [_span(e) for e in operators] if kernels else own_times(operators)
-    sending = [s for s in spans if _communicates(s)]
-    computing = union(s for s in spans if not _communicates(s))
-    scale = 1e-6 / max(1, len(steps))
-    step_time_s = sum(float(e["dur"]) for e in steps) * scale
-    compute_s, communication_s = length(computing) * scale, length(union(sending)) * scale
-    exposed_s = (length(union([*computing, *sending])) - length(computing)) * scale
+    comm_spans = [s for s in spans if _communicates(s)]
+    compute_spans = union(s for s in spans if not _communicates(s))
+    scale_s = 1e-6 / max(1, len(steps))
+    step_time_s = sum(float(e["dur"]) for e in steps) * scale_s
+    compute_s, communication_s = length(compute_spans) * scale_s, length(union(comm_spans)) * scale_s
+    exposed_s = (length(union([*compute_spans, *comm_spans])) - length(compute_spans)) * scale_s
     calls, us_by_name = Counter(e["name"] for e in operators), defaultdict[str, float](float)
     for span in spans:
         us_by_name[span.name] += span.end - span.start
@@ -47,7 +47,7 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
         "steps": len(steps), "step_time_s": step_time_s, "compute_s": compute_s, "communication_s": communication_s,
         "exposed_communication_s": exposed_s, "idle_s": max(0.0, step_time_s - compute_s - exposed_s),
         "top": [
-            {"name": name, "calls": calls[name] / max(1, len(steps)), "seconds": us * scale}
+            {"name": name, "calls": calls[name] / max(1, len(steps)), "seconds": us * scale_s}
             for name, us in sorted(us_by_name.items(), key=lambda name_and_us: -name_and_us[1])[:TOP_KERNELS]
         ],
     }  # fmt: skip
@@ -79,20 +79,20 @@ def own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
     for event in events:
         spans_by_thread[event["tid"]].append(_span(event))
     for spans in spans_by_thread.values():
-        now, open_spans = 0.0, list[Span]()
+        covered_us, open_spans = 0.0, list[Span]()
         for span in [*sorted(spans, key=lambda s: (s.start, -s.end)), Span(math.inf, math.inf, "the end")]:
             while open_spans:
-                top = open_spans[-1]
-                until = min(top.end, span.start)
-                if top.name.startswith("aten::") and until > now:
-                    own_spans.append(Span(now, until, top.name))
-                now = max(now, until)
-                if top.end > span.start:
+                inner_span = open_spans[-1]
+                piece_end_us = min(inner_span.end, span.start)
+                if inner_span.name.startswith("aten::") and piece_end_us > covered_us:
+                    own_spans.append(Span(covered_us, piece_end_us, inner_span.name))
+                covered_us = max(covered_us, piece_end_us)
+                if inner_span.end > span.start:
                     break
                 open_spans.pop()
             if any(_communicates(s) for s in open_spans):
                 continue
-            now = max(now, span.start)
+            covered_us = max(covered_us, span.start)
             open_spans.append(span)
             if _communicates(span):
                 own_spans.append(span)

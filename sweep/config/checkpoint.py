@@ -137,13 +137,13 @@ def read_checkpoint_config(place: str) -> ModelShape:
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read model={place}: {path}: {why}; {_GIVE_ANOTHER}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read model={place}: {path}: {reason}; {_GIVE_ANOTHER}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"model={place} holds no sizes; give the config.json of a model")
-    usual = path.parent.name if path.name == "config.json" else path.stem
-    usual = Path(place).name if is_on_hub else usual
-    return shape_of(values, Path(str(values.get("_name_or_path") or "")).name or usual, place)
+    default_name = path.parent.name if path.name == "config.json" else path.stem
+    default_name = Path(place).name if is_on_hub else default_name
+    return shape_of(values, Path(str(values.get("_name_or_path") or "")).name or default_name, place)
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
@@ -201,25 +201,25 @@ def _remedy(values: Mapping[str, Any]) -> str:
     return SIZES_ALONE
 
 
-def _require_sizes(values: Mapping[str, Any], usual: Mapping[str, Any], where: str) -> None:
+def _require_sizes(values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError for a size of experts that models of this type have and the file lacks."""
-    for size in (size for size in SIZES_OF_EXPERTS if size in usual):
+    for size in (size for size in SIZES_OF_EXPERTS if size in defaults):
         words = [size, *(key for key, field in RENAMED.items() if field == size)]
         if size == "n_shared_experts" and size in values:  # null: there are none
             continue
         if all(values.get(word) is None for word in words):
-            others = values.keys() - {*SIZES_OF_EXPERTS, *RENAMED, *usual}
-            near = (nearest_name(word, others, _TYPING_ERROR) for word in words)
-            typing_error = next(filter(None, near), None)
+            unread_keys = values.keys() - {*SIZES_OF_EXPERTS, *RENAMED, *defaults}
+            similar_keys = (nearest_name(word, unread_keys, _TYPING_ERROR) for word in words)
+            typing_error = next(filter(None, similar_keys), None)
             hint = f"is {typing_error} a misspelling?" if typing_error else "add it"
             raise ConfigError(f"model={where} lacks {' or '.join(words)} (a size of its experts); {hint}")
 
 
 def _window(read: Mapping[str, Any]) -> Any:
     """The sliding window of a model; None if no layer has one."""
-    first, layers = read.get("max_window_layers"), read["num_hidden_layers"]
-    is_behind = isinstance(first, int) and isinstance(layers, int) and first >= layers
-    return None if read["use_sliding_window"] is False or is_behind else read["sliding_window"]
+    first_layer, num_layers = read.get("max_window_layers"), read["num_hidden_layers"]
+    is_unused = isinstance(first_layer, int) and isinstance(num_layers, int) and first_layer >= num_layers
+    return None if read["use_sliding_window"] is False or is_unused else read["sliding_window"]
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,10 +236,10 @@ def _changed(values: Mapping[str, Any], read: Collection[str] = ()) -> dict[str,
     Args:
         read: the keys that a shape is made from, by the names of its fields; they may have any value.
     """
-    plain = {key: value for key, value in PLAIN.items() if RENAMED.get(key, key) not in read}
+    trained_values = {key: value for key, value in PLAIN.items() if RENAMED.get(key, key) not in read}
     changed = {
         key: json.dumps(value)
-        for key, value in plain.items()
+        for key, value in trained_values.items()
         if values.get(key) not in (None, value) and (values[key] or value is not None)
     }
     if "rope_type" in changed:
@@ -257,8 +257,8 @@ def in_our_words(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         ConfigError: a size is given under two names.
     """
     for key, field in RENAMED.items():
-        if key in values and (twice := [k for k in values if k != key and RENAMED.get(k, k) == field]):
-            fact = f"{where}: {key} and {twice[0]} mean the same"
+        if key in values and (same_meaning := [k for k in values if k != key and RENAMED.get(k, k) == field]):
+            fact = f"{where}: {key} and {same_meaning[0]} mean the same"
             raise ConfigError(fact, "give only one of them", setting=where)
     return {RENAMED.get(key, key): value for key, value in values.items()}
 

@@ -57,16 +57,16 @@ def _no_override(override: str, **_: str) -> str:
 
 
 def _range(override: str, key: str, low: str, high: str, **_: str) -> str:
-    first, last = int(low), int(high)
-    count = (last // first).bit_length() if first else min(last, 3) + 1
-    values = ",".join(str(first << n if first else n) for n in range(count))
+    low_value, high_value = int(low), int(high)
+    count = (high_value // low_value).bit_length() if low_value else min(high_value, 3) + 1
+    values = ",".join(str(low_value << n if low_value else n) for n in range(count))
     return f"{override}: ranges are not supported; write a list, such as {key}=[{values}]"
 
 
 def _path_of_option(override: str, group: str, value: str, **_: str) -> str:
     name = Path(value).stem
-    first = "" if name in files(group) else f"put the file into ./ultrabench/{group}/ and "
-    return f"{override}: {group} takes a name, not a path; {first}write {group}={name}"
+    first_step = "" if name in files(group) else f"put the file into ./ultrabench/{group}/ and "
+    return f"{override}: {group} takes a name, not a path; {first_step}write {group}={name}"
 
 
 def _several(key: str, value: str, **_: str) -> str:
@@ -175,14 +175,14 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
 def _unreadable(override: str) -> str:
     """One line for an override that Hydra cannot parse, with a form that it can."""
     key, _, value = " ".join(override.split()).partition("=")
-    rule = "a value that contains brackets, commas, colons, spaces or quotes needs its own quotes"
+    rule_text = "a value that contains brackets, commas, colons, spaces or quotes needs its own quotes"
     if (plain_keys := re.sub(r"""(["'])(\w+)\1(?=\s*:)""", r"\2", value)) != value:
-        rule = "on the command line, a name before a colon takes no quotes"
+        rule_text = "on the command line, a name before a colon takes no quotes"
     mapping = re.sub(r"\[[^][]*\]", lambda of_key: _quoted(of_key[0]), plain_keys)
     readable = mapping if value.startswith("{") else _quoted(value)
     readable = "{NAME: [VALUE, VALUE]}" if readable == value else readable
-    shown = repr(override) if "\n" in override else override
-    return f"{shown}: {rule}; write {shlex.quote(f'{key}={readable}')}"
+    override_text = repr(override) if "\n" in override else override
+    return f"{override_text}: {rule_text}; write {shlex.quote(f'{key}={readable}')}"
 
 
 def _quoted(value: str) -> str:
@@ -201,8 +201,8 @@ def _settings() -> dict[str, list[str]]:
     Keys of the whole sweep come first, then those of the groups in their order; the sizes of models are left out.
     """
     package = search_path()[-1]
-    of_sweep = yaml.safe_load((package / "config.yaml").read_text()).keys() - {"defaults"}
-    options: dict[str, list[str]] = {key: [] for key in (*sorted(of_sweep), *GROUPS)}
+    sweep_keys = yaml.safe_load((package / "config.yaml").read_text()).keys() - {"defaults"}
+    options: dict[str, list[str]] = {key: [] for key in (*sorted(sweep_keys), *GROUPS)}
     for group in GROUPS[:-1]:
         for path in sorted((package / group).glob("*.yaml")):
             values = yaml.safe_load(path.read_text()) or {}
@@ -267,32 +267,32 @@ def unknown_override(key: str, value: object = None) -> str:
         return advice
     settings, group = _settings(), key.partition(".")[0]
     words = key.split(".", 2)
-    if len(words) == 3 and group == "sweep" and (near := nearest_name(words[1], EXAMPLES, 0.6)):
-        return f"unknown override {key!r}; did you mean +sweep.{near}.{words[2]}?"
+    if len(words) == 3 and group == "sweep" and (nearest := nearest_name(words[1], EXAMPLES, 0.6)):
+        return f"unknown override {key!r}; did you mean +sweep.{nearest}.{words[2]}?"
     if key in settings:
         remedy = f"it: {_typed(f'+{key}', value)}" if group == "sweep" else " or ".join(settings[key])
         return f"{key} is not a setting of the chosen {group}; add {remedy}"
     if (probable := _meant(key, settings)) is None:
-        beside = [name for name in settings if name.startswith(f"{group}.")]
-        return unknown_name("override", key, beside or [name for name in settings if "." not in name])
+        group_settings = [name for name in settings if name.startswith(f"{group}.")]
+        return unknown_name("override", key, group_settings or [name for name in settings if "." not in name])
     options = settings.get(probable, []) if probable.startswith(("kernel.", "launcher.")) else []
-    also = f", with {options[0]}" if len(options) == 1 else ""
-    return f"unknown override {key!r}; {moved(probable) or f'did you mean {_typed(probable, value)}{also}?'}"
+    hint = f", with {options[0]}" if len(options) == 1 else ""
+    return f"unknown override {key!r}; {moved(probable) or f'did you mean {_typed(probable, value)}{hint}?'}"
 
 
 def _meant(key: str, settings: Mapping[str, Any]) -> str | None:
     """The setting that an unknown key probably means; None where no setting is similar."""
-    group, last = key.partition(".")[0], key.rpartition(".")[2]
-    last_of = {name: name.rpartition(".")[2] for name in settings}
+    group, last_part = key.partition(".")[0], key.rpartition(".")[2]
+    last_parts = {name: name.rpartition(".")[2] for name in settings}
     # A unit may be missing, such as that of launcher.time_minutes.
-    longer = [name for name in settings if name.startswith(f"launcher.{last}_")]
+    with_unit = [name for name in settings if name.startswith(f"launcher.{last_part}_")]
     foreign = [name for pattern, name in _FOREIGN.items() if re.search(pattern, key.lower())]
-    near = nearest_name(key, last_of.values(), 0.75)
+    nearest = nearest_name(key, last_parts.values(), 0.75)
     similar = (
-        [name for name in settings if last_of[name] == last],
-        longer if len(longer) == 1 and key in (last, f"launcher.{last}") else [],
+        [name for name in settings if last_parts[name] == last_part],
+        with_unit if len(with_unit) == 1 and key in (last_part, f"launcher.{last_part}") else [],
         foreign[:1] if group not in GROUPS else [],
-        [name for name in settings if last_of[name] == near],
+        [name for name in settings if last_parts[name] == nearest],
     )
     names = next(filter(None, similar), [])
     return min(names, key=lambda name: (name.partition(".")[0] != group, name.count(".")), default=None)
@@ -354,8 +354,8 @@ def compose_tree(overrides: Sequence[str]) -> dict[str, Any]:
     if path := files("sweep").get(options.get("sweep", "")):
         _require_global(path)
     _require_readable(overrides, path)
-    for_hydra = [*_usual_sweep(options), *map(_as_models, overrides)]
-    return _composed(for_hydra)
+    hydra_overrides = [*_usual_sweep(options), *map(_as_models, overrides)]
+    return _composed(hydra_overrides)
 
 
 def _composed(overrides: Sequence[str]) -> dict[str, Any]:

@@ -57,10 +57,10 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
     Raises:
         ConfigError: a name, a value or a file cannot be used; the message is one line.
     """
-    of_models = [o for o in overrides if re.match(r"\+*(sweep\.models|model)=", o)]
-    if len(of_models) > 1:
+    model_overrides = [o for o in overrides if re.match(r"\+*(sweep\.models|model)=", o)]
+    if len(model_overrides) > 1:
         rule = "model=NAME means sweep.models=[NAME]; give only one of them, such as sweep.models=[tiny,mini]"
-        raise ConfigError(f"{' '.join(of_models)}: {rule}")
+        raise ConfigError(f"{' '.join(model_overrides)}: {rule}")
     options = parts_of(overrides)
     try:
         tree = compose_tree(overrides)
@@ -76,12 +76,12 @@ def load_config(overrides: Sequence[str] = ()) -> SweepConfig:
 def _file_of(setting: str, options: Mapping[str, str], overrides: Sequence[str]) -> str:
     """The prefix `FILE: ` for a message about a setting in a file of the user; empty where an override gives it."""
     group, name = setting.partition(".")[0], setting.rpartition(".")[2]
-    path, of_sweep = (file_of_user(kind, options.get(kind, "")) for kind in (group, "sweep"))
+    path, sweep_path = (file_of_user(kind, options.get(kind, "")) for kind in (group, "sweep"))
     if path and not any(key.startswith(f"{group}.") for key in parts_of(overrides)):
         return f"{path}: "
-    if of_sweep is None or any(name in o for o in overrides):
+    if sweep_path is None or any(name in o for o in overrides):
         return ""
-    return f"{of_sweep}: " if re.search(rf"\b{re.escape(name)}\b", read_text(of_sweep)) else ""
+    return f"{sweep_path}: " if re.search(rf"\b{re.escape(name)}\b", read_text(sweep_path)) else ""
 
 
 def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
@@ -101,25 +101,25 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     options_of_kernel = _kernel_options(kernel, hardware)
     first_values = {option: values[0] for option, values in options_of_kernel.items()}
     settings = {key: value for key, value in kernel.items() if key != "profile" and value is not None}
-    of_kernel = {"name": names["kernel"]} | settings | first_values
-    kernel_config = from_dict(KernelConfig, of_kernel, where="kernel")
+    kernel_values = {"name": names["kernel"]} | settings | first_values
+    kernel_config = from_dict(KernelConfig, kernel_values, where="kernel")
     workload = {
         key: read_list(sweep[key], kind, f"sweep.{key}")[0] for key, kind in WORKLOAD.items() if key in sweep
     }
     profile = profile_of(tree, hardware.device)
     kind = kernel.get("kind", "embedded")
-    seconds = {key: getattr(hardware, key) if kind == "embedded" else 0.0 for key in ("warmup_s", "min_s")}
-    of_field = field_types(SweepConfig)
+    default_s = {key: getattr(hardware, key) if kind == "embedded" else 0.0 for key in ("warmup_s", "min_s")}
+    types = field_types(SweepConfig)
     needed = {"preflight": kind != "command" or hardware.device == "cuda"}
     values = {
         **{key: tree[key] for key in WHOLE if key in tree},
-        **{k: value_from(of_field[k], sweep[k], f"sweep.{k}") for k in OF_SWEEP if sweep.get(k) is not None},
+        **{k: value_from(types[k], sweep[k], f"sweep.{k}") for k in OF_SWEEP if sweep.get(k) is not None},
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "price_per_gpu_hour": cluster.get("price_per_gpu_hour"),
         "hardware": hardware,
         "kernel": kernel_config,
-        "measure": from_dict(Measure, _filled(tree["measure"], seconds), where="measure"),
+        "measure": from_dict(Measure, _filled(tree["measure"], default_s), where="measure"),
         "launcher": _launcher(_filled(tree["launcher"], needed), cluster),
         "retry": from_dict(RetryPolicy, tree["retry"], where="retry"),
         "axes": _axes({key: value for key, value in sweep.items() if key not in _NO_AXES}),

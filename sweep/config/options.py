@@ -65,10 +65,10 @@ class WordRule:
         """Why the values of a run break the rule; None where they do not."""
         sides = ((float(values.get(name, name)) for name in side) for side in (self.left, self.right))
         left, right = map(math.prod, sides)
-        holds, denied = _RELATIONS[self.relation]
+        holds, denial = _RELATIONS[self.relation]
         if holds(left, right):
             return None
-        return f"{'*'.join(self.left)}={left:g} {denied} {'*'.join(self.right)}={right:g}"
+        return f"{'*'.join(self.left)}={left:g} {denial} {'*'.join(self.right)}={right:g}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,17 +139,17 @@ def read_options(
     }
     values |= {"precision": kernels["precision"]}
     values |= {name: kernels[name] for name in KERNEL_OPTIONS if len(kernels[name]) > 1}
-    for name, of in _mapping(sweep, ENV, kernel).items():
-        texts = _texts(of, f"{ENV}.{name}", text_of=_in_environment)
+    for name, items in _mapping(sweep, ENV, kernel).items():
+        texts = _texts(items, f"{ENV}.{name}", text_of=_in_environment)
         values[f"{ENV}.{name}"] = tuple(None if value is None else _in_environment(value) for value in texts)
     arguments = read_flags(_mapping(sweep, FLAGS, kernel))
     values |= {f"{FLAGS}.{name}": tuple(table) for name, table in arguments.items()}
     rules = tuple(map(_rule, values_in(sweep.get("rules") or [])))
-    words = {name: _texts(of, f"{WORDS}.{name}") for name, of in _mapping(sweep, WORDS, kernel).items()}
+    words = {name: _texts(items, f"{WORDS}.{name}") for name, items in _mapping(sweep, WORDS, kernel).items()}
     _require_used(words, arguments, kernel)
-    values |= {f"{WORDS}.{name}": of for name, of in words.items()}
+    values |= {f"{WORDS}.{name}": items for name, items in words.items()}
     values |= {name: _texts(sweep[name], name, Line) for name in PLACE_OPTIONS if sweep.get(name) is not None}
-    numbers = [name for name, of in words.items() if all(isinstance(v, int | float) for v in of)]
+    numbers = [name for name, items in words.items() if all(isinstance(v, int | float) for v in items)]
     for rule in rules:
         kind = f"numeric word in sweep.rules {rule.text!r}:"
         require_known(kind, (*numbers, *_numbers_of_runs()), *rule.names, setting="sweep.rules")
@@ -168,10 +168,10 @@ def _texts(
     Raises:
         ConfigError: two of them are the same for the program.
     """
-    read: tuple[Value, ...] = read_list(values, kind, f"sweep.{name}")
-    received = (("null" if v is None else repr(v), v if v is None else text_of(v)) for v in read)
+    typed: tuple[Value, ...] = read_list(values, kind, f"sweep.{name}")
+    received = (("null" if v is None else repr(v), v if v is None else text_of(v)) for v in typed)
     _require_different(f"sweep.{name}", received)
-    return read
+    return typed
 
 
 def _require_different(setting: str, received_by_value: Iterable[tuple[str, object]]) -> None:
@@ -255,8 +255,8 @@ def _require_used(words: Mapping[str, Any], arguments: _Arguments, kernel: Kerne
         known_names = (*words, *_words_of_runs(), *AttemptKey._fields, "steps")
         unknown = [f"{{{other}}}" for other in names_in_braces if other not in known_names]
         near = nearest_name(f"{{{name}}}", unknown, 0.55)
-        lacks = f"the command has {near} instead" if near else f"the command does not contain {{{name}}}"
-        fact, setting = f"sweep.{WORDS}.{name} has no effect: {lacks}", f"sweep.{WORDS}.{name}"
+        reason = f"the command has {near} instead" if near else f"the command does not contain {{{name}}}"
+        fact, setting = f"sweep.{WORDS}.{name} has no effect: {reason}", f"sweep.{WORDS}.{name}"
         raise ConfigError(fact, f"use {{{name}}} in kernel.command", setting=setting)
 
 
@@ -269,8 +269,8 @@ def _numbers_of_runs() -> tuple[str, ...]:
     """Those of them that are numbers in every run."""
     shape = field_types(ModelShape).items()
     sizes = [name for name, kind in shape if getattr(kind, "__origin__", kind) is int]
-    layout = [name for name in AXES if name not in TEXT_AXES]
-    return (*layout, *sizes, *CELL_OPTIONS[:2], "nodes", "gpus_per_node", "world_size")
+    layout_axes = [name for name in AXES if name not in TEXT_AXES]
+    return (*layout_axes, *sizes, *CELL_OPTIONS[:2], "nodes", "gpus_per_node", "world_size")
 
 
 def _rule(text: Any) -> WordRule:

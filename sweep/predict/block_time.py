@@ -120,9 +120,9 @@ def block_times(work: Work, links: Network, rates: Rates, c: TimeConstants) -> B
 
 def _dense(work: Work, width: int, rates: Rates, c: TimeConstants) -> _FeedForward:
     """A feed-forward block of this width, cut by tp."""
-    tokens, h, cut = work.tokens, work.shape.hidden_size, width / work.tp
-    up, down = (_gemm_s(tokens, 2 * cut, h, rates.linear, c), _gemm_s(tokens, h, cut, rates.linear, c))
-    operands = _operands(tokens, 2 * cut, h) + _operands(tokens, h, cut)
+    tokens, h, f = work.tokens, work.shape.hidden_size, width / work.tp
+    up, down = (_gemm_s(tokens, 2 * f, h, rates.linear, c), _gemm_s(tokens, h, f, rates.linear, c))
+    operands = _operands(tokens, 2 * f, h) + _operands(tokens, h, f)
     return _FeedForward(up, down, operands, up / 2, c.ffn_bytes * width)
 
 
@@ -132,22 +132,22 @@ def _experts(work: Work, links: Network, rates: Rates, c: TimeConstants) -> _Fee
     Each of its E/ep experts has the rows that the t = T/tp tokens of ep ranks send it, M = t*ep*k/E on average.
     """
     shape, h, t = work.shape, work.shape.hidden_size, work.tokens / work.tp
-    experts, chosen, width = shape.num_experts, shape.num_experts_per_tok, shape.moe_intermediate_size
-    rows, rows_of_token = t * work.ep * chosen / experts * work.busiest, chosen * work.busiest
+    num_experts, top_k, width = shape.num_experts, shape.num_experts_per_tok, shape.moe_intermediate_size
+    rows, rows_of_token = t * work.ep * top_k / num_experts * work.busiest, top_k * work.busiest
     shared = _FeedForward(0.0, 0.0, 0.0, 0.0, 0.0)
     if shape.n_shared_experts:
         shared = _dense(work, shape.n_shared_experts * width, rates, c)
-    router = _gemm_s(t, experts, h, rates.product, c)
-    sent = rows_of_token * t * h * work.word
+    router = _gemm_s(t, num_experts, h, rates.product, c)
+    sent_bytes = rows_of_token * t * h * work.word
     return _FeedForward(
-        up=router + shared.up + experts / work.ep * _gemm_s(rows, 2 * width, h, rates.product, c),
-        down=shared.down + experts / work.ep * _gemm_s(rows, h, width, rates.product, c),
+        up=router + shared.up + num_experts / work.ep * _gemm_s(rows, 2 * width, h, rates.product, c),
+        down=shared.down + num_experts / work.ep * _gemm_s(rows, h, width, rates.product, c),
         operands=shared.operands,
         selected=shared.selected or router,
         token_bytes=shared.token_bytes + rows_of_token * c.ffn_bytes * width,
-        routed_bytes=rows_of_token * c.routed_bytes * h + c.router_bytes * experts,
+        routed_bytes=rows_of_token * c.routed_bytes * h + c.router_bytes * num_experts,
         tp_share=1.0 if shape.n_shared_experts else 0.5,
-        alltoall=(c.tp_call_s + links.alltoall_s(sent, work.ep)) if work.ep > 1 else 0.0,
+        alltoall=(c.tp_call_s + links.alltoall_s(sent_bytes, work.ep)) if work.ep > 1 else 0.0,
     )
 
 
@@ -162,9 +162,9 @@ def _layer(
     attention = _attention_s(work, rates.attention, c)
     head_norms = c.head_norm_bytes * (q + kv) * shape.qk_norm
     own = tokens / tp if work.sequence_parallel else tokens  # tokens of the residual stream and of norms
-    traffic = (own * c.hidden_bytes * h + tokens / tp * (ffn.token_bytes + head_norms)) / stream
-    traffic *= c.compiled_traffic if work.compiled else 1
-    traffic += tokens / tp * ffn.routed_bytes / stream
+    traffic_s = (own * c.hidden_bytes * h + tokens / tp * (ffn.token_bytes + head_norms)) / stream
+    traffic_s *= c.compiled_traffic if work.compiled else 1
+    traffic_s += tokens / tp * ffn.routed_bytes / stream
     call = _tp_call_s(tokens * h * work.word, tp, links, c) * ffn.tp_share
     # Only an output that nothing follows is not computed again; eager products of fp8 save what they get after it.
     kept_down = ffn.down if tp == 1 and (work.compiled or not rates.cast_bytes) else 0.0
@@ -178,17 +178,17 @@ def _layer(
         gemm_again, attention_again, tp_again = forward - kept_down, attention, call * c.tp_recompute_calls
     if gemm_again and work.recompute != "selective":
         ep_again = ffn.alltoall  # rows are sent again, results are not
-    moved_again = traffic * (c.recompute_traffic - 1) * (gemm_again > 0)
+    traffic_again = traffic_s * (c.recompute_traffic - 1) * (gemm_again > 0)
     if (
         rates.cast_bytes
     ):  # both operands of three products in forward and backward, a third of them in forward
         operands = _operands(tokens, (q + 2 * kv) / tp, h) + _operands(tokens, h, q / tp) + ffn.operands
         cast_s = 2 * operands * rates.cast_bytes / stream
-        traffic, moved_again = traffic + cast_s, moved_again + cast_s / 3 * gemm_again / forward
+        traffic_s, traffic_again = traffic_s + cast_s, traffic_again + cast_s / 3 * gemm_again / forward
     ring_s = _ring_s(work, 3.5 * attention, links, c)
     return (
-        Parts(3 * forward, 3.5 * attention, traffic, call * c.tp_calls, ring_s, 4 * ffn.alltoall),
-        Parts(gemm_again, attention_again, moved_again, tp_again, 0.0, ep_again),
+        Parts(3 * forward, 3.5 * attention, traffic_s, call * c.tp_calls, ring_s, 4 * ffn.alltoall),
+        Parts(gemm_again, attention_again, traffic_again, tp_again, 0.0, ep_again),
     )
 
 
@@ -211,19 +211,19 @@ def _attention_s(work: Work, rate: float, c: TimeConstants) -> float:
     shape = work.shape
     window = min(work.seq_len, shape.sliding_window or work.seq_len)
     pairs = window * (1 - window / (2 * work.seq_len)) * work.tokens
-    narrow = math.pow(min(1.0, shape.head_width / NARROW_HEAD), c.attention_width_power)
-    return 4 * shape.q_width / work.tp * pairs / (rate * narrow)
+    width_factor = math.pow(min(1.0, shape.head_width / NARROW_HEAD), c.attention_width_power)
+    return 4 * shape.q_width / work.tp * pairs / (rate * width_factor)
 
 
-def _tp_call_s(size: float, tp: int, links: Network, c: TimeConstants) -> float:
-    """Seconds of an all-gather or reduce-scatter of `size` bytes over tp ranks."""
+def _tp_call_s(num_bytes: float, tp: int, links: Network, c: TimeConstants) -> float:
+    """Seconds of an all-gather or reduce-scatter of `num_bytes` bytes over tp ranks."""
     if tp == 1:
         return 0.0
-    moved = (tp - 1) / tp * size
+    moved_bytes = (tp - 1) / tp * num_bytes
     if tp <= links.gpus_per_node:
-        return c.tp_call_s + moved / (links.link_bytes_per_s * c.tp_link_efficiency)
-    node = links.node_link_bytes_per_s * links.gpus_per_node * c.tp_node_link_efficiency
-    return tp_hops_s(tp, links, c) + moved / node
+        return c.tp_call_s + moved_bytes / (links.link_bytes_per_s * c.tp_link_efficiency)
+    node_bytes_per_s = links.node_link_bytes_per_s * links.gpus_per_node * c.tp_node_link_efficiency
+    return tp_hops_s(tp, links, c) + moved_bytes / node_bytes_per_s
 
 
 def tp_hops_s(tp: int, links: Network, c: TimeConstants) -> float:
@@ -247,10 +247,10 @@ def _ring_s(work: Work, attention: float, links: Network, c: TimeConstants) -> f
 
 def ring_parts_s(work: Work, links: Network, c: TimeConstants) -> tuple[float, float]:
     """Seconds of the calls of a ring in one layer, and those in which its keys, values and gradients travel."""
-    inside = work.cp * work.tp <= links.gpus_per_node
-    rate = links.link_bytes_per_s if inside else links.node_link_bytes_per_s
-    size, calls = 2 * work.shape.kv_width / work.tp * work.tokens * work.word, 3.0 * work.cp - 2
-    moves = calls
+    is_in_node = work.cp * work.tp <= links.gpus_per_node
+    bytes_per_s = links.link_bytes_per_s if is_in_node else links.node_link_bytes_per_s
+    num_bytes, num_calls = 2 * work.shape.kv_width / work.tp * work.tokens * work.word, 3.0 * work.cp - 2
+    num_moves = num_calls
     if work.cp_exchange == "allgather":  # in forward and in backward; gradients are summed in 4 bytes
-        calls, moves = 3.0, (work.cp - 1) * (2 + 4 / work.word)
-    return calls * c.tp_call_s, moves * size / (rate * c.tp_link_efficiency)
+        num_calls, num_moves = 3.0, (work.cp - 1) * (2 + 4 / work.word)
+    return num_calls * c.tp_call_s, num_moves * num_bytes / (bytes_per_s * c.tp_link_efficiency)

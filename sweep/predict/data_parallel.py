@@ -50,15 +50,15 @@ def data_parallel(
     times = [_group_s(layout, group, word_bytes, links, c) for group in groups if group.ranks > 1]
     if not times:
         return 0.0, 1.0, 0.0
-    total, gathers_s = map(sum, zip(*times, strict=True))
+    total_s, gathers_s = map(sum, zip(*times, strict=True))
     if stage == 0:
         passes, overlap = BACKWARD_SHARE, 0.0 if links.slow else c.dp_overlap
     else:
         reduces, _ = reduces_and_gathers(layout)
         passes, overlap = float(gas if stage == 3 or reduces > 1 else 1), c.zero_overlap
     if layout.dp_overlap == "off":  # only gathers of parameters are left to hide; an estimate
-        overlap *= gathers_s / total
-    return total, passes, overlap
+        overlap *= gathers_s / total_s
+    return total_s, passes, overlap
 
 
 def _group_s(
@@ -72,18 +72,18 @@ def _group_s(
         return _crossing_s(size, ranks, stride, links, c.dp_probe, links.allreduce_bytes_per_s, c)
 
     if layout.zero_stage == 0:
-        total = 2 * summed(gradients, ranks)
+        total_s = 2 * summed(gradients, ranks)
         if c.dp_bucket_bytes and ranks * group_stride > links.gpus_per_node:
             hops = c.dp_bucket_hops * ranks / math.sqrt(_share(group_stride, links))
-            total += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
-        return total, 0.0
+            total_s += gradients / c.dp_bucket_bytes * hops * links.allreduce_hop_s
+        return total_s, 0.0
     reduces, gathers = reduces_and_gathers(layout)
     probe, busbw = c.dp_gather_probe, links.allgather_bytes_per_s
-    gather = _crossing_s(word_bytes * params, shards, group_stride, links, probe, busbw, c)
-    total = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather
+    gather_s = _crossing_s(word_bytes * params, shards, group_stride, links, probe, busbw, c)
+    total_s = reduces * c.zero_crossings * summed(gradients, shards) + gathers * gather_s
     if shards < ranks:
-        total += 2 * summed(gradients / shards, ranks // shards, group_stride * shards)
-    return total, gathers * gather
+        total_s += 2 * summed(gradients / shards, ranks // shards, group_stride * shards)
+    return total_s, gathers * gather_s
 
 
 def reduces_and_gathers(layout: Layout) -> tuple[int, int]:
@@ -102,12 +102,12 @@ def _crossing_s(
     A ring in a node has the links of its GPUs. One between nodes has the share of the node's links that its
     ranks on the node are of all, and adds `probe` of the time that the probe's rate `busbw` gives.
     """
-    moved = (ranks - 1) / ranks * size
+    moved_bytes = (ranks - 1) / ranks * size
     if ranks * stride <= links.gpus_per_node:
-        return moved / (links.link_bytes_per_s * c.tp_link_efficiency)
+        return moved_bytes / (links.link_bytes_per_s * c.tp_link_efficiency)
     share = _share(stride, links)
-    node = links.node_link_bytes_per_s * links.gpus_per_node * c.dp_link_efficiency
-    return moved / (node * share) + probe * moved / (busbw * math.sqrt(share))
+    node_bytes_per_s = links.node_link_bytes_per_s * links.gpus_per_node * c.dp_link_efficiency
+    return moved_bytes / (node_bytes_per_s * share) + probe * moved_bytes / (busbw * math.sqrt(share))
 
 
 def _share(stride: int, links: Network) -> float:

@@ -144,7 +144,7 @@ def loads(
             work_kind = "backward" if is_first_stage and kind == "weight" else kind
             is_last = work_kind == "backward" and micro_batch == gas - 1
             unreduced = [n != chunk and done < gas for n, done in enumerate(backwards)]
-            of_others = (
+            other_loads = (
                 map(mul, unreduced, summed),
                 map(mul, unreduced, unsummed),
                 (n != chunk and done == gas for n, done in enumerate(backwards)),
@@ -153,7 +153,7 @@ def loads(
             )
             after_backward = is_zero3 and gathered[chunk] > 0
             work = Work(work_kind, chunk, bool(summed[chunk]), unsummed[chunk], is_last, after_backward)
-            loads_by_work[work][(*in_flight, *halfway, *map(int, chain(*of_others)))] = None
+            loads_by_work[work][(*in_flight, *halfway, *map(int, chain(*other_loads)))] = None
         in_flight[chunk] -= kind in ("backward", "weight")
         halfway[chunk] += (kind == "input") - (kind == "weight")
         backwards[chunk] += kind in ("backward", "weight")
@@ -172,15 +172,15 @@ def loads(
     for work, of_work in loads_by_work.items():
         # A later backward needs no less than the first one does with the same load.
         is_first = work.kind == "backward" and not work.has_sums
-        later = loads_by_work.get(work._replace(has_sums=True), ()) if is_first else ()
-        if loads_left := tuple(load for load in of_work if not _is_exceeded(load, of_work, later)):
+        later_loads = loads_by_work.get(work._replace(has_sums=True), ()) if is_first else ()
+        if loads_left := tuple(load for load in of_work if not _is_exceeded(load, of_work, later_loads)):
             heaviest.append((work, loads_left))
     return tuple(heaviest)
 
 
-def _is_exceeded(load: Load, of_work: Iterable[Load], later: Iterable[Load]) -> bool:
-    rivals = chain((larger for larger in of_work if larger != load), later)
-    return any(all(map(le, load, larger)) for larger in rivals)
+def _is_exceeded(load: Load, work_loads: Iterable[Load], later_loads: Iterable[Load]) -> bool:
+    other_loads = chain((larger for larger in work_loads if larger != load), later_loads)
+    return any(all(map(le, load, larger)) for larger in other_loads)
 
 
 def timeline(layout: Layout) -> list[TimedPass]:

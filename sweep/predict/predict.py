@@ -96,21 +96,21 @@ class Predictor:
     def of_parts(self, spec: RunSpec, stages: Sequence[StageMemory], times: StepTime) -> Prediction:
         """The prediction of a training run with this memory of its pipeline ranks and this step time."""
         hardware, begin_s = self.hardware, start_s(self.hardware, spec.nodes)
-        time_s, (peak, share, chance) = times.total, self.occupancy(stages)
-        low, high = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
-        full = reserved_share(stages, hardware) > NEARLY_FULL
+        time_s, (peak_bytes, memory_share, oom_chance) = times.total, self.occupancy(stages)
+        log_low, log_high = self.profile.interval_of(spec, hardware.gpu_at_limit, self.links)
+        is_nearly_full = reserved_share(stages, hardware) > NEARLY_FULL
         work_s = self.measure.priced_s(time_s)
         if self.measure.checkpoint:
             work_s += self.measure.checkpoint_s(spec.shape.num_params, spec.nodes)
         return Prediction(
             step_time_s=time_s,
-            step_time_low_s=time_s * math.exp(low),
-            step_time_high_s=time_s * math.exp(high),
-            peak_mem_bytes=round(peak),
-            memory_share=share,
-            p_oom=chance,
-            limited_by="memory" if full or chance > LIKELY_OOM else _limit(times, time_s),
-            duration_s=begin_s + (work_s if chance <= LIKELY_OOM else 0.0),
+            step_time_low_s=time_s * math.exp(log_low),
+            step_time_high_s=time_s * math.exp(log_high),
+            peak_mem_bytes=round(peak_bytes),
+            memory_share=memory_share,
+            p_oom=oom_chance,
+            limited_by="memory" if is_nearly_full or oom_chance > LIKELY_OOM else _limit(times, time_s),
+            duration_s=begin_s + (work_s if oom_chance <= LIKELY_OOM else 0.0),
         )
 
     def occupancy(self, stages: Sequence[StageMemory]) -> Occupancy:
@@ -141,13 +141,13 @@ class Predictor:
     def _of_probe(self, spec: RunSpec) -> Prediction:
         """The prediction of a run that measures devices and links."""
         hardware, settings = self.hardware, long_probe(self.hardware.device, 0, 1)
-        memory, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
-        share, begin_s = memory / hardware.mem_bytes, start_s(hardware, spec.nodes) + 2 * settings.device_s
+        peak, time_s = 3.0 * max(settings.sizes_bytes), probe_step_time_s(spec, hardware, settings)
+        share, begin_s = peak / hardware.mem_bytes, start_s(hardware, spec.nodes) + 2 * settings.device_s
         return Prediction(
             step_time_s=time_s,
             step_time_low_s=time_s,
             step_time_high_s=time_s,
-            peak_mem_bytes=round(memory),
+            peak_mem_bytes=round(peak),
             memory_share=share,
             p_oom=float(share > 1),
             limited_by="communication",
@@ -168,12 +168,12 @@ def with_links(
 ) -> Prediction:
     """The prediction of a training run with its step time on these links; its memory and its price stay."""
     times = predict_step_time(spec, hardware, peak, links, profile.time, prediction.memory_share)
-    low, high = profile.interval_of(spec, hardware.gpu_at_limit, links)
+    log_low, log_high = profile.interval_of(spec, hardware.gpu_at_limit, links)
     return replace(
         prediction,
         step_time_s=times.total,
-        step_time_low_s=times.total * math.exp(low),
-        step_time_high_s=times.total * math.exp(high),
+        step_time_low_s=times.total * math.exp(log_low),
+        step_time_high_s=times.total * math.exp(log_high),
         limited_by="memory" if prediction.limited_by == "memory" else _limit(times, times.total),
     )
 
@@ -211,13 +211,13 @@ def probe_step_time_s(spec: RunSpec, hardware: Hardware, settings: ProbeSettings
     A step runs every operation in every size, over all ranks and inside the nodes. It takes
     t = calls * sum(S * f) / link, with the shares f and the sizes S of `ultrabench.device_rates`.
     """
-    inside, link = hardware.gpus_per_node, hardware.link_bytes_per_s
-    scopes = [(inside, link)]
+    gpus_per_node, link_bytes_per_s = hardware.gpus_per_node, hardware.link_bytes_per_s
+    scopes = [(gpus_per_node, link_bytes_per_s)]
     if spec.nodes > 1:
-        scopes.append((inside * spec.nodes, min(link, hardware.node_link_bytes_per_s)))
+        scopes.append((gpus_per_node * spec.nodes, min(link_bytes_per_s, hardware.node_link_bytes_per_s)))
     return sum(
-        settings.calls * size * crossing_share(name, ranks) / (rate * LINK_EFFICIENCY)
-        for ranks, rate in scopes
+        settings.calls * size * crossing_share(name, num_ranks) / (bytes_per_s * LINK_EFFICIENCY)
+        for num_ranks, bytes_per_s in scopes
         for name in OPERATIONS
         for size in settings.sizes_bytes
     )

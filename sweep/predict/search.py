@@ -221,9 +221,11 @@ def _chances(runs: Sequence[Run], tried: Tried) -> list[float]:
             sign = 1 if run.run_id in tried.oom else -1
             likelihoods = (_NORMAL.cdf(sign * (score + shared * s) / own_sd) for s in _SHIFTS)
             weights = [weight * max(p, 1e-9) for weight, p in zip(weights, likelihoods, strict=True)]
-    total, likely = sum(weights), max(weights) / 1000
+    weight_sum, min_weight = sum(weights), max(weights) / 1000
     likely_shifts = [
-        (weight / total, shared * s) for weight, s in zip(weights, _SHIFTS, strict=True) if weight > likely
+        (weight / weight_sum, shared * s)
+        for weight, s in zip(weights, _SHIFTS, strict=True)
+        if weight > min_weight
     ]
     return [sum(w * _NORMAL.cdf((score + s) / own_sd) for w, s in likely_shifts) for score in scores]
 
@@ -263,15 +265,15 @@ def _best_s(beliefs: Mapping[str, Belief], tried: Tried) -> float:
     return min((*tried.times_s.values(), *expected), default=math.inf)
 
 
-def _choose(untried: Sequence[Belief], best_s: float, successes: int, max_p_oom: float) -> Belief | None:
+def _choose(untried: Sequence[Belief], best_s: float, num_successes: int, max_p_oom: float) -> Belief | None:
     """The run to make next; None when no run is worth it."""
     fitting = [belief for belief in untried if belief.p_oom <= max_p_oom]
-    likely = [belief for belief in fitting if belief.p_oom <= LIKELY_OOM]
-    promising = max((belief.p_better(best_s) for belief in fitting), default=0.0)
-    if not fitting or (successes and promising < CHANCE):
+    probable = [belief for belief in fitting if belief.p_oom <= LIKELY_OOM]
+    best_chance = max((belief.p_better(best_s) for belief in fitting), default=0.0)
+    if not fitting or (num_successes and best_chance < CHANCE):
         return None
-    if not successes:
-        return min(likely or fitting, key=lambda b: (b.log_time if likely else b.p_oom, b.run.run_id))
+    if not num_successes:
+        return min(probable or fitting, key=lambda b: (b.log_time if probable else b.p_oom, b.run.run_id))
     return max(fitting, key=lambda b: (b.improvement(best_s), b.run.run_id))
 
 
@@ -287,9 +289,9 @@ def propose(runs: Sequence[_Run], tried: Tried, count: int = 1) -> list[_Run]:
     errors, chosen_runs = _errors_of(runs, tried), list[_Run]()
     beliefs, run_by_id = errors.beliefs, {run.run_id: run for run in runs}
     untried, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
-    successes = len(tried.times_s) + len(tried.pending)
+    num_successes = len(tried.times_s) + len(tried.pending)
     while len(chosen_runs) < count:
-        if (chosen := _choose(untried, best_s, successes + len(chosen_runs), tried.max_p_oom)) is None:
+        if (chosen := _choose(untried, best_s, num_successes + len(chosen_runs), tried.max_p_oom)) is None:
             break
         chosen_runs.append(run_by_id[chosen.run.run_id])
         untried.remove(chosen)
@@ -302,8 +304,8 @@ def propose(runs: Sequence[_Run], tried: Tried, count: int = 1) -> list[_Run]:
 def expected_runs(runs: Sequence[_Run], tried: Tried, count: int = 1) -> Iterator[_Run]:
     """The runs that a search is expected to make from now on, if all measurements are as predicted."""
     times_s, oom = dict(tried.times_s), set(tried.oom)
-    now = replace(tried, times_s=times_s, oom=oom, failed=tried.failed | tried.pending, pending=frozenset())
-    while proposed := propose(runs, now, count):
+    state = replace(tried, times_s=times_s, oom=oom, failed=tried.failed | tried.pending, pending=frozenset())
+    while proposed := propose(runs, state, count):
         for run in proposed:
             if run.prediction.p_oom > LIKELY_OOM:
                 oom.add(run.run_id)
@@ -317,13 +319,13 @@ def reasons(runs: Sequence[Run], tried: Tried) -> dict[str, str]:
     beliefs = beliefs_of(runs, tried)
     untried, best_s = _left(beliefs, tried), _best_s(beliefs, tried)
     max_p_oom = tried.max_p_oom
-    over = _choose(untried, best_s, len(tried.times_s) + len(tried.pending), max_p_oom) is None
-    return {b.run.run_id: _reason(b, best_s, max_p_oom) for b in untried if over or b.p_oom > max_p_oom}
+    is_over = _choose(untried, best_s, len(tried.times_s) + len(tried.pending), max_p_oom) is None
+    return {b.run.run_id: _reason(b, best_s, max_p_oom) for b in untried if is_over or b.p_oom > max_p_oom}
 
 
 def _reason(belief: Belief, best_s: float, max_p_oom: float) -> str:
     if belief.p_oom > max_p_oom or best_s == math.inf:
         return too_large(belief.run.prediction, belief.p_oom)
     ratio = math.exp(belief.log_time) / best_s - 1
-    slower = f"{100 * abs(ratio):.0f} % {'slower' if ratio >= 0 else 'faster'} than the best"
-    return f"not promising: {slower}, P(better) {100 * belief.p_better(best_s):.1f} %"
+    slower_text = f"{100 * abs(ratio):.0f} % {'slower' if ratio >= 0 else 'faster'} than the best"
+    return f"not promising: {slower_text}, P(better) {100 * belief.p_better(best_s):.1f} %"

@@ -103,14 +103,14 @@ def _ranks(
     1f1b, where that has more micro-batches in flight, since it sends no gradients.
     """
     layout = Layout(dp=1, pp=pp, virtual_stages=virtual_stages, pp_schedule=pp_schedule)
-    ranks, seen = [], set[tuple[int, ...]]()
+    ranks, seen_counts = [], set[tuple[int, ...]]()
     for rank, stages in enumerate(stages_by_rank(shape, layout)):
-        numbers, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
-        is_like_earlier = numbers in seen and pp_schedule != "zbv" and is_uniform
+        layer_counts, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
+        is_like_earlier = layer_counts in seen_counts and pp_schedule != "zbv" and is_uniform
         if not is_inner or which == EVERY or (which != ENDS and not is_like_earlier):
             ranks.append((rank, stages))
         if is_inner or pp_schedule == "1f1b":
-            seen.add(numbers)
+            seen_counts.add(layer_counts)
     return ranks
 
 
@@ -121,18 +121,18 @@ def _blocks(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int
     expert_shards ranks share the same experts, and shards ranks the rest. A table is the embedding or the head.
     """
     h, q, kv = shape.hidden_size, shape.q_width // tp, shape.kv_width // tp
-    normed = (q, kv) if shape.qk_norm_across_heads else (shape.head_width, shape.head_width)
-    vectors = [h, h, *(normed if shape.qk_norm else ()), *((q, kv, kv) if shape.attention_bias else ())]
+    norm_widths = (q, kv) if shape.qk_norm_across_heads else (shape.head_width, shape.head_width)
+    vectors = [h, h, *(norm_widths if shape.qk_norm else ()), *((q, kv, kv) if shape.attention_bias else ())]
     attention = [(q, h), (kv, h), (kv, h), (h, q), *((rows, 1) for rows in vectors)]
-    number, width = shape.num_experts // ep, shape.moe_intermediate_size
+    num_experts, width = shape.num_experts // ep, shape.moe_intermediate_size
     shared = _feed_forward(h, shape.shared_expert_intermediate_size // tp) if shape.n_shared_experts else []
-    rows = number * width, h  # those of all experts of the rank under each other
+    rows = num_experts * width, h  # those of all experts of the rank under each other
     return (
         _padded(shards, (shape.vocab_size // tp, h)),
         _padded(shards, (h, 1)),
         _padded(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
         _padded(shards, *attention, (shape.num_experts, h), *shared),
-        _padded(expert_shards, rows, rows, (number * h, width)),
+        _padded(expert_shards, rows, rows, (num_experts * h, width)),
     )
 
 
@@ -141,8 +141,8 @@ def _feed_forward(h: int, width: int) -> list[tuple[int, int]]:
 
 
 def _padded(shards: int, *matrices: tuple[int, int]) -> Size:
-    whole = sum(-(-rows // shards) * shards * columns for rows, columns in matrices)
-    return Size(whole, whole // shards, len(matrices))
+    num_params = sum(-(-rows // shards) * shards * columns for rows, columns in matrices)
+    return Size(num_params, num_params // shards, len(matrices))
 
 
 @lru_cache(maxsize=16384)
@@ -156,15 +156,15 @@ def _stage_params(
         is_tied: whether norm and head are in one group with the embedding.
         degrees: tp, the ranks that shard parameters, ep, and the ranks that shard the same experts.
     """
-    table, norm, dense, rest, experts = _blocks(shape, *degrees)
+    table, norm, dense, sparse, experts = _blocks(shape, *degrees)
     start, end = stage.first_layer, stage.first_layer + stage.num_layers
-    last = NOTHING.plus(norm, stage.has_norm and not is_tied).plus(table, stage.has_head and not is_tied)
-    first = NOTHING.plus(norm, is_tied).plus(table, stage.has_embedding)
+    head = NOTHING.plus(norm, stage.has_norm and not is_tied).plus(table, stage.has_head and not is_tied)
+    embedding = NOTHING.plus(norm, is_tied).plus(table, stage.has_embedding)
     # What backward passes, each with the parts whose gradients it reduces first and then.
-    of_layer = {True: (experts, rest), False: (NOTHING, dense)}
-    layers = [(n, LAYER, of_layer[shape.is_sparse(n)]) for n in reversed(range(start, end))]
-    passed = [(end, HEAD, (NOTHING, last)), *layers, (start - 1, EMBEDDING, (NOTHING, first))]
-    shared = [sum(part.whole for part in parts if part.shard < part.whole) for _, _, parts in layers]
+    parts_by_sparsity = {True: (experts, sparse), False: (NOTHING, dense)}
+    layers = [(n, LAYER, parts_by_sparsity[shape.is_sparse(n)]) for n in reversed(range(start, end))]
+    order = [(end, HEAD, (NOTHING, head)), *layers, (start - 1, EMBEDDING, (NOTHING, embedding))]
+    shared_params = [sum(part.whole for part in parts if part.shard < part.whole) for _, _, parts in layers]
 
     def remaining(layer: int) -> Layers:
         full = [n for n in range(start, layer + 1) if full_every and (n + 1) % full_every == 0]
@@ -172,19 +172,19 @@ def _stage_params(
         return Layers(layer + 1 - start - sparse - len(full), sparse, len(full))
 
     # From layer to layer, activations fall and gradients grow by the same number of bytes: the peak is at the ends.
-    looked_at = {start, shape.first_k_dense_replace, end - 2, end - 1}
-    groups, finished, before = list[ParamGroup](), NOTHING, 0
-    for (n, kind, (sooner, later)), following in zip(passed, [*shared, 0, 0], strict=True):
+    peak_layers = {start, shape.first_k_dense_replace, end - 2, end - 1}
+    groups, finished, previous_params = list[ParamGroup](), NOTHING, 0
+    for (n, kind, (sooner, later)), following in zip(order, [*shared_params, 0, 0], strict=True):
         size = later.plus(sooner)
-        if n in looked_at or (kind == EMBEDDING and first.whole) or (kind == HEAD and stage.has_norm):
+        if n in peak_layers or (kind == EMBEDDING and embedding.whole) or (kind == HEAD and stage.has_norm):
             is_full = full_every > 0 and (n + 1) % full_every == 0
             groups.append(ParamGroup(
                 kind, remaining(min(n, end - 1)), bool(sooner.whole), is_full, size.whole, sooner.whole or size.whole,
-                finished.whole, finished.shard, before, following,
+                finished.whole, finished.shard, previous_params, following,
             ))  # fmt: skip
-        finished, before = finished.plus(size), later.whole
-    following, tied = shared[0] if shared else 0, first.whole * is_tied
+        finished, previous_params = finished.plus(size), later.whole
+    following, tied = shared_params[0] if shared_params else 0, embedding.whole * is_tied
     ends_sparse, all_layers = start < end and shape.is_sparse(end - 1), remaining(end - 1)
     return StageParams(
-        stage, finished, last.whole, first.whole, tied, following, ends_sparse, all_layers, tuple(groups)
+        stage, finished, head.whole, embedding.whole, tied, following, ends_sparse, all_layers, tuple(groups)
     )

@@ -169,14 +169,14 @@ def _passes(
     """
     slowest, gpu_s, slowest_s, all_s = ranks[0], 0.0, 0.0, 0.0
     for rank in ranks:
-        gpu = rank.times(*blocks.whole) + move_s.of(rank)
+        rank_gpu_s = rank.times(*blocks.whole) + move_s.of(rank)
         # A forward that is repeated is launched again; it is a third of forward and backward.
-        host = (rank.layers + rank.again / 3) * host_s + rank.stages * c.micro_batch_launch_s
-        host += (rank.sparse + rank.sparse_again / 3) * (host_s + c.sparse_launch_s)
-        pass_s = _smooth_max(gpu, host, c.smooth_power)
+        rank_host_s = (rank.layers + rank.again / 3) * host_s + rank.stages * c.micro_batch_launch_s
+        rank_host_s += (rank.sparse + rank.sparse_again / 3) * (host_s + c.sparse_launch_s)
+        pass_s = _smooth_max(rank_gpu_s, rank_host_s, c.smooth_power)
         all_s += rank.num_ranks * pass_s
         if pass_s > slowest_s:
-            slowest, gpu_s, slowest_s = rank, gpu, pass_s
+            slowest, gpu_s, slowest_s = rank, rank_gpu_s, pass_s
     return slowest, gpu_s, slowest_s, all_s
 
 
@@ -241,13 +241,13 @@ def predict_step_time(
     work, blocks, ranks, move_s = _micro_batch(spec, hardware, peak, network, c)
     stream = hardware.hbm_bytes_per_s * c.hbm_efficiency
     slowest, gpu_s, pass_s, all_s = _passes(ranks, blocks, move_s, _layer_launch_s(spec, network, c), c)
-    even = all_s / layout.pp  # a rank's share if none waited
-    busy = gas * (1 - c.wait_shared * (1 - even / pass_s))
+    mean_s = all_s / layout.pp  # a rank's share if none waited
+    num_busy = gas * (1 - c.wait_shared * (1 - mean_s / pass_s))
     # Ranks exchange while they wait for the slowest one, on average for `waits_s`.
     exchanges_s = (gas + layout.pp - 1) * _exchange_s(spec, work, network, c)
-    waits_s = busy * pass_s - gas * even
+    waits_s = num_busy * pass_s - gas * mean_s
     gemm, attention, memory_bound, tp_s, cp_s, ep_s = (
-        busy * slowest.times(*seconds) for seconds in blocks[:-1]
+        num_busy * slowest.times(*seconds) for seconds in blocks[:-1]
     )
     groups = _param_groups(ranks, layout)
     layers = max(rank.layers + rank.sparse for rank in ranks)
@@ -260,8 +260,8 @@ def predict_step_time(
     times = StepTime(
         gemm=gemm,
         attention=attention,
-        memory_bound=memory_bound + move_s.of(slowest, busy),
-        launch=busy * (pass_s - gpu_s),
+        memory_bound=memory_bound + move_s.of(slowest, num_busy),
+        launch=num_busy * (pass_s - gpu_s),
         tp=tp_s,
         cp=cp_s,
         ep=ep_s,
@@ -319,18 +319,18 @@ def _layer_launch_s(spec: RunSpec, links: Network, c: TimeConstants) -> float:
         usual_s += c.fp8_launch_s
     if not links.slow:
         return usual_s
-    hops = c.tp_calls * tp_hops_s(tp, links, c)
-    return max(usual_s, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops)
+    hops_s = c.tp_calls * tp_hops_s(tp, links, c)
+    return max(usual_s, c.slow_layer_launch_s + tp * c.slow_layer_launch_tp_s + hops_s)
 
 
 def _exchange_s(spec: RunSpec, work: Work, links: Network, c: TimeConstants) -> float:
     """Seconds in which pipeline ranks exchange the activations and gradients of one micro-batch."""
-    layout, size = spec.layout, work.tokens * spec.shape.hidden_size * work.word / work.tp
+    layout, num_bytes = spec.layout, work.tokens * spec.shape.hidden_size * work.word / work.tp
     if layout.pp == 1:
         return 0.0
     if layout.world_size <= links.gpus_per_node:
-        rate, call = links.link_bytes_per_s * c.pp_link_efficiency, c.pp_call_s
+        bytes_per_s, call_s = links.link_bytes_per_s * c.pp_link_efficiency, c.pp_call_s
     else:
-        rate = links.node_link_bytes_per_s * c.pp_node_link_efficiency
-        call = c.pp_call_s + (c.pp_slow_call_s if links.slow else 0.0)
-    return layout.virtual_stages * (call + 2 * size / rate)
+        bytes_per_s = links.node_link_bytes_per_s * c.pp_node_link_efficiency
+        call_s = c.pp_call_s + (c.pp_slow_call_s if links.slow else 0.0)
+    return layout.virtual_stages * (call_s + 2 * num_bytes / bytes_per_s)

@@ -116,14 +116,14 @@ def _state_bytes(spec: RunSpec, params: list[StageParams]) -> float:
 
 def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int) -> Iterator[Moment]:
     """The moment of most bytes in each work of a rank."""
-    layout, w, number = spec.layout, m.element, len(params)
+    layout, w, num_stages = spec.layout, m.element, len(params)
     schedule, pp, gas, is_zero3 = layout.pp_schedule, layout.pp, layout.gas, layout.zero_stage == 3
-    if number > 1:
+    if num_stages > 1:
         gas = min(gas, gas % pp + MOST_ROUNDS * pp)
     elif schedule != "afab":
         gas = min(gas, pp + 2)  # from then on a backward follows each forward
     sums_shards = _sums_shards(layout)
-    receives, sends = pp > 1 and (number > 1 or rank < pp - 1), number > 1 or rank > 0
+    has_receives, has_sends = pp > 1 and (num_stages > 1 or rank < pp - 1), num_stages > 1 or rank > 0
     loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
     stored = [_stored(m, p.layers) + loss * p.stage.has_head for p in params]
     load_bytes = (
@@ -132,25 +132,25 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         *(4 * p.size.shard for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
         *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
     )  # fmt: skip
-    for work, of_work in loads(pp, gas, number, schedule, rank, is_zero3, w == 2):
+    for work, work_loads in loads(pp, gas, num_stages, schedule, rank, is_zero3, w == 2):
         p = params[work.chunk]
         if work.kind == "forward" and not (p.stage.has_head or p.ends_sparse):
             continue  # it needs less than the backward
-        load = max([[*map(mul, load, load_bytes)] for load in of_work], key=sum)
+        load = max([[*map(mul, load, load_bytes)] for load in work_loads], key=sum)
         summed, is_later = p.size.shard if sums_shards else p.size.whole, work.has_sums or work.unsummed != 0
-        sums = 4.0 * summed * work.has_sums
+        sum_bytes = 4.0 * summed * work.has_sums
         if work.kind == "forward":
             is_alone = not is_later and load[work.chunk] <= stored[work.chunk]
-            moment = _forward(spec, m, p, sums + w * _unsummed(p) * work.unsummed, is_alone=is_alone)
+            moment = _forward(spec, m, p, sum_bytes + w * _unsummed(p) * work.unsummed, is_alone=is_alone)
         elif work.kind == "weight":
-            moment = max(_weight_half(m, p, work, sums))
+            moment = max(_weight_half(m, p, work, sum_bytes))
         else:
-            moment = max(_backward(spec, m, p, work, sums))
+            moment = max(_backward(spec, m, p, work, sum_bytes))
         _, phase, weights, gradients, activations, logits, buffers = moment
-        activations += sum(load[: 2 * number]) - stored[work.chunk]
-        activations += m.hidden * (receives + (receives + sends) * is_later)  # messages
-        gradients += sum(load[2 * number : 5 * number])
-        yield _moment(phase, weights + sum(load[5 * number :]), gradients, activations, logits, buffers)
+        activations += sum(load[: 2 * num_stages]) - stored[work.chunk]
+        activations += m.hidden * (has_receives + (has_receives + has_sends) * is_later)  # messages
+        gradients += sum(load[2 * num_stages : 5 * num_stages])
+        yield _moment(phase, weights + sum(load[5 * num_stages :]), gradients, activations, logits, buffers)
 
 
 def _moment(
@@ -216,24 +216,24 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
             is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
             gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
-        freed, added = w * size * frees, 0.0 if halves else float(w * size)
+        freed, added_bytes = w * size * frees, 0.0 if halves else float(w * size)
         if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
-            added = 8 / 3 * group.reduced * group.is_sparse
+            added_bytes = 8 / 3 * group.reduced * group.is_sparse
         if halves:
             unsummed = w * max(0, _unsummed(p) - finished) + 4 * finished * (not work.has_sums)
             gradients, new, reducing = sums + unsummed * work.unsummed, 0.0, 0
         elif not reduces or reduces_after:
             gradients, reducing = sums + 4 * finished * (not has_whole_sums), 0
-            new = added if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
+            new = added_bytes if has_whole_sums or w == 4 else 4.0 * group.reduced + w * size
         else:
-            of_finished = 4 * group.finished_shard
-            gradients = sums - 4 * finished + of_finished if has_whole_sums else sums or of_finished
+            finished_bytes = 4 * group.finished_shard
+            gradients = sums - 4 * finished + finished_bytes if has_whole_sums else sums or finished_bytes
             reducing, new = 4 * group.before, 4.0 * group.reduced + w * size * (not has_whole_sums)
             if layout.zero_shards == 1 and not has_whole_sums:  # the result is as large
                 new = max(new, 8.0 * group.reduced + w * (size - group.reduced))
             if group.kind != LAYER and layout.zero_shards > 1:
                 new += 4 * size / layout.zero_shards
-        stored, released, buffers = _work(m, p, group, added, has_table=has_table, halves=halves)
+        stored, released, buffers = _work(m, p, group, added_bytes, has_table=has_table, halves=halves)
         gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
         if reducing + released + buffers > new - freed:
             yield _moment(BACKWARD, w * gathered, gradients + reducing, stored, 0.0, buffers)

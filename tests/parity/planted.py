@@ -296,7 +296,7 @@ def unmarked_products(right, x, weight):
     return model.functional.linear(x, weight)
 
 
-@planted(recompute, "_word", cost="test_recomputation_keeps_what_docs_say 1")
+@planted(recompute, "_layer_recompute", cost="test_recomputation_keeps_what_docs_say 1")
 def every_layer(right, layout, number):
     """Every N-th layer means all layers, for those who apply it and for those who read back what ran."""
     return "full" if layout.full_every else right(layout, number)
