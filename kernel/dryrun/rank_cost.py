@@ -130,7 +130,9 @@ def _extend(smaller: Any, larger: Any, ratio: tuple[int, int]) -> Any:
 
 def main() -> None:
     """Prints the cost of all pipeline stages; it runs as many of them at a time as there are cores."""
-    spec = from_dict(RunSpec, json.load(sys.stdin))
+    if not (text := sys.stdin.read()):
+        return  # the process that asks was killed before it wrote
+    spec = from_dict(RunSpec, json.loads(text))
     ranks = [spec.layout.first_rank(pp) for pp in range(spec.layout.pp)]
     cores = len(os.sched_getaffinity(0))
     try:
