@@ -162,10 +162,8 @@ def loads(
             summed[chunk], unsummed[chunk] = int(summed[chunk] or unsummed[chunk] != 0), 0
         elif kind == "weight" and widens and not is_first_stage:
             # The last stage, on rank 0, sums all gradients but those of the head at the end of a weight half.
-            summed[chunk], unsummed[chunk] = (
-                int(summed[chunk] or rank == 0),
-                1 if rank or summed[chunk] else -1,
-            )
+            unsummed[chunk] = 1 if rank or summed[chunk] else -1
+            summed[chunk] = int(summed[chunk] or rank == 0)
         elif kind != "forward":
             summed[chunk] = 1
     heaviest = list[tuple[Work, tuple[Load, ...]]]()

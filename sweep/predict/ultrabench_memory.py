@@ -278,15 +278,9 @@ def _work(
         return stored, 0.0, max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
     layer = m.sparse if group.is_sparse else m.dense
     if halves:
-        return (
-            _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining),
-            0.0,
-            layer.input_half,
-        )
+        kept = _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining)
+        return kept, 0.0, layer.input_half
     released = m.hidden if group.is_full else layer.stored
     buffers = max(layer.feed_forward + added / 3, layer.attention + added) - released
-    return (
-        stored - m.hidden * p.stage.has_norm,
-        released,
-        buffers,
-    )  # the norm has used the output of the layers
+    stored -= m.hidden * p.stage.has_norm  # the norm has used the output of the layers
+    return stored, released, buffers

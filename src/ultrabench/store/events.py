@@ -287,22 +287,16 @@ def _checksum(text: bytes) -> int:
 
 
 _SAFE_NAMES_OF: dict[str, Callable[[Any], Iterable[str | None]]] = {
-    **dict.fromkeys(("launched", "pause", "cancel"), lambda event: ()),
-    **dict.fromkeys(("claimed", "started"), lambda event: (event.run_id, event.allocation or None)),
-    "phase": lambda event: (event.run_id,),
     **dict.fromkeys(
-        ("result", "failed"), lambda event: (event.run_id, event.allocation or None, *event.result.suspect_hosts)
+        ("launched", "pause", "cancel", "allocation_planned", "submitting", "preflight"), lambda event: ()
     ),
-    **dict.fromkeys(("allocation_planned", "submitting", "preflight"), lambda event: (event.allocation or None,)),
-    **dict.fromkeys(
-        ("submitted", "adopted"), lambda event: (event.allocation or None, *map(str, event.job.values()))
-    ),
-    "allocation_started": lambda event: (
-        event.allocation or None, event.agent.journal or None, event.agent.job.job_id or None
-    ),
-    "allocation_ended": lambda event: (event.allocation or None, *event.avoid),
-}  # fmt: skip
-"""Name of each event -> what gives the texts of the event that become parts of paths or of commands."""
+    **dict.fromkeys(("claimed", "started", "phase"), lambda event: (event.run_id,)),
+    **dict.fromkeys(("result", "failed"), lambda event: (event.run_id, *event.result.suspect_hosts)),
+    **dict.fromkeys(("submitted", "adopted"), lambda event: map(str, event.job.values())),
+    "allocation_started": lambda event: (event.agent.journal or None, event.agent.job.job_id or None),
+    "allocation_ended": lambda event: event.avoid,
+}
+"""Name of each event -> what gives the texts of the event, beside its allocation, that become parts of paths or of commands."""
 
 
 class _Version(msgspec.Struct):
@@ -355,7 +349,8 @@ def decode(text: bytes, path: object = "the journal", decoders: Decoders | None 
     if isinstance(event, AllocationEnded) and event.code is None:
         codes = (code for reason, code in _CODE_BY_REASON_020.items() if event.reason.startswith(reason))
         event = replace(event, code=next(codes, EndCode.OTHER))
-    require_safe_names(_SAFE_NAMES_OF[head.event](event))
+    allocation = getattr(event, "allocation", None) or None  # empty where the event has none
+    require_safe_names((allocation, *_SAFE_NAMES_OF[head.event](event)))
     return Line(event, head.writer, head.seq, head.time, checksum)
 
 

@@ -122,33 +122,33 @@ def test_twelve_layouts_use_every_parallel_form_on_one_and_two_nodes(nodes):
 
 
 def test_a_plan_says_of_the_other_layouts_that_they_are_left_out_and_null_takes_them_all():
-    plan, whole = (make_plan(load_config([*H100, *words])) for words in ((), ["sweep.max_runs=null"]))
+    plan, unlimited = (make_plan(load_config([*H100, *words])) for words in ((), ["sweep.max_runs=null"]))
     reasons = {c.reason for c in plan.candidates if c.rule == "max_runs"}
     assert reasons == {"not among the sweep.max_runs=12 that cover most pairs of axis values"}
     trained = [c for c in plan.candidates if c.rule in (None, "max_runs")]
-    assert {run.run_id for run in whole.runs} == {c.run_id for c in trained}
+    assert {run.run_id for run in unlimited.runs} == {c.run_id for c in trained}
     assert all(c.valid and c.trainable for c in trained)
     assert plan.config.max_p_oom == 0.001, "a sweep file may set what config.yaml sets, too"
 
 
 def test_a_cell_whose_fitting_layouts_were_not_selected_is_not_said_to_need_more_memory():
     words = ("sweep=layouts", "hardware=a100-40x8", "sweep.nodes=[1,2]")
-    one, whole = (make_plan(load_config([*words, f"sweep.max_runs={most}"])) for most in ("1", "null"))
+    one, unlimited = (make_plan(load_config([*words, f"sweep.max_runs={most}"])) for most in ("1", "null"))
     assert len(one.runs) == 1
-    assert {run.cell for run in whole.runs} > {run.cell for run in one.runs}
+    assert {run.cell for run in unlimited.runs} > {run.cell for run in one.runs}
     assert not [*nothing_fits(one)]
-    assert not [*nothing_fits(whole)]
+    assert not [*nothing_fits(unlimited)]
 
 
 def test_the_selected_runs_are_those_that_add_the_most_new_pairs_one_after_another():
     plan = make_plan(load_config([*H100, "sweep.max_runs=null"]))
-    left, covered, most = [*plan.runs], set(), 20
-    for _ in range(most):
-        gains = [len(pairs_of(run) - covered) for run in left]
-        covered |= pairs_of(left.pop(gains.index(max(gains))))
-    selected = [run for run in selected_runs(plan.runs, most) if run.runs]
+    remaining, covered, num_selected = [*plan.runs], set(), 20
+    for _ in range(num_selected):
+        gains = [len(pairs_of(run) - covered) for run in remaining]
+        covered |= pairs_of(remaining.pop(gains.index(max(gains))))
+    selected = [run for run in selected_runs(plan.runs, num_selected) if run.runs]
     assert {run.run_id for run in selected} == {run.run_id for run in plan.runs} - {
-        run.run_id for run in left
+        run.run_id for run in remaining
     }
 
 
