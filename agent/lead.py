@@ -21,7 +21,7 @@ from ultrabench.errors import ClusterError
 from ultrabench.layout import dominates
 from ultrabench.node_health import Health, complaints, node_warnings, warning_lines
 from ultrabench.rank_report import CHECKPOINT_PHASE, TRACE_PHASE
-from ultrabench.record import canonical_json, to_dict
+from ultrabench.record import canonical_json, raw_json, to_dict
 from ultrabench.result import DISK_SLOW, SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task, env_id
 from ultrabench.standing import Repeat, standings
@@ -210,7 +210,7 @@ class Leader:
     def _run(self, task: Task) -> None:
         key = {**task.key._asdict(), "allocation": self._allocation.name}
         job, prediction = self._node.identity.job, {"step_time_s": task.predicted_step_time_s}
-        self._write(Claimed(**key, job=job, spec=to_dict(task.spec), predicted=prediction))
+        self._write(Claimed(**key, job=job, spec=raw_json(task.spec), predicted=prediction))
         self._write(Started(**key, scratch=str(self._node.scratch)))
         result = self._measure(task, self._allocation.tasks.index(task))
         self._write_result(task, result, is_claimed=True)

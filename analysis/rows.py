@@ -274,7 +274,7 @@ def _not_attempted(candidate: Row, skip: Skip | None) -> Row:
 def _claimed(sweep: SweepJson, attempt: AttemptState, warn: Warn) -> tuple[Row, ModelShape | None]:
     """The shared columns of a run that is not in the plan, from its claim in the journal, and its model."""
     try:
-        spec = from_dict(RunSpec, attempt.spec or {})
+        spec = from_dict(RunSpec, attempt.spec_as(dict[str, Any]) or {})
     except ConfigError as error:
         warn(f"attempt {attempt.key} is not in the plan and its claim cannot be read: {error}")
         return _base(sweep, sweep.kernel, {}, None), None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ultrabench.record import to_dict
+from ultrabench.record import raw_json
 from ultrabench.result import RunResult, Status
 from ultrabench.run import RunSpec
 from ultrabench.store import events
@@ -76,7 +76,7 @@ def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[event
     """The events of the n-th attempt of the sweep."""
     key = {"run_id": spec.run_id, "repeat": repeat, "attempt": 0}
     predicted = {"step_time_s": 5.0, "peak_mem_bytes": 40 << 30, "p_oom": 0.2}
-    yield events.Claimed(**key, allocation=allocation, spec=to_dict(spec), predicted=predicted)
+    yield events.Claimed(**key, allocation=allocation, spec=raw_json(spec), predicted=predicted)
     yield events.Started(**key, allocation=allocation, scratch="/tmp/ultrabench-1")
     for phase in ("build", "train"):
         yield events.Phase(**key, name=phase)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import PP_SCHEDULES, Layout
 from ultrabench.model_shape import ModelShape, RopeScaling
+from ultrabench.record import raw_json
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, RunSpec, Workload
 from ultrabench.store.events import (
@@ -157,7 +158,7 @@ def events():
         return st.builds(kind, allocation=allocation, **values)
 
     return st.one_of(
-        attempt(Claimed, allocation=allocation, job=start, spec=st.just(spec)),
+        attempt(Claimed, allocation=allocation, job=start, spec=st.just(raw_json(spec))),
         attempt(Started, allocation=allocation, scratch=st.sampled_from(("/a", "/b"))),
         attempt(Phase, name=st.sampled_from(("init", "warmup", "measure"))),
         attempt(Result, result=results(statuses=(Status.OK,))),

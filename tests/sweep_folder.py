@@ -1,6 +1,6 @@
 """Folders of sweeps and their journals made by hand: a plan, and how attempts of its runs ended."""
 
-from ultrabench.record import to_dict
+from ultrabench.record import raw_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import EVENTS, Claimed, Failed, Result
@@ -26,7 +26,7 @@ def ended(status=Status.OK, **values):
 
 
 def claimed(spec, key, allocation, **more):
-    return Claimed(**key._asdict(), allocation=allocation, spec=to_dict(spec), **more)
+    return Claimed(**key._asdict(), allocation=allocation, spec=raw_json(spec), **more)
 
 
 def finished(spec, key, result, **more):

@@ -216,6 +216,11 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=values_of)
 
 
+def raw_json(value: Any) -> msgspec.Raw:
+    """The JSON text of `value`, a record or JSON, which is decoded where it is needed."""
+    return msgspec.Raw(canonical_json(value).encode())
+
+
 def content_id(value: Any) -> str:
     """First 16 hex digits of the sha256 of `canonical_json(value)`."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:16]

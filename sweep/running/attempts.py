@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ultrabench.errors import ConfigError
 from ultrabench.kernel_config import LOG_OPTIONS, KernelConfig
@@ -16,7 +16,7 @@ from ultrabench.result import UNMEASURED, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.standing import near_best
 from ultrabench.store.jobs_seen import Origin
-from ultrabench.store.state import AttemptState, SweepState
+from ultrabench.store.state import AttemptState, Nodes, SweepState
 from ultrabench.sweep.candidate import Candidate
 from ultrabench.sweep.config.sweep_config import RetryPolicy, SweepConfig
 from ultrabench.sweep.plan import Plan
@@ -204,8 +204,8 @@ def next_attempts(
         todo += finder.wanted([r for r in settled_runs if r.run_id in best_ids], confirmations)
     todo = [t for t in todo if t.key not in keys_under_way]
     runs_control = config.launcher.control  # one allocation of each number of nodes is tried first
-    specs = (a.spec or {} for a in state.attempts.values() if a.ok)
-    passed_nodes = {nodes for spec in specs if isinstance(nodes := spec.get("nodes"), int)}
+    claims = (a.spec_as(Nodes) for a in state.attempts.values() if a.ok)
+    passed_nodes = {claim.nodes for claim in claims if claim}
     untried_nodes = (
         frozenset({t.candidate.nodes for t in todo} - passed_nodes) if runs_control else frozenset[int]()
     )
@@ -267,7 +267,7 @@ def contenders(runs: Iterable[Candidate], state: SweepState, device: str) -> fro
 
 def read_otherwise(attempt: AttemptState, kernel: KernelConfig) -> bool:
     """Whether an attempt without a step that counts was read by another pattern or from another rank's log."""
-    old_kernel = (attempt.spec or {}).get("kernel", {})
+    old_kernel = (attempt.spec_as(dict[str, Any]) or {}).get("kernel", {})
     is_unmeasured = attempt.result is not None and attempt.result.cause == UNMEASURED
     return is_unmeasured and any(old_kernel.get(name) != getattr(kernel, name) for name in LOG_OPTIONS)
 

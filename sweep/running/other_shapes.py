@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from ultrabench.errors import ConfigError, counted
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import from_dict, values_of
@@ -29,11 +31,17 @@ def other_shapes(models: Iterable[ModelShape], state: SweepState) -> Iterator[st
             yield f"{fact}: those stay in the results as another model; for a separate sweep, add name=NAME"
 
 
+class _Claim(msgspec.Struct):
+    """What a claim says of the model of its run."""
+
+    shape: dict[str, Any]
+
+
 def _earlier_runs(state: SweepState) -> Counter[ModelShape]:
     """Shape -> number of the runs of a sweep that were claimed with it; runs that cannot be read are left out."""
     num_by_shape = Counter[ModelShape]()
     for attempts in state.by_run().values():
-        shapes = (a.spec["shape"] for a in attempts if a.spec and isinstance(a.spec.get("shape"), dict))
+        shapes = (claim.shape for attempt in attempts if (claim := attempt.spec_as(_Claim)))
         if values := next(shapes, None):
             with contextlib.suppress(ConfigError):
                 num_by_shape[from_dict(ModelShape, values, skip_unknown=True)] += 1

@@ -5,10 +5,12 @@ compared with the others of the sweep, so it may become an outlier, or stop bein
 in. This changes only the state; the journal keeps what was measured.
 """
 
+import contextlib
+import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
@@ -283,13 +285,11 @@ def loss_groups(state: SweepState) -> list[list[LossGroup]]:
     tolerance belong to one group, however long the chain is. So a new attempt may join two groups into one,
     but never split a group.
     """
-    losses_by_workload: dict[tuple[float, bytes], dict[AttemptKey, float]] = defaultdict(dict)
+    losses_by_workload: dict[tuple[float, Hashable], dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in state.attempts.items():
         if (ok := attempt.ok) and ok.loss_final is not None:
-            try:
-                losses_by_workload[_workload(attempt.spec or {}, ok)][key] = ok.loss_final
-            except (KeyError, TypeError):
-                continue  # the claim of the attempt was lost or damaged
+            with contextlib.suppress(KeyError, msgspec.DecodeError):  # the claim was lost or damaged
+                losses_by_workload[_workload(attempt.spec_json, ok)][key] = ok.loss_final
     return [
         _groups(losses, tolerance)
         for (tolerance, _), losses in losses_by_workload.items()
@@ -308,22 +308,45 @@ def _groups(losses: Mapping[AttemptKey, float], tolerance: float) -> list[LossGr
     return sorted(groups, key=lambda group: -len(group.run_ids))
 
 
-_encode = msgspec.json.Encoder(order="deterministic").encode
+class _Kernel(msgspec.Struct):
+    """What a claim says of the program."""
+
+    kind: str
+    name: str
+    precision: str
 
 
-def _workload(spec: Mapping[str, Any], result: RunResult) -> tuple[float, bytes]:
-    """The tolerance of a loss, and all that decides it as a text: model, batch, program, its options, versions and step.
+class _Claim(msgspec.Struct):
+    """The parts of a claim that decide a loss, as JSON text."""
+
+    kernel: msgspec.Raw
+    shape: msgspec.Raw
+    workload: msgspec.Raw
+    variant: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def _workload(spec: bytes, result: RunResult) -> tuple[float, Hashable]:
+    """The tolerance of a loss, and all that decides it: model, batch, program, its options, versions and step.
 
     Raises:
-        KeyError, TypeError: the spec is damaged.
+        KeyError, msgspec.DecodeError: the spec is damaged.
     """
-    kernel = spec["kernel"]
-    precision = kernel["precision"]
-    tolerance = TOLERANCE[precision] if kernel["kind"] == "embedded" else PROGRAM_TOLERANCE
-    shape = spec["shape"] | {"name": None}
-    program = kernel["name"], *program_of(spec.get("variant", {}))
-    parts = (shape, spec["workload"], program, precision, result.env_id, result.loss_step)
-    return tolerance, _encode(parts)
+    claim = msgspec.json.decode(spec, type=_Claim)
+    parts = (bytes(claim.kernel), bytes(claim.shape), bytes(claim.workload), bytes(claim.variant))
+    tolerance, text = _claimed_workload(*parts)
+    return tolerance, (text, result.env_id, result.loss_step)
+
+
+@functools.cache  # most claims of a sweep have the same parts
+def _claimed_workload(kernel: bytes, shape: bytes, workload: bytes, variant: bytes) -> tuple[float, bytes]:
+    """The tolerance of a loss, and what decides it in the parts of its claim, whatever the name of the model."""
+    program = msgspec.json.decode(kernel, type=_Kernel)
+    tolerance = TOLERANCE[program.precision] if program.kind == "embedded" else PROGRAM_TOLERANCE
+    sizes, batch, options = (
+        msgspec.json.decode(part, type=dict[str, Any]) for part in (shape, workload, variant)
+    )
+    parts = (sizes | {"name": None}, batch, program.name, *program_of(options), program.precision)
+    return tolerance, msgspec.json.encode(parts, order="deterministic")
 
 
 def _agreed(majority: LossGroup, minority: Iterable[LossGroup]) -> bool:

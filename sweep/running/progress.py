@@ -11,7 +11,7 @@ from ultrabench.result import INTERRUPTED, OUTSIDE, PENDING, RUNNING, UNSETTLED,
 from ultrabench.run import AttemptKey
 from ultrabench.standing import Standing
 from ultrabench.step_time import ci95_rel
-from ultrabench.store.state import AttemptState, SweepState, final_attempts
+from ultrabench.store.state import AttemptState, Nodes, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, cell_columns
 from ultrabench.sweep.running.attempts import attempts_after, expected, searching, skips
 from ultrabench.sweep.running.outliers import for_answers
@@ -241,9 +241,9 @@ def gpu_hours(state: SweepState, gpus_per_node: int) -> tuple[float, dict[str, f
     by_status: dict[str, float] = defaultdict(float)
     hours_by_allocation: dict[str | None, float] = defaultdict(float)
     for attempt in state.attempts.values():
-        result, spec = attempt.result, attempt.spec
-        if result and result.duration_s is not None and spec:
-            hours = result.duration_s * spec["nodes"] * spec["gpus_per_node"] / 3600
+        result = attempt.result
+        if result and result.duration_s is not None and (claim := attempt.spec_as(Nodes)):
+            hours = result.duration_s * claim.nodes * claim.gpus_per_node / 3600
             hours_by_allocation[attempt.allocation] += hours
             by_status[str(result.status)] += hours
     held_hours = {n: a.held_s * a.nodes * gpus_per_node / 3600 for n, a in state.allocations.items()}

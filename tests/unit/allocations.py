@@ -8,7 +8,7 @@ from tests.configs import left
 from tests.sweep_folder import ended
 from ultrabench.launchers.allocate import allocations
 from ultrabench.launchers.open_sweep import OpenSweep
-from ultrabench.record import to_dict
+from ultrabench.record import raw_json
 from ultrabench.run import AttemptKey
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import JournalReader, JournalWriter
@@ -76,7 +76,7 @@ def todo_of(run, repeat=0, patience=1.0):
 
 def told(state, run, status, repeat=0, attempt=0, *, allocation=None, claimed=True, **result):
     """Adds an attempt of a run to a state; it has ended if there is a status."""
-    key, spec = key_of(run, repeat, attempt), to_dict(run.spec) if claimed else None
+    key, spec = key_of(run, repeat, attempt), raw_json(run.spec if claimed else None)
     end = None if status is None else ended(status, **result)
-    state.attempts[key] = AttemptState(key=key, allocation=allocation, spec=spec, result=end)
+    state.attempts[key] = AttemptState(key=key, allocation=allocation, spec_json=spec, result=end)
     return state

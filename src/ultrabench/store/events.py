@@ -186,8 +186,8 @@ class Claimed(OfAttempt):
     allocation: str
     job: Start | None = None
     """The start of the job that claimed it; None for local processes."""
-    spec: dict[str, Any] = field(default_factory=dict)
-    """The RunSpec as JSON."""
+    spec: msgspec.Raw
+    """The RunSpec as JSON text; few readers need it, and decoding it takes longer than the rest of the line."""
     predicted: dict[str, Any] = field(default_factory=dict)
 
 
@@ -255,8 +255,13 @@ class Line(msgspec.Struct, frozen=True):
     """CRC-32 of the whole line, which orders lines of one writer and number that differ."""
 
 
+def _json_values(value: Any) -> Any:
+    """What json.JSONEncoder writes for a value that is no JSON: a record or JSON text."""
+    return json.loads(bytes(value)) if isinstance(value, msgspec.Raw) else non_default_values(value)
+
+
 _encoder = json.JSONEncoder(
-    default=non_default_values, allow_nan=False, ensure_ascii=False, sort_keys=True, separators=(",", ":")
+    default=_json_values, allow_nan=False, ensure_ascii=False, sort_keys=True, separators=(",", ":")
 )
 
 

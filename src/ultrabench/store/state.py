@@ -4,12 +4,23 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from ultrabench.record import canonical_json, to_dict
+import msgspec
+
+from ultrabench.record import canonical_json, raw_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, OfAttempt
 from ultrabench.store import events
+
+T = TypeVar("T")
+
+
+class Nodes(msgspec.Struct):
+    """What a claim says of the nodes of its run."""
+
+    nodes: int
+    gpus_per_node: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,8 +31,8 @@ class AttemptState:
     allocation: str | None = None
     job: events.Start | None = None
     """The start of the job in which it ran; None for local processes."""
-    spec: dict[str, Any] | None = None
-    """The RunSpec as JSON."""
+    spec_json: msgspec.Raw = field(default_factory=msgspec.Raw)
+    """The RunSpec as JSON text, which `spec_as` decodes; empty if the claim is missing."""
     predicted: dict[str, Any] = field(default_factory=dict)
     started: bool = False
     scratch: str | None = None
@@ -35,6 +46,13 @@ class AttemptState:
     """None while the attempt runs, or is lost and nobody has reported that yet."""
     time: float | None = None
     """When it was claimed, in seconds since 1970, by the clock of the claimer; for display only."""
+
+    def spec_as(self, hint: type[T]) -> T | None:
+        """What the claim says of the run, as far as `hint` asks for it; None where it is missing or damaged."""
+        try:
+            return msgspec.json.decode(self.spec_json, type=hint)
+        except msgspec.DecodeError:
+            return None
 
     @property
     def ok(self) -> RunResult | None:
@@ -212,9 +230,12 @@ class Fold:
                 _set(attempt, levels, level, "started", True)
             case events.Claimed():
                 _set(attempt, levels, level, "time", line.time)
+                _set(attempt, levels, level, "spec_json", event.spec)
             case events.Result():
                 trust_level = trust(type(event) is events.Result, event.source)
                 _set(attempt, levels, (trust_level, line.checksum), "result", event.result)
+                if event.spec:
+                    _set(attempt, levels, level, "spec_json", raw_json(event.spec))
         for name in _names_shared(type(event), AttemptState):
             _set(attempt, levels, level, name, getattr(event, name))
 

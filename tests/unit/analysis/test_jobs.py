@@ -1,6 +1,7 @@
 """The columns of results that come from an allocation: its job, its preflight, its control, its sources."""
 
 import pytest
+from msgspec import Raw
 
 from tests.sweep_folder import write
 from tests.unit.analysis.sweeps import SPECS, attempted, rows_of, swept, values
@@ -22,7 +23,7 @@ KNOWN = {
     "gemm_flops_per_s": 6e14, "allreduce_busbw_bytes_per_s": 4e10, "allgather_busbw_bytes_per_s": None,
     "git_commit": "def", "control_ratio": 2.0,
 }  # fmt: skip
-CLAIMED = {"run_id": OTHER.run_id, "repeat": 0, "attempt": 0, "allocation": "a0"}
+CLAIMED = {"run_id": OTHER.run_id, "repeat": 0, "attempt": 0, "allocation": "a0", "spec": Raw(b"{}")}
 
 
 def planned(n=0, control=CONTROL.run_id, found=None):

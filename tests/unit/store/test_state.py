@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import journals, written
 from ultrabench.errors import SweepFolderError
-from ultrabench.record import to_dict
+from ultrabench.record import raw_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store import events
@@ -98,7 +99,7 @@ def test_a_torn_last_line_is_read_once_it_is_whole(files, data):
 
 
 JOB = Start(job_id="57_0", restart=1)
-RUN = events.Claimed(**NAME, allocation="n1", job=JOB, spec={"nodes": 1}, predicted={"x": 1})
+RUN = events.Claimed(**NAME, allocation="n1", job=JOB, spec=raw_json({"nodes": 1}), predicted={"x": 1})
 EVERY_EVENT = [
     RUN, events.Started(**NAME, allocation="n1", scratch="/a"), events.Phase(**NAME, name="init", at=1.0),
     ended("crash"), ended("ok"),
@@ -122,8 +123,9 @@ def test_every_kind_of_event_is_damaged_below():
 @pytest.mark.parametrize("event", EVERY_EVENT, ids=lambda e: NAMES[type(e)])
 def test_a_damaged_field_breaks_nothing(event):
     line = written(event)
-    values = to_dict(event) | json.loads(encode(line))  # with all fields, which earlier versions wrote
-    assert decode(json.dumps(values).encode()).event == line.event
+    with_values = replace(event, spec={}) if NAMES[type(event)] == "claimed" else event
+    values = to_dict(with_values) | json.loads(encode(line))  # with all fields, which earlier versions wrote
+    assert encode(written(decode(json.dumps(values).encode()).event)) == encode(line)
     damaged = [{k: v for k, v in values.items() if k != field} for field in values]
     damaged += [values | {field: junk} for field in values.keys() - {"v"} for junk in JUNK]
     damaged += [values | {"v": junk} for junk in (None, "x", [], {})]
@@ -211,7 +213,7 @@ def test_what_an_attempt_says_of_itself():
     phases = (events.Phase(**NAME, name=name) for name in ("warmup", "measure"))
     said = (RUN, events.Started(**NAME, allocation="n1", scratch="/node"), *phases)
     attempt = fold(written(event, seq=n, time=7.0) for n, event in enumerate(said)).attempts[KEY]
-    assert (attempt.allocation, attempt.spec, attempt.predicted) == ("n1", {"nodes": 1}, {"x": 1})
+    assert (attempt.allocation, attempt.spec_as(dict), attempt.predicted) == ("n1", {"nodes": 1}, {"x": 1})
     assert (attempt.started, attempt.scratch, attempt.phase) == (True, "/node", "measure")
     assert (attempt.job, attempt.time, attempt.result) == (JOB, 7.0, None)
 

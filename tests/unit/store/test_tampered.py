@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import Raw
 
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey
@@ -70,7 +71,7 @@ OUT = "../../x"
         AllocationStarted(allocation="n1-a.0", agent=LeadingAgent(journal=OUT)),
         AllocationStarted(allocation="n1-a.0", agent=LeadingAgent(job=Start(job_id="--signal=9"))),
         AllocationEnded(allocation="n1-a.0", reason="", avoid=("gpu01\n#SBATCH --wrap=x",)),
-        Submitted(allocation="n1-a.0", job={"job_id": "-1"}), Claimed(run_id=OUT, repeat=0, attempt=0, allocation="n1-a.0"),
+        Submitted(allocation="n1-a.0", job={"job_id": "-1"}), Claimed(run_id=OUT, repeat=0, attempt=0, allocation="n1-a.0", spec=Raw(b"{}")),
         Failed(run_id="a", repeat=0, attempt=0, result=replace(OK, status=Status.HANG, suspect_hosts=("a b",))),
     ],
 )  # fmt: skip
@@ -83,7 +84,7 @@ def test_names_that_leave_their_folder_or_their_option_are_damage(tmp_path, even
 
 def test_each_event_says_what_its_names_are_and_an_empty_one_is_none(tmp_path):
     assert _SAFE_NAMES_OF.keys() == EVENTS.keys()
-    journal_of(tmp_path, Claimed(run_id="aaaa", repeat=0, attempt=0, allocation=""))
+    journal_of(tmp_path, Claimed(run_id="aaaa", repeat=0, attempt=0, allocation="", spec=Raw(b"{}")))
     assert [line.event.run_id for line in read_journal(tmp_path, pytest.fail)] == ["aaaa"]
 
 
@@ -143,7 +144,7 @@ def test_claims_of_which_the_journal_says_nothing_are_counted(tmp_path):
     folder.create()
     events = [
         AllocationPlanned(allocation="n1-a.0", nodes=1, limit_s=1.0, tasks=()),
-        Claimed(run_id="aaaa", repeat=0, attempt=0, allocation="n1-a.0"),
+        Claimed(run_id="aaaa", repeat=0, attempt=0, allocation="n1-a.0", spec=Raw(b"{}")),
     ]
     journal_of(folder.journal, *events)
     for run in ("aaaa", "bbbb"):

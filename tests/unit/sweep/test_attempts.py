@@ -11,6 +11,7 @@ from tests.configs import left, measure, retry
 from tests.strategies import FAILURES
 from tests.unit.allocations import PLAN, key_of, open_sweep, told, with_launcher
 from tests.unit.launchers.played import Played, reconciler_of
+from ultrabench.record import raw_json
 from ultrabench.result import RunResult, Status
 from ultrabench.store.events import Failed
 from ultrabench.store.jobs_seen import JobLimits, JobsSeen
@@ -234,7 +235,7 @@ def test_another_end_frees_nothing_and_the_next_allocation_is_alone_again(status
 @pytest.mark.parametrize("spec", [None, {}, {"nodes": None}])
 def test_a_passed_run_without_its_claim_proves_nothing(spec):
     state = told(SweepState(), ONE, Status.OK)
-    state.attempts[key_of(ONE)].spec = spec
+    state.attempts[key_of(ONE)].spec_json = raw_json(spec)
     assert 1 in canary(state)[1]
 
 

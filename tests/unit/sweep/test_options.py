@@ -22,6 +22,7 @@ from ultrabench.launchers.open_sweep import (
 )
 from ultrabench.launchers.required_programs import require_program
 from ultrabench.launchers.slurm.script import array_script
+from ultrabench.record import raw_json
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey, env_id, fill_in
 from ultrabench.store.events import Launched
@@ -249,7 +250,9 @@ def test_losses_of_different_programs_are_not_compared():
         key, loss = AttemptKey(run.run_id, 0, 0), 3.0 if run.spec.variant["flags.overlap"] == "on" else 2.0
         result = ended(step_times_s=(0.1,) * 6, loss_final=loss)
         spec = {"shape": {}, "workload": {}, "kernel": {"name": "k", "kind": "command", "precision": "fp32"}}
-        state.attempts[key] = AttemptState(key=key, result=result, spec=spec | {"variant": run.spec.variant})
+        state.attempts[key] = AttemptState(
+            key=key, result=result, spec_json=raw_json(spec | {"variant": run.spec.variant})
+        )
     assert all(len(groups) == 1 for groups in loss_groups(state))
 
 

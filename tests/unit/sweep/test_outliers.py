@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.strategies import LONG
 from tests.unit.analysis.sweeps import LAYOUTS, OK, TINY, spec_of
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.record import to_dict
+from ultrabench.record import raw_json, to_dict
 from ultrabench.result import Status, sentences
 from ultrabench.run import AttemptKey
 from ultrabench.step_time import extremes
@@ -29,7 +29,7 @@ def attempt(name, repeat=0, number=0, allocation="a0", kernel=BF16, spec=None, *
     result = replace(OK, **{"loss_step": 5, "env_id": "e", **told})
     spec = to_dict(spec_of(LAYOUTS[0], kernel)) if spec is None else spec
     key = AttemptKey(str(name), repeat, number)
-    return AttemptState(key=key, allocation=allocation, spec=spec, result=result)
+    return AttemptState(key=key, allocation=allocation, spec_json=raw_json(spec), result=result)
 
 
 def state_of(attempts, allocations=()):

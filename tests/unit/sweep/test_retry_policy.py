@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.configs import left, retry
 from tests.unit.allocations import predicted
 from ultrabench.layout import dominates
-from ultrabench.record import to_dict
+from ultrabench.record import raw_json
 from ultrabench.result import FAILURES, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.events import AllocationEnded, Launched, Start
@@ -56,7 +56,7 @@ def test_what_is_tried_again(results, share, again):
 def test_a_run_without_steps_is_read_again_by_another_pattern_only():
     kernel = load_config(["kernel=megatron"]).kernel
     (attempt,) = failed(result("invalid", cause="unmeasured"))
-    attempt.spec = {"kernel": to_dict(kernel)}
+    attempt.spec_json = raw_json({"kernel": kernel})
     assert not read_otherwise(attempt, kernel)
     assert read_otherwise(attempt, replace(kernel, step_rank=0))
     assert not read_otherwise(replace(attempt, result=TOLD["c"]), replace(kernel, step_rank=0))
@@ -194,7 +194,9 @@ def test_a_sweep_ends_whatever_happens_and_no_ok_repeat_is_run_again(data):
             assert todo.key[:2] not in done
             assert todo.key not in state.attempts
             end = data.draw(ENDS)
-            state.attempts[todo.key] = AttemptState(key=todo.key, result=end, spec={"nodes": 1})
+            state.attempts[todo.key] = AttemptState(
+                key=todo.key, result=end, spec_json=raw_json({"nodes": 1})
+            )
             if end.status == Status.OK:
                 done.add(todo.key[:2])
     assert decision.is_over, "it loops"

@@ -51,7 +51,7 @@ def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None
     row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
     ratios = _communication_ratios(read_sweep_json(folder), row, read_state()) if row else {}
     if as_json:
-        spec = next((a.spec for a in attempts if a.spec), None)
+        spec = next((spec for a in attempts if (spec := a.spec_as(dict[str, Any]))), None)
         documents = [_document(a, folder.log_folder(a.key)) for a in attempts]
         header = {"sweep": folder.name, "run_id": run_id, "plan": row, "communication_over_compute": ratios}
         print_json({**header, "spec": spec, "attempts": documents})

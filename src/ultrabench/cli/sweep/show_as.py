@@ -102,8 +102,8 @@ def _spec(folder: SweepFolder, run_id: str, state: SweepState) -> RunSpec:
     if run := next(runs_of(read_sweep_json(folder), rows, state), None):
         return run.spec
     for attempt in state.by_run().get(run_id, []):
-        if attempt.spec is not None:
-            return from_dict(RunSpec, attempt.spec)
+        if (values := attempt.spec_as(dict[str, Any])) is not None:
+            return from_dict(RunSpec, values)
     reason = rows[0]["reason"] if rows else "it was never attempted"
     raise SweepFolderError(f"run {run_id} of {folder.name} is not in the plan: {reason}; name another run")
 
