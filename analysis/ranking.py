@@ -77,7 +77,7 @@ DEFAULT_RANK_BY = "tokens_per_s_per_gpu"
 
 EXPECTED = "expected_tokens_per_s_per_gpu"
 """The column that ranks rows of a plan by default: `expected_rate` of their prediction."""
-_MOST_WANTED = (
+_COMMON_COLUMNS = (
     DEFAULT_RANK_BY, "mfu", "source_mfu", "hfu", "tokens_per_s", "step_time_s", "peak_mem_reserved_bytes", "tokens_per_j", "cost_per_billion_tokens", "control_ratio",
 )  # fmt: skip
 """Columns that people rank by, which a message names first."""
@@ -128,7 +128,7 @@ def require_number(table: pa.Table, column: str) -> None:
     """Raises ConfigError if runs cannot be ranked by the column, since it holds no numbers."""
     type_tests = pa.types.is_integer, pa.types.is_floating
     numeric_columns = [field.name for field in table.schema if any(test(field.type) for test in type_tests)]
-    require_known("column to rank by", numeric_columns, column, first=_MOST_WANTED)
+    require_known("column to rank by", numeric_columns, column, first=_COMMON_COLUMNS)
 
 
 class Ranking:

@@ -32,7 +32,7 @@ from ultrabench.store.sweep_json import SweepJson, read_sweep_json
 from ultrabench.sweep.config.load import config_from_tree
 from ultrabench.sweep.plan import kernel_of
 from ultrabench.sweep.plan_table import (
-    OF_RUNS,
+    RUN_COLUMNS,
     formula_of,
     place_of,
     price_of,
@@ -178,7 +178,7 @@ def _rows(
     is_run = [row["decision"] == "run" and row["model"] in shapes for row in candidates]
     # Only a run without an attempt can be skipped; where all were tried, the runs need not be made.
     has_untried = any(row["run_id"] not in attempts for row in compress(candidates, is_run))
-    runs = [*runs_of(sweep, rows_of(plan, OF_RUNS, kept=is_run), state)] if has_untried else []
+    runs = [*runs_of(sweep, rows_of(plan, RUN_COLUMNS, kept=is_run), state)] if has_untried else []
     skipped = skips(runs, state)
 
     def outcome(base: Row, attempt: AttemptState, shape: ModelShape | None) -> Row:

@@ -36,9 +36,9 @@ VOCABULARY = {"llama3-70b": 32000}
 SEQ_LENS = {"cuda": {"4k": 4096, "32k": 32768}, "cpu": {"4k": 64, "32k": 128}}
 PRECISIONS = {"cuda": {"bf16": "bf16", "fp8": "fp8"}, "cpu": {"bf16": "fp32", "fp8": "fp8"}}
 """CPUs multiply fp32 in place of bf16."""
-MOST_TOKENS = {"cuda": 32768, "cpu": 128}
+MAX_TOKENS = {"cuda": 32768, "cpu": 128}
 """Tokens of a micro-batch at most, so that a step takes a small part of the measured seconds."""
-MOST_MEMORY = 0.9
+MAX_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that a row is predicted to need at most; fp8 may keep more than bf16."""
 MEASURE = {
     "cuda": ("measure=default", "measure.confirm=1"),
@@ -134,11 +134,11 @@ def fitting(machine: Machine, variant: Variant) -> tuple[Path, Layout]:
     (name, numbers), seq_len = MODELS[machine.device][variant.size], SEQ_LENS[machine.device][variant.length]
     for layers in numbers:
         path = model_file(machine.results, variant.size, name, layers)
-        for layout in layouts(seq_len, MOST_TOKENS[machine.device]):
+        for layout in layouts(seq_len, MAX_TOKENS[machine.device]):
             run = CheckSpec(
                 layout=layout, shape=load_model(str(path)), seq_len=seq_len, precision=precision
             ).run
-            if predicts.predict(run).memory_share <= MOST_MEMORY:
+            if predicts.predict(run).memory_share <= MAX_MEMORY_SHARE:
                 return path, layout
     return path, layout
 

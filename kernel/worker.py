@@ -45,7 +45,7 @@ STOP_REASONS = (None, "interval", "max_steps")
 enough, 2 if max_steps were measured."""
 STORE_POLL_S = 0.005
 """Seconds between two looks for the port of rank 0's store."""
-MOST_COMPILING_STEPS = 10
+MAX_COMPILING_STEPS = 10
 """Largest number of steps by which compilation may prolong the warm-up."""
 
 
@@ -113,7 +113,7 @@ class Timing:
         start_s, steps, min_s = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
         while self.done_steps < steps or self._of_rank_0(time.perf_counter() - start_s) < min_s:
             self.step()
-        for remaining in range(MOST_COMPILING_STEPS, -1, -1):
+        for remaining in range(MAX_COMPILING_STEPS, -1, -1):
             if not over_ranks(self.compiled, self.device):
                 return
             if remaining:

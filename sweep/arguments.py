@@ -35,7 +35,7 @@ PREDICTED: dict[str, Any] = {
 }  # fmt: skip
 """The arguments of a prediction beside those of layouts, with their usual values; a dry run has some of them."""
 
-_ELSEWHERE = {
+_ADVICE_BY_NAME = {
     "gbs": "the batch follows from gbs = dp*mbs*gas; give mbs and gas",
     "nodes": "the check runs dp*tp*pp*cp processes on this machine; give these degrees instead",
     "precision": "this is an option; write --precision bf16",
@@ -60,8 +60,8 @@ def read_arguments(arguments: Sequence[str], options: Collection[str], example: 
         name, eq, value = argument.partition("=")
         if not eq:
             raise ConfigError(f"{argument!r} is not NAME=VALUE; write, for example, {example}")
-        if name in _ELSEWHERE and name not in known_names:
-            raise ConfigError(f"{argument}: {_ELSEWHERE[name]}")
+        if name in _ADVICE_BY_NAME and name not in known_names:
+            raise ConfigError(f"{argument}: {_ADVICE_BY_NAME[name]}")
         require_known("argument", known_names, name)
         try:
             values[name] = value if name in TEXTS else int(value)
@@ -98,8 +98,8 @@ def read_run(arguments: Sequence[str], defaults: Mapping[str, Any]) -> tuple[Run
 
 def config_of(values: Mapping[str, Any]) -> SweepConfig:
     """What the arguments of a run configure beside its layout: model, hardware, kernel, profile and settings of the kernel."""
-    of_run = {*AXES, "nodes", "seq_len", *OF_KERNEL}
-    overrides = {key: value for key, value in values.items() if key not in of_run}
+    run_arguments = {*AXES, "nodes", "seq_len", *OF_KERNEL}
+    overrides = {key: value for key, value in values.items() if key not in run_arguments}
     overrides |= {f"kernel.{name}": values.get(name) for name in OF_KERNEL}
     if routing := values.get("routing"):
         overrides["kernel.routing"] = in_quotes(routing)
@@ -113,20 +113,28 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
         ConfigError: the layout is impossible.
     """
     (shape,), hardware = config.models, config.hardware
-    nodes, pp, per_node = values["nodes"], values.get("pp", 1), hardware.gpus_per_node
+    nodes, pp, gpus_per_node = values["nodes"], values.get("pp", 1), hardware.gpus_per_node
     if nodes < 1:
         raise ConfigError(f"nodes={nodes}; must be >= 1")
-    gpus, rest = nodes * per_node, max(1, other_degrees(values))
-    gpu_counts = f"{counted(gpus, 'GPU')} ({counted(nodes, 'node')} of {per_node})"
-    if gpus % rest:
-        raise ConfigError(f"{OTHER_DEGREES}={rest} does not divide {gpu_counts}; choose degrees that do")
-    if (dp := values.get("dp", gpus // rest)) != gpus // rest:
-        fact = f"dp={dp} with {OTHER_DEGREES}={rest} needs {dp * rest} GPUs, not {gpu_counts}"
-        raise ConfigError(f"{fact}: give dp={gpus // rest}, leave dp out, or change nodes, tp, pp or cp")
+    num_gpus, model_parallel = nodes * gpus_per_node, max(1, other_degrees(values))
+    gpu_counts = f"{counted(num_gpus, 'GPU')} ({counted(nodes, 'node')} of {gpus_per_node})"
+    if num_gpus % model_parallel:
+        raise ConfigError(
+            f"{OTHER_DEGREES}={model_parallel} does not divide {gpu_counts}; choose degrees that do"
+        )
+    if (dp := values.get("dp", usual_dp := num_gpus // model_parallel)) != usual_dp:
+        fact = f"dp={dp} with {OTHER_DEGREES}={model_parallel} needs {dp * model_parallel} GPUs, not {gpu_counts}"
+        raise ConfigError(f"{fact}: give dp={usual_dp}, leave dp out, or change nodes, tp, pp or cp")
     layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values))
     workload = Workload(seq_len=values["seq_len"], gbs=layout.gbs)
-    place = {"nodes": nodes, "gpus_per_node": per_node}
-    spec = RunSpec(shape=shape, workload=workload, layout=layout, kernel=config.kernel, **place)
+    spec = RunSpec(
+        shape=shape,
+        workload=workload,
+        layout=layout,
+        kernel=config.kernel,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+    )
     require_possible(spec, hardware.device, hardware)
     return spec
 
@@ -137,13 +145,13 @@ def require_possible(spec: RunSpec, device: str, hardware: Hardware | None = Non
     Raises:
         ConfigError: the kernel cannot run the layout; the message says why.
     """
-    _, broken = next(broken_rules(spec.layout, spec.shape), (None, None))
+    _, impossible = next(broken_rules(spec.layout, spec.shape), (None, None))
 
-    def refused(kernel: KernelConfig, layout: Layout) -> str | None:
+    def refusal_of(kernel: KernelConfig, layout: Layout) -> str | None:
         return refusal(kernel, layout, spec.shape, spec.workload.seq_len, device, hardware)
 
-    if reason := broken or refused(spec.kernel, spec.layout):
-        advice = "" if refused(spec.kernel, Layout(dp=1)) else "choose another layout"
-        if not broken and advice and not refused(replace(spec.kernel, precision="bf16"), spec.layout):
+    if reason := impossible or refusal_of(spec.kernel, spec.layout):
+        advice = "" if refusal_of(spec.kernel, Layout(dp=1)) else "choose another layout"
+        if not impossible and advice and not refusal_of(replace(spec.kernel, precision="bf16"), spec.layout):
             advice = "choose another layout, or precision bf16"
         raise LayoutError(spec.layout.label(), reason, advice)

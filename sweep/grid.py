@@ -30,9 +30,9 @@ from ultrabench.stages import split_stages
 from ultrabench.sweep.config.sweep_config import Axes
 from ultrabench.sweep.refusals import schedule_refusals
 
-MOST_EP = 64
+MAX_EP = 64
 """Largest degree of expert parallelism that ep=auto takes, a power of two."""
-MOST_COMBINATIONS = 1_000_000
+MAX_COMBINATIONS = 1_000_000
 """Largest number of combinations of a sweep. With more, planning takes minutes and gigabytes."""
 
 
@@ -42,71 +42,71 @@ def require_countable(
     """Raises when the axes have too many combinations; gas is not counted, as it follows from the others.
 
     Raises:
-        ConfigError: the axes have more than MOST_COMBINATIONS combinations.
+        ConfigError: the axes have more than MAX_COMBINATIONS combinations.
     """
     sizes = {name: len(set(values)) for name, values in axes.layout.items() if name != "gas"}
     # ep=auto has no value that the degrees rule out; there are as many as the model has that allows most.
-    sizes["ep"] = max((len({*_ep_values(axes, MOST_EP, shape)}) for shape in models), default=1)
+    sizes["ep"] = max((len({*_ep_values(axes, MAX_EP, shape)}) for shape in models), default=1)
     sizes |= {"models": len(models), "nodes": len(set(axes.nodes))}
     sizes |= {name: len(values) for name, values in options.items()}
-    number = prod(sizes.values())
-    if number > MOST_COMBINATIONS:
+    num_combinations = prod(sizes.values())
+    if num_combinations > MAX_COMBINATIONS:
         longest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-        shown = ", ".join(f"sweep.{name} ({sizes[name]:,} values)" for name in longest)
-        rule = f"a sweep may have at most {MOST_COMBINATIONS:,}: narrow {shown}"
-        raise ConfigError(f"the axes have {number:,} combinations; {rule}")
+        longest_axes = ", ".join(f"sweep.{name} ({sizes[name]:,} values)" for name in longest)
+        rule = f"a sweep may have at most {MAX_COMBINATIONS:,}: narrow {longest_axes}"
+        raise ConfigError(f"the axes have {num_combinations:,} combinations; {rule}")
 
 
 DERIVED = (FOLLOWING[-1], *IN_SWEEP)
 """Axes whose values in a layout depend on those of other axes."""
 
 
-def layouts(axes: Axes, shape: ModelShape, gpus: int, gpus_per_node: int, gbs: int) -> Iterator[Layout]:
-    """All different layouts of a model whose degrees multiply to `gpus`, with dp*mbs*gas = gbs.
+def layouts(axes: Axes, shape: ModelShape, num_gpus: int, gpus_per_node: int, gbs: int) -> Iterator[Layout]:
+    """All different layouts of a model whose degrees multiply to `num_gpus`, with dp*mbs*gas = gbs.
 
     dp follows from the other degrees, and gas from gbs, dp and mbs. Structural rules are applied later.
     """
-    free = [name for name in axes.layout if name not in DERIVED]
-    for values in product(*(sorted(set(axes.layout[name])) for name in free)):
-        value_by_axis = dict(zip(free, values, strict=True))
-        dp, ranks_left = divmod(gpus, other_degrees(value_by_axis))
-        gas, batch_left = divmod(gbs, dp * value_by_axis["mbs"]) if dp else (0, 1)
-        if ranks_left or batch_left:
+    free_axes = [name for name in axes.layout if name not in DERIVED]
+    for values in product(*(sorted(set(axes.layout[name])) for name in free_axes)):
+        value_by_axis = dict(zip(free_axes, values, strict=True))
+        dp, gpus_left = divmod(num_gpus, other_degrees(value_by_axis))
+        gas, sequences_left = divmod(gbs, dp * value_by_axis["mbs"]) if dp else (0, 1)
+        if gpus_left or sequences_left:
             continue
-        in_node = max(1, gpus_per_node // value_by_axis["tp"])
+        ranks_in_node = max(1, gpus_per_node // value_by_axis["tp"])
         shards = [
-            shards_of(shard_word, dp * value_by_axis["cp"], in_node, value_by_axis["zero_stage"])
-            for shard_word in axes.layout["dp_shard"]
+            shards_of(shard_value, dp * value_by_axis["cp"], ranks_in_node, value_by_axis["zero_stage"])
+            for shard_value in axes.layout["dp_shard"]
         ]
         schedules = _schedules(axes, value_by_axis["pp"], gas)
-        degrees_of_ep = _ep_values(axes, gpus // value_by_axis["pp"], shape)
-        for (schedule, stages), dp_shard, ep in dict.fromkeys(product(schedules, shards, degrees_of_ep)):
-            value_by_axis |= {"pp_schedule": schedule, "virtual_stages": stages}
+        ep_values = _ep_values(axes, num_gpus // value_by_axis["pp"], shape)
+        for (schedule, virtual_stages), dp_shard, ep in dict.fromkeys(product(schedules, shards, ep_values)):
+            value_by_axis |= {"pp_schedule": schedule, "virtual_stages": virtual_stages}
             yield Layout(dp=dp, gas=gas, dp_shard=dp_shard, ep=ep, **value_by_axis)
 
 
-def _ep_values(axes: Axes, ranks: int, shape: ModelShape) -> list[int]:
-    """The degrees of expert parallelism that the axes ask for among the `ranks` of a pipeline stage.
+def _ep_values(axes: Axes, num_ranks: int, shape: ModelShape) -> list[int]:
+    """The degrees of expert parallelism that the axes ask for among the `num_ranks` ranks of a pipeline stage.
 
-    auto means 1 and, for a model with experts, all powers of two that divide their number and the ranks, up to MOST_EP.
+    auto means 1 and, for a model with experts, all powers of two that divide their number and the ranks, up to MAX_EP.
     """
-    largest = gcd(shape.num_experts, ranks, MOST_EP) if shape.num_experts else 1
-    fitting = [2**n for n in range(largest.bit_length())]
-    return [*chain(*(fitting if value == "auto" else [value] for value in axes.layout["ep"]))]
+    largest = gcd(shape.num_experts, num_ranks, MAX_EP) if shape.num_experts else 1
+    powers_of_two = [2**n for n in range(largest.bit_length())]
+    return [*chain(*(powers_of_two if value == "auto" else [value] for value in axes.layout["ep"]))]
 
 
-def shards_of(shard_word: int | str, copies: int, in_node: int, zero_stage: int) -> int:
+def shards_of(shard_value: int | str, num_copies: int, ranks_in_node: int, zero_stage: int) -> int:
     """The dp_shard of a layout for a value of the axis; `node` means all where that is the same."""
-    if shard_word == "node":
-        return in_node if zero_stage and in_node < copies else 0
-    return 0 if shard_word == "all" else int(shard_word)
+    if shard_value == "node":
+        return ranks_in_node if zero_stage and ranks_in_node < num_copies else 0
+    return 0 if shard_value == "all" else int(shard_value)
 
 
 def _schedules(axes: Axes, pp: int, gas: int) -> Iterator[tuple[str, int]]:
     """The pairs of schedule and virtual stages that the axes ask for."""
     for name in axes.layout["pp_schedule"] if pp > 1 else ("auto",):
         if name == "interleaved":
-            yield from ((name, stages) for stages in axes.layout["virtual_stages"])
+            yield from ((name, virtual_stages) for virtual_stages in axes.layout["virtual_stages"])
         else:
             schedule = default_schedule(pp, gas) if name == "auto" else name
             yield schedule, default_virtual_stages(schedule)
@@ -118,47 +118,53 @@ def broken_rules(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]
     The order matters, because a candidate is counted under the first rule that rejects it.
     """
     # Each tensor-parallel rank holds whole attention heads and whole key/value heads.
-    heads = {"tp_divides_heads": "num_attention_heads", "tp_divides_kv_heads": "num_key_value_heads"}
-    for rule, size in heads.items():
+    size_by_rule = {"tp_divides_heads": "num_attention_heads", "tp_divides_kv_heads": "num_key_value_heads"}
+    for rule, size in size_by_rule.items():
         if getattr(shape, size) % layout.tp:
             yield rule, f"tp={layout.tp} does not divide {size}={getattr(shape, size)}"
     # ZeRO shards over dp*cp ranks; with only one such rank every stage would be the same as ZeRO-0.
     if layout.zero_stage > 0 and layout.dp * layout.cp == 1:
         yield "zero_needs_dp", f"zero_stage={layout.zero_stage} needs dp*cp > 1; dp=1, cp=1"
     # Shards and replicas fill dp*cp ranks; one shard would be ZeRO-0, and as many as ranks are all of them.
-    copies, shards = layout.dp * layout.cp, f"dp_shard={layout.dp_shard}"
+    num_copies, shards_text = layout.dp * layout.cp, f"dp_shard={layout.dp_shard}"
     if layout.dp_shard and layout.zero_stage == 0:
-        yield "dp_shard_divides_dp", f"{shards} needs zero_stage > 0; zero_stage=0 shards nothing"
+        yield "dp_shard_divides_dp", f"{shards_text} needs zero_stage > 0; zero_stage=0 shards nothing"
     if layout.dp_shard == 1:
-        why = f"{shards} shards nothing (dp_shard=node means 1 where tp={layout.tp} fills a node)"
-        yield "dp_shard_divides_dp", f"{why}; use a smaller tp or dp_shard=all"
-    if layout.dp_shard == copies:
-        yield "dp_shard_divides_dp", f"{shards} equals dp*cp={copies}; leave dp_shard out or use all"
-    if layout.dp_shard and copies % layout.dp_shard:
-        common = gcd(layout.dp_shard, copies)
-        why = f"{shards} does not divide dp*cp={copies} (dp={layout.dp}, cp={layout.cp})"
-        yield "dp_shard_divides_dp", f"{why}; use dp_shard={common if 1 < common < copies else 'all'}"
-    if layout.dp_overlap == "off" and copies == 1:
+        fact = f"{shards_text} shards nothing (dp_shard=node means 1 where tp={layout.tp} fills a node)"
+        yield "dp_shard_divides_dp", f"{fact}; use a smaller tp or dp_shard=all"
+    if layout.dp_shard == num_copies:
+        yield "dp_shard_divides_dp", f"{shards_text} equals dp*cp={num_copies}; leave dp_shard out or use all"
+    if layout.dp_shard and num_copies % layout.dp_shard:
+        common_divisor = gcd(layout.dp_shard, num_copies)
+        fact = f"{shards_text} does not divide dp*cp={num_copies} (dp={layout.dp}, cp={layout.cp})"
+        yield (
+            "dp_shard_divides_dp",
+            f"{fact}; use dp_shard={common_divisor if 1 < common_divisor < num_copies else 'all'}",
+        )
+    if layout.dp_overlap == "off" and num_copies == 1:
         yield "dp_overlap_needs_dp", "dp_overlap=off needs dp*cp > 1; dp=1, cp=1"
     for name, value in values_of(layout).items():
         if details_of(name) and value == NEUTRAL.get(name):
             for detail in details_of(name):
-                if (chosen := getattr(layout, detail)) != NEUTRAL[detail] and detail not in DERIVED:
-                    yield f"{detail}_needs_{name}", f"{detail}={chosen} has no effect with {name}={value}"
+                if (detail_value := getattr(layout, detail)) != NEUTRAL[detail] and detail not in DERIVED:
+                    yield (
+                        f"{detail}_needs_{name}",
+                        f"{detail}={detail_value} has no effect with {name}={value}",
+                    )
     for axis, degrees in DIVIDES.items():
-        ranks, value = prod(getattr(layout, degree) for degree in degrees), getattr(layout, axis)
-        if ranks % value:
+        num_ranks, value = prod(getattr(layout, degree) for degree in degrees), getattr(layout, axis)
+        if num_ranks % value:
             rule = f"{axis}_divides_{'_'.join(degrees)}"
-            yield rule, f"{axis}={value} does not divide {'*'.join(degrees)}={ranks}"
+            yield rule, f"{axis}={value} does not divide {'*'.join(degrees)}={num_ranks}"
     yield from _broken_by_experts(layout, shape)
     if layout.gas < layout.pp - 1:
         yield "enough_micro_batches", next(schedule_refusals(layout))
     # Every pipeline stage holds at least one block.
-    cut = f"pp*virtual_stages={layout.num_stages}" if layout.virtual_stages > 1 else f"pp={layout.pp}"
+    stages_text = f"pp*virtual_stages={layout.num_stages}" if layout.virtual_stages > 1 else f"pp={layout.pp}"
     for stage in split_stages(shape, layout.num_stages):
         if stage.num_blocks == 0:
-            empty = f"{cut} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
-            yield "no_empty_stage", empty
+            fact = f"{stages_text} leaves stage {stage.index} empty ({shape.num_hidden_layers} layers)"
+            yield "no_empty_stage", fact
 
 
 def _broken_by_experts(layout: Layout, shape: ModelShape) -> Iterator[tuple[str, str]]:
@@ -170,23 +176,25 @@ def _broken_by_experts(layout: Layout, shape: ModelShape) -> Iterator[tuple[str,
         # Each rank holds whole experts.
         yield "ep_divides_experts", f"ep={ep} does not divide num_experts={shape.num_experts}"
     # The ranks that share the experts fill shard groups, or a shard group fills several of them.
-    sharing = layout.zero_shards * layout.tp
-    if shape.num_experts and layout.zero_stage and sharing % ep and ep % sharing:
-        shards = f"tp*{'dp_shard' if layout.dp_shard else 'dp*cp'}={sharing}"
-        yield "ep_fits_dp_shard", f"ep={ep} neither divides {shards} nor is a multiple of it"
+    num_sharing = layout.zero_shards * layout.tp
+    if shape.num_experts and layout.zero_stage and num_sharing % ep and ep % num_sharing:
+        shards_text = f"tp*{'dp_shard' if layout.dp_shard else 'dp*cp'}={num_sharing}"
+        yield "ep_fits_dp_shard", f"ep={ep} neither divides {shards_text} nor is a multiple of it"
 
 
 def why_none(axes: Axes, gpus_per_node: int, workload: Workload) -> str:
     """The reason why axes give no candidate, with the numbers that do not divide one another."""
-    gpus, values_by_axis = [n * gpus_per_node for n in sorted({*axes.nodes})], axes.layout
+    gpu_counts, values_by_axis = [n * gpus_per_node for n in sorted({*axes.nodes})], axes.layout
     degrees = {name: values_by_axis[name] for name in DEGREES[1:]}
-    dps = {g // p for g in gpus for p in map(prod, product(*degrees.values())) if g % p == 0}
-    if not dps:
-        too_odd = (name for name, values in degrees.items() if all(g % v for g, v in product(gpus, values)))
-        name = next(too_odd, None)
+    dp_values = {g // p for g in gpu_counts for p in map(prod, product(*degrees.values())) if g % p == 0}
+    if not dp_values:
+        dividing_none = (
+            name for name, values in degrees.items() if all(g % v for g, v in product(gpu_counts, values))
+        )
+        name = next(dividing_none, None)
         factor = _values({name: degrees[name]}) if name else f"{OTHER_DEGREES} with {_values(degrees)}"
-        return f"{' or '.join(map(str, gpus))} GPUs are not divisible by {factor}"
-    dp_and_mbs = {"dp": sorted(dps)} | {"mbs": values_by_axis["mbs"]}
+        return f"{' or '.join(map(str, gpu_counts))} GPUs are not divisible by {factor}"
+    dp_and_mbs = {"dp": sorted(dp_values)} | {"mbs": values_by_axis["mbs"]}
     if all(workload.gbs % (dp * mbs) for dp, mbs in product(*dp_and_mbs.values())):
         return f"gbs={workload.gbs} is not divisible by dp*mbs with {_values(dp_and_mbs)}"
     return f"gbs={workload.gbs} is not dp*mbs*gas with {_values(dp_and_mbs | {'gas': values_by_axis['gas']})}"

@@ -58,13 +58,13 @@ class Plan:
 
     def summary(self) -> dict[str, Any]:
         """The document of `sweep plan --json`."""
-        rejected = Counter(c.rule for c in self.candidates if not c.valid)
-        refused = Counter(c.reason for c in self.candidates if c.rule == "kernel")
+        count_by_rule = Counter(c.rule for c in self.candidates if not c.valid)
+        count_by_refusal = Counter(c.reason for c in self.candidates if c.rule == "kernel")
         by_key, config = by_cell(self.candidates), self.config
         cells = [cell._asdict() | _counts(by_key.get(cell, [])) for _, cell in planned_cells(config)]
         options = {
-            name: listed[0] if len(listed) == 1 else [*listed]
-            for name, listed in config.options.values.items()
+            name: values[0] if len(values) == 1 else [*values]
+            for name, values in config.options.values.items()
         }
         return {
             "sweep": config.name,
@@ -74,8 +74,8 @@ class Plan:
             "options": options,
             "kernel": config.kernel.name,
             **_counts(self.candidates),
-            "rejected": dict(sorted(rejected.items())),
-            "refused_by_kernel": dict(sorted(refused.items())),
+            "rejected": dict(sorted(count_by_rule.items())),
+            "refused_by_kernel": dict(sorted(count_by_refusal.items())),
             "without_candidates": [*self._without_candidates()],
             "cells": cells,
         }
@@ -83,7 +83,7 @@ class Plan:
     def _without_candidates(self) -> Iterator[dict[str, Any]]:
         """Each value of an axis that no candidate has, whatever the batch."""
         config, all_batches = self.config, [*batches(self.config)]
-        lost_values = Counter[tuple[str, int | str]]()
+        num_batches_without = Counter[tuple[str, int | str]]()
         for axes, workload in all_batches:
             pairs = [
                 (c.nodes, c.layout)
@@ -93,8 +93,8 @@ class Plan:
             ]
             per_node = config.hardware.gpus_per_node
             for axis, value, reason in without_candidates(axes, per_node, workload, pairs):
-                lost_values[axis, value] += 1
-                if lost_values[axis, value] == sum(
+                num_batches_without[axis, value] += 1
+                if num_batches_without[axis, value] == sum(
                     axis != "nodes" or value in batch_axes.nodes for batch_axes, _ in all_batches
                 ):
                     yield {"axis": axis, "value": value, "reason": reason}
@@ -128,9 +128,12 @@ def make_plan(
         ConfigError: the axes give no candidate.
     """
     require_countable(config.axes, config.models, config.options.values)
-    parts = [*_parts(config, core_flops_per_s, cores)]
-    variants = sum(1 for _ in variants_of(config.options))
-    total, candidates = sum(len(part_layouts) for _, part_layouts in parts) * variants, list[Candidate]()
+    parts = [*_layout_parts(config, core_flops_per_s, cores)]
+    num_variants = sum(1 for _ in variants_of(config.options))
+    total, candidates = (
+        sum(len(layouts_of_part) for _, layouts_of_part in parts) * num_variants,
+        list[Candidate](),
+    )
     if not total:
         axes, workload = next(batches(config))
         reason = why_none(axes, config.hardware.gpus_per_node, workload)
@@ -212,8 +215,8 @@ def batches(config: SweepConfig) -> Iterator[tuple[Axes, Workload]]:
 
 def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
     """All cells of a sweep with their models, in their order."""
-    listed = config.options.values
-    options = [*product(*(listed[name] for name in CELL_OPTIONS))]
+    option_values = config.options.values
+    options = [*product(*(option_values[name] for name in CELL_OPTIONS))]
     for shape in config.models:
         for nodes in sorted(set(config.axes.nodes)):
             for seq_len, gbs, precision in options:
@@ -223,22 +226,22 @@ def planned_cells(config: SweepConfig) -> Iterator[tuple[ModelShape, CellKey]]:
                 yield shape, CellKey(shape.name, nodes, seq_len, batch, precision)
 
 
-def _parts(
+def _layout_parts(
     config: SweepConfig, core_flops_per_s: float | None, cores: int
 ) -> Iterator[tuple["CellPlan", list[Layout]]]:
     """All layouts of the grid, in its order, some at a time with what makes their candidates."""
     per_node = config.hardware.gpus_per_node
     for shape, cell in planned_cells(config):
         peak = config.hardware.peak(cell.precision, cell.nodes, core_flops_per_s, cores)
-        planned = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
+        cell_plan = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
         cell_layouts = [*layouts(config.axes, shape, cell.nodes * per_node, per_node, cell.gbs)]
         for start in range(0, len(cell_layouts), PART):
-            yield planned, cell_layouts[start : start + PART]
+            yield cell_plan, cell_layouts[start : start + PART]
 
 
 def narrowed(config: SweepConfig, cell: CellKey) -> SweepConfig:
     """The configuration of a sweep of this cell's workload and precision alone, with the first value of other options."""
-    values = {name: listed[:1] for name, listed in config.options.values.items()}
+    values = {name: values[:1] for name, values in config.options.values.items()}
     values |= {name: (getattr(cell, name),) for name in CELL_OPTIONS}
     return replace(
         config,
@@ -303,7 +306,7 @@ class CellPlan:
     def candidate(self, spec: RunSpec) -> Candidate:
         """The candidate of a run, with its prediction and the rule that rejects it."""
         config, peak = self.config, self.peak
-        measured = config.kernel.kind != "probe"
+        trains_model = config.kernel.kind != "probe"
         rule, reason = next(rejections(config, spec), (None, None))
         prediction = self.predictor.predict(spec) if rule in (None, "kernel") else None
         if prediction and rule is None and prediction.p_oom > config.max_p_oom:
@@ -314,15 +317,15 @@ class CellPlan:
             rule=rule,
             reason=reason,
             predicted=prediction,
-            peak_flops_per_s=peak.flops_per_s if measured and peak.source != GUESSED else None,
+            peak_flops_per_s=peak.flops_per_s if trains_model and peak.source != GUESSED else None,
             flops_formula=config.measure.flops_formula,
         )
 
 
 def _candidates(part: tuple[CellPlan, list[Layout]]) -> list[Candidate]:
     """The candidates of a part of the grid."""
-    planned, part_layouts = part
-    return [planned.candidate(spec) for layout in part_layouts for spec in planned.specs(layout)]
+    cell_plan, layouts_of_part = part
+    return [cell_plan.candidate(spec) for layout in layouts_of_part for spec in cell_plan.specs(layout)]
 
 
 def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:
@@ -341,13 +344,13 @@ def predictor(config: SweepConfig, nodes: int, peak: Peak) -> Predictor:
 def rejections(config: SweepConfig, spec: RunSpec) -> Iterator[tuple[str, str]]:
     """Each rule that rejects a run, with its reason; the rule is `kernel` where the kernel refuses it."""
     hardware, layout, shape = config.hardware, spec.layout, spec.shape
-    listed = config.axes.layout.get("gas", (layout.gas,))
+    gas_values = config.axes.layout.get("gas", (layout.gas,))
     yield from broken_rules(layout, shape)
-    if layout.gas not in listed:
-        yield "gas_not_listed", f"gas={layout.gas} is not in sweep.gas={list(listed)}"
+    if layout.gas not in gas_values:
+        yield "gas_not_listed", f"gas={layout.gas} is not in sweep.gas={list(gas_values)}"
     if config.options.rules:
         words = words_of(spec)
-        broken = ((rule, rule.broken(words)) for rule in config.options.rules)
-        yield from (("word_rule", f"{reason} ({rule.text})") for rule, reason in broken if reason)
+        reasons = ((rule, rule.broken(words)) for rule in config.options.rules)
+        yield from (("word_rule", f"{reason} ({rule.text})") for rule, reason in reasons if reason)
     if reason := refusal(spec.kernel, layout, shape, spec.workload.seq_len, hardware.device, hardware):
         yield "kernel", reason

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 """Column name -> value."""
 _PREDICTED = {f.name: f.name if f.name == "p_oom" else f"predicted_{f.name}" for f in fields(Prediction)}
 """Field of a prediction -> its column, which is null where a structural rule rejects the layout."""
-OF_RUNS = [
+RUN_COLUMNS = [
     "decision", "run_id", "model", "nodes", "gpus_per_node", "seq_len", "gbs", "precision", "variant", *AXES,
     *_PREDICTED.values(),
 ]  # fmt: skip
@@ -76,8 +76,8 @@ def plan_table(candidates: Iterable[Candidate]) -> pa.Table:
         }
         for order, c in enumerate(candidates)
     ]
-    texts = {name: pa.string() for name, value in rows[0].items() if isinstance(value, str)}
-    types = pa.unify_schemas([NULLABLE, pa.schema(texts)])
+    text_types = {name: pa.string() for name, value in rows[0].items() if isinstance(value, str)}
+    types = pa.unify_schemas([NULLABLE, pa.schema(text_types)])
     # Table.from_pylist would import pandas, which takes longer.
     lines = pa.py_buffer(msgspec.json.Encoder().encode_lines(rows))
     return read_json(pa.BufferReader(lines), parse_options=ParseOptions(explicit_schema=types)).select(
@@ -119,7 +119,7 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         file = pq.ParquetFile(pa.py_buffer(path.read_bytes()))
         # A thread of pyarrow that lets go of the bytes while Python exits ends the process with SIGABRT.
         table = file.read(columns=columns, use_threads=False)
-        return _with_axes(table, (*AXES, *_DEFAULTS) if columns is None else columns)
+        return _with_added_columns(table, (*AXES, *_DEFAULTS) if columns is None else columns)
     except FileNotFoundError:
         raise SweepFolderError(f"{path} is missing; to write it, launch the sweep again") from None
     except (OSError, pa.ArrowException) as error:
@@ -129,18 +129,18 @@ def read_plan(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         ) from error
 
 
-def _with_axes(plan: pa.Table, columns: Sequence[str]) -> pa.Table:
+def _with_added_columns(plan: pa.Table, columns: Sequence[str]) -> pa.Table:
     """The plan with a column for each axis and option; one from before an axis was added knows its neutral value only."""
     for name in columns:
         if name in _DEFAULTS and name not in plan.column_names:
-            kind = pa.string() if _DEFAULTS[name] is None else None
-            plan = plan.append_column(name, pa.array([_DEFAULTS[name]] * len(plan), kind))
+            column_type = pa.string() if _DEFAULTS[name] is None else None
+            plan = plan.append_column(name, pa.array([_DEFAULTS[name]] * len(plan), column_type))
     return plan
 
 
 def read_rows(path: Path, *, runs_only: bool = False) -> list[Row]:
     """The rows of `read_plan`; with `runs_only`, only runs and what `runs_of` reads of them."""
-    table = read_plan(path, OF_RUNS if runs_only else None)
+    table = read_plan(path, RUN_COLUMNS if runs_only else None)
     runs = (decision == "run" for decision in table["decision"].to_pylist()) if runs_only else None
     return [*rows_of(table, kept=runs)]
 
@@ -150,18 +150,18 @@ def rows_of(
 ) -> Iterator[Row]:
     """The rows of a table, all or those that are `kept`, with all columns or some; `to_pylist` takes longer."""
     names = [name for name in table.column_names if columns is None or name in columns]
-    lines: Iterable[tuple[Any, ...]] = zip(*(table[name].to_pylist() for name in names), strict=True)
-    lines = lines if kept is None else compress(lines, kept)
-    return (dict(zip(names, line, strict=True)) for line in lines)
+    rows: Iterable[tuple[Any, ...]] = zip(*(table[name].to_pylist() for name in names), strict=True)
+    rows = rows if kept is None else compress(rows, kept)
+    return (dict(zip(names, row, strict=True)) for row in rows)
 
 
 def shapes_of(sweep: SweepJson, state: SweepState) -> dict[str, ModelShape]:
     """Model name -> shape, for the models of sweep.json and of the latest launch, which wrote the plan."""
     try:
-        launched = [from_dict(ModelShape, model) for model in state.config.get("models") or []]
+        launched_shapes = [from_dict(ModelShape, model) for model in state.config.get("models") or []]
     except ConfigError:
-        launched = []
-    return {shape.name: shape for shape in (*sweep.models, *launched)}
+        launched_shapes = []
+    return {shape.name: shape for shape in (*sweep.models, *launched_shapes)}
 
 
 def scaling_of(sweep: SweepJson, state: SweepState) -> str:
@@ -189,7 +189,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
     Raises:
         SweepFolderError: neither sweep.json nor the latest launch has the shape of a model.
     """
-    shapes, trains = shapes_of(sweep, state), sweep.kernel.kind != "probe"
+    shapes, trains_model = shapes_of(sweep, state), sweep.kernel.kind != "probe"
     formula = formula_of(sweep, state)
     # Many runs have equal parts; checking each part once takes a third of the time.
     axes_of = operator.itemgetter(*AXES)
@@ -197,7 +197,7 @@ def runs_of(sweep: SweepJson, rows: Iterable[Row], state: SweepState) -> Iterato
     workload_of = functools.cache(lambda seq_len, gbs: replace(sweep.workload, seq_len=seq_len, gbs=gbs))
     variant_of = functools.cache(lambda text: json.loads(text) if text else {})
     program_of = functools.cache(lambda precision, text: kernel_of(sweep.kernel, precision, variant_of(text)))
-    peak_of = functools.cache(lambda nodes, precision: sweep.peak(nodes, precision) if trains else None)
+    peak_of = functools.cache(lambda nodes, precision: sweep.peak(nodes, precision) if trains_model else None)
     for row in rows:
         if row["decision"] != "run":
             continue

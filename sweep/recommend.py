@@ -26,10 +26,10 @@ from ultrabench.sweep.predict.predict import ADVISED_P_OOM, Occupancy
 from ultrabench.sweep.refusals import refusal
 from ultrabench.sweep.remedy import remedies
 
-Node = Candidate | Callable[[], Iterable["Entry"]]
-"""A run whose rate is exact, or what finds the entries of the runs that are still together in one."""
-Entry = tuple[float, tuple[int | str, ...], Node]
-"""The bound of the expected rate, negative, the place of the layout in the grid, and the node."""
+Branch = Candidate | Callable[[], Iterable["Entry"]]
+"""A run with its rate, or a function that splits a set of runs into smaller sets or single runs."""
+Entry = tuple[float, tuple[int | str, ...], Branch]
+"""Entry of a heap: minus the bound of the expected rate, the position of the layout in the grid, and the branch."""
 
 
 def rate(spec: RunSpec, step_time_s: float) -> float:
@@ -42,17 +42,17 @@ class Search:
     """The search for the best runs of one cell."""
 
     planned: CellPlan
-    most_p_oom: float
+    max_p_oom: float
     """P(OOM) above which no run is taken."""
-    most_share: float = 1.0
+    max_memory_share: float = 1.0
     """Share of a GPU's memory, the reserve of its allocator included, above which no run is taken."""
-    reasons: Counter[str] = field(default_factory=Counter)
+    count_by_reason: Counter[str] = field(default_factory=Counter)
     """Why layouts cannot run that a rule or the kernel rejected -> how often the search met it."""
-    least_bytes: float = inf
+    min_bytes: float = inf
     """The least memory that a layout needs among those that the search rejected for their memory."""
-    is_tight: bool = False
+    fits_without_reserve: bool = False
     """Whether a layout that was rejected for its memory fits without the reserve of its allocator."""
-    _fit: dict[tuple[Layout, int], bool] = field(default_factory=dict)
+    _fits_by_layout: dict[tuple[Layout, int], bool] = field(default_factory=dict)
     """Layout and index of the variant -> whether it fits with ZeRO-3."""
 
     def best(self, count: int = 1) -> list[Candidate]:
@@ -60,29 +60,29 @@ class Search:
         heap, runs = [*self._groups()], list[Candidate]()
         heapify(heap)
         while heap and len(runs) < count:
-            node = heappop(heap)[2]
-            if isinstance(node, Candidate):
-                runs.append(node)
+            branch = heappop(heap)[2]
+            if isinstance(branch, Candidate):
+                runs.append(branch)
                 continue
-            for entry in node():
+            for entry in branch():
                 heappush(heap, entry)
         return runs
 
     def _groups(self) -> Iterator[Entry]:
         """All groups that can hold a layout."""
-        planned, cell, axes = self.planned, self.planned.cell, self.planned.config.axes
-        cheapest = {**axes.layout, "recompute": ("none",), "zero_stage": (0,), "dp_shard": ("all",)}
-        per_node, gas_values = planned.config.hardware.gpus_per_node, axes.layout.get("gas")
-        num_gpus, axes = cell.nodes * per_node, replace(axes, layout=cheapest)
-        for index, layout in enumerate(layouts(axes, planned.shape, num_gpus, per_node, cell.gbs)):
+        config, cell, axes = self.planned.config, self.planned.cell, self.planned.config.axes
+        fastest_values = {**axes.layout, "recompute": ("none",), "zero_stage": (0,), "dp_shard": ("all",)}
+        gpus_per_node, gas_values = config.hardware.gpus_per_node, axes.layout.get("gas")
+        num_gpus, axes = cell.nodes * gpus_per_node, replace(axes, layout=fastest_values)
+        for index, layout in enumerate(layouts(axes, self.planned.shape, num_gpus, gpus_per_node, cell.gbs)):
             if gas_values and layout.gas not in gas_values:
                 continue
-            for variant, spec in enumerate(planned.specs(layout)):
+            for variant, spec in enumerate(self.planned.specs(layout)):
                 if reason := self._reason_of_group(spec):
-                    self.reasons[reason] += 1
+                    self.count_by_reason[reason] += 1
                     continue
-                parts = partial(self._recomputing, spec, index, variant)
-                yield -self._bound(spec), (0, index, variant), parts
+                split_group = partial(self._by_recomputation, spec, index, variant)
+                yield -self._bound(spec), (0, index, variant), split_group
 
     def _reason_of_group(self, spec: RunSpec) -> str | None:
         """Why no layout of the group can run; None where another value of recomputation or ZeRO may help."""
@@ -93,67 +93,71 @@ class Search:
             return None
         return refusal(kernel, spec.layout, spec.shape, spec.workload.seq_len, hardware.device, hardware)
 
-    def _recomputing(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
+    def _by_recomputation(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
         """The parts of a group by recomputation."""
         for recompute in {*self.planned.config.axes.layout["recompute"]}:
-            part = replace(spec, layout=replace(spec.layout, recompute=recompute))
-            members = partial(self._members, part, index, variant)
-            yield -self._bound(part), (0, index, variant, recompute), members
+            recomputing = replace(spec, layout=replace(spec.layout, recompute=recompute))
+            split_part = partial(self._by_sharding, recomputing, index, variant)
+            yield -self._bound(recomputing), (0, index, variant, recompute), split_part
 
     def _bound(self, spec: RunSpec) -> float:
         """A rate that no ZeRO stage of the layout exceeds."""
         times = self.planned.predictor.step_time(spec, ())
         return rate(spec, times.total - times.dp - times.optimizer)
 
-    def _members(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
+    def _by_sharding(self, spec: RunSpec, index: int, variant: int) -> Iterator[Entry]:
         """The runs of a part of a group, if memory may suffice, with the bounds of their rates."""
         axes, layout = self.planned.config.axes.layout, spec.layout
         free_axes = [name for name in axes if name not in DERIVED]
-        in_node = max(1, spec.gpus_per_node // layout.tp)
-        for stage in {*axes["zero_stage"]} if self._may_fit(spec, variant) else ():
-            shards = (shards_of(word, layout.dp * layout.cp, in_node, stage) for word in axes["dp_shard"])
-            for order, dp_shard in enumerate(dict.fromkeys(shards)):
-                member = replace(spec, layout=replace(layout, zero_stage=stage, dp_shard=dp_shard))
-                if rejection := next(rejections(self.planned.config, member), None):
-                    self.reasons[rejection[1]] += 1
+        ranks_in_node = max(1, spec.gpus_per_node // layout.tp)
+        num_copies = layout.dp * layout.cp
+        for zero_stage in {*axes["zero_stage"]} if self._may_fit(spec, variant) else ():
+            shards = (shards_of(value, num_copies, ranks_in_node, zero_stage) for value in axes["dp_shard"])
+            for shard_index, dp_shard in enumerate(dict.fromkeys(shards)):
+                run = replace(spec, layout=replace(layout, zero_stage=zero_stage, dp_shard=dp_shard))
+                if rejection := next(rejections(self.planned.config, run), None):
+                    self.count_by_reason[rejection[1]] += 1
                     continue
-                place = (*(getattr(member.layout, name) for name in free_axes), index, order, variant)
-                bound = rate(member, self.planned.predictor.step_time(member, ()).total)
-                yield -bound, place, partial(self._settled, member, place)
+                free_values = (getattr(run.layout, name) for name in free_axes)
+                position = (*free_values, index, shard_index, variant)
+                bound = rate(run, self.planned.predictor.step_time(run, ()).total)
+                yield -bound, position, partial(self._predicted, run, position)
 
-    def _settled(self, spec: RunSpec, place: tuple[int | str, ...]) -> Iterator[Entry]:
+    def _predicted(self, spec: RunSpec, position: tuple[int | str, ...]) -> Iterator[Entry]:
         """The run with its rate, if it is advised."""
         run = self.planned.candidate(spec)
         prediction = run.prediction
         occupancy = Occupancy(prediction.peak_mem_bytes, prediction.memory_share, prediction.p_oom)
-        if self._may_be_taken(occupancy) and run.runs:
-            yield -expected_rate(rate(spec, prediction.step_time_s), prediction.p_oom), place, run
+        if self._is_acceptable(occupancy) and run.runs:
+            yield -expected_rate(rate(spec, prediction.step_time_s), prediction.p_oom), position, run
 
     def _may_fit(self, spec: RunSpec, variant: int) -> bool:
         """Whether the layout fits with ZeRO-3, whose need of memory grows with mbs and falls with recomputation."""
-        layout, least_mbs = spec.layout, min(self.planned.config.axes.layout["mbs"])
-        gas, rest = divmod(layout.mbs * layout.gas, least_mbs)
-        small = layout if rest else replace(layout, mbs=least_mbs, gas=gas)
-        smallest = replace(small, recompute="full")
-        if not self._fit.get((smallest, variant), True):
+        layout, min_mbs = spec.layout, min(self.planned.config.axes.layout["mbs"])
+        gas, sequences_left = divmod(layout.mbs * layout.gas, min_mbs)
+        with_min_mbs = layout if sequences_left else replace(layout, mbs=min_mbs, gas=gas)
+        smallest = replace(with_min_mbs, recompute="full")
+        if not self._fits_by_layout.get((smallest, variant), True):
             return False
-        if self._fits(spec, small, variant):
+        if self._fits(spec, with_min_mbs, variant):
             return self._fits(spec, layout, variant)
         self._fits(spec, smallest, variant)  # so that the rest of its group need not be looked at
         return False
 
     def _fits(self, spec: RunSpec, layout: Layout, variant: int) -> bool:
         """Whether a layout fits with ZeRO-3."""
-        if (layout, variant) not in self._fit:
-            least = replace(spec, layout=replace(layout, zero_stage=3))
-            self._fit[layout, variant] = self._may_be_taken(self.planned.predictor.least_occupancy(least))
-        return self._fit[layout, variant]
+        if (layout, variant) not in self._fits_by_layout:
+            sharded = replace(spec, layout=replace(layout, zero_stage=3))
+            self._fits_by_layout[layout, variant] = self._is_acceptable(
+                self.planned.predictor.smallest_occupancy(sharded)
+            )
+        return self._fits_by_layout[layout, variant]
 
-    def _may_be_taken(self, occupancy: Occupancy) -> bool:
-        if occupancy.p_oom <= self.most_p_oom and occupancy.memory_share <= self.most_share:
+    def _is_acceptable(self, occupancy: Occupancy) -> bool:
+        if occupancy.p_oom <= self.max_p_oom and occupancy.memory_share <= self.max_memory_share:
             return True
-        self.least_bytes = min(self.least_bytes, occupancy.peak_bytes)
-        self.is_tight |= occupancy.p_oom <= self.most_p_oom
+        self.min_bytes = min(self.min_bytes, occupancy.peak_bytes)
+        self.fits_without_reserve |= occupancy.p_oom <= self.max_p_oom
         return False
 
 
@@ -162,13 +166,15 @@ def cell_search(
     shape: ModelShape,
     cell: CellKey,
     *,
-    most_p_oom: float = ADVISED_P_OOM,
-    most_share: float = 1.0,
+    max_p_oom: float = ADVISED_P_OOM,
+    max_memory_share: float = 1.0,
 ) -> Search:
     """The search for the best runs of a cell."""
     peak = config.hardware.peak(cell.precision, cell.nodes, None, os.cpu_count() or 1)
     planned = CellPlan(config=config, shape=shape, cell=cell, peak=peak)
-    return Search(planned=planned, most_p_oom=min(most_p_oom, config.max_p_oom), most_share=most_share)
+    return Search(
+        planned=planned, max_p_oom=min(max_p_oom, config.max_p_oom), max_memory_share=max_memory_share
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,21 +191,21 @@ class Recommendation:
 
 @dataclass(slots=True)
 class Remedy:
-    """Finds the best run on other nodes or with other values of axes, each once."""
+    """Finds the best run on other nodes or with other values of axes, and looks for each only once."""
 
     best: dict[tuple[CellKey, tuple[tuple[str, Any], ...]], Candidate | None] = field(default_factory=dict)
     """Cell and values of axes -> the best run that is advised; None where none is."""
 
     def __call__(
-        self, config: SweepConfig, shape: ModelShape, nodes: int, values: dict[str, Any], most_p_oom: float
+        self, config: SweepConfig, shape: ModelShape, nodes: int, values: dict[str, Any], max_p_oom: float
     ) -> Candidate | None:
         """The best run on this number of nodes where axes have these values only; None where none is advised."""
         layout = {**config.axes.layout, **{name: (value,) for name, value in values.items()}}
         axes = replace(config.axes, nodes=(nodes,), layout=layout)
-        there = replace(config, axes=axes, models=(shape,))
-        key = next(planned_cells(there))[1], tuple(values.items())
+        changed_config = replace(config, axes=axes, models=(shape,))
+        key = next(planned_cells(changed_config))[1], tuple(values.items())
         if key not in self.best:
-            runs, _ = _advised(there, shape, key[0], most_p_oom=most_p_oom)
+            runs, _ = _advised(changed_config, shape, key[0], max_p_oom=max_p_oom)
             self.best[key] = next(iter(runs), None)
         return self.best[key]
 
@@ -211,17 +217,19 @@ def recommendations(config: SweepConfig, count: int) -> list[Recommendation]:
     for shape, cell in cells:
         groups[cell._replace(nodes=0)].append((shape, cell))
     with processes(len(groups)) as map_groups:
-        advised = [*chain.from_iterable(map_groups(partial(_of_group, config, count), groups.values()))]
-    by_cell = {each.cell: each for each in advised}
+        groups_of_recommendations = map_groups(
+            partial(_group_recommendations, config, count), groups.values()
+        )
+        by_cell = {advice.cell: advice for advice in chain.from_iterable(groups_of_recommendations)}
     return [by_cell[cell] for _, cell in cells]
 
 
-def _of_group(
+def _group_recommendations(
     config: SweepConfig, count: int, cells: Sequence[tuple[ModelShape, CellKey]]
 ) -> list[Recommendation]:
     """The recommendations for cells that differ in their nodes alone, the most nodes first: fewer may advise them."""
     remedy = Remedy()
-    return [recommendation(config, count, *place, remedy) for place in reversed(cells)]
+    return [recommendation(config, count, shape, cell, remedy) for shape, cell in reversed(cells)]
 
 
 def recommendation(
@@ -236,30 +244,25 @@ def recommendation(
 
 
 def _advised(
-    config: SweepConfig,
-    shape: ModelShape,
-    cell: CellKey,
-    count: int = 1,
-    *,
-    most_p_oom: float = ADVISED_P_OOM,
+    config: SweepConfig, shape: ModelShape, cell: CellKey, count: int = 1, *, max_p_oom: float = ADVISED_P_OOM
 ) -> tuple[list[Candidate], Search]:
     """The `count` best of the runs that `candidate.advised` gives for the cell, and the search that met all reasons."""
-    search = cell_search(config, shape, cell, most_p_oom=most_p_oom)
+    search = cell_search(config, shape, cell, max_p_oom=max_p_oom)
     runs = search.best(count)
-    if not runs and search.is_tight:
-        runs = cell_search(config, shape, cell, most_p_oom=most_p_oom, most_share=inf).best(count)
+    if not runs and search.fits_without_reserve:
+        runs = cell_search(config, shape, cell, max_p_oom=max_p_oom, max_memory_share=inf).best(count)
     return runs, search
 
 
 def _why_none(config: SweepConfig, search: Search, remedy: Remedy) -> str:
     planned = search.planned
-    shape, cell, limit = planned.shape, planned.cell, config.hardware.mem_bytes / GIB
-    if search.least_bytes < inf:
-        wider = " or ".join(remedies(narrowed(config, cell), shape, cell.nodes, search.most_p_oom, remedy))
-        needed = f"no layout is likely to fit into {limit:.4g} GiB; a GPU needs at least {search.least_bytes / GIB:,.1f} GiB with the allocator's reserve"
-        return f"{needed}; try {wider or 'a smaller model'}"
+    shape, cell, limit_gib = planned.shape, planned.cell, config.hardware.mem_bytes / GIB
+    if search.min_bytes < inf:
+        changes = " or ".join(remedies(narrowed(config, cell), shape, cell.nodes, search.max_p_oom, remedy))
+        fact = f"no layout is likely to fit into {limit_gib:.4g} GiB; a GPU needs at least {search.min_bytes / GIB:,.1f} GiB with the allocator's reserve"
+        return f"{fact}; try {changes or 'a smaller model'}"
     workload = replace(config.workload, seq_len=cell.seq_len, gbs=cell.gbs)
     axes = replace(config.axes, nodes=(cell.nodes,))
-    return next((reason for reason, _ in search.reasons.most_common(1)), None) or why_none(
+    return next((reason for reason, _ in search.count_by_reason.most_common(1)), None) or why_none(
         axes, config.hardware.gpus_per_node, workload
     )

@@ -55,15 +55,15 @@ def refusal(
         hardware: the nodes that it would run on; None where they are unknown.
     """
     if kernel.kind != "embedded":
-        return next(chain(unsupported(kernel, layout, shape), _unsaid(kernel, layout)), None)
-    attention = _of_attention(kernel, layout, device)
-    accelerator = _of_accelerator(kernel, layout, shape.head_width, hardware) if hardware else ()
-    structure, routing = _of_embedded(layout, shape, seq_len), _of_routing(kernel, layout, shape)
-    products = _of_fp8(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
-    return next(chain(structure, routing, products, attention, accelerator), None)
+        return next(chain(unsupported(kernel, layout, shape), _missing_word_refusals(kernel, layout)), None)
+    of_attention = _attention_refusals(kernel, layout, device)
+    of_accelerator = _accelerator_refusals(kernel, layout, shape.head_width, hardware) if hardware else ()
+    of_layout, of_routing = _layout_refusals(layout, shape, seq_len), _routing_refusals(kernel, layout, shape)
+    of_fp8 = _fp8_refusals(layout, shape, seq_len, hardware) if kernel.precision == "fp8" else ()
+    return next(chain(of_layout, of_routing, of_fp8, of_attention, of_accelerator), None)
 
 
-def _of_routing(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
+def _routing_refusals(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iterator[str]:
     """The reasons why a model cannot have the routing of `kernel`, or not in compiled layers."""
     if kernel.routing != "balanced" and not shape.num_experts:
         # It would be another run of the same training.
@@ -74,7 +74,9 @@ def _of_routing(kernel: KernelConfig, layout: Layout, shape: ModelShape) -> Iter
         yield f"{reason}: use kernel.compile=false or kernel.routing=balanced"
 
 
-def _of_fp8(layout: Layout, shape: ModelShape, seq_len: int, hardware: Hardware | None) -> Iterator[str]:
+def _fp8_refusals(
+    layout: Layout, shape: ModelShape, seq_len: int, hardware: Hardware | None
+) -> Iterator[str]:
     """The reasons why our own kernel cannot compute the products of a model in fp8."""
     if hardware and hardware.fp8_refusal:
         yield hardware.fp8_refusal
@@ -90,7 +92,7 @@ def _of_fp8(layout: Layout, shape: ModelShape, seq_len: int, hardware: Hardware 
             yield f"precision=fp8 needs matrix sizes that are multiples of {FP8_MULTIPLE}; {name}={size}: use precision=bf16"
 
 
-def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
+def _layout_refusals(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[str]:
     """The reasons why our own kernel cannot run a layout that no structural rule rejects."""
     pp, schedule, zero_stage = layout.pp, layout.pp_schedule, layout.zero_stage
     # A window that is as long as the sequence hides nothing.
@@ -134,7 +136,7 @@ def _of_embedded(layout: Layout, shape: ModelShape, seq_len: int) -> Iterator[st
         yield f"zbv splits the backward pass, which torch cannot do with recompute={layout.recompute}"
 
 
-def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:
+def _attention_refusals(kernel: KernelConfig, layout: Layout, device: str) -> Iterator[str]:
     """The reasons why the attention of our own kernel cannot run on a device."""
     attention, precision = kernel.attention, kernel.precision
     if device == "cpu" and attention in ("cudnn", "flash3"):
@@ -151,21 +153,25 @@ def _of_attention(kernel: KernelConfig, layout: Layout, device: str) -> Iterator
             yield f"attention={attention} {rule}: use auto or math"
 
 
-def _of_accelerator(
+def _accelerator_refusals(
     kernel: KernelConfig, layout: Layout, head_width: int, hardware: Hardware
 ) -> Iterator[str]:
     """The reason why an accelerator cannot run the attention of our own kernel, if its architecture is known."""
-    sm, attention = hardware.compute_capability, kernel.attention
+    compute_capability, attention = hardware.compute_capability, kernel.attention
     if hardware.architecture is None or not kernel.in_16_bits or attention == "math":
         return
-    if needed_text := _lacking("flash" if attention == "auto" else attention, sm, head_width):
-        has_flash = attention not in ("auto", "flash") and not _lacking("flash", sm, head_width)
+    if needed_text := _missing_feature(
+        "flash" if attention == "auto" else attention, compute_capability, head_width
+    ):
+        has_flash = attention not in ("auto", "flash") and not _missing_feature(
+            "flash", compute_capability, head_width
+        )
         fallback = "auto" if has_flash else "math"
         gpu_text = f"{hardware.gpu} is {hardware.architecture}, head_dim={head_width}"
         yield f"attention={attention} needs {needed_text}; {gpu_text}: use {fallback}{' and cp=1' * (layout.cp > 1 and fallback == 'math')}"
 
 
-def _lacking(attention: str, compute_capability: int | None, head_width: int) -> str | None:
+def _missing_feature(attention: str, compute_capability: int | None, head_width: int) -> str | None:
     """What an implementation of attention needs and an accelerator lacks; None if nothing is known to be lacking.
 
     These are torch's checks for training without dropout
@@ -198,7 +204,7 @@ def unsupported(
         program: what the reasons call it; None for `kernel NAME`.
     """
     program = program or f"kernel {kernel.name}"
-    for name, allowed in (kernel.flags | kernel.supports).items():
+    for name, allowed_values in (kernel.flags | kernel.supports).items():
         if name == ROUTED:
             continue
         model_value = getattr(shape, name, layout)
@@ -209,9 +215,13 @@ def unsupported(
         if isinstance(value, RopeScaling):
             value = values_of(value)
         is_trivial = name == "zero_stage" and layout.dp * layout.cp == 1  # no stage shards anything
-        expressed = value in allowed if name in kernel.supports else str(value) in allowed or ANY in allowed
-        if not expressed and not is_trivial and not _has_no_effect(layout, name):
-            allowed_text = ", ".join(map(str, allowed))
+        is_supported = (
+            value in allowed_values
+            if name in kernel.supports
+            else str(value) in allowed_values or ANY in allowed_values
+        )
+        if not is_supported and not is_trivial and not _has_no_effect(layout, name):
+            allowed_text = ", ".join(map(str, allowed_values))
             yield f"{program} supports {name} in [{allowed_text}]; {name}={value}"
 
 
@@ -220,15 +230,17 @@ def _has_no_effect(layout: Layout, name: str) -> bool:
     return any(name in details_of(axis) and getattr(layout, axis) == value for axis, value in NEUTRAL.items())
 
 
-def _unsaid(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
+def _missing_word_refusals(kernel: KernelConfig, layout: Layout) -> Iterator[str]:
     """The reasons why the command of a program of others would run another layout again, since it does not say an axis.
 
     A command of the user may say it elsewhere, so that nothing is refused.
     """
     values = values_of(layout).items()
-    unset = [(name, value) for name, value in values if name not in FOLLOWING and value != NEUTRAL[name]]
-    words = words_in(kernel) if unset else ()
-    for name, value in unset:
+    non_neutral = [
+        (name, value) for name, value in values if name not in FOLLOWING and value != NEUTRAL[name]
+    ]
+    words = words_in(kernel) if non_neutral else ()
+    for name, value in non_neutral:
         if name not in words and is_command_of_package(kernel.name, kernel.command):
             rule_text = f"and would run as {name}={NEUTRAL[name]}: add {name} to kernel.flags"
             yield f"kernel {kernel.name} has no word for {name}={value} {rule_text}"

@@ -22,9 +22,9 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 """Axis -> the value that saves memory; the first of them that helps is named. In a model with experts the largest ep
 that the ranks of a stage can have comes first, and all of them with it last."""
-MOST_NODES = 1024
+MAX_NODES = 1024
 """Largest number of nodes that is tried."""
-MOST_COMMANDS = 1000
+MAX_COMMANDS = 1000
 """Number of runs whose commands are compared."""
 
 
@@ -68,7 +68,7 @@ def nothing_fits(
 
 def same_commands(plan: Plan) -> Iterator[str]:
     """A line if runs of a program have equal commands and variables, so that the program may not know what differs."""
-    runs = plan.runs[:MOST_COMMANDS] if plan.config.kernel.kind == "command" else ()
+    runs = plan.runs[:MAX_COMMANDS] if plan.config.kernel.kind == "command" else ()
     runs_by_command = defaultdict[tuple[object, ...], list[Candidate]](list)
     for run in runs:
         words = fill_in(run.spec, AttemptKey("", 0, 0), plan.config.measure)
@@ -84,12 +84,12 @@ def same_commands(plan: Plan) -> Iterator[str]:
         yield f"{fact}: add them to kernel.command, unless the program reads $ULTRABENCH_SPEC"
 
 
-Pick = Callable[[SweepConfig, ModelShape, int, dict[str, Any], float], Candidate | None]
+FindRun = Callable[[SweepConfig, ModelShape, int, dict[str, Any], float], Candidate | None]
 """Finds a run that is sure enough to fit where axes have these values only; None where there is none."""
 
 
 def remedies(
-    config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: float, pick: Pick | None = None
+    config: SweepConfig, shape: ModelShape, nodes: int, advised_p_oom: float, find_run: FindRun | None = None
 ) -> Iterator[str]:
     """What to change so that a layout is sure enough to fit, each with the memory of such a layout.
 
@@ -97,9 +97,9 @@ def remedies(
     with such settings.
 
     Args:
-        pick: chooses the layout that is named; by default the smallest.
+        find_run: chooses the layout that is named; by default the smallest.
     """
-    pick = pick or _smallest
+    find_run = find_run or _smallest
     layouts = config.axes.layout
     all_settings = SETTINGS
     if shape.num_experts:
@@ -109,12 +109,14 @@ def remedies(
     new_settings = ({k: v for k, v in setting.items() if v not in layouts[k]} for setting in all_settings)
     settings = dict.fromkeys(tuple(setting.items()) for setting in new_settings if setting)
     for axis_values in settings:
-        if example := pick(config, shape, nodes, dict(axis_values), advised_p_oom):
+        if example := find_run(config, shape, nodes, dict(axis_values), advised_p_oom):
             yield f"{_words(axis_values)} ({_layout(example)})"
             break
-    strongest = list(settings)[-1:]  # with the one that saves most
-    for factor_log2, axis_values in product(range(1, (MOST_NODES // nodes).bit_length()), ((), *strongest)):
-        if example := pick(config, shape, nodes << factor_log2, dict(axis_values), advised_p_oom):
+    strongest_settings = list(settings)[-1:]  # with the one that saves most
+    for factor_log2, axis_values in product(
+        range(1, (MAX_NODES // nodes).bit_length()), ((), *strongest_settings)
+    ):
+        if example := find_run(config, shape, nodes << factor_log2, dict(axis_values), advised_p_oom):
             yield f"{_words((('nodes', nodes << factor_log2), *axis_values))} ({_layout(example)})"
             break
 

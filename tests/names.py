@@ -1,6 +1,6 @@
 """Counts local names that do not say what they hold, such as `found` or `told`, and lists each place.
 
-Run as `python -m tests.names`; it fails when more than MOST_PER_CENT of all assigned names are vague.
+Run as `python -m tests.names`; it fails when more than MAX_PERCENT of all assigned names are vague.
 """
 
 import ast
@@ -18,7 +18,7 @@ _VAGUE_NAMES = """
 VAGUE = frozenset(_VAGUE_NAMES.split())
 """Names that a reader has to look up at their assignment: participles, pronouns and fillers."""
 PRODUCT = ("src/ultrabench", "sweep", "launchers", "agent", "kernel", "analysis")
-MOST_PER_CENT = 1.0
+MAX_PERCENT = 1.0
 
 
 class Assignment(NamedTuple):
@@ -53,9 +53,9 @@ def main() -> int:
         print(f"{place.path}:{place.line} {place.name}")
     share = 100 * len(vague) / max(1, len(assigned))
     print(
-        f"{len(vague)} of {len(assigned):,} assigned names are vague: {share:.1f} %, at most {MOST_PER_CENT:g} %"
+        f"{len(vague)} of {len(assigned):,} assigned names are vague: {share:.1f} %, at most {MAX_PERCENT:g} %"
     )
-    return int(share > MOST_PER_CENT)
+    return int(share > MAX_PERCENT)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def figure(cells: Sequence[Cell], *, title: str, notes: str = "", compared_with:
         compared_with: name of what compare_ratio is relative to.
 
     Raises:
-        ConfigError: there are no cells, or more than _MOST_PANELS panels.
+        ConfigError: there are no cells, or more than _MAX_PANELS panels.
     """
     if not cells:
         todo = "plan a sweep, or draw bandwidths with: ultrabench plot comm"

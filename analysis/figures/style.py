@@ -18,7 +18,7 @@ from ultrabench.errors import ConfigError, counted
 
 WIDTH = 7.2
 """Width of a figure in inches, at which two columns of panels stay readable on a phone."""
-MOST_PANELS = 60
+MAX_PANELS = 60
 """Largest number of panels of one figure."""
 COLOURS = sns.color_palette("colorblind", 8).as_hex()
 """Colours that colour-blind readers can tell apart."""
@@ -93,12 +93,12 @@ def panel_grid(
         options: further options of `Figure.subplots`, such as sharey.
 
     Raises:
-        ConfigError: there are more than MOST_PANELS panels.
+        ConfigError: there are more than MAX_PANELS panels.
     """
     panel_keys = [*panel_keys]
-    if len(panel_keys) > MOST_PANELS:
+    if len(panel_keys) > MAX_PANELS:
         todo = "select fewer rows with COLUMN=VALUE, such as model=NAME"
-        fact = f"{counted(len(panel_keys), 'panel')} to draw; a figure holds at most {MOST_PANELS}"
+        fact = f"{counted(len(panel_keys), 'panel')} to draw; a figure holds at most {MAX_PANELS}"
         raise ConfigError(f"{fact}: {todo}")
     ncols = min(ncols, len(panel_keys))
     nrows = -(-len(panel_keys) // ncols)

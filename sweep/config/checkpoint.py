@@ -19,16 +19,16 @@ DEFAULTS: dict[str, Any] = {
     "head_dim": None, "sliding_window": None, "use_sliding_window": None,
 }  # fmt: skip
 """The keys that models of all types read -> the usual value of an absent key; None if there is none."""
-_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+_WINDOW_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096}
 MODEL_TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28, **_WINDOW},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28, **_WINDOW},
+    "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28, **_WINDOW_DEFAULTS},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28, **_WINDOW_DEFAULTS},
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": None, "num_experts_per_tok": None},
     "olmoe": {"rms_norm_eps": 1e-5, "num_experts": None, "num_experts_per_tok": None, "norm_topk_prob": False},
     "qwen3_moe": {
-        "num_key_value_heads": 4, **_WINDOW, "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
+        "num_key_value_heads": 4, **_WINDOW_DEFAULTS, "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None,
         "decoder_sparse_step": 1, "norm_topk_prob": False,
     },
     "glm4_moe": {
@@ -65,13 +65,13 @@ Source: Qwen2Attention, Glm4MoeTopkRouter and so on of transformers.
 """
 SIZES_OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 """The sizes that a file of a model_type which reads them must have."""
-_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")
+_LATENT_ATTENTION_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim")
 """Keys of multi-head latent attention, whose sizes no ModelShape can have."""
-_LONGEST = 60
+_MAX_CHARACTERS = 60
 """Number of characters of a value in a message."""
-_TYPING_ERROR = 0.9
+_TYPO_SIMILARITY = 0.9
 """Similarity of difflib from which a key is a typing error of another one: num_local_expert, not num_hidden_layers."""
-_BESIDE_KEYS = {"gpt_oss": "its attention has sinks"}
+_UNSTATED_FEATURES = {"gpt_oss": "its attention has sinks"}
 """model_type -> what no key says of a model that ultrabench does not train."""
 SIZES_ALONE = "to benchmark its sizes only, write them to ./ultrabench/model/NAME.yaml and give model=NAME"
 """What a user can do with a model that ultrabench does not train."""
@@ -90,7 +90,7 @@ PLAIN: dict[str, Any] = {
 
 MODEL_TYPES names the types whose models may have other values of some of these keys.
 """
-_GIVE_ANOTHER = "give the path of a config.json, or a name (see ultrabench configs model)"
+_MODEL_ADVICE = "give the path of a config.json, or a name (see ultrabench configs model)"
 """What a user can do whose model was not found."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)")
 """A model on the Hugging Face hub, such as meta-llama/Llama-3.1-8B."""
@@ -118,10 +118,10 @@ def _cached_config(name: str) -> Path:
         if path.is_file():
             return path
     fact = f"model={name} is neither a path nor in the Hugging Face cache ({folder})"
-    raise ConfigError(fact, f"run: hf download {name} config.json, or {_GIVE_ANOTHER}")
+    raise ConfigError(fact, f"run: hf download {name} config.json, or {_MODEL_ADVICE}")
 
 
-def read_checkpoint_config(place: str) -> ModelShape:
+def read_checkpoint_config(location: str) -> ModelShape:
     """The shape of the model in a config.json: the file `place`, in the folder `place`, or of that name on the hub.
 
     The model's name is the last part of `_name_or_path`. Without that key it is the name of the folder
@@ -130,20 +130,20 @@ def read_checkpoint_config(place: str) -> ModelShape:
     Raises:
         ConfigError: the file cannot be read, or describes a model that ultrabench does not train.
     """
-    path = Path(place).expanduser().absolute()
+    path = Path(location).expanduser().absolute()
     path = path / "config.json" if path.is_dir() else path
-    is_on_hub = not path.exists() and _HUB_NAME.fullmatch(place) is not None
-    path = _cached_config(place) if is_on_hub else path
+    is_on_hub = not path.exists() and _HUB_NAME.fullmatch(location) is not None
+    path = _cached_config(location) if is_on_hub else path
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read model={place}: {path}: {reason}; {_GIVE_ANOTHER}") from error
+        raise ConfigError(f"cannot read model={location}: {path}: {reason}; {_MODEL_ADVICE}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"model={place} holds no sizes; give the config.json of a model")
+        raise ConfigError(f"model={location} holds no sizes; give the config.json of a model")
     default_name = path.parent.name if path.name == "config.json" else path.stem
-    default_name = Path(place).name if is_on_hub else default_name
-    return shape_of(values, Path(str(values.get("_name_or_path") or "")).name or default_name, place)
+    default_name = Path(location).name if is_on_hub else default_name
+    return shape_of(values, Path(str(values.get("_name_or_path") or "")).name or default_name, location)
 
 
 def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
@@ -152,51 +152,53 @@ def shape_of(values: Mapping[str, Any], name: str, where: str) -> ModelShape:
     Raises:
         ConfigError: a key makes the model one that ultrabench does not train; the message names the key.
     """
-    kind, values = values.get("model_type"), {**values, **_rope(values)}
-    if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        facts = [f"{key} is {_short(values[key])}" for key in _changed(values)]
-        facts += [fact for model_type, fact in _BESIDE_KEYS.items() if model_type == kind]
-        changed, probable = f" ({', '.join(facts)})", nearest_name(str(kind), MODEL_TYPES)
-        hint = f" did you mean {probable}?" if probable and not facts else ""
-        unsupported = f"unsupported model_type {kind!r}{changed if facts else ''};{hint}"
+    model_type, values = values.get("model_type"), {**values, **_rope_settings(values)}
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        facts = [f"{key} is {_abbreviated(values[key])}" for key in _untrained_settings(values)]
+        facts += filter(None, [_UNSTATED_FEATURES.get(str(model_type))])
+        facts_text, similar_type = f" ({', '.join(facts)})", nearest_name(str(model_type), MODEL_TYPES)
+        hint = f" did you mean {similar_type}?" if similar_type and not facts else ""
+        unsupported = f"unsupported model_type {model_type!r}{facts_text if facts else ''};{hint}"
         rule = f"ultrabench trains {', '.join(MODEL_TYPES)}"
         raise ConfigError(f"model={where}: {unsupported} {rule}", _remedy(values))
-    usual, fixed = {**DEFAULTS, **MODEL_TYPES[kind]}, FIXED.get(kind, {})
-    for key, trained_value in _changed(values, {*usual, *fixed}).items():
-        rule = f"ultrabench trains {kind} models only with {key} {trained_value}"
-        raise ConfigError(f"model={where}: {key} is {_short(values[key])}; {rule}", _remedy(values))
-    _require_sizes(values, usual, where)
-    words = {field: key for key, field in RENAMED.items() if field in usual and values.get(key) is not None}
+    defaults, fixed_values = {**DEFAULTS, **MODEL_TYPES[model_type]}, FIXED.get(model_type, {})
+    for key, trained_value in _untrained_settings(values, {*defaults, *fixed_values}).items():
+        rule = f"ultrabench trains {model_type} models only with {key} {trained_value}"
+        raise ConfigError(f"model={where}: {key} is {_abbreviated(values[key])}; {rule}", _remedy(values))
+    _require_sizes(values, defaults, where)
+    key_by_field = {
+        field: key for key, field in RENAMED.items() if field in defaults and values.get(key) is not None
+    }
     values |= {RENAMED[key]: value for key, value in values.items() if key in RENAMED and value is not None}
-    read = {key: values.get(key, value) for key, value in usual.items()}
-    if read.get("num_experts"):
-        read.setdefault("moe_intermediate_size", read["intermediate_size"])
+    settings = {key: values.get(key, value) for key, value in defaults.items()}
+    if settings.get("num_experts"):
+        settings.setdefault("moe_intermediate_size", settings["intermediate_size"])
     scaling = {key: values[key] for key in field_types(RopeScaling) if key in values}
     derived = {
-        "num_key_value_heads": read["num_key_value_heads"] or read["num_attention_heads"],
-        "sliding_window": _window(read),
+        "num_key_value_heads": settings["num_key_value_heads"] or settings["num_attention_heads"],
+        "sliding_window": _sliding_window(settings),
         "rope_scaling": scaling if values["rope_type"] else None,
     }
-    sizes = read | fixed | derived
+    sizes = settings | fixed_values | derived
     fields = {key: sizes[key] for key in field_types(ModelShape) if sizes.get(key) is not None}
-    for field, key in words.items():  # so that a refusal of this value has the name of the file
+    for field, key in key_by_field.items():  # so that a refusal of this value has the name of the file
         value_from(field_types(ModelShape)[field], values[key], f"model={where}.{key}")
     try:
         return shape_from({"name": name, **fields}, f"model={where}")
     except ShapeError as error:
-        names = {field: words.get(field, field) for field in RENAMED.values()}
+        names = {field: key_by_field.get(field, field) for field in RENAMED.values()}
         raise ShapeError(f"model={where}", error.rule, names) from error
 
 
-def _short(value: Any) -> str:
+def _abbreviated(value: Any) -> str:
     """A value as JSON has it; of a long one its beginning."""
     text = json.dumps(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST].rpartition(' ')[0]} ..."
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS].rpartition(' ')[0]} ..."
 
 
 def _remedy(values: Mapping[str, Any]) -> str:
     """What a user can do with a model that ultrabench does not train, as far as its sizes are those of a ModelShape."""
-    if any(values.get(key) for key in _LATENT):
+    if any(values.get(key) for key in _LATENT_ATTENTION_KEYS):
         return "choose another model, since ultrabench has no sizes for multi-head latent attention"
     return SIZES_ALONE
 
@@ -204,50 +206,50 @@ def _remedy(values: Mapping[str, Any]) -> str:
 def _require_sizes(values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
     """Raises ConfigError for a size of experts that models of this type have and the file lacks."""
     for size in (size for size in SIZES_OF_EXPERTS if size in defaults):
-        words = [size, *(key for key, field in RENAMED.items() if field == size)]
+        keys = [size, *(key for key, field in RENAMED.items() if field == size)]
         if size == "n_shared_experts" and size in values:  # null: there are none
             continue
-        if all(values.get(word) is None for word in words):
+        if all(values.get(key) is None for key in keys):
             unread_keys = values.keys() - {*SIZES_OF_EXPERTS, *RENAMED, *defaults}
-            similar_keys = (nearest_name(word, unread_keys, _TYPING_ERROR) for word in words)
+            similar_keys = (nearest_name(key, unread_keys, _TYPO_SIMILARITY) for key in keys)
             typing_error = next(filter(None, similar_keys), None)
             hint = f"is {typing_error} a misspelling?" if typing_error else "add it"
-            raise ConfigError(f"model={where} lacks {' or '.join(words)} (a size of its experts); {hint}")
+            raise ConfigError(f"model={where} lacks {' or '.join(keys)} (a size of its experts); {hint}")
 
 
-def _window(read: Mapping[str, Any]) -> Any:
+def _sliding_window(settings: Mapping[str, Any]) -> Any:
     """The sliding window of a model; None if no layer has one."""
-    first_layer, num_layers = read.get("max_window_layers"), read["num_hidden_layers"]
+    first_layer, num_layers = settings.get("max_window_layers"), settings["num_hidden_layers"]
     is_unused = isinstance(first_layer, int) and isinstance(num_layers, int) and first_layer >= num_layers
-    return None if read["use_sliding_window"] is False or is_unused else read["sliding_window"]
+    return None if settings["use_sliding_window"] is False or is_unused else settings["sliding_window"]
 
 
-def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of rotations in a config.json; newer ones call them rope_parameters."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     rope = rope if isinstance(rope, dict) else {"rope_type": rope}
-    kind = rope.get("rope_type") or rope.get("type")
-    return {**rope, "rope_type": None if kind == "default" else kind}
+    rope_type = rope.get("rope_type") or rope.get("type")
+    return {**rope, "rope_type": None if rope_type == "default" else rope_type}
 
 
-def _changed(values: Mapping[str, Any], read: Collection[str] = ()) -> dict[str, str]:
+def _untrained_settings(values: Mapping[str, Any], read_keys: Collection[str] = ()) -> dict[str, str]:
     """Key that makes a model which ultrabench does not train -> the value that it trains, as a text.
 
     Args:
-        read: the keys that a shape is made from, by the names of its fields; they may have any value.
+        read_keys: the keys that a shape is made from, by the names of its fields; they may have any value.
     """
-    trained_values = {key: value for key, value in PLAIN.items() if RENAMED.get(key, key) not in read}
-    changed = {
+    trained_values = {key: value for key, value in PLAIN.items() if RENAMED.get(key, key) not in read_keys}
+    trained_text_by_key = {
         key: json.dumps(value)
         for key, value in trained_values.items()
         if values.get(key) not in (None, value) and (values[key] or value is not None)
     }
-    if "rope_type" in changed:
-        changed["rope_type"] += ' or "default"'
+    if "rope_type" in trained_text_by_key:
+        trained_text_by_key["rope_type"] += ' or "default"'
     layers = values.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or {*map(str, layers)} - {"full_attention"}):
-        changed["layer_types"] = '"full_attention" in all layers'
-    return changed
+        trained_text_by_key["layer_types"] = '"full_attention" in all layers'
+    return trained_text_by_key
 
 
 def in_our_words(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Turns Hydra overrides into plain values; the only module that imports Hydra, and only when it composes.
 
 A mistake is found at one of three places, each with its table of patterns and sentences: in the override itself
-(_WORDS), in a message of Hydra (_OF_HYDRA), or in a key that does not exist (_MOVED, _NOT_OVERRIDDEN, _FOREIGN).
+(_MISTAKES), in a message of Hydra (_HYDRA_MESSAGES), or in a key that does not exist (_MOVED, _NOT_OVERRIDDEN, _FOREIGN).
 """
 
 import functools
@@ -33,9 +33,9 @@ Sentence = Callable[..., str]
 """Makes one line from the named parts of a mistake."""
 _ANY_GROUP = "|".join(GROUPS)
 _GROUP = rf"(?P<group>{_ANY_GROUP})"
-_LIST = rf"\+?(?:kernel\.command|sweep\.(?:nodes|models|{'|'.join(AXES[1:])}))"
+_LIST_KEY = rf"\+?(?:kernel\.command|sweep\.(?:nodes|models|{'|'.join(AXES[1:])}))"
 """Pattern of the keys whose values are lists."""
-_MAY_LIST = rf"(?:{_LIST}|\+?sweep\.(?:{'|'.join(CELL_OPTIONS[:2])})|kernel\.(?:precision|{'|'.join(KERNEL_OPTIONS)}))"
+_LIST_OR_VALUE = rf"(?:{_LIST_KEY}|\+?sweep\.(?:{'|'.join(CELL_OPTIONS[:2])})|kernel\.(?:precision|{'|'.join(KERNEL_OPTIONS)}))"
 """Pattern of the keys whose values are lists or single values."""
 
 
@@ -49,14 +49,14 @@ def as_list(value: str) -> str:
     return f"[{','.join(re.sub(r'[][(){},;]', ' ', value).split())}]"
 
 
-def _no_override(override: str, **_: str) -> str:
+def _advice_for_word(override: str, **_: str) -> str:
     """One line for an argument that is not KEY=VALUE; it names the group that has a file of this name."""
     group = next((group for group in GROUPS if override in files(group)), None)
     advice = f"{group}={override}" if group else "KEY=VALUE without spaces, such as sweep.nodes=[1,2]"
     return f"{override!r} is not an override; write {advice}"
 
 
-def _range(override: str, key: str, low: str, high: str, **_: str) -> str:
+def _range_override(override: str, key: str, low: str, high: str, **_: str) -> str:
     low_value, high_value = int(low), int(high)
     count = (high_value // low_value).bit_length() if low_value else min(high_value, 3) + 1
     values = ",".join(str(low_value << n if low_value else n) for n in range(count))
@@ -65,11 +65,11 @@ def _range(override: str, key: str, low: str, high: str, **_: str) -> str:
 
 def _path_of_option(override: str, group: str, value: str, **_: str) -> str:
     name = Path(value).stem
-    first_step = "" if name in files(group) else f"put the file into ./ultrabench/{group}/ and "
-    return f"{override}: {group} takes a name, not a path; {first_step}write {group}={name}"
+    first_advice = "" if name in files(group) else f"put the file into ./ultrabench/{group}/ and "
+    return f"{override}: {group} takes a name, not a path; {first_advice}write {group}={name}"
 
 
-def _several(key: str, value: str, **_: str) -> str:
+def _several_values(key: str, value: str, **_: str) -> str:
     """One line for an override with several values, such as hardware=a,b, of a setting that is no list."""
     if key not in _settings() and key[0] != "+":
         return unknown_override(key, value)
@@ -84,23 +84,23 @@ def _key_with_space(override: str, key: str, value: str, **_: str) -> str:
     return f"{override!r}: a key has no spaces or line breaks; write {shlex.quote(plain)}"
 
 
-_WORDS: tuple[tuple[str, Sentence], ...] = (
+_MISTAKES: tuple[tuple[str, Sentence], ...] = (
     (r"(?s)[^=\"'\[{]*\s[^=\"'\[{]*=.*", _key_with_space),
     (rf"\+?sweep\.(?:{'|'.join(EXAMPLES)})\.(?!{NAME}(?:[.=]|$)).*", f"{{key}}; {NAME_RULE}".format),
     (rf"[+~]+(?P<group>{_ANY_GROUP})(=.*)?",
      "{override}: a sweep always has a {group}; choose another with {group}=NAME".format),
     (r"[^=]+=[^]\"']*\[[^]\"']*",
      "{override} has no closing bracket: the shell splits at spaces; write the list without spaces: {key}={items}".format),
-    (r"[^=~]*|=.*", _no_override),
+    (r"[^=~]*|=.*", _advice_for_word),
     (rf"{_GROUP}=", "{override} has no value; give a name (see ultrabench configs {group})".format),
     (rf"(?!model){_GROUP}=(?i:null|true|false|nan|[+-]?(inf|[\d.]+(e[+-]?\d+)?))",
      "{override}: a sweep always has a {group}; choose one (see ultrabench configs {group})".format),
     (r"model=(\[.*|[^/'\"]*,[^/'\"]*)", "{override}: model takes one name; for several use sweep.models={items}".format),
     (r"\+?sweep\.rules=[^\"']*", "{override}: a rule contains spaces and needs quotes; write '{key}=[\"etp divides dp\"]'".format),
-    (r"sweep\..*=\[?(?P<low>\d+)(-|:|\.\.)(?P<high>\d+)\]?", _range),
-    (rf"({_ANY_GROUP})=\[[\w.,\s-]+\]", _several),
+    (r"sweep\..*=\[?(?P<low>\d+)(-|:|\.\.)(?P<high>\d+)\]?", _range_override),
+    (rf"({_ANY_GROUP})=\[[\w.,\s-]+\]", _several_values),
     (r"sweep\..*?=\[[^\"'\\]*[^[,\s]\s+[^],\s].*\]", "{override}: a list needs commas; write {key}={items}".format),
-    (rf"{_MAY_LIST}=(?!\[[^];]*\]$|[\w.-]*$)[({{\[]?[\w.;,\s-]+[)}}\]]?",
+    (rf"{_LIST_OR_VALUE}=(?!\[[^];]*\]$|[\w.-]*$)[({{\[]?[\w.;,\s-]+[)}}\]]?",
      "{override}: a list needs brackets and commas; write {key}={items}".format),
     (rf"{_GROUP}=[\[{{].*", "{override}: {group} takes one name (see ultrabench configs {group}); set values with "
      "{group}.KEY=VALUE or in a file, ultrabench/{group}/NAME.yaml".format),
@@ -117,10 +117,10 @@ line of its parts: the override, its key, its value, this as a list (items), and
 def _require_usable(overrides: Sequence[str]) -> None:
     for index, override in enumerate(overrides):
         key, _, value = override.partition("=")
-        listed = " ".join((value, *overrides[index + 1 :])).partition("]")[0] if "[" in value else value
-        for pattern, sentence in _WORDS:
+        list_text = " ".join((value, *overrides[index + 1 :])).partition("]")[0] if "[" in value else value
+        for pattern, sentence in _MISTAKES:
             if match := re.fullmatch(pattern, override):
-                parts = {"override": override, "key": key, "value": value, "items": as_list(listed)}
+                parts = {"override": override, "key": key, "value": value, "items": as_list(list_text)}
                 raise ConfigError(sentence(**parts | match.groupdict()))
 
 
@@ -129,25 +129,25 @@ def in_defaults(group: str, **_: str) -> str:
     return f"to choose another {group} in a sweep file, write under defaults: '- override /{group}: NAME', with the slash"
 
 
-def _other_kind(override: str, key: str, **_: str) -> str:
+def _list_or_settings(override: str, key: str, **_: str) -> str:
     """One line for a list that is given settings, or the other way round."""
-    for above in accumulate(key.split("."), "{}.{}".format):
-        if re.fullmatch(_LIST, above):
-            return f"{override}: {above} is a list; write {above}=[A,B]"
+    for parent_key in accumulate(key.split("."), "{}.{}".format):
+        if re.fullmatch(_LIST_KEY, parent_key):
+            return f"{override}: {parent_key} is a list; write {parent_key}=[A,B]"
     return f"{override}: {key} holds settings; write {key}.NAME=VALUE"
 
 
-_OF_HYDRA: tuple[tuple[str, Sentence], ...] = (
+_HYDRA_MESSAGES: tuple[tuple[str, Sentence], ...] = (
     (rf"(?:Could not (?:find|override) 'sweep/|Multiple values for )(?P<group>{_ANY_GROUP})\b", in_defaults),
     (r"Could not load 'sweep/override /?(?P<group>\w+)", in_defaults),
     (r"Could not load 'sweep/(?P<name>[^']+)'", lambda name, **_: f"defaults: {unknown_option('sweep', name)}"),
     (rf"Could not find '(?P<group>{_ANY_GROUP})/(?P<name>[^'/]+)'", lambda group, name, **_: unknown_option(group, name)),
     (r"Could not override '(?P<key>[^']+)'", lambda key, values, **_: unknown_override(key, values.get(key))),
     (r"Missing mandatory value: .*\s+full_key: (?P<key>\S+)", "{key} has no value; set {key}=...".format),
-    (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several),
+    (r"Ambiguous value for argument '(?P<key>[^'=]+)=(?P<value>[^']*)'", _several_values),
     (r"Interpolation key '(?P<key>[^']+)' not found",
      "${{{key}}} is not a setting; for a shell variable on the nodes write \\${{{key}}}".format),
-    (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)", _other_kind),
+    (r"Error merging override (?P<override>\+?(?P<key>[^=\n]+)=[^\n]*)", _list_or_settings),
     (r"Could not append to config. An item is already at '(?P<key>[^']+)'", "{key} exists; leave out the + in front of it".format),
     (r"In '(?P<file>[^']+)': ConfigTypeError",
      "{file}.yaml has a list or a text instead of settings; write KEY: VALUE lines, as in the files that ultrabench configs lists".format),
@@ -157,14 +157,14 @@ _OF_HYDRA: tuple[tuple[str, Sentence], ...] = (
 """Pattern in a message of Hydra -> function that makes one line of its groups and of the values of the overrides."""
 
 
-def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
+def _error_of_hydra(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """What was given, which values are known, and what to do, as far as the message of Hydra tells it."""
-    for pattern, sentence in _OF_HYDRA:
+    for pattern, sentence in _HYDRA_MESSAGES:
         if match := re.search(pattern, str(error)):
             line = sentence(**match.groupdict(), values=parts_of(overrides))
             return ConfigError(line, setting=match[1] if match.re.groups else None)
     if (override := getattr(error, "override", None)) is not None:  # of an OverrideParseException
-        return ConfigError(_unreadable(override))
+        return ConfigError(_advice_for_unreadable(override))
     if isinstance(error, yaml.YAMLError):
         fault = " ".join(str(error).split())
         return ConfigError(f"a configuration file is not valid YAML: {fault}; fix it there")
@@ -172,7 +172,7 @@ def _explained(error: Exception, overrides: Sequence[str]) -> ConfigError:
     return ConfigError(f"cannot use the overrides {' '.join(overrides)!r}: {line}")
 
 
-def _unreadable(override: str) -> str:
+def _advice_for_unreadable(override: str) -> str:
     """One line for an override that Hydra cannot parse, with a form that it can."""
     key, _, value = " ".join(override.split()).partition("=")
     rule_text = "a value that contains brackets, commas, colons, spaces or quotes needs its own quotes"
@@ -212,11 +212,11 @@ def _settings() -> dict[str, list[str]]:
     return options | {f"sweep.{key}": [] for key in SWEEP_KEYS if f"sweep.{key}" not in options}
 
 
-def _dotted_keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+def _dotted_keys(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in values.items():
-        yield above + key
+        yield prefix + key
         if isinstance(value, dict):
-            yield from _dotted_keys(value, f"{above}{key}.")
+            yield from _dotted_keys(value, f"{prefix}{key}.")
 
 
 _MOVED: tuple[tuple[str, str], ...] = (
@@ -266,21 +266,21 @@ def unknown_override(key: str, value: object = None) -> str:
     if advice := moved(key, (*_MOVED, *_NOT_OVERRIDDEN)):
         return advice
     settings, group = _settings(), key.partition(".")[0]
-    words = key.split(".", 2)
-    if len(words) == 3 and group == "sweep" and (nearest := nearest_name(words[1], EXAMPLES, 0.6)):
-        return f"unknown override {key!r}; did you mean +sweep.{nearest}.{words[2]}?"
+    key_parts = key.split(".", 2)
+    if len(key_parts) == 3 and group == "sweep" and (nearest := nearest_name(key_parts[1], EXAMPLES, 0.6)):
+        return f"unknown override {key!r}; did you mean +sweep.{nearest}.{key_parts[2]}?"
     if key in settings:
-        remedy = f"it: {_typed(f'+{key}', value)}" if group == "sweep" else " or ".join(settings[key])
+        remedy = f"it: {_override_text(f'+{key}', value)}" if group == "sweep" else " or ".join(settings[key])
         return f"{key} is not a setting of the chosen {group}; add {remedy}"
-    if (probable := _meant(key, settings)) is None:
+    if (probable_key := _probable_setting(key, settings)) is None:
         group_settings = [name for name in settings if name.startswith(f"{group}.")]
         return unknown_name("override", key, group_settings or [name for name in settings if "." not in name])
-    options = settings.get(probable, []) if probable.startswith(("kernel.", "launcher.")) else []
+    options = settings.get(probable_key, []) if probable_key.startswith(("kernel.", "launcher.")) else []
     hint = f", with {options[0]}" if len(options) == 1 else ""
-    return f"unknown override {key!r}; {moved(probable) or f'did you mean {_typed(probable, value)}{hint}?'}"
+    return f"unknown override {key!r}; {moved(probable_key) or f'did you mean {_override_text(probable_key, value)}{hint}?'}"
 
 
-def _meant(key: str, settings: Mapping[str, Any]) -> str | None:
+def _probable_setting(key: str, settings: Mapping[str, Any]) -> str | None:
     """The setting that an unknown key probably means; None where no setting is similar."""
     group, last_part = key.partition(".")[0], key.rpartition(".")[2]
     last_parts = {name: name.rpartition(".")[2] for name in settings}
@@ -298,11 +298,11 @@ def _meant(key: str, settings: Mapping[str, Any]) -> str | None:
     return min(names, key=lambda name: (name.partition(".")[0] != group, name.count(".")), default=None)
 
 
-def _typed(name: str, value: object) -> str:
+def _override_text(name: str, value: object) -> str:
     """The override that gives `name` this value, as a user can type it; only the name for a mapping or no value."""
     if value is None or isinstance(value, dict):
         return name
-    override = f"{name}={as_list(str(value)) if re.fullmatch(_LIST, name) else value}"
+    override = f"{name}={as_list(str(value)) if re.fullmatch(_LIST_KEY, name) else value}"
     return override if re.fullmatch(r"[\w.,=\[\]/:+@%-]*", override) else shlex.quote(override)
 
 
@@ -377,7 +377,7 @@ def _composed(overrides: Sequence[str]) -> dict[str, Any]:
             composed.pop("hydra")
             tree = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        raise _explained(error, overrides) from error
+        raise _error_of_hydra(error, overrides) from error
     assert isinstance(tree, dict)
     return {**tree, "names": {group: choices[group] for group in GROUPS if group in choices}}
 

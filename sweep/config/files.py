@@ -20,7 +20,7 @@ OVERRIDES = {group: group for group in sorted(GROUPS)} | {"profile": "profiles"}
 """What an override such as profile=NAME names -> the folder of its files."""
 FOLDERS = OVERRIDES | {"framework": "framework"}
 """What users can name -> the folder of its files; a framework is named by `sweep show --as`."""
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """Largest number of values that a YAML file may stand for; a few aliases of aliases stand for billions."""
 
 
@@ -30,13 +30,13 @@ def search_path() -> list[Path]:
     They are `./ultrabench`, then $ULTRABENCH_CONFIG_DIR (by default ~/.config/ultrabench), then the package.
     """
     groups = (*FOLDERS.values(), "published")
-    used = [folder for folder in _user_folders() if any(any((folder / g).glob("*.yaml")) for g in groups)]
-    return [*used, (Path(ultrabench.__file__).parent / "configs").resolve()]
+    folders = [f for f in _user_folders() if any(any((f / group).glob("*.yaml")) for group in groups)]
+    return [*folders, (Path(ultrabench.__file__).parent / "configs").resolve()]
 
 
 def _user_folders() -> list[Path]:
-    user = os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench")
-    return [Path.cwd() / "ultrabench", Path(user).expanduser().absolute()]
+    user_folder = os.environ.get("ULTRABENCH_CONFIG_DIR", "~/.config/ultrabench")
+    return [Path.cwd() / "ultrabench", Path(user_folder).expanduser().absolute()]
 
 
 def file_of_user(group: str, name: str) -> Path | None:
@@ -48,8 +48,8 @@ def file_of_user(group: str, name: str) -> Path | None:
 def is_command_of_package(kernel: str, command: Sequence[str]) -> bool:
     """Whether a command is that of a kernel of the package which starts a program of others; it says all that it reads."""
     path = search_path()[-1] / "kernel" / f"{kernel}.yaml"
-    hidden = any((folder / "kernel" / path.name).is_file() for folder in _user_folders())
-    return not hidden and path.is_file() and _command(path) == [*command]
+    is_hidden = any((folder / "kernel" / path.name).is_file() for folder in _user_folders())
+    return not is_hidden and path.is_file() and _command(path) == [*command]
 
 
 @functools.cache
@@ -76,10 +76,10 @@ def unknown_option(group: str, name: str) -> str:
 
 def describe(group: str) -> dict[str, str]:
     """Name of each option of a group -> the first comment line of its file, or why that cannot be used."""
-    return {name: _about(path) for name, path in files(group).items()}
+    return {name: _first_comment(path) for name, path in files(group).items()}
 
 
-def _about(path: Path) -> str:
+def _first_comment(path: Path) -> str:
     try:
         values = yaml.safe_load(text := read_text(path))
     except (ConfigError, yaml.YAMLError) as error:
@@ -142,7 +142,7 @@ def read_text(path: Path) -> str:
 
 
 def require_few_values(path: Path) -> None:
-    """Raises ConfigError if the aliases of a YAML file stand for more than MOST_VALUES values."""
+    """Raises ConfigError if the aliases of a YAML file stand for more than MAX_VALUES values."""
     values_by_node: dict[int, int] = {}
 
     def count(node: yaml.Node | None) -> int:
@@ -150,7 +150,7 @@ def require_few_values(path: Path) -> None:
         if not isinstance(node, yaml.CollectionNode):
             return 1
         if id(node) not in values_by_node:
-            values_by_node[id(node)] = MOST_VALUES  # until it is counted: a node may contain itself
+            values_by_node[id(node)] = MAX_VALUES  # until it is counted: a node may contain itself
             is_mapping = isinstance(node, yaml.MappingNode)
             parts = itertools.chain.from_iterable(node.value) if is_mapping else node.value
             values_by_node[id(node)] = 1 + sum(map(count, parts))
@@ -160,6 +160,6 @@ def require_few_values(path: Path) -> None:
         values = count(yaml.compose(read_text(path), yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError):
         return  # whoever reads it says what is wrong
-    if values > MOST_VALUES:
-        rule = f"a file may have at most {MOST_VALUES:,}"
+    if values > MAX_VALUES:
+        rule = f"a file may have at most {MAX_VALUES:,}"
         raise ConfigError(f"{path}: its aliases expand to {values:,} values; {rule}: use fewer aliases")

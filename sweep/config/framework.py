@@ -43,10 +43,10 @@ def framework_from(values: Mapping[str, Any]) -> Framework:
     """
     if not values.get("settings"):
         raise ConfigError("settings is empty; list KEY=VALUE texts, such as settings: ['tp={tp}']")
-    of_file = {key: values[key] for key in ("file", "elsewhere") if key in values}
-    kernel = {key: value for key, value in values.items() if key not in (*of_file, "settings")}
+    file_fields = {key: values[key] for key in ("file", "elsewhere") if key in values}
+    kernel = {key: value for key, value in values.items() if key not in (*file_fields, "settings")}
     kernel |= {"kind": "command", "command": values["settings"]}
-    return from_dict(Framework, {"file": "settings.txt", **of_file, "kernel": kernel}, where="framework")
+    return from_dict(Framework, {"file": "settings.txt", **file_fields, "kernel": kernel}, where="framework")
 
 
 def text_of(settings: Sequence[str], file: str) -> str:

@@ -35,15 +35,15 @@ from ultrabench.sweep.config.options import SWEEP_KEYS, read_list, read_options,
 from ultrabench.sweep.config.sweep_config import TEXTS, Axes, LauncherConfig, RetryPolicy, SweepConfig
 from ultrabench.sweep.predict.profile import Profile
 
-WHOLE = ("results_dir", "models", "repeats", "trace", "max_p_oom")
+UNCHANGED_KEYS = ("results_dir", "models", "repeats", "trace", "max_p_oom")
 """Keys of a composed configuration whose values are taken as they are."""
-KEYS = frozenset({*GROUPS[:-1], *WHOLE, "name", "names", "profile"})
+KEYS = frozenset({*GROUPS[:-1], *UNCHANGED_KEYS, "name", "names", "profile"})
 """Keys of a composed configuration."""
 WORKLOAD = field_types(Workload)
 """Key of `sweep` that says what one step trains on -> its type."""
-OF_SWEEP = ("strategy", "batch", "max_runs", "scaling")
+SELECTION_KEYS = ("strategy", "batch", "max_runs", "scaling")
 """Keys of `sweep` that say which of its layouts are run, and what gbs is on more nodes."""
-_NO_AXES = frozenset({*WORKLOAD, *OF_SWEEP, *SWEEP_KEYS})
+_NO_AXES = frozenset({*WORKLOAD, *SELECTION_KEYS, *SWEEP_KEYS})
 """Keys of `sweep` that are no axes of layouts."""
 _COMPILE = Annotated[bool | Literal["auto"], Meta(description="auto, true or false")]
 """The values that a configuration may give kernel.compile."""
@@ -110,17 +110,21 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     kind = kernel.get("kind", "embedded")
     default_s = {key: getattr(hardware, key) if kind == "embedded" else 0.0 for key in ("warmup_s", "min_s")}
     types = field_types(SweepConfig)
-    needed = {"preflight": kind != "command" or hardware.device == "cuda"}
+    usual_launcher = {"preflight": kind != "command" or hardware.device == "cuda"}
     values = {
-        **{key: tree[key] for key in WHOLE if key in tree},
-        **{k: value_from(types[k], sweep[k], f"sweep.{k}") for k in OF_SWEEP if sweep.get(k) is not None},
+        **{key: tree[key] for key in UNCHANGED_KEYS if key in tree},
+        **{
+            k: value_from(types[k], sweep[k], f"sweep.{k}")
+            for k in SELECTION_KEYS
+            if sweep.get(k) is not None
+        },
         "name": str(tree.get("name") or f"{names['sweep']}-{names['hardware']}"),
         "cluster": str(cluster.get("name") or names.get("cluster", "local")),
         "price_per_gpu_hour": cluster.get("price_per_gpu_hour"),
         "hardware": hardware,
         "kernel": kernel_config,
         "measure": from_dict(Measure, _filled(tree["measure"], default_s), where="measure"),
-        "launcher": _launcher(_filled(tree["launcher"], needed), cluster),
+        "launcher": _launcher(_filled(tree["launcher"], usual_launcher), cluster),
         "retry": from_dict(RetryPolicy, tree["retry"], where="retry"),
         "axes": _axes({key: value for key, value in sweep.items() if key not in _NO_AXES}),
         "workload": from_dict(Workload, workload, where="sweep"),
@@ -175,20 +179,26 @@ def _kernel_options(values: Mapping[str, Any], hardware: Hardware) -> dict[str, 
 
 def _axes(sweep: dict[str, Any]) -> Axes:
     """The axes of a sweep; an axis that the sweep does not name has its neutral value only."""
-    listed = {name: values_in(values) for name, values in sweep.items() if values is not None}
-    require_known("field of sweep", ("nodes", *AXES[1:], "models", *_NO_AXES), *listed, setting="sweep")
-    if "nodes" not in listed:
+    values_by_axis = {name: values_in(values) for name, values in sweep.items() if values is not None}
+    require_known(
+        "field of sweep", ("nodes", *AXES[1:], "models", *_NO_AXES), *values_by_axis, setting="sweep"
+    )
+    if "nodes" not in values_by_axis:
         raise ConfigError("sweep lacks nodes; give a list, such as sweep.nodes=[1,2]", setting="sweep")
-    if "auto" in listed.get("gas", ()):
+    if "auto" in values_by_axis.get("gas", ()):
         advice = "write sweep.gas=null to derive gas from the batch"
         raise ConfigError("sweep.gas=auto is not an integer", advice)
-    for name in TEXT_AXES & listed.keys():
-        listed[name] = [as_text(value) if NEUTRAL[name] == "on" else str(value) for value in listed[name]]
-    kinds = {"nodes": Count, **TYPES_IN_SWEEP}
-    axes = {name: read_list(values, kinds[name], f"sweep.{name}") for name, values in listed.items()}
-    usual: dict[str, Any] = {name: (value,) for name, value in NEUTRAL.items() if name not in FOLLOWING}
-    usual |= {name: (in_sweep.default,) for name, in_sweep in IN_SWEEP.items()}
-    return Axes(nodes=axes.pop("nodes"), layout=usual | axes)
+    for name in TEXT_AXES & values_by_axis.keys():
+        values_by_axis[name] = [
+            as_text(value) if NEUTRAL[name] == "on" else str(value) for value in values_by_axis[name]
+        ]
+    types = {"nodes": Count, **TYPES_IN_SWEEP}
+    axes = {name: read_list(values, types[name], f"sweep.{name}") for name, values in values_by_axis.items()}
+    usual_values: dict[str, Any] = {
+        name: (value,) for name, value in NEUTRAL.items() if name not in FOLLOWING
+    }
+    usual_values |= {name: (in_sweep.default,) for name, in_sweep in IN_SWEEP.items()}
+    return Axes(nodes=axes.pop("nodes"), layout=usual_values | axes)
 
 
 def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig:
@@ -203,8 +213,8 @@ def _launcher(values: dict[str, Any], cluster: dict[str, Any]) -> LauncherConfig
         settings["python"] = [settings["python"]]
     if "sbatch" in settings:
         options = [cluster.get("sbatch") or {}, settings["sbatch"] or {}]
-        unusable = [mapping for mapping in options if not isinstance(mapping, dict)]
-        settings["sbatch"] = unusable[0] if unusable else _sbatch_options(options[0] | options[1])
+        invalid = [mapping for mapping in options if not isinstance(mapping, dict)]
+        settings["sbatch"] = invalid[0] if invalid else _sbatch_options(options[0] | options[1])
     return from_dict(LauncherConfig, settings, where="launcher")
 
 

@@ -65,10 +65,10 @@ class WordRule:
         """Why the values of a run break the rule; None where they do not."""
         sides = ((float(values.get(name, name)) for name in side) for side in (self.left, self.right))
         left, right = map(math.prod, sides)
-        holds, denial = _RELATIONS[self.relation]
+        holds, negation = _RELATIONS[self.relation]
         if holds(left, right):
             return None
-        return f"{'*'.join(self.left)}={left:g} {denial} {'*'.join(self.right)}={right:g}"
+        return f"{'*'.join(self.left)}={left:g} {negation} {'*'.join(self.right)}={right:g}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,14 +113,14 @@ def read_list(values: Any, kind: Any, setting: str) -> tuple[Any, ...]:
     Raises:
         ConfigError: the list is empty, or its type forbids a value.
     """
-    if listed := values_in(values):
-        return tuple(value_from(kind, value, setting) for value in listed)
+    if value_list := values_in(values):
+        return tuple(value_from(kind, value, setting) for value in value_list)
     raise ConfigError(f"{setting} is empty; list at least one value", setting=setting)
 
 
 def read_options(
     sweep: Mapping[str, Any],
-    kernels: Mapping[str, tuple[Value, ...]],
+    kernel_options: Mapping[str, tuple[Value, ...]],
     kernel: KernelConfig,
     hardware: Hardware,
 ) -> Options:
@@ -128,7 +128,7 @@ def read_options(
 
     Args:
         sweep: the group `sweep`.
-        kernels: precision, compile and attention -> their values.
+        kernel_options: precision, compile and attention -> their values.
         kernel: the kernel with the first of these values.
 
     Raises:
@@ -137,8 +137,8 @@ def read_options(
     values: dict[str, tuple[Value, ...]] = {
         name: tuple(dict.fromkeys(read_list(sweep[name], Size, f"sweep.{name}"))) for name in CELL_OPTIONS[:2]
     }
-    values |= {"precision": kernels["precision"]}
-    values |= {name: kernels[name] for name in KERNEL_OPTIONS if len(kernels[name]) > 1}
+    values |= {"precision": kernel_options["precision"]}
+    values |= {name: kernel_options[name] for name in KERNEL_OPTIONS if len(kernel_options[name]) > 1}
     for name, items in _mapping(sweep, ENV, kernel).items():
         texts = _texts(items, f"{ENV}.{name}", text_of=_in_environment)
         values[f"{ENV}.{name}"] = tuple(None if value is None else _in_environment(value) for value in texts)
@@ -149,13 +149,13 @@ def read_options(
     _require_used(words, arguments, kernel)
     values |= {f"{WORDS}.{name}": items for name, items in words.items()}
     values |= {name: _texts(sweep[name], name, Line) for name in PLACE_OPTIONS if sweep.get(name) is not None}
-    numbers = [name for name, items in words.items() if all(isinstance(v, int | float) for v in items)]
+    numeric_words = [name for name, items in words.items() if all(isinstance(v, int | float) for v in items)]
     for rule in rules:
         kind = f"numeric word in sweep.rules {rule.text!r}:"
-        require_known(kind, (*numbers, *_numbers_of_runs()), *rule.names, setting="sweep.rules")
+        require_known(kind, (*numeric_words, *_numeric_words_of_runs()), *rule.names, setting="sweep.rules")
     if kernel.kind == "embedded":
-        _require_different_attention(kernels, hardware)
-    for precision in kernels["precision"]:
+        _require_different_attention(kernel_options, hardware)
+    for precision in kernel_options["precision"]:
         hardware.peak(str(precision), 1, None, 1)  # refuses a precision without a rate
     return Options(values=values, arguments=arguments, rules=rules)
 
@@ -168,10 +168,10 @@ def _texts(
     Raises:
         ConfigError: two of them are the same for the program.
     """
-    typed: tuple[Value, ...] = read_list(values, kind, f"sweep.{name}")
-    received = (("null" if v is None else repr(v), v if v is None else text_of(v)) for v in typed)
+    option_values: tuple[Value, ...] = read_list(values, kind, f"sweep.{name}")
+    received = (("null" if v is None else repr(v), v if v is None else text_of(v)) for v in option_values)
     _require_different(f"sweep.{name}", received)
-    return typed
+    return option_values
 
 
 def _require_different(setting: str, received_by_value: Iterable[tuple[str, object]]) -> None:
@@ -184,11 +184,11 @@ def _require_different(setting: str, received_by_value: Iterable[tuple[str, obje
         values[received] = value
 
 
-def _require_different_attention(kernels: Mapping[str, tuple[Value, ...]], hardware: Hardware) -> None:
+def _require_different_attention(kernel_options: Mapping[str, tuple[Value, ...]], hardware: Hardware) -> None:
     """Raises ConfigError if auto stands beside what it becomes on the hardware in one of the precisions."""
-    for precision in kernels["precision"]:
+    for precision in kernel_options["precision"]:
         auto = hardware.auto_attention(precision in IN_16_BITS) or "auto"
-        received = ((str(value), auto if value == "auto" else value) for value in kernels["attention"])
+        received = ((str(value), auto if value == "auto" else value) for value in kernel_options["attention"])
         _require_different("kernel.attention", received)
 
 
@@ -265,7 +265,7 @@ def _words_of_runs() -> tuple[str, ...]:
     return (*AXES, *field_types(ModelShape), *CELL_OPTIONS, "nodes", "gpus_per_node", "world_size")
 
 
-def _numbers_of_runs() -> tuple[str, ...]:
+def _numeric_words_of_runs() -> tuple[str, ...]:
     """Those of them that are numbers in every run."""
     shape = field_types(ModelShape).items()
     sizes = [name for name, kind in shape if getattr(kind, "__origin__", kind) is int]

@@ -35,8 +35,8 @@ _HOUR = r"([01]\d|2[0-3]):[0-5]\d"
 WINDOW = matching(f"{_HOUR}-{_HOUR}", "HH:MM-HH:MM, such as 19:00-07:00")
 TEXTS = ("partition", "account", "qos", "exclude", "gres", "mem")
 """Fields whose values are passed to sbatch as they are."""
-_OURS = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
-                   "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
+_SET_BY_ULTRABENCH = frozenset({"array", "chdir", "error", "job-name", "nodes", "ntasks", "ntasks-per-node", "open-mode",
+                                "output", "parsable", "signal", "test-only", "time", "wait", "wrap"})  # fmt: skip
 """Options of sbatch that ultrabench sets itself and that a user must not change."""
 
 
@@ -105,9 +105,9 @@ class LauncherConfig:
                 raise ConfigError(
                     f"launcher.sbatch: {key!r}; write the name of the option in lower case, without leading dashes"
                 )
-            if key in _OURS:
-                instead = "use launcher.time_minutes=" if key == "time" else "leave it out"
-                raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets this option: {instead}")
+            if key in _SET_BY_ULTRABENCH:
+                advice = "use launcher.time_minutes=" if key == "time" else "leave it out"
+                raise ConfigError(f"launcher.sbatch.{key}; ultrabench sets this option: {advice}")
 
 
 Attempts = Annotated[int, between(0, 100)]
@@ -222,8 +222,8 @@ class SweepConfig:
         if self.strategy == "adaptive" and self.kernel.kind == "probe":
             fact = "sweep.strategy=adaptive with kernel=probe"
             raise ConfigError(fact, "a probe trains nothing: leave it out", setting="sweep.strategy")
-        launches = "".join((*self.launcher.python, *self.launcher.srun))
-        if "container" in self.options.values and CONTAINER_WORD not in launches:
+        start_words = "".join((*self.launcher.python, *self.launcher.srun))
+        if "container" in self.options.values and CONTAINER_WORD not in start_words:
             advice = "launcher.srun=['--container-image={container}'] (pyxis) or, for example, "
             advice += "launcher.python=[apptainer,exec,'{container}',python]"
             fact = f"sweep.container has no effect: no command contains {CONTAINER_WORD}; set {advice}"

@@ -120,7 +120,7 @@ class Predictor:
         base_bytes = self.memory.base_bytes if self.hardware.device == "cpu" else 0.0
         return Occupancy(peak, peak / (mem_bytes + base_bytes), p_oom(stages, mem_bytes, self.memory))
 
-    def least_occupancy(self, spec: RunSpec) -> Occupancy:
+    def smallest_occupancy(self, spec: RunSpec) -> Occupancy:
         """How full the first or the last rank of the pipeline is: no fuller than the rank that needs most."""
         return self.occupancy(predict_memory(spec, self.memory, ENDS))
 

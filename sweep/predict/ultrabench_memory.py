@@ -40,7 +40,7 @@ from ultrabench.sweep.predict.stage_params import (
     params_of_ranks,
 )
 
-MOST_ROUNDS = 4
+MAX_ROUNDS = 4
 """Number of rounds of pp micro-batches that are looked at; later ones are like the first ones."""
 
 
@@ -119,7 +119,7 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
     layout, w, num_stages = spec.layout, m.element, len(params)
     schedule, pp, gas, is_zero3 = layout.pp_schedule, layout.pp, layout.gas, layout.zero_stage == 3
     if num_stages > 1:
-        gas = min(gas, gas % pp + MOST_ROUNDS * pp)
+        gas = min(gas, gas % pp + MAX_ROUNDS * pp)
     elif schedule != "afab":
         gas = min(gas, pp + 2)  # from then on a backward follows each forward
     sums_shards = _sums_shards(layout)

@@ -13,10 +13,10 @@ from ultrabench.sweep.running.attempts import AttemptsLeft, Launch, next_attempt
 from ultrabench.sweep.running.price import PlannedJob, committed_gpu_hours, planned_jobs
 from ultrabench.sweep.running.retry import excluded_nodes
 
-MOST_WITHOUT_RUN = 3
+MAX_WITHOUT_RUN = 3
 """The sweep stops after this many allocations in a row that ended without having claimed a run."""
-MOST_WITHOUT_ASKED = 3
-"""The sweep stops after MOST_WITHOUT_ASKED * max_jobs allocations in a row that ran only control layouts."""
+MAX_WITHOUT_REQUESTED = 3
+"""The sweep stops after MAX_WITHOUT_REQUESTED * max_jobs allocations in a row that ran only control layouts."""
 REQUESTED_ENDS = (EndCode.PAUSED, EndCode.OUTSIDE_WINDOW)
 """Codes of ends for which an allocation may end without having claimed a run. It still counts as one that ran
 nothing that was asked for: where the clocks of nodes differ, allocations could end like this for ever."""
@@ -121,17 +121,17 @@ def _dead_end(state: SweepState, limits: JobLimits, launch: Launch) -> DeadEnd |
         a for a in ended_allocations if a.submission[0] == launch.name and a.name not in launch.excused
     ]
     ended_here.sort(key=lambda allocation: allocation.submission)
-    num_without_run = num_without_asked = 0
+    num_without_run = num_without_requested = 0
     for allocation in ended_here:
         attempts = (state.attempts[key] for key in allocation.tasks if key in state.attempts)
         ran_keys = {attempt.key for attempt in attempts if attempt.allocation == allocation.name}
         requested_keys = [k for k in allocation.tasks if k.run_id != allocation.control] or allocation.tasks
         if allocation.end is None or allocation.end.code not in REQUESTED_ENDS:
             num_without_run = 0 if ran_keys else num_without_run + 1
-        num_without_asked = 0 if ran_keys & {*requested_keys} else num_without_asked + 1
-    if num_without_run >= MOST_WITHOUT_RUN:
+        num_without_requested = 0 if ran_keys & {*requested_keys} else num_without_requested + 1
+    if num_without_run >= MAX_WITHOUT_RUN:
         return DeadEnd(num_allocations=num_without_run, missing_run="anything", allocation=ended_here[-1])
-    if ended_here and num_without_asked >= MOST_WITHOUT_ASKED * limits.max_jobs:
+    if ended_here and num_without_requested >= MAX_WITHOUT_REQUESTED * limits.max_jobs:
         subject = "any run except control layouts"
-        return DeadEnd(num_allocations=num_without_asked, missing_run=subject, allocation=ended_here[-1])
+        return DeadEnd(num_allocations=num_without_requested, missing_run=subject, allocation=ended_here[-1])
     return None

@@ -33,7 +33,7 @@ END_S = 300.0
 """Seconds within which a sweep has to end after the last fault."""
 ANSWER_S = 60.0
 """Seconds within which `sweep status` and `collect` have to answer."""
-MOST_LAUNCHES = 30
+MAX_LAUNCHES = 30
 """Largest number of launches of one sweep, including those that were killed."""
 COMMON = (
     "model=tiny", "launcher=slurm", "launcher.mem=300M", "launcher.poll_s=1", "launcher.grace_s=4",
@@ -199,7 +199,7 @@ class Campaign:
         if not (left.get("pending") or left.get("running")):
             return True
         self.say(f"     a launcher ended with {code}: {self._last_words()}")
-        if len(self._launchers) > MOST_LAUNCHES:
+        if len(self._launchers) > MAX_LAUNCHES:
             self.complain(f"{len(self._launchers)} launches did not end it: {self._last_words()}")
             return True
         self.launch()

@@ -31,9 +31,9 @@ MISLEADING: dict[str, frozenset[str]] = {
 EXPLAINS = FAILURES | INTERFERENCE | MISLEADING
 """Kind of fault -> the true ends of the attempt it hits: a status, or a status and a cause.
 
-A fault explains at most one end per allocation, and of a run that it hits in every attempt MOST_ATTEMPTS.
+A fault explains at most one end per allocation, and of a run that it hits in every attempt MAX_ATTEMPTS.
 """
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """Largest number of attempts of a run that takes its allocation away each time."""
 OF_A_PROGRAM = frozenset({"sleep_rank", "exit_rank", "orphan", "hostile_numbers", "reforking_children", "slow_unlink",
                           "kill_agent_always"})  # fmt: skip

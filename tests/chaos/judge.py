@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.fault import EXPLAINS, MOST_ATTEMPTS
+from tests.chaos.fault import EXPLAINS, MAX_ATTEMPTS
 from tests.chaos.witness import Execution
 
 UNFINISHED = frozenset({"lost", "node_fail", "cancelled", "preempted"})
@@ -177,7 +177,7 @@ def one_at_a_time(executions: Sequence[Execution]) -> list[str]:
 def _explained(rows: Rows, records: Rows) -> list[str]:
     """Problems with the rule that a fault explains each end but ok; a fault explains one per allocation."""
     open_ = [(record, name) for record in records for name in record.get("allocations", ())]
-    open_ += [(record, record["run"]) for record in records if "run" in record for _ in range(MOST_ATTEMPTS)]
+    open_ += [(record, record["run"]) for record in records if "run" in record for _ in range(MAX_ATTEMPTS)]
     for record in records:
         record["ends"] = []
     found = []

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from tests import patience
 from tests.chaos.failures import fill, order
-from tests.chaos.fault import MOST_ATTEMPTS, Fault
+from tests.chaos.fault import MAX_ATTEMPTS, Fault
 from tests.chaos.interference import SUBMITS_S, Wrappers
 from tests.chaos.judge import judge, one_at_a_time
 from tests.chaos.target import (
@@ -121,7 +121,7 @@ def _kill_agent_always(campaign: "Campaign", fault: Fault) -> Hit:
     """Makes one run kill the agent of one of its nodes in every attempt."""
     hit = order(campaign, fault)
     run = hit["target"].rpartition(" ")[2].rpartition(".")[0]
-    return {"target": f"{hit['target']} and later attempts", "run": run, "costs": MOST_ATTEMPTS}
+    return {"target": f"{hit['target']} and later attempts", "run": run, "costs": MAX_ATTEMPTS}
 
 
 def _suspended_processes(campaign: "Campaign", fault: Fault) -> Hit:

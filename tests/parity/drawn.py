@@ -16,7 +16,7 @@ from ultrabench.kernel.requests import TINY, CheckSpec
 from ultrabench.layout import Layout, default_virtual_stages
 from ultrabench.sweep.arguments import require_possible
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 
 
 def draw(pick: random.Random) -> CheckSpec | None:
@@ -44,7 +44,7 @@ def draw(pick: random.Random) -> CheckSpec | None:
         require_possible(spec.run, "cpu")
     except ConfigError:
         return None
-    return None if layout.world_size > MOST_RANKS else spec
+    return None if layout.world_size > MAX_RANKS else spec
 
 
 def main() -> int:

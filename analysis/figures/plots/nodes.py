@@ -15,7 +15,7 @@ from ultrabench.analysis.nodes.nodes import NodeReport, reports
 from ultrabench.analysis.nodes.relative import days_of
 from ultrabench.errors import ConfigError, counted
 
-MOST_NODES = 40
+MAX_NODES = 40
 """Largest number of nodes in a figure: the marked ones, then the slowest."""
 _MAX_DEVIATION = 0.05
 """Relative difference from the median at the ends of the scale of colours."""
@@ -44,7 +44,7 @@ def points(table: pa.Table) -> tuple[pd.DataFrame, str]:
         time=pd.to_datetime(frame["time_s"], unit="s", utc=True),
         rate=frame["rate"].map(RATES),
     ).explode("nodes")
-    drawn_reports = node_reports[:MOST_NODES]
+    drawn_reports = node_reports[:MAX_NODES]
     places = {report.node: place for place, report in enumerate(drawn_reports)}
     labels = [_name(report) for report in drawn_reports]
     frame = frame.assign(place=frame["nodes"].map(places.get)).dropna(subset="place").astype({"place": int})

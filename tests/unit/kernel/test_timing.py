@@ -13,7 +13,7 @@ from tests.configs import measure
 from tests.parity.fault import changed
 from ultrabench.kernel import worker
 from ultrabench.kernel.rank import clock, memory
-from ultrabench.kernel.worker import MOST_COMPILING_STEPS, Timing
+from ultrabench.kernel.worker import MAX_COMPILING_STEPS, Timing
 
 MEASURE = measure(warmup_steps=2, min_steps=6, max_steps=20, min_s=3.0, target_ci95_rel=0.05)
 UNEVEN = [0.1, 0.3]
@@ -79,7 +79,7 @@ def test_compilation_without_an_end_is_told(one_rank):
     """In place of a measurement."""
     told = r"step 12 still compiled layers \(12 graphs so far\); use kernel.compile"
     with pytest.raises(RuntimeError, match=told):
-        Compiling(2 + MOST_COMPILING_STEPS)._warm_up()
+        Compiling(2 + MAX_COMPILING_STEPS)._warm_up()
 
 
 GIB = 2**30

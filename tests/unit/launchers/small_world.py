@@ -22,7 +22,7 @@ from ultrabench.store.state import SweepState
 
 UNSEEN = (lambda state, alive: None), (lambda note: None)
 """Arguments of a reconciler that shows and says nothing."""
-MOST_BLOCKS = 200_000
+MAX_BLOCKS = 200_000
 """Largest number of blocks of steps that are remembered."""
 
 
@@ -217,7 +217,7 @@ class Stage:
 
     def _block(self, seen: Any, take: Callable[[], Block]) -> Block:
         """The block of a process that sees this; it is taken once."""
-        if len(self._blocks) > MOST_BLOCKS:
+        if len(self._blocks) > MAX_BLOCKS:
             self._blocks.clear()
         if seen not in self._blocks:
             self._blocks[seen] = take()
