@@ -63,7 +63,7 @@ def _readable(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def told_apart(*opened: Sequence[str]) -> tuple[str, str]:
+def distinct_names(*opened: Sequence[str]) -> tuple[str, str]:
     """The names of two results; those that are equal are replaced by the last parts of their paths that differ.
 
     Args:

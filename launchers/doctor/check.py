@@ -24,7 +24,7 @@ class Check:
     name: str = ""
     """The name in the output, which the tables of examine.py and run_acceptance.py give."""
     status: CheckStatus
-    told: str
+    finding: str
     """What the check found, with the numbers."""
     remedy: str | None = None
     """What the user can do; every check that warns or fails has a remedy."""
@@ -36,27 +36,27 @@ class Check:
 
 def passed(finding: str) -> Check:
     """A check that found no problem."""
-    return Check(status=CheckStatus.PASS, told=finding)
+    return Check(status=CheckStatus.PASS, finding=finding)
 
 
 def failed(finding: str, remedy: str) -> Check:
     """A check that found a problem which makes sweeps impossible."""
-    return Check(status=FAIL, told=finding, remedy=remedy)
+    return Check(status=FAIL, finding=finding, remedy=remedy)
 
 
 def warned(finding: str, remedy: str) -> Check:
     """A check that found a problem with which some sweeps run, or run less well than they could."""
-    return Check(status=WARN, told=finding, remedy=remedy)
+    return Check(status=WARN, finding=finding, remedy=remedy)
 
 
 def skipped(name: str, finding: str) -> Check:
     """A check that was left out because another check failed."""
-    return Check(name=name, status=CheckStatus.SKIP, told=finding)
+    return Check(name=name, status=CheckStatus.SKIP, finding=finding)
 
 
 def unknown(finding: str) -> Check:
     """A check whose facts cannot be read."""
-    return Check(status=CheckStatus.UNKNOWN, told=finding)
+    return Check(status=CheckStatus.UNKNOWN, finding=finding)
 
 
 Problem = tuple[object, CheckStatus, str] | tuple[object, CheckStatus, str, str]
@@ -67,5 +67,5 @@ def first_problem(finding: str, *problems: Problem) -> Check:
     """A check that reports the first problem that exists; a passed check if none does."""
     for exists, status, remedy, *details in problems:
         if exists:
-            return Check(status=status, told="; ".join([finding, *details]), remedy=remedy)
+            return Check(status=status, finding="; ".join([finding, *details]), remedy=remedy)
     return passed(finding)

@@ -92,7 +92,7 @@ def why_not_slurm(site: Site) -> Check | None:
     if check.status is CheckStatus.PASS:
         return None
     remedy = "to check a cluster, add launcher=slurm"
-    return warned(f"sbatch is here, but {check.told}", remedy).named("slurmctld")
+    return warned(f"sbatch is here, but {check.finding}", remedy).named("slurmctld")
 
 
 def _examine_site(config: SweepConfig, site: Site, say: Say) -> list[Check]:

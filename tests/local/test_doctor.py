@@ -49,7 +49,7 @@ def test_an_acceptance_run_in_small(bench):
         "same gradient": "2 layouts match the gradient of one GPU: ",
         "out of memory": "allocate memory", "published speed": "no published speed",
     }.items():  # fmt: skip
-        assert told in checks[name]["told"]
+        assert told in checks[name]["finding"]
     (path,) = bench.folder.glob("results/*/doctor.json")
     assert path.parent.name == "doctor-local-cpu"
     document = json.loads(path.read_text())

@@ -28,7 +28,7 @@ def test_all_checks_pass_and_written_clusters_are_used(sweeps):
         "the job had what was written"
     )
     assert (len(checks), health - checks.keys()) == (17 + len(health), set())
-    assert "ran on gpu0" in checks["job"]["told"]
+    assert "ran on gpu0" in checks["job"]["finding"]
     assert [path.name for path in sweeps.folder.iterdir()] == ["ultrabench"], "it leaves nothing else behind"
     script = sweeps.run("sweep", "plan", "cluster=mine", "launcher=slurm", "--show-script").splitlines()
     assert {"#SBATCH --partition=hopper", "#SBATCH --gres=gpu:h100:8"} <= set(script)
@@ -51,7 +51,7 @@ def test_a_job_that_does_not_work(sweeps, word, told, remedy):
     hardware = "hardware=h100x8" if "hardware" in word else "hardware=cpu"
     checks = doctor(sweeps, hardware, "sweep.nodes=[1]", word, code=1)
     assert checks["job"]["status"] == "fail"
-    assert told in checks["job"]["told"]
+    assert told in checks["job"]["finding"]
     assert remedy in checks["job"]["remedy"]
     assert list(checks)[-1] == "job", "nothing is said of a node that nobody saw"
 

@@ -48,14 +48,14 @@ def compare(
         raise ConfigError(f"compare {arguments}: published must come second", remedy)
     if b == PUBLISHED:
         return _beside_published(a, output, json_, results_dir)
-    from ultrabench.analysis.collect import open_results, told_apart
+    from ultrabench.analysis.collect import distinct_names, open_results
     from ultrabench.analysis.compare import compare as compared
     from ultrabench.cli.tables import print_json, say, warn
 
     (*source_a, table_a), (*source_b, table_b) = (
         open_results(source, results_dir, warn) for source in (a, b)
     )
-    comparison = compared(table_a, table_b, threshold / 100, told_apart(source_a, source_b))
+    comparison = compared(table_a, table_b, threshold / 100, distinct_names(source_a, source_b))
     if output is not None:
         _write(comparison, output)
         say(f"wrote {counted(len(comparison.rows), 'layout')} to {output}")

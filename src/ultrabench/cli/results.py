@@ -55,7 +55,7 @@ def heatmap(
 ) -> None:
     """Draw the best layout per model and node count."""
     from ultrabench.analysis.cells import compared_with, notes
-    from ultrabench.analysis.collect import open_results, told_apart
+    from ultrabench.analysis.collect import distinct_names, open_results
     from ultrabench.analysis.ranking import DEFAULT_RANK_BY, rank
     from ultrabench.cli.tables import print_json, say, warn
 
@@ -64,7 +64,7 @@ def heatmap(
     cells, other_name = rank(table, rank_by=rank_by, include_suspects=include_suspects), ""
     if other is not None:
         other_name, other_prefix, other_table = open_results(other, results_dir, warn)
-        name, other_name = told_apart((name, path_prefix), (other_name, other_prefix))
+        name, other_name = distinct_names((name, path_prefix), (other_name, other_prefix))
         cells = compared_with(cells, rank(other_table, rank_by=rank_by, include_suspects=include_suspects))
     if json_:
         print_json([cell.to_json() for cell in cells])

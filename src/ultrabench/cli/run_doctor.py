@@ -83,7 +83,7 @@ def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], Che
         return [*overrides], None
     slurm_problem = why_not_slurm(site)
     launcher = "slurm" if slurm_problem is None else "local"
-    say(f"checking launcher={launcher}: {slurm_problem.told if slurm_problem else 'Slurm responds here'}")
+    say(f"checking launcher={launcher}: {slurm_problem.finding if slurm_problem else 'Slurm responds here'}")
     return [*overrides, f"launcher={launcher}"], slurm_problem
 
 
@@ -96,7 +96,7 @@ def _write(config: SweepConfig, site: Site, name: str, force: bool, slurm_proble
     """
     launcher = config.launcher
     if launcher.name == "local" and slurm_problem:
-        raise ClusterError(f"--write needs Slurm, but {slurm_problem.told}; run it on a login node")
+        raise ClusterError(f"--write needs Slurm, but {slurm_problem.finding}; run it on a login node")
     if launcher.name == "local":
         raise ConfigError("--write needs Slurm; leave launcher=local out")
     limits = site.limits(launcher.partition, launcher.account, launcher.qos)
@@ -109,7 +109,7 @@ def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
     rows, unknown_names = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
     for check in (check for check in checks if check.name not in unknown_names):
         remedy = f"; remedy: {check.remedy}" if check.remedy else ""
-        rows.append((check.name, Text(check.status, STYLES[check.status]), check.told + remedy))
+        rows.append((check.name, Text(check.status, STYLES[check.status]), check.finding + remedy))
     if unknown_names:
         unknown_text = f"{len(unknown_names)} values cannot be read here: {', '.join(unknown_names)}"
         rows.append(("not checked", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), unknown_text))

@@ -62,7 +62,7 @@ CRASH = row("a", status="crash", reason="rank 1: no")
 def test_planted_faults_are_told_from_rounding_in_bf16(rows_of, quantity, one, second, problem):
     check = check_equal(rows_of(one, off(0), second), quantity)
     assert (check.status == CheckStatus.FAIL) == bool(problem)
-    assert (problem or f"2 of 2 layouts match the {quantity} of one GPU: ") in check.told
+    assert (problem or f"2 of 2 layouts match the {quantity} of one GPU: ") in check.finding
     assert not problem or "ultrabench sweep show a " in check.remedy
 
 
@@ -76,7 +76,7 @@ OOM = {"status": "oom", "reason": "no memory", "predicted_peak_mem_bytes": 2**40
 )  # fmt: skip
 def test_an_oom_counts_when_it_is_confirmed(rows_of, columns, status, message):
     check = check_memory(*rows_of(row("a") | columns))
-    assert (check.status, message in check.told) == (status, True)
+    assert (check.status, message in check.finding) == (status, True)
 
 
 PLAYBOOK = {"model": "1B", "seq_len": 4096, "gbs": 256, "precision": "bf16", "hardware": "h100x8"}
@@ -88,10 +88,12 @@ def test_our_speed_stands_beside_the_published_one(rows_of, share, status):
     rows_of(row("a", 40149.94, **PLAYBOOK), row("b", share * 38839.82, nodes=2, **PLAYBOOK))
     check = check_speed(SweepFolder(FOLDER), is_published=True)
     assert check.status is status
-    assert "40,150 tokens/s/GPU, 100% of the published rate (40,150, nanotron; https://hugging" in check.told
-    assert f"{share:.0%} of the published rate (38,840, " in check.told
+    assert (
+        "40,150 tokens/s/GPU, 100% of the published rate (40,150, nanotron; https://hugging" in check.finding
+    )
+    assert f"{share:.0%} of the published rate (38,840, " in check.finding
     rows_of(CRASH | PLAYBOOK)
-    assert "crash, rank 1: no" in check_speed(SweepFolder(FOLDER), is_published=True).told
+    assert "crash, rank 1: no" in check_speed(SweepFolder(FOLDER), is_published=True).finding
     rows_of(row("a", suspect="throttled", **PLAYBOOK))
     assert check_speed(SweepFolder(FOLDER), is_published=True).status is CheckStatus.FAIL
 
@@ -100,7 +102,7 @@ def test_nothing_is_published_of_other_hardware(rows_of):
     assert comparable_rates(load_config(["sweep=acceptance-small"])) == []
     assert comparable_rates(load_config([*H100, "kernel.precision=fp32"])) == []
     rows_of(row("a", 50.0), CRASH, row("b", 70.0))
-    assert "ours: 8B dp8 " in (told := check_speed(SweepFolder(FOLDER), is_published=False).told)
+    assert "ours: 8B dp8 " in (told := check_speed(SweepFolder(FOLDER), is_published=False).finding)
     assert told.endswith(": 70 tokens/s/GPU")
 
 

@@ -20,7 +20,7 @@ def doctor(programs, alone, ultrabench):  # noqa: F811
         programs.write()
         code, out, said = ultrabench("doctor", *words, "--json")
         checks = json.loads(out) if out else []
-        assert all(set(c) == {"name", "status", "told", "remedy"} for c in checks)
+        assert all(set(c) == {"name", "status", "finding", "remedy"} for c in checks)
         assert all(bool(c["remedy"]) == (c["status"] in ("warn", "fail")) for c in checks), checks
         return code, {c["name"]: c for c in checks}, said
 
@@ -34,7 +34,7 @@ def test_a_site_without_fault(doctor, programs, alone):
     assert checks["job"]["status"] == "skip"
     assert "launcher=slurm: Slurm responds here" in said
     told = "hopper (the default): UP, 8 nodes, no time limit; others: debug: UP, 2 nodes (2 per job), up to 30 min; "
-    assert told in checks["partition"]["told"]
+    assert told in checks["partition"]["finding"]
     assert list(alone.iterdir()) == [], "it leaves nothing behind"
     assert not [line for line in programs.asked if line.startswith("sbatch")]
 
@@ -97,7 +97,7 @@ def test_what_slurm_says(doctor, says, words, expected):
     for check, (status, *texts) in expected.items():
         found = checks[check]
         assert found["status"] == status, found
-        assert all(text in f"{found['told']}; {found['remedy']}" for text in texts), found
+        assert all(text in f"{found['finding']}; {found['remedy']}" for text in texts), found
     assert code == (int("fail" in {c["status"] for c in checks.values()}) if "job" in checks else 3)
 
 
@@ -125,7 +125,7 @@ def test_a_job_that_does_not_run(doctor, programs, monkeypatch, says, words, tol
     says = {key: said.replace("NAME", NAME) if key == "queue" else said for key, said in says.items()}
     code, checks, said = doctor("launcher=slurm", "launcher.grace_s=0.5", "--wait", "0.2", *words, says=says)
     assert code == 1
-    assert told in checks["job"]["told"]
+    assert told in checks["job"]["finding"]
     assert remedy in checks["job"]["remedy"]
     assert "queue" not in says or "job 7 " in said, "progress tells how the job is"
     cancels = [line for line in programs.asked if line.startswith("scancel")]
@@ -160,7 +160,7 @@ def test_write(doctor, programs, alone):
     words = ("cluster=alps", "--write", "--name", "alps", "--wait", "0")
     code, checks, _ = doctor(*words)
     assert code == 0
-    assert checks["partition"]["told"].startswith("hopper (the default)")
+    assert checks["partition"]["finding"].startswith("hopper (the default)")
     path = alone / "ultrabench/cluster/alps.yaml"
     assert "partition: hopper\ngres: gpu:h100:8\n" in path.read_text()
     asked = "\n".join(programs.asked)
@@ -176,7 +176,7 @@ def test_write(doctor, programs, alone):
 def test_write_for_one_partition(doctor, alone):
     words = ("--write", "--name", "short", "sweep.nodes=[1]", "--wait", "0", "--partition")
     code, checks, _ = doctor(*words, "debug")
-    assert (code, checks["partition"]["told"].partition(":")[0]) == (0, "debug")
+    assert (code, checks["partition"]["finding"].partition(":")[0]) == (0, "debug")
     assert "partition: debug\n" in (alone / "ultrabench/cluster/short.yaml").read_text()
     code, _, said = doctor(*words, "debog")
     assert (code, "did you mean debug?" in said) == (2, True)

@@ -100,7 +100,7 @@ def test_what_a_node_reported(check, words, change, status, text):
     judge = next(judge for name, judge in REPORT_CHECKS.items() if name.startswith(check))
     found = judge(REPORT | change, load(words))
     assert found.status == status
-    assert text in f"{found.told}; {found.remedy}"
+    assert text in f"{found.finding}; {found.remedy}"
 
 
 def test_the_job_is_asked_for_as_jobs_of_a_sweep_are(tmp_path):
