@@ -24,6 +24,10 @@ class LayerBytes(NamedTuple):
     """What the backward of the feed-forward or of the experts needs, all that the layer keeps included."""
     attention: float
     """What the backward of attention needs, all that the layer still keeps included."""
+    qkv: float
+    """What the backward of the products with q, k and v needs, all that the layer still keeps included."""
+    qkv_weights: float
+    """The gradients of the weights of q, k and v, which are made at once."""
     input_half: float
     """What the input half of a backward needs beside what the layer keeps."""
     halfway: float
@@ -91,28 +95,35 @@ def _layer(spec: RunSpec, element: int, hidden: float, whole_hidden: float, *, i
         stored += rows * (layout.ep > 1)
     # The rows of experts before and after their way, those of each token side by side, and what recomputation drops.
     forward = (2 + (layout.ep > 1)) * rows + hidden * (width > 0)
-    forward += (rows + 3 * products + hidden) * (layout.recompute in ("selective", "full"))
+    forward += (rows + 3 * products + 2 * hidden) * (layout.recompute in ("selective", "full"))
     # The gradients of the output, and of gate and up or the product; with tp the gathered input and its gradient.
     feed_forward = layer + hidden + (4 * products if is_sparse else channel * 2 * width)
     if layout.tp > 1 and not is_sparse:
         feed_forward = max(feed_forward, layer - channel * 2 * width + 2 * hidden + 2 * whole_hidden)
     gradients = channel * _gradients_of_attention(spec, element)
     attention = layer - block - hidden + gradients
+    qkv = layer - block - channel * q + 2 * whole_hidden * (layout.tp > 1)
+    qkv_weights = float(element * (q + 2 * kv) * shape.hidden_size // layout.tp)
     # The gradients of the feed-forward and of its norm, and then those of attention.
     halfway = 2 * hidden + channel * 2 * width + rows + 2 * products
     input_half = max(feed_forward - layer, halfway + gradients)
     halfway += 2 * hidden + channel * (q + 2 * kv + (q + kv) * shape.qk_norm)
     input_half = max(input_half, halfway + whole_hidden * (layout.tp > 1))
-    return LayerBytes(stored, forward, feed_forward, attention, input_half, halfway)
+    return LayerBytes(stored, forward, feed_forward, attention, qkv, qkv_weights, input_half, halfway)
 
 
 def _gradients_of_attention(spec: RunSpec, element: int) -> float:
-    """Channels of the gradients of q, k, v and the output; with cp of keys and values of others and fp32 sums, too."""
+    """Channels of the gradients of q, k, v and the output; with cp of keys and values of others and fp32 sums, too.
+
+    With cp there are those of a part beside those of the part before. A ring has the pair of keys and values of the rank,
+    the one at work and the one on its way, and of the sums two; a third one begins to arrive when a part is done.
+    """
     q, kv, layout = spec.shape.q_width, spec.shape.kv_width, spec.layout
     if layout.cp == 1:
         return 2 * q + 2 * kv
-    parts = 2 if layout.cp_exchange == "ring" else layout.cp
-    return 2.5 * q + (4 + 2 * parts) * kv + 4 / element * (q + 2 * (parts + 1) * kv)
+    pairs, sums = (layout.cp + 1, layout.cp) if layout.cp_exchange == "allgather" else (min(3, layout.cp), 2)
+    channels = 2.5 * q + (4 + 2 * pairs) * kv + 4 / element * (q + 2 * sums * kv)
+    return channels + max(0, (8 / element - 2) * kv - q) * (layout.cp_exchange == "ring")
 
 
 def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:

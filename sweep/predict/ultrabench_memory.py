@@ -141,7 +141,8 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         sum_bytes = 4.0 * summed * work.has_sums
         if work.kind == "forward":
             is_alone = not is_later and load[work.chunk] <= stored[work.chunk]
-            moment = _forward(spec, m, p, sum_bytes + w * _unsummed(p) * work.unsummed, is_alone=is_alone)
+            sums = sum_bytes + w * _unsummed(p) * work.unsummed
+            moment = _forward(spec, m, p, sums, is_alone=is_alone, after_backward=work.after_backward)
         elif work.kind == "weight":
             moment = max(_weight_half(m, p, work, sum_bytes))
         else:
@@ -185,17 +186,22 @@ def _sums_shards(layout: Layout) -> bool:
     return layout.pp == 1 and layout.zero_stage >= 2
 
 
-def _forward(spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_alone: bool) -> Moment:
+def _forward(
+    spec: RunSpec, m: MicroBatch, p: StageParams, sums: float, *, is_alone: bool, after_backward: bool
+) -> Moment:
     """The end of a forward.
 
     Args:
         sums: bytes of gradients of earlier micro-batches.
         is_alone: whether the stage keeps nothing of other micro-batches.
+        after_backward: whether the stage's pass before was a backward.
     """
     layout, has_head, is_zero3 = spec.layout, p.stage.has_head, spec.layout.zero_stage == 3
     gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
-    # What was gathered last is still in the buffer of the gather, too.
-    if layout.zero_shards > 1 and (is_alone or (is_zero3 and (layout.pp == 1 or not has_head))):
+    # What was gathered last is still in the buffer of the gather, too. In a pipeline a backward leaves layers gathered.
+    if layout.zero_shards > 1 and is_zero3 and layout.pp > 1 and after_backward:
+        gathered += p.first
+    elif layout.zero_shards > 1 and (is_alone or (is_zero3 and (layout.pp == 1 or not has_head))):
         gathered += p.last or p.following
     logits, buffers = (m.loss + m.hidden * p.stage.has_norm) * has_head, m.sparse.forward * p.ends_sparse
     logits, buffers = (logits, 0.0) if logits > buffers else (0.0, buffers)
@@ -281,6 +287,11 @@ def _work(
         kept = _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining)
         return kept, 0.0, layer.input_half
     released = m.hidden if group.is_full else layer.stored
-    buffers = max(layer.feed_forward + added / 3, layer.attention + added) - released
+    # The gradients of weights come one after the other: of `down` or of the experts, ..., and of q, k and v at once.
+    one_matrix = min(added, m.element * group.reduced) / 3
+    before_qkv, with_qkv = max(0.0, added - layer.qkv_weights), max(added, layer.qkv_weights)
+    buffers = (
+        max(layer.feed_forward + one_matrix, layer.attention + before_qkv, layer.qkv + with_qkv) - released
+    )
     stored -= m.hidden * p.stage.has_norm  # the norm has used the output of the layers
     return stored, released, buffers
