@@ -40,17 +40,17 @@ def implementation(kernel: KernelConfig, head_width: int, device: torch.device) 
     return "math" if not kernel.in_16_bits else "cudnn" if fits_cudnn else "flash"
 
 
-def pinned_attention(backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+def pinned_attention(chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """What `causal_attention` computes, by the implementation `chosen`; raises where that one cannot."""
-    with sdpa_kernel(BACKENDS[backend]):
+    with sdpa_kernel(BACKENDS[chosen]):
         return causal_attention(q_BNSD, k_BKSD, v_BKSD)
 
 
-def apply_attention(model: Decoder, backend: str, group: ProcessGroup | None, exchange: str) -> None:
+def apply_attention(model: Decoder, chosen: str, group: ProcessGroup | None, exchange: str) -> None:
     """Makes every layer of `model` attend by the implementation `chosen`, with the ranks of `group` if given."""
     for layer in model.layers.values():
         attention = layer.attention
         assert isinstance(attention, Attention)
-        attention.core = partial(pinned_attention, backend)
+        attention.core = partial(pinned_attention, chosen)
         if group is not None:
-            attention.core = partial(ring_attention, group.group_name, exchange, backend)
+            attention.core = partial(ring_attention, group.group_name, exchange, chosen)

@@ -46,24 +46,24 @@ def spans(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
     return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * cp - 1 - rank))
 
 
-def select_tokens(tokens_BS: Tensor, spans: Sequence[range]) -> Tensor:
+def take(tokens_BS: Tensor, spans: Sequence[range]) -> Tensor:
     """The tokens at the positions of `spans`, copied, since the pipeline of torch 2.11 rejects strides of a view."""
     return torch.cat([tokens_BS[:, span.start : span.stop] for span in spans], dim=1)
 
 
 def ring_attention(
-    group_name: str, exchange: str, backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
+    group_name: str, exchange: str, chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
 ) -> Tensor:
     """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D.
 
     `exchange` is the layout's cp_exchange, and `chosen` is the implementation of attention for each part.
     """
-    options = group_name, exchange, backend
+    options = group_name, exchange, chosen
     out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, *options)  # type: ignore[no-untyped-call]
     return out
 
 
-class RingTransfer:
+class Passing:
     """A tensor that is being sent to the next rank while the tensor of the previous rank arrives."""
 
     def __init__(self, tensor: Tensor, arriving: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -81,15 +81,15 @@ class RingTransfer:
         return self._arriving
 
 
-def _attending_parts(rank: int, other_rank: int, num_tokens: int) -> tuple[slice, slice, bool]:
+def _meet(rank: int, other_rank: int, seq: int) -> tuple[slice, slice, bool]:
     """The queries of `rank`, the keys of `other_rank` they attend to, and whether the mask is causal."""
-    all_tokens, half = slice(None), num_tokens // 2
+    all_tokens, half = slice(None), seq // 2
     if other_rank == rank:
         return all_tokens, all_tokens, True
     return (all_tokens, slice(half), False) if other_rank < rank else (slice(half, None), all_tokens, False)
 
 
-def _key_value_turns(
+def _turns(
     pair: Tensor, group: dist.ProcessGroup, exchange: str
 ) -> Iterator[tuple[Tensor, slice, slice, bool]]:
     """Yields the keys and values of each rank, this one's first, with what `_meet` says of them."""
@@ -102,8 +102,8 @@ def _key_value_turns(
         if gathered is not None:
             pair = gathered[source_rank]
         elif turn < num_ranks - 1:
-            passing = RingTransfer(pair, torch.empty_like(pair), group)
-        yield pair, *_attending_parts(rank, source_rank, pair.shape[2])
+            passing = Passing(pair, torch.empty_like(pair), group)
+        yield pair, *_meet(rank, source_rank, pair.shape[2])
         if passing is not None:
             pair = passing.wait()
 
@@ -119,13 +119,13 @@ def _forward_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @operator(_forward_shapes)
 def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, group_name: str, exchange: str, backend: str
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, exchange: str, chosen: str
 ) -> tuple[Tensor, Tensor]:
     """The output of attention over all parts, B x N x S x D, and the log of its softmax sums."""
     out, log_sum = torch.empty(0), torch.empty(0)
-    for pair, query_span, key_span, causal in _key_value_turns(_pair(k, v), group_of(group_name), exchange):
+    for pair, query_span, key_span, causal in _turns(_pair(k, v), group_of(group_name), exchange):
         keys, values = pair[:, :, key_span].transpose(2, 3)
-        part_out, part_log_sum = attention_forward(backend, q[:, :, query_span], keys, values, causal=causal)
+        part_out, part_log_sum = attention_forward(chosen, q[:, :, query_span], keys, values, causal=causal)
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
             wide_dtype = torch.promote_types(q.dtype, torch.float32)
             out, log_sum = part_out.to(wide_dtype, copy=True), part_log_sum.to(wide_dtype, copy=True)
@@ -144,7 +144,7 @@ def _backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tu
 @operator(_backward_shapes)
 def _ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, exchange: str,
-    backend: str,
+    chosen: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of q, and those of k and v as `_pair` has them.
 
@@ -155,12 +155,10 @@ def _ring_backward(
     grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
     num_pairs = 1 if exchange == "ring" else group.size()
     grad_sums, passing = pair.new_zeros((num_pairs, *pair.shape), dtype=log_sum.dtype), None
-    for turn, (keys_and_values, query_span, key_span, causal) in enumerate(
-        _key_value_turns(pair, group, exchange)
-    ):
+    for turn, (visiting, query_span, key_span, causal) in enumerate(_turns(pair, group, exchange)):
         query_parts = (t[:, :, query_span] for t in (grad, q, out, log_sum))
         dq, dk, dv = attention_backward(
-            backend, *query_parts, *keys_and_values[:, :, key_span].transpose(2, 3), causal=causal
+            chosen, *query_parts, *visiting[:, :, key_span].transpose(2, 3), causal=causal
         )
         if passing is not None:
             grad_sums = passing.wait()
@@ -169,11 +167,9 @@ def _ring_backward(
         grad_pair[1, :, key_span] += dv.transpose(1, 2)
         grad_q[:, :, query_span] += dq
         if exchange == "ring":
-            passing = RingTransfer(grad_sums, torch.empty_like(grad_sums), group)
-    grad_pair_sum = (
-        wait(reduce_scatter(grad_sums.flatten(0, 1), group)) if passing is None else passing.wait()[0]
-    )
-    return grad_q.to(q.dtype), grad_pair_sum.to(q.dtype)
+            passing = Passing(grad_sums, torch.empty_like(grad_sums), group)
+    summed = wait(reduce_scatter(grad_sums.flatten(0, 1), group)) if passing is None else passing.wait()[0]
+    return grad_q.to(q.dtype), summed.to(q.dtype)
 
 
 RING_FORWARD = torch.ops.ultrabench.ring_forward.default

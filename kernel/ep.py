@@ -27,7 +27,7 @@ from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, kept, s
 from ultrabench.kernel.compile import operator
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import LEARNED, Experts, Route, Routing, SparseFeedForward
-from ultrabench.kernel.tp import TpRanks
+from ultrabench.kernel.tp import Ranks
 from ultrabench.layout import Layout
 
 
@@ -36,7 +36,7 @@ class ExpertRanks:
     """The ranks of the ep axis, which share the experts of a layer."""
 
     group: dist.ProcessGroup
-    tp: TpRanks
+    tp: Ranks
     """They know which gradients a split backward pass must compute."""
     routings: list[tuple[Routing, int]]
     """The routing of the tokens of each rank of the group, and the number of that rank on the tp axis."""
@@ -51,12 +51,12 @@ class ExpertRanks:
         if num_tokens not in self.routes:
             experts = [routing.experts(num_tokens, tp_rank) for routing, tp_rank in self.routings]
             counters = [Counter(chain.from_iterable(experts_Tk)) for experts_Tk in experts]
-            expert_numbers = range(self.routings[0][0].shape.num_experts)
-            counts = [[counter[expert] for expert in expert_numbers] for counter in counters]
+            numbers = range(self.routings[0][0].shape.num_experts)
+            counts = [[counter[expert] for expert in numbers] for counter in counters]
             self.routes[num_tokens] = self._route(torch.tensor(experts[rank], device=x_BSH.device), counts)
         return self.routes[num_tokens]
 
-    def learned_route(self, num_experts: int, experts_Tk: Tensor) -> Route:
+    def learned(self, num_experts: int, experts_Tk: Tensor) -> Route:
         """The route to the experts that a router chose among `num_experts`."""
         num_rows = torch.bincount(experts_Tk.flatten(), minlength=num_experts)
         return self._route(experts_Tk, wait(all_gather(num_rows, self.group)).view(-1, num_experts).tolist())
@@ -65,12 +65,11 @@ class ExpertRanks:
         """The route of tokens if each rank of the group has `counts` rows for each of all experts."""
         num_ranks, rank, device = self.group.size(), self.group.rank(), experts_Tk.device
         num_local = len(counts[0]) // num_ranks
-        local_experts = slice(rank * num_local, (rank + 1) * num_local)
+        local = slice(rank * num_local, (rank + 1) * num_local)
         order = experts_Tk.flatten().argsort(stable=True)
-        block_rows = list(chain.from_iterable(rank_rows[local_experts] for rank_rows in counts))
+        block_rows = list(chain.from_iterable(sent[local] for sent in counts))
         rows_by_expert = tuple(
-            sum(rank_rows[expert] for rank_rows in counts)
-            for expert in range(local_experts.start, local_experts.stop)
+            sum(sent[expert] for sent in counts) for expert in range(local.start, local.stop)
         )
         arrival = departure = None
         if num_ranks > 1:
@@ -83,10 +82,10 @@ class ExpertRanks:
             experts_Tk, order // experts_Tk.shape[1], order, order.argsort(), arrival, departure,
             torch.tensor(rows_by_expert, device=device).cumsum(0).to(torch.int32), rows_by_expert,
             tuple(sum(sent_counts[first : first + num_local]) for first in range(0, len(sent_counts), num_local)),
-            tuple(sum(rank_rows[local_experts]) for rank_rows in counts),
+            tuple(sum(sent[local]) for sent in counts),
         )  # fmt: skip
 
-    def dispatch(
+    def there(
         self, rows: Tensor, arrival: Tensor | None, sends: Sequence[int], receives: Sequence[int]
     ) -> Tensor:
         """The rows of this rank's experts, by expert, for sorted rows of this rank's tokens."""
@@ -95,16 +94,16 @@ class ExpertRanks:
         rows = wait(all_to_all(rows, receives, sends, self.group))  # which frees what was sent
         return rows.index_select(0, arrival)
 
-    def combine(
+    def back(
         self, rows: Tensor, departure: Tensor | None, sends: Sequence[int], receives: Sequence[int]
     ) -> Tensor:
-        """The rows of this rank's tokens from their experts, sorted as they were sent: the opposite of `dispatch`."""
+        """The opposite of `there`."""
         if departure is None:
             return rows
         return wait(all_to_all(rows.index_select(0, departure), sends, receives, self.group))
 
 
-def _sum_over_experts(rows: Tensor, slots: Tensor, top_k: int) -> Tensor:
+def _tokens(rows: Tensor, slots: Tensor, top_k: int) -> Tensor:
     """The sum of the rows of each token."""
     return rows.index_select(0, slots).unflatten(0, (-1, top_k)).sum(1)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -114,18 +113,18 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ranks, sends, receives, tokens, order, slots, arrival, departure, x_TH, weights_Tk):  # type: ignore[no-untyped-def]
-        ctx.ranks, ctx.splits, ctx.top_k = ranks, (sends, receives), weights_Tk.shape[1]
+        ctx.ranks, ctx.moved, ctx.chosen = ranks, (sends, receives), weights_Tk.shape[1]
         ctx.save_for_backward(slots, departure)
-        dispatch = kept(ranks.dispatch)  # by selective recomputation, which would send them again
+        dispatch = kept(ranks.there)  # by selective recomputation, which would send them again
         scores = dispatch(weights_Tk.flatten().index_select(0, order), arrival, sends, receives)
         return dispatch(x_TH.index_select(0, tokens), arrival, sends, receives), scores
 
     @staticmethod
     def backward(ctx, grad_rows, grad_scores):  # type: ignore[no-untyped-def]
         slots, departure = ctx.saved_tensors
-        rows, scores = (ctx.ranks.combine(grad, departure, *ctx.splits) for grad in (grad_rows, grad_scores))
-        grad_weights = scores.index_select(0, slots).view(-1, ctx.top_k)
-        return *[None] * 8, _sum_over_experts(rows, slots, ctx.top_k), grad_weights
+        rows, scores = (ctx.ranks.back(grad, departure, *ctx.moved) for grad in (grad_rows, grad_scores))
+        grad_weights = scores.index_select(0, slots).view(-1, ctx.chosen)
+        return *[None] * 8, _tokens(rows, slots, ctx.chosen), grad_weights
 
 
 class _Combine(torch.autograd.Function):
@@ -134,13 +133,13 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ranks, sends, receives, tokens, slots, arrival, departure, top_k, rows):  # type: ignore[no-untyped-def]
         # Of saved tensors recomputation would repeat what precedes them, so that it would send the results again.
-        ctx.ranks, ctx.splits, ctx.route = ranks, (sends, receives), (tokens, arrival)
-        return _sum_over_experts(ranks.combine(rows, departure, sends, receives), slots, top_k)
+        ctx.ranks, ctx.moved, ctx.route = ranks, (sends, receives), (tokens, arrival)
+        return _tokens(ranks.back(rows, departure, sends, receives), slots, top_k)
 
     @staticmethod
     def backward(ctx, grad_TH):  # type: ignore[no-untyped-def]
         tokens, arrival = ctx.route
-        return *[None] * 8, ctx.ranks.dispatch(grad_TH.index_select(0, tokens), arrival, *ctx.splits)
+        return *[None] * 8, ctx.ranks.there(grad_TH.index_select(0, tokens), arrival, *ctx.moved)
 
 
 def _product_shape(rows: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -230,19 +229,16 @@ def _mix(ranks: ExpertRanks, x_TH: Tensor, weights_Tk: Tensor, route: Route, exp
     return y_TH
 
 
-def apply_ep(model: Decoder, layout: Layout, group: dist.ProcessGroup, tp: TpRanks, seq_len: int) -> None:
+def apply_ep(model: Decoder, layout: Layout, group: dist.ProcessGroup, tp: Ranks, seq_len: int) -> None:
     """Gives this rank its part of the experts of `model`, in place, and makes tokens travel to all of them."""
     coordinates = [layout.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
-    spans = [cp.spans(seq_len, layout.cp, rank.cp) for rank in coordinates]
+    spans = [cp.spans(seq_len, layout.cp, place.cp) for place in coordinates]
     routings = [Routing(model.routing.word, model.shape, rank_spans) for rank_spans in spans]
-    ranks = ExpertRanks(group, tp, [*zip(routings, (rank.tp for rank in coordinates), strict=True)])
+    ranks = ExpertRanks(group, tp, [*zip(routings, (place.tp for place in coordinates), strict=True)])
     for layer in model.layers.values():
         if isinstance(block := layer.ffn, SparseFeedForward):
             for name, weight in block.experts.named_parameters():
                 part = weight.chunk(ranks.group.size())[0].detach().clone()
                 setattr(block.experts, name, nn.Parameter(part))
-            block.mix, block.route_of = (
-                partial(_mix, ranks),
-                partial(ranks.learned_route, block.shape.num_experts),
-            )
+            block.mix, block.route_of = partial(_mix, ranks), partial(ranks.learned, block.shape.num_experts)
     model.route = ranks.route

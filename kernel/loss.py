@@ -111,9 +111,8 @@ class _HeadLoss(torch.autograd.Function):
         loss = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
         grad_x, grad_weight = torch.empty_like(x_TH), None if shared is None else shared.total
         targets_T = targets_T - (0 if group is None else group.rank() * vocabulary)
-        chunk_rows, wide_rows = (max(1, limit // vocabulary) for limit in (LOGITS, WIDE_LOGITS))
-        chunks = (t.split(chunk_rows) for t in (x_TH, targets_T, grad_x))  # type: ignore[no-untyped-call]
-        for x, targets, grad in zip(*chunks, strict=True):
+        rows, wide_rows = (max(1, limit // vocabulary) for limit in (LOGITS, WIDE_LOGITS))
+        for x, targets, grad in zip(x_TH.split(rows), targets_T.split(rows), grad_x.split(rows), strict=True):  # type: ignore[no-untyped-call]
             logits = x @ weight_VH.t()
             for wide_logits, wide_targets in zip(
                 logits.split(wide_rows), targets.split(wide_rows), strict=True

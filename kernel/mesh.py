@@ -24,11 +24,11 @@ Part = tuple[tuple[int, int, int], ...]
 def join(device: torch.device, store: Any = None, rank: int = -1, world_size: int = -1) -> None:
     """Makes the default process group: NCCL for GPUs, gloo for CPUs; without a store as the environment says."""
     use_timeout(PATIENCE)
-    backend, bound_to = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound_to)
+    backend, bound_device = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound_device)
 
 
-def reduce_over_ranks(value: float, device: torch.device, op: Any = dist.ReduceOp.MAX) -> float:
+def over_ranks(value: float, device: torch.device, op: Any = dist.ReduceOp.MAX) -> float:
     """The largest `value` of all ranks, or what `op` makes of their values; all ranks have to call it."""
     reduced = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(reduced, op)
@@ -98,14 +98,14 @@ def num_losses(layout: Layout) -> int:
     return layout.gas * layout.dp * layout.cp
 
 
-def narrow(full: Tensor, cuts: Part) -> Tensor:
+def take(full: Tensor, part: Part) -> Tensor:
     """The part of `full` that `part` describes, as a view."""
-    for dim, start, length in cuts:
+    for dim, start, length in part:
         full = full.narrow(dim, start, length)
     return full
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """This rank's own values of `tensor`, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ultrabench.kernel.compat import kept_linear
 from ultrabench.kernel.loss import HeadGradient, head_loss
-from ultrabench.kernel.mesh import Part, is_expert, narrow
+from ultrabench.kernel.mesh import Part, is_expert, take
 from ultrabench.kernel.moe import LEARNED, Route, Routing, SparseFeedForward
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
@@ -295,8 +295,8 @@ class Decoder(nn.Module):
             rows = size[0] // self.shape.num_experts
             experts, shape = range(start // rows, (start + length) // rows), torch.Size((rows, size[1]))
             values = [self._full_value(f"{name}.{expert}", shape, seed, device) for expert in experts]
-            return narrow(torch.cat(values), tuple(further_cuts))
-        return narrow(self._full_value(name, size, seed, device), part)
+            return take(torch.cat(values), tuple(further_cuts))
+        return take(self._full_value(name, size, seed, device), part)
 
     def _full_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
         if name.endswith("norm.weight"):

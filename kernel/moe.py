@@ -163,10 +163,10 @@ class Routing:
         """The experts of the token at each position that this rank holds."""
         return [static_experts(self.word, self.shape, position) for position in chain(*self.spans)]
 
-    def experts(self, tokens: int, rank_part: int = 0) -> list[tuple[int, ...]]:
+    def experts(self, tokens: int, part: int = 0) -> list[tuple[int, ...]]:
         """The experts of `tokens` tokens, from token part*tokens of the flattened micro-batch on."""
-        positions = range(rank_part * tokens, (rank_part + 1) * tokens)
-        return [self.by_position[position % len(self.by_position)] for position in positions]
+        places = range(part * tokens, (part + 1) * tokens)
+        return [self.by_position[place % len(self.by_position)] for place in places]
 
     def route(self, x_BSH: Tensor) -> Route | None:
         """The route of the tokens of a micro-batch; None if the routers choose."""
@@ -185,8 +185,8 @@ def update_balance(models: Sequence[Any], layers: int) -> None:
 
     All ranks have to call it; it sums one number for each expert of each of the `layers` layers of the model.
     """
-    numbered_layers = (pair for model in models for pair in model.layers.items())
-    blocks = {int(n): layer.ffn for n, layer in numbered_layers if isinstance(layer.ffn, SparseFeedForward)}
+    numbered = (pair for model in models for pair in model.layers.items())
+    blocks = {int(n): layer.ffn for n, layer in numbered if isinstance(layer.ffn, SparseFeedForward)}
     (experts, device) = next((m.shape.num_experts, next(m.parameters()).device) for m in models)
     counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
     for number, block in blocks.items():
@@ -194,6 +194,6 @@ def update_balance(models: Sequence[Any], layers: int) -> None:
     if dist.is_initialized():
         dist.all_reduce(counts)
     for number, block in blocks.items():
-        layer_counts = counts[number].double()
-        block.balance += BALANCE_RATE * (layer_counts.mean() - layer_counts).sign().to(block.balance.dtype)
+        of_layer = counts[number].double()
+        block.balance += BALANCE_RATE * (of_layer.mean() - of_layer).sign().to(block.balance.dtype)
         block.counts.zero_()

@@ -21,14 +21,14 @@ from ultrabench.kernel.compat import (
 )
 from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.loss import HeadGradient
-from ultrabench.kernel.mesh import local_tensor, num_losses
+from ultrabench.kernel.mesh import local, num_losses
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.tp import TpRanks
+from ultrabench.kernel.tp import Ranks
 from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 
-_TORCH_NAMES = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
-SCHEDULES = {schedule: get_schedule_class(name) for schedule, name in _TORCH_NAMES.items()}
+_TORCH = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+SCHEDULES = {schedule: get_schedule_class(name) for schedule, name in _TORCH.items()}
 """Our name of a schedule -> its class in torch."""
 
 
@@ -37,13 +37,13 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
 
     progress: Callable[[], None]
     """It is called after every forward and every backward of a micro-batch."""
-    tp_ranks: TpRanks
+    ranks: Ranks
     """The ranks of tensor parallelism, which are told what a backward pass must compute."""
     targets: Iterator[Tensor]
     """The targets of each micro-batch, in the order in which every schedule runs their forwards."""
     shares_rank: bool
     """Whether the rank has several stages; only schedules of one stage wait for their messages themselves."""
-    pending_sends: defaultdict[int, list[dist.Work]]
+    sent: defaultdict[int, list[dist.Work]]
     """Micro-batch -> messages on their way that its backward waits for."""
 
     def forward_maybe_with_nosync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -60,8 +60,8 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         The last whole one reduces the gradients of each group of parameters as soon as they are complete, beside
         the backward of the groups before. By itself torch would reduce all of them after it.
         """
-        self.tp_ranks.wants_inputs = backward_type != "weight"
-        self.tp_ranks.wants_weights = backward_type != "input"
+        self.ranks.wants_inputs = backward_type != "weight"
+        self.ranks.wants_weights = backward_type != "input"
         if not last_backward or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         assert isinstance(self.submod, FSDPModule)
@@ -101,12 +101,12 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         """Starts to send, and returns the messages that are left to the schedule."""
         if not self.shares_rank:
             return messages
-        self.pending_sends[awaiting_chunk] += batch_p2p(messages)
+        self.sent[awaiting_chunk] += batch_p2p(messages)
         return []
 
     def finish_sends(self, chunk: int) -> None:
         """Waits for the messages that must have been sent before the backward of micro-batch `chunk`."""
-        for work in self.pending_sends.pop(chunk, ()):
+        for work in self.sent.pop(chunk, ()):
             work.wait()
 
 
@@ -120,7 +120,7 @@ class Pipeline:
         pp_mesh: DeviceMesh,
         device: torch.device,
         progress: Callable[[], None],
-        tp_ranks: TpRanks,
+        ranks: Ranks,
     ) -> None:
         layout, dtype = spec.layout, COMPUTE_DTYPE[spec.kernel.precision]
         if layout.pp_schedule == "zbv":
@@ -129,14 +129,10 @@ class Pipeline:
         num_stages, group = layout.num_stages, pp_mesh.get_group()
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
-        mbs, local_seq_len = layout.mbs, spec.workload.seq_len // layout.cp
-        size = (
-            mbs,
-            local_seq_len // (layout.tp if tp_ranks.sequence_parallel else 1),
-            spec.shape.hidden_size,
-        )
+        mbs, seq = layout.mbs, spec.workload.seq_len // layout.cp
+        size = (mbs, seq // (layout.tp if ranks.sequence_parallel else 1), spec.shape.hidden_size)
         activation = torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty((mbs, local_seq_len), dtype=torch.int64, device="meta")
+        tokens = torch.empty((mbs, seq), dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(dtype, torch.float32)
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
         self.stages = list[Stage]()
@@ -152,8 +148,8 @@ class Pipeline:
                 output_args=stage_output,
                 group=group,
             )
-            stage.progress, stage.tp_ranks = progress, tp_ranks
-            stage.shares_rank, stage.pending_sends = layout.virtual_stages > 1, defaultdict(list)
+            stage.progress, stage.ranks = progress, ranks
+            stage.shares_rank, stage.sent = layout.virtual_stages > 1, defaultdict(list)
             self.stages.append(stage)
             if model.head is not None and layout.pp_schedule == "afab":
                 model.head.shared_gradient = HeadGradient()
@@ -188,7 +184,7 @@ def tied_peer(layout: Layout, pp_rank: int) -> int | None:
     return sum(end_ranks) - pp_rank if pp_rank in end_ranks and len(end_ranks) == 2 else None
 
 
-def exchange(tensor: Tensor, peer: int, pp_group: dist.ProcessGroup) -> Tensor:
+def swap(tensor: Tensor, peer: int, pp_group: dist.ProcessGroup) -> Tensor:
     """Sends `tensor` to `peer` of the pp axis, and returns what it sends; only these two ranks call it.
 
     A group of the two would hang with NCCL, which makes a group only if all ranks take part.
@@ -207,9 +203,9 @@ def sum_tied_gradients(models: Sequence[Decoder], peer: int | None, pp_group: di
     The ranks of the first and the last stage send each other V*H/(tp*shards) elements.
     """
     tied_grads = [part.weight.grad for m in models for part in (m.embedding, m.head) if part is not None]
-    grads = [local_tensor(grad) for grad in tied_grads if grad is not None]
+    grads = [local(grad) for grad in tied_grads if grad is not None]
     if peer is not None:
-        grads[0] += exchange(grads[0], peer, pp_group)
+        grads[0] += swap(grads[0], peer, pp_group)
     elif len(grads) == 2:
         grads[0] += grads[1]
         grads[1].copy_(grads[0])

@@ -37,10 +37,10 @@ from ultrabench.kernel import products
 from ultrabench.kernel.compat import all_gather, all_reduce, group_of, reduce_scatter, wait
 from ultrabench.kernel.compile import operator
 from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
-from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_tensor
+from ultrabench.kernel.mesh import Part, dp_part, is_expert, local
 from ultrabench.kernel.model import Block, Decoder, columns
 
-StartMove = Callable[[Tensor], Callable[[], Tensor]]
+Move = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to move a tensor between the ranks, and returns a function that waits for the result."""
 
 CUT_DIM = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
@@ -53,7 +53,7 @@ def cut_dim(name: str) -> int | None:
 
 
 @dataclass(slots=True)
-class TpRanks:
+class Ranks:
     """The ranks of the tp axis. Schedules that split backward say which gradients it must compute now."""
 
     group: dist.ProcessGroup
@@ -100,12 +100,12 @@ def _columns_backward(
 
     A compiler that saw what it does would keep the tokens that forward has gathered, and scatter last.
     """
-    ranks = TpRanks(group_of(group_name), sequence_parallel, fp8, wants_inputs, wants_weights)
+    ranks = Ranks(group_of(group_name), sequence_parallel, fp8, wants_inputs, wants_weights)
     return _column_gradients(ranks, x_BsH, grads, weights)
 
 
 def _column_gradients(
-    ranks: TpRanks, x_BsH: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]
+    ranks: Ranks, x_BsH: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
     """The gradient of this rank's tokens, then those of the weights, of which backward may want only one or the other.
 
@@ -122,7 +122,7 @@ def _column_gradients(
     return [*(wait_for() for wait_for in grad_waits), *grad_weights]
 
 
-def _input_gradient(ranks: TpRanks, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _input_gradient(ranks: Ranks, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The gradient of what this rank multiplied by several weights, T x H, a summand over tp."""
     if ranks.fp8:
         return products.input_gradient(grads, weights)
@@ -132,7 +132,7 @@ def _input_gradient(ranks: TpRanks, grads: Sequence[Tensor], weights: Sequence[T
     return grad_TH
 
 
-def _weight_gradients(ranks: TpRanks, grads: Sequence[Tensor], x_TH: Tensor) -> list[Tensor]:
+def _weight_gradients(ranks: Ranks, grads: Sequence[Tensor], x_TH: Tensor) -> list[Tensor]:
     """The gradients of several weights by which this rank multiplied x."""
     if ranks.fp8:
         return products.weight_gradients(grads, x_TH)
@@ -143,7 +143,7 @@ class _Columns(torch.autograd.Function):
     """Products of gathered tokens with several column-parallel weights."""
 
     @staticmethod
-    def forward(ctx, ranks: TpRanks, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    def forward(ctx, ranks: Ranks, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
         ctx.ranks = ranks
         ctx.save_for_backward(x_BsH, *weights)
         return (products.outputs if ranks.fp8 else columns)(ranks.gather(x_BsH)(), *weights)
@@ -164,7 +164,7 @@ class _Row(torch.autograd.Function):
     """The product with a row-parallel weight, summed over the ranks and scattered over the tokens."""
 
     @staticmethod
-    def forward(ctx, ranks: TpRanks, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, ranks: Ranks, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.ranks = ranks
         ctx.save_for_backward(x_BSh, weight)
         if ranks.fp8:
@@ -188,16 +188,16 @@ class _Exchange(torch.autograd.Function):
     """Gathers the tokens of all ranks, or sums and scatters them; backward does the opposite."""
 
     @staticmethod
-    def forward(ctx, start_forward: StartMove, start_backward: StartMove, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.start_backward = start_backward
-        return start_forward(x)()
+    def forward(ctx, move: Move, back: Move, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.back = back
+        return move(x)()
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        return None, None, ctx.start_backward(grad)()
+        return None, None, ctx.back(grad)()
 
 
-def _embed(ranks: TpRanks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+def _look_up(ranks: Ranks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
     """The embeddings of this rank's tokens: each rank looks up those it has rows of, the others count 0."""
     rows = embedding.weight
     index = tokens_BS - ranks.group.rank() * len(rows)
@@ -208,7 +208,7 @@ def _embed(ranks: TpRanks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor
 
 
 def _loss(
-    ranks: TpRanks,
+    ranks: Ranks,
     x_BsH: Tensor,
     weight_VH: Tensor,
     targets_BS: Tensor,
@@ -220,7 +220,7 @@ def _loss(
     return head_loss(x_BSH, weight_VH, targets_BS, shared, ranks.group, **compiled)
 
 
-def apply_tp(model: Decoder, ranks: TpRanks) -> None:
+def apply_tp(model: Decoder, ranks: Ranks) -> None:
     """Cuts `model` over the tp axis, in place, and gives its blocks the products of its precision.
 
     The model has no values yet, so that cutting only makes its parameters smaller. With one rank there is nothing to cut.
@@ -240,7 +240,7 @@ def apply_tp(model: Decoder, ranks: TpRanks) -> None:
                 part = value.chunk(ranks.group.size(), dim)[0]
                 setattr(module, parameter, nn.Parameter(part.detach().clone()))
     if model.embedding is not None:
-        model.embedding.forward = partial(_embed, ranks, model.embedding)  # type: ignore[method-assign]
+        model.embedding.forward = partial(_look_up, ranks, model.embedding)  # type: ignore[method-assign]
     if model.head is not None:
         model.head.loss = partial(_loss, ranks)
     model.tie()
@@ -256,7 +256,7 @@ def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
     return (*tp_part, *dp_part(param))
 
 
-def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], ranks: TpRanks) -> None:
+def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
     """Sums the gradients of norms and routers over tp, since each rank has other tokens or, for q and k, other heads.
 
     It is one all-reduce of (2*L*(H + D) + H)/shards elements on the stage with the final norm, and without + H on
@@ -265,7 +265,7 @@ def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], ranks: TpRanks) -> 
     """
     group, suffixes = ranks.group, ("q_norm", "k_norm") if not ranks.sequence_parallel else ("norm", "router")
     sums = (p.grad for name, p in params if cut_dim(name) is None and name.split(".")[-2].endswith(suffixes))
-    grads = [local_tensor(grad) for grad in sums if grad is not None]
+    grads = [local(grad) for grad in sums if grad is not None]
     if group.size() == 1 or not grads:
         return
     flat = torch.cat([grad.flatten() for grad in grads])

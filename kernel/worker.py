@@ -25,12 +25,12 @@ from torch import Tensor
 from ultrabench.device_rates import long_probe, short_probe
 from ultrabench.kernel.compat import PATIENCE
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
-from ultrabench.kernel.mesh import build_mesh, join, reduce_over_ranks
+from ultrabench.kernel.mesh import build_mesh, join, over_ranks
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
 from ultrabench.kernel.rank.clock import timed
 from ultrabench.kernel.rank.probe import probe
 from ultrabench.kernel.rank.progress import device_progress
-from ultrabench.kernel.rank.ran import require_requested_options, watched
+from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.rank.trace import look_inside
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
@@ -56,7 +56,7 @@ class Timing:
         self.task, self.trainer, self.report = task, trainer, report
         self.measure, self.device = task.measure, trainer.device
         self.measuring = False
-        self.has_compiled = False
+        self.compiled = False
         """Whether this rank compiled a graph in the last step."""
         self.step_times_s: list[float] = []
         """Seconds of each measured step."""
@@ -70,7 +70,7 @@ class Timing:
         batch = self.trainer.batch(number)
         seconds, mean_loss = timed(self.device, partial(self._train, number, batch))
         self._record(number, seconds, float(mean_loss))
-        self.has_compiled = self.trainer.compiler.graphs > num_graphs
+        self.compiled = self.trainer.compiler.graphs > num_graphs
         return seconds
 
     def _train(self, number: int, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -92,7 +92,7 @@ class Timing:
         if number == self.measure.loss_step:
             self.loss_final = loss
 
-    def _from_rank_0(self, value: float) -> float:
+    def _of_rank_0(self, value: float) -> float:
         """The `value` of rank 0 on all ranks, which have to decide alike although their clocks differ."""
         value_of_0 = torch.tensor([value], device=self.device)
         dist.broadcast(value_of_0, src=0)
@@ -106,15 +106,15 @@ class Timing:
         relative_ci, is_long = ci95_rel(times_s), sum(times_s) >= measure.min_s
         is_narrow = relative_ci is not None and relative_ci <= measure.target_ci95_rel
         reason = 0 if not is_long else 1 if is_narrow else 2 if len(times_s) >= measure.max_steps else 0
-        return STOP_REASONS[int(self._from_rank_0(reason))]
+        return STOP_REASONS[int(self._of_rank_0(reason))]
 
     def _warm_up(self) -> None:
         """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
         start_s, steps, min_s = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
-        while self.done_steps < steps or self._from_rank_0(time.perf_counter() - start_s) < min_s:
+        while self.done_steps < steps or self._of_rank_0(time.perf_counter() - start_s) < min_s:
             self.step()
         for remaining in range(MAX_COMPILING_STEPS, -1, -1):
-            if not reduce_over_ranks(self.has_compiled, self.device):
+            if not over_ranks(self.compiled, self.device):
                 return
             if remaining:
                 self.step()
@@ -127,14 +127,14 @@ class Timing:
         """Runs one step; returns the FLOPs of all ranks in it."""
         with ExecutedFlops() as executed:
             self.step()
-        return reduce_over_ranks(executed.flops, self.device, dist.ReduceOp.SUM)
+        return over_ranks(executed.flops, self.device, dist.ReduceOp.SUM)
 
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
         self.report.phase("first_step")
         with watched(self.trainer) as watch:
             self.step()
-        self.report.write("ran", options=require_requested_options(self.trainer, watch))
+        self.report.write("ran", options=require_as_asked(self.trainer, watch))
         self.report.phase("warmup")
         # Torch hides the attention that a compiled layer computes again.
         hides_flops = self.task.spec.compiles and self.task.spec.layout.recompute != "none"

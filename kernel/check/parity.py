@@ -34,11 +34,11 @@ from ultrabench.kernel.check.rounded_products import round_products
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.data import load
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
-from ultrabench.kernel.mesh import build_mesh, join, local_tensor, narrow
+from ultrabench.kernel.mesh import build_mesh, join, local, take
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
 from ultrabench.kernel.moe import LEARNED, balances, update_balance
 from ultrabench.kernel.rank import environment
-from ultrabench.kernel.rank.ran import require_requested_options, watched
+from ultrabench.kernel.rank.ran import require_as_asked, watched
 from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
 from ultrabench.kernel.step import BETAS, CLIP_NORM, WEIGHT_DECAY, TrainStep, learning_rate
 from ultrabench.processes import die_with_parent
@@ -103,9 +103,9 @@ class _PlainStep:
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.model.initial_value(name, param.shape, run.workload.seed, device))
-        lr = learning_rate(shape)
+        rate = learning_rate(shape)
         self.optimizer = torch.optim.AdamW(
-            self.params.values(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
+            self.params.values(), lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY
         )
         self.clip_norm = CLIP_NORM
 
@@ -147,7 +147,7 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     trainer = TrainStep(spec.run, device, mesh, backend=compiler)
     with watched(trainer) as watch:
         tensors_by_kind = _trained(spec, trainer)
-    require_requested_options(trainer, watch)
+    require_as_asked(trainer, watch)
     tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
     torch.save(tensors_by_kind, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
@@ -163,12 +163,10 @@ def _trained(spec: CheckSpec, trainer: TrainStep | _PlainStep) -> dict[str, Any]
     for step in range(1, spec.steps + 1):
         loss = trainer.accumulate(*trainer.batch(step))
         if step == 1:
-            grads = {
-                n: local_tensor(p.grad).to("cpu", copy=True) for n, p in params.items() if p.grad is not None
-            }
+            grads = {n: local(p.grad).to("cpu", copy=True) for n, p in params.items() if p.grad is not None}
         trainer.clip_norm = UNREACHED_NORM if step == 2 else spec.clip
         losses.append(trainer.update(loss).item())
-    values = {name: local_tensor(param.detach()).cpu() for name, param in params.items()}
+    values = {name: local(param.detach()).cpu() for name, param in params.items()}
     if spec.precision == "fp64":
         values |= {name: bias for model in trainer.models for name, bias in balances(model).items()}
     return {"loss": {"loss": torch.tensor(losses, dtype=torch.float64)}, "grad": grads, "param": values}
@@ -195,23 +193,21 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
         diffs = dict.fromkeys(fp64_values, 0.0)
         for rank_tensors in tensors_by_rank:
             for name, values in rank_tensors[kind].items():
-                is_tied = spec.shape.tie_word_embeddings and name == "head.weight"
-                full_name, part = TIED_NAME if is_tied else name, rank_tensors["parts"].get(name, ())
-                narrow(assembled[kind][full_name], part).copy_(values)
-                diffs[full_name] = max(diffs[full_name], _diff(narrow(fp64_values[full_name], part), values))
+                tied = spec.shape.tie_word_embeddings and name == "head.weight"
+                full_name, part = TIED_NAME if tied else name, rank_tensors["parts"].get(name, ())
+                take(assembled[kind][full_name], part).copy_(values)
+                diffs[full_name] = max(diffs[full_name], _diff(take(fp64_values[full_name], part), values))
         for name, full in assembled[kind].items():
             diffs[name] = max(diffs[name], _diff(fp64_values[name], full))
-        rounding_errors = {name: _diff(full, rounded[kind][name]) for name, full in fp64_values.items()}
+        rounding = {name: _diff(full, rounded[kind][name]) for name, full in fp64_values.items()}
         if kind == "param":
-            diffs, rounding_errors = (
-                {"all": math.hypot(*diff_by_name.values())} for diff_by_name in (diffs, rounding_errors)
+            diffs, rounding = (
+                {"all": math.hypot(*diff_by_name.values())} for diff_by_name in (diffs, rounding)
             )
         # In fp32 and bf16 an update of one element may have the other sign.
         sign_flip = 2 * learning_rate(spec.shape)
         smallest_allowed = sign_flip if kind == "param" and spec.precision != "fp64" else TOLERANCE
-        allowed = {
-            name: max(smallest_allowed, ROUNDING[kind] * error) for name, error in rounding_errors.items()
-        }
+        allowed = {name: max(smallest_allowed, ROUNDING[kind] * error) for name, error in rounding.items()}
         worst_name = max(diffs, key=lambda name: diffs[name] / allowed[name])
         comparison[f"{kind}_diff"] = diffs[worst_name] if math.isfinite(diffs[worst_name]) else None
         comparison[f"{kind}_allowed"] = allowed[worst_name]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ultrabench.kernel.compat import WAIT, group_name, storage_of
 from ultrabench.kernel.compile import OPERATORS
 
-_COLLECTIVES = {
+_OPS = {
     "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
     "all_reduce": "all_reduce", "allreduce_": "all_reduce", "broadcast_": "broadcast",
@@ -69,7 +69,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     """Counts every collective issued inside the `with` block.
 
-    `collectives` maps axis and operation, such as `tp all_gather`, to the number of calls and the payload in bytes.
+    `found` maps axis and operation, such as `tp all_gather`, to the number of calls and the payload in bytes.
     The payload is the larger tensor: the output of an all-gather, the input of a reduce-scatter. If an axis
     spans the whole world, they share one group, so collectives over the world count for that axis, except for
     all-to-alls, which only the ranks of ep do.
@@ -79,7 +79,7 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
         self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None, experts: DeviceMesh | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.collectives = defaultdict[str, list[int]](lambda: [0, 0])
+        self.found = defaultdict[str, list[int]](lambda: [0, 0])
         axes = {axis: m.get_group(axis) for m in (experts, mesh) if m for axis in m.mesh_dim_names or ()}
         self._axis: dict[Any, str] = {
             str(g.group_name): axis for axis, g in {**axes, "cp": cp_group}.items() if g
@@ -90,15 +90,15 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
         name = func._schema.name.partition("::")[2]
-        if name not in _COLLECTIVES:
+        if name not in _OPS:
             return
         leaves = tree_leaves((args, kwargs))
         axis = next((self._axis[g] for g in map(group_name, leaves) if g in self._axis), "world")
         payload_bytes = max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
-        axis = "ep" if _COLLECTIVES[name] == "all_to_all" else axis
+        axis = "ep" if _OPS[name] == "all_to_all" else axis
         if name == "all_gather_into_tensor":
             payload_bytes *= next(n for n in leaves if isinstance(n, int))
-        counted = self.collectives[f"{axis} {_COLLECTIVES[name]}"]
+        counted = self.found[f"{axis} {_OPS[name]}"]
         counted[0] += 1
         counted[1] += payload_bytes
 

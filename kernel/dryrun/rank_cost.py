@@ -86,10 +86,10 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
     live.name("optimizer", (t for state in trainer.optimizer.state.values() for t in state.values()))
     bytes_by_kind = live.peak_by_kind()
     return {
-        "pp_rank": trainer.coordinates.pp, "rank": dist.get_rank(), "static_bytes": live.now, "peak_bytes": live.peak,
+        "pp_rank": trainer.at.pp, "rank": dist.get_rank(), "static_bytes": live.now, "peak_bytes": live.peak,
         **{f"{kind}_bytes": bytes_by_kind[kind] for kind in ("parameter", "gradient", "optimizer", "activation")},
         "hardware_flops": executed.flops,
-        "collectives": dict(sorted(counts.collectives.items())),
+        "collectives": dict(sorted(counts.found.items())),
     }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def rank_cost(spec: RunSpec, rank: int) -> dict[str, Any]:
     if gas <= 5 * pp or spec.layout.virtual_stages > 1:
         return _fake_step(spec, rank)
     cost_of_3, cost_of_4 = (_fake_step(_with_gas(spec, n * pp), rank) for n in (3, 4))
-    return {key: _extrapolate(cost_of_3[key], value, (gas - 4 * pp, pp)) for key, value in cost_of_4.items()}
+    return {key: _extend(cost_of_3[key], value, (gas - 4 * pp, pp)) for key, value in cost_of_4.items()}
 
 
 def _fake_step(spec: RunSpec, rank: int) -> dict[str, Any]:
@@ -119,12 +119,12 @@ def _with_gas(spec: RunSpec, gas: int) -> RunSpec:
     return replace(spec, layout=layout, workload=replace(spec.workload, gbs=layout.gbs))
 
 
-def _extrapolate(smaller: Any, larger: Any, ratio: tuple[int, int]) -> Any:
+def _extend(smaller: Any, larger: Any, ratio: tuple[int, int]) -> Any:
     """`larger` plus the difference of `larger` and `smaller` times the quotient `ratio`, for every number."""
     if isinstance(larger, dict):
-        return {key: _extrapolate(smaller[key], value, ratio) for key, value in larger.items()}
+        return {key: _extend(smaller[key], value, ratio) for key, value in larger.items()}
     if isinstance(larger, list):
-        return [_extrapolate(x, y, ratio) for x, y in zip(smaller, larger, strict=True)]
+        return [_extend(x, y, ratio) for x, y in zip(smaller, larger, strict=True)]
     return larger + (larger - smaller) * ratio[0] // ratio[1]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ultrabench.kernel.compat import ShardState, shard_state
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.fp8 import SCALED_PRODUCTS
-from ultrabench.kernel.mesh import local_tensor
+from ultrabench.kernel.mesh import local
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import SparseFeedForward
 from ultrabench.kernel.pp import SCHEDULES
@@ -75,9 +75,7 @@ def watched(trainer: TrainStep) -> Iterator[Watch]:
 
     def see_gradients(loss: Tensor) -> Tensor:
         grads = {name: p.grad for name, p in trainer.params.items() if p.grad is not None}
-        watch.gradients = [
-            precisions.sample(local_tensor(grad)) for name, grad in grads.items() if _is_matrix(name)
-        ]
+        watch.gradients = [precisions.sample(local(grad)) for name, grad in grads.items() if _is_matrix(name)]
         watch.steps += 1
         return update(loss)
 
@@ -115,7 +113,7 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     options = {
         "fused_optimizer": bool(trainer.optimizer.defaults["fused"]),
         "tf32": torch.get_float32_matmul_precision() != "highest",
-        "mbs": _common_value(size[0] for size, _ in forwards),
+        "mbs": _only(size[0] for size, _ in forwards),
         "gas": len(forwards) // (steps * len(trainer.models)),
     }
     if pipeline := getattr(trainer, "pipeline", None):
@@ -127,49 +125,41 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
     tp_degrees = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
-    expert_rows = [
-        len(layer.ffn.experts.gate) for layer in layers if isinstance(layer.ffn, SparseFeedForward)
-    ]
-    if expert_rows or not shape.num_experts:
+    experts = [len(layer.ffn.experts.gate) for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
+    if experts or not shape.num_experts:
         all_rows = shape.num_experts * shape.moe_intermediate_size
-        options["ep"] = _common_value(all_rows // rows for rows in expert_rows) if expert_rows else 1
-        options["routing"] = _common_value(model.routing.word for model in trainer.models)
+        options["ep"] = _only(all_rows // rows for rows in experts) if experts else 1
+        options["routing"] = _only(model.routing.word for model in trainer.models)
     assert watch.rotations is not None
     num_token_parts = len(watch.rotations[0]) // watch.tokens
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
     cp_degrees = [seq_len // (size[1] * num_token_parts ** (len(size) - 2)) for size, _ in forwards]
     states = [state for _, layer_states in forwards for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
-    later_states = [
-        s for n, (_, layer_states) in enumerate(forwards) for s in layer_states if n % options["gas"]
-    ]
-    stage_if_sharded = (
-        2 if not pipeline and later_states and all(state.has_reduced for state in later_states) else 1
-    )
+    later = [s for n, (_, of_forward) in enumerate(forwards) for s in of_forward if n % options["gas"]]
+    stage_if_sharded = 2 if not pipeline and later and all(state.has_reduced for state in later) else 1
     if not pipeline:
-        last_states = [
-            s for _, layer_states in forwards[options["gas"] - 1 :: options["gas"]] for s in layer_states
-        ]
-        options["dp_overlap"] = _common_value("on" if state.reduces else "off" for state in last_states)
+        last = [s for _, of_forward in forwards[options["gas"] - 1 :: options["gas"]] for s in of_forward]
+        options["dp_overlap"] = _only("on" if state.reduces else "off" for state in last)
     attention_args: list[tuple[str, ...]] = [
         getattr(unwrap(layer.attention.core), "args", ("any",)) for layer in layers
     ]
     return options | _precisions(trainer, watch) | {
-        "tp": _common_value(tp_degrees),
+        "tp": _only(tp_degrees),
         "sequence_parallel": "on" if num_token_parts == tp_degrees[0] else "off",
-        "cp": _common_value(cp_degrees),
-        "dp": _common_value(state.copies // cp_degrees[0] for state in states),
-        "dp_shard": _common_value(state.shards if 1 < state.shards < state.copies else 0 for state in states),
-        "zero_stage": _common_value(3 if s.resharded else stage_if_sharded if s.shards > 1 else 0 for s in states),
-        "precision": _precision_of_products(_common_value(_PRECISIONS.get(s.dtypes, s.dtypes) for s in states), watch, len(states)),
+        "cp": _only(cp_degrees),
+        "dp": _only(state.copies // cp_degrees[0] for state in states),
+        "dp_shard": _only(state.shards if 1 < state.shards < state.copies else 0 for state in states),
+        "zero_stage": _only(3 if s.resharded else stage_if_sharded if s.shards > 1 else 0 for s in states),
+        "precision": _of_products(_only(_PRECISIONS.get(s.dtypes, s.dtypes) for s in states), watch, len(states)),
         "recompute": recompute_of(trainer.models, trainer.layout),
-        "compile": _is_compiled(watch.graph_calls, len(states)),
-        "attention": _common_value(args[-1] for args in attention_args),
-        "cp_exchange": _common_value(args[1] if len(args) > 1 else "ring" for args in attention_args),
+        "compile": _compiled(watch.graph_calls, len(states)),
+        "attention": _only(args[-1] for args in attention_args),
+        "cp_exchange": _only(args[1] if len(args) > 1 else "ring" for args in attention_args),
     }  # fmt: skip
 
 
-def _precision_of_products(precision: str, watch: Watch, num_forwards: int) -> str:
+def _of_products(precision: str, watch: Watch, num_forwards: int) -> str:
     """fp8 if all products of layers were; else the precision of what layers get, with the number of those that were.
 
     A forward of a layer has an output of each linear layer, which recomputation may repeat, and two gradients of each.
@@ -191,53 +181,49 @@ def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:
         "masters": [[precisions.sample(matrix) for matrix in matrices]],
         "moments": [[precisions.sample(state[name]) for state in states if state] for name in MOMENTS],
     }
-    precisions_by_name = {
+    stored = {
         name: [p for group in kinds if (p := precisions.of_values(group))] for name, kinds in values.items()
     }
     assert watch.rotations is not None
     cos, sin = watch.rotations
-    return {name: _common_value(group) for name, group in precisions_by_name.items() if group} | {
+    return {name: _only(group) for name, group in stored.items() if group} | {
         "angles": precisions.of_rotations(cos, sin, trainer.spans, trainer.spec.shape),
         "norms": precisions.of_norm(layers_of(trainer)[0].ffn_norm, cos),
     }
 
 
-def _is_compiled(graph_calls: int, forwards: int) -> bool | str:
+def _compiled(graph_calls: int, forwards: int) -> bool | str:
     """Whether the forwards of layers were calls of compiled graphs; a text where only some of them were."""
     return graph_calls == forwards or (
         graph_calls > 0 and f"in {graph_calls} of {forwards} forwards of layers"
     )
 
 
-def _common_value(values: Iterable[Any]) -> Any:
+def _only(values: Iterable[Any]) -> Any:
     """The value, if all values are equal; else a text with all of them."""
     first_value, *other_values = sorted(set(values), key=str)
     return " and ".join(map(str, (first_value, *other_values))) if other_values else first_value
 
 
-def require_requested_options(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
+def require_as_asked(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     """The options that ran, as `options_of` says; they are those asked for. All ranks have to call it.
 
     Raises:
         IgnoredOptionError: on every rank if any option differs on any; it names the first rank's differences.
     """
-    options, layout = options_of(trainer, watch), trainer.layout
+    ran, layout = options_of(trainer, watch), trainer.layout
     requested, num_copies = values_of(trainer.spec.kernel) | values_of(layout), layout.dp * layout.cp
     requested |= {"compile": trainer.spec.compiles, "attention": trainer.attention, "fused_optimizer": True}
     requested["tf32"] = os.environ.get(TF32_VARIABLE) == "1"
     wide_dtype = "fp64" if trainer.spec.kernel.precision == "fp64" else "fp32"
     requested |= dict.fromkeys(("gradients", "masters", "moments", "angles", "norms"), wide_dtype)
     if num_copies * layout.gas == 1:  # a gradient that nothing is added to has the precision of its product
-        requested["gradients"] = options.get("gradients")
+        requested["gradients"] = ran.get("gradients")
     if layout.zero_stage < 3 and 1 in (num_copies, layout.gas):
         requested["zero_stage"] = min(layout.zero_stage, int(num_copies > 1))  # these stages do the same
-    reasons = [
-        f"requested {k}={requested[k]}, but ran {options[k]}" for k in options if options[k] != requested[k]
-    ]
-    if (
-        "ep" in options
-    ):  # a stage without layers, or without experts of a model that has some, knows few options
-        unsupported = [name for name in AXES if name not in options and requested[name] != NEUTRAL.get(name)]
+    reasons = [f"requested {k}={requested[k]}, but ran {ran[k]}" for k in ran if ran[k] != requested[k]]
+    if "ep" in ran:  # a stage without layers, or without experts of a model that has some, knows few options
+        unsupported = [name for name in AXES if name not in ran and requested[name] != NEUTRAL.get(name)]
         reasons += [
             f"requested {name}={requested[name]}, which this kernel does not support" for name in unsupported
         ]
@@ -245,4 +231,4 @@ def require_requested_options(trainer: TrainStep, watch: Watch) -> dict[str, Any
     dist.all_gather_object(difference_by_rank, "; ".join(reasons))
     if difference := next(filter(None, difference_by_rank), None):
         raise IgnoredOptionError(difference)
-    return options
+    return ran

@@ -60,20 +60,20 @@ def unsummed_rows(right, tensor, group):
     return tensor.chunk(group.size())[group.rank()].clone()
 
 
-@planted(tp.TpRanks, "scatter", parity="dp=2 tp=2 zero_stage=1")
+@planted(tp.Ranks, "scatter", parity="dp=2 tp=2 zero_stage=1")
 def scatter_over_dp(right, ranks, x):
     """The summands of a row-parallel product are summed and scattered over dp instead of tp."""
     groups = dist.distributed_c10d._world.pg_map
-    return right(tp.TpRanks(next(g for g in groups if g.group_desc == "mesh_dp_shard")), x)
+    return right(tp.Ranks(next(g for g in groups if g.group_desc == "mesh_dp_shard")), x)
 
 
-@planted(tp.TpRanks, "gather", parity="tp=2 bf16")
+@planted(tp.Ranks, "gather", parity="tp=2 bf16")
 def reversed_tokens(right, *args):
     """The gathered tokens are in reverse order."""
     return lambda: right(*args)().flip(1)
 
 
-@planted(tp, "_embed", parity="tp=2")
+@planted(tp, "_look_up", parity="tp=2")
 def shifted_vocabulary(right, ranks, embedding, tokens):
     """All ranks of tp but the first look up embeddings one row too far."""
     return right(ranks, embedding, tokens + (ranks.group.rank() > 0))
@@ -85,7 +85,7 @@ def mean_over_wrong_tokens(right, ranks, *args):
     return right(ranks, *args) / ranks.group.size()
 
 
-@planted(tp.TpRanks, "scatter", counts="test_tensor_parallel_overlaps compile")
+@planted(tp.Ranks, "scatter", counts="test_tensor_parallel_overlaps compile")
 def late_scatter(right, *args):
     """Sums over tp begin only when they are waited for."""
     return lambda: right(*args)()
@@ -200,13 +200,13 @@ def flipped_bit(right, self, loss):
 # The ring of context parallelism.
 
 
-@planted(cp, "_attending_parts", parity="cp=2 bf16")
+@planted(cp, "_meet", parity="cp=2 bf16")
 def ring_sees_the_future(right, rank, other, seq):
     """Queries attend to all keys of the later ranks, too."""
     return (slice(None), slice(None), False) if other > rank else right(rank, other, seq)
 
 
-@planted(cp, "_key_value_turns", parity="cp=2")
+@planted(cp, "_turns", parity="cp=2")
 def ring_without_last_turn(right, *args):
     """Each rank leaves out the keys and values that arrive last."""
     return list(right(*args))[:-1]
@@ -225,11 +225,11 @@ def positions_from_zero(right, spans, *args):
     return right([range(sum(map(len, spans)))], *args)
 
 
-@planted(cp, "_key_value_turns", counts="test_ring")
+@planted(cp, "_turns", counts="test_ring")
 def ring_goes_on(right, pair, group, exchange):
     """Keys and values travel one turn more than needed."""
     yield from right(pair, group, exchange)
-    cp.RingTransfer(pair, torch.empty_like(pair), group).wait()
+    cp.Passing(pair, torch.empty_like(pair), group).wait()
 
 
 @planted(cp, "torch", unit="test_attention.test_parts_of_a_ring_are_merged_in_at_least_fp32")

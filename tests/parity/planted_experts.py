@@ -37,7 +37,7 @@ def always_normalised(right, self, shape, shared):
     right(self, replace(shape, norm_topk_prob=True), shared)
 
 
-@planted(ep.ExpertRanks, "combine", parity="dp=2 ep=2 moe")
+@planted(ep.ExpertRanks, "back", parity="dp=2 ep=2 moe")
 def combine_by_expert(right, ranks, rows, departure, sends, receives):
     """Results go back in the order of the experts instead of that in which their rows arrived."""
     return right(ranks, rows, torch.arange(len(rows)), sends, receives)
@@ -112,7 +112,7 @@ def skipped_experts(right, self, loss):
     return right(self, loss)
 
 
-@planted(ep.ExpertRanks, "dispatch", counts="test_expert_parallel none")
+@planted(ep.ExpertRanks, "there", counts="test_expert_parallel none")
 def rows_sent_wide(right, ranks, rows, *args):
     """Rows travel to their experts in twice their precision."""
     return right(ranks, rows.double(), *args).to(rows.dtype)

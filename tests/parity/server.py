@@ -67,9 +67,9 @@ class Order(CollectiveCounts):
         self.names = list[str]()
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        before = {name: calls for name, (calls, _) in self.collectives.items()}
+        before = {name: calls for name, (calls, _) in self.found.items()}
         super().see(func, args, kwargs, out)
-        self.names += [name for name, (calls, _) in self.collectives.items() if calls != before.get(name)]
+        self.names += [name for name, (calls, _) in self.found.items() if calls != before.get(name)]
         if func.namespace == "aten" and (word := WORDS.get(func._schema.name.removeprefix("aten::"))):
             self.names.append(word)
 
@@ -79,7 +79,7 @@ def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int
     batch = trainer.batch(1)
     with Order(trainer.mesh, trainer.cp_group, trainer.expert_mesh) as counts:
         trainer.update(trainer.accumulate(*batch))
-    return dict(counts.collectives), counts.names
+    return dict(counts.found), counts.names
 
 
 def _count_tokens(spec: CheckSpec, rank: int, folder: Path) -> list[int]:

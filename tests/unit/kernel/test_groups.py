@@ -65,11 +65,11 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
         return {n: abs(other - value) * (n == name and along == axis) for n, value in values.items()}
 
     monkeypatch.setattr(replicas, "_spread", spread)
-    monkeypatch.setattr(replicas, "exchange", lambda *_: theirs.view(torch.int32).sum())
+    monkeypatch.setattr(replicas, "swap", lambda *_: theirs.view(torch.int32).sum())
     monkeypatch.setattr(replicas.dist, "all_reduce", lambda *_: None)
     trainer: Any = SimpleNamespace(
         params=params, layout=Layout(dp=2, tp=tp), device="cpu", mesh=SimpleNamespace(get_group=str),
-        is_tied=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
+        tied=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
     )  # fmt: skip
     if told:
         with pytest.raises(ReplicasDifferError, match=name):

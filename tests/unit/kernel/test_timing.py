@@ -26,13 +26,13 @@ class Compiling(Timing):
         trainer = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(graphs=0))
         super().__init__(SimpleNamespace(measure=MEASURE), trainer, None)
         self.last = last
-        self._from_rank_0 = float
+        self._of_rank_0 = float
 
     def step(self):
         """One more step."""
         self.done_steps += 1
-        self.has_compiled = self.done_steps <= self.last
-        self.trainer.compiler.graphs += self.has_compiled
+        self.compiled = self.done_steps <= self.last
+        self.trainer.compiler.graphs += self.compiled
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_price_counts_steps_and_seconds(words, step_time_s, seconds):
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    monkeypatch.setattr(worker, "reduce_over_ranks", lambda value, *_: value)
+    monkeypatch.setattr(worker, "over_ranks", lambda value, *_: value)
 
 
 @pytest.mark.parametrize(("last", "steps"), [(0, 2), (1, 2), (2, 3), (5, 6)])
@@ -153,7 +153,7 @@ def run_on(gpu):
         "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
         "time": host_clock, "dist": mock.MagicMock(), "TrainStep": gpu.build,
         "build_mesh": mock.Mock(), "device_progress": mock.Mock(), "require_equal_replicas": mock.Mock(),
-        "reduce_over_ranks": lambda value, *_: value, "watched": lambda _: nullcontext(), "require_requested_options": lambda *_: {},
+        "over_ranks": lambda value, *_: value, "watched": lambda _: nullcontext(), "require_as_asked": lambda *_: {},
     }  # fmt: skip
     with ExitStack() as stack:
         for name, fake in fakes.items():
