@@ -48,7 +48,7 @@ def add_in_products(_: Any, grads: list[Tensor], x: Tensor) -> list[None]:
 def count(form: str, tokens: int) -> str:
     """A row of the table. The forms fp32 add gradients to those of an earlier micro-batch."""
     shape, kept, work = load_model("llama3-8b"), dict[int, Tensor](), Work()
-    layer, ranks = Layer(shape, 0), tp.Ranks(SimpleNamespace(size=lambda: 1))  # type: ignore[arg-type]
+    layer, ranks = Layer(shape, 0), tp.TensorParallel(SimpleNamespace(size=lambda: 1))  # type: ignore[arg-type]
     tp._weight_gradients = add_in_products if form == "fp32 addmm" else OF_WEIGHTS  # type: ignore[assignment]
     attention, ffn, params = layer.attention, layer.ffn, [*layer.parameters()]
     for name, block, parts in (("qkv", attention, "qkv"), ("gate-up", ffn, ("gate", "up"))):
