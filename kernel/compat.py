@@ -56,7 +56,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return local_tensor.untyped_storage()
 
 
-PATIENCE = datetime.timedelta(hours=12)
+GROUP_TIMEOUT = datetime.timedelta(hours=12)
 """Time-out of all process groups; it is longer than any run, since the deadlines of the agent detect hangs."""
 
 
@@ -184,8 +184,8 @@ _FUSED_ATTENTION = (
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-_SUMS = (_collectives.reduce_scatter_tensor.default, _collectives.all_reduce.default)
-_MARKED = (
+_SUM_COLLECTIVES = (_collectives.reduce_scatter_tensor.default, _collectives.all_reduce.default)
+_KEPT_IF_MARKED = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_mm.default,
@@ -193,7 +193,7 @@ _MARKED = (
 )
 
 
-def kept(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def mark_as_kept(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`function`, whose products and all-to-alls selective recomputation keeps, in eager and in compiled layers.
 
     Torch hands an annotation of a call on to the operators that it makes of the call.
@@ -201,27 +201,27 @@ def kept(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     @functools.wraps(function)
-    def annotated(*args: Any) -> Tensor:
+    def marked_function(*arguments: Any) -> Tensor:
         with annotate({"kept": True}):
-            return function(*args)
+            return function(*arguments)
 
-    return annotated
+    return marked_function
 
 
-kept_linear = kept(functional.linear)
+kept_linear = mark_as_kept(functional.linear)
 
 
 def keeps_result(operator: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether recompute=selective keeps the result of a call of an operator in a layer.
 
-    It keeps the products and all-to-alls that `kept` marks, sums over ranks, which would be sent again, and
+    It keeps the products and all-to-alls that `mark_as_kept` marks, sums over ranks, which would be sent again, and
     attention. Of a ring this is only the rank's own part, which is the causal one.
     Stays: what a policy of selective recomputation sees are private operators.
     """
-    if operator in _MARKED:
+    if operator in _KEPT_IF_MARKED:
         return "kept" in current_meta().get("custom", ())
     if operator not in _FUSED_ATTENTION:
-        return operator in _SUMS
+        return operator in _SUM_COLLECTIVES
     names = (argument.name for argument in operator._schema.arguments)
     return bool(dict(zip(names, args, strict=False), **kwargs).get("is_causal"))
 
@@ -288,7 +288,7 @@ def activate_flash3() -> None:
         raise ConfigError(f"kernel.attention=flash3: {error}; {advice}") from error
 
 
-def group_of(name: str) -> dist.ProcessGroup:
+def process_group(name: str) -> dist.ProcessGroup:
     """The process group with this name. Stays: torch finds it, but by a private function."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
 

@@ -31,24 +31,24 @@ from ultrabench.kernel.compat import (
     all_gather,
     attention_backward,
     attention_forward,
-    group_of,
+    process_group,
     reduce_scatter,
     wait,
 )
 from ultrabench.kernel.compile import operator
 
 
-def spans(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
+def position_ranges(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
     """The positions of a sequence that a rank of the ring holds."""
     if cp == 1:
         return (range(seq_len),)
-    size = seq_len // (2 * cp)
-    return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * cp - 1 - rank))
+    chunk_len = seq_len // (2 * cp)
+    return tuple(range(chunk * chunk_len, (chunk + 1) * chunk_len) for chunk in (rank, 2 * cp - 1 - rank))
 
 
-def take(tokens_BS: Tensor, spans: Sequence[range]) -> Tensor:
-    """The tokens at the positions of `spans`, copied, since the pipeline of torch 2.11 rejects strides of a view."""
-    return torch.cat([tokens_BS[:, span.start : span.stop] for span in spans], dim=1)
+def tokens_at(tokens_BS: Tensor, position_ranges: Sequence[range]) -> Tensor:
+    """The tokens at the positions of `position_ranges`, copied, since the pipeline of torch 2.11 rejects strides of a view."""
+    return torch.cat([tokens_BS[:, span.start : span.stop] for span in position_ranges], dim=1)
 
 
 def ring_attention(
@@ -123,7 +123,7 @@ def _ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output of attention over all parts, B x N x S x D, and the log of its softmax sums."""
     out, log_sum = torch.empty(0), torch.empty(0)
-    for pair, query_span, key_span, causal in _turns(_pair(k, v), group_of(group_name), exchange):
+    for pair, query_span, key_span, causal in _turns(_pair(k, v), process_group(group_name), exchange):
         keys, values = pair[:, :, key_span].transpose(2, 3)
         part_out, part_log_sum = attention_forward(chosen, q[:, :, query_span], keys, values, causal=causal)
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
@@ -151,7 +151,7 @@ def _ring_backward(
     In a ring the sums of these travel with the keys and values, so that the last turn brings them to their rank. Otherwise
     each rank adds to sums for the pairs of all ranks.
     """
-    pair, group = _pair(k, v), group_of(group_name)
+    pair, group = _pair(k, v), process_group(group_name)
     grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
     num_pairs = 1 if exchange == "ring" else group.size()
     grad_sums, passing = pair.new_zeros((num_pairs, *pair.shape), dtype=log_sum.dtype), None

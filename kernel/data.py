@@ -27,7 +27,7 @@ def sample_indices(layout: Layout, dp_rank: int) -> range:
     return range(dp_rank * samples, (dp_rank + 1) * samples)
 
 
-def load(
+def make_batch(
     indices: range, step: int, workload: Workload, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The inputs and targets of the samples, len(indices) x S each; a target is the next token."""

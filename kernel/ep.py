@@ -23,21 +23,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ultrabench.kernel import cp
-from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, kept, silu_backward, wait
+from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, mark_as_kept, silu_backward, wait
 from ultrabench.kernel.compile import operator
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import LEARNED, Experts, Route, Routing, SparseFeedForward
-from ultrabench.kernel.tp import Ranks
+from ultrabench.kernel.tp import TensorParallel
 from ultrabench.layout import Layout
+
+RowCounts = tuple[Sequence[int], Sequence[int]]
+"""Number of rows that this rank sends to each rank, and that it receives from each, on their way to experts."""
 
 
 @dataclass(slots=True)
-class ExpertRanks:
+class ExpertParallel:
     """The ranks of the ep axis, which share the experts of a layer."""
 
     group: dist.ProcessGroup
-    tp: Ranks
-    """They know which gradients a split backward pass must compute."""
+    tp: TensorParallel
+    """The ranks of the tp axis, which know which gradients a split backward pass must compute."""
     routings: list[tuple[Routing, int]]
     """The routing of the tokens of each rank of the group, and the number of that rank on the tp axis."""
     routes: dict[int, Route] = field(default_factory=dict)
@@ -46,100 +49,106 @@ class ExpertRanks:
     def route(self, x_BSH: Tensor) -> Route | None:
         """The route of the tokens of a micro-batch; None if the routers choose."""
         num_tokens, rank = x_BSH.shape[0] * x_BSH.shape[1], self.group.rank()
-        if self.routings[0][0].word == LEARNED:
+        if self.routings[0][0].name == LEARNED:
             return None
         if num_tokens not in self.routes:
-            experts = [routing.experts(num_tokens, tp_rank) for routing, tp_rank in self.routings]
-            counters = [Counter(chain.from_iterable(experts_Tk)) for experts_Tk in experts]
-            numbers = range(self.routings[0][0].shape.num_experts)
-            counts = [[counter[expert] for expert in numbers] for counter in counters]
-            self.routes[num_tokens] = self._route(torch.tensor(experts[rank], device=x_BSH.device), counts)
+            experts_by_rank = [
+                routing.token_experts(num_tokens, tp_rank) for routing, tp_rank in self.routings
+            ]
+            counters = [Counter(chain.from_iterable(experts_Tk)) for experts_Tk in experts_by_rank]
+            all_experts = range(self.routings[0][0].shape.num_experts)
+            counts_by_rank = [[counter[expert] for expert in all_experts] for counter in counters]
+            experts_Tk = torch.tensor(experts_by_rank[rank], device=x_BSH.device)
+            self.routes[num_tokens] = self._route(experts_Tk, counts_by_rank)
         return self.routes[num_tokens]
 
-    def learned(self, num_experts: int, experts_Tk: Tensor) -> Route:
+    def learned_route(self, num_experts: int, experts_Tk: Tensor) -> Route:
         """The route to the experts that a router chose among `num_experts`."""
-        num_rows = torch.bincount(experts_Tk.flatten(), minlength=num_experts)
-        return self._route(experts_Tk, wait(all_gather(num_rows, self.group)).view(-1, num_experts).tolist())
+        row_counts_E = torch.bincount(experts_Tk.flatten(), minlength=num_experts)
+        gathered_counts = wait(all_gather(row_counts_E, self.group)).view(-1, num_experts)
+        return self._route(experts_Tk, gathered_counts.tolist())
 
-    def _route(self, experts_Tk: Tensor, counts: list[list[int]]) -> Route:
-        """The route of tokens if each rank of the group has `counts` rows for each of all experts."""
+    def _route(self, experts_Tk: Tensor, counts_by_rank: list[list[int]]) -> Route:
+        """The route of tokens if the ranks of the group have so many rows for each of all experts."""
         num_ranks, rank, device = self.group.size(), self.group.rank(), experts_Tk.device
-        num_local = len(counts[0]) // num_ranks
-        local = slice(rank * num_local, (rank + 1) * num_local)
-        order = experts_Tk.flatten().argsort(stable=True)
-        block_rows = list(chain.from_iterable(sent[local] for sent in counts))
-        rows_by_expert = tuple(
-            sum(sent[expert] for sent in counts) for expert in range(local.start, local.stop)
-        )
-        arrival = departure = None
+        num_local = len(counts_by_rank[0]) // num_ranks
+        local_experts = slice(rank * num_local, (rank + 1) * num_local)
+        expert_order = experts_Tk.flatten().argsort(stable=True)
+        received_counts = [counts[local_experts] for counts in counts_by_rank]
+        expert_counts = tuple(map(sum, zip(*received_counts, strict=True)))
+        arrivals_by_expert = arrivals_by_rank = None
         if num_ranks > 1:
-            expert = torch.arange(num_local, device=device).repeat(num_ranks)
-            lengths = torch.tensor(block_rows, device=device)
-            arrival = expert.repeat_interleave(lengths, output_size=sum(block_rows)).argsort(stable=True)
-            departure = arrival.argsort()
-        sent_counts = counts[rank]
+            local_numbers = torch.arange(num_local, device=device).repeat(num_ranks)
+            lengths = torch.tensor([*chain.from_iterable(received_counts)], device=device)
+            expert_of_arrival = local_numbers.repeat_interleave(lengths, output_size=sum(expert_counts))
+            arrivals_by_expert = expert_of_arrival.argsort(stable=True)
+            arrivals_by_rank = arrivals_by_expert.argsort()
+        sent = counts_by_rank[rank]
         return Route(
-            experts_Tk, order // experts_Tk.shape[1], order, order.argsort(), arrival, departure,
-            torch.tensor(rows_by_expert, device=device).cumsum(0).to(torch.int32), rows_by_expert,
-            tuple(sum(sent_counts[first : first + num_local]) for first in range(0, len(sent_counts), num_local)),
-            tuple(sum(sent[local]) for sent in counts),
+            experts_Tk, expert_order // experts_Tk.shape[1], expert_order, expert_order.argsort(),
+            arrivals_by_expert, arrivals_by_rank,
+            torch.tensor(expert_counts, device=device).cumsum(0).to(torch.int32), expert_counts,
+            tuple(sum(sent[first : first + num_local]) for first in range(0, len(sent), num_local)),
+            tuple(map(sum, received_counts)),
         )  # fmt: skip
 
-    def there(
-        self, rows: Tensor, arrival: Tensor | None, sends: Sequence[int], receives: Sequence[int]
-    ) -> Tensor:
+    def send_to_experts(self, rows: Tensor, by_expert: Tensor | None, row_counts: RowCounts) -> Tensor:
         """The rows of this rank's experts, by expert, for sorted rows of this rank's tokens."""
-        if arrival is None:
+        if by_expert is None:
             return rows
-        rows = wait(all_to_all(rows, receives, sends, self.group))  # which frees what was sent
-        return rows.index_select(0, arrival)
+        send_counts, receive_counts = row_counts
+        rows = wait(all_to_all(rows, receive_counts, send_counts, self.group))  # which frees what was sent
+        return rows.index_select(0, by_expert)
 
-    def back(
-        self, rows: Tensor, departure: Tensor | None, sends: Sequence[int], receives: Sequence[int]
-    ) -> Tensor:
-        """The opposite of `there`."""
-        if departure is None:
+    def return_to_tokens(self, rows: Tensor, by_rank: Tensor | None, row_counts: RowCounts) -> Tensor:
+        """The opposite of `send_to_experts`."""
+        if by_rank is None:
             return rows
-        return wait(all_to_all(rows.index_select(0, departure), sends, receives, self.group))
+        send_counts, receive_counts = row_counts
+        return wait(all_to_all(rows.index_select(0, by_rank), send_counts, receive_counts, self.group))
 
 
-def _tokens(rows: Tensor, slots: Tensor, top_k: int) -> Tensor:
+def _sum_by_token(rows: Tensor, token_order: Tensor, top_k: int) -> Tensor:
     """The sum of the rows of each token."""
-    return rows.index_select(0, slots).unflatten(0, (-1, top_k)).sum(1)  # type: ignore[no-untyped-call,no-any-return]
+    return rows.index_select(0, token_order).unflatten(0, (-1, top_k)).sum(1)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Dispatch(torch.autograd.Function):
     """The rows of tokens and their scores at the ranks of their experts."""
 
     @staticmethod
-    def forward(ctx, ranks, sends, receives, tokens, order, slots, arrival, departure, x_TH, weights_Tk):  # type: ignore[no-untyped-def]
-        ctx.ranks, ctx.moved, ctx.chosen = ranks, (sends, receives), weights_Tk.shape[1]
-        ctx.save_for_backward(slots, departure)
-        dispatch = kept(ranks.there)  # by selective recomputation, which would send them again
-        scores = dispatch(weights_Tk.flatten().index_select(0, order), arrival, sends, receives)
-        return dispatch(x_TH.index_select(0, tokens), arrival, sends, receives), scores
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, ep, row_counts, row_tokens, expert_order, token_order, by_expert, by_rank, x_TH, weights_Tk
+    ):
+        ctx.ep, ctx.row_counts, ctx.top_k = ep, row_counts, weights_Tk.shape[1]
+        ctx.save_for_backward(token_order, by_rank)
+        send = mark_as_kept(ep.send_to_experts)  # by selective recomputation, which would send them again
+        scores = send(weights_Tk.flatten().index_select(0, expert_order), by_expert, row_counts)
+        return send(x_TH.index_select(0, row_tokens), by_expert, row_counts), scores
 
     @staticmethod
     def backward(ctx, grad_rows, grad_scores):  # type: ignore[no-untyped-def]
-        slots, departure = ctx.saved_tensors
-        rows, scores = (ctx.ranks.back(grad, departure, *ctx.moved) for grad in (grad_rows, grad_scores))
-        grad_weights = scores.index_select(0, slots).view(-1, ctx.chosen)
-        return *[None] * 8, _tokens(rows, slots, ctx.chosen), grad_weights
+        token_order, by_rank = ctx.saved_tensors
+        grad_rows, grad_scores = (
+            ctx.ep.return_to_tokens(grad, by_rank, ctx.row_counts) for grad in (grad_rows, grad_scores)
+        )
+        grad_weights_Tk = grad_scores.index_select(0, token_order).view(-1, ctx.top_k)
+        return *[None] * 7, _sum_by_token(grad_rows, token_order, ctx.top_k), grad_weights_Tk
 
 
 class _Combine(torch.autograd.Function):
     """The sum of the rows of each token, at the rank of the token."""
 
     @staticmethod
-    def forward(ctx, ranks, sends, receives, tokens, slots, arrival, departure, top_k, rows):  # type: ignore[no-untyped-def]
+    def forward(ctx, ep, row_counts, row_tokens, token_order, by_expert, by_rank, top_k, rows):  # type: ignore[no-untyped-def]
         # Of saved tensors recomputation would repeat what precedes them, so that it would send the results again.
-        ctx.ranks, ctx.moved, ctx.route = ranks, (sends, receives), (tokens, arrival)
-        return _tokens(ranks.back(rows, departure, sends, receives), slots, top_k)
+        ctx.ep, ctx.row_counts, ctx.row_tokens, ctx.by_expert = ep, row_counts, row_tokens, by_expert
+        return _sum_by_token(ep.return_to_tokens(rows, by_rank, row_counts), token_order, top_k)
 
     @staticmethod
     def backward(ctx, grad_TH):  # type: ignore[no-untyped-def]
-        tokens, arrival = ctx.route
-        return *[None] * 8, ctx.ranks.there(grad_TH.index_select(0, tokens), arrival, *ctx.moved)
+        ep, order, row_counts = ctx.ep, ctx.by_expert, ctx.row_counts
+        return *[None] * 7, ep.send_to_experts(grad_TH.index_select(0, ctx.row_tokens), order, row_counts)
 
 
 def _product_shape(rows: Tensor, weight: Tensor, *_: Any) -> Tensor:
@@ -147,56 +156,64 @@ def _product_shape(rows: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 
 @operator(_product_shape)
-def _grouped_products(rows: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
+def _grouped_products(
+    rows: Tensor, weight: Tensor, expert_ends: Tensor, expert_counts: Sequence[int]
+) -> Tensor:
     """The product of each expert's rows with its weight, which is output x input, as in a linear layer."""
     if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return grouped_mm(rows, weight.transpose(1, 2), ends)
-    out = rows.new_empty(len(rows), weight.shape[1])
-    for x, y, expert_weight in zip(rows.split([*counts]), out.split([*counts]), weight, strict=True):  # type: ignore[no-untyped-call]
-        torch.mm(x, expert_weight.t(), out=y)
-    return out
+        return grouped_mm(rows, weight.transpose(1, 2), expert_ends)
+    products = rows.new_empty(len(rows), weight.shape[1])
+    parts = (tensor.split([*expert_counts]) for tensor in (rows, products))  # type: ignore[no-untyped-call]
+    for expert_rows, expert_product, expert_weight in zip(*parts, weight, strict=True):
+        torch.mm(expert_rows, expert_weight.t(), out=expert_product)
+    return products
 
 
-def _weights_shape(grads: Tensor, rows: Tensor, _: Tensor, counts: Sequence[int]) -> Tensor:
-    return rows.new_empty(len(counts), grads.shape[1], rows.shape[1])
+def _weight_gradients_shape(grads: Tensor, rows: Tensor, _: Tensor, expert_counts: Sequence[int]) -> Tensor:
+    return rows.new_empty(len(expert_counts), grads.shape[1], rows.shape[1])
 
 
-@operator(_weights_shape)
-def _grouped_weights(grads: Tensor, rows: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
+@operator(_weight_gradients_shape)
+def _grouped_weight_gradients(
+    grads: Tensor, rows: Tensor, expert_ends: Tensor, expert_counts: Sequence[int]
+) -> Tensor:
     """The gradients of the weights of `_grouped_products`."""
     if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return grouped_mm(grads.t(), rows, ends)
-    out = rows.new_empty(len(counts), grads.shape[1], rows.shape[1])
-    for grad, x, expert_grad in zip(grads.split([*counts]), rows.split([*counts]), out, strict=True):  # type: ignore[no-untyped-call]
-        torch.mm(grad.t(), x, out=expert_grad)
-    return out
+        return grouped_mm(grads.t(), rows, expert_ends)
+    weight_grads = rows.new_empty(len(expert_counts), grads.shape[1], rows.shape[1])
+    parts = (tensor.split([*expert_counts]) for tensor in (grads, rows))  # type: ignore[no-untyped-call]
+    for expert_grad, expert_rows, weight_grad in zip(*parts, weight_grads, strict=True):
+        torch.mm(expert_grad.t(), expert_rows, out=weight_grad)
+    return weight_grads
 
 
 class _Products(torch.autograd.Function):
     """Products of the experts' rows with one or several weights of each expert."""
 
     @staticmethod
-    def forward(ctx, ranks, ends, counts, rows, *weights):  # type: ignore[no-untyped-def]
-        ctx.ranks, ctx.counts = ranks, counts
-        ctx.save_for_backward(ends, rows, *weights)
+    def forward(ctx, ep, expert_ends, expert_counts, rows, *weights):  # type: ignore[no-untyped-def]
+        ctx.ep, ctx.expert_counts = ep, expert_counts
+        ctx.save_for_backward(expert_ends, rows, *weights)
         return tuple(
-            _grouped_products(rows, w.unflatten(0, (len(counts), -1)), ends, counts) for w in weights
+            _grouped_products(rows, w.unflatten(0, (len(expert_counts), -1)), expert_ends, expert_counts)
+            for w in weights
         )
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        ends, rows, *weights = ctx.saved_tensors
-        counts, tp = ctx.counts, ctx.ranks.tp
+        expert_ends, rows, *weights = ctx.saved_tensors
+        expert_counts, tp = ctx.expert_counts, ctx.ep.tp
         grad_rows, grad_weights = None, [None] * len(weights)
         if tp.wants_inputs:
             for grad, weight in zip(grads, weights, strict=True):
-                transposed = weight.unflatten(0, (len(counts), -1)).transpose(1, 2)
-                summand = _grouped_products(grad.contiguous(), transposed, ends, counts)
+                transposed = weight.unflatten(0, (len(expert_counts), -1)).transpose(1, 2)
+                summand = _grouped_products(grad.contiguous(), transposed, expert_ends, expert_counts)
                 grad_rows = summand if grad_rows is None else grad_rows.add_(summand)
                 del summand  # or it would stay beside the gradients of the weights
         if tp.wants_weights:
             grad_weights = [
-                _grouped_weights(grad.contiguous(), rows, ends, counts).flatten(0, 1) for grad in grads
+                _grouped_weight_gradients(grad.contiguous(), rows, expert_ends, expert_counts).flatten(0, 1)
+                for grad in grads
             ]
         return None, None, None, grad_rows, *grad_weights
 
@@ -217,28 +234,37 @@ class _Weighted(torch.autograd.Function):
         return silu_backward(grad_unweighted * up, gate), grad_unweighted * activation, grad_scores
 
 
-def _mix(ranks: ExpertRanks, x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) -> Tensor:
+def _mix_experts(
+    ep: ExpertParallel, x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts
+) -> Tensor:
     """The sum of the outputs of each token's experts, T x H, as `moe.mixture` defines it."""
-    splits, orders = (route.sends, route.receives), (route.slots, route.arrival, route.departure)
-    rows, scores = _Dispatch.apply(ranks, *splits, route.tokens, route.order, *orders, x_TH, weights_Tk)  # type: ignore[no-untyped-call]
-    product_args = ranks, route.ends, route.counts
+    row_counts = route.send_counts, route.receive_counts
+    orders = route.token_order, route.by_expert, route.by_rank
+    rows, scores = _Dispatch.apply(
+        ep, row_counts, route.row_tokens, route.expert_order, *orders, x_TH, weights_Tk
+    )  # type: ignore[no-untyped-call]
+    product_args = ep, route.expert_ends, route.expert_counts
     gate, up = _Products.apply(*product_args, rows, experts.gate, experts.up)  # type: ignore[no-untyped-call]
     weighted = _Weighted.apply(gate, up, scores)  # type: ignore[no-untyped-call]
     (out,) = _Products.apply(*product_args, weighted, experts.down)  # type: ignore[no-untyped-call]
-    y_TH: Tensor = _Combine.apply(ranks, *splits, route.tokens, *orders, weights_Tk.shape[1], out)  # type: ignore[no-untyped-call]
+    y_TH: Tensor = _Combine.apply(ep, row_counts, route.row_tokens, *orders, weights_Tk.shape[1], out)  # type: ignore[no-untyped-call]
     return y_TH
 
 
-def apply_ep(model: Decoder, layout: Layout, group: dist.ProcessGroup, tp: Ranks, seq_len: int) -> None:
+def apply_ep(
+    model: Decoder, layout: Layout, group: dist.ProcessGroup, tp: TensorParallel, seq_len: int
+) -> None:
     """Gives this rank its part of the experts of `model`, in place, and makes tokens travel to all of them."""
-    coordinates = [layout.coordinates(rank) for rank in dist.get_process_group_ranks(group)]
-    spans = [cp.spans(seq_len, layout.cp, place.cp) for place in coordinates]
-    routings = [Routing(model.routing.word, model.shape, rank_spans) for rank_spans in spans]
-    ranks = ExpertRanks(group, tp, [*zip(routings, (place.tp for place in coordinates), strict=True)])
+    routings = list[tuple[Routing, int]]()
+    for coordinates in map(layout.coordinates, dist.get_process_group_ranks(group)):
+        position_ranges = cp.position_ranges(seq_len, layout.cp, coordinates.cp)
+        routings.append((Routing(model.routing.name, model.shape, position_ranges), coordinates.tp))
+    ep = ExpertParallel(group, tp, routings)
     for layer in model.layers.values():
         if isinstance(block := layer.ffn, SparseFeedForward):
             for name, weight in block.experts.named_parameters():
-                part = weight.chunk(ranks.group.size())[0].detach().clone()
+                part = weight.chunk(group.size())[0].detach().clone()
                 setattr(block.experts, name, nn.Parameter(part))
-            block.mix, block.route_of = partial(_mix, ranks), partial(ranks.learned, block.shape.num_experts)
-    model.route = ranks.route
+            block.mix = partial(_mix_experts, ep)
+            block.route_of = partial(ep.learned_route, block.shape.num_experts)
+    model.route = ep.route

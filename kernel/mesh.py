@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ultrabench.kernel.compat import PATIENCE, use_timeout
+from ultrabench.kernel.compat import GROUP_TIMEOUT, use_timeout
 from ultrabench.layout import Layout
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -23,12 +23,12 @@ Part = tuple[tuple[int, int, int], ...]
 
 def join(device: torch.device, store: Any = None, rank: int = -1, world_size: int = -1) -> None:
     """Makes the default process group: NCCL for GPUs, gloo for CPUs; without a store as the environment says."""
-    use_timeout(PATIENCE)
+    use_timeout(GROUP_TIMEOUT)
     backend, bound_device = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=bound_device)
 
 
-def over_ranks(value: float, device: torch.device, op: Any = dist.ReduceOp.MAX) -> float:
+def reduce_over_ranks(value: float, device: torch.device, op: Any = dist.ReduceOp.MAX) -> float:
     """The largest `value` of all ranks, or what `op` makes of their values; all ranks have to call it."""
     reduced = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(reduced, op)
@@ -46,7 +46,7 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
 
 
-def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The mesh of the experts: each of the ranks along ep holds other ones, those along expert_shard share them."""
     sizes = (layout.pp, layout.expert_copies, layout.expert_shards, layout.ep)
     return init_device_mesh(device_type, sizes, mesh_dim_names=EXPERT_AXES)
@@ -57,7 +57,7 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def cp_group(layout: Layout) -> dist.ProcessGroup | None:
+def make_cp_group(layout: Layout) -> dist.ProcessGroup | None:
     """The group of ranks that share the tokens of this rank's sequences; None if this rank holds them all.
 
     All ranks have to call it. Like a mesh, it takes the group of all ranks for a ring of all ranks, and with
@@ -98,14 +98,14 @@ def num_losses(layout: Layout) -> int:
     return layout.gas * layout.dp * layout.cp
 
 
-def take(full: Tensor, part: Part) -> Tensor:
+def part_view(full: Tensor, part: Part) -> Tensor:
     """The part of `full` that `part` describes, as a view."""
     for dim, start, length in part:
         full = full.narrow(dim, start, length)
     return full
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's own values of `tensor`, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

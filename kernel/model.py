@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ultrabench.kernel.compat import kept_linear
 from ultrabench.kernel.loss import HeadGradient, head_loss
-from ultrabench.kernel.mesh import Part, is_expert, take
+from ultrabench.kernel.mesh import Part, is_expert, part_view
 from ultrabench.kernel.moe import LEARNED, Route, Routing, SparseFeedForward
 from ultrabench.model_shape import ModelShape
 from ultrabench.stages import Stage
@@ -84,7 +84,7 @@ def rope_frequencies(shape: ModelShape, half: Tensor) -> Tensor:
 
 
 def rope_tables(
-    spans: Sequence[range], shape: ModelShape, like: Tensor, computed_in: torch.dtype | None = None
+    position_ranges: Sequence[range], shape: ModelShape, like: Tensor, computed_in: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """The cosine and sine of the rotation of every position, S x 1 x R/2 each (arXiv 2104.09864).
 
@@ -92,7 +92,9 @@ def rope_tables(
     """
     dtype = computed_in or torch.promote_types(like.dtype, torch.float32)
     half = torch.arange(0, shape.rotary_width, 2, device=like.device, dtype=dtype)
-    position = torch.cat([torch.arange(s.start, s.stop, device=like.device, dtype=dtype) for s in spans])
+    position = torch.cat(
+        [torch.arange(s.start, s.stop, device=like.device, dtype=dtype) for s in position_ranges]
+    )
     angle = torch.outer(position, rope_frequencies(shape, half))[:, None, :]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
@@ -242,12 +244,12 @@ class Decoder(nn.Module):
     """The route of the tokens of a micro-batch to their experts; None if the routers choose."""
 
     def __init__(
-        self, shape: ModelShape, stage: Stage, spans: Sequence[range], routing: str = LEARNED
+        self, shape: ModelShape, stage: Stage, position_ranges: Sequence[range], routing: str = LEARNED
     ) -> None:
-        """`spans` are the positions of a sequence that this rank holds, `routing` is how tokens choose experts."""
+        """`position_ranges` are the positions of a sequence that this rank holds, `routing` is how tokens choose experts."""
         super().__init__()
-        self.shape, self.spans = shape, spans
-        self.routing = Routing(routing, shape, spans)
+        self.shape, self.position_ranges = shape, position_ranges
+        self.routing = Routing(routing, shape, position_ranges)
         self.route = self.routing.route
         numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         h = shape.hidden_size
@@ -274,7 +276,7 @@ class Decoder(nn.Module):
         return x_BSH.
         """
         x = x if self.embedding is None else self.embedding(x)
-        context: tuple[Any, ...] = rope_tables(self.spans, self.shape, x)
+        context: tuple[Any, ...] = rope_tables(self.position_ranges, self.shape, x)
         if self.shape.num_experts:
             context += (self.route(x),)
         for layer in self.layers.values():
@@ -295,8 +297,8 @@ class Decoder(nn.Module):
             rows = size[0] // self.shape.num_experts
             experts, shape = range(start // rows, (start + length) // rows), torch.Size((rows, size[1]))
             values = [self._full_value(f"{name}.{expert}", shape, seed, device) for expert in experts]
-            return take(torch.cat(values), tuple(further_cuts))
-        return take(self._full_value(name, size, seed, device), part)
+            return part_view(torch.cat(values), tuple(further_cuts))
+        return part_view(self._full_value(name, size, seed, device), part)
 
     def _full_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
         if name.endswith("norm.weight"):

@@ -33,26 +33,28 @@ class Route(NamedTuple):
     """The experts of this rank's tokens, and how their rows travel, a row for each token and expert."""
 
     experts_Tk: Tensor  # noqa: N815  the suffix is its shape
-    tokens: Tensor | None = None
+    row_tokens: Tensor | None = None
     """The token of each row, in the order of the experts."""
-    order: Tensor | None = None
-    """Number of each row among the T*k, in the order of the experts."""
-    slots: Tensor | None = None
-    """Place of each of the T*k rows in that order."""
-    arrival: Tensor | None = None
-    """Order of the rows that arrive from all ranks by expert; None if they arrive so."""
-    departure: Tensor | None = None
-    ends: Tensor | None = None
+    expert_order: Tensor | None = None
+    """Index of each row among the T*k that lie token by token, in the order of the experts."""
+    token_order: Tensor | None = None
+    """Index of each row among the T*k that lie expert by expert, in the order of the tokens."""
+    by_expert: Tensor | None = None
+    """Index of each row among those that arrive rank by rank, in the order of the experts; None if they arrive so."""
+    by_rank: Tensor | None = None
+    """Index of each of these rows among those that lie expert by expert, in the order in which they arrive."""
+    expert_ends: Tensor | None = None
     """End of the rows of each of this rank's experts."""
-    counts: tuple[int, ...] = ()
+    expert_counts: tuple[int, ...] = ()
     """Number of rows of each of this rank's experts."""
-    sends: tuple[int, ...] = ()
-    """Number of rows that each rank gets."""
-    receives: tuple[int, ...] = ()
+    send_counts: tuple[int, ...] = ()
+    """Number of rows that this rank sends to each rank."""
+    receive_counts: tuple[int, ...] = ()
+    """Number of rows that this rank receives from each rank."""
 
 
 @lru_cache(maxsize=4)
-def _edges(routing: str, num_experts: int, top_k: int) -> tuple[float, ...]:
+def _cumulative_shares(routing: str, num_experts: int, top_k: int) -> tuple[float, ...]:
     """The sums of the shares of the first experts, from none of them to all."""
     return (0.0, *accumulate(expert_shares(routing, num_experts, top_k)))
 
@@ -67,23 +69,23 @@ def static_experts(routing: str, shape: ModelShape, position: int) -> tuple[int,
     num_experts, top_k = shape.num_experts, shape.num_experts_per_tok
     if routing == "balanced":
         return tuple((position * top_k + j) % num_experts for j in range(top_k))
-    edges, first_point = _edges(routing, num_experts, top_k), position * GOLDEN % 1
-    return tuple(min(bisect_right(edges, first_point + j), num_experts) - 1 for j in range(top_k))
+    cumulative_shares, first_point = _cumulative_shares(routing, num_experts, top_k), position * GOLDEN % 1
+    return tuple(min(bisect_right(cumulative_shares, first_point + j), num_experts) - 1 for j in range(top_k))
 
 
-class _Counted(torch.autograd.Function):
+class _CountTokens(torch.autograd.Function):
     """Counts the tokens of each expert in backward, which runs once, where forward may be repeated."""
 
     @staticmethod
-    def forward(ctx, scores_TE: Tensor, experts_Tk: Tensor, counts_E: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.counts = counts_E
+    def forward(ctx, scores_TE: Tensor, experts_Tk: Tensor, token_counts_E: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.token_counts = token_counts_E
         ctx.save_for_backward(experts_Tk)
         return scores_TE.view_as(scores_TE)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         (experts_Tk,) = ctx.saved_tensors
-        ctx.counts.add_(torch.bincount(experts_Tk.flatten(), minlength=len(ctx.counts)))
+        ctx.token_counts.add_(torch.bincount(experts_Tk.flatten(), minlength=len(ctx.token_counts)))
         return grad, None, None
 
 
@@ -92,10 +94,10 @@ class Experts(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        experts, h, m = shape.num_experts, shape.hidden_size, shape.moe_intermediate_size
-        self.gate = nn.Parameter(torch.empty(experts * m, h))
-        self.up = nn.Parameter(torch.empty(experts * m, h))
-        self.down = nn.Parameter(torch.empty(experts * h, m))
+        num_experts, h, m = shape.num_experts, shape.hidden_size, shape.moe_intermediate_size
+        self.gate = nn.Parameter(torch.empty(num_experts * m, h))
+        self.up = nn.Parameter(torch.empty(num_experts * m, h))
+        self.down = nn.Parameter(torch.empty(num_experts * h, m))
 
 
 def mixture(x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) -> Tensor:
@@ -105,11 +107,11 @@ def mixture(x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) ->
     for expert, (gate, up, down) in enumerate(
         zip(*(w.chunk(num_experts) for w in (experts.gate, experts.up, experts.down)), strict=True)
     ):
-        token, slot = torch.where(route.experts_Tk == expert)
-        x = x_TH[token]
-        hidden = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
-        weighted = hidden * weights_Tk[token, slot, None].to(hidden.dtype)
-        out = out.index_add(0, token, functional.linear(weighted, down))
+        token_index, choice_index = torch.where(route.experts_Tk == expert)
+        expert_x = x_TH[token_index]
+        hidden = functional.silu(functional.linear(expert_x, gate)) * functional.linear(expert_x, up)
+        weighted = hidden * weights_Tk[token_index, choice_index, None].to(hidden.dtype)
+        out = out.index_add(0, token_index, functional.linear(weighted, down))
     return out
 
 
@@ -121,7 +123,7 @@ class SparseFeedForward(nn.Module):
     """The route of tokens to the experts that the router chose; expert parallelism adds how they travel."""
     balance: Tensor
     """The bias of each expert, which is added to its scores when experts are chosen, and only then."""
-    counts: Tensor
+    token_counts: Tensor
     """The number of this rank's tokens of each expert in the backward passes of a step."""
 
     def __init__(self, shape: ModelShape, shared: nn.Module | None) -> None:
@@ -131,7 +133,7 @@ class SparseFeedForward(nn.Module):
         self.experts = Experts(shape)
         self.shared = shared
         self.register_buffer("balance", torch.zeros(shape.num_experts))
-        self.register_buffer("counts", torch.zeros(shape.num_experts, dtype=torch.int64))
+        self.register_buffer("token_counts", torch.zeros(shape.num_experts, dtype=torch.int64))
 
     def forward(self, x_BSH: Tensor, route: Route | None) -> Tensor:
         """The x_BSH that the block adds to the residual; without a route the router chooses."""
@@ -141,7 +143,7 @@ class SparseFeedForward(nn.Module):
         scores = logits.sigmoid() if self.shape.scoring_func == "sigmoid" else logits.softmax(-1)
         if route is None:
             experts_Tk = (scores + self.balance).topk(self.shape.num_experts_per_tok).indices
-            scores = _Counted.apply(scores, experts_Tk, self.counts)  # type: ignore[no-untyped-call]
+            scores = _CountTokens.apply(scores, experts_Tk, self.token_counts)  # type: ignore[no-untyped-call]
             route = self.route_of(experts_Tk)
         weights = scores.gather(1, route.experts_Tk)
         if self.shape.norm_topk_prob:
@@ -154,25 +156,25 @@ class SparseFeedForward(nn.Module):
 class Routing:
     """Chooses the experts of all tokens of a micro-batch by their positions, unless the routers choose."""
 
-    def __init__(self, word: str, shape: ModelShape, spans: Sequence[range]) -> None:
-        """`spans` are the positions of a sequence that this rank holds."""
-        self.word, self.shape, self.spans = word, shape, spans
+    def __init__(self, name: str, shape: ModelShape, position_ranges: Sequence[range]) -> None:
+        """`position_ranges` are the positions of a sequence that this rank holds."""
+        self.name, self.shape, self.position_ranges = name, shape, position_ranges
 
     @cached_property
-    def by_position(self) -> list[tuple[int, ...]]:
+    def experts_by_position(self) -> list[tuple[int, ...]]:
         """The experts of the token at each position that this rank holds."""
-        return [static_experts(self.word, self.shape, position) for position in chain(*self.spans)]
+        return [static_experts(self.name, self.shape, position) for position in chain(*self.position_ranges)]
 
-    def experts(self, tokens: int, part: int = 0) -> list[tuple[int, ...]]:
-        """The experts of `tokens` tokens, from token part*tokens of the flattened micro-batch on."""
-        places = range(part * tokens, (part + 1) * tokens)
-        return [self.by_position[place % len(self.by_position)] for place in places]
+    def token_experts(self, num_tokens: int, tp_rank: int = 0) -> list[tuple[int, ...]]:
+        """The experts of `num_tokens` tokens, from token tp_rank*num_tokens of the flattened micro-batch on."""
+        token_indices = range(tp_rank * num_tokens, (tp_rank + 1) * num_tokens)
+        return [self.experts_by_position[index % len(self.experts_by_position)] for index in token_indices]
 
     def route(self, x_BSH: Tensor) -> Route | None:
         """The route of the tokens of a micro-batch; None if the routers choose."""
-        if self.word == LEARNED:
+        if self.name == LEARNED:
             return None
-        return Route(torch.tensor(self.experts(x_BSH.shape[0] * x_BSH.shape[1]), device=x_BSH.device))
+        return Route(torch.tensor(self.token_experts(x_BSH.shape[0] * x_BSH.shape[1]), device=x_BSH.device))
 
 
 def balances(model: nn.Module) -> dict[str, Tensor]:
@@ -180,20 +182,20 @@ def balances(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name.endswith(".balance")}
 
 
-def update_balance(models: Sequence[Any], layers: int) -> None:
+def update_balance(models: Sequence[Any], num_layers: int) -> None:
     """Adds to the bias of each expert that got fewer tokens in this step than the mean, and subtracts from the others.
 
-    All ranks have to call it; it sums one number for each expert of each of the `layers` layers of the model.
+    All ranks have to call it; it sums one number for each expert of each of the `num_layers` layers of the model.
     """
-    numbered = (pair for model in models for pair in model.layers.items())
-    blocks = {int(n): layer.ffn for n, layer in numbered if isinstance(layer.ffn, SparseFeedForward)}
-    (experts, device) = next((m.shape.num_experts, next(m.parameters()).device) for m in models)
-    counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
+    numbered_layers = chain.from_iterable(model.layers.items() for model in models)
+    blocks = {int(n): layer.ffn for n, layer in numbered_layers if isinstance(layer.ffn, SparseFeedForward)}
+    num_experts, device = models[0].shape.num_experts, next(models[0].parameters()).device
+    token_counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
     for number, block in blocks.items():
-        counts[number] = block.counts
+        token_counts[number] = block.token_counts
     if dist.is_initialized():
-        dist.all_reduce(counts)
+        dist.all_reduce(token_counts)
     for number, block in blocks.items():
-        of_layer = counts[number].double()
-        block.balance += BALANCE_RATE * (of_layer.mean() - of_layer).sign().to(block.balance.dtype)
-        block.counts.zero_()
+        layer_counts = token_counts[number].double()
+        block.balance += BALANCE_RATE * (layer_counts.mean() - layer_counts).sign().to(block.balance.dtype)
+        block.token_counts.zero_()

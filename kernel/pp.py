@@ -21,9 +21,9 @@ from ultrabench.kernel.compat import (
 )
 from ultrabench.kernel.dp import COMPUTE_DTYPE
 from ultrabench.kernel.loss import HeadGradient
-from ultrabench.kernel.mesh import local, num_losses
+from ultrabench.kernel.mesh import local_shard, num_losses
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.tp import Ranks
+from ultrabench.kernel.tp import TensorParallel
 from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 
@@ -37,7 +37,7 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
 
     progress: Callable[[], None]
     """It is called after every forward and every backward of a micro-batch."""
-    ranks: Ranks
+    tp: TensorParallel
     """The ranks of tensor parallelism, which are told what a backward pass must compute."""
     targets: Iterator[Tensor]
     """The targets of each micro-batch, in the order in which every schedule runs their forwards."""
@@ -60,8 +60,8 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         The last whole one reduces the gradients of each group of parameters as soon as they are complete, beside
         the backward of the groups before. By itself torch would reduce all of them after it.
         """
-        self.ranks.wants_inputs = backward_type != "weight"
-        self.ranks.wants_weights = backward_type != "input"
+        self.tp.wants_inputs = backward_type != "weight"
+        self.tp.wants_weights = backward_type != "input"
         if not last_backward or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         assert isinstance(self.submod, FSDPModule)
@@ -120,7 +120,7 @@ class Pipeline:
         pp_mesh: DeviceMesh,
         device: torch.device,
         progress: Callable[[], None],
-        ranks: Ranks,
+        tp: TensorParallel,
     ) -> None:
         layout, dtype = spec.layout, COMPUTE_DTYPE[spec.kernel.precision]
         if layout.pp_schedule == "zbv":
@@ -130,7 +130,7 @@ class Pipeline:
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
         mbs, seq = layout.mbs, spec.workload.seq_len // layout.cp
-        size = (mbs, seq // (layout.tp if ranks.sequence_parallel else 1), spec.shape.hidden_size)
+        size = (mbs, seq // (layout.tp if tp.sequence_parallel else 1), spec.shape.hidden_size)
         activation = torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty((mbs, seq), dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(dtype, torch.float32)
@@ -148,7 +148,7 @@ class Pipeline:
                 output_args=stage_output,
                 group=group,
             )
-            stage.progress, stage.ranks = progress, ranks
+            stage.progress, stage.tp = progress, tp
             stage.shares_rank, stage.sent = layout.virtual_stages > 1, defaultdict(list)
             self.stages.append(stage)
             if model.head is not None and layout.pp_schedule == "afab":
@@ -203,7 +203,7 @@ def sum_tied_gradients(models: Sequence[Decoder], peer: int | None, pp_group: di
     The ranks of the first and the last stage send each other V*H/(tp*shards) elements.
     """
     tied_grads = [part.weight.grad for m in models for part in (m.embedding, m.head) if part is not None]
-    grads = [local(grad) for grad in tied_grads if grad is not None]
+    grads = [local_shard(grad) for grad in tied_grads if grad is not None]
     if peer is not None:
         grads[0] += swap(grads[0], peer, pp_group)
     elif len(grads) == 2:

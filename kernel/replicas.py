@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local, over_ranks
+from ultrabench.kernel.mesh import EXPERT_AXES, MESH_AXES, is_expert, local_shard, reduce_over_ranks
 from ultrabench.kernel.moe import balances
 from ultrabench.kernel.pp import swap
 from ultrabench.kernel.rank.failure import ReplicasDifferError
@@ -35,7 +35,7 @@ def require_equal_replicas(trainer: TrainStep) -> None:
     Raises:
         ReplicasDifferError: on every rank if any copy differs; it names the differences on this rank.
     """
-    params = {name: local(p.detach()) for name, p in trainer.params.items()}
+    params = {name: local_shard(p.detach()) for name, p in trainer.params.items()}
     tp_copies = {n: p for n, p in params.items() if cut_dim(n) is None and trainer.layout.tp > 1}
     checksums = {n: p.view(_BITS[p.element_size()]).sum() for n, p in params.items() if n not in tp_copies}
     biases = {name: bias for model in trainer.models for name, bias in balances(model).items()}
@@ -52,13 +52,13 @@ def require_equal_replicas(trainer: TrainStep) -> None:
             param = params[name]
             if not spread.sum() <= ROUNDINGS * torch.finfo(param.dtype).eps * param.abs().sum():
                 differing.add(name)
-    if trainer.tied:
+    if trainer.ties_across_stages:
         tied_names = [n for n in ("embedding.weight", "head.weight") if n in checksums]
         tied_sums = [checksums[name] for name in tied_names]
         if trainer.tied_peer is not None:
             tied_sums.append(swap(tied_sums[0], trainer.tied_peer, trainer.mesh.get_group("pp")))
         differing |= {name for name in tied_names if len({int(tied_sum) for tied_sum in tied_sums}) > 1}
-    if over_ranks(len(differing), trainer.device):
+    if reduce_over_ranks(len(differing), trainer.device):
         difference_text = (
             f"here {sorted(differing)[0]} and {len(differing) - 1} more" if differing else "on other ranks"
         )

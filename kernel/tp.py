@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ultrabench.kernel import products
-from ultrabench.kernel.compat import all_gather, all_reduce, group_of, reduce_scatter, wait
+from ultrabench.kernel.compat import all_gather, all_reduce, process_group, reduce_scatter, wait
 from ultrabench.kernel.compile import operator
 from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
-from ultrabench.kernel.mesh import Part, dp_part, is_expert, local
+from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_shard
 from ultrabench.kernel.model import Block, Decoder, columns
 
 Move = Callable[[Tensor], Callable[[], Tensor]]
@@ -53,8 +53,8 @@ def cut_dim(name: str) -> int | None:
 
 
 @dataclass(slots=True)
-class Ranks:
-    """The ranks of the tp axis. Schedules that split backward say which gradients it must compute now."""
+class TensorParallel:
+    """The ranks of the tp axis, and how they compute; schedules that split backward say which gradients it must compute."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool = True
@@ -96,16 +96,16 @@ def _columns_backward(
     wants_inputs: bool,
     wants_weights: bool,
 ) -> list[Tensor]:
-    """`_column_gradients` of the ranks with these options.
+    """`_column_gradients` of a TensorParallel with these options.
 
     A compiler that saw what it does would keep the tokens that forward has gathered, and scatter last.
     """
-    ranks = Ranks(group_of(group_name), sequence_parallel, fp8, wants_inputs, wants_weights)
-    return _column_gradients(ranks, x_BsH, grads, weights)
+    tp = TensorParallel(process_group(group_name), sequence_parallel, fp8, wants_inputs, wants_weights)
+    return _column_gradients(tp, x_BsH, grads, weights)
 
 
 def _column_gradients(
-    ranks: Ranks, x_BsH: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]
+    tp: TensorParallel, x_BsH: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
     """The gradient of this rank's tokens, then those of the weights, of which backward may want only one or the other.
 
@@ -113,18 +113,18 @@ def _column_gradients(
     computes those of the weights.
     """
     grad_waits: list[Callable[[], Tensor]] = []
-    wait_x = ranks.gather(x_BsH) if ranks.wants_weights else None
+    wait_x = tp.gather(x_BsH) if tp.wants_weights else None
     flat_grads = [grad.flatten(0, 1) for grad in grads]
-    if ranks.wants_inputs:
-        grad_TH = _input_gradient(ranks, flat_grads, weights)
-        grad_waits.append(ranks.scatter(grad_TH.view(len(grads[0]), -1, x_BsH.shape[-1])))
-    grad_weights = [] if wait_x is None else _weight_gradients(ranks, flat_grads, wait_x().flatten(0, 1))
+    if tp.wants_inputs:
+        grad_TH = _input_gradient(tp, flat_grads, weights)
+        grad_waits.append(tp.scatter(grad_TH.view(len(grads[0]), -1, x_BsH.shape[-1])))
+    grad_weights = [] if wait_x is None else _weight_gradients(tp, flat_grads, wait_x().flatten(0, 1))
     return [*(wait_for() for wait_for in grad_waits), *grad_weights]
 
 
-def _input_gradient(ranks: Ranks, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _input_gradient(tp: TensorParallel, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The gradient of what this rank multiplied by several weights, T x H, a summand over tp."""
-    if ranks.fp8:
+    if tp.fp8:
         return products.input_gradient(grads, weights)
     grad_TH = torch.mm(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
@@ -132,9 +132,9 @@ def _input_gradient(ranks: Ranks, grads: Sequence[Tensor], weights: Sequence[Ten
     return grad_TH
 
 
-def _weight_gradients(ranks: Ranks, grads: Sequence[Tensor], x_TH: Tensor) -> list[Tensor]:
+def _weight_gradients(tp: TensorParallel, grads: Sequence[Tensor], x_TH: Tensor) -> list[Tensor]:
     """The gradients of several weights by which this rank multiplied x."""
-    if ranks.fp8:
+    if tp.fp8:
         return products.weight_gradients(grads, x_TH)
     return [torch.mm(grad.t(), x_TH) for grad in grads]
 
@@ -143,44 +143,44 @@ class _Columns(torch.autograd.Function):
     """Products of gathered tokens with several column-parallel weights."""
 
     @staticmethod
-    def forward(ctx, ranks: Ranks, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
-        ctx.ranks = ranks
+    def forward(ctx, tp: TensorParallel, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+        ctx.tp = tp
         ctx.save_for_backward(x_BsH, *weights)
-        return (products.outputs if ranks.fp8 else columns)(ranks.gather(x_BsH)(), *weights)
+        return (products.outputs if tp.fp8 else columns)(tp.gather(x_BsH)(), *weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
-        ranks, (x_BsH, *weights) = ctx.ranks, ctx.saved_tensors
-        if ranks.group.size() == 1:
-            results = iter(_column_gradients(ranks, x_BsH, grads, weights))
+        tp, (x_BsH, *weights) = ctx.tp, ctx.saved_tensors
+        if tp.group.size() == 1:
+            results = iter(_column_gradients(tp, x_BsH, grads, weights))
         else:
-            options = ranks.sequence_parallel, ranks.fp8, ranks.wants_inputs, ranks.wants_weights
-            results = iter(_columns_backward(x_BsH, grads, weights, ranks.group.group_name, *options))
-        grad_x = next(results) if ranks.wants_inputs else None
-        return None, grad_x, *(results if ranks.wants_weights else [None] * len(weights))
+            options = tp.sequence_parallel, tp.fp8, tp.wants_inputs, tp.wants_weights
+            results = iter(_columns_backward(x_BsH, grads, weights, tp.group.group_name, *options))
+        grad_x = next(results) if tp.wants_inputs else None
+        return None, grad_x, *(results if tp.wants_weights else [None] * len(weights))
 
 
 class _Row(torch.autograd.Function):
     """The product with a row-parallel weight, summed over the ranks and scattered over the tokens."""
 
     @staticmethod
-    def forward(ctx, ranks: Ranks, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.ranks = ranks
+    def forward(ctx, tp: TensorParallel, x_BSh: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.tp = tp
         ctx.save_for_backward(x_BSh, weight)
-        if ranks.fp8:
+        if tp.fp8:
             (y_BSH,) = products.outputs(x_BSh, weight)
         else:
             y_BSH = functional.linear(x_BSh, weight)
-        return ranks.scatter(y_BSH)()
+        return tp.scatter(y_BSH)()
 
     @staticmethod
     def backward(ctx, grad_BsH: Tensor):  # type: ignore[no-untyped-def]
-        ranks, (x_BSh, weight) = ctx.ranks, ctx.saved_tensors
-        grads, grad_x, grad_weight = [ranks.gather(grad_BsH)().flatten(0, 1)], None, None
-        if ranks.wants_inputs:
-            grad_x = _input_gradient(ranks, grads, [weight]).view_as(x_BSh)
-        if ranks.wants_weights:
-            (grad_weight,) = _weight_gradients(ranks, grads, x_BSh.flatten(0, 1))
+        tp, (x_BSh, weight) = ctx.tp, ctx.saved_tensors
+        grads, grad_x, grad_weight = [tp.gather(grad_BsH)().flatten(0, 1)], None, None
+        if tp.wants_inputs:
+            grad_x = _input_gradient(tp, grads, [weight]).view_as(x_BSh)
+        if tp.wants_weights:
+            (grad_weight,) = _weight_gradients(tp, grads, x_BSh.flatten(0, 1))
         return None, grad_x, grad_weight
 
 
@@ -197,18 +197,18 @@ class _Exchange(torch.autograd.Function):
         return None, None, ctx.back(grad)()
 
 
-def _look_up(ranks: Ranks, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+def _look_up(tp: TensorParallel, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
     """The embeddings of this rank's tokens: each rank looks up those it has rows of, the others count 0."""
     rows = embedding.weight
-    index = tokens_BS - ranks.group.rank() * len(rows)
+    index = tokens_BS - tp.group.rank() * len(rows)
     masked = (index < 0) | (index >= len(rows))
     x_BSH = functional.embedding(index.masked_fill(masked, 0), rows).masked_fill(masked[..., None], 0)
-    out: Tensor = _Exchange.apply(ranks.scatter, ranks.gather, x_BSH)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchange.apply(tp.scatter, tp.gather, x_BSH)  # type: ignore[no-untyped-call]
     return out
 
 
 def _loss(
-    ranks: Ranks,
+    tp: TensorParallel,
     x_BsH: Tensor,
     weight_VH: Tensor,
     targets_BS: Tensor,
@@ -216,33 +216,33 @@ def _loss(
     **compiled: ToGradient,
 ) -> Tensor:
     """The mean loss over all tokens, with V/tp rows of the head on this rank; `compiled` may hold a to_gradient."""
-    x_BSH = _Exchange.apply(ranks.gather, ranks.scatter, x_BsH)  # type: ignore[no-untyped-call]
-    return head_loss(x_BSH, weight_VH, targets_BS, shared, ranks.group, **compiled)
+    x_BSH = _Exchange.apply(tp.gather, tp.scatter, x_BsH)  # type: ignore[no-untyped-call]
+    return head_loss(x_BSH, weight_VH, targets_BS, shared, tp.group, **compiled)
 
 
-def apply_tp(model: Decoder, ranks: Ranks) -> None:
+def apply_tp(model: Decoder, tp: TensorParallel) -> None:
     """Cuts `model` over the tp axis, in place, and gives its blocks the products of its precision.
 
     The model has no values yet, so that cutting only makes its parameters smaller. With one rank there is nothing to cut.
     """
-    if ranks.group.size() == 1 and not ranks.fp8:
+    if tp.group.size() == 1 and not tp.fp8:
         return
     for layer in model.layers.values():
         for block in layer.modules():
             if isinstance(block, Block):
-                block.columns = partial(_Columns.apply, ranks)
-                block.row = partial(_Row.apply, ranks)
-    if ranks.group.size() == 1:
+                block.columns = partial(_Columns.apply, tp)
+                block.row = partial(_Row.apply, tp)
+    if tp.group.size() == 1:
         return
     for name, module in model.named_modules():
         if (dim := CUT_DIM.get(name.rpartition(".")[2])) is not None:
             for parameter, value in list(module.named_parameters()):  # a weight, and the bias of q, k or v
-                part = value.chunk(ranks.group.size(), dim)[0]
+                part = value.chunk(tp.group.size(), dim)[0]
                 setattr(module, parameter, nn.Parameter(part.detach().clone()))
     if model.embedding is not None:
-        model.embedding.forward = partial(_look_up, ranks, model.embedding)  # type: ignore[method-assign]
+        model.embedding.forward = partial(_look_up, tp, model.embedding)  # type: ignore[method-assign]
     if model.head is not None:
-        model.head.loss = partial(_loss, ranks)
+        model.head.loss = partial(_loss, tp)
     model.tie()
 
 
@@ -256,16 +256,16 @@ def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
     return (*tp_part, *dp_part(param))
 
 
-def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], ranks: Ranks) -> None:
+def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], tp: TensorParallel) -> None:
     """Sums the gradients of norms and routers over tp, since each rank has other tokens or, for q and k, other heads.
 
     It is one all-reduce of (2*L*(H + D) + H)/shards elements on the stage with the final norm, and without + H on
     the others. L is the number of layers of the stage, and shards is zero_shards of the layout. Without the norms
     of q and k, which have D weights each, + D is left out. A router adds H times the number of experts.
     """
-    group, suffixes = ranks.group, ("q_norm", "k_norm") if not ranks.sequence_parallel else ("norm", "router")
+    group, suffixes = tp.group, ("q_norm", "k_norm") if not tp.sequence_parallel else ("norm", "router")
     sums = (p.grad for name, p in params if cut_dim(name) is None and name.split(".")[-2].endswith(suffixes))
-    grads = [local(grad) for grad in sums if grad is not None]
+    grads = [local_shard(grad) for grad in sums if grad is not None]
     if group.size() == 1 or not grads:
         return
     flat = torch.cat([grad.flatten() for grad in grads])

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrabench.device_rates import long_probe, short_probe
-from ultrabench.kernel.compat import PATIENCE
+from ultrabench.kernel.compat import GROUP_TIMEOUT
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
-from ultrabench.kernel.mesh import build_mesh, join, over_ranks
+from ultrabench.kernel.mesh import build_mesh, join, reduce_over_ranks
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
 from ultrabench.kernel.rank.clock import timed
 from ultrabench.kernel.rank.probe import probe
@@ -114,7 +114,7 @@ class Timing:
         while self.done_steps < steps or self._of_rank_0(time.perf_counter() - start_s) < min_s:
             self.step()
         for remaining in range(MAX_COMPILING_STEPS, -1, -1):
-            if not over_ranks(self.compiled, self.device):
+            if not reduce_over_ranks(self.compiled, self.device):
                 return
             if remaining:
                 self.step()
@@ -127,7 +127,7 @@ class Timing:
         """Runs one step; returns the FLOPs of all ranks in it."""
         with ExecutedFlops() as executed:
             self.step()
-        return over_ranks(executed.flops, self.device, dist.ReduceOp.SUM)
+        return reduce_over_ranks(executed.flops, self.device, dist.ReduceOp.SUM)
 
     def run(self) -> None:
         """Runs the first step, the warm-up and the measured steps; reports how the measurement ended."""
@@ -213,7 +213,7 @@ def _join(report: Report, device: torch.device) -> None:
         # The store of rank 0 takes a free port, which the agent tells the other ranks.
         port = int(Path(path).read_text()) if rank else 0
         host, is_master = os.environ["MASTER_ADDR"], rank == 0
-        store = dist.TCPStore(host, port, world_size, is_master, PATIENCE, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = dist.TCPStore(host, port, world_size, is_master, GROUP_TIMEOUT, wait_for_workers=False)  # type: ignore[attr-defined]
         if is_master:
             report.write("store", port=store.port)
     join(device, store, rank, world_size)

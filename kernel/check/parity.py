@@ -32,9 +32,9 @@ from torch.func import functional_call
 from ultrabench.errors import counted
 from ultrabench.kernel.check.rounded_products import round_products
 from ultrabench.kernel.children import ChildError, run_forked
-from ultrabench.kernel.data import load
+from ultrabench.kernel.data import make_batch
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
-from ultrabench.kernel.mesh import build_mesh, join, local, take
+from ultrabench.kernel.mesh import build_mesh, join, local_shard, part_view
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
 from ultrabench.kernel.moe import LEARNED, balances, update_balance
 from ultrabench.kernel.rank import environment
@@ -95,8 +95,8 @@ class _PlainStep:
     def __init__(self, run: RunSpec, precision: str, device: torch.device) -> None:
         torch.set_default_dtype(MASTER_DTYPE[precision])
         self.run, self.device, self.dtype = run, device, COMPUTE_DTYPE[precision]
-        shape, spans = run.shape, [range(run.workload.seq_len)]
-        self.model = Decoder(shape, split_stages(shape, 1)[0], spans, run.kernel.routing).to(device)
+        shape, position_ranges = run.shape, [range(run.workload.seq_len)]
+        self.model = Decoder(shape, split_stages(shape, 1)[0], position_ranges, run.kernel.routing).to(device)
         if precision == "fp8":
             round_products(self.model)
         self.models, self.params = [self.model], dict(self.model.named_parameters())
@@ -112,7 +112,7 @@ class _PlainStep:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of the whole global batch in `step`."""
         all_sequences = range(self.run.layout.gbs)
-        return load(all_sequences, step, self.run.workload, self.run.shape.vocab_size, self.device)
+        return make_batch(all_sequences, step, self.run.workload, self.run.shape.vocab_size, self.device)
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss, and returns the loss."""
@@ -163,10 +163,12 @@ def _trained(spec: CheckSpec, trainer: TrainStep | _PlainStep) -> dict[str, Any]
     for step in range(1, spec.steps + 1):
         loss = trainer.accumulate(*trainer.batch(step))
         if step == 1:
-            grads = {n: local(p.grad).to("cpu", copy=True) for n, p in params.items() if p.grad is not None}
+            grads = {
+                n: local_shard(p.grad).to("cpu", copy=True) for n, p in params.items() if p.grad is not None
+            }
         trainer.clip_norm = UNREACHED_NORM if step == 2 else spec.clip
         losses.append(trainer.update(loss).item())
-    values = {name: local(param.detach()).cpu() for name, param in params.items()}
+    values = {name: local_shard(param.detach()).cpu() for name, param in params.items()}
     if spec.precision == "fp64":
         values |= {name: bias for model in trainer.models for name, bias in balances(model).items()}
     return {"loss": {"loss": torch.tensor(losses, dtype=torch.float64)}, "grad": grads, "param": values}
@@ -195,8 +197,10 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
             for name, values in rank_tensors[kind].items():
                 tied = spec.shape.tie_word_embeddings and name == "head.weight"
                 full_name, part = TIED_NAME if tied else name, rank_tensors["parts"].get(name, ())
-                take(assembled[kind][full_name], part).copy_(values)
-                diffs[full_name] = max(diffs[full_name], _diff(take(fp64_values[full_name], part), values))
+                part_view(assembled[kind][full_name], part).copy_(values)
+                diffs[full_name] = max(
+                    diffs[full_name], _diff(part_view(fp64_values[full_name], part), values)
+                )
         for name, full in assembled[kind].items():
             diffs[name] = max(diffs[name], _diff(fp64_values[name], full))
         rounding = {name: _diff(full, rounded[kind][name]) for name, full in fp64_values.items()}

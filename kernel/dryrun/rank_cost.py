@@ -86,7 +86,7 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
     live.name("optimizer", (t for state in trainer.optimizer.state.values() for t in state.values()))
     bytes_by_kind = live.peak_by_kind()
     return {
-        "pp_rank": trainer.at.pp, "rank": dist.get_rank(), "static_bytes": live.now, "peak_bytes": live.peak,
+        "pp_rank": trainer.coordinates.pp, "rank": dist.get_rank(), "static_bytes": live.now, "peak_bytes": live.peak,
         **{f"{kind}_bytes": bytes_by_kind[kind] for kind in ("parameter", "gradient", "optimizer", "activation")},
         "hardware_flops": executed.flops,
         "collectives": dict(sorted(counts.found.items())),

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from ultrabench.kernel.mesh import over_ranks
+from ultrabench.kernel.mesh import reduce_over_ranks
 from ultrabench.kernel.moe import balances
 from ultrabench.kernel.rank.clock import Result, timed
 from ultrabench.kernel.step import TrainStep
@@ -78,7 +78,7 @@ class Checkpoint:
         """The seconds of the slowest rank for work that all begin together, and what `work` returns here."""
         dist.barrier()
         seconds, result = timed(self.device, work)
-        return over_ranks(seconds, self.device), result
+        return reduce_over_ranks(seconds, self.device), result
 
     def _remove(self, path: Path) -> None:
         dist.barrier()
@@ -101,7 +101,7 @@ class Checkpoint:
             tensor.zero_()
         load_s, _ = self._timed(partial(load, tensors, checkpoint_id=path, process_group=self.group))
         differing = [name for name, tensor in tensors.items() if not same_bits(tensor, copies.pop(name))]
-        if over_ranks(len(differing), self.device):
+        if reduce_over_ranks(len(differing), self.device):
             raise NotLoadedError(f"the loaded state differs: {differing or 'only on other ranks'}")
         self._remove(path)
         return {"save_s": save_s, "load_s": load_s, "bytes": num_bytes}
@@ -125,10 +125,10 @@ class Checkpoint:
         blocking_s, (start_s, pending_save) = self._timed(begin)
         pending_save.add_done_callback(lambda _: end_times_s.append(time.perf_counter()))
         times_s = [train()]
-        while over_ranks(not end_times_s, self.device):
+        while reduce_over_ranks(not end_times_s, self.device):
             times_s.append(train())
         pending_save.result()
-        save_s = over_ranks(end_times_s[0] - start_s, self.device)
+        save_s = reduce_over_ranks(end_times_s[0] - start_s, self.device)
         self._remove(self.folder)
         lost_steps = sum(seconds / step_time_s - 1 for seconds in times_s)
         return {"async_blocking_s": blocking_s, "async_s": save_s, "async_lost_steps": lost_steps}

@@ -21,7 +21,7 @@ from torch import Tensor
 from ultrabench.kernel.compat import ShardState, shard_state
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
 from ultrabench.kernel.fp8 import SCALED_PRODUCTS
-from ultrabench.kernel.mesh import local
+from ultrabench.kernel.mesh import local_shard
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import SparseFeedForward
 from ultrabench.kernel.pp import SCHEDULES
@@ -75,7 +75,9 @@ def watched(trainer: TrainStep) -> Iterator[Watch]:
 
     def see_gradients(loss: Tensor) -> Tensor:
         grads = {name: p.grad for name, p in trainer.params.items() if p.grad is not None}
-        watch.gradients = [precisions.sample(local(grad)) for name, grad in grads.items() if _is_matrix(name)]
+        watch.gradients = [
+            precisions.sample(local_shard(grad)) for name, grad in grads.items() if _is_matrix(name)
+        ]
         watch.steps += 1
         return update(loss)
 
@@ -129,7 +131,7 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     if experts or not shape.num_experts:
         all_rows = shape.num_experts * shape.moe_intermediate_size
         options["ep"] = _only(all_rows // rows for rows in experts) if experts else 1
-        options["routing"] = _only(model.routing.word for model in trainer.models)
+        options["routing"] = _only(model.routing.name for model in trainer.models)
     assert watch.rotations is not None
     num_token_parts = len(watch.rotations[0]) // watch.tokens
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
@@ -187,7 +189,7 @@ def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:
     assert watch.rotations is not None
     cos, sin = watch.rotations
     return {name: _only(group) for name, group in stored.items() if group} | {
-        "angles": precisions.of_rotations(cos, sin, trainer.spans, trainer.spec.shape),
+        "angles": precisions.of_rotations(cos, sin, trainer.position_ranges, trainer.spec.shape),
         "norms": precisions.of_norm(layers_of(trainer)[0].ffn_norm, cos),
     }
 

@@ -60,14 +60,14 @@ def unsummed_rows(right, tensor, group):
     return tensor.chunk(group.size())[group.rank()].clone()
 
 
-@planted(tp.Ranks, "scatter", parity="dp=2 tp=2 zero_stage=1")
+@planted(tp.TensorParallel, "scatter", parity="dp=2 tp=2 zero_stage=1")
 def scatter_over_dp(right, ranks, x):
     """The summands of a row-parallel product are summed and scattered over dp instead of tp."""
     groups = dist.distributed_c10d._world.pg_map
-    return right(tp.Ranks(next(g for g in groups if g.group_desc == "mesh_dp_shard")), x)
+    return right(tp.TensorParallel(next(g for g in groups if g.group_desc == "mesh_dp_shard")), x)
 
 
-@planted(tp.Ranks, "gather", parity="tp=2 bf16")
+@planted(tp.TensorParallel, "gather", parity="tp=2 bf16")
 def reversed_tokens(right, *args):
     """The gathered tokens are in reverse order."""
     return lambda: right(*args)().flip(1)
@@ -85,7 +85,7 @@ def mean_over_wrong_tokens(right, ranks, *args):
     return right(ranks, *args) / ranks.group.size()
 
 
-@planted(tp.Ranks, "scatter", counts="test_tensor_parallel_overlaps compile")
+@planted(tp.TensorParallel, "scatter", counts="test_tensor_parallel_overlaps compile")
 def late_scatter(right, *args):
     """Sums over tp begin only when they are waited for."""
     return lambda: right(*args)()
@@ -264,7 +264,7 @@ def weights_twice(right, weights, groups):
     return right(iter(held), groups)
 
 
-@planted(step, "cp_group", groups="dp=3")
+@planted(step, "make_cp_group", groups="dp=3")
 def group_of_two(right, layout):
     """The first and the last rank make a group for themselves."""
     ends = [0, layout.world_size - 1]

@@ -37,26 +37,26 @@ def always_normalised(right, self, shape, shared):
     right(self, replace(shape, norm_topk_prob=True), shared)
 
 
-@planted(ep.ExpertRanks, "back", parity="dp=2 ep=2 moe")
-def combine_by_expert(right, ranks, rows, departure, sends, receives):
+@planted(ep.ExpertParallel, "return_to_tokens", parity="dp=2 ep=2 moe")
+def combine_by_expert(right, ep, rows, by_rank, row_counts):
     """Results go back in the order of the experts instead of that in which their rows arrived."""
-    return right(ranks, rows, torch.arange(len(rows)), sends, receives)
+    return right(ep, rows, torch.arange(len(rows)), row_counts)
 
 
-@planted(ep, "_mix", parity="dp=2 ep=2 moe bf16")
-def score_twice(right, ranks, x, weights, route, experts):
+@planted(ep, "_mix_experts", parity="dp=2 ep=2 moe bf16")
+def score_twice(right, ep, x, weights, route, experts):
     """The score of an expert is multiplied into its output twice."""
-    return right(ranks, x, weights * weights, route, experts)
+    return right(ep, x, weights * weights, route, experts)
 
 
-@planted(ep, "_mix", parity="tp=2 ep=2 moe")
-def dropped_token(right, ranks, x, weights, route, experts):
+@planted(ep, "_mix_experts", parity="tp=2 ep=2 moe")
+def dropped_token(right, ep, x, weights, route, experts):
     """The experts of the last token of a rank have no room for it."""
     kept = torch.arange(len(x)) < len(x) - 1
-    return right(ranks, x, weights * kept[:, None], route, experts)
+    return right(ep, x, weights * kept[:, None], route, experts)
 
 
-@planted(ep, "_grouped_weights", parity="dp=2 ep=2 moe")
+@planted(ep, "_grouped_weight_gradients", parity="dp=2 ep=2 moe")
 def shifted_expert_gradients(right, *args):
     """Each expert of a rank gets the gradient of the one before."""
     return right(*args).roll(1, 0)
@@ -80,16 +80,16 @@ def bias_of_one_rank(right):
     return changed(right, all_reduce=lambda counts: None)
 
 
-@planted(moe._Counted, "forward", counts="test_tokens_of_experts_are_counted_once full")
+@planted(moe._CountTokens, "forward", counts="test_tokens_of_experts_are_counted_once full")
 def counted_again(right, ctx, scores, experts, counts):
     """Tokens are counted in forward, so that recomputation counts them again."""
     counts.add_(torch.bincount(experts.flatten(), minlength=len(counts)))
-    ctx.counts = torch.zeros_like(counts)
+    ctx.token_counts = torch.zeros_like(counts)
     ctx.save_for_backward(experts)
     return scores.view_as(scores)
 
 
-@planted(step, "expert_mesh", ignored="dp=2 ep=2 moe")
+@planted(step, "build_expert_mesh", ignored="dp=2 ep=2 moe")
 def lost_ep(right, layout, device_type):
     """Every rank holds all experts."""
     return right(replace(layout, ep=1), device_type)
@@ -112,7 +112,7 @@ def skipped_experts(right, self, loss):
     return right(self, loss)
 
 
-@planted(ep.ExpertRanks, "there", counts="test_expert_parallel none")
-def rows_sent_wide(right, ranks, rows, *args):
+@planted(ep.ExpertParallel, "send_to_experts", counts="test_expert_parallel none")
+def rows_sent_wide(right, ep, rows, *args):
     """Rows travel to their experts in twice their precision."""
-    return right(ranks, rows.double(), *args).to(rows.dtype)
+    return right(ep, rows.double(), *args).to(rows.dtype)

@@ -149,7 +149,7 @@ def same_data(right, seed, step, *args):
     return right(seed, 1, *args)
 
 
-@planted(data, "load", unit=TOKENS)
+@planted(data, "make_batch", unit=TOKENS)
 def copied_targets(right, *args):
     """A target is the token itself instead of the next one."""
     inputs, _ = right(*args)

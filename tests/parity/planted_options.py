@@ -45,7 +45,7 @@ def zero2_as_1(right, decoder, zero_stage, **options):
     right(decoder, min(zero_stage, 1), **options)
 
 
-@planted(step, "Ranks", ignored="tp=2 sequence_parallel=off")
+@planted(step, "TensorParallel", ignored="tp=2 sequence_parallel=off")
 def shared_tokens(right, group, _, fp8):
     """The ranks of tp share the tokens, whatever is asked for."""
     return right(group, True, fp8)
@@ -87,7 +87,7 @@ def ring_for_gather(right, decoder, chosen, group, _):
     right(decoder, chosen, group, "ring")
 
 
-@planted(step, "load", ignored="gas=4")
+@planted(step, "make_batch", ignored="gas=4")
 def half_the_micro_batches(right, indices, *args):
     """Half of the samples train, and each of them reduces gradients."""
     begin = step.begin_microbatch

@@ -53,7 +53,7 @@ def wide_weight_gradients(right, ranks, grads, x):
     return [torch.mm(grad.t(), x) for grad in grads]
 
 
-@planted(tp.Ranks, "__init__", ignored="gas=1 fp8")
+@planted(tp.TensorParallel, "__init__", ignored="gas=1 fp8")
 def no_fp8(right, self, group, sequence_parallel=True, fp8=False, **more):
     """Layers compute in bf16."""
     right(self, group, sequence_parallel, False, **more)
@@ -62,6 +62,6 @@ def no_fp8(right, self, group, sequence_parallel=True, fp8=False, **more):
 @planted(model, "head_loss", ignored="gas=1 fp8")
 def head_in_fp8(right, x, weight, targets, *_):
     """The products of the head are in fp8, too."""
-    alone = tp.Ranks(SimpleNamespace(size=lambda: 1), fp8=True)
+    alone = tp.TensorParallel(SimpleNamespace(size=lambda: 1), fp8=True)
     (logits,) = tp._Columns.apply(alone, x, weight)
     return model.cross_entropy(logits, targets)

@@ -86,7 +86,7 @@ def _count_tokens(spec: CheckSpec, rank: int, folder: Path) -> list[int]:
     trainer = trained_a_step(in_precision(spec, "fp32"), rank, folder)
     trainer.accumulate(*trainer.batch(2))
     ffns = [layer.ffn for model in trainer.models for layer in model.layers.values()]
-    return [int(ffn.counts.sum()) for ffn in ffns if isinstance(ffn, SparseFeedForward)]
+    return [int(ffn.token_counts.sum()) for ffn in ffns if isinstance(ffn, SparseFeedForward)]
 
 
 def _compare_replicas(spec: CheckSpec, rank: int, folder: Path) -> None:

@@ -48,7 +48,7 @@ def test_parts_of_a_ring_are_merged_in_at_least_fp32():
         for n, visit in enumerate(visits):
             yield cp._pair(*visit), slice(None), slice(None), n == 0
 
-    with mock.patch.multiple(cp, _turns=turns, group_of=lambda name: None):
+    with mock.patch.multiple(cp, _turns=turns, process_group=lambda name: None):
         out, _ = cp._ring_forward(query, *visits[0], "group", "ring", "flash")
     exact = merged.abs().clamp(min=2.0**-10)
     assert (

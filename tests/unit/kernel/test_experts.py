@@ -124,7 +124,7 @@ def test_the_bias_of_an_expert_follows_its_tokens():
     model = Model()
     block = model.layers["0"].ffn
     block.balance.zero_()
-    block.counts.copy_(torch.tensor([9, 1, 5, 5, 5, 5, 5, 5]))
+    block.token_counts.copy_(torch.tensor([9, 1, 5, 5, 5, 5, 5, 5]))
     update_balance([model], 1)
     assert block.balance.tolist() == pytest.approx([-1e-3, 1e-3, 0, 0, 0, 0, 0, 0])
-    assert not block.counts.any()
+    assert not block.token_counts.any()

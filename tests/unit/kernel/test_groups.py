@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ultrabench.kernel import replicas
-from ultrabench.kernel.mesh import cp_group
+from ultrabench.kernel.mesh import make_cp_group
 from ultrabench.kernel.rank.failure import ReplicasDifferError
 from ultrabench.layout import Layout
 
@@ -33,7 +33,7 @@ def test_every_rank_asks_for_all_rings(monkeypatch, on_nccl):
         dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
         if on_nccl:
             dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-        cp_group(layout)
+        make_cp_group(layout)
         dist.destroy_process_group()
     rings = [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert asked == ([rings] if on_nccl else rings) * layout.world_size
@@ -69,7 +69,7 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
     monkeypatch.setattr(replicas.dist, "all_reduce", lambda *_: None)
     trainer: Any = SimpleNamespace(
         params=params, layout=Layout(dp=2, tp=tp), device="cpu", mesh=SimpleNamespace(get_group=str),
-        tied=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
+        ties_across_stages=axis == "pp", tied_peer=1, models=[], expert_mesh=None,
     )  # fmt: skip
     if told:
         with pytest.raises(ReplicasDifferError, match=name):

@@ -105,7 +105,9 @@ def test_tokens_depend_on_seed_step_and_index_only():
     """The same sample read alone or in a batch; another in another step or with another seed."""
 
     def batch(indices, seed=1, step=1):
-        return data.load(indices, step, Workload(seq_len=16, gbs=4, seed=seed), 100, torch.device("cpu"))
+        return data.make_batch(
+            indices, step, Workload(seq_len=16, gbs=4, seed=seed), 100, torch.device("cpu")
+        )
 
     inputs, targets = batch(range(4))
     assert inputs.shape == targets.shape == (4, 16)

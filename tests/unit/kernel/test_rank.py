@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ultrabench.kernel import mesh
-from ultrabench.kernel.compat import PATIENCE
+from ultrabench.kernel.compat import GROUP_TIMEOUT
 from ultrabench.kernel.rank import environment, memory, progress, stack_dump
 from ultrabench.kernel.rank.failure import (
     IgnoredOptionError,
@@ -59,7 +59,7 @@ def test_the_device_is_prepared_and_groups_wait_long_before_the_first_is_made(mo
     monkeypatch.setattr(environment, "set_defaults", lambda: seen.append("allocator"))
     monkeypatch.setattr(dist, "init_process_group", make_group)
     mesh.join(environment.use_device("cpu", 0))
-    assert seen == ["allocator", PATIENCE, PATIENCE]
+    assert seen == ["allocator", GROUP_TIMEOUT, GROUP_TIMEOUT]
 
 
 def test_the_thread_that_watches_a_gpu_uses_it(monkeypatch):

@@ -64,7 +64,7 @@ def test_the_price_counts_steps_and_seconds(words, step_time_s, seconds):
 
 @pytest.fixture
 def one_rank(monkeypatch):
-    monkeypatch.setattr(worker, "over_ranks", lambda value, *_: value)
+    monkeypatch.setattr(worker, "reduce_over_ranks", lambda value, *_: value)
 
 
 @pytest.mark.parametrize(("last", "steps"), [(0, 2), (1, 2), (2, 3), (5, 6)])
@@ -153,7 +153,7 @@ def run_on(gpu):
         "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
         "time": host_clock, "dist": mock.MagicMock(), "TrainStep": gpu.build,
         "build_mesh": mock.Mock(), "device_progress": mock.Mock(), "require_equal_replicas": mock.Mock(),
-        "over_ranks": lambda value, *_: value, "watched": lambda _: nullcontext(), "require_as_asked": lambda *_: {},
+        "reduce_over_ranks": lambda value, *_: value, "watched": lambda _: nullcontext(), "require_as_asked": lambda *_: {},
     }  # fmt: skip
     with ExitStack() as stack:
         for name, fake in fakes.items():
