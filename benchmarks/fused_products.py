@@ -54,12 +54,14 @@ def count(form: str, tokens: int) -> str:
     for name, block, parts in (("qkv", attention, "qkv"), ("gate-up", ffn, ("gate", "up"))):
         sizes = [len(getattr(block, part).weight) for part in parts]
         if form == f"cat {name}":
-            block.columns = lambda x, *w, sizes=sizes: linear(x, torch.cat(w)).split(sizes, -1)
+            block.column_products = lambda x, *w, sizes=sizes: linear(x, torch.cat(w)).split(sizes, -1)
         elif form == f"packed {name}":
             block.packed = nn.Parameter(torch.empty(sum(sizes), shape.hidden_size))
-            block.columns = lambda x, *_, w=block.packed, sizes=sizes: linear(x, w).split(sizes, -1)
+            block.column_products = lambda x, *_, w=block.packed, sizes=sizes: linear(x, w).split(sizes, -1)
         elif "addmm" in form:
-            block.columns, block.row = (partial(f.apply, ranks) for f in (tp._Columns, tp._Row))
+            block.column_products, block.row_product = (
+                partial(f.apply, ranks) for f in (tp._Columns, tp._Row)
+            )
     x = torch.empty(1, tokens, shape.hidden_size, requires_grad=True)
     angles = [torch.empty(tokens, 1, shape.head_width // 2) for _ in range(2)]
     with work:
