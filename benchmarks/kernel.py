@@ -26,7 +26,7 @@ from plain_model import PlainStep
 from sweeps import cold_ranks, report, task_variables, torchrun
 
 from ultrabench.agent.agent_group import free_port
-from ultrabench.kernel.mesh import build_mesh, join
+from ultrabench.kernel.mesh import build_mesh, join_process_group
 from ultrabench.kernel.rank.clock import timed
 from ultrabench.kernel.rank.environment import use_device
 from ultrabench.kernel.requests import CheckSpec
@@ -60,7 +60,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Runs in a rank; returns the step and CPU times of each program in `job["who"]`, and peak bytes on GPUs."""
     torch.set_num_threads(1)
     device = use_device(job["device"], int(os.environ["RANK"]))
-    join(device)
+    join_process_group(device)
     steps = {who: {"ours": ours, "plain": plain}[who](job, device) for who in job["who"]}
     seconds: dict[str, list[float]] = {who: [] for who in steps}
     cpu_seconds: dict[str, list[float]] = {who: [] for who in steps}

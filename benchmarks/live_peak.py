@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ultrabench.kernel.children import run_forked
 from ultrabench.kernel.dryrun.rank_cost import measure_step
-from ultrabench.kernel.mesh import join
+from ultrabench.kernel.mesh import join_process_group
 from ultrabench.kernel.step import TrainStep
 from ultrabench.record import from_dict
 from ultrabench.run import RunSpec
@@ -44,7 +44,7 @@ def join_ranks(rank: int, world_size: int, folder: Path) -> None:
     """Makes the default process group of the ranks that share `folder`."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)  # type: ignore[attr-defined]
-    join(torch.device("cpu"), store, rank, world_size)
+    join_process_group(torch.device("cpu"), store, rank, world_size)
 
 
 def rank_cost(spec: RunSpec, rank: int, folder: Path) -> dict[str, Any]:

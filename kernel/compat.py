@@ -76,12 +76,12 @@ class ShardState(NamedTuple):
     Stays with `shard_state`: the state of fully_shard is not public.
     """
 
-    shards: int
-    copies: int
+    num_shards: int
+    num_ranks: int
     """Number of ranks of all shards and their replicas."""
-    resharded: bool
+    is_sharded: bool
     """Whether the parameters are sharded now."""
-    reduces: bool
+    reduces_next: bool
     """Whether the next backward reduces their gradients."""
     has_reduced: bool
     """Whether gradients of earlier micro-batches have been reduced."""
@@ -98,8 +98,8 @@ def shard_state(module: Any) -> ShardState:
     has_reduced = param.sharded_param.grad is not None or group._partial_reduce_output is not None
     # The hook of apply_dp, if there is one, sums over the replicas.
     num_replicas = group._all_reduce_hook.keywords["group"].size() if group._all_reduce_hook else 1
-    num_copies = group.mesh_info.mesh.size() * num_replicas
-    return ShardState(num_shards, num_copies, not group.is_unsharded, group.reduce_grads, has_reduced, dtypes)
+    num_ranks = group.mesh_info.mesh.size() * num_replicas
+    return ShardState(num_shards, num_ranks, not group.is_unsharded, group.reduce_grads, has_reduced, dtypes)
 
 
 def reduce_gradients(model: Any) -> None:
@@ -153,10 +153,10 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_to_all(
-    tensor: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
+    tensor: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Starts to send so many rows to each rank and to receive so many from each; read the result after `wait`."""
-    return _collectives.all_to_all_single(tensor, [*receives], [*sends], group.group_name)  # type: ignore[no-any-return]
+    """Starts to send `send_counts` rows to the ranks and to receive `receive_counts` rows; read the result after `wait`."""
+    return _collectives.all_to_all_single(tensor, [*receive_counts], [*send_counts], group.group_name)  # type: ignore[no-any-return]
 
 
 def wait(tensor: Tensor) -> Tensor:
@@ -173,9 +173,9 @@ silu_backward = _aten.silu_backward
 """The gradient of silu's input. Stays: it is no public function."""
 
 
-def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Products of groups of rows, which end at `ends`, with the weight of each, or of groups of columns with rows."""
-    return torch._grouped_mm(rows, weights, offs=ends)
+def grouped_mm(rows: Tensor, weights: Tensor, group_ends: Tensor) -> Tensor:
+    """Products of groups of rows, which end at `group_ends`, with the weight of each, or of groups of columns with rows."""
+    return torch._grouped_mm(rows, weights, offs=group_ends)
 
 
 _FUSED_ATTENTION = (
@@ -201,9 +201,9 @@ def mark_as_kept(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     @functools.wraps(function)
-    def marked_function(*arguments: Any) -> Tensor:
+    def marked_function(*args: Any) -> Tensor:
         with annotate({"kept": True}):
-            return function(*arguments)
+            return function(*args)
 
     return marked_function
 
@@ -222,17 +222,19 @@ def keeps_result(operator: Any, *args: Any, **kwargs: Any) -> bool:
         return "kept" in current_meta().get("custom", ())
     if operator not in _FUSED_ATTENTION:
         return operator in _SUM_COLLECTIVES
-    names = (argument.name for argument in operator._schema.arguments)
-    return bool(dict(zip(names, args, strict=False), **kwargs).get("is_causal"))
+    argument_names = (argument.name for argument in operator._schema.arguments)
+    return bool(dict(zip(argument_names, args, strict=False), **kwargs).get("is_causal"))
 
 
-def attention_forward(chosen: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    implementation: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Attention over one part of the keys, and the log of its softmax sums.
 
     q is B x N x S x D like the output, k and v are B x K x S x D, and the log is B x N x S.
     Stays like the operators that it calls, and so does its backward.
     """
-    if chosen == "cudnn":
+    if implementation == "cudnn":
         outputs = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
         return outputs[0], outputs[1].squeeze(3)
     if q.is_cuda:
@@ -243,20 +245,37 @@ def attention_forward(chosen: str, q: Tensor, k: Tensor, v: Tensor, *, causal: b
 
 
 def attention_backward(
-    chosen: str, grad: Tensor, q: Tensor, out: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, *, causal: bool
+    implementation: str,
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
     tensors, log_sum = (grad, q, k, v, out), log_sum.contiguous()
-    sizes = (q.shape[2], k.shape[2], 0.0, causal)
+    lengths_and_options = (q.shape[2], k.shape[2], 0.0, causal)
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
-    unused = torch.zeros(2, dtype=torch.int64 if chosen == "cudnn" else torch.uint64, device=q.device)
-    if chosen == "cudnn":
-        rest: tuple[Any, ...] = (unused[0], unused[1], None, None, None, *sizes)
+    random_state = torch.zeros(
+        2, dtype=torch.int64 if implementation == "cudnn" else torch.uint64, device=q.device
+    )
+    if implementation == "cudnn":
+        arguments: tuple[Any, ...] = (
+            random_state[0],
+            random_state[1],
+            None,
+            None,
+            None,
+            *lengths_and_options,
+        )
         # The log of cuDNN is B x N x S x 1.
-        grads = _aten._scaled_dot_product_cudnn_attention_backward(*tensors, log_sum.unsqueeze(3), *rest)
+        grads = _aten._scaled_dot_product_cudnn_attention_backward(*tensors, log_sum.unsqueeze(3), *arguments)
     elif q.is_cuda:
-        rest = (None, None, *sizes, unused, unused[:1])
-        grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, log_sum, *rest)
+        arguments = (None, None, *lengths_and_options, random_state, random_state[:1])
+        grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, log_sum, *arguments)
     else:
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sum, 0.0, causal)
     return grads  # type: ignore[no-any-return]
@@ -269,8 +288,8 @@ def has_cudnn_attention(device: torch.device) -> bool:
     (ATen/native/transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
     Goes when torch says which implementation it prefers.
     """
-    new = torch.version.hip is None and (cudnn.version() or 0) >= 91501  # type: ignore[no-untyped-call]
-    return new and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    is_new_enough = torch.version.hip is None and (cudnn.version() or 0) >= 91501  # type: ignore[no-untyped-call]
+    return is_new_enough and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def activate_flash3() -> None:
@@ -364,9 +383,11 @@ class BuffersOnDemand:
 
 def _move_buffers(recv_infos: Sequence[Any], device: torch.device) -> None:
     """Replaces the buffers by new ones on `device`; those on the meta device only say size and type."""
-    for info in recv_infos:
-        if (old := getattr(info, "buffer", None)) is not None:
-            info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
+    for recv_info in recv_infos:
+        if (old_buffer := getattr(recv_info, "buffer", None)) is not None:
+            recv_info.buffer = torch.empty_like(
+                old_buffer, device=device, requires_grad=old_buffer.requires_grad
+            )
 
 
 batch_p2p = schedules._batch_p2p
@@ -376,6 +397,6 @@ Stays: it is private, as is the next one.
 """
 
 
-def whole_backward(of_stage: dict[str, Any]) -> tuple[Tensor | None, ...]:
+def backward_of_stage(tensors: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """The gradients of a stage's inputs, after a backward pass from its outputs; torch's own arguments."""
-    return stage_backward(of_stage["stage_output"], of_stage["output_grads"], of_stage["input_values"])
+    return stage_backward(tensors["stage_output"], tensors["output_grads"], tensors["input_values"])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ultrabench.kernel.compat import compiler_of
-from ultrabench.kernel.fp8 import scaled_products
+from ultrabench.kernel.fp8 import count_scaled_products
 from ultrabench.kernel.loss import logits_to_gradient
 from ultrabench.kernel.model import Decoder
 
@@ -21,28 +21,28 @@ OPERATORS: dict[Any, Callable[..., Any]] = {}
 """Operator of ours, as compiled layers call it -> the function that it runs."""
 
 
-def operator(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def as_operator(empty_results: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function one operator for torch.compile, which then neither merges nor reorders what the function does.
 
     Eager layers call the function itself.
 
     Args:
-        shapes: what returns tensors of the same shapes for the same arguments.
+        empty_results: returns tensors of the same shapes for the same arguments.
     """
 
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    def replace(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__.lstrip("_")
-        compiled = torch.library.custom_op(f"ultrabench::{name}", function, mutates_args=())
-        compiled.register_fake(shapes)
+        torch_operator = torch.library.custom_op(f"ultrabench::{name}", function, mutates_args=())
+        torch_operator.register_fake(empty_results)
         OPERATORS[getattr(torch.ops.ultrabench, name).default] = function
 
         @wraps(function)
-        def call(*args: Any) -> Any:
-            return (compiled if torch.compiler.is_compiling() else function)(*args)
+        def eager_or_compiled(*args: Any) -> Any:
+            return (torch_operator if torch.compiler.is_compiling() else function)(*args)
 
-        return call
+        return eager_or_compiled
 
-    return wrap
+    return replace
 
 
 class GraphCounter:
@@ -53,21 +53,21 @@ class GraphCounter:
 
     def __init__(self, backend: str) -> None:
         """`backend` is a name that torch.compile knows: inductor, or aot_eager for checks."""
-        self.graphs, self.calls, self.name = 0, 0, backend
+        self.num_graphs, self.num_calls, self.name = 0, 0, backend
         self.scaled_products = Counter[str]()
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         """Compiles a graph with its backward."""
-        self.graphs += 1
-        products = scaled_products(graph)
-        compiled = compiler_of(self.name)(graph, inputs, **options)
+        self.num_graphs += 1
+        products_of_graph = count_scaled_products(graph)
+        compiled_graph = compiler_of(self.name)(graph, inputs, **options)
 
-        def counted(*args: Any) -> Any:
-            self.calls += 1
-            self.scaled_products.update(products)
-            return compiled(*args)
+        def counted_call(*args: Any) -> Any:
+            self.num_calls += 1
+            self.scaled_products.update(products_of_graph)
+            return compiled_graph(*args)
 
-        return counted
+        return counted_call
 
 
 def apply_compile(model: Decoder, backend: GraphCounter) -> None:

@@ -35,7 +35,7 @@ from ultrabench.kernel.compat import (
     reduce_scatter,
     wait,
 )
-from ultrabench.kernel.compile import operator
+from ultrabench.kernel.compile import as_operator
 
 
 def position_ranges(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
@@ -48,128 +48,136 @@ def position_ranges(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
 
 def tokens_at(tokens_BS: Tensor, position_ranges: Sequence[range]) -> Tensor:
     """The tokens at the positions of `position_ranges`, copied, since the pipeline of torch 2.11 rejects strides of a view."""
-    return torch.cat([tokens_BS[:, span.start : span.stop] for span in position_ranges], dim=1)
+    return torch.cat([tokens_BS[:, positions.start : positions.stop] for positions in position_ranges], dim=1)
 
 
 def ring_attention(
-    group_name: str, exchange: str, chosen: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
+    group_name: str, exchange: str, implementation: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
 ) -> Tensor:
     """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D.
 
-    `exchange` is the layout's cp_exchange, and `chosen` is the implementation of attention for each part.
+    `exchange` is the layout's cp_exchange, and `implementation` is the implementation of attention for each part.
     """
-    options = group_name, exchange, chosen
+    options = group_name, exchange, implementation
     out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, *options)  # type: ignore[no-untyped-call]
     return out
 
 
-class Passing:
+class RingTransfer:
     """A tensor that is being sent to the next rank while the tensor of the previous rank arrives."""
 
-    def __init__(self, tensor: Tensor, arriving: Tensor, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, sent: Tensor, received: Tensor, group: dist.ProcessGroup | None) -> None:
         ring = dist.get_process_group_ranks(group)
-        position = ring.index(dist.get_rank())
-        self._sent, self._arriving = tensor, arriving
-        send = dist.P2POp(dist.isend, tensor, ring[(position + 1) % len(ring)], group)
-        receive = dist.P2POp(dist.irecv, arriving, ring[position - 1], group)
+        ring_position = ring.index(dist.get_rank())
+        self._sent, self._received = sent, received
+        send = dist.P2POp(dist.isend, sent, ring[(ring_position + 1) % len(ring)], group)
+        receive = dist.P2POp(dist.irecv, received, ring[ring_position - 1], group)
         self._works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
         """Waits for the tensor of the previous rank and returns it."""
         for work in self._works:
             work.wait()
-        return self._arriving
+        return self._received
 
 
-def _meet(rank: int, other_rank: int, seq: int) -> tuple[slice, slice, bool]:
+def _query_and_key_slices(rank: int, other_rank: int, seq_len: int) -> tuple[slice, slice, bool]:
     """The queries of `rank`, the keys of `other_rank` they attend to, and whether the mask is causal."""
-    all_tokens, half = slice(None), seq // 2
+    all_tokens, half_len = slice(None), seq_len // 2
     if other_rank == rank:
         return all_tokens, all_tokens, True
-    return (all_tokens, slice(half), False) if other_rank < rank else (slice(half, None), all_tokens, False)
+    return (
+        (all_tokens, slice(half_len), False)
+        if other_rank < rank
+        else (slice(half_len, None), all_tokens, False)
+    )
 
 
-def _turns(
-    pair: Tensor, group: dist.ProcessGroup, exchange: str
+def _visits(
+    kv: Tensor, group: dist.ProcessGroup, exchange: str
 ) -> Iterator[tuple[Tensor, slice, slice, bool]]:
-    """Yields the keys and values of each rank, this one's first, with what `_meet` says of them."""
+    """Yields the keys and values of each rank, this one's first, with what `_query_and_key_slices` says of them."""
     rank, num_ranks = group.rank(), group.size()
-    gathered = None
+    kv_by_rank = None
     if exchange == "allgather":
-        gathered = wait(all_gather(pair, group)).unflatten(0, (num_ranks, -1))  # type: ignore[no-untyped-call]
+        kv_by_rank = wait(all_gather(kv, group)).unflatten(0, (num_ranks, -1))  # type: ignore[no-untyped-call]
     for turn in range(num_ranks):
-        source_rank, passing = (rank - turn) % num_ranks, None
-        if gathered is not None:
-            pair = gathered[source_rank]
+        source_rank, transfer = (rank - turn) % num_ranks, None
+        if kv_by_rank is not None:
+            kv = kv_by_rank[source_rank]
         elif turn < num_ranks - 1:
-            passing = Passing(pair, torch.empty_like(pair), group)
-        yield pair, *_meet(rank, source_rank, pair.shape[2])
-        if passing is not None:
-            pair = passing.wait()
+            transfer = RingTransfer(kv, torch.empty_like(kv), group)
+        yield kv, *_query_and_key_slices(rank, source_rank, kv.shape[2])
+        if transfer is not None:
+            kv = transfer.wait()
 
 
-def _pair(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+def _stack_kv(k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """Keys and values in one tensor to send, 2 x B x S x K x D: in this order attention need not copy them."""
     return torch.stack((k_BKSD.transpose(1, 2), v_BKSD.transpose(1, 2)))
 
 
-def _forward_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _empty_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@operator(_forward_shapes)
+@as_operator(_empty_forward)
 def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, group_name: str, exchange: str, chosen: str
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, exchange: str, implementation: str
 ) -> tuple[Tensor, Tensor]:
     """The output of attention over all parts, B x N x S x D, and the log of its softmax sums."""
     out, log_sum = torch.empty(0), torch.empty(0)
-    for pair, query_span, key_span, causal in _turns(_pair(k, v), process_group(group_name), exchange):
-        keys, values = pair[:, :, key_span].transpose(2, 3)
-        part_out, part_log_sum = attention_forward(chosen, q[:, :, query_span], keys, values, causal=causal)
+    for kv, query_slice, key_slice, causal in _visits(_stack_kv(k, v), process_group(group_name), exchange):
+        keys, values = kv[:, :, key_slice].transpose(2, 3)
+        part_out, part_log_sum = attention_forward(
+            implementation, q[:, :, query_slice], keys, values, causal=causal
+        )
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
             wide_dtype = torch.promote_types(q.dtype, torch.float32)
             out, log_sum = part_out.to(wide_dtype, copy=True), part_log_sum.to(wide_dtype, copy=True)
             continue
-        old_log_sum = log_sum[:, :, query_span]
-        share = torch.sigmoid(part_log_sum - old_log_sum)[..., None]
-        out[:, :, query_span].lerp_(part_out.to(out.dtype), share)
-        log_sum[:, :, query_span] = torch.logaddexp(old_log_sum, part_log_sum)
+        old_log_sum = log_sum[:, :, query_slice]
+        part_share = torch.sigmoid(part_log_sum - old_log_sum)[..., None]
+        out[:, :, query_slice].lerp_(part_out.to(out.dtype), part_share)
+        log_sum[:, :, query_slice] = torch.logaddexp(old_log_sum, part_log_sum)
     return out.to(q.dtype), log_sum.contiguous()
 
 
-def _backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(_pair(k, v))
+def _empty_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(_stack_kv(k, v))
 
 
-@operator(_backward_shapes)
+@as_operator(_empty_backward)
 def _ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, exchange: str,
-    chosen: str,
+    implementation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of q, and those of k and v as `_pair` has them.
+    """The gradient of q, and those of k and v as `_stack_kv` has them.
 
     In a ring the sums of these travel with the keys and values, so that the last turn brings them to their rank. Otherwise
     each rank adds to sums for the pairs of all ranks.
     """
-    pair, group = _pair(k, v), process_group(group_name)
+    kv, group = _stack_kv(k, v), process_group(group_name)
     grad_q = torch.zeros_like(q, dtype=log_sum.dtype)
-    num_pairs = 1 if exchange == "ring" else group.size()
-    grad_sums, passing = pair.new_zeros((num_pairs, *pair.shape), dtype=log_sum.dtype), None
-    for turn, (visiting, query_span, key_span, causal) in enumerate(_turns(pair, group, exchange)):
-        query_parts = (t[:, :, query_span] for t in (grad, q, out, log_sum))
+    num_sums = 1 if exchange == "ring" else group.size()
+    grad_sums, transfer = kv.new_zeros((num_sums, *kv.shape), dtype=log_sum.dtype), None
+    for turn, (visiting_kv, query_slice, key_slice, causal) in enumerate(_visits(kv, group, exchange)):
+        query_tensors = (t[:, :, query_slice] for t in (grad, q, out, log_sum))
         dq, dk, dv = attention_backward(
-            chosen, *query_parts, *visiting[:, :, key_span].transpose(2, 3), causal=causal
+            implementation, *query_tensors, *visiting_kv[:, :, key_slice].transpose(2, 3), causal=causal
         )
-        if passing is not None:
-            grad_sums = passing.wait()
-        grad_pair = grad_sums[(group.rank() - turn) % num_pairs]
-        grad_pair[0, :, key_span] += dk.transpose(1, 2)
-        grad_pair[1, :, key_span] += dv.transpose(1, 2)
-        grad_q[:, :, query_span] += dq
+        if transfer is not None:
+            grad_sums = transfer.wait()
+        grad_kv = grad_sums[(group.rank() - turn) % num_sums]
+        grad_kv[0, :, key_slice] += dk.transpose(1, 2)
+        grad_kv[1, :, key_slice] += dv.transpose(1, 2)
+        grad_q[:, :, query_slice] += dq
         if exchange == "ring":
-            passing = Passing(grad_sums, torch.empty_like(grad_sums), group)
-    summed = wait(reduce_scatter(grad_sums.flatten(0, 1), group)) if passing is None else passing.wait()[0]
-    return grad_q.to(q.dtype), summed.to(q.dtype)
+            transfer = RingTransfer(grad_sums, torch.empty_like(grad_sums), group)
+    own_grad_kv = (
+        wait(reduce_scatter(grad_sums.flatten(0, 1), group)) if transfer is None else transfer.wait()[0]
+    )
+    return grad_q.to(q.dtype), own_grad_kv.to(q.dtype)
 
 
 RING_FORWARD = torch.ops.ultrabench.ring_forward.default
@@ -186,6 +194,6 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        grad_q, grad_pair = _ring_backward(grad, *ctx.saved_tensors, *ctx.options)
-        grad_k, grad_v = grad_pair.transpose(2, 3)
+        grad_q, grad_kv = _ring_backward(grad, *ctx.saved_tensors, *ctx.options)
+        grad_k, grad_v = grad_kv.transpose(2, 3)
         return grad_q, grad_k, grad_v, None, None, None

@@ -15,16 +15,16 @@ def sample(seed: int, step: int, index: int, seq_len: int, vocab_size: int) -> T
     Small tokens are far more frequent than large ones, so that a few steps of training lower the loss, and a
     layout that trains incorrectly can be recognised by its loss.
     """
-    digest = hashlib.sha256(f"{seed}:{step}:{index}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    seed_digest = hashlib.sha256(f"{seed}:{step}:{index}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(seed_digest[:7], "big"))
     uniform = torch.rand(seq_len + 1, generator=generator, dtype=torch.float64)
     return (uniform**4 * vocab_size).long()
 
 
 def sample_indices(layout: Layout, dp_rank: int) -> range:
     """The samples of the global batch that `dp_rank` trains on, in the order of its micro-batches."""
-    samples = layout.gas * layout.mbs
-    return range(dp_rank * samples, (dp_rank + 1) * samples)
+    samples_per_rank = layout.gas * layout.mbs
+    return range(dp_rank * samples_per_rank, (dp_rank + 1) * samples_per_rank)
 
 
 def make_batch(

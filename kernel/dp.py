@@ -47,7 +47,7 @@ COMPUTE_DTYPE = MASTER_DTYPE | dict.fromkeys(IN_16_BITS, torch.bfloat16)
 
 
 def apply_dp(
-    model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str, experts: DeviceMesh | None = None
+    model: Decoder, mesh: DeviceMesh, zero_stage: int, precision: str, expert_mesh: DeviceMesh | None = None
 ) -> None:
     """Wraps `model` in place, in the groups that the table of this module counts.
 
@@ -58,48 +58,50 @@ def apply_dp(
     """
     policy = MixedPrecisionPolicy()
     if precision in IN_16_BITS:
-        master, compute = MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
+        master_dtype, compute_dtype = MASTER_DTYPE[precision], COMPUTE_DTYPE[precision]
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
 
-    def group(*modules: nn.Module | None, reshard: bool, mesh: DeviceMesh = mesh) -> list[FSDPModule]:
+    def make_group(*modules: nn.Module | None, reshard: bool, mesh: DeviceMesh = mesh) -> list[FSDPModule]:
         """Makes one group of those modules that exist; `reshard` frees its parameters from forward to backward."""
         existing = [module for module in modules if module is not None]
         if not existing:
             return []
-        replicas, shards = axes = [
+        replicate_axis, shard_axis = axes = [
             axis for axis in mesh.mesh_dim_names or () if axis.endswith(("replicate", "shard"))
         ]
-        has_reduce_hook = zero_stage == 0 and mesh[replicas].size() > 1
-        fsdp_mesh = mesh[shards] if has_reduce_hook or mesh[replicas].size() == 1 else mesh[tuple(axes)]
-        wrapped = fully_shard(existing, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy)[0]
+        has_reduce_hook = zero_stage == 0 and mesh[replicate_axis].size() > 1
+        fsdp_mesh = (
+            mesh[shard_axis] if has_reduce_hook or mesh[replicate_axis].size() == 1 else mesh[tuple(axes)]
+        )
+        group = fully_shard(existing, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy)[0]
         if has_reduce_hook:  # torch sums over replicas of one shard only in a copy, which it divides by 1
-            wrapped.set_all_reduce_hook(partial(dist.all_reduce, group=mesh.get_group(replicas)))
+            group.set_all_reduce_hook(partial(dist.all_reduce, group=mesh.get_group(replicate_axis)))
         elif fsdp_mesh.size() > 1:
-            wrapped.set_gradient_divide_factor(1.0)
-        wrapped.set_force_sum_reduction_for_comms(True)
-        return [wrapped]
+            group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)
+        return [group]
 
     reshard = zero_stage == 3
-    layers = list[list[FSDPModule]]()
+    layer_groups = list[list[FSDPModule]]()
     for layer in model.layers.values():
         expert_groups = list[FSDPModule]()
-        if experts is not None and isinstance(block := layer.ffn, SparseFeedForward):
-            expert_groups = group(block.experts, reshard=reshard, mesh=experts)
-        for wrapped in expert_groups:
-            enclose(layer, wrapped)
-        layers.append(group(layer, reshard=reshard) + expert_groups)
-    embedding_groups = [] if model.is_tied else group(model.embedding, reshard=reshard)
-    head_groups = [] if model.is_tied else group(model.norm, model.head, reshard=False)
+        if expert_mesh is not None and isinstance(ffn := layer.ffn, SparseFeedForward):
+            expert_groups = make_group(ffn.experts, reshard=reshard, mesh=expert_mesh)
+        for group in expert_groups:
+            call_inside_experts(layer, group)
+        layer_groups.append(make_group(layer, reshard=reshard) + expert_groups)
+    embedding_groups = [] if model.is_tied else make_group(model.embedding, reshard=reshard)
+    head_groups = [] if model.is_tied else make_group(model.norm, model.head, reshard=False)
     # The root holds what no other group does: nothing, or a tied embedding with norm.
-    root_groups = group(model, reshard=False)
-    ordered_groups = [embedding_groups or root_groups, *layers, *([head_groups] if head_groups else [])]
-    for (wrapped, *_), (next_module, *inner_groups) in pairwise(ordered_groups):
+    root_groups = make_group(model, reshard=False)
+    ordered_groups = [embedding_groups or root_groups, *layer_groups, *([head_groups] if head_groups else [])]
+    for (group, *_), (next_group, *inner_groups) in pairwise(ordered_groups):
         # Each group requests the parameters of the next one as soon as it begins. Torch would request them in
         # forward only when all work of the group is launched, and in backward in an order that it guesses, which
         # is wrong where a pipeline mixes micro-batches.
-        wrapped.set_modules_to_forward_prefetch([next_module, *inner_groups])
-    for previous_groups, (wrapped, *inner_groups) in pairwise(ordered_groups):
-        wrapped.set_modules_to_backward_prefetch(previous_groups)
+        group.set_modules_to_forward_prefetch([next_group, *inner_groups])
+    for previous_groups, (group, *inner_groups) in pairwise(ordered_groups):
+        group.set_modules_to_backward_prefetch(previous_groups)
         for inner_group in inner_groups:
             # With an empty list torch would guess; what it has gathered already it does not gather again.
             inner_group.set_modules_to_backward_prefetch([inner_group])
@@ -110,7 +112,7 @@ def apply_dp(
         embedding.set_modules_to_backward_prefetch([embedding])
 
 
-def enclose(layer: nn.Module, experts: FSDPModule) -> None:
+def call_inside_experts(layer: nn.Module, experts: FSDPModule) -> None:
     """Makes a call of the layer a call of its experts' module, whose hooks then are outside a compiled layer.
 
     So the experts are gathered before the layer, and their gradients are reduced after its backward.
@@ -120,20 +122,20 @@ def enclose(layer: nn.Module, experts: FSDPModule) -> None:
     layer.forward = lambda *args: experts(*args)
 
 
-def begin_microbatch(model: FSDPModule, zero_stage: int, *, last: bool, overlap: bool) -> None:
+def begin_microbatch(model: FSDPModule, zero_stage: int, *, is_last: bool, overlap: bool) -> None:
     """Says before a micro-batch whether its backward reduces gradients and frees parameters."""
-    model.set_requires_gradient_sync(overlap and reduces(zero_stage, last=last))
-    model.set_requires_all_reduce(last)
-    model.set_reshard_after_backward(last or zero_stage == 3)
+    model.set_requires_gradient_sync(overlap and must_reduce(zero_stage, is_last=is_last))
+    model.set_requires_all_reduce(is_last)
+    model.set_reshard_after_backward(is_last or zero_stage == 3)
 
 
-def end_microbatch(model: FSDPModule, zero_stage: int, *, last: bool, overlap: bool) -> None:
+def end_microbatch(model: FSDPModule, zero_stage: int, *, is_last: bool, overlap: bool) -> None:
     """Reduces gradients after the backward of a micro-batch, where it has not reduced them itself."""
-    if reduces(zero_stage, last=last) and not overlap:
+    if must_reduce(zero_stage, is_last=is_last) and not overlap:
         model.set_requires_gradient_sync(True)
         reduce_gradients(model)
 
 
-def reduces(zero_stage: int, *, last: bool) -> bool:
+def must_reduce(zero_stage: int, *, is_last: bool) -> bool:
     """Whether the gradients of a micro-batch are reduced: ZeRO stages 2 and 3 keep only shards of their sums."""
-    return last or zero_stage >= 2
+    return is_last or zero_stage >= 2

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from ultrabench.kernel import cp
 from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, mark_as_kept, silu_backward, wait
-from ultrabench.kernel.compile import operator
+from ultrabench.kernel.compile import as_operator
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import LEARNED, Experts, Route, Routing, SparseFeedForward
 from ultrabench.kernel.tp import TensorParallel
@@ -151,11 +151,11 @@ class _Combine(torch.autograd.Function):
         return *[None] * 7, ep.send_to_experts(grad_TH.index_select(0, ctx.row_tokens), order, row_counts)
 
 
-def _product_shape(rows: Tensor, weight: Tensor, *_: Any) -> Tensor:
+def _empty_product(rows: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return rows.new_empty(len(rows), weight.shape[1])
 
 
-@operator(_product_shape)
+@as_operator(_empty_product)
 def _grouped_products(
     rows: Tensor, weight: Tensor, expert_ends: Tensor, expert_counts: Sequence[int]
 ) -> Tensor:
@@ -169,11 +169,11 @@ def _grouped_products(
     return products
 
 
-def _weight_gradients_shape(grads: Tensor, rows: Tensor, _: Tensor, expert_counts: Sequence[int]) -> Tensor:
+def _empty_weight_gradients(grads: Tensor, rows: Tensor, _: Tensor, expert_counts: Sequence[int]) -> Tensor:
     return rows.new_empty(len(expert_counts), grads.shape[1], rows.shape[1])
 
 
-@operator(_weight_gradients_shape)
+@as_operator(_empty_weight_gradients)
 def _grouped_weight_gradients(
     grads: Tensor, rows: Tensor, expert_ends: Tensor, expert_counts: Sequence[int]
 ) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.traceback import annotate
 
 SCALED_PRODUCTS = Counter[str]()
-"""Purpose -> number of products of fp8 in this process, other than those of compiled layers: see `scaled_products`."""
+"""Purpose -> number of products of fp8 in this process, other than those of compiled layers: see `count_scaled_products`."""
 
 
 def fp8_dtype(device: torch.device) -> torch.dtype:
@@ -38,12 +38,16 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, purpose: s
         return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
-def scaled_products(graph: torch.fx.GraphModule) -> Counter[str]:
+def count_scaled_products(graph: torch.fx.GraphModule) -> Counter[str]:
     """Purpose -> number of products of fp8 in the graph of a layer, in forward and backward.
 
     Each counts once, also where backward computes it again. Those in operators of ours are in SCALED_PRODUCTS.
     Stays with `scaled_mm`.
     """
-    graphs = (module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
-    nodes = (node for each in graphs for node in each.nodes if node.target is torch._scaled_mm)
+    graphs = (
+        graph_module.graph
+        for graph_module in graph.modules()
+        if isinstance(graph_module, torch.fx.GraphModule)
+    )
+    nodes = (node for graph in graphs for node in graph.nodes if node.target is torch._scaled_mm)
     return Counter(node.meta["custom"]["purpose"] for node in nodes)

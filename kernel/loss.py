@@ -3,10 +3,10 @@
 With T tokens, the loss is the mean over t of log(sum_v exp(l_tv)) - l_t,target, and its gradient with respect
 to the logits is (softmax(l) - onehot) / T. Forward computes the logits of a chunk, turns them in place into
 that gradient, multiplies it into both gradients of the head, and frees it. This costs the same three matrix
-products as the plain head, but holds at most LOGITS logits at a time where the plain head keeps T*V. The
+products as the plain head, but holds at most CHUNK_LOGITS logits at a time where the plain head keeps T*V. The
 gradients of the weights from several chunks are added in at least fp32.
 
-Under tensor parallelism a rank holds V/tp rows of the head, and each softmax over at most WIDE_LOGITS logits
+Under tensor parallelism a rank holds V/tp rows of the head, and each softmax over at most SOFTMAX_LOGITS logits
 needs two all-reduces over tp: of a maximum and of two sums for each of its tokens.
 """
 
@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LOGITS = 2**29
+CHUNK_LOGITS = 2**29
 """Largest number of logits in a chunk: 4096 tokens with a vocabulary of 131072, 1 GiB in bf16.
 
 Each chunk beyond the first adds V*H numbers to a sum in fp32, so that chunks are larger than parts of a softmax. Two
 layers of Llama 3.1 8B and 4096 tokens in bf16 peak 0.8 GiB higher in a dry run with 2**27 for both, because of that
 sum, and 1.5 GiB higher with 2**29 for both.
 """
-WIDE_LOGITS = 2**27
+SOFTMAX_LOGITS = 2**27
 """Largest number of logits whose softmax is computed at a time, 1 GiB in two copies of fp32."""
 
 
@@ -32,29 +32,29 @@ def logits_to_gradient(logits: Tensor, targets: Tensor, group: dist.ProcessGroup
     """The sum of the losses of a chunk; overwrites `logits` with the gradient of that sum."""
     wide_dtype = torch.promote_types(logits.dtype, torch.float32)
     is_local = (targets >= 0) & (targets < logits.shape[1])
-    index = targets.where(is_local, 0)[:, None]
+    target_index = targets.where(is_local, 0)[:, None]
     log_p = torch.log_softmax(logits, 1, dtype=wide_dtype)
     if group is None:
-        loss = -log_p.gather(1, index).sum()
+        loss = -log_p.gather(1, target_index).sum()
     else:
         # First the log of the sum of this rank's exponentials, then that of all ranks.
         local_log_sum = logits[:, 0].to(wide_dtype) - log_p[:, 0]
-        highest = local_log_sum.clone()
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-        target_logit = logits.gather(1, index)[:, 0].to(wide_dtype)
-        sums = torch.stack(((local_log_sum - highest).exp(), (target_logit - highest) * is_local))
+        max_log_sum = local_log_sum.clone()
+        dist.all_reduce(max_log_sum, dist.ReduceOp.MAX, group)
+        target_logit = logits.gather(1, target_index)[:, 0].to(wide_dtype)
+        sums = torch.stack(((local_log_sum - max_log_sum).exp(), (target_logit - max_log_sum) * is_local))
         dist.all_reduce(sums, group=group)
-        log_total = sums[0].log()
-        log_p += (local_log_sum - highest - log_total)[:, None]
-        loss = (log_total - sums[1]).sum()
-    target_grad = log_p.gather(1, index).exp() - is_local[:, None].to(wide_dtype)
+        log_sum = sums[0].log()
+        log_p += (local_log_sum - max_log_sum - log_sum)[:, None]
+        loss = (log_sum - sums[1]).sum()
+    target_grad = log_p.gather(1, target_index).exp() - is_local[:, None].to(wide_dtype)
     torch.exp(log_p, out=logits)
-    logits.scatter_(1, index, target_grad.to(logits.dtype))
+    logits.scatter_(1, target_index, target_grad.to(logits.dtype))
     return loss
 
 
 ToGradient = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
-"""What does the same as `logits_to_gradient`."""
+"""A function that does the same as `logits_to_gradient`."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ def head_loss(
     x_BSH: Tensor,
     weight_VH: Tensor,
     targets_BS: Tensor,
-    shared: HeadGradient | None = None,
+    shared_gradient: HeadGradient | None = None,
     group: dist.ProcessGroup | None = None,
     to_gradient: ToGradient = logits_to_gradient,
 ) -> Tensor:
@@ -85,12 +85,12 @@ def head_loss(
         to_gradient: `logits_to_gradient`, or that function compiled.
     """
     x_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
-    loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, shared, group, to_gradient)  # type: ignore[no-untyped-call]
+    loss: Tensor = _HeadLoss.apply(x_TH, weight_VH, targets_T, shared_gradient, group, to_gradient)  # type: ignore[no-untyped-call]
     return loss
 
 
-def _sum(total: Tensor | None, summand: Tensor) -> Tensor:
-    """The sum of gradients; it is in at least fp32 from the second summand on, since bf16 loses small ones."""
+def _add_gradients(total: Tensor | None, summand: Tensor) -> Tensor:
+    """The sum of gradients, in at least fp32 from the second summand on, since bf16 loses small ones."""
     if total is None:
         return summand
     return total.to(torch.promote_types(summand.dtype, torch.float32)).add_(summand)
@@ -103,39 +103,43 @@ class _HeadLoss(torch.autograd.Function):
         x_TH: Tensor,
         weight_VH: Tensor,
         targets_T: Tensor,
-        shared: HeadGradient | None,
+        shared_gradient: HeadGradient | None,
         group: dist.ProcessGroup | None,
         to_gradient: ToGradient,
     ) -> Tensor:
-        (tokens, _), vocabulary = x_TH.shape, weight_VH.shape[0]
+        (num_tokens, _), local_vocab = x_TH.shape, weight_VH.shape[0]
         loss = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
-        grad_x, grad_weight = torch.empty_like(x_TH), None if shared is None else shared.total
-        targets_T = targets_T - (0 if group is None else group.rank() * vocabulary)
-        rows, wide_rows = (max(1, limit // vocabulary) for limit in (LOGITS, WIDE_LOGITS))
-        for x, targets, grad in zip(x_TH.split(rows), targets_T.split(rows), grad_x.split(rows), strict=True):  # type: ignore[no-untyped-call]
-            logits = x @ weight_VH.t()
-            for wide_logits, wide_targets in zip(
-                logits.split(wide_rows), targets.split(wide_rows), strict=True
-            ):
-                loss += to_gradient(wide_logits, wide_targets, group)
-            torch.mm(logits, weight_VH, out=grad)
-            grad_weight = _sum(grad_weight, logits.t() @ x)
-        if shared is not None:
-            shared.total, grad_weight = grad_weight, None
-        ctx.tokens, ctx.dtype, ctx.shared = tokens, x_TH.dtype, shared
+        grad_x = torch.empty_like(x_TH)
+        grad_weight = None if shared_gradient is None else shared_gradient.total
+        targets_T = targets_T - (0 if group is None else group.rank() * local_vocab)
+        chunk_tokens = max(1, CHUNK_LOGITS // local_vocab)
+        softmax_tokens = max(1, SOFTMAX_LOGITS // local_vocab)
+        chunks = (tensor.split(chunk_tokens) for tensor in (x_TH, targets_T, grad_x))  # type: ignore[no-untyped-call]
+        for chunk_x, chunk_targets, chunk_grad in zip(*chunks, strict=True):
+            logits = chunk_x @ weight_VH.t()
+            softmax_parts = (tensor.split(softmax_tokens) for tensor in (logits, chunk_targets))
+            for part_logits, part_targets in zip(*softmax_parts, strict=True):
+                loss += to_gradient(part_logits, part_targets, group)
+            torch.mm(logits, weight_VH, out=chunk_grad)
+            grad_weight = _add_gradients(grad_weight, logits.t() @ chunk_x)
+        if shared_gradient is not None:
+            shared_gradient.total, grad_weight = grad_weight, None
+        ctx.num_tokens, ctx.dtype, ctx.shared_gradient = num_tokens, x_TH.dtype, shared_gradient
         ctx.save_for_backward(grad_x, grad_weight)
-        return loss / tokens
+        return loss / num_tokens
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_loss: Tensor):  # type: ignore[no-untyped-def]
         grad_x, grad_weight = ctx.saved_tensors
-        if ctx.shared is not None:
-            grad_weight, ctx.shared.total = ctx.shared.total, None
+        if ctx.shared_gradient is not None:
+            grad_weight, ctx.shared_gradient.total = ctx.shared_gradient.total, None
         # A factor with one dim makes torch multiply in fp32; a 0-dim factor would be rounded to bf16 first. The
         # products are new tensors, since a split backward pass calls this twice.
-        scale = (grad / ctx.tokens)[None]
-        scaled = (
-            None if t is None else torch.mul(t, scale, out=torch.empty_like(t, dtype=ctx.dtype))
-            for t in (grad_x, grad_weight)
+        scale = (grad_loss / ctx.num_tokens)[None]
+        scaled_grads = (
+            None
+            if tensor is None
+            else torch.mul(tensor, scale, out=torch.empty_like(tensor, dtype=ctx.dtype))
+            for tensor in (grad_x, grad_weight)
         )
-        return *scaled, None, None, None, None
+        return *scaled_grads, None, None, None, None

@@ -21,7 +21,7 @@ Part = tuple[tuple[int, int, int], ...]
 """Successive cuts (dim, start, length) that lead from a full tensor to one rank's part."""
 
 
-def join(device: torch.device, store: Any = None, rank: int = -1, world_size: int = -1) -> None:
+def join_process_group(device: torch.device, store: Any = None, rank: int = -1, world_size: int = -1) -> None:
     """Makes the default process group: NCCL for GPUs, gloo for CPUs; without a store as the environment says."""
     use_timeout(GROUP_TIMEOUT)
     backend, bound_device = ("nccl", device) if device.type == "cuda" else ("gloo", None)

@@ -40,11 +40,11 @@ class _RmsNorm(torch.autograd.Function):
         return (x_wide * rstd).to(x.dtype) * weight
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         x, weight, rstd = ctx.saved_tensors
         normed = x.to(rstd.dtype) * rstd
-        grad_weight = (grad * normed).sum(dim=tuple(range(grad.dim() - 1)))
-        grad_x = grad.to(rstd.dtype) * weight
+        grad_weight = (grad_y * normed).sum(dim=tuple(range(grad_y.dim() - 1)))
+        grad_x = grad_y.to(rstd.dtype) * weight
         grad_x -= normed.mul_((grad_x * normed).mean(-1, keepdim=True))
         return grad_x.mul_(rstd).to(x.dtype), grad_weight.to(weight.dtype), None
 
@@ -61,11 +61,11 @@ class RmsNorm(nn.Module):
         """The normalised x, with its shape and dtype."""
         if x.is_cuda:  # on GPUs torch has one kernel, which keeps as little
             return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        out: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return out
+        y: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return y
 
 
-def rope_frequencies(shape: ModelShape, half: Tensor) -> Tensor:
+def rope_frequencies(shape: ModelShape, even_channels: Tensor) -> Tensor:
     """The angle by which each pair of channels is rotated from one position to the next, R/2 for R rotated channels.
 
     They are theta^(-2i/R). A llama3 scaling divides those that turn less than low_freq_factor times in the
@@ -75,11 +75,13 @@ def rope_frequencies(shape: ModelShape, half: Tensor) -> Tensor:
     Args:
         half: 0, 2, ... R-2.
     """
-    frequency = shape.rope_theta ** (-half / shape.rotary_width)
+    frequency = shape.rope_theta ** (-even_channels / shape.rotary_width)
     if (scaling := shape.rope_scaling) is None:
         return frequency
-    turns = frequency * scaling.original_max_position_embeddings / (2 * math.pi)
-    unscaled_share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    num_turns = frequency * scaling.original_max_position_embeddings / (2 * math.pi)
+    unscaled_share = (num_turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     return torch.lerp(frequency / scaling.factor, frequency, unscaled_share.clamp(0, 1))
 
 
@@ -91,27 +93,27 @@ def rope_tables(
     They have the dtype of `like`, and by default their angles are computed in at least fp32.
     """
     dtype = computed_in or torch.promote_types(like.dtype, torch.float32)
-    half = torch.arange(0, shape.rotary_width, 2, device=like.device, dtype=dtype)
-    position = torch.cat(
-        [torch.arange(s.start, s.stop, device=like.device, dtype=dtype) for s in position_ranges]
-    )
-    angle = torch.outer(position, rope_frequencies(shape, half))[:, None, :]
+    even_channels = torch.arange(0, shape.rotary_width, 2, device=like.device, dtype=dtype)
+    positions = [torch.arange(r.start, r.stop, device=like.device, dtype=dtype) for r in position_ranges]
+    angle = torch.outer(torch.cat(positions), rope_frequencies(shape, even_channels))[:, None, :]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
 def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x with each pair (i, i + R/2) of the first R channels of every head rotated by the angle of its position."""
-    left, right, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin, *unrotated), dim=-1)
+    first, second, *unrotated = torch.split(x_BSND, cos.shape[-1], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *unrotated), dim=-1)
 
 
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """The attention of each query to its own and earlier positions, B x N x S x D."""
-    grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
-    return functional.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
+    is_grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
+    return functional.scaled_dot_product_attention(
+        q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=is_grouped
+    )
 
 
-def columns(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+def column_products(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """The products of x with several weights; tensor parallelism cuts these weights along their output.
 
     Selective recomputation keeps every second one, from the first on.
@@ -124,13 +126,13 @@ def columns(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 class Block(nn.Module):
     """Products with several weights, something between, and a product with one weight."""
 
-    columns: Callable[..., tuple[Tensor, ...]]
-    row: Callable[[Tensor, Tensor], Tensor]
+    column_products: Callable[..., tuple[Tensor, ...]]
+    row_product: Callable[[Tensor, Tensor], Tensor]
     """The last product; tensor parallelism cuts its weight along its input."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.columns, self.row = columns, functional.linear
+        self.column_products, self.row_product = column_products, functional.linear
 
 
 class Attention(Block):
@@ -141,13 +143,13 @@ class Attention(Block):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        h = shape.hidden_size
+        hidden_size = shape.hidden_size
         self.head_width = shape.head_width
         self.core = causal_attention
-        self.q = nn.Linear(h, shape.q_width, bias=shape.attention_bias)
-        self.k = nn.Linear(h, shape.kv_width, bias=shape.attention_bias)
-        self.v = nn.Linear(h, shape.kv_width, bias=shape.attention_bias)
-        self.out = nn.Linear(shape.q_width, h, bias=False)
+        self.q = nn.Linear(hidden_size, shape.q_width, bias=shape.attention_bias)
+        self.k = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)
+        self.v = nn.Linear(hidden_size, shape.kv_width, bias=shape.attention_bias)
+        self.out = nn.Linear(shape.q_width, hidden_size, bias=False)
         self.norm_across_heads = shape.qk_norm_across_heads
         widths = (shape.q_width, shape.kv_width) if self.norm_across_heads else (shape.head_width,) * 2
         self.q_norm, self.k_norm = (
@@ -165,31 +167,31 @@ class Attention(Block):
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The x_BSH after attention; the number of heads comes from the projections, which may be shards."""
         projections = self.q, self.k, self.v
-        products = self.columns(x_BSH, *(projection.weight for projection in projections))
+        products = self.column_products(x_BSH, *(projection.weight for projection in projections))
         if self.q.bias is not None:
             products = tuple(x + projection.bias for x, projection in zip(products, projections, strict=True))
         q, k, v = map(self._heads, products, (self.q_norm, self.k_norm, None))
-        q_BNSD, k_BKSD = (rotate(t, cos, sin).transpose(1, 2) for t in (q, k))
-        mixed = self.core(q_BNSD, k_BKSD, v.transpose(1, 2))
-        return self.row(mixed.transpose(1, 2).flatten(2), self.out.weight)
+        q_BNSD, k_BKSD = (rotate(heads, cos, sin).transpose(1, 2) for heads in (q, k))
+        attended_BNSD = self.core(q_BNSD, k_BKSD, v.transpose(1, 2))
+        return self.row_product(attended_BNSD.transpose(1, 2).flatten(2), self.out.weight)
 
 
 class FeedForward(Block):
     """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, hidden_size: int, ffn_width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, width, bias=False)
-        self.up = nn.Linear(hidden, width, bias=False)
-        self.down = nn.Linear(width, hidden, bias=False)
+        self.gate = nn.Linear(hidden_size, ffn_width, bias=False)
+        self.up = nn.Linear(hidden_size, ffn_width, bias=False)
+        self.down = nn.Linear(ffn_width, hidden_size, bias=False)
 
     def forward(self, x_BSH: Tensor, _: Route | None = None) -> Tensor:
         """The x_BSH that the block adds to the residual; only a sparse layer has a route."""
-        gate, up = self.columns(x_BSH, self.gate.weight, self.up.weight)
-        return self.row(functional.silu(gate) * up, self.down.weight)
+        gate, up = self.column_products(x_BSH, self.gate.weight, self.up.weight)
+        return self.row_product(functional.silu(gate) * up, self.down.weight)
 
 
-def sparse(shape: ModelShape) -> SparseFeedForward:
+def sparse_feed_forward(shape: ModelShape) -> SparseFeedForward:
     """The feed-forward block of a sparse layer, with the shared experts as one block."""
     width = shape.n_shared_experts * shape.moe_intermediate_size
     return SparseFeedForward(shape, FeedForward(shape.hidden_size, width) if width else None)
@@ -198,14 +200,14 @@ def sparse(shape: ModelShape) -> SparseFeedForward:
 class Layer(nn.Module):
     """One decoder layer: attention, then feed-forward, each on normalised input and added to the residual."""
 
-    def __init__(self, shape: ModelShape, number: int) -> None:
-        """`number` is that of the layer in the whole model, from 0 on."""
+    def __init__(self, shape: ModelShape, layer_number: int) -> None:
+        """`layer_number` is that of the layer in the whole model, from 0 on."""
         super().__init__()
         h, f, eps = shape.hidden_size, shape.intermediate_size, shape.rms_norm_eps
         self.attention_norm = RmsNorm(h, eps)
         self.attention = Attention(shape)
         self.ffn_norm = RmsNorm(h, eps)
-        self.ffn = sparse(shape) if shape.is_sparse(number) else FeedForward(h, f)
+        self.ffn = sparse_feed_forward(shape) if shape.is_sparse(layer_number) else FeedForward(h, f)
 
     def forward(self, x_BSH: Tensor, cos: Tensor, sin: Tensor, *route: Route | None) -> Tensor:
         """The x_BSH after this layer; layers of a model with experts get the route of the tokens."""
@@ -251,11 +253,11 @@ class Decoder(nn.Module):
         self.shape, self.position_ranges = shape, position_ranges
         self.routing = Routing(routing, shape, position_ranges)
         self.route = self.routing.route
-        numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
-        h = shape.hidden_size
-        self.embedding = nn.Embedding(shape.vocab_size, h) if stage.has_embedding else None
-        self.layers = nn.ModuleDict({str(n): Layer(shape, n) for n in numbers})
-        self.norm = RmsNorm(h, shape.rms_norm_eps) if stage.has_norm else None
+        layer_numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
+        hidden_size = shape.hidden_size
+        self.embedding = nn.Embedding(shape.vocab_size, hidden_size) if stage.has_embedding else None
+        self.layers = nn.ModuleDict({str(number): Layer(shape, number) for number in layer_numbers})
+        self.norm = RmsNorm(hidden_size, shape.rms_norm_eps) if stage.has_norm else None
         self.head = Head(shape) if stage.has_head else None
         self.tie()
 
@@ -276,42 +278,45 @@ class Decoder(nn.Module):
         return x_BSH.
         """
         x = x if self.embedding is None else self.embedding(x)
-        context: tuple[Any, ...] = rope_tables(self.position_ranges, self.shape, x)
+        layer_arguments: tuple[Any, ...] = rope_tables(self.position_ranges, self.shape, x)
         if self.shape.num_experts:
-            context += (self.route(x),)
+            layer_arguments += (self.route(x),)
         for layer in self.layers.values():
-            x = layer(x, *context)
+            x = layer(x, *layer_arguments)
         x = x if self.norm is None else self.norm(x)
         out: Tensor = x if self.head is None else self.head(x, targets_BS)
         return out
 
     def initial_value(
-        self, name: str, size: torch.Size, seed: int, device: torch.device, part: Part = ()
+        self, name: str, full_size: torch.Size, seed: int, device: torch.device, part: Part = ()
     ) -> Tensor:
         """The `part` of the full initial value of parameter `name` in fp32, which depends only on the seed and the name.
 
         Each expert has a name of its own, and only those experts are made that the first cut of the part holds.
         """
         if is_expert(name):
-            (_, start, length), *further_cuts = part or ((0, 0, size[0]),)
-            rows = size[0] // self.shape.num_experts
-            experts, shape = range(start // rows, (start + length) // rows), torch.Size((rows, size[1]))
-            values = [self._full_value(f"{name}.{expert}", shape, seed, device) for expert in experts]
+            (_, start, length), *further_cuts = part or ((0, 0, full_size[0]),)
+            expert_rows = full_size[0] // self.shape.num_experts
+            experts, size = (
+                range(start // expert_rows, (start + length) // expert_rows),
+                (expert_rows, full_size[1]),
+            )
+            values = [self._full_value(f"{name}.{n}", torch.Size(size), seed, device) for n in experts]
             return part_view(torch.cat(values), tuple(further_cuts))
-        return part_view(self._full_value(name, size, seed, device), part)
+        return part_view(self._full_value(name, full_size, seed, device), part)
 
     def _full_value(self, name: str, size: torch.Size, seed: int, device: torch.device) -> Tensor:
         if name.endswith("norm.weight"):
             return torch.ones(size, device=device, dtype=torch.float32)
         if self.shape.tie_word_embeddings and name == "head.weight":
             name = TIED_NAME
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+        seed_digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(seed_digest[:7], "big"))
         normal_values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
         return normal_values.mul_(INIT_STD)
 
 
 def cross_entropy(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """The mean loss over the tokens of a micro-batch, in at least fp32; `head_loss` must give the same."""
-    wide = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
-    return functional.cross_entropy(wide.flatten(0, 1), targets_BS.flatten())
+    wide_logits_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    return functional.cross_entropy(wide_logits_BSV.flatten(0, 1), targets_BS.flatten())

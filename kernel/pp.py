@@ -14,9 +14,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from ultrabench.kernel.compat import (
     BuffersOnDemand,
     PeerlessWarmup,
+    backward_of_stage,
     batch_p2p,
     require_split_backward,
-    whole_backward,
     widen_gradients,
 )
 from ultrabench.kernel.dp import COMPUTE_DTYPE
@@ -27,8 +27,8 @@ from ultrabench.kernel.tp import TensorParallel
 from ultrabench.layout import Layout
 from ultrabench.run import RunSpec
 
-_TORCH = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
-SCHEDULES = {schedule: get_schedule_class(name) for schedule, name in _TORCH.items()}
+_TORCH_SCHEDULES = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+SCHEDULES = {schedule: get_schedule_class(name) for schedule, name in _TORCH_SCHEDULES.items()}
 """Our name of a schedule -> its class in torch."""
 
 
@@ -43,7 +43,7 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
     """The targets of each micro-batch, in the order in which every schedule runs their forwards."""
     shares_rank: bool
     """Whether the rank has several stages; only schedules of one stage wait for their messages themselves."""
-    sent: defaultdict[int, list[dist.Work]]
+    pending_sends: defaultdict[int, list[dist.Work]]
     """Micro-batch -> messages on their way that its backward waits for."""
 
     def forward_maybe_with_nosync(self, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -68,7 +68,7 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         self.submod.set_is_last_backward(True)
         self.submod.set_reshard_after_backward(True)
         self.submod.set_requires_gradient_sync(True)
-        return whole_backward(bwd_kwargs), None
+        return backward_of_stage(bwd_kwargs), None
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, *args, **kwargs):  # type: ignore[no-untyped-def]
         """Runs torch's backward of a micro-batch, then calls `progress`.
@@ -91,22 +91,22 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
 
         With several stages on a rank torch would wait for all messages at the end of the step, and hold them.
         """
-        return self._send(super().get_fwd_send_ops(chunk), chunk)
+        return self._start_sends(super().get_fwd_send_ops(chunk), chunk)
 
     def get_bwd_send_ops(self, chunk: int) -> list[dist.P2POp]:
         """Sends the gradient of the input, and waits for it before the backward of the next micro-batch."""
-        return self._send(super().get_bwd_send_ops(chunk), chunk + 1)
+        return self._start_sends(super().get_bwd_send_ops(chunk), chunk + 1)
 
-    def _send(self, messages: list[dist.P2POp], awaiting_chunk: int) -> list[dist.P2POp]:
+    def _start_sends(self, messages: list[dist.P2POp], awaiting_chunk: int) -> list[dist.P2POp]:
         """Starts to send, and returns the messages that are left to the schedule."""
         if not self.shares_rank:
             return messages
-        self.sent[awaiting_chunk] += batch_p2p(messages)
+        self.pending_sends[awaiting_chunk] += batch_p2p(messages)
         return []
 
     def finish_sends(self, chunk: int) -> None:
         """Waits for the messages that must have been sent before the backward of micro-batch `chunk`."""
-        for work in self.sent.pop(chunk, ()):
+        for work in self.pending_sends.pop(chunk, ()):
             work.wait()
 
 
@@ -126,18 +126,18 @@ class Pipeline:
         if layout.pp_schedule == "zbv":
             require_split_backward()
         self._mbs, self._gas = layout.mbs, layout.gas
-        num_stages, group = layout.num_stages, pp_mesh.get_group()
+        num_stages, pp_group = layout.num_stages, pp_mesh.get_group()
         # Without the shapes of a stage's input and output torch would run the model to find them. For each
         # micro-batch a stage sends B * S/(cp*tp) * H elements to the next one and receives as many gradients.
-        mbs, seq = layout.mbs, spec.workload.seq_len // layout.cp
-        size = (mbs, seq // (layout.tp if tp.sequence_parallel else 1), spec.shape.hidden_size)
+        mbs, local_seq_len = layout.mbs, spec.workload.seq_len // layout.cp
+        size = (mbs, local_seq_len // (layout.tp if tp.sequence_parallel else 1), spec.shape.hidden_size)
         activation = torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty((mbs, seq), dtype=torch.int64, device="meta")
+        token_ids = torch.empty((mbs, local_seq_len), dtype=torch.int64, device="meta")
         loss_dtype = torch.promote_types(dtype, torch.float32)
         loss = torch.empty((), dtype=loss_dtype, device="meta", requires_grad=True)
         self.stages = list[Stage]()
         for index, model in zip(layout.stages_of(pp_mesh.get_local_rank()), models, strict=True):
-            stage_input = tokens if index == 0 else activation
+            stage_input = token_ids if index == 0 else activation
             stage_output = loss if index == num_stages - 1 else activation
             stage = Stage(
                 model,
@@ -146,10 +146,10 @@ class Pipeline:
                 device,
                 input_args=stage_input,
                 output_args=stage_output,
-                group=group,
+                group=pp_group,
             )
             stage.progress, stage.tp = progress, tp
-            stage.shares_rank, stage.sent = layout.virtual_stages > 1, defaultdict(list)
+            stage.shares_rank, stage.pending_sends = layout.virtual_stages > 1, defaultdict(list)
             self.stages.append(stage)
             if model.head is not None and layout.pp_schedule == "afab":
                 model.head.shared_gradient = HeadGradient()
@@ -202,10 +202,10 @@ def sum_tied_gradients(models: Sequence[Decoder], peer: int | None, pp_group: di
 
     The ranks of the first and the last stage send each other V*H/(tp*shards) elements.
     """
-    tied_grads = [part.weight.grad for m in models for part in (m.embedding, m.head) if part is not None]
-    grads = [local_shard(grad) for grad in tied_grads if grad is not None]
+    tables = (table for model in models for table in (model.embedding, model.head) if table is not None)
+    local_grads = [local_shard(table.weight.grad) for table in tables if table.weight.grad is not None]
     if peer is not None:
-        grads[0] += swap(grads[0], peer, pp_group)
-    elif len(grads) == 2:
-        grads[0] += grads[1]
-        grads[1].copy_(grads[0])
+        local_grads[0] += swap(local_grads[0], peer, pp_group)
+    elif len(local_grads) == 2:
+        local_grads[0] += local_grads[1]
+        local_grads[1].copy_(local_grads[0])

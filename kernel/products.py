@@ -24,29 +24,29 @@ from torch import Tensor
 from ultrabench.kernel.compat import mark_as_kept
 from ultrabench.kernel.fp8 import fp8_dtype, scaled_mm
 
-SMALLEST = 1e-12
+SMALLEST_ROW_MAX = 1e-12
 """Values of a row that is smaller everywhere are scaled as if its largest were this; 0 has no scale of its own."""
 
 
-class Scaled(NamedTuple):
+class ScaledFactor(NamedTuple):
     """A factor of a product: its rows, each of which has been multiplied by a scale and rounded to 8 bits."""
 
     rows: Tensor
-    inverse: Tensor
+    inverse_scale: Tensor
     """What a row is multiplied by to undo its scale, M x 1 in fp32."""
 
 
-def scaled(rows: Tensor) -> Scaled:
+def scale_rows(matrix: Tensor) -> ScaledFactor:
     """The rows of a matrix M x K, each times the largest power of two with which it fits into 8 bits."""
-    dtype = fp8_dtype(rows.device)
-    largest = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
-    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / largest.clamp(min=SMALLEST))))
-    return Scaled((rows * scale.to(rows.dtype)).to(dtype).contiguous(), scale.reciprocal())
+    dtype = fp8_dtype(matrix.device)
+    row_max = torch.linalg.vector_norm(matrix, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
+    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / row_max.clamp(min=SMALLEST_ROW_MAX))))
+    return ScaledFactor((matrix * scale.to(matrix.dtype)).to(dtype).contiguous(), scale.reciprocal())
 
 
-def product(a: Scaled, b: Scaled, purpose: str) -> Tensor:
+def product(a: ScaledFactor, b: ScaledFactor, purpose: str) -> Tensor:
     """a b^T, M x N in bf16, of factors M x K and N x K; `purpose` is output or gradient."""
-    return scaled_mm(a.rows, b.rows.t(), a.inverse, b.inverse.t(), purpose)
+    return scaled_mm(a.rows, b.rows.t(), a.inverse_scale, b.inverse_scale.t(), purpose)
 
 
 _kept_product = mark_as_kept(product)
@@ -57,26 +57,26 @@ def outputs(x_BSK: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
     Of several, selective recomputation keeps every second one, from the first on, as it does in other precisions.
     """
-    x = scaled(x_BSK.flatten(0, 1))
-    results = [
-        (product if n % 2 or len(weights) == 1 else _kept_product)(x, scaled(weight), "output")
+    x = scale_rows(x_BSK.flatten(0, 1))
+    outputs = [
+        (product if n % 2 or len(weights) == 1 else _kept_product)(x, scale_rows(weight), "output")
         for n, weight in enumerate(weights)
     ]
-    return tuple(y_TN.view(*x_BSK.shape[:-1], -1) for y_TN in results)
+    return tuple(y_TN.view(*x_BSK.shape[:-1], -1) for y_TN in outputs)
 
 
 def input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The gradient of x, T x K, from those of several outputs, T x N, and their weights."""
-    total, *summands = (
-        product(scaled(grad), scaled(weight.t()), "gradient")
+    grad_x, *summands = (
+        product(scale_rows(grad), scale_rows(weight.t()), "gradient")
         for grad, weight in zip(grads, weights, strict=True)
     )
     for summand in summands:
-        total.add_(summand)
-    return total
+        grad_x.add_(summand)
+    return grad_x
 
 
 def weight_gradients(grads: Sequence[Tensor], x_TK: Tensor) -> list[Tensor]:
     """The gradients of several weights, N x K, from those of their outputs, T x N."""
-    x = scaled(x_TK.t())
-    return [product(scaled(grad.t()), x, "gradient") for grad in grads]
+    x_scaled = scale_rows(x_TK.t())
+    return [product(scale_rows(grad.t()), x_scaled, "gradient") for grad in grads]

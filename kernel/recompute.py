@@ -8,6 +8,7 @@ attention: backward runs attention again from q, k and v (arXiv 2205.05198, sect
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -23,21 +24,21 @@ def apply_recompute(model: Decoder, layout: Layout) -> None:
     for number, layer in _layers(model):
         recompute = _layer_recompute(layout, number)
         if recompute == "attention":
-            layer.attention.core = _recomputed(layer.attention.core, recompute)
+            layer.attention.core = _with_recompute(layer.attention.core, recompute)
         elif recompute != "none":
-            layer.forward = _recomputed(layer.forward, recompute)  # type: ignore[method-assign]
+            layer.forward = _with_recompute(layer.forward, recompute)  # type: ignore[method-assign]
 
 
 def recompute_of(models: Iterable[Decoder], layout: Layout) -> str:
     """layout.recompute if every layer is wrapped as it says, else what the layers do, such as `full and none`."""
-    ran, expected = list[str](), list[str]()
-    for number, layer in (pair for model in models for pair in _layers(model)):
+    ran, requested = list[str](), list[str]()
+    for number, layer in chain.from_iterable(map(_layers, models)):
         # In a model that fully_shard has wrapped, the module of the experts runs a sparse layer.
-        body = getattr(layer.ffn, "experts", layer).forward
-        wrapped = (getattr(f, "recompute", None) for f in (uncompiled(body), layer.attention.core))
-        ran.append(next(filter(None, wrapped), "none"))
-        expected.append(_layer_recompute(layout, number))
-    return layout.recompute if ran == expected else " and ".join(sorted(set(ran)))
+        layer_forward = getattr(layer.ffn, "experts", layer).forward
+        functions = uncompiled(layer_forward), layer.attention.core
+        ran.append(next((f.recompute for f in functions if hasattr(f, "recompute")), "none"))
+        requested.append(_layer_recompute(layout, number))
+    return layout.recompute if ran == requested else " and ".join(sorted(set(ran)))
 
 
 def _layers(model: Decoder) -> Iterator[tuple[int, Layer]]:
@@ -54,10 +55,10 @@ def _layer_recompute(layout: Layout, number: int) -> str:
     return layout.recompute
 
 
-def _recomputed(function: Callable[..., Any], recompute: str) -> Callable[..., Any]:
+def _with_recompute(function: Callable[..., Any], recompute: str) -> Callable[..., Any]:
     """`function`, whose results backward computes again; a closure, since Dynamo skips functools.partial."""
     # Dynamo would take torch's `noop_context_fn` for a selection that keeps everything.
-    options: dict[str, Any] = {"context_fn": _selection} if recompute == "selective" else {}
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if recompute == "selective" else {}
 
     def recomputed_function(*args: Any) -> Any:
         # There is no dropout, so the state of random generators need not be kept.
@@ -67,11 +68,11 @@ def _recomputed(function: Callable[..., Any], recompute: str) -> Callable[..., A
     return recomputed_function
 
 
-def _selection() -> Any:
+def _selective_contexts() -> Any:
     """Two contexts, for forward and for its repetition, that keep some results."""
 
-    def keep(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = op is RING_FORWARD or keeps_result(op, *args, **kwargs)
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = operator is RING_FORWARD or keeps_result(operator, *args, **kwargs)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(keep)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ultrabench.kernel import cp
-from ultrabench.kernel.attention import apply_attention, implementation
+from ultrabench.kernel.attention import apply_attention, choose_implementation
 from ultrabench.kernel.compat import foreach_mul_, foreach_norm
 from ultrabench.kernel.compile import GraphCounter, apply_compile
 from ultrabench.kernel.data import make_batch, sample_indices
@@ -98,7 +98,7 @@ class TrainStep:
         self.spec, self.device, self.mesh = spec, device, mesh
         self.clip_norm, self.progress = CLIP_NORM, progress
         self.compiler = GraphCounter(backend)
-        self.attention = implementation(spec.kernel, spec.shape.head_width, device)
+        self.attention = choose_implementation(spec.kernel, spec.shape.head_width, device)
         self.coordinates = layout.coordinates(dist.get_rank())
         self.position_ranges = cp.position_ranges(spec.workload.seq_len, layout.cp, self.coordinates.cp)
         self.cp_group = make_cp_group(layout)
@@ -177,12 +177,12 @@ class TrainStep:
         else:
             (model,) = self.models
             assert isinstance(model, FSDPModule)
-            batches = zip(*(t.split(self.layout.mbs) for t in (inputs, targets)), strict=True)  # type: ignore[no-untyped-call]
-            for index, (x, y) in enumerate(batches):
+            micro_batches = zip(*(tensor.split(self.layout.mbs) for tensor in (inputs, targets)), strict=True)  # type: ignore[no-untyped-call]
+            for index, (micro_inputs, micro_targets) in enumerate(micro_batches):
                 is_last = index == self.layout.gas - 1
-                options = {"last": is_last, "overlap": self.layout.dp_overlap == "on"}
+                options = {"is_last": is_last, "overlap": self.layout.dp_overlap == "on"}
                 begin_microbatch(model, self.layout.zero_stage, **options)
-                loss = model(x, y) / num_losses(self.layout)
+                loss = model(micro_inputs, micro_targets) / num_losses(self.layout)
                 loss.backward()
                 end_microbatch(model, self.layout.zero_stage, **options)
                 losses.append(loss.detach())

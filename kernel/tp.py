@@ -35,10 +35,10 @@ from torch.nn import functional
 
 from ultrabench.kernel import products
 from ultrabench.kernel.compat import all_gather, all_reduce, process_group, reduce_scatter, wait
-from ultrabench.kernel.compile import operator
+from ultrabench.kernel.compile import as_operator
 from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_shard
-from ultrabench.kernel.model import Block, Decoder, columns
+from ultrabench.kernel.model import Block, Decoder, column_products
 
 Move = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to move a tensor between the ranks, and returns a function that waits for the result."""
@@ -80,12 +80,12 @@ class TensorParallel:
         return partial(wait, reduce_scatter(parts, self.group))
 
 
-def _gradient_shapes(x_BsH: Tensor, _: Any, weights: Sequence[Tensor], *options: Any) -> list[Tensor]:
+def _empty_gradients(x_BsH: Tensor, _: Any, weights: Sequence[Tensor], *options: Any) -> list[Tensor]:
     *_, wants_inputs, wants_weights = options
     return [t.new_empty(t.shape) for t in (*[x_BsH] * wants_inputs, *[*weights] * wants_weights)]
 
 
-@operator(_gradient_shapes)
+@as_operator(_empty_gradients)
 def _columns_backward(
     x_BsH: Tensor,
     grads: Sequence[Tensor],
@@ -146,7 +146,7 @@ class _Columns(torch.autograd.Function):
     def forward(ctx, tp: TensorParallel, x_BsH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
         ctx.tp = tp
         ctx.save_for_backward(x_BsH, *weights)
-        return (products.outputs if tp.fp8 else columns)(tp.gather(x_BsH)(), *weights)
+        return (products.outputs if tp.fp8 else column_products)(tp.gather(x_BsH)(), *weights)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
@@ -212,12 +212,12 @@ def _loss(
     x_BsH: Tensor,
     weight_VH: Tensor,
     targets_BS: Tensor,
-    shared: HeadGradient | None,
-    **compiled: ToGradient,
+    shared_gradient: HeadGradient | None,
+    **options: ToGradient,
 ) -> Tensor:
-    """The mean loss over all tokens, with V/tp rows of the head on this rank; `compiled` may hold a to_gradient."""
+    """The mean loss over all tokens, with V/tp rows of the head on this rank; `options` may hold a to_gradient."""
     x_BSH = _Exchange.apply(tp.gather, tp.scatter, x_BsH)  # type: ignore[no-untyped-call]
-    return head_loss(x_BSH, weight_VH, targets_BS, shared, tp.group, **compiled)
+    return head_loss(x_BSH, weight_VH, targets_BS, shared_gradient, tp.group, **options)
 
 
 def apply_tp(model: Decoder, tp: TensorParallel) -> None:
@@ -230,8 +230,8 @@ def apply_tp(model: Decoder, tp: TensorParallel) -> None:
     for layer in model.layers.values():
         for block in layer.modules():
             if isinstance(block, Block):
-                block.columns = partial(_Columns.apply, tp)
-                block.row = partial(_Row.apply, tp)
+                block.column_products = partial(_Columns.apply, tp)
+                block.row_product = partial(_Row.apply, tp)
     if tp.group.size() == 1:
         return
     for name, module in model.named_modules():

@@ -25,7 +25,7 @@ from torch import Tensor
 from ultrabench.device_rates import long_probe, short_probe
 from ultrabench.kernel.compat import GROUP_TIMEOUT
 from ultrabench.kernel.dryrun.counts import ExecutedFlops
-from ultrabench.kernel.mesh import build_mesh, join, reduce_over_ranks
+from ultrabench.kernel.mesh import build_mesh, join_process_group, reduce_over_ranks
 from ultrabench.kernel.rank import environment, failure, memory, stack_dump
 from ultrabench.kernel.rank.clock import timed
 from ultrabench.kernel.rank.probe import probe
@@ -65,12 +65,12 @@ class Timing:
 
     def step(self) -> float:
         """Runs one step; returns its seconds, without making its data before and reading its loss after."""
-        number, num_graphs = self.done_steps + 1, self.trainer.compiler.graphs
+        number, num_graphs = self.done_steps + 1, self.trainer.compiler.num_graphs
         self.report.enter(DATA, number)
         batch = self.trainer.batch(number)
         seconds, mean_loss = timed(self.device, partial(self._train, number, batch))
         self._record(number, seconds, float(mean_loss))
-        self.compiled = self.trainer.compiler.graphs > num_graphs
+        self.compiled = self.trainer.compiler.num_graphs > num_graphs
         return seconds
 
     def _train(self, number: int, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -119,7 +119,7 @@ class Timing:
             if remaining:
                 self.step()
         compiling_text = (
-            f"step {self.done_steps} still compiled layers ({self.trainer.compiler.graphs} graphs so far)"
+            f"step {self.done_steps} still compiled layers ({self.trainer.compiler.num_graphs} graphs so far)"
         )
         raise RuntimeError(f"{compiling_text}; use kernel.compile=false")
 
@@ -164,7 +164,7 @@ class Timing:
             loss_final=self.loss_final,
             hardware_flops_per_step=flops,
             omp_num_threads=torch.get_num_threads(),
-            graphs=self.trainer.compiler.graphs,
+            graphs=self.trainer.compiler.num_graphs,
         )
         if self.task.checkpoint:
             self._checkpoint(Path(self.task.checkpoint))
@@ -216,7 +216,7 @@ def _join(report: Report, device: torch.device) -> None:
         store = dist.TCPStore(host, port, world_size, is_master, GROUP_TIMEOUT, wait_for_workers=False)  # type: ignore[attr-defined]
         if is_master:
             report.write("store", port=store.port)
-    join(device, store, rank, world_size)
+    join_process_group(device, store, rank, world_size)
 
 
 def _probe(task: Task, device: torch.device, report: Report) -> None:

@@ -34,7 +34,7 @@ from ultrabench.kernel.check.rounded_products import round_products
 from ultrabench.kernel.children import ChildError, run_forked
 from ultrabench.kernel.data import make_batch
 from ultrabench.kernel.dp import COMPUTE_DTYPE, MASTER_DTYPE
-from ultrabench.kernel.mesh import build_mesh, join, local_shard, part_view
+from ultrabench.kernel.mesh import build_mesh, join_process_group, local_shard, part_view
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
 from ultrabench.kernel.moe import LEARNED, balances, update_balance
 from ultrabench.kernel.rank import environment
@@ -141,14 +141,14 @@ def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     """Trains `spec.layout` as rank `rank`."""
     device = _own_device(spec, rank)
     store = dist.FileStore(str(folder / "store"), spec.layout.world_size)  # type: ignore[attr-defined]
-    join(device, store, rank, spec.layout.world_size)
+    join_process_group(device, store, rank, spec.layout.world_size)
     mesh = build_mesh(spec.layout, device.type)
     compiler = "inductor" if device.type == "cuda" else "aot_eager"
     trainer = TrainStep(spec.run, device, mesh, backend=compiler)
     with watched(trainer) as watch:
         tensors_by_kind = _trained(spec, trainer)
     require_as_asked(trainer, watch)
-    tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.graphs}
+    tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.num_graphs}
     torch.save(tensors_by_kind, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ultrabench.device_rates import ProbeSettings, crossing_share
-from ultrabench.kernel.cp import Passing
+from ultrabench.kernel.cp import RingTransfer
 from ultrabench.kernel.rank.clock import timed
 
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
@@ -42,7 +42,7 @@ def _calls(whole: Tensor, other: Tensor, part: Tensor, group: Group) -> dict[str
         "allgather": partial(dist.all_gather_into_tensor, whole, part, group=group),
         "reducescatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
         "alltoall": partial(dist.all_to_all_single, other, whole, group=group),
-        "sendrecv": lambda: Passing(whole, other, group).wait(),
+        "sendrecv": lambda: RingTransfer(whole, other, group).wait(),
     }
 
 

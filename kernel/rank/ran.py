@@ -67,7 +67,7 @@ class Watch:
 @contextmanager
 def watched(trainer: TrainStep) -> Iterator[Watch]:
     """Watches all steps of this rank inside the `with` block."""
-    watch, graph_calls, update = Watch(), trainer.compiler.calls, trainer.update
+    watch, graph_calls, update = Watch(), trainer.compiler.num_calls, trainer.update
     scaled_products = SCALED_PRODUCTS + trainer.compiler.scaled_products
 
     def see_forward(model: Decoder, args: tuple[Tensor, ...], _: Any) -> None:
@@ -90,7 +90,7 @@ def watched(trainer: TrainStep) -> Iterator[Watch]:
     yield watch
     del trainer.update  # that of the class again
     watch.scaled_products = SCALED_PRODUCTS + trainer.compiler.scaled_products - scaled_products
-    watch.graph_calls = trainer.compiler.calls - graph_calls
+    watch.graph_calls = trainer.compiler.num_calls - graph_calls
     for hook in hooks:
         hook.remove()
 
@@ -142,7 +142,7 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     stage_if_sharded = 2 if not pipeline and later and all(state.has_reduced for state in later) else 1
     if not pipeline:
         last = [s for _, of_forward in forwards[options["gas"] - 1 :: options["gas"]] for s in of_forward]
-        options["dp_overlap"] = _only("on" if state.reduces else "off" for state in last)
+        options["dp_overlap"] = _only("on" if state.reduces_next else "off" for state in last)
     attention_args: list[tuple[str, ...]] = [
         getattr(unwrap(layer.attention.core), "args", ("any",)) for layer in layers
     ]
@@ -150,9 +150,9 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         "tp": _only(tp_degrees),
         "sequence_parallel": "on" if num_token_parts == tp_degrees[0] else "off",
         "cp": _only(cp_degrees),
-        "dp": _only(state.copies // cp_degrees[0] for state in states),
-        "dp_shard": _only(state.shards if 1 < state.shards < state.copies else 0 for state in states),
-        "zero_stage": _only(3 if s.resharded else stage_if_sharded if s.shards > 1 else 0 for s in states),
+        "dp": _only(state.num_ranks // cp_degrees[0] for state in states),
+        "dp_shard": _only(state.num_shards if 1 < state.num_shards < state.num_ranks else 0 for state in states),
+        "zero_stage": _only(3 if s.is_sharded else stage_if_sharded if s.num_shards > 1 else 0 for s in states),
         "precision": _of_products(_only(_PRECISIONS.get(s.dtypes, s.dtypes) for s in states), watch, len(states)),
         "recompute": recompute_of(trainer.models, trainer.layout),
         "compile": _compiled(watch.graph_calls, len(states)),

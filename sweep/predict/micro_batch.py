@@ -10,7 +10,7 @@ from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
 
 LOGITS, WIDE_LOGITS = 2**29, 2**27
-"""Largest numbers of logits in a chunk of the loss and in one softmax: those of kernel/loss.py."""
+"""Largest numbers of logits in a chunk of the loss and in one softmax: CHUNK_LOGITS and SOFTMAX_LOGITS of kernel/loss.py."""
 
 
 class LayerBytes(NamedTuple):

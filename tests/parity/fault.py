@@ -28,7 +28,7 @@ class Fault:
 
     @property
     def place(self) -> str:
-        """The module and the name in it, such as `cp._meet`."""
+        """The module and the name in it, such as `cp._visits`."""
         owner = self.owner
         full = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
         return f"{full}.{self.name}".removeprefix("ultrabench.kernel.")

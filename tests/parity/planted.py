@@ -124,9 +124,9 @@ def half_the_replicas(right, decoder, mesh, *args):
 
 
 @planted(step, "begin_microbatch", ignored="dp=2 zero_stage=2 gas=2")
-def lost_gradients(right, decoder, zero_stage, *, last, overlap):
+def lost_gradients(right, decoder, zero_stage, *, is_last, overlap):
     """The gradients of all micro-batches but the last are lost."""
-    right(decoder, zero_stage, last=last, overlap=overlap)
+    right(decoder, zero_stage, is_last=is_last, overlap=overlap)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # only shards have gradients of the micro-batches before
@@ -200,13 +200,13 @@ def flipped_bit(right, self, loss):
 # The ring of context parallelism.
 
 
-@planted(cp, "_meet", parity="cp=2 bf16")
+@planted(cp, "_query_and_key_slices", parity="cp=2 bf16")
 def ring_sees_the_future(right, rank, other, seq):
     """Queries attend to all keys of the later ranks, too."""
     return (slice(None), slice(None), False) if other > rank else right(rank, other, seq)
 
 
-@planted(cp, "_turns", parity="cp=2")
+@planted(cp, "_visits", parity="cp=2")
 def ring_without_last_turn(right, *args):
     """Each rank leaves out the keys and values that arrive last."""
     return list(right(*args))[:-1]
@@ -225,11 +225,11 @@ def positions_from_zero(right, spans, *args):
     return right([range(sum(map(len, spans)))], *args)
 
 
-@planted(cp, "_turns", counts="test_ring")
+@planted(cp, "_visits", counts="test_ring")
 def ring_goes_on(right, pair, group, exchange):
     """Keys and values travel one turn more than needed."""
     yield from right(pair, group, exchange)
-    cp.Passing(pair, torch.empty_like(pair), group).wait()
+    cp.RingTransfer(pair, torch.empty_like(pair), group).wait()
 
 
 @planted(cp, "torch", unit="test_attention.test_parts_of_a_ring_are_merged_in_at_least_fp32")

@@ -110,8 +110,8 @@ def no_qk_norm(right, self, x):
 @planted(model.FeedForward, "forward", transformers="llama")
 def gate_for_up(right, self, x):
     """The activation function is applied to `up` instead of `gate`."""
-    up, gate = self.columns(x, self.gate.weight, self.up.weight)
-    return self.row(model.functional.silu(gate) * up, self.down.weight)
+    up, gate = self.column_products(x, self.gate.weight, self.up.weight)
+    return self.row_product(model.functional.silu(gate) * up, self.down.weight)
 
 
 @planted(model.Decoder, "tie", transformers="llama-tied")

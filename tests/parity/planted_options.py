@@ -52,9 +52,9 @@ def shared_tokens(right, group, _, fp8):
 
 
 @planted(step, "begin_microbatch", ignored="dp=2 zero_stage=1 gas=2 dp_overlap=off")
-def overlapped(right, decoder, zero_stage, *, last, overlap):
+def overlapped(right, decoder, zero_stage, *, is_last, overlap):
     """Backward reduces gradients, whatever is asked for."""
-    right(decoder, zero_stage, last=last, overlap=True)
+    right(decoder, zero_stage, is_last=is_last, overlap=True)
 
 
 @planted(step, "apply_dp", ignored="gas=1 bf16")
@@ -92,7 +92,7 @@ def half_the_micro_batches(right, indices, *args):
     """Half of the samples train, and each of them reduces gradients."""
     begin = step.begin_microbatch
     step.begin_microbatch = lambda decoder, zero_stage, **_: begin(
-        decoder, zero_stage, last=True, overlap=True
+        decoder, zero_stage, is_last=True, overlap=True
     )
     return right(indices[: len(indices) // 2], *args)
 

@@ -9,29 +9,29 @@ from ultrabench.kernel import model, products, tp
 
 
 @planted(
-    products, "scaled",
+    products, "scale_rows",
     unit="test_products.test_an_outlier_costs_the_precision_of_its_own_row, test_products.test_no_range_is_wasted",
 )  # fmt: skip
 def scale_of_the_tensor(right, rows):
     """All rows have the scale of the largest."""
     whole = right(rows.reshape(1, -1))
-    return products.Scaled(whole.rows.view(rows.shape), whole.inverse.repeat(len(rows), 1))
+    return products.ScaledFactor(whole.rows.view(rows.shape), whole.inverse_scale.repeat(len(rows), 1))
 
 
-@planted(products, "scaled", parity="gas=1 fp8, tp=2 fp8")
+@planted(products, "scale_rows", parity="gas=1 fp8, tp=2 fp8")
 def scale_undone_twice(right, rows):
     """Products are divided by their scales twice."""
     factor = right(rows)
-    return factor._replace(inverse=factor.inverse.square())
+    return factor._replace(inverse_scale=factor.inverse_scale.square())
 
 
-@planted(products, "scaled", parity="gas=1 fp8, pp=2 gas=2 zbv fp8")
+@planted(products, "scale_rows", parity="gas=1 fp8, pp=2 gas=2 zbv fp8")
 def scales_of_columns(right, matrix):
     """Square factors are scaled along their columns, and these scales are undone along their rows."""
     if matrix.shape[0] != matrix.shape[1]:
         return right(matrix)
     columns, rows = right(matrix.t()), right(matrix)
-    return rows._replace(rows=columns.rows.t().contiguous(), inverse=columns.inverse)
+    return rows._replace(rows=columns.rows.t().contiguous(), inverse_scale=columns.inverse_scale)
 
 
 @planted(products, "weight_gradients", parity="gas=1 fp8, tp=2 pp=2 gas=4 zbv fp8")

@@ -44,11 +44,11 @@ def test_parts_of_a_ring_are_merged_in_at_least_fp32():
     shares = (sums - sums.logsumexp(0))[..., None].exp()
     merged = sum(share * out.double() for share, (out, _) in zip(shares, parts, strict=True))
 
-    def turns(pair, group, exchange):
+    def visits_in_turn(kv, group, exchange):
         for n, visit in enumerate(visits):
-            yield cp._pair(*visit), slice(None), slice(None), n == 0
+            yield cp._stack_kv(*visit), slice(None), slice(None), n == 0
 
-    with mock.patch.multiple(cp, _turns=turns, process_group=lambda name: None):
+    with mock.patch.multiple(cp, _visits=visits_in_turn, process_group=lambda name: None):
         out, _ = cp._ring_forward(query, *visits[0], "group", "ring", "flash")
     exact = merged.abs().clamp(min=2.0**-10)
     assert (
@@ -71,14 +71,14 @@ def test_what_runs(monkeypatch, asked, precision, head_width, device, has_cudnn,
     """`has_cudnn` is whether torch prefers cuDNN on that GPU."""
     monkeypatch.setattr(attention, "has_cudnn_attention", lambda _: has_cudnn)
     kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
-    assert attention.implementation(kernel, head_width, device) == runs
+    assert attention.choose_implementation(kernel, head_width, device) == runs
 
 
 def test_flash3_that_is_not_installed_is_told_in_one_line():
     """The package flash_attn_interface exists for GPUs only."""
     kernel = KernelConfig(name="embedded", attention="flash3", precision="bf16")
     with refused("kernel.attention=flash3: "):
-        attention.implementation(kernel, 128, GPU)
+        attention.choose_implementation(kernel, 128, GPU)
 
 
 def test_the_operators_of_cudnn_take_our_arguments():
@@ -92,7 +92,7 @@ def test_the_operators_of_cudnn_take_our_arguments():
 
 def test_selective_recomputation_keeps_a_compiled_ring():
     """It holds the results of attention, which selective recomputation keeps."""
-    forward, _ = recompute._selection()
+    forward, _ = recompute._selective_contexts()
     asked = SimpleNamespace(is_recompute=False)
     assert forward.policy_fn(asked, cp.RING_FORWARD) == CheckpointPolicy.MUST_SAVE
 

@@ -9,7 +9,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from ultrabench.kernel.model import sparse
+from ultrabench.kernel.model import sparse_feed_forward
 from ultrabench.kernel.moe import static_experts, update_balance
 from ultrabench.model_shape import ModelShape
 
@@ -66,7 +66,7 @@ def test_a_sparse_block_is_the_one_of_transformers(name):
     kind, values, more = THEIRS[name]
     config = AutoConfig.for_model(name, **{**SIZES, "num_experts_per_tok": K, **values})
     config._experts_implementation = "eager"
-    theirs, ours = with_values(kind(config)), sparse(shape_with(**more)).double()
+    theirs, ours = with_values(kind(config)), sparse_feed_forward(shape_with(**more)).double()
     ours.balance.zero_()
     if name == "glm4_moe":  # a bias that changes the choice, but no weight
         theirs.gate.e_score_correction_bias = torch.linspace(0, 0.5, E).double()
@@ -118,7 +118,7 @@ def test_the_bias_of_an_expert_follows_its_tokens():
         def __init__(self):
             super().__init__()
             layer = torch.nn.Module()
-            layer.ffn = sparse(self.shape)
+            layer.ffn = sparse_feed_forward(self.shape)
             self.layers = torch.nn.ModuleDict({"0": layer})
 
     model = Model()

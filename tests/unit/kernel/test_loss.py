@@ -15,8 +15,8 @@ def plain_loss(x, weight, targets):
 
 def found(monkeypatch, compute, dtype, logits=10**9, tokens=TOKENS):
     """A third of the loss of random values, and its gradients of x and of the head, in chunks of so many logits."""
-    monkeypatch.setattr(loss, "LOGITS", logits)
-    monkeypatch.setattr(loss, "WIDE_LOGITS", logits // 2)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", logits)
+    monkeypatch.setattr(loss, "SOFTMAX_LOGITS", logits // 2)
     generator = torch.Generator().manual_seed(1)
     sizes, targets = ((2, tokens // 2, HIDDEN), (VOCABULARY, HIDDEN)), torch.arange(tokens) % VOCABULARY
     own = [torch.randn(size, generator=generator).bfloat16().to(dtype).requires_grad_() for size in sizes]

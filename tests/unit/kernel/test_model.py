@@ -85,11 +85,11 @@ def test_one_graph_serves_equal_layers_and_its_products_are_counted():
     graphs = list[int]()
     for layer in compiled:
         layer(x)
-        graphs.append(counter.graphs)
+        graphs.append(counter.num_graphs)
     with ExecutedFlops() as executed:
         compiled[0](x)
     assert graphs == [1, 1, 2]
-    assert (counter.graphs, executed.flops) == (2, 2 * 4 * 8 * 8)
+    assert (counter.num_graphs, executed.flops) == (2, 2 * 4 * 8 * 8)
 
 
 @given(dp=st.integers(1, 6), mbs=st.integers(1, 4), gas=st.integers(1, 5))

@@ -38,7 +38,7 @@ def test_products_are_those_of_rounded_factors():
     x.requires_grad_()
     for weight in weights:
         weight.requires_grad_()
-    expected = [rounded_products.linear(x[None], weight)[0] for weight in weights]
+    expected = [rounded_products.rounded_linear(x[None], weight)[0] for weight in weights]
     torch.autograd.backward(expected, grads)
     with torch.no_grad():
         outputs = [y[0] for y in products.outputs(x[None], *weights)]
@@ -72,14 +72,14 @@ def test_no_range_is_wasted():
     torch.manual_seed(0)
     matrix = numbers(64, 32)
     matrix[0] = 448.0 * 2**-20
-    rows, inverse = products.scaled(matrix)
+    rows, inverse = products.scale_rows(matrix)
     assert rows.dtype == fp8_dtype(matrix.device)
     largest, most = rows.float().abs().amax(1), torch.finfo(rows.dtype).max
     assert (largest > 0.49 * most).all()
     assert (largest <= most).all()
     assert torch.equal(inverse.log2(), inverse.log2().round())
     assert (rows.float()[0] == most).all()
-    assert torch.equal(rows.float() * inverse, rounded_products.rounded(matrix))
+    assert torch.equal(rows.float() * inverse, rounded_products.round_rows(matrix))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -58,7 +58,7 @@ def test_the_device_is_prepared_and_groups_wait_long_before_the_first_is_made(mo
         monkeypatch.setattr(c10d, name, None)
     monkeypatch.setattr(environment, "set_defaults", lambda: seen.append("allocator"))
     monkeypatch.setattr(dist, "init_process_group", make_group)
-    mesh.join(environment.use_device("cpu", 0))
+    mesh.join_process_group(environment.use_device("cpu", 0))
     assert seen == ["allocator", GROUP_TIMEOUT, GROUP_TIMEOUT]
 
 

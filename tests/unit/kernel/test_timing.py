@@ -23,7 +23,7 @@ class Compiling(Timing):
     """Steps of one rank that take no time and compile a graph each, until `last`."""
 
     def __init__(self, last=0):
-        trainer = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(graphs=0))
+        trainer = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(num_graphs=0))
         super().__init__(SimpleNamespace(measure=MEASURE), trainer, None)
         self.last = last
         self._of_rank_0 = float
@@ -32,7 +32,7 @@ class Compiling(Timing):
         """One more step."""
         self.done_steps += 1
         self.compiled = self.done_steps <= self.last
-        self.trainer.compiler.graphs += self.compiled
+        self.trainer.compiler.num_graphs += self.compiled
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,11 @@ class FakeGpu:
         self.host_s = self.busy_until_s = 0.0
         self.allocated = self.peak = 0
         self.reports, self.collects_garbage = [], []
-        self.compiler, self.device, self.gradient_norm = SimpleNamespace(graphs=0), torch.device("cuda"), 1.0
+        self.compiler, self.device, self.gradient_norm = (
+            SimpleNamespace(num_graphs=0),
+            torch.device("cuda"),
+            1.0,
+        )
 
     def launch(self, seconds, temporary_bytes):
         """The host goes on at once; the GPU works when it has done what came before."""
