@@ -25,7 +25,7 @@ class Work(Observer):  # type: ignore[no-untyped-call]
 
     products = others = nbytes = 0
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts `func` unless it only makes views or empty tensors."""
         ins, outs = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in ((args, kwargs), out))
         is_view = {id(storage_of(t)) for t in outs} <= {id(storage_of(t)) for t in ins}
