@@ -53,7 +53,9 @@ def seconds(tp: int, recompute: str) -> tuple[float, int]:
         once()
     taken = seconds_a_call(once, TIMES, ROUNDS, time.process_time)
     dist.destroy_process_group()
-    return min(taken), sum(n for key, (n, _) in counts.found.items() if key.startswith("tp ") and tp > 1)
+    return min(taken), sum(
+        n for key, (n, _) in counts.calls_and_bytes.items() if key.startswith("tp ") and tp > 1
+    )
 
 
 def main() -> None:

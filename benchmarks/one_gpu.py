@@ -146,7 +146,7 @@ def one_by_one(ops: list[dist.P2POp]) -> list[Any]:
 @contextlib.contextmanager
 def shared_gpu() -> Iterator[None]:
     """Within it the ranks of a check share the GPU 0 and talk through `Staged`."""
-    start, own_device, forked = dist.init_process_group, parity._own_device, parity.run_forked
+    start, own_device, forked = dist.init_process_group, parity._prepare_device, parity.run_forked
 
     def init(_: str, **options: Any) -> None:
         start(BACKEND, **{**options, "device_id": None})
@@ -159,7 +159,7 @@ def shared_gpu() -> Iterator[None]:
         compiled.ProcessGroupVariable.is_process_group = lambda value: isinstance(value, dist.ProcessGroup)
     with (
         patch.object(dist, "init_process_group", init), patch.object(parity, "run_forked", run),
-        patch.object(parity, "_own_device", lambda spec, _: own_device(spec, 0)),
+        patch.object(parity, "_prepare_device", lambda spec, _: own_device(spec, 0)),
         patch.object(dist, "batch_isend_irecv", one_by_one),
     ):  # fmt: skip
         yield

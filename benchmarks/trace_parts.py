@@ -16,7 +16,7 @@ import layer_work
 
 from ultrabench.cli.tables import three_digits
 from ultrabench.hardware import Hardware
-from ultrabench.kernel.rank.timeline import Span, length, own_times, union
+from ultrabench.kernel.rank.timeline import Span, exclusive_spans, merged_spans, total_us
 from ultrabench.run import RunSpec
 
 LONGEST = 3
@@ -61,7 +61,7 @@ def kernels_of(trace: dict[str, Any]) -> Iterator[Kernel]:
             {**event, "name": f"aten::{n}"} if event["name"].startswith("aten::") else event
             for n, event in enumerate(operators)
         ]
-        for span in own_times(numbered):
+        for span in exclusive_spans(numbered):
             operator = operators[int(span.name.removeprefix("aten::"))]
             yield _kernel(span._replace(name=operator["name"]), operator)
 
@@ -143,7 +143,7 @@ def summary(trace: dict[str, Any], spec: RunSpec, hardware: Hardware) -> dict[st
             row |= {"bound_by": limit and limit[0], "bound_s": limit and limit[1]}
         row["longest"] = [{"name": n, "seconds": s} for n, s in seconds_by_name[part].most_common(LONGEST)]
         parts.append(row)
-    busy_s = length(union(spans)) * scale
+    busy_s = total_us(merged_spans(spans)) * scale
     return {
         "model": spec.shape.name, "num_hidden_layers": spec.shape.num_hidden_layers, "seq_len": spec.workload.seq_len,
         "mbs": spec.layout.mbs, "recompute": spec.layout.recompute, "precision": spec.kernel.precision,

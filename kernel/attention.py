@@ -41,13 +41,13 @@ def choose_implementation(kernel: KernelConfig, head_width: int, device: torch.d
 
 
 def pinned_attention(implementation: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
-    """What `causal_attention` computes, by the implementation `implementation`; raises where that one cannot."""
+    """What `causal_attention` computes, by `implementation`; raises where that one cannot."""
     with sdpa_kernel(BACKENDS[implementation]):
         return causal_attention(q_BNSD, k_BKSD, v_BKSD)
 
 
 def apply_attention(model: Decoder, implementation: str, group: ProcessGroup | None, exchange: str) -> None:
-    """Makes every layer of `model` attend by the implementation `implementation`, with the ranks of `group` if given."""
+    """Makes every layer of `model` attend by `implementation`, with the ranks of `group` if given."""
     for layer in model.layers.values():
         attention = layer.attention
         assert isinstance(attention, Attention)

@@ -14,7 +14,7 @@ from ultrabench.processes import die_with_parent
 
 ENDING_S = 0.5
 """Seconds in which the memory of a killed process is freed, so that its end is known."""
-_fork = multiprocessing.get_context("fork")
+_fork_context = multiprocessing.get_context("fork")
 
 
 class ChildError(RuntimeError):
@@ -27,40 +27,42 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
     Raises:
         ChildError: a body raised an exception, its process was killed, or it took longer than `timeout_s`.
     """
-    threads = len(os.listdir("/proc/self/task"))
+    num_threads = len(os.listdir("/proc/self/task"))
     # A lock that another thread holds during the fork would stay locked in the child forever.
-    assert threads == 1, f"{threads} threads before a fork; OPENBLAS_NUM_THREADS=1?"
+    assert num_threads == 1, f"{num_threads} threads before a fork; OPENBLAS_NUM_THREADS=1?"
     deadline, value_by_name = time.monotonic() + timeout_s, dict.fromkeys(bodies)
-    names, children = dict[Any, str](), {}
+    name_by_pipe, child_by_name = dict[Any, str](), {}
     try:
         for name, body in bodies.items():
-            receiver, sender = _fork.Pipe(duplex=False)
-            names[receiver] = name
-            children[name] = _fork.Process(target=_run, args=(body, sender, os.getpid()))
-            children[name].start()
+            receiver, sender = _fork_context.Pipe(duplex=False)
+            name_by_pipe[receiver] = name
+            child_by_name[name] = _fork_context.Process(target=_run, args=(body, sender, os.getpid()))
+            child_by_name[name].start()
             sender.close()
-        while names:
-            ready_pipes = wait(names, deadline - time.monotonic())
+        while name_by_pipe:
+            ready_pipes = wait(name_by_pipe, deadline - time.monotonic())
             if not ready_pipes:
-                raise ChildError(f"still running after {timeout_s:g} s: {', '.join(names.values())}")
+                raise ChildError(f"still running after {timeout_s:g} s: {', '.join(name_by_pipe.values())}")
             for pipe in ready_pipes:
-                name = names.pop(pipe)
-                error, value_by_name[name] = _answer(pipe, children[name])
+                name = name_by_pipe.pop(pipe)
+                error, value_by_name[name] = _receive_answer(pipe, child_by_name[name])
                 if error is not None:
                     # The peers of a process that is killed fail at once, and may be heard before it has ended.
                     time.sleep(ENDING_S)
-                    exit_texts = ((n, _exit_text(c)) for n, c in children.items() if (c.exitcode or 0) < 0)
+                    exit_texts = (
+                        (n, _exit_text(c)) for n, c in child_by_name.items() if (c.exitcode or 0) < 0
+                    )
                     raise ChildError(": ".join(next(exit_texts, (name, error))))
     finally:
-        for child in children.values():
+        for child in child_by_name.values():
             child.kill()
             child.join()
     return value_by_name
 
 
-def _run(body: Callable[[], Any], sender: Connection, parent: int) -> None:
+def _run(body: Callable[[], Any], sender: Connection, parent_pid: int) -> None:
     """Runs `body` in a child, and sends its error or its value."""
-    die_with_parent(parent)
+    die_with_parent(parent_pid)
     os.dup2(2, 1)  # only answers may go to stdout
     try:
         sender.send((None, body()))
@@ -68,7 +70,7 @@ def _run(body: Callable[[], Any], sender: Connection, parent: int) -> None:
         sender.send((traceback.format_exception_only(error)[-1].strip(), None))
 
 
-def _answer(receiver: Any, child: BaseProcess) -> tuple[str | None, Any]:
+def _receive_answer(receiver: Any, child: BaseProcess) -> tuple[str | None, Any]:
     """The error and the value that a child has sent; how the child ended if it sent nothing."""
     try:
         error, value = receiver.recv()
@@ -79,5 +81,5 @@ def _answer(receiver: Any, child: BaseProcess) -> tuple[str | None, Any]:
 
 
 def _exit_text(child: BaseProcess) -> str:
-    code = child.exitcode or 0
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    exit_code = child.exitcode or 0
+    return f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"

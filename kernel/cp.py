@@ -56,7 +56,7 @@ def ring_attention(
 ) -> Tensor:
     """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D.
 
-    `exchange` is the layout's cp_exchange, and `implementation` is the implementation of attention for each part.
+    `exchange` is the layout's cp_exchange, and `implementation` computes the attention to each part.
     """
     options = group_name, exchange, implementation
     out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, *options)  # type: ignore[no-untyped-call]

@@ -30,8 +30,8 @@ from ultrabench.kernel.rank import environment, failure, memory, stack_dump
 from ultrabench.kernel.rank.clock import timed
 from ultrabench.kernel.rank.probe import probe
 from ultrabench.kernel.rank.progress import device_progress
-from ultrabench.kernel.rank.ran import require_as_asked, watched
-from ultrabench.kernel.rank.trace import look_inside
+from ultrabench.kernel.rank.ran import require_requested_options, watched
+from ultrabench.kernel.rank.trace import trace_steps
 from ultrabench.kernel.replicas import require_equal_replicas
 from ultrabench.kernel.step import TrainStep
 from ultrabench.rank_report import CHECKPOINT_PHASE, STEP_PARTS, TRACE_PHASE, Report
@@ -55,8 +55,8 @@ class Timing:
     def __init__(self, task: Task, trainer: TrainStep, report: Report) -> None:
         self.task, self.trainer, self.report = task, trainer, report
         self.measure, self.device = task.measure, trainer.device
-        self.measuring = False
-        self.compiled = False
+        self.is_measuring = False
+        self.has_compiled = False
         """Whether this rank compiled a graph in the last step."""
         self.step_times_s: list[float] = []
         """Seconds of each measured step."""
@@ -70,7 +70,7 @@ class Timing:
         batch = self.trainer.batch(number)
         seconds, mean_loss = timed(self.device, partial(self._train, number, batch))
         self._record(number, seconds, float(mean_loss))
-        self.compiled = self.trainer.compiler.num_graphs > num_graphs
+        self.has_compiled = self.trainer.compiler.num_graphs > num_graphs
         return seconds
 
     def _train(self, number: int, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -83,22 +83,22 @@ class Timing:
     def _record(self, number: int, seconds: float, loss: float) -> None:
         if not math.isfinite(loss):
             raise failure.NonFiniteLossError(f"loss is {loss} at step {number}")
-        tokens, norm = self.task.spec.tokens_per_step, float(self.trainer.gradient_norm)
-        numbers = {"step": number, "seconds": seconds, "loss": loss, "gradient_norm": norm}
-        self.report.write("step", tokens=tokens, **numbers, measured=self.measuring)
+        tokens, gradient_norm = self.task.spec.tokens_per_step, float(self.trainer.gradient_norm)
+        step_numbers = {"step": number, "seconds": seconds, "loss": loss, "gradient_norm": gradient_norm}
+        self.report.write("step", tokens=tokens, **step_numbers, measured=self.is_measuring)
         self.done_steps = number
-        if self.measuring:
+        if self.is_measuring:
             self.step_times_s.append(seconds)
         if number == self.measure.loss_step:
             self.loss_final = loss
 
-    def _of_rank_0(self, value: float) -> float:
+    def _value_of_rank_0(self, value: float) -> float:
         """The `value` of rank 0 on all ranks, which have to decide alike although their clocks differ."""
-        value_of_0 = torch.tensor([value], device=self.device)
-        dist.broadcast(value_of_0, src=0)
-        return float(value_of_0)
+        shared_value = torch.tensor([value], device=self.device)
+        dist.broadcast(shared_value, src=0)
+        return float(shared_value)
 
-    def stopped(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Why no more steps are measured, one of STOP_REASONS; rank 0 decides for all ranks."""
         times_s, measure = self.step_times_s, self.measure
         if len(times_s) < measure.min_steps:
@@ -106,15 +106,15 @@ class Timing:
         relative_ci, is_long = ci95_rel(times_s), sum(times_s) >= measure.min_s
         is_narrow = relative_ci is not None and relative_ci <= measure.target_ci95_rel
         reason = 0 if not is_long else 1 if is_narrow else 2 if len(times_s) >= measure.max_steps else 0
-        return STOP_REASONS[int(self._of_rank_0(reason))]
+        return STOP_REASONS[int(self._value_of_rank_0(reason))]
 
     def _warm_up(self) -> None:
         """Runs steps until the warm-up is over and no rank compiled a graph in the last one."""
-        start_s, steps, min_s = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
-        while self.done_steps < steps or self._of_rank_0(time.perf_counter() - start_s) < min_s:
+        start_s, warmup_steps, min_s = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
+        while self.done_steps < warmup_steps or self._value_of_rank_0(time.perf_counter() - start_s) < min_s:
             self.step()
         for remaining in range(MAX_COMPILING_STEPS, -1, -1):
-            if not reduce_over_ranks(self.compiled, self.device):
+            if not reduce_over_ranks(self.has_compiled, self.device):
                 return
             if remaining:
                 self.step()
@@ -134,7 +134,7 @@ class Timing:
         self.report.phase("first_step")
         with watched(self.trainer) as watch:
             self.step()
-        self.report.write("ran", options=require_as_asked(self.trainer, watch))
+        self.report.write("ran", options=require_requested_options(self.trainer, watch))
         self.report.phase("warmup")
         # Torch hides the attention that a compiled layer computes again.
         hides_flops = self.task.spec.compiles and self.task.spec.layout.recompute != "none"
@@ -147,16 +147,16 @@ class Timing:
         # Peaks are reported already here, so that a run that is stopped early has them too.
         self.report.write("memory", **memory.peak(self.device))
         self.report.phase("measure")
-        self.measuring, stop_reason = True, None
+        self.is_measuring, stop_reason = True, None
         while stop_reason is None:
             self.step()
-            stop_reason = self.stopped()
+            stop_reason = self.stop_reason()
         gc.enable()
         self.report.write("memory", **memory.peak(self.device))
         require_equal_replicas(self.trainer)
         if self.task.profile:
             self.report.phase(TRACE_PHASE)
-            look_inside(self.trainer, self.done_steps + 1, Path(self.report.path).parent / TRACE_PHASE)
+            trace_steps(self.trainer, self.done_steps + 1, Path(self.report.path).parent / TRACE_PHASE)
         self.report.write(
             "done",
             stopped=stop_reason,
@@ -175,23 +175,23 @@ class Timing:
 
         dist.barrier()  # no rank begins before all are done
         self.report.phase(CHECKPOINT_PHASE)
-        self.measuring = False
+        self.is_measuring = False
         gc.disable()
         try:
             saves = checkpoint.Checkpoint(self.trainer, folder)
-            numbers: dict[str, Any] = saves.save_and_load()
-            numbers |= saves.save_beside(self.step, median(self.step_times_s))
+            results: dict[str, Any] = saves.save_and_load()
+            results |= saves.save_during_training(self.step, median(self.step_times_s))
         except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
             traceback.print_exc()
-            numbers = {"message": failure.one_line(checkpoint.root_of(error))}
-        self.report.write("checkpoint", **numbers)
+            results = {"message": failure.one_line(checkpoint.first_failure(error))}
+        self.report.write("checkpoint", **results)
 
 
 def run(task: Task, report: Report) -> None:
     """Runs the task on this rank, from joining the process group to leaving it."""
     report.phase("process_group")
     device = environment.use_device(task.device, int(os.environ.get("LOCAL_RANK", 0)))
-    report.write("memory", **memory.account())
+    report.write("memory", **memory.usage())
     _join(report, device)
     if dist.get_rank() == 0:
         report.write("environment", **environment.facts())
@@ -206,12 +206,12 @@ def run(task: Task, report: Report) -> None:
 def _join(report: Report, device: torch.device) -> None:
     """Makes the default process group, whose store the agent tells to all ranks if there is an agent."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    path, store = os.environ.get("ULTRABENCH_STORE"), None
-    if path is not None:
-        while rank and not Path(path).exists():
+    store_path, store = os.environ.get("ULTRABENCH_STORE"), None
+    if store_path is not None:
+        while rank and not Path(store_path).exists():
             time.sleep(STORE_POLL_S)
         # The store of rank 0 takes a free port, which the agent tells the other ranks.
-        port = int(Path(path).read_text()) if rank else 0
+        port = int(Path(store_path).read_text()) if rank else 0
         host, is_master = os.environ["MASTER_ADDR"], rank == 0
         store = dist.TCPStore(host, port, world_size, is_master, GROUP_TIMEOUT, wait_for_workers=False)  # type: ignore[attr-defined]
         if is_master:
@@ -236,7 +236,7 @@ def _train(task: Task, device: torch.device, report: Report) -> None:
     # The limit is set after the groups are made, since the stacks of their threads must not count.
     if device.type == "cpu":
         memory.limit_cpu_memory(task.rank_mem_bytes)
-        report.write("memory", **memory.account())
+        report.write("memory", **memory.usage())
     progress = device_progress(device, report.microbatch)
     trainer = TrainStep(task.spec, device, mesh, progress=progress)
     if device.type == "cuda":
@@ -257,15 +257,15 @@ def main() -> int:
     except Exception as error:
         kind, message = failure.kind_of(error), failure.one_line(error)
         failure_facts = {"kind": kind, "message": message, "traceback": traceback.format_exc()}
-        report.write("error", **failure_facts, **memory.account())
+        report.write("error", **failure_facts, **memory.usage())
         traceback.print_exc()
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    code = main()
+    exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     # A failed collective leaves threads behind that would prevent the interpreter from ending.
-    os._exit(code)
+    os._exit(exit_code)

@@ -38,7 +38,7 @@ from ultrabench.kernel.mesh import build_mesh, join_process_group, local_shard, 
 from ultrabench.kernel.model import TIED_NAME, Decoder, cross_entropy
 from ultrabench.kernel.moe import LEARNED, balances, update_balance
 from ultrabench.kernel.rank import environment
-from ultrabench.kernel.rank.ran import require_as_asked, watched
+from ultrabench.kernel.rank.ran import require_requested_options, watched
 from ultrabench.kernel.requests import TOLERANCE, CheckResult, CheckSpec
 from ultrabench.kernel.step import BETAS, CLIP_NORM, WEIGHT_DECAY, TrainStep, learning_rate
 from ultrabench.processes import die_with_parent
@@ -60,8 +60,8 @@ Correct layouts show 1.0 to 1.3 for gradients, and up to 2.2 for the loss, which
 def run_check(spec: CheckSpec) -> CheckResult:
     """Runs one check with forked ranks; the caller may have imported torch, but must not have used it."""
     start_s, ranks = time.monotonic(), range(spec.layout.world_size)
-    with tempfile.TemporaryDirectory(prefix="ultrabench-check-") as name:
-        folder, limit_s = Path(name), TIMEOUT_S[spec.device]
+    with tempfile.TemporaryDirectory(prefix="ultrabench-check-") as folder_name:
+        folder, limit_s = Path(folder_name), TIMEOUT_S[spec.device]
         bodies = {f"rank {rank}": partial(_train_rank, spec, rank, folder) for rank in ranks}
         for precision in {"fp64", spec.precision}:
             bodies[f"one process in {precision}"] = partial(_train_plain, spec, precision, folder)
@@ -79,7 +79,7 @@ def run_check(spec: CheckSpec) -> CheckResult:
     return replace(result, seconds=time.monotonic() - start_s)
 
 
-def _own_device(spec: CheckSpec, index: int) -> torch.device:
+def _prepare_device(spec: CheckSpec, index: int) -> torch.device:
     """The device of a forked process, which it uses alone; products of fp32 numbers are not rounded to TF32."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
@@ -103,9 +103,9 @@ class _PlainStep:
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(self.model.initial_value(name, param.shape, run.workload.seed, device))
-        rate = learning_rate(shape)
+        lr = learning_rate(shape)
         self.optimizer = torch.optim.AdamW(
-            self.params.values(), lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY
+            self.params.values(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
         )
         self.clip_norm = CLIP_NORM
 
@@ -116,8 +116,8 @@ class _PlainStep:
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss, and returns the loss."""
-        copies = {name: param.to(self.dtype) for name, param in self.params.items()}
-        loss = cross_entropy(functional_call(self.model, copies, (inputs,)), targets)
+        compute_params = {name: param.to(self.dtype) for name, param in self.params.items()}
+        loss = cross_entropy(functional_call(self.model, compute_params, (inputs,)), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
@@ -133,48 +133,52 @@ class _PlainStep:
 
 def _train_plain(spec: CheckSpec, precision: str, folder: Path) -> None:
     """Trains the plain model on the whole global batch."""
-    trainer = _PlainStep(spec.run, precision, _own_device(spec, 0))
-    torch.save(_trained(spec, trainer), folder / f"{precision}.pt")
+    trainer = _PlainStep(spec.run, precision, _prepare_device(spec, 0))
+    torch.save(_train_steps(spec, trainer), folder / f"{precision}.pt")
 
 
 def _train_rank(spec: CheckSpec, rank: int, folder: Path) -> None:
     """Trains `spec.layout` as rank `rank`."""
-    device = _own_device(spec, rank)
+    device = _prepare_device(spec, rank)
     store = dist.FileStore(str(folder / "store"), spec.layout.world_size)  # type: ignore[attr-defined]
     join_process_group(device, store, rank, spec.layout.world_size)
     mesh = build_mesh(spec.layout, device.type)
     compiler = "inductor" if device.type == "cuda" else "aot_eager"
     trainer = TrainStep(spec.run, device, mesh, backend=compiler)
     with watched(trainer) as watch:
-        tensors_by_kind = _trained(spec, trainer)
-    require_as_asked(trainer, watch)
+        tensors_by_kind = _train_steps(spec, trainer)
+    require_requested_options(trainer, watch)
     tensors_by_kind |= {"parts": trainer.parts, "graphs": trainer.compiler.num_graphs}
     torch.save(tensors_by_kind, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
-def _trained(spec: CheckSpec, trainer: TrainStep | _PlainStep) -> dict[str, Any]:
+def _train_steps(spec: CheckSpec, trainer: TrainStep | _PlainStep) -> dict[str, Any]:
     """Trains some steps, of which the second is not clipped; returns what this process holds then.
 
     These are `loss` of all steps, `grad` by name after the first backward, and `param` by name at the end, with which
     the biases of routers count in fp64; rounding may move a token to another expert, and a bias by a whole step.
     """
-    losses, grads, params = [], dict[str, Tensor](), trainer.params
+    losses, grad_by_name, params = [], dict[str, Tensor](), trainer.params
     for step in range(1, spec.steps + 1):
         loss = trainer.accumulate(*trainer.batch(step))
         if step == 1:
-            grads = {
+            grad_by_name = {
                 n: local_shard(p.grad).to("cpu", copy=True) for n, p in params.items() if p.grad is not None
             }
         trainer.clip_norm = UNREACHED_NORM if step == 2 else spec.clip
         losses.append(trainer.update(loss).item())
-    values = {name: local_shard(param.detach()).cpu() for name, param in params.items()}
+    param_values = {name: local_shard(param.detach()).cpu() for name, param in params.items()}
     if spec.precision == "fp64":
-        values |= {name: bias for model in trainer.models for name, bias in balances(model).items()}
-    return {"loss": {"loss": torch.tensor(losses, dtype=torch.float64)}, "grad": grads, "param": values}
+        param_values |= {name: bias for model in trainer.models for name, bias in balances(model).items()}
+    return {
+        "loss": {"loss": torch.tensor(losses, dtype=torch.float64)},
+        "grad": grad_by_name,
+        "param": param_values,
+    }
 
 
-def _diff(a: Tensor, b: Tensor) -> float:
+def _l2_difference(a: Tensor, b: Tensor) -> float:
     """The L2 norm of the difference; inf if a value is not a number."""
     return float((a - b).double().norm().nan_to_num(nan=math.inf))
 
@@ -186,7 +190,7 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
     element that no rank holds has an infinite difference.
     """
     torch.set_num_threads(1)
-    fp64, rounded = (torch.load(folder / f"{precision}.pt") for precision in ("fp64", spec.precision))
+    fp64, plain = (torch.load(folder / f"{precision}.pt") for precision in ("fp64", spec.precision))
     tensors_by_rank = [torch.load(folder / f"rank{rank}.pt") for rank in range(spec.layout.world_size)]
     assembled: dict[str, dict[str, Tensor]] = {}
     comparison: dict[str, Any] = {"passed": True}
@@ -199,11 +203,11 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
                 full_name, part = TIED_NAME if tied else name, rank_tensors["parts"].get(name, ())
                 part_view(assembled[kind][full_name], part).copy_(values)
                 diffs[full_name] = max(
-                    diffs[full_name], _diff(part_view(fp64_values[full_name], part), values)
+                    diffs[full_name], _l2_difference(part_view(fp64_values[full_name], part), values)
                 )
         for name, full in assembled[kind].items():
-            diffs[name] = max(diffs[name], _diff(fp64_values[name], full))
-        rounding = {name: _diff(full, rounded[kind][name]) for name, full in fp64_values.items()}
+            diffs[name] = max(diffs[name], _l2_difference(fp64_values[name], full))
+        rounding = {name: _l2_difference(full, plain[kind][name]) for name, full in fp64_values.items()}
         if kind == "param":
             diffs, rounding = (
                 {"all": math.hypot(*diff_by_name.values())} for diff_by_name in (diffs, rounding)

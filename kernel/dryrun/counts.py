@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ultrabench.kernel.compat import WAIT, group_name, storage_of
 from ultrabench.kernel.compile import OPERATORS
 
-_OPS = {
+_OPERATION_NAMES = {
     "all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
     "all_reduce": "all_reduce", "allreduce_": "all_reduce", "broadcast_": "broadcast",
@@ -32,7 +32,7 @@ _OPS = {
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator on plain tensors, then passes it to `see`."""
+    """Runs every operator on plain tensors, then passes it to `record`."""
 
     supports_higher_order_operators = True
 
@@ -43,7 +43,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Lets DTensor turn its operators into operators on plain tensors, which then arrive here as those of ours do."""
-        if any(issubclass(t, DTensor) for t in types):
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented
         kwargs = kwargs or {}
         if function := OPERATORS.get(func):
@@ -51,17 +51,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args)
         if isinstance(func, HigherOrderOperator):
             # Compiled recomputation: an operator that may draw random numbers, after their state if that is given.
-            start = next(i for i, argument in enumerate(args) if isinstance(argument, OpOverload))
+            operator_index = next(
+                index for index, argument in enumerate(args) if isinstance(argument, OpOverload)
+            )
             with self:
-                out = args[start](*args[start + 1 :], **kwargs)
-                return out if start else (torch.empty(0), out)
+                out = args[operator_index](*args[operator_index + 1 :], **kwargs)
+                return out if operator_index else (torch.empty(0), out)
         out = func(*args, **kwargs)
         if func is WAIT:
             out = args[0]
-        self.see(func, args, kwargs, out)
+        self.record(func, args, kwargs, out)
         return out
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Records an operator that was called with these arguments and returned `out`."""
         raise NotImplementedError
 
@@ -69,38 +71,42 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     """Counts every collective issued inside the `with` block.
 
-    `found` maps axis and operation, such as `tp all_gather`, to the number of calls and the payload in bytes.
+    `calls_and_bytes` maps axis and operation, such as `tp all_gather`, to the number of calls and the payload in bytes.
     The payload is the larger tensor: the output of an all-gather, the input of a reduce-scatter. If an axis
     spans the whole world, they share one group, so collectives over the world count for that axis, except for
     all-to-alls, which only the ranks of ep do.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None, experts: DeviceMesh | None = None
+        self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None, expert_mesh: DeviceMesh | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = defaultdict[str, list[int]](lambda: [0, 0])
-        axes = {axis: m.get_group(axis) for m in (experts, mesh) if m for axis in m.mesh_dim_names or ()}
-        self._axis: dict[Any, str] = {
-            str(g.group_name): axis for axis, g in {**axes, "cp": cp_group}.items() if g
+        self.calls_and_bytes = defaultdict[str, list[int]](lambda: [0, 0])
+        group_by_axis = {
+            axis: m.get_group(axis) for m in (expert_mesh, mesh) if m for axis in m.mesh_dim_names or ()
+        }
+        self._axis_by_group: dict[Any, str] = {
+            str(g.group_name): axis for axis, g in {**group_by_axis, "cp": cp_group}.items() if g
         }
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts `func` if it is a collective."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
         name = func._schema.name.partition("::")[2]
-        if name not in _OPS:
+        if name not in _OPERATION_NAMES:
             return
-        leaves = tree_leaves((args, kwargs))
-        axis = next((self._axis[g] for g in map(group_name, leaves) if g in self._axis), "world")
-        payload_bytes = max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
-        axis = "ep" if _OPS[name] == "all_to_all" else axis
+        arguments = tree_leaves((args, kwargs))
+        axis = next(
+            (self._axis_by_group[g] for g in map(group_name, arguments) if g in self._axis_by_group), "world"
+        )
+        payload_bytes = max((tensor.nbytes for tensor in arguments if isinstance(tensor, Tensor)), default=0)
+        axis = "ep" if _OPERATION_NAMES[name] == "all_to_all" else axis
         if name == "all_gather_into_tensor":
-            payload_bytes *= next(n for n in leaves if isinstance(n, int))
-        counted = self.found[f"{axis} {_OPS[name]}"]
-        counted[0] += 1
-        counted[1] += payload_bytes
+            payload_bytes *= next(argument for argument in arguments if isinstance(argument, int))
+        totals = self.calls_and_bytes[f"{axis} {_OPERATION_NAMES[name]}"]
+        totals[0] += 1
+        totals[1] += payload_bytes
 
 
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
@@ -120,14 +126,14 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts `func` if it is a matrix product or attention."""
         if func.namespace != "aten":
             return
         name = func._schema.name.partition("::")[2].removesuffix("_")
         if name in _FIRST_FACTOR:
-            result = out if isinstance(out, Tensor) else out[0]
-            self.flops += 2 * result.numel() * int(args[_FIRST_FACTOR[name]].shape[-1])
+            output = out if isinstance(out, Tensor) else out[0]
+            self.flops += 2 * output.numel() * int(args[_FIRST_FACTOR[name]].shape[-1])
         elif name == "_grouped_mm":
             self.flops += 2 * args[0].numel() * int(args[1].shape[-1])
         elif name.startswith(_ATTENTION):
@@ -136,7 +142,7 @@ class ExecutedFlops(Observer):  # type: ignore[no-untyped-call]
             self.flops += (5 if is_backward else 2) * 2 * q.numel() * int(k.shape[2])
 
 
-class _Storage:
+class _CountedStorage:
     """A storage that is counted; it stays in the record of the peak after its memory is freed."""
 
     kind = "activation"
@@ -151,11 +157,11 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._now = self.peak = 0
-        self._live: dict[int, _Storage] = {}
+        self._live_bytes = self.peak_bytes = 0
+        self._live_storages: dict[int, _CountedStorage] = {}
         """Storages by their id, which a later storage may have again."""
-        self._sizes: dict[_Storage, int] = {}
-        self._at_peak: dict[_Storage, int] | None = None
+        self._sizes: dict[_CountedStorage, int] = {}
+        self._at_peak: dict[_CountedStorage, int] | None = None
         """The sizes at the peak; None while these are the sizes now."""
         self._paused = False
         self._freed: list[int] = []
@@ -168,54 +174,54 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         yield
         self._paused = False
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Counts the storages that `func` made."""
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor) and not (tensor.is_meta or self._paused):
                 storage = storage_of(tensor)
                 self._subtract_freed()  # its id may have belonged to a freed storage
-                if id(storage) not in self._live:
-                    self._live[id(storage)] = counted_storage = _Storage()
+                if id(storage) not in self._live_storages:
+                    self._live_storages[id(storage)] = counted_storage = _CountedStorage()
                     weakref.finalize(storage, self._freed.append, id(storage))
                     self._resize(counted_storage, storage.nbytes())
 
     def _subtract_freed(self) -> None:
         """Subtracts freed storages; it runs later than they are freed, which may happen in any operation."""
         while self._freed:
-            storage = self._live.pop(self._freed.pop(0))
+            storage = self._live_storages.pop(self._freed.pop(0))
             self._resize(storage, 0)
             del self._sizes[storage]
 
     @property
-    def now(self) -> int:
+    def live_bytes(self) -> int:
         """The bytes of the storages that are live now."""
         self._subtract_freed()
-        return self._now
+        return self._live_bytes
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def count_resized(self, storage: torch.UntypedStorage) -> None:
         """Counts the new size of a storage whose memory was freed or taken again without an operator."""
         self._subtract_freed()
-        if id(storage) in self._live:
-            self._resize(self._live[id(storage)], storage.nbytes())
+        if id(storage) in self._live_storages:
+            self._resize(self._live_storages[id(storage)], storage.nbytes())
 
-    def _resize(self, storage: _Storage, nbytes: int) -> None:
-        added_bytes = nbytes - self._sizes.get(storage, 0)
+    def _resize(self, storage: _CountedStorage, new_bytes: int) -> None:
+        added_bytes = new_bytes - self._sizes.get(storage, 0)
         if added_bytes < 0 and self._at_peak is None:
             self._at_peak = self._sizes.copy()
-        self._sizes[storage] = nbytes
-        self._now += added_bytes
-        if self._now > self.peak:
-            self.peak, self._at_peak = self._now, None
+        self._sizes[storage] = new_bytes
+        self._live_bytes += added_bytes
+        if self._live_bytes > self.peak_bytes:
+            self.peak_bytes, self._at_peak = self._live_bytes, None
 
     def reset_peak(self) -> None:
         """Sets the peak to the storages that are live now."""
-        self.peak, self._at_peak = self.now, None
+        self.peak_bytes, self._at_peak = self.live_bytes, None
 
-    def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def set_kind(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Sets the kind of the storages of `tensors` for all their lifetime; the default is activation."""
         self._subtract_freed()
         for tensor in tensors:
-            storage = self._live.get(id(storage_of(tensor)))
+            storage = self._live_storages.get(id(storage_of(tensor)))
             if storage is not None:
                 storage.kind = kind
 

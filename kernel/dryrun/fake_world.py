@@ -26,52 +26,52 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     with (
         # The stages of torch 2.13 agree on shapes by messages; earlier versions have no such method.
-        patch.object(schedules._PipelineSchedule, "_warmup_p2p", _no_vote, create=True),
-        patch.object(dist, "isend", _holding_send),
-        patch.object(dist.distributed_c10d, "isend", _holding_send),
+        patch.object(schedules._PipelineSchedule, "_warmup_p2p", _skip_shape_messages, create=True),
+        patch.object(dist, "isend", _send_holding_tensor),
+        patch.object(dist.distributed_c10d, "isend", _send_holding_tensor),
         FakeTensorMode(),
     ):
         yield
     dist.destroy_process_group()
 
 
-def _no_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
+def _skip_shape_messages(schedule: Any, stages: list[Any], *_: Any) -> None:
     """Replaces the messages by which stages of torch 2.13 agree on shapes, which are given in advance."""
     stage_module = sys.modules[PipelineStage.__module__]
     for stage in stages:
         stage._inference_mode = stage_module.InferenceMode.STATIC
 
 
-_send = dist.isend
+_fake_send = dist.isend
 
 
-def _holding_send(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
+def _send_holding_tensor(tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
     """A send that keeps its tensor alive while somebody may wait for it, as a real send does."""
-    work = _send(tensor, *args, **kwargs)
+    work = _fake_send(tensor, *args, **kwargs)
     if work is not None:
         weakref.finalize(work, id, tensor)
     return work
 
 
 @contextmanager
-def watched_memory(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def watched_memory(count_resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Lets dispatch modes see the memory of a step as it is.
 
-    It calls `resized` with every storage that is resized, which is how fully_shard frees and takes memory,
+    It calls `count_resized` with every storage that is resized, which is how fully_shard frees and takes memory,
     and hides from dispatch modes how torch makes meshes of ranks.
     """
     torch_resize = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         out = torch_resize(storage, size)
-        resized(storage)
+        count_resized(storage)
         return out
 
-    hidden_methods = [(DeviceMesh, "__getitem__"), (DeviceMesh, "_concatenate"), (mesh, "init_device_mesh")]
+    methods_to_hide = [(DeviceMesh, "__getitem__"), (DeviceMesh, "_concatenate"), (mesh, "init_device_mesh")]
     with ExitStack() as stack:
-        for owner, name in hidden_methods:
-            unseen = _disable_current_modes()(getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, unseen))
+        for owner, method_name in methods_to_hide:
+            hidden_method = _disable_current_modes()(getattr(owner, method_name))
+            stack.enter_context(patch.object(owner, method_name, hidden_method))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))
         yield
 
@@ -86,7 +86,7 @@ class ShardedTensors:
         self._params = [param for group in groups if group for param in group.fsdp_params]
         for param in self._params:
             param._unsharded_param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda full: None if full.grad is None else on_gradient(full.grad)
+                lambda tensor: None if tensor.grad is None else on_gradient(tensor.grad)
             )
 
     def gathered(self) -> Iterator[Tensor]:
@@ -96,6 +96,6 @@ class ShardedTensors:
 
     def gradients(self) -> Iterator[Tensor]:
         """The gradients that wait for more micro-batches, for their reduction or for the optimizer."""
-        for p in self._params:
-            grads = (p.sharded_param.grad, p.unsharded_accumulated_grad, p._unsharded_param.grad)
+        for param in self._params:
+            grads = (param.sharded_param.grad, param.unsharded_accumulated_grad, param._unsharded_param.grad)
             yield from (grad for grad in grads if grad is not None)

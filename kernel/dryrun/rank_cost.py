@@ -33,7 +33,7 @@ TIMEOUT_S = 6 * 3600.0
 _CPU = torch.device("cpu")
 
 
-def make_states(trainer: TrainStep) -> None:
+def make_optimizer_states(trainer: TrainStep) -> None:
     """Makes the optimizer's states, which exist from the second step of a real run on."""
     for shard in trainer.shards.values():
         shard.grad = torch.zeros_like(shard)
@@ -42,7 +42,7 @@ def make_states(trainer: TrainStep) -> None:
 
 
 def _generated_loss(
-    live: LiveBytes, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
+    storages: LiveBytes, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None
 ) -> Tensor:
     """`logits_to_gradient` with the memory of the code that inductor generates of it (torch 2.13, CPU).
 
@@ -51,45 +51,50 @@ def _generated_loss(
     buffers = [torch.empty_like(logits)]
     if group is not None:
         buffers.append(torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32)))
-    with live.paused():
+    with storages.paused():
         return logits_to_gradient(logits, targets, group)
 
 
-def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_states) -> dict[str, Any]:
+def measure_step(
+    spec: RunSpec, prepare: Callable[[TrainStep], object] = make_optimizer_states
+) -> dict[str, Any]:
     """The RankCost of this rank of the default process group, as JSON values.
 
     Tests call it on real ranks to check dry runs; real ranks `prepare` with a training step.
     """
-    with LiveBytes() as live, watched_memory(live.resized):
+    with LiveBytes() as storages, watched_memory(storages.count_resized):
         mesh = build_mesh(spec.layout, "cpu")
         # Without generating code, torch decides as it does on GPUs what a compiled layer keeps.
         trainer = TrainStep(
             spec, _CPU, mesh, backend="aot_eager",
-            progress=lambda: live.name("gradient", sharded.gradients()),
+            progress=lambda: storages.set_kind("gradient", sharded.gradients()),
         )  # fmt: skip
-        sharded = ShardedTensors(trainer.models, lambda grad: live.name("gradient", [grad]))
+        sharded = ShardedTensors(trainer.models, lambda grad: storages.set_kind("gradient", [grad]))
         for model in trainer.models:
             if spec.compiles and model.head is not None:
-                model.head.loss = partial(model.head.loss, to_gradient=partial(_generated_loss, live))
+                model.head.loss = partial(model.head.loss, to_gradient=partial(_generated_loss, storages))
         prepare(trainer)
         batch = trainer.batch(1)
-        live.reset_peak()
+        storages.reset_peak()
         with (
-            CollectiveCounts(mesh, trainer.cp_group, trainer.expert_mesh) as counts,
+            CollectiveCounts(mesh, trainer.cp_group, trainer.expert_mesh) as collectives,
             ExecutedFlops() as executed,
         ):
             loss = trainer.accumulate(*batch)
-            live.name("gradient", sharded.gradients())
+            storages.set_kind("gradient", sharded.gradients())
             trainer.update(loss)
         del batch, loss
-    live.name("parameter", [*trainer.shards.values(), *sharded.gathered()])
-    live.name("optimizer", (t for state in trainer.optimizer.state.values() for t in state.values()))
-    bytes_by_kind = live.peak_by_kind()
+    storages.set_kind("parameter", [*trainer.shards.values(), *sharded.gathered()])
+    storages.set_kind(
+        "optimizer", (tensor for state in trainer.optimizer.state.values() for tensor in state.values())
+    )
+    bytes_by_kind = storages.peak_by_kind()
     return {
-        "pp_rank": trainer.coordinates.pp, "rank": dist.get_rank(), "static_bytes": live.now, "peak_bytes": live.peak,
+        "pp_rank": trainer.coordinates.pp, "rank": dist.get_rank(),
+        "static_bytes": storages.live_bytes, "peak_bytes": storages.peak_bytes,
         **{f"{kind}_bytes": bytes_by_kind[kind] for kind in ("parameter", "gradient", "optimizer", "activation")},
         "hardware_flops": executed.flops,
-        "collectives": dict(sorted(counts.found.items())),
+        "collectives": dict(sorted(collectives.calls_and_bytes.items())),
     }  # fmt: skip
 
 
@@ -106,7 +111,7 @@ def rank_cost(spec: RunSpec, rank: int) -> dict[str, Any]:
     if gas <= 5 * pp or spec.layout.virtual_stages > 1:
         return _fake_step(spec, rank)
     cost_of_3, cost_of_4 = (_fake_step(_with_gas(spec, n * pp), rank) for n in (3, 4))
-    return {key: _extend(cost_of_3[key], value, (gas - 4 * pp, pp)) for key, value in cost_of_4.items()}
+    return {key: _extrapolate(cost_of_3[key], value, (gas - 4 * pp, pp)) for key, value in cost_of_4.items()}
 
 
 def _fake_step(spec: RunSpec, rank: int) -> dict[str, Any]:
@@ -119,25 +124,25 @@ def _with_gas(spec: RunSpec, gas: int) -> RunSpec:
     return replace(spec, layout=layout, workload=replace(spec.workload, gbs=layout.gbs))
 
 
-def _extend(smaller: Any, larger: Any, ratio: tuple[int, int]) -> Any:
+def _extrapolate(smaller: Any, larger: Any, ratio: tuple[int, int]) -> Any:
     """`larger` plus the difference of `larger` and `smaller` times the quotient `ratio`, for every number."""
     if isinstance(larger, dict):
-        return {key: _extend(smaller[key], value, ratio) for key, value in larger.items()}
+        return {key: _extrapolate(smaller[key], value, ratio) for key, value in larger.items()}
     if isinstance(larger, list):
-        return [_extend(x, y, ratio) for x, y in zip(smaller, larger, strict=True)]
+        return [_extrapolate(x, y, ratio) for x, y in zip(smaller, larger, strict=True)]
     return larger + (larger - smaller) * ratio[0] // ratio[1]
 
 
 def main() -> None:
     """Prints the cost of all pipeline stages; it runs as many of them at a time as there are cores."""
-    if not (text := sys.stdin.read()):
+    if not (request := sys.stdin.read()):
         return  # the process that asks was killed before it wrote
-    spec = from_dict(RunSpec, json.loads(text))
+    spec = from_dict(RunSpec, json.loads(request))
     ranks = [spec.layout.first_rank(pp) for pp in range(spec.layout.pp)]
     cores = len(os.sched_getaffinity(0))
     try:
-        for first in range(0, len(ranks), cores):
-            bodies = {f"rank {rank}": partial(rank_cost, spec, rank) for rank in ranks[first : first + cores]}
+        for start in range(0, len(ranks), cores):
+            bodies = {f"rank {rank}": partial(rank_cost, spec, rank) for rank in ranks[start : start + cores]}
             for cost in run_forked(bodies, TIMEOUT_S).values():
                 print(json.dumps(cost), flush=True)
     except ChildError as error:

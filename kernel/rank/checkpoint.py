@@ -42,7 +42,7 @@ class Writer(FileSystemWriter):
             raise cause or error from None
 
 
-def state(trainer: TrainStep) -> dict[str, Tensor]:
+def sharded_state(trainer: TrainStep) -> dict[str, Tensor]:
     """The parameters, moments and steps of the optimizer and biases of routers on this rank, in the trainer's memory.
 
     A name is that of the parameter and its place in the full one, so that ranks have a name in common only if they
@@ -51,12 +51,12 @@ def state(trainer: TrainStep) -> dict[str, Tensor]:
     """
     tensors = {name: bias for model in trainer.models for name, bias in balances(model).items()}
     for name, shard in trainer.shards.items():
-        part = ",".join(f"{dim}:{start}+{length}" for dim, start, length in trainer.parts[name])
+        place = ",".join(f"{dim}:{start}+{length}" for dim, start, length in trainer.parts[name])
         if cut_dim(name) is None and trainer.layout.tp > 1:
-            part = f"rank{dist.get_rank()}"
+            place = f"rank{dist.get_rank()}"
         if shard.numel():
             moments = trainer.optimizer.state[shard]
-            tensors |= {f"{name}@{part}": shard, **{f"{name}@{part}.{k}": v for k, v in moments.items()}}
+            tensors |= {f"{name}@{place}": shard, **{f"{name}@{place}.{k}": v for k, v in moments.items()}}
     return tensors
 
 
@@ -70,7 +70,7 @@ class Checkpoint:
 
     def __init__(self, trainer: TrainStep, folder: Path) -> None:
         """`folder` is a new one that all ranks see; what is saved there is removed again."""
-        self.device, self.folder, self.tensors = trainer.device, folder, state(trainer)
+        self.device, self.folder, self.tensors = trainer.device, folder, sharded_state(trainer)
         # The thread of an async save needs a group of its own, and that of CPUs.
         self.group = dist.new_group(backend="gloo")
 
@@ -100,13 +100,15 @@ class Checkpoint:
         for tensor in tensors.values():
             tensor.zero_()
         load_s, _ = self._timed(partial(load, tensors, checkpoint_id=path, process_group=self.group))
-        differing = [name for name, tensor in tensors.items() if not same_bits(tensor, copies.pop(name))]
-        if reduce_over_ranks(len(differing), self.device):
-            raise NotLoadedError(f"the loaded state differs: {differing or 'only on other ranks'}")
+        differing_names = [
+            name for name, tensor in tensors.items() if not same_bits(tensor, copies.pop(name))
+        ]
+        if reduce_over_ranks(len(differing_names), self.device):
+            raise NotLoadedError(f"the loaded state differs: {differing_names or 'only on other ranks'}")
         self._remove(path)
         return {"save_s": save_s, "load_s": load_s, "bytes": num_bytes}
 
-    def save_beside(self, train: Callable[[], float], step_time_s: float) -> dict[str, float]:
+    def save_during_training(self, train_step: Callable[[], float], step_time_s: float) -> dict[str, float]:
         """Saves while training goes on, and trains until all ranks have saved.
 
         Args:
@@ -118,23 +120,23 @@ class Checkpoint:
         """
         end_times_s, writer = list[float](), Writer(self.folder / ASYNC)
 
-        def begin() -> tuple[float, Any]:
+        def begin_save() -> tuple[float, Any]:
             start_s = time.perf_counter()
             return start_s, async_save(self.tensors, storage_writer=writer, process_group=self.group)
 
-        blocking_s, (start_s, pending_save) = self._timed(begin)
+        blocking_s, (start_s, pending_save) = self._timed(begin_save)
         pending_save.add_done_callback(lambda _: end_times_s.append(time.perf_counter()))
-        times_s = [train()]
+        step_times_s = [train_step()]
         while reduce_over_ranks(not end_times_s, self.device):
-            times_s.append(train())
+            step_times_s.append(train_step())
         pending_save.result()
         save_s = reduce_over_ranks(end_times_s[0] - start_s, self.device)
         self._remove(self.folder)
-        lost_steps = sum(seconds / step_time_s - 1 for seconds in times_s)
+        lost_steps = sum(seconds / step_time_s - 1 for seconds in step_times_s)
         return {"async_blocking_s": blocking_s, "async_s": save_s, "async_lost_steps": lost_steps}
 
 
-def root_of(error: BaseException) -> BaseException:
+def first_failure(error: BaseException) -> BaseException:
     """The first error of a rank, where torch wraps the errors of all ranks."""
     failures = getattr(error, "failures", None) or {}
     return next((wrapped for wrapped, _ in failures.values()), error)

@@ -13,7 +13,7 @@ def timed(device: torch.device, work: Callable[[], Result]) -> tuple[float, Resu
     """The seconds from an idle device to the end of `work` on it, and what `work` returns."""
     synchronize = torch.get_device_module(device).synchronize
     synchronize()
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     result = work()
     synchronize()
-    return time.perf_counter() - start, result
+    return time.perf_counter() - start_s, result

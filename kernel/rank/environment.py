@@ -26,19 +26,19 @@ LEFT_OUT_OF_ENV_ID = re.compile(
     r"\w+_(DIR|DIRECTORY|CACHE_PATH)|(TORCH\w*|NCCL_DEBUG|\w+_DUMP)_FILE"
 )
 """Variables that launchers and torch set, and paths of caches and logs; they may differ from job to job."""
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """The variables that configure the allocator of GPUs: the name of today, and the older one."""
 
 
-def set_defaults() -> None:
+def set_allocator_default() -> None:
     """Lets segments of the allocator grow where the user has not configured it; call it before CUDA is used."""
-    if torch.version.cuda is not None and not os.environ.keys() & {*ALLOCATOR}:
-        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+    if torch.version.cuda is not None and not os.environ.keys() & {*ALLOCATOR_VARIABLES}:
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def use_device(device_type: str, index: int) -> torch.device:
     """The CPU, or the GPU `index`, which this process uses from now on."""
-    set_defaults()
+    set_allocator_default()
     if device_type == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", index)
@@ -80,13 +80,13 @@ def _core_rate(seconds: float) -> tuple[float, float]:
     peak that is too low gives an mfu above 1.
     """
     torch.set_num_threads(1)
-    a, b = torch.rand(2, PEAK_SIZE, PEAK_SIZE)
+    left_matrix, right_matrix = torch.rand(2, PEAK_SIZE, PEAK_SIZE)
     rates = list[float]()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     end_s = begin_s + seconds
     while time.perf_counter() < end_s or len(rates) < 3:
         start_s = time.perf_counter()
-        torch.mm(a, b)
+        torch.mm(left_matrix, right_matrix)
         rates.append(2 * PEAK_SIZE**3 / (time.perf_counter() - start_s))
     return max(rates), (time.process_time() - begin_cpu_s) / (time.perf_counter() - begin_s)
 
@@ -96,14 +96,14 @@ def peak_rate(seconds: float = PEAK_S) -> dict[str, float]:
 
     It uses one process per core, because a core that computes alone runs at a higher clock than in a run.
     """
-    cores = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("fork").Pool(cores) as pool:
-        rates, shares = zip(*pool.map(_core_rate, [seconds] * cores, chunksize=1), strict=True)
-    return {"core_flops_per_s": median(rates), "peak_core_share": median(shares)}
+    num_cores = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("fork").Pool(num_cores) as pool:
+        rates, core_shares = zip(*pool.map(_core_rate, [seconds] * num_cores, chunksize=1), strict=True)
+    return {"core_flops_per_s": median(rates), "peak_core_share": median(core_shares)}
 
 
 if __name__ == "__main__":
-    set_defaults()
+    set_allocator_default()
     machine_facts = {**facts(), "cores": len(os.sched_getaffinity(0))}
     if "--peak" in sys.argv:
         machine_facts |= peak_rate()

@@ -47,5 +47,5 @@ def one_line(error: BaseException) -> str:
     """The first line of the innermost cause, as `Type: text`."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

@@ -26,28 +26,28 @@ def last_collectives() -> list[dict[str, Any]]:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) > 1:
             axis = group.group_desc.removeprefix("mesh_")
-            state = _count(entries_by_group.get(name, []))
-            state["entered"] = state["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-            records.append({"group": GROUP_NAMES.get(axis, axis), "ranks": ranks, **state})
+            numbers = _last_numbers(entries_by_group.get(name, []))
+            numbers["entered"] = numbers["entered"] or group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            records.append({"group": GROUP_NAMES.get(axis, axis), "ranks": ranks, **numbers})
     return records
 
 
-def _count(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def _last_numbers(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """The highest collective numbers among the entries of one group."""
     finished_ids = [e["collective_seq_id"] for e in entries if e["retired"] or e["state"] == "completed"]
     started_ids = [e["collective_seq_id"] for e in entries if e["state"] == "started"]
     # A retired NCCL collective has begun; a collective of gloo stays "scheduled" until it ends.
-    last_id = (
+    last_started_id = (
         max([*started_ids, *finished_ids], default=None)
         if any(e["state"] != "scheduled" for e in entries)
         else None
     )
-    pending = [e for e in entries if e["collective_seq_id"] not in finished_ids][:4] or entries[-1:]
+    unfinished = [e for e in entries if e["collective_seq_id"] not in finished_ids][:4] or entries[-1:]
     return {
         "entered": max((e["collective_seq_id"] for e in entries), default=None),
-        "started": last_id,
+        "started": last_started_id,
         "finished": max(finished_ids, default=0) if entries else None,
-        "ops": {e["collective_seq_id"]: e["profiling_name"].partition(":")[2] for e in pending},
+        "ops": {e["collective_seq_id"]: e["profiling_name"].partition(":")[2] for e in unfinished},
     }
 
 

@@ -26,7 +26,7 @@ def limit_cpu_memory(rank_mem_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, hard_limit))
 
 
-def account() -> dict[str, int]:
+def usage() -> dict[str, int]:
     """The memory of this rank, in bytes, which later explains why it ran out of memory.
 
     For a GPU in use it has free_bytes, total_bytes and torch_bytes (held by torch); for the process it has

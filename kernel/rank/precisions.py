@@ -16,13 +16,13 @@ from ultrabench.model_shape import ModelShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 """Precision -> dtype of as many bits, the narrowest first."""
-SAMPLED = 1024
+MAX_SAMPLED = 1024
 """Largest number of values of a tensor that are read."""
 
 
 def sample(tensor: Tensor) -> Tensor:
     """A copy of the first values of a tensor, so few that their memory does not count."""
-    return tensor.detach().flatten()[:SAMPLED].clone()
+    return tensor.detach().flatten()[:MAX_SAMPLED].clone()
 
 
 def of_values(tensors: Iterable[Tensor]) -> str | None:
@@ -44,18 +44,18 @@ def of_rotations(cos: Tensor, sin: Tensor, position_ranges: Sequence[range], sha
 
 def of_norm(norm: RmsNorm, like: Tensor) -> str:
     """The precision in which a norm computes for an input with the dtype and the device of `like`."""
-    x = torch.randn((2, SAMPLED), generator=torch.Generator().manual_seed(0)).to(like)
+    x = torch.randn((2, MAX_SAMPLED), generator=torch.Generator().manual_seed(0)).to(like)
 
     def normed(dtype: torch.dtype) -> Tensor:
-        wide = x.to(dtype)
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        converted_x = x.to(dtype)
+        return converted_x * torch.rsqrt(converted_x.square().mean(-1, keepdim=True) + norm.eps)
 
     return _nearest(functional_call(norm, {"weight": torch.ones_like(x[0])}, (x,)), normed)
 
 
-def _nearest(computed: Tensor, reference: Callable[[torch.dtype], Tensor]) -> str:
+def _nearest(result: Tensor, reference: Callable[[torch.dtype], Tensor]) -> str:
     """The narrow precision if the result is nearly that of the narrow reference, else the wide one of its dtype."""
-    narrow, wide = [name for name in DTYPES if name != "fp64" or computed.dtype == torch.float64][-2:]
-    references = {name: reference(DTYPES[name]).to(computed.dtype).double() for name in (narrow, wide)}
+    narrow, wide = [name for name in DTYPES if name != "fp64" or result.dtype == torch.float64][-2:]
+    references = {name: reference(DTYPES[name]).to(result.dtype).double() for name in (narrow, wide)}
     difference = (references[wide] - references[narrow]).norm()
-    return narrow if (computed.double() - references[narrow]).norm() < difference / 2 else wide
+    return narrow if (result.double() - references[narrow]).norm() < difference / 2 else wide

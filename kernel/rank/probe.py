@@ -35,14 +35,16 @@ Rows = list[dict[str, float]]
 percentile of the bus bandwidth: busbw_bytes_per_s, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
 
 
-def _calls(whole: Tensor, other: Tensor, part: Tensor, group: Group) -> dict[str, Callable[[], object]]:
-    """Operation -> a call of it; `whole` and `other` have the size of all ranks' parts together."""
+def _collective_calls(
+    all_parts: Tensor, second_buffer: Tensor, own_part: Tensor, group: Group
+) -> dict[str, Callable[[], object]]:
+    """Operation -> a call of it; `all_parts` and `second_buffer` have the size of all ranks' parts together."""
     return {
-        "allreduce": partial(dist.all_reduce, whole, group=group),
-        "allgather": partial(dist.all_gather_into_tensor, whole, part, group=group),
-        "reducescatter": partial(dist.reduce_scatter_tensor, part, whole, group=group),
-        "alltoall": partial(dist.all_to_all_single, other, whole, group=group),
-        "sendrecv": lambda: RingTransfer(whole, other, group).wait(),
+        "allreduce": partial(dist.all_reduce, all_parts, group=group),
+        "allgather": partial(dist.all_gather_into_tensor, all_parts, own_part, group=group),
+        "reducescatter": partial(dist.reduce_scatter_tensor, own_part, all_parts, group=group),
+        "alltoall": partial(dist.all_to_all_single, second_buffer, all_parts, group=group),
+        "sendrecv": lambda: RingTransfer(all_parts, second_buffer, group).wait(),
     }
 
 
@@ -71,12 +73,12 @@ def probe(
     progress()
     rates["memory_copy_bytes_per_s"] = _copy_rates(device, settings.device_s * COPY_SHARE)
     progress()
-    intra_node = all_ranks = _measure(device, None, settings, progress)
+    intra_node = all_ranks = _measure_collectives(device, None, settings, progress)
     if 1 < gpus_per_node < num_ranks:
         # Every rank has to make the groups of all nodes, in the same order.
         node_ranks = [range(first, first + gpus_per_node) for first in range(0, num_ranks, gpus_per_node)]
         node_group = [dist.new_group(list(node)) for node in node_ranks][dist.get_rank() // gpus_per_node]
-        intra_node = _measure(device, node_group, settings, progress)
+        intra_node = _measure_collectives(device, node_group, settings, progress)
         dist.destroy_process_group(node_group)
     collectives = {
         name: {"all": all_ranks[name], "intra_node": intra_node[name] if gpus_per_node > 1 else None}
@@ -99,14 +101,14 @@ def _gemm_rates(device: torch.device, seconds: float) -> dict[str, list[float]]:
     """2 * edge^3 / median time of a matrix product, by rank, so that a throttled device is noticed; and its clock on GPUs."""
     edge = GEMM_EDGE[device.type]
     # The values are random, since a product of zeros takes less power and so runs at a higher clock.
-    a, b = torch.randn(2, edge, edge, device=device).to(GEMM_DTYPE[device.type])
-    multiply = partial(torch.mm, a, b)
+    left_matrix, right_matrix = torch.randn(2, edge, edge, device=device).to(GEMM_DTYPE[device.type])
+    multiply = partial(torch.mm, left_matrix, right_matrix)
     rates = {"gemm_flops_per_s": _rates(device, multiply, 2 * edge**3, seconds)}
     if device.type == "cuda":
         for _ in range(CLOCK_CALLS):
             multiply()
-        if all(clocks := _by_rank(device, _clock_hz(device))):
-            rates["gemm_sm_clock_hz"] = clocks
+        if all(clock_by_rank := _gather_by_rank(device, _clock_hz(device))):
+            rates["gemm_sm_clock_hz"] = clock_by_rank
     return rates
 
 
@@ -124,18 +126,20 @@ def _copy_rates(device: torch.device, seconds: float) -> list[float]:
     return _rates(device, partial(target.copy_, source), 2 * source.numel(), seconds)
 
 
-def _rates(device: torch.device, call: Callable[[], object], work: float, seconds: float) -> list[float]:
-    """`work` / median time of a call, by rank, while all ranks do the same for some `seconds`."""
+def _rates(
+    device: torch.device, call: Callable[[], object], work_per_call: float, seconds: float
+) -> list[float]:
+    """`work_per_call` / median time of a call, by rank, while all ranks do the same for some `seconds`."""
     num_calls = 5 if device.type == "cuda" else 1
     _seconds(device, call, 1)
     dist.barrier()
     times_s, end_s = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end_s or len(times_s) < 3:
         times_s.append(_seconds(device, call, num_calls))
-    return _by_rank(device, work / median(times_s))
+    return _gather_by_rank(device, work_per_call / median(times_s))
 
 
-def _by_rank(device: torch.device, value: float) -> list[float]:
+def _gather_by_rank(device: torch.device, value: float) -> list[float]:
     """The values of all ranks."""
     values = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     values[dist.get_rank()] = value
@@ -143,7 +147,7 @@ def _by_rank(device: torch.device, value: float) -> list[float]:
     return [float(value) for value in values.tolist()]
 
 
-def _measure(
+def _measure_collectives(
     device: torch.device, group: Group, settings: ProbeSettings, progress: Callable[[], None]
 ) -> dict[str, Rows]:
     """Measures every operation in every size over `group`; returns no rows for a group of one rank."""
@@ -151,28 +155,28 @@ def _measure(
     num_ranks = dist.get_world_size(group)
     for size in settings.sizes_bytes if num_ranks > 1 else ():
         num_elements = max(1, size // ELEMENT_BYTES // num_ranks)
-        whole, other = torch.zeros(2, num_elements * num_ranks, device=device)
-        calls = _calls(whole, other, torch.zeros(num_elements, device=device), group)
+        all_parts, second_buffer = torch.zeros(2, num_elements * num_ranks, device=device)
+        calls = _collective_calls(all_parts, second_buffer, torch.zeros(num_elements, device=device), group)
         for name in settings.operations:
             rounds = range(settings.warmup + settings.iterations)
             times_s = [_seconds(device, calls[name], settings.calls) for _ in rounds]
             # The slowest rank of all nodes counts. This also lets all ranks begin the next size together.
-            slowest = torch.tensor(times_s[settings.warmup :], dtype=torch.float64, device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            size_bytes = whole.numel() * ELEMENT_BYTES
+            slowest_times = torch.tensor(times_s[settings.warmup :], dtype=torch.float64, device=device)
+            dist.all_reduce(slowest_times, dist.ReduceOp.MAX)
+            size_bytes = all_parts.numel() * ELEMENT_BYTES
             rows_by_operation[name].append(
-                _row(size_bytes, size_bytes * crossing_share(name, num_ranks), slowest.tolist())
+                _row(size_bytes, size_bytes * crossing_share(name, num_ranks), slowest_times.tolist())
             )
             progress()
     return rows_by_operation
 
 
 def _row(size_bytes: int, crossing_bytes: float, times_s: list[float]) -> dict[str, float]:
-    percentiles = quantiles(times_s, n=20, method="inclusive")
+    percentiles_5_to_95 = quantiles(times_s, n=20, method="inclusive")
     return {
         "bytes": size_bytes,
         "seconds": median(times_s),
         "busbw_bytes_per_s": crossing_bytes / median(times_s),
-        "busbw_p5_bytes_per_s": crossing_bytes / percentiles[-1],
-        "busbw_p95_bytes_per_s": crossing_bytes / percentiles[0],
+        "busbw_p5_bytes_per_s": crossing_bytes / percentiles_5_to_95[-1],
+        "busbw_p95_bytes_per_s": crossing_bytes / percentiles_5_to_95[0],
     }

@@ -67,8 +67,8 @@ class Watch:
 @contextmanager
 def watched(trainer: TrainStep) -> Iterator[Watch]:
     """Watches all steps of this rank inside the `with` block."""
-    watch, graph_calls, update = Watch(), trainer.compiler.num_calls, trainer.update
-    scaled_products = SCALED_PRODUCTS + trainer.compiler.scaled_products
+    watch, graph_calls_before, train_update = Watch(), trainer.compiler.num_calls, trainer.update
+    scaled_before = SCALED_PRODUCTS + trainer.compiler.scaled_products
 
     def see_forward(model: Decoder, args: tuple[Tensor, ...], _: Any) -> None:
         watch.forwards.append((args[0].shape, [shard_state(layer) for layer in model.layers.values()]))
@@ -79,7 +79,7 @@ def watched(trainer: TrainStep) -> Iterator[Watch]:
             precisions.sample(local_shard(grad)) for name, grad in grads.items() if _is_matrix(name)
         ]
         watch.steps += 1
-        return update(loss)
+        return train_update(loss)
 
     def see_rotations(_: Any, args: tuple[Tensor, ...]) -> None:
         watch.tokens, watch.rotations = args[0].shape[1], (args[1], args[2])
@@ -89,8 +89,8 @@ def watched(trainer: TrainStep) -> Iterator[Watch]:
     trainer.update = see_gradients  # type: ignore[method-assign]
     yield watch
     del trainer.update  # that of the class again
-    watch.scaled_products = SCALED_PRODUCTS + trainer.compiler.scaled_products - scaled_products
-    watch.graph_calls = trainer.compiler.num_calls - graph_calls
+    watch.scaled_products = SCALED_PRODUCTS + trainer.compiler.scaled_products - scaled_before
+    watch.graph_calls = trainer.compiler.num_calls - graph_calls_before
     for hook in hooks:
         hook.remove()
 
@@ -111,12 +111,12 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     An option that differs between layers or micro-batches has all its values, such as `full and none`. What a
     pipeline stage without layers cannot know is absent.
     """
-    forwards, steps = watch.forwards, watch.steps
+    forwards, num_steps = watch.forwards, watch.steps
     options = {
         "fused_optimizer": bool(trainer.optimizer.defaults["fused"]),
         "tf32": torch.get_float32_matmul_precision() != "highest",
-        "mbs": _only(size[0] for size, _ in forwards),
-        "gas": len(forwards) // (steps * len(trainer.models)),
+        "mbs": _common_value(input_size[0] for input_size, _ in forwards),
+        "gas": len(forwards) // (num_steps * len(trainer.models)),
     }
     if pipeline := getattr(trainer, "pipeline", None):
         num_stages = len(pipeline.stages)
@@ -127,41 +127,49 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
     tp_degrees = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
-    experts = [len(layer.ffn.experts.gate) for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
-    if experts or not shape.num_experts:
+    expert_rows = [
+        len(layer.ffn.experts.gate) for layer in layers if isinstance(layer.ffn, SparseFeedForward)
+    ]
+    if expert_rows or not shape.num_experts:
         all_rows = shape.num_experts * shape.moe_intermediate_size
-        options["ep"] = _only(all_rows // rows for rows in experts) if experts else 1
-        options["routing"] = _only(model.routing.name for model in trainer.models)
+        options["ep"] = _common_value(all_rows // rows for rows in expert_rows) if expert_rows else 1
+        options["routing"] = _common_value(model.routing.name for model in trainer.models)
     assert watch.rotations is not None
     num_token_parts = len(watch.rotations[0]) // watch.tokens
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
-    cp_degrees = [seq_len // (size[1] * num_token_parts ** (len(size) - 2)) for size, _ in forwards]
+    cp_degrees = [
+        seq_len // (input_size[1] * num_token_parts ** (len(input_size) - 2)) for input_size, _ in forwards
+    ]
     states = [state for _, layer_states in forwards for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
-    later = [s for n, (_, of_forward) in enumerate(forwards) for s in of_forward if n % options["gas"]]
-    stage_if_sharded = 2 if not pipeline and later and all(state.has_reduced for state in later) else 1
+    later_states = [
+        s for n, (_, layer_states) in enumerate(forwards) for s in layer_states if n % options["gas"]
+    ]
+    reduces_each = not pipeline and later_states and all(state.has_reduced for state in later_states)
+    stage_if_sharded = 2 if reduces_each else 1
     if not pipeline:
-        last = [s for _, of_forward in forwards[options["gas"] - 1 :: options["gas"]] for s in of_forward]
-        options["dp_overlap"] = _only("on" if state.reduces_next else "off" for state in last)
+        last_forwards = forwards[options["gas"] - 1 :: options["gas"]]
+        last_states = (state for _, layer_states in last_forwards for state in layer_states)
+        options["dp_overlap"] = _common_value("on" if state.reduces_next else "off" for state in last_states)
     attention_args: list[tuple[str, ...]] = [
         getattr(unwrap(layer.attention.core), "args", ("any",)) for layer in layers
     ]
     return options | _precisions(trainer, watch) | {
-        "tp": _only(tp_degrees),
+        "tp": _common_value(tp_degrees),
         "sequence_parallel": "on" if num_token_parts == tp_degrees[0] else "off",
-        "cp": _only(cp_degrees),
-        "dp": _only(state.num_ranks // cp_degrees[0] for state in states),
-        "dp_shard": _only(state.num_shards if 1 < state.num_shards < state.num_ranks else 0 for state in states),
-        "zero_stage": _only(3 if s.is_sharded else stage_if_sharded if s.num_shards > 1 else 0 for s in states),
-        "precision": _of_products(_only(_PRECISIONS.get(s.dtypes, s.dtypes) for s in states), watch, len(states)),
+        "cp": _common_value(cp_degrees),
+        "dp": _common_value(s.num_ranks // cp_degrees[0] for s in states),
+        "dp_shard": _common_value(s.num_shards if 1 < s.num_shards < s.num_ranks else 0 for s in states),
+        "zero_stage": _common_value(3 if s.is_sharded else stage_if_sharded if s.num_shards > 1 else 0 for s in states),
+        "precision": _precision_of_products(_common_value(_PRECISIONS.get(s.dtypes, s.dtypes) for s in states), watch, len(states)),
         "recompute": recompute_of(trainer.models, trainer.layout),
-        "compile": _compiled(watch.graph_calls, len(states)),
-        "attention": _only(args[-1] for args in attention_args),
-        "cp_exchange": _only(args[1] if len(args) > 1 else "ring" for args in attention_args),
+        "compile": _compile_value(watch.graph_calls, len(states)),
+        "attention": _common_value(args[-1] for args in attention_args),
+        "cp_exchange": _common_value(args[1] if len(args) > 1 else "ring" for args in attention_args),
     }  # fmt: skip
 
 
-def _of_products(precision: str, watch: Watch, num_forwards: int) -> str:
+def _precision_of_products(precision: str, watch: Watch, num_forwards: int) -> str:
     """fp8 if all products of layers were; else the precision of what layers get, with the number of those that were.
 
     A forward of a layer has an output of each linear layer, which recomputation may repeat, and two gradients of each.
@@ -178,36 +186,36 @@ def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:
     """What was computed -> its precision; what is 0 everywhere is absent."""
     matrices = [shard for name, shard in trainer.shards.items() if _is_matrix(name) and shard.numel()]
     states = [trainer.optimizer.state[matrix] for matrix in matrices]
-    values = {
+    tensors_by_kind = {
         "gradients": [watch.gradients],
         "masters": [[precisions.sample(matrix) for matrix in matrices]],
         "moments": [[precisions.sample(state[name]) for state in states if state] for name in MOMENTS],
     }
-    stored = {
-        name: [p for group in kinds if (p := precisions.of_values(group))] for name, kinds in values.items()
+    precisions_by_kind = {
+        kind: [*filter(None, map(precisions.of_values, groups))] for kind, groups in tensors_by_kind.items()
     }
     assert watch.rotations is not None
     cos, sin = watch.rotations
-    return {name: _only(group) for name, group in stored.items() if group} | {
+    return {kind: _common_value(group) for kind, group in precisions_by_kind.items() if group} | {
         "angles": precisions.of_rotations(cos, sin, trainer.position_ranges, trainer.spec.shape),
         "norms": precisions.of_norm(layers_of(trainer)[0].ffn_norm, cos),
     }
 
 
-def _compiled(graph_calls: int, forwards: int) -> bool | str:
+def _compile_value(graph_calls: int, num_forwards: int) -> bool | str:
     """Whether the forwards of layers were calls of compiled graphs; a text where only some of them were."""
-    return graph_calls == forwards or (
-        graph_calls > 0 and f"in {graph_calls} of {forwards} forwards of layers"
+    return graph_calls == num_forwards or (
+        graph_calls > 0 and f"in {graph_calls} of {num_forwards} forwards of layers"
     )
 
 
-def _only(values: Iterable[Any]) -> Any:
+def _common_value(values: Iterable[Any]) -> Any:
     """The value, if all values are equal; else a text with all of them."""
     first_value, *other_values = sorted(set(values), key=str)
     return " and ".join(map(str, (first_value, *other_values))) if other_values else first_value
 
 
-def require_as_asked(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
+def require_requested_options(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     """The options that ran, as `options_of` says; they are those asked for. All ranks have to call it.
 
     Raises:
@@ -223,14 +231,14 @@ def require_as_asked(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         requested["gradients"] = ran.get("gradients")
     if layout.zero_stage < 3 and 1 in (num_copies, layout.gas):
         requested["zero_stage"] = min(layout.zero_stage, int(num_copies > 1))  # these stages do the same
-    reasons = [f"requested {k}={requested[k]}, but ran {ran[k]}" for k in ran if ran[k] != requested[k]]
+    differences = [f"requested {k}={requested[k]}, but ran {ran[k]}" for k in ran if ran[k] != requested[k]]
     if "ep" in ran:  # a stage without layers, or without experts of a model that has some, knows few options
         unsupported = [name for name in AXES if name not in ran and requested[name] != NEUTRAL.get(name)]
-        reasons += [
+        differences += [
             f"requested {name}={requested[name]}, which this kernel does not support" for name in unsupported
         ]
     difference_by_rank: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(difference_by_rank, "; ".join(reasons))
+    dist.all_gather_object(difference_by_rank, "; ".join(differences))
     if difference := next(filter(None, difference_by_rank), None):
         raise IgnoredOptionError(difference)
     return ran

@@ -33,13 +33,16 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
     steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
     kernels = [e for e in events if e.get("cat") == "kernel"]
     operators = kernels or [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
-    spans = [_span(e) for e in operators] if kernels else own_times(operators)
+    spans = [_span(e) for e in operators] if kernels else exclusive_spans(operators)
     comm_spans = [s for s in spans if _communicates(s)]
-    compute_spans = union(s for s in spans if not _communicates(s))
+    compute_spans = merged_spans(s for s in spans if not _communicates(s))
     scale_s = 1e-6 / max(1, len(steps))
     step_time_s = sum(float(e["dur"]) for e in steps) * scale_s
-    compute_s, communication_s = length(compute_spans) * scale_s, length(union(comm_spans)) * scale_s
-    exposed_s = (length(union([*compute_spans, *comm_spans])) - length(compute_spans)) * scale_s
+    compute_s, communication_s = (
+        total_us(compute_spans) * scale_s,
+        total_us(merged_spans(comm_spans)) * scale_s,
+    )
+    exposed_s = (total_us(merged_spans([*compute_spans, *comm_spans])) - total_us(compute_spans)) * scale_s
     calls, us_by_name = Counter(e["name"] for e in operators), defaultdict[str, float](float)
     for span in spans:
         us_by_name[span.name] += span.end - span.start
@@ -69,12 +72,12 @@ def _span(event: dict[str, Any]) -> Span:
     return Span(float(event["ts"]), float(event["ts"]) + float(event["dur"]), event["name"])
 
 
-def own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
+def exclusive_spans(events: Iterable[dict[str, Any]]) -> list[Span]:
     """The spans of torch's operators without those of the operators they call, and all spans of gloo.
 
     The nested spans of a thread are cut into pieces that do not overlap; spans of gloo stay whole.
     """
-    own_spans: list[Span] = []
+    pieces: list[Span] = []
     spans_by_thread = defaultdict[Any, list[Span]](list)
     for event in events:
         spans_by_thread[event["tid"]].append(_span(event))
@@ -85,7 +88,7 @@ def own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
                 inner_span = open_spans[-1]
                 piece_end_us = min(inner_span.end, span.start)
                 if inner_span.name.startswith("aten::") and piece_end_us > covered_us:
-                    own_spans.append(Span(covered_us, piece_end_us, inner_span.name))
+                    pieces.append(Span(covered_us, piece_end_us, inner_span.name))
                 covered_us = max(covered_us, piece_end_us)
                 if inner_span.end > span.start:
                     break
@@ -95,11 +98,11 @@ def own_times(events: Iterable[dict[str, Any]]) -> list[Span]:
             covered_us = max(covered_us, span.start)
             open_spans.append(span)
             if _communicates(span):
-                own_spans.append(span)
-    return own_spans
+                pieces.append(span)
+    return pieces
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
+def merged_spans(spans: Iterable[Span]) -> list[Span]:
     """The time that the spans cover together, as ordered spans that do not overlap."""
     merged: list[Span] = []
     for span in sorted(spans):
@@ -110,6 +113,6 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def length(spans: Iterable[Span]) -> float:
+def total_us(spans: Iterable[Span]) -> float:
     """The total length of spans that do not overlap, in microseconds."""
     return sum(s.end - s.start for s in spans)

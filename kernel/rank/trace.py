@@ -19,7 +19,7 @@ STEPS = 2
 TRACE, SNAPSHOT, SUMMARY = "trace.json.gz", "memory.pickle", "summary.json"
 
 
-def look_inside(trainer: TrainStep, first_step: int, folder: Path) -> None:
+def trace_steps(trainer: TrainStep, first_step: int, folder: Path) -> None:
     """Trains four more steps from `first_step` on; traced ranks write files to `folder`/rank<rank>.
 
     The first ranks of the first and of the last pipeline stage are traced. All ranks have to call it.
@@ -33,18 +33,18 @@ def look_inside(trainer: TrainStep, first_step: int, folder: Path) -> None:
     rank, device = dist.get_rank(), trainer.device
     steps = iter(range(first_step, first_step + STEPS + 2))
 
-    def train() -> None:
+    def train_step() -> None:
         trainer.update(trainer.accumulate(*trainer.batch(next(steps))))
         torch.get_device_module(device).synchronize()
 
     if rank in (trainer.layout.first_rank(0), trainer.layout.first_rank(trainer.layout.pp - 1)):
         rank_folder = folder / f"rank{rank}"
         rank_folder.mkdir(parents=True)
-        _trace(train, device, rank_folder / TRACE)
+        _trace(train_step, device, rank_folder / TRACE)
         reset_peak(device)
         if device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
-        train()
+        train_step()
         if device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(rank_folder / SNAPSHOT))  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -52,22 +52,26 @@ def look_inside(trainer: TrainStep, first_step: int, folder: Path) -> None:
         with gzip.open(rank_folder / TRACE) as file:
             trace = json.load(file)
         summary = {"rank": rank, "device": device.type, **summarize(trace)}
-        summary["memory_bytes"] = _by_kind(trainer, peak_bytes, trace)
+        summary["memory_bytes"] = _bytes_by_kind(trainer, peak_bytes, trace)
         (rank_folder / SUMMARY).write_text(json.dumps(summary, indent=1))
     else:
         for _ in range(STEPS + 2):
-            train()
+            train_step()
     dist.barrier()  # no rank continues while others still write
 
 
-def _by_kind(trainer: TrainStep, peak_bytes: int | None, trace: dict[str, Any]) -> dict[str, int]:
+def _bytes_by_kind(trainer: TrainStep, peak_bytes: int | None, trace: dict[str, Any]) -> dict[str, int]:
     """The bytes of each kind at the peak: parameters, gradients, optimizer states; the rest is activation.
 
     A gradient has the size and type of its parameter. On a CPU only the bytes that the traced steps allocated
     are known, which include the gradients.
     """
-    states = [t for s in trainer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    parameter_bytes, optimizer_bytes = (sum(t.nbytes for t in ts) for ts in (trainer.shards.values(), states))
+    optimizer_tensors = [
+        t for s in trainer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)
+    ]
+    parameter_bytes, optimizer_bytes = (
+        sum(t.nbytes for t in tensors) for tensors in (trainer.shards.values(), optimizer_tensors)
+    )
     other_bytes = (
         most_allocated(trace) if peak_bytes is None else peak_bytes - parameter_bytes - optimizer_bytes
     )

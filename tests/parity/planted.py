@@ -317,7 +317,7 @@ def no_states(right, spec):
     return right(spec, lambda trainer: None)
 
 
-@planted(counts, "_OPS", counts="test_step dp=2 zero_stage=1")
+@planted(counts, "_OPERATION_NAMES", counts="test_step dp=2 zero_stage=1")
 def unseen_gathers(right):
     """All-gathers are not counted."""
     return {op: name for op, name in right.items() if name != "all_gather"}

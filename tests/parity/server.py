@@ -66,10 +66,10 @@ class Order(CollectiveCounts):
         super().__init__(*args)
         self.names = list[str]()
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        before = {name: calls for name, (calls, _) in self.found.items()}
-        super().see(func, args, kwargs, out)
-        self.names += [name for name, (calls, _) in self.found.items() if calls != before.get(name)]
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        before = {name: calls for name, (calls, _) in self.calls_and_bytes.items()}
+        super().record(func, args, kwargs, out)
+        self.names += [name for name, (calls, _) in self.calls_and_bytes.items() if calls != before.get(name)]
         if func.namespace == "aten" and (word := WORDS.get(func._schema.name.removeprefix("aten::"))):
             self.names.append(word)
 
@@ -79,7 +79,7 @@ def _count(spec: CheckSpec, rank: int, folder: Path) -> tuple[dict[str, list[int
     batch = trainer.batch(1)
     with Order(trainer.mesh, trainer.cp_group, trainer.expert_mesh) as counts:
         trainer.update(trainer.accumulate(*batch))
-    return dict(counts.found), counts.names
+    return dict(counts.calls_and_bytes), counts.names
 
 
 def _count_tokens(spec: CheckSpec, rank: int, folder: Path) -> list[int]:
@@ -121,7 +121,7 @@ def _checkpointed(blind: bool, spec: CheckSpec, rank: int, folder: Path) -> tupl
     saves.save_and_load()
     loaded = {name: tensor.clone() for name, tensor in saves.tensors.items()}
     saves._remove = lambda path: None  # type: ignore[method-assign]
-    saves.save_beside(train, 1.0)
+    saves.save_during_training(train, 1.0)
     checkpoint.load(saves.tensors, checkpoint_id=folder / "checkpoint/async", process_group=saves.group)
     pairs = ((name, state[name]) for state in (loaded, saves.tensors) for name in before)
     differing = [name for name, tensor in pairs if not torch.equal(before[name], tensor)]

@@ -64,7 +64,7 @@ def test_copies_differ_by_rounding_only_where_they_may(monkeypatch, tp, name, ax
         other = theirs if name in values and values[name].dim() else theirs.view(torch.int32).sum()
         return {n: abs(other - value) * (n == name and along == axis) for n, value in values.items()}
 
-    monkeypatch.setattr(replicas, "_spread", spread)
+    monkeypatch.setattr(replicas, "_spread_along", spread)
     monkeypatch.setattr(replicas, "swap", lambda *_: theirs.view(torch.int32).sum())
     monkeypatch.setattr(replicas.dist, "all_reduce", lambda *_: None)
     trainer: Any = SimpleNamespace(

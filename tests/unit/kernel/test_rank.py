@@ -17,7 +17,7 @@ from ultrabench.kernel.rank.failure import (
     kind_of,
     one_line,
 )
-from ultrabench.kernel.rank.timeline import Span, length, most_allocated, summarize, union
+from ultrabench.kernel.rank.timeline import Span, merged_spans, most_allocated, summarize, total_us
 
 
 def test_variables_that_steer_a_run_are_recorded(monkeypatch):
@@ -43,7 +43,7 @@ def test_segments_can_grow_unless_the_user_says_otherwise(monkeypatch, given, cu
     """Either name of the variable counts, and only GPUs have that allocator."""
     monkeypatch.setattr(environment.os, "environ", given)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    environment.set_defaults()
+    environment.set_allocator_default()
     assert given == set_to
 
 
@@ -56,7 +56,7 @@ def test_the_device_is_prepared_and_groups_wait_long_before_the_first_is_made(mo
 
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
         monkeypatch.setattr(c10d, name, None)
-    monkeypatch.setattr(environment, "set_defaults", lambda: seen.append("allocator"))
+    monkeypatch.setattr(environment, "set_allocator_default", lambda: seen.append("allocator"))
     monkeypatch.setattr(dist, "init_process_group", make_group)
     mesh.join_process_group(environment.use_device("cpu", 0))
     assert seen == ["allocator", GROUP_TIMEOUT, GROUP_TIMEOUT]
@@ -126,7 +126,7 @@ def test_memory_that_was_freed_before_the_report_counts():
     before = memory._status_bytes("VmData")
     held = bytearray(256 << 20)
     del held
-    assert memory.account()["data_bytes"] >= before + (250 << 20)
+    assert memory.usage()["data_bytes"] >= before + (250 << 20)
 
 
 MICRO = 1e-6
@@ -178,5 +178,5 @@ def test_the_most_memory_is_that_of_the_host():
 
 def test_spans_that_touch_or_hold_each_other_are_one():
     spans = [Span(5, 6, "c"), Span(0, 4, "a"), Span(1, 2, "b"), Span(4, 5, "d"), Span(8, 9, "e")]
-    assert [(s.start, s.end) for s in union(spans)] == [(0, 6), (8, 9)]
-    assert length(union(spans)) == 7
+    assert [(s.start, s.end) for s in merged_spans(spans)] == [(0, 6), (8, 9)]
+    assert total_us(merged_spans(spans)) == 7

@@ -26,13 +26,13 @@ class Compiling(Timing):
         trainer = SimpleNamespace(device=torch.device("cpu"), compiler=SimpleNamespace(num_graphs=0))
         super().__init__(SimpleNamespace(measure=MEASURE), trainer, None)
         self.last = last
-        self._of_rank_0 = float
+        self._value_of_rank_0 = float
 
     def step(self):
         """One more step."""
         self.done_steps += 1
-        self.compiled = self.done_steps <= self.last
-        self.trainer.compiler.num_graphs += self.compiled
+        self.has_compiled = self.done_steps <= self.last
+        self.trainer.compiler.num_graphs += self.has_compiled
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ class Compiling(Timing):
 def test_steps_and_seconds_decide(step_times_s, stopped):
     timing = Compiling()
     timing.step_times_s = step_times_s
-    assert timing.stopped() == stopped
+    assert timing.stop_reason() == stopped
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def run_on(gpu):
         "torch": changed(torch, tensor=lambda v, device, dtype=None: torch.tensor(v, dtype=dtype)),
         "time": host_clock, "dist": mock.MagicMock(), "TrainStep": gpu.build,
         "build_mesh": mock.Mock(), "device_progress": mock.Mock(), "require_equal_replicas": mock.Mock(),
-        "reduce_over_ranks": lambda value, *_: value, "watched": lambda _: nullcontext(), "require_as_asked": lambda *_: {},
+        "reduce_over_ranks": lambda value, *_: value, "watched": lambda _: nullcontext(), "require_requested_options": lambda *_: {},
     }  # fmt: skip
     with ExitStack() as stack:
         for name, fake in fakes.items():
