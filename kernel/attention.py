@@ -23,7 +23,7 @@ BACKENDS = {
 """Our word for an implementation -> torch's; flash3 replaces the kernels of torch's flash attention."""
 
 
-def choose_implementation(kernel: KernelConfig, head_width: int, device: torch.device) -> str:
+def choose_backend(kernel: KernelConfig, head_width: int, device: torch.device) -> str:
     """The implementation that runs where `kernel` asks for one: cudnn, flash, flash3 or math.
 
     auto is flash on CPUs. On GPUs it is cuDNN on Hopper and Blackwell where it is new enough and head_width is a
@@ -40,17 +40,17 @@ def choose_implementation(kernel: KernelConfig, head_width: int, device: torch.d
     return "math" if not kernel.in_16_bits else "cudnn" if fits_cudnn else "flash"
 
 
-def pinned_attention(implementation: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
-    """What `causal_attention` computes, by `implementation`; raises where that one cannot."""
-    with sdpa_kernel(BACKENDS[implementation]):
+def pinned_attention(backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
+    """What `causal_attention` computes, by `backend`; raises where that one cannot."""
+    with sdpa_kernel(BACKENDS[backend]):
         return causal_attention(q_BNSD, k_BKSD, v_BKSD)
 
 
-def apply_attention(model: Decoder, implementation: str, group: ProcessGroup | None, exchange: str) -> None:
-    """Makes every layer of `model` attend by `implementation`, with the ranks of `group` if given."""
+def apply_attention(model: Decoder, backend: str, group: ProcessGroup | None, exchange: str) -> None:
+    """Makes every layer of `model` attend by `backend`, with the ranks of `group` if given."""
     for layer in model.layers.values():
         attention = layer.attention
         assert isinstance(attention, Attention)
-        attention.core = partial(pinned_attention, implementation)
+        attention.core = partial(pinned_attention, backend)
         if group is not None:
-            attention.core = partial(ring_attention, group.group_name, exchange, implementation)
+            attention.core = partial(ring_attention, group.group_name, exchange, backend)

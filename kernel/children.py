@@ -31,13 +31,13 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
     # A lock that another thread holds during the fork would stay locked in the child forever.
     assert num_threads == 1, f"{num_threads} threads before a fork; OPENBLAS_NUM_THREADS=1?"
     deadline, value_by_name = time.monotonic() + timeout_s, dict.fromkeys(bodies)
-    name_by_pipe, child_by_name = dict[Any, str](), {}
+    name_by_pipe, children = dict[Any, str](), {}
     try:
         for name, body in bodies.items():
             receiver, sender = _fork_context.Pipe(duplex=False)
             name_by_pipe[receiver] = name
-            child_by_name[name] = _fork_context.Process(target=_run, args=(body, sender, os.getpid()))
-            child_by_name[name].start()
+            children[name] = _fork_context.Process(target=_run, args=(body, sender, os.getpid()))
+            children[name].start()
             sender.close()
         while name_by_pipe:
             ready_pipes = wait(name_by_pipe, deadline - time.monotonic())
@@ -45,16 +45,14 @@ def run_forked(bodies: Mapping[str, Callable[[], Any]], timeout_s: float) -> dic
                 raise ChildError(f"still running after {timeout_s:g} s: {', '.join(name_by_pipe.values())}")
             for pipe in ready_pipes:
                 name = name_by_pipe.pop(pipe)
-                error, value_by_name[name] = _receive_answer(pipe, child_by_name[name])
+                error, value_by_name[name] = _receive_answer(pipe, children[name])
                 if error is not None:
                     # The peers of a process that is killed fail at once, and may be heard before it has ended.
                     time.sleep(ENDING_S)
-                    exit_texts = (
-                        (n, _exit_text(c)) for n, c in child_by_name.items() if (c.exitcode or 0) < 0
-                    )
+                    exit_texts = ((n, _exit_text(c)) for n, c in children.items() if (c.exitcode or 0) < 0)
                     raise ChildError(": ".join(next(exit_texts, (name, error))))
     finally:
-        for child in child_by_name.values():
+        for child in children.values():
             child.kill()
             child.join()
     return value_by_name

@@ -153,7 +153,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_to_all(
-    tensor: Tensor, receive_counts: Sequence[int], send_counts: Sequence[int], group: dist.ProcessGroup
+    tensor: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
     """Starts to send `send_counts` rows to the ranks and to receive `receive_counts` rows; read the result after `wait`."""
     return _collectives.all_to_all_single(tensor, [*receive_counts], [*send_counts], group.group_name)  # type: ignore[no-any-return]
@@ -227,14 +227,14 @@ def keeps_result(operator: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def attention_forward(
-    implementation: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
+    backend: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention over one part of the keys, and the log of its softmax sums.
 
     q is B x N x S x D like the output, k and v are B x K x S x D, and the log is B x N x S.
     Stays like the operators that it calls, and so does its backward.
     """
-    if implementation == "cudnn":
+    if backend == "cudnn":
         outputs = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
         return outputs[0], outputs[1].squeeze(3)
     if q.is_cuda:
@@ -245,36 +245,19 @@ def attention_forward(
 
 
 def attention_backward(
-    implementation: str,
-    grad: Tensor,
-    q: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
+    backend: str, grad: Tensor, q: Tensor, out: Tensor, log_sum: Tensor, k: Tensor, v: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v for one part; `out` and `log_sum` are those of the query over all parts."""
     tensors, log_sum = (grad, q, k, v, out), log_sum.contiguous()
-    lengths_and_options = (q.shape[2], k.shape[2], 0.0, causal)
+    lengths = (q.shape[2], k.shape[2], 0.0, causal)
     # Without dropout no random numbers are drawn, so any state of the generator is correct.
-    random_state = torch.zeros(
-        2, dtype=torch.int64 if implementation == "cudnn" else torch.uint64, device=q.device
-    )
-    if implementation == "cudnn":
-        arguments: tuple[Any, ...] = (
-            random_state[0],
-            random_state[1],
-            None,
-            None,
-            None,
-            *lengths_and_options,
-        )
+    random_state = torch.zeros(2, dtype=torch.int64 if backend == "cudnn" else torch.uint64, device=q.device)
+    if backend == "cudnn":
+        arguments: tuple[Any, ...] = (random_state[0], random_state[1], None, None, None, *lengths)
         # The log of cuDNN is B x N x S x 1.
         grads = _aten._scaled_dot_product_cudnn_attention_backward(*tensors, log_sum.unsqueeze(3), *arguments)
     elif q.is_cuda:
-        arguments = (None, None, *lengths_and_options, random_state, random_state[:1])
+        arguments = (None, None, *lengths, random_state, random_state[:1])
         grads = _aten._scaled_dot_product_flash_attention_backward(*tensors, log_sum, *arguments)
     else:
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, log_sum, 0.0, causal)
@@ -383,11 +366,9 @@ class BuffersOnDemand:
 
 def _move_buffers(recv_infos: Sequence[Any], device: torch.device) -> None:
     """Replaces the buffers by new ones on `device`; those on the meta device only say size and type."""
-    for recv_info in recv_infos:
-        if (old_buffer := getattr(recv_info, "buffer", None)) is not None:
-            recv_info.buffer = torch.empty_like(
-                old_buffer, device=device, requires_grad=old_buffer.requires_grad
-            )
+    for info in recv_infos:
+        if (old := getattr(info, "buffer", None)) is not None:
+            info.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
 
 
 batch_p2p = schedules._batch_p2p

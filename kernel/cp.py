@@ -38,7 +38,7 @@ from ultrabench.kernel.compat import (
 from ultrabench.kernel.compile import as_operator
 
 
-def position_ranges(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
+def local_positions(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
     """The positions of a sequence that a rank of the ring holds."""
     if cp == 1:
         return (range(seq_len),)
@@ -46,19 +46,19 @@ def position_ranges(seq_len: int, cp: int, rank: int) -> tuple[range, ...]:
     return tuple(range(chunk * chunk_len, (chunk + 1) * chunk_len) for chunk in (rank, 2 * cp - 1 - rank))
 
 
-def tokens_at(tokens_BS: Tensor, position_ranges: Sequence[range]) -> Tensor:
-    """The tokens at the positions of `position_ranges`, copied, since the pipeline of torch 2.11 rejects strides of a view."""
-    return torch.cat([tokens_BS[:, positions.start : positions.stop] for positions in position_ranges], dim=1)
+def tokens_at(tokens_BS: Tensor, positions: Sequence[range]) -> Tensor:
+    """The tokens at the positions of `positions`, copied, since the pipeline of torch 2.11 rejects strides of a view."""
+    return torch.cat([tokens_BS[:, chunk.start : chunk.stop] for chunk in positions], dim=1)
 
 
 def ring_attention(
-    group_name: str, exchange: str, implementation: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
+    group_name: str, exchange: str, backend: str, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor
 ) -> Tensor:
     """The attention of this rank's queries to their own and all earlier positions, B x N x S/cp x D.
 
-    `exchange` is the layout's cp_exchange, and `implementation` computes the attention to each part.
+    `exchange` is the layout's cp_exchange, and `backend` computes the attention to each part.
     """
-    options = group_name, exchange, implementation
+    options = group_name, exchange, backend
     out: Tensor = _RingAttention.apply(q_BNSD, k_BKSD, v_BKSD, *options)  # type: ignore[no-untyped-call]
     return out
 
@@ -81,22 +81,18 @@ class RingTransfer:
         return self._received
 
 
-def _query_and_key_slices(rank: int, other_rank: int, seq_len: int) -> tuple[slice, slice, bool]:
+def _attended_slices(rank: int, other_rank: int, seq_len: int) -> tuple[slice, slice, bool]:
     """The queries of `rank`, the keys of `other_rank` they attend to, and whether the mask is causal."""
-    all_tokens, half_len = slice(None), seq_len // 2
+    all_tokens, half = slice(None), seq_len // 2
     if other_rank == rank:
         return all_tokens, all_tokens, True
-    return (
-        (all_tokens, slice(half_len), False)
-        if other_rank < rank
-        else (slice(half_len, None), all_tokens, False)
-    )
+    return (all_tokens, slice(half), False) if other_rank < rank else (slice(half, None), all_tokens, False)
 
 
 def _visits(
     kv: Tensor, group: dist.ProcessGroup, exchange: str
 ) -> Iterator[tuple[Tensor, slice, slice, bool]]:
-    """Yields the keys and values of each rank, this one's first, with what `_query_and_key_slices` says of them."""
+    """Yields the keys and values of each rank, this one's first, with what `_attended_slices` says of them."""
     rank, num_ranks = group.rank(), group.size()
     kv_by_rank = None
     if exchange == "allgather":
@@ -107,7 +103,7 @@ def _visits(
             kv = kv_by_rank[source_rank]
         elif turn < num_ranks - 1:
             transfer = RingTransfer(kv, torch.empty_like(kv), group)
-        yield kv, *_query_and_key_slices(rank, source_rank, kv.shape[2])
+        yield kv, *_attended_slices(rank, source_rank, kv.shape[2])
         if transfer is not None:
             kv = transfer.wait()
 
@@ -123,15 +119,13 @@ def _empty_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @as_operator(_empty_forward)
 def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, group_name: str, exchange: str, implementation: str
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, exchange: str, backend: str
 ) -> tuple[Tensor, Tensor]:
     """The output of attention over all parts, B x N x S x D, and the log of its softmax sums."""
     out, log_sum = torch.empty(0), torch.empty(0)
     for kv, query_slice, key_slice, causal in _visits(_stack_kv(k, v), process_group(group_name), exchange):
         keys, values = kv[:, :, key_slice].transpose(2, 3)
-        part_out, part_log_sum = attention_forward(
-            implementation, q[:, :, query_slice], keys, values, causal=causal
-        )
+        part_out, part_log_sum = attention_forward(backend, q[:, :, query_slice], keys, values, causal=causal)
         if causal:  # the first part, which is the rank's own; recomputation may keep what attention returned
             wide_dtype = torch.promote_types(q.dtype, torch.float32)
             out, log_sum = part_out.to(wide_dtype, copy=True), part_log_sum.to(wide_dtype, copy=True)
@@ -150,7 +144,7 @@ def _empty_backward(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tup
 @as_operator(_empty_backward)
 def _ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group_name: str, exchange: str,
-    implementation: str,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of q, and those of k and v as `_stack_kv` has them.
 
@@ -164,7 +158,7 @@ def _ring_backward(
     for turn, (visiting_kv, query_slice, key_slice, causal) in enumerate(_visits(kv, group, exchange)):
         query_tensors = (t[:, :, query_slice] for t in (grad, q, out, log_sum))
         dq, dk, dv = attention_backward(
-            implementation, *query_tensors, *visiting_kv[:, :, key_slice].transpose(2, 3), causal=causal
+            backend, *query_tensors, *visiting_kv[:, :, key_slice].transpose(2, 3), causal=causal
         )
         if transfer is not None:
             grad_sums = transfer.wait()
@@ -174,10 +168,8 @@ def _ring_backward(
         grad_q[:, :, query_slice] += dq
         if exchange == "ring":
             transfer = RingTransfer(grad_sums, torch.empty_like(grad_sums), group)
-    own_grad_kv = (
-        wait(reduce_scatter(grad_sums.flatten(0, 1), group)) if transfer is None else transfer.wait()[0]
-    )
-    return grad_q.to(q.dtype), own_grad_kv.to(q.dtype)
+    summed = wait(reduce_scatter(grad_sums.flatten(0, 1), group)) if transfer is None else transfer.wait()[0]
+    return grad_q.to(q.dtype), summed.to(q.dtype)
 
 
 RING_FORWARD = torch.ops.ultrabench.ring_forward.default

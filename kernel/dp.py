@@ -69,10 +69,9 @@ def apply_dp(
         replicate_axis, shard_axis = axes = [
             axis for axis in mesh.mesh_dim_names or () if axis.endswith(("replicate", "shard"))
         ]
-        has_reduce_hook = zero_stage == 0 and mesh[replicate_axis].size() > 1
-        fsdp_mesh = (
-            mesh[shard_axis] if has_reduce_hook or mesh[replicate_axis].size() == 1 else mesh[tuple(axes)]
-        )
+        has_replicas = mesh[replicate_axis].size() > 1
+        has_reduce_hook = zero_stage == 0 and has_replicas
+        fsdp_mesh = mesh[tuple(axes)] if has_replicas and not has_reduce_hook else mesh[shard_axis]
         group = fully_shard(existing, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy)[0]
         if has_reduce_hook:  # torch sums over replicas of one shard only in a copy, which it divides by 1
             group.set_all_reduce_hook(partial(dist.all_reduce, group=mesh.get_group(replicate_axis)))

@@ -26,12 +26,9 @@ from ultrabench.kernel import cp
 from ultrabench.kernel.compat import all_gather, all_to_all, grouped_mm, mark_as_kept, silu_backward, wait
 from ultrabench.kernel.compile import as_operator
 from ultrabench.kernel.model import Decoder
-from ultrabench.kernel.moe import LEARNED, Experts, Route, Routing, SparseFeedForward
+from ultrabench.kernel.moe import LEARNED, Experts, Route, Routing, RowCounts, SparseFeedForward
 from ultrabench.kernel.tp import TensorParallel
 from ultrabench.layout import Layout
-
-RowCounts = tuple[Sequence[int], Sequence[int]]
-"""Number of rows that this rank sends to each rank, and that it receives from each, on their way to experts."""
 
 
 @dataclass(slots=True)
@@ -52,9 +49,7 @@ class ExpertParallel:
         if self.routings[0][0].name == LEARNED:
             return None
         if num_tokens not in self.routes:
-            experts_by_rank = [
-                routing.token_experts(num_tokens, tp_rank) for routing, tp_rank in self.routings
-            ]
+            experts_by_rank = [r.token_experts(num_tokens, tp_rank) for r, tp_rank in self.routings]
             counters = [Counter(chain.from_iterable(experts_Tk)) for experts_Tk in experts_by_rank]
             all_experts = range(self.routings[0][0].shape.num_experts)
             counts_by_rank = [[counter[expert] for expert in all_experts] for counter in counters]
@@ -64,48 +59,45 @@ class ExpertParallel:
 
     def learned_route(self, num_experts: int, experts_Tk: Tensor) -> Route:
         """The route to the experts that a router chose among `num_experts`."""
-        row_counts_E = torch.bincount(experts_Tk.flatten(), minlength=num_experts)
-        gathered_counts = wait(all_gather(row_counts_E, self.group)).view(-1, num_experts)
-        return self._route(experts_Tk, gathered_counts.tolist())
+        counts_E = torch.bincount(experts_Tk.flatten(), minlength=num_experts)
+        return self._route(experts_Tk, wait(all_gather(counts_E, self.group)).view(-1, num_experts).tolist())
 
     def _route(self, experts_Tk: Tensor, counts_by_rank: list[list[int]]) -> Route:
-        """The route of tokens if the ranks of the group have so many rows for each of all experts."""
+        """The route of tokens; `counts_by_rank` holds the number of rows of each rank of the group for each of all experts."""
         num_ranks, rank, device = self.group.size(), self.group.rank(), experts_Tk.device
         num_local = len(counts_by_rank[0]) // num_ranks
         local_experts = slice(rank * num_local, (rank + 1) * num_local)
         expert_order = experts_Tk.flatten().argsort(stable=True)
         received_counts = [counts[local_experts] for counts in counts_by_rank]
         expert_counts = tuple(map(sum, zip(*received_counts, strict=True)))
-        arrivals_by_expert = arrivals_by_rank = None
+        by_expert = by_rank = None
         if num_ranks > 1:
-            local_numbers = torch.arange(num_local, device=device).repeat(num_ranks)
+            expert_by_count = torch.arange(num_local, device=device).repeat(num_ranks)
             lengths = torch.tensor([*chain.from_iterable(received_counts)], device=device)
-            expert_of_arrival = local_numbers.repeat_interleave(lengths, output_size=sum(expert_counts))
-            arrivals_by_expert = expert_of_arrival.argsort(stable=True)
-            arrivals_by_rank = arrivals_by_expert.argsort()
-        sent = counts_by_rank[rank]
+            expert_of_arrival = expert_by_count.repeat_interleave(lengths, output_size=sum(expert_counts))
+            by_expert = expert_of_arrival.argsort(stable=True)
+            by_rank = by_expert.argsort()
+        own_counts = counts_by_rank[rank]
+        first_experts = range(0, len(own_counts), num_local)
+        send_counts = tuple(sum(own_counts[first : first + num_local]) for first in first_experts)
         return Route(
-            experts_Tk, expert_order // experts_Tk.shape[1], expert_order, expert_order.argsort(),
-            arrivals_by_expert, arrivals_by_rank,
+            experts_Tk, expert_order // experts_Tk.shape[1], expert_order, expert_order.argsort(), by_expert, by_rank,
             torch.tensor(expert_counts, device=device).cumsum(0).to(torch.int32), expert_counts,
-            tuple(sum(sent[first : first + num_local]) for first in range(0, len(sent), num_local)),
-            tuple(map(sum, received_counts)),
+            (send_counts, tuple(map(sum, received_counts))),
         )  # fmt: skip
 
     def send_to_experts(self, rows: Tensor, by_expert: Tensor | None, row_counts: RowCounts) -> Tensor:
         """The rows of this rank's experts, by expert, for sorted rows of this rank's tokens."""
         if by_expert is None:
             return rows
-        send_counts, receive_counts = row_counts
-        rows = wait(all_to_all(rows, receive_counts, send_counts, self.group))  # which frees what was sent
+        rows = wait(all_to_all(rows, *row_counts, self.group))  # which frees what was sent
         return rows.index_select(0, by_expert)
 
     def return_to_tokens(self, rows: Tensor, by_rank: Tensor | None, row_counts: RowCounts) -> Tensor:
         """The opposite of `send_to_experts`."""
         if by_rank is None:
             return rows
-        send_counts, receive_counts = row_counts
-        return wait(all_to_all(rows.index_select(0, by_rank), send_counts, receive_counts, self.group))
+        return wait(all_to_all(rows.index_select(0, by_rank), *row_counts[::-1], self.group))
 
 
 def _sum_by_token(rows: Tensor, token_order: Tensor, top_k: int) -> Tensor:
@@ -118,7 +110,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, ep, row_counts, row_tokens, expert_order, token_order, by_expert, by_rank, x_TH, weights_Tk
+        ctx, ep, row_counts, row_tokens, token_order, by_expert, by_rank, expert_order, x_TH, weights_Tk
     ):
         ctx.ep, ctx.row_counts, ctx.top_k = ep, row_counts, weights_Tk.shape[1]
         ctx.save_for_backward(token_order, by_rank)
@@ -129,11 +121,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_rows, grad_scores):  # type: ignore[no-untyped-def]
         token_order, by_rank = ctx.saved_tensors
-        grad_rows, grad_scores = (
-            ctx.ep.return_to_tokens(grad, by_rank, ctx.row_counts) for grad in (grad_rows, grad_scores)
-        )
-        grad_weights_Tk = grad_scores.index_select(0, token_order).view(-1, ctx.top_k)
-        return *[None] * 7, _sum_by_token(grad_rows, token_order, ctx.top_k), grad_weights_Tk
+        rows, scores = (ctx.ep.return_to_tokens(g, by_rank, ctx.row_counts) for g in (grad_rows, grad_scores))
+        grad_weights_Tk = scores.index_select(0, token_order).view(-1, ctx.top_k)
+        return *[None] * 7, _sum_by_token(rows, token_order, ctx.top_k), grad_weights_Tk
 
 
 class _Combine(torch.autograd.Function):
@@ -156,64 +146,56 @@ def _empty_product(rows: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 
 @as_operator(_empty_product)
-def _grouped_products(
-    rows: Tensor, weight: Tensor, expert_ends: Tensor, expert_counts: Sequence[int]
-) -> Tensor:
+def _grouped_products(rows: Tensor, weight: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
     """The product of each expert's rows with its weight, which is output x input, as in a linear layer."""
     if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return grouped_mm(rows, weight.transpose(1, 2), expert_ends)
-    products = rows.new_empty(len(rows), weight.shape[1])
-    parts = (tensor.split([*expert_counts]) for tensor in (rows, products))  # type: ignore[no-untyped-call]
-    for expert_rows, expert_product, expert_weight in zip(*parts, weight, strict=True):
-        torch.mm(expert_rows, expert_weight.t(), out=expert_product)
-    return products
+        return grouped_mm(rows, weight.transpose(1, 2), ends)
+    out = rows.new_empty(len(rows), weight.shape[1])
+    for x, y, expert_weight in zip(rows.split([*counts]), out.split([*counts]), weight, strict=True):  # type: ignore[no-untyped-call]
+        torch.mm(x, expert_weight.t(), out=y)
+    return out
 
 
-def _empty_weight_gradients(grads: Tensor, rows: Tensor, _: Tensor, expert_counts: Sequence[int]) -> Tensor:
-    return rows.new_empty(len(expert_counts), grads.shape[1], rows.shape[1])
+def _empty_gradients(grads: Tensor, rows: Tensor, _: Tensor, counts: Sequence[int]) -> Tensor:
+    return rows.new_empty(len(counts), grads.shape[1], rows.shape[1])
 
 
-@as_operator(_empty_weight_gradients)
-def _grouped_weight_gradients(
-    grads: Tensor, rows: Tensor, expert_ends: Tensor, expert_counts: Sequence[int]
-) -> Tensor:
+@as_operator(_empty_gradients)
+def _grouped_gradients(grads: Tensor, rows: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
     """The gradients of the weights of `_grouped_products`."""
     if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return grouped_mm(grads.t(), rows, expert_ends)
-    weight_grads = rows.new_empty(len(expert_counts), grads.shape[1], rows.shape[1])
-    parts = (tensor.split([*expert_counts]) for tensor in (grads, rows))  # type: ignore[no-untyped-call]
-    for expert_grad, expert_rows, weight_grad in zip(*parts, weight_grads, strict=True):
-        torch.mm(expert_grad.t(), expert_rows, out=weight_grad)
-    return weight_grads
+        return grouped_mm(grads.t(), rows, ends)
+    out = rows.new_empty(len(counts), grads.shape[1], rows.shape[1])
+    for grad_y, x, grad_weight in zip(grads.split([*counts]), rows.split([*counts]), out, strict=True):  # type: ignore[no-untyped-call]
+        torch.mm(grad_y.t(), x, out=grad_weight)
+    return out
 
 
 class _Products(torch.autograd.Function):
     """Products of the experts' rows with one or several weights of each expert."""
 
     @staticmethod
-    def forward(ctx, ep, expert_ends, expert_counts, rows, *weights):  # type: ignore[no-untyped-def]
-        ctx.ep, ctx.expert_counts = ep, expert_counts
-        ctx.save_for_backward(expert_ends, rows, *weights)
+    def forward(ctx, ep, ends, counts, rows, *weights):  # type: ignore[no-untyped-def]
+        ctx.ep, ctx.counts = ep, counts
+        ctx.save_for_backward(ends, rows, *weights)
         return tuple(
-            _grouped_products(rows, w.unflatten(0, (len(expert_counts), -1)), expert_ends, expert_counts)
-            for w in weights
+            _grouped_products(rows, w.unflatten(0, (len(counts), -1)), ends, counts) for w in weights
         )
 
     @staticmethod
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        expert_ends, rows, *weights = ctx.saved_tensors
-        expert_counts, tp = ctx.expert_counts, ctx.ep.tp
+        ends, rows, *weights = ctx.saved_tensors
+        counts, tp = ctx.counts, ctx.ep.tp
         grad_rows, grad_weights = None, [None] * len(weights)
         if tp.wants_inputs:
             for grad, weight in zip(grads, weights, strict=True):
-                transposed = weight.unflatten(0, (len(expert_counts), -1)).transpose(1, 2)
-                summand = _grouped_products(grad.contiguous(), transposed, expert_ends, expert_counts)
+                transposed = weight.unflatten(0, (len(counts), -1)).transpose(1, 2)
+                summand = _grouped_products(grad.contiguous(), transposed, ends, counts)
                 grad_rows = summand if grad_rows is None else grad_rows.add_(summand)
                 del summand  # or it would stay beside the gradients of the weights
         if tp.wants_weights:
             grad_weights = [
-                _grouped_weight_gradients(grad.contiguous(), rows, expert_ends, expert_counts).flatten(0, 1)
-                for grad in grads
+                _grouped_gradients(grad.contiguous(), rows, ends, counts).flatten(0, 1) for grad in grads
             ]
         return None, None, None, grad_rows, *grad_weights
 
@@ -234,20 +216,15 @@ class _Weighted(torch.autograd.Function):
         return silu_backward(grad_unweighted * up, gate), grad_unweighted * activation, grad_scores
 
 
-def _mix_experts(
-    ep: ExpertParallel, x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts
-) -> Tensor:
+def _mix(ep: ExpertParallel, x_TH: Tensor, weights_Tk: Tensor, route: Route, experts: Experts) -> Tensor:
     """The sum of the outputs of each token's experts, T x H, as `moe.mixture` defines it."""
-    row_counts = route.send_counts, route.receive_counts
-    orders = route.token_order, route.by_expert, route.by_rank
-    rows, scores = _Dispatch.apply(
-        ep, row_counts, route.row_tokens, route.expert_order, *orders, x_TH, weights_Tk
-    )  # type: ignore[no-untyped-call]
+    orders = route.row_tokens, route.token_order, route.by_expert, route.by_rank
+    rows, scores = _Dispatch.apply(ep, route.row_counts, *orders, route.expert_order, x_TH, weights_Tk)  # type: ignore[no-untyped-call]
     product_args = ep, route.expert_ends, route.expert_counts
     gate, up = _Products.apply(*product_args, rows, experts.gate, experts.up)  # type: ignore[no-untyped-call]
     weighted = _Weighted.apply(gate, up, scores)  # type: ignore[no-untyped-call]
     (out,) = _Products.apply(*product_args, weighted, experts.down)  # type: ignore[no-untyped-call]
-    y_TH: Tensor = _Combine.apply(ep, row_counts, route.row_tokens, *orders, weights_Tk.shape[1], out)  # type: ignore[no-untyped-call]
+    y_TH: Tensor = _Combine.apply(ep, route.row_counts, *orders, weights_Tk.shape[1], out)  # type: ignore[no-untyped-call]
     return y_TH
 
 
@@ -257,14 +234,13 @@ def apply_ep(
     """Gives this rank its part of the experts of `model`, in place, and makes tokens travel to all of them."""
     routings = list[tuple[Routing, int]]()
     for coordinates in map(layout.coordinates, dist.get_process_group_ranks(group)):
-        position_ranges = cp.position_ranges(seq_len, layout.cp, coordinates.cp)
-        routings.append((Routing(model.routing.name, model.shape, position_ranges), coordinates.tp))
+        positions = cp.local_positions(seq_len, layout.cp, coordinates.cp)
+        routings.append((Routing(model.routing.name, model.shape, positions), coordinates.tp))
     ep = ExpertParallel(group, tp, routings)
     for layer in model.layers.values():
         if isinstance(block := layer.ffn, SparseFeedForward):
             for name, weight in block.experts.named_parameters():
                 part = weight.chunk(group.size())[0].detach().clone()
                 setattr(block.experts, name, nn.Parameter(part))
-            block.mix = partial(_mix_experts, ep)
-            block.route_of = partial(ep.learned_route, block.shape.num_experts)
+            block.mix, block.route_of = partial(_mix, ep), partial(ep.learned_route, block.shape.num_experts)
     model.route = ep.route

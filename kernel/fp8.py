@@ -44,10 +44,6 @@ def count_scaled_products(graph: torch.fx.GraphModule) -> Counter[str]:
     Each counts once, also where backward computes it again. Those in operators of ours are in SCALED_PRODUCTS.
     Stays with `scaled_mm`.
     """
-    graphs = (
-        graph_module.graph
-        for graph_module in graph.modules()
-        if isinstance(graph_module, torch.fx.GraphModule)
-    )
+    graphs = (module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
     nodes = (node for graph in graphs for node in graph.nodes if node.target is torch._scaled_mm)
     return Counter(node.meta["custom"]["purpose"] for node in nodes)

@@ -112,8 +112,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_x = torch.empty_like(x_TH)
         grad_weight = None if shared_gradient is None else shared_gradient.total
         targets_T = targets_T - (0 if group is None else group.rank() * local_vocab)
-        chunk_tokens = max(1, CHUNK_LOGITS // local_vocab)
-        softmax_tokens = max(1, SOFTMAX_LOGITS // local_vocab)
+        chunk_tokens, softmax_tokens = (max(1, n // local_vocab) for n in (CHUNK_LOGITS, SOFTMAX_LOGITS))
         chunks = (tensor.split(chunk_tokens) for tensor in (x_TH, targets_T, grad_x))  # type: ignore[no-untyped-call]
         for chunk_x, chunk_targets, chunk_grad in zip(*chunks, strict=True):
             logits = chunk_x @ weight_VH.t()
@@ -137,9 +136,7 @@ class _HeadLoss(torch.autograd.Function):
         # products are new tensors, since a split backward pass calls this twice.
         scale = (grad_loss / ctx.num_tokens)[None]
         scaled_grads = (
-            None
-            if tensor is None
-            else torch.mul(tensor, scale, out=torch.empty_like(tensor, dtype=ctx.dtype))
-            for tensor in (grad_x, grad_weight)
+            None if t is None else torch.mul(t, scale, out=torch.empty_like(t, dtype=ctx.dtype))
+            for t in (grad_x, grad_weight)
         )
         return *scaled_grads, None, None, None, None

@@ -41,15 +41,15 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     The ranks of a context-parallel group hold the same parameters and different tokens, as the ranks of dp
     do, so both share these axes.
     """
-    replicas = layout.dp * layout.cp // layout.zero_shards
-    sizes = (layout.pp, replicas, layout.zero_shards, layout.tp)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
+    num_replicas = layout.dp * layout.cp // layout.zero_shards
+    axis_sizes = (layout.pp, num_replicas, layout.zero_shards, layout.tp)
+    return init_device_mesh(device_type, axis_sizes, mesh_dim_names=MESH_AXES)
 
 
 def build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     """The mesh of the experts: each of the ranks along ep holds other ones, those along expert_shard share them."""
-    sizes = (layout.pp, layout.expert_copies, layout.expert_shards, layout.ep)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=EXPERT_AXES)
+    axis_sizes = (layout.pp, layout.expert_copies, layout.expert_shards, layout.ep)
+    return init_device_mesh(device_type, axis_sizes, mesh_dim_names=EXPERT_AXES)
 
 
 def is_expert(name: str) -> bool:
@@ -57,7 +57,7 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def make_cp_group(layout: Layout) -> dist.ProcessGroup | None:
+def cp_group(layout: Layout) -> dist.ProcessGroup | None:
     """The group of ranks that share the tokens of this rank's sequences; None if this rank holds them all.
 
     All ranks have to call it. Like a mesh, it takes the group of all ranks for a ring of all ranks, and with
@@ -65,13 +65,13 @@ def make_cp_group(layout: Layout) -> dist.ProcessGroup | None:
     """
     if layout.cp == 1:
         return None
-    world = dist.group.WORLD
-    assert world is not None
+    world_group = dist.group.WORLD
+    assert world_group is not None
     if layout.cp == layout.world_size:
-        return world
+        return world_group
     first_ranks = (rank for rank in range(layout.world_size) if layout.coordinates(rank).cp == 0)
     rings = [list(range(first, first + layout.cp * layout.tp, layout.tp)) for first in first_ranks]
-    if world.bound_device_id is not None:
+    if world_group.bound_device_id is not None:
         return dist.split_group(split_ranks=rings, group_desc="mesh_cp")
     ring_group, _ = dist.new_subgroups_by_enumeration(rings, group_desc="mesh_cp")  # type: ignore[no-untyped-call]
     return ring_group  # type: ignore[no-any-return]
@@ -98,11 +98,11 @@ def num_losses(layout: Layout) -> int:
     return layout.gas * layout.dp * layout.cp
 
 
-def part_view(full: Tensor, part: Part) -> Tensor:
-    """The part of `full` that `part` describes, as a view."""
+def part_view(full_tensor: Tensor, part: Part) -> Tensor:
+    """The part of `full_tensor` that `part` describes, as a view."""
     for dim, start, length in part:
-        full = full.narrow(dim, start, length)
-    return full
+        full_tensor = full_tensor.narrow(dim, start, length)
+    return full_tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -117,6 +117,6 @@ def num_shards(param: Tensor) -> int:
 
 def _shard_axis(param: DTensor) -> DeviceMesh:
     """The mesh axis along which fully_shard cuts `param`, the innermost one of its mesh."""
-    names = param.device_mesh.mesh_dim_names
-    assert names is not None
-    return param.device_mesh[names[-1]]
+    axis_names = param.device_mesh.mesh_dim_names
+    assert axis_names is not None
+    return param.device_mesh[axis_names[-1]]

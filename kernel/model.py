@@ -78,15 +78,13 @@ def rope_frequencies(shape: ModelShape, even_channels: Tensor) -> Tensor:
     frequency = shape.rope_theta ** (-even_channels / shape.rotary_width)
     if (scaling := shape.rope_scaling) is None:
         return frequency
-    num_turns = frequency * scaling.original_max_position_embeddings / (2 * math.pi)
-    unscaled_share = (num_turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    turns = frequency * scaling.original_max_position_embeddings / (2 * math.pi)
+    unscaled_share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return torch.lerp(frequency / scaling.factor, frequency, unscaled_share.clamp(0, 1))
 
 
 def rope_tables(
-    position_ranges: Sequence[range], shape: ModelShape, like: Tensor, computed_in: torch.dtype | None = None
+    positions: Sequence[range], shape: ModelShape, like: Tensor, computed_in: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """The cosine and sine of the rotation of every position, S x 1 x R/2 each (arXiv 2104.09864).
 
@@ -94,8 +92,8 @@ def rope_tables(
     """
     dtype = computed_in or torch.promote_types(like.dtype, torch.float32)
     even_channels = torch.arange(0, shape.rotary_width, 2, device=like.device, dtype=dtype)
-    positions = [torch.arange(r.start, r.stop, device=like.device, dtype=dtype) for r in position_ranges]
-    angle = torch.outer(torch.cat(positions), rope_frequencies(shape, even_channels))[:, None, :]
+    chunks = [torch.arange(c.start, c.stop, device=like.device, dtype=dtype) for c in positions]
+    angle = torch.outer(torch.cat(chunks), rope_frequencies(shape, even_channels))[:, None, :]
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
@@ -107,10 +105,8 @@ def rotate(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor) -> Tensor:
     """The attention of each query to its own and earlier positions, B x N x S x D."""
-    is_grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
-    return functional.scaled_dot_product_attention(
-        q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=is_grouped
-    )
+    grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
+    return functional.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped)
 
 
 def column_products(x_BSH: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -246,12 +242,12 @@ class Decoder(nn.Module):
     """The route of the tokens of a micro-batch to their experts; None if the routers choose."""
 
     def __init__(
-        self, shape: ModelShape, stage: Stage, position_ranges: Sequence[range], routing: str = LEARNED
+        self, shape: ModelShape, stage: Stage, positions: Sequence[range], routing: str = LEARNED
     ) -> None:
-        """`position_ranges` are the positions of a sequence that this rank holds, `routing` is how tokens choose experts."""
+        """`positions` are the positions of a sequence that this rank holds, `routing` is how tokens choose experts."""
         super().__init__()
-        self.shape, self.position_ranges = shape, position_ranges
-        self.routing = Routing(routing, shape, position_ranges)
+        self.shape, self.positions = shape, positions
+        self.routing = Routing(routing, shape, positions)
         self.route = self.routing.route
         layer_numbers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         hidden_size = shape.hidden_size
@@ -278,7 +274,7 @@ class Decoder(nn.Module):
         return x_BSH.
         """
         x = x if self.embedding is None else self.embedding(x)
-        layer_arguments: tuple[Any, ...] = rope_tables(self.position_ranges, self.shape, x)
+        layer_arguments: tuple[Any, ...] = rope_tables(self.positions, self.shape, x)
         if self.shape.num_experts:
             layer_arguments += (self.route(x),)
         for layer in self.layers.values():
@@ -296,11 +292,8 @@ class Decoder(nn.Module):
         """
         if is_expert(name):
             (_, start, length), *further_cuts = part or ((0, 0, full_size[0]),)
-            expert_rows = full_size[0] // self.shape.num_experts
-            experts, size = (
-                range(start // expert_rows, (start + length) // expert_rows),
-                (expert_rows, full_size[1]),
-            )
+            rows = full_size[0] // self.shape.num_experts
+            experts, size = range(start // rows, (start + length) // rows), (rows, full_size[1])
             values = [self._full_value(f"{name}.{n}", torch.Size(size), seed, device) for n in experts]
             return part_view(torch.cat(values), tuple(further_cuts))
         return part_view(self._full_value(name, full_size, seed, device), part)

@@ -29,6 +29,10 @@ GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, taken modulo 1, fill the interval from 0 to 1 evenly."""
 
 
+RowCounts = tuple[tuple[int, ...], tuple[int, ...]]
+"""Numbers of rows that this rank sends to each rank, and receives from each, on their way to their experts."""
+
+
 class Route(NamedTuple):
     """The experts of this rank's tokens, and how their rows travel, a row for each token and expert."""
 
@@ -47,10 +51,7 @@ class Route(NamedTuple):
     """End of the rows of each of this rank's experts."""
     expert_counts: tuple[int, ...] = ()
     """Number of rows of each of this rank's experts."""
-    send_counts: tuple[int, ...] = ()
-    """Number of rows that this rank sends to each rank."""
-    receive_counts: tuple[int, ...] = ()
-    """Number of rows that this rank receives from each rank."""
+    row_counts: RowCounts = ((), ())
 
 
 @lru_cache(maxsize=4)
@@ -156,14 +157,14 @@ class SparseFeedForward(nn.Module):
 class Routing:
     """Chooses the experts of all tokens of a micro-batch by their positions, unless the routers choose."""
 
-    def __init__(self, name: str, shape: ModelShape, position_ranges: Sequence[range]) -> None:
-        """`position_ranges` are the positions of a sequence that this rank holds."""
-        self.name, self.shape, self.position_ranges = name, shape, position_ranges
+    def __init__(self, name: str, shape: ModelShape, positions: Sequence[range]) -> None:
+        """`positions` are the positions of a sequence that this rank holds."""
+        self.name, self.shape, self.positions = name, shape, positions
 
     @cached_property
     def experts_by_position(self) -> list[tuple[int, ...]]:
         """The experts of the token at each position that this rank holds."""
-        return [static_experts(self.name, self.shape, position) for position in chain(*self.position_ranges)]
+        return [static_experts(self.name, self.shape, position) for position in chain(*self.positions)]
 
     def token_experts(self, num_tokens: int, tp_rank: int = 0) -> list[tuple[int, ...]]:
         """The experts of `num_tokens` tokens, from token tp_rank*num_tokens of the flattened micro-batch on."""

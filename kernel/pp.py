@@ -165,11 +165,12 @@ class Pipeline:
     def run(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
         """Runs forward and backward of all micro-batches; returns their losses if it has the last stage."""
         losses = list[Tensor]()
-        has_first, has_last = (any(getattr(s, f"is_{end}") for s in self.stages) for end in ("first", "last"))
+        has_first_stage = any(stage.is_first for stage in self.stages)
+        has_last_stage = any(stage.is_last for stage in self.stages)
         for stage in self.stages:
             stage.targets = iter(targets.split(self._mbs))  # type: ignore[no-untyped-call]
-        loss_arguments = {"target": targets, "losses": losses} if has_last else {}
-        self.schedule.step(*((inputs,) if has_first else ()), **loss_arguments, return_outputs=False)
+        loss_arguments = {"target": targets, "losses": losses} if has_last_stage else {}
+        self.schedule.step(*((inputs,) if has_first_stage else ()), **loss_arguments, return_outputs=False)
         for stage in self.stages:
             stage.finish_sends(self._gas)
         return losses

@@ -44,37 +44,35 @@ def require_equal_replicas(trainer: TrainStep) -> None:
         ("expert_replicate", {n: checksum for n, checksum in checksums.items() if is_expert(n)}),
         *((axis, biases) for axis in MESH_AXES[1:]),
     ]
-    differing_names = set[str]()
+    differing = set[str]()
     for axis, copies in copies_by_axis:
-        differing_names |= {n for n, spread in _spread_along(trainer, copies, axis).items() if spread.any()}
+        differing |= {n for n, spread in _spread_along(trainer, copies, axis).items() if spread.any()}
     for axis in ("tp", "dp_replicate"):
         for name, spread in _spread_along(trainer, tp_copies, axis).items():
             param = params[name]
             if not spread.sum() <= ROUNDINGS * torch.finfo(param.dtype).eps * param.abs().sum():
-                differing_names.add(name)
+                differing.add(name)
     if trainer.ties_across_stages:
         tied_names = [n for n in ("embedding.weight", "head.weight") if n in checksums]
         tied_sums = [checksums[name] for name in tied_names]
         if trainer.tied_peer is not None:
             tied_sums.append(swap(tied_sums[0], trainer.tied_peer, trainer.mesh.get_group("pp")))
-        differing_names |= {name for name in tied_names if len({int(tied_sum) for tied_sum in tied_sums}) > 1}
-    if reduce_over_ranks(len(differing_names), trainer.device):
+        differing |= {name for name in tied_names if len({int(tied_sum) for tied_sum in tied_sums}) > 1}
+    if reduce_over_ranks(len(differing), trainer.device):
         difference_text = (
-            f"here {sorted(differing_names)[0]} and {len(differing_names) - 1} more"
-            if differing_names
-            else "on other ranks"
+            f"here {sorted(differing)[0]} and {len(differing) - 1} more" if differing else "on other ranks"
         )
         raise ReplicasDifferError(f"copies of the same parameters differ: {difference_text}")
 
 
-def _spread_along(trainer: TrainStep, values: dict[str, Tensor], axis: str) -> dict[str, Tensor]:
+def _spread_along(trainer: TrainStep, value_by_name: dict[str, Tensor], axis: str) -> dict[str, Tensor]:
     """The largest minus the smallest value of each element along the axis, by name; 0 only if all are equal."""
     mesh = trainer.expert_mesh if axis in EXPERT_AXES else trainer.mesh
-    if not values or mesh is None or (group := mesh.get_group(axis)).size() == 1:
+    if not value_by_name or mesh is None or (group := mesh.get_group(axis)).size() == 1:
         return {}
-    flat = torch.cat([value.flatten() for value in values.values()])
+    flat_values = torch.cat([value.flatten() for value in value_by_name.values()])
     # The smallest value is minus the largest of the negated values.
-    extremes = torch.stack((flat, -flat))
+    extremes = torch.stack((flat_values, -flat_values))
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
-    spreads = torch.split(extremes[0] + extremes[1], [value.numel() for value in values.values()])
-    return dict(zip(values, spreads, strict=True))
+    spreads = torch.split(extremes[0] + extremes[1], [value.numel() for value in value_by_name.values()])
+    return dict(zip(value_by_name, spreads, strict=True))

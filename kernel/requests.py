@@ -128,7 +128,7 @@ def check(spec: CheckSpec) -> CheckResult:
     Raises:
         ConfigError: this machine has too few GPUs.
     """
-    answer, *_ = _answers("ultrabench.kernel.check.parity", spec)
+    answer, *_ = _answer_lines("ultrabench.kernel.check.parity", spec)
     if (result := from_dict(CheckResult, answer)).refused:
         raise ConfigError(f"{result.refused}; choose smaller degrees, or leave out --device cuda")
     return result
@@ -140,26 +140,26 @@ def dry_run(spec: RunSpec) -> Iterator[RankCost]:
     Raises:
         ConfigError: the kernel cannot build or train this layout.
     """
-    for answer in _answers("ultrabench.kernel.dryrun.rank_cost", spec):
+    for answer in _answer_lines("ultrabench.kernel.dryrun.rank_cost", spec):
         if "error" in answer:
             raise ConfigError(f"{spec.layout.label()} cannot be dry-run: {answer['error']}")
         yield from_dict(RankCost, answer)
 
 
-def _answers(module: str, request: CheckSpec | RunSpec) -> Iterator[dict[str, Any]]:
+def _answer_lines(module: str, request: CheckSpec | RunSpec) -> Iterator[dict[str, Any]]:
     """Starts `module` as a process that reads `request`; yields each line that it writes, or its `error`."""
     command, pipe = (sys.executable, "-P", "-m", module), subprocess.PIPE
     env = {**os.environ, **SINGLE_THREADED}
     # In a process group of its own, it gets no Ctrl-C; its children end with it.
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, process_group=0) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        json.dump(to_dict(request), server.stdin)
-        server.stdin.close()
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env, process_group=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        json.dump(to_dict(request), process.stdin)
+        process.stdin.close()
         try:
-            yield from map(json.loads, server.stdout)
+            yield from map(json.loads, process.stdout)
         except BaseException:
-            server.kill()
+            process.kill()
             raise
-    if server.returncode:
-        yield {"error": f"the process ended with exit code {server.returncode}"}
+    if process.returncode:
+        yield {"error": f"the process ended with exit code {process.returncode}"}

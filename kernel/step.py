@@ -9,20 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ultrabench.kernel import cp
-from ultrabench.kernel.attention import apply_attention, choose_implementation
+from ultrabench.kernel.attention import apply_attention, choose_backend
 from ultrabench.kernel.compat import foreach_mul_, foreach_norm
 from ultrabench.kernel.compile import GraphCounter, apply_compile
 from ultrabench.kernel.data import make_batch, sample_indices
 from ultrabench.kernel.dp import MASTER_DTYPE, apply_dp, begin_microbatch, end_microbatch
 from ultrabench.kernel.ep import apply_ep
-from ultrabench.kernel.mesh import (
-    build_expert_mesh,
-    is_expert,
-    local_shard,
-    make_cp_group,
-    num_losses,
-    num_shards,
-)
+from ultrabench.kernel.mesh import build_expert_mesh, cp_group, is_expert, local_shard, num_losses, num_shards
 from ultrabench.kernel.model import Decoder
 from ultrabench.kernel.moe import LEARNED, update_balance
 from ultrabench.kernel.pp import Pipeline, sum_tied_gradients, tied_peer
@@ -60,11 +53,11 @@ def initialise(
     sizes: Mapping[str, torch.Size],
     seed: int,
     device: torch.device,
-    cut_group_of: Callable[[str], dist.ProcessGroup],
+    cut_group: Callable[[str], dist.ProcessGroup],
 ) -> None:
     """Gives every parameter its part of the full initial value, which depends on its name and `seed`.
 
-    Only one full matrix at a time exists on the device; `sizes` are the sizes of the full parameters, and `cut_group_of`
+    Only one full matrix at a time exists on the device; `sizes` are the sizes of the full parameters, and `cut_group`
     gives the ranks over which a parameter is cut.
     """
     model.to_empty(device=device)
@@ -72,7 +65,7 @@ def initialise(
         buffer.zero_()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            part = part_of(name, param, cut_group_of(name))
+            part = part_of(name, param, cut_group(name))
             local_shard(param).copy_(model.initial_value(name, sizes[name], seed, device, part))
 
 
@@ -98,21 +91,19 @@ class TrainStep:
         self.spec, self.device, self.mesh = spec, device, mesh
         self.clip_norm, self.progress = CLIP_NORM, progress
         self.compiler = GraphCounter(backend)
-        self.attention = choose_implementation(spec.kernel, spec.shape.head_width, device)
+        self.attention = choose_backend(spec.kernel, spec.shape.head_width, device)
         self.coordinates = layout.coordinates(dist.get_rank())
-        self.position_ranges = cp.position_ranges(spec.workload.seq_len, layout.cp, self.coordinates.cp)
-        self.cp_group = make_cp_group(layout)
+        self.positions = cp.local_positions(spec.workload.seq_len, layout.cp, self.coordinates.cp)
+        self.cp_group = cp_group(layout)
         self.expert_mesh = build_expert_mesh(layout, device.type) if spec.shape.num_experts else None
         stages = stages_by_rank(spec.shape, layout)[self.coordinates.pp]
         fp8 = spec.kernel.precision == "fp8"
         self.tp = TensorParallel(mesh.get_group("tp"), layout.sequence_parallel == "on", fp8)
-        self.models = [self._build(stage) for stage in stages]
+        self.models = [self._build_stage(stage) for stage in stages]
         self.ties_across_stages = spec.shape.tie_word_embeddings and layout.pp > 1
         self.tied_peer = tied_peer(layout, self.coordinates.pp) if self.ties_across_stages else None
         self.params = {name: p for model in self.models for name, p in model.named_parameters()}
-        self.parts = {
-            name: part_of(name, param, self.cut_group_of(name)) for name, param in self.params.items()
-        }
+        self.parts = {name: part_of(name, p, self.cut_group(name)) for name, p in self.params.items()}
         self.shards = {name: local_shard(param.detach()) for name, param in self.params.items()}
         # The norm counts each number once: that of a tied embedding on the first stage.
         self.norm_weights = {name: 1 / num_copies(name, param, layout) for name, param in self.params.items()}
@@ -127,15 +118,15 @@ class TrainStep:
         if layout.pp > 1:
             self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress, self.tp)
 
-    def cut_group_of(self, name: str) -> dist.ProcessGroup:
+    def cut_group(self, name: str) -> dist.ProcessGroup:
         """The ranks over which the parameter `name` is cut: those of ep for experts, else those of tp."""
         return self.expert_mesh.get_group("ep") if self.expert_mesh and is_expert(name) else self.tp.group
 
-    def _build(self, stage: Stage) -> Decoder:
+    def _build_stage(self, stage: Stage) -> Decoder:
         """A stage of the model, with every form of parallelism of the layout applied to it."""
         spec, kernel = self.spec, self.spec.kernel
         with torch.device("meta"):
-            model = Decoder(spec.shape, stage, self.position_ranges, kernel.routing)
+            model = Decoder(spec.shape, stage, self.positions, kernel.routing)
         sizes = {name: param.shape for name, param in model.named_parameters()}
         if MASTER_DTYPE[kernel.precision] != torch.get_default_dtype():
             model.to(MASTER_DTYPE[kernel.precision])  # tensors of a dry run do not permit this
@@ -147,7 +138,7 @@ class TrainStep:
         if spec.compiles:
             apply_compile(model, self.compiler)
         apply_dp(model, self.mesh, self.layout.zero_stage, kernel.precision, self.expert_mesh)
-        initialise(model, sizes, spec.workload.seed, self.device, self.cut_group_of)
+        initialise(model, sizes, spec.workload.seed, self.device, self.cut_group)
         # The first gather gives the shards their final memory, which the optimizer must refer to.
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -158,10 +149,9 @@ class TrainStep:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The inputs and targets of this rank in `step`: gas*mbs x S/cp tokens each, on the device."""
         indices = sample_indices(self.layout, self.coordinates.dp)
-        inputs, targets = make_batch(
-            indices, step, self.spec.workload, self.spec.shape.vocab_size, self.device
-        )
-        return cp.tokens_at(inputs, self.position_ranges), cp.tokens_at(targets, self.position_ranges)
+        workload, vocab_size = self.spec.workload, self.spec.shape.vocab_size
+        inputs, targets = make_batch(indices, step, workload, vocab_size, self.device)
+        return cp.tokens_at(inputs, self.positions), cp.tokens_at(targets, self.positions)
 
     def accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Computes the gradients of the mean loss of the global batch, and leaves them in the parameters.
@@ -200,18 +190,18 @@ class TrainStep:
             The mean loss of the global batch, the same on all ranks.
         """
         local_grads = {n: local_shard(p.grad.detach()) for n, p in self.params.items() if p.grad is not None}
-        grads = {name: grad for name, grad in local_grads.items() if grad.numel()}
+        nonempty_grads = {name: grad for name, grad in local_grads.items() if grad.numel()}
         loss_and_square = torch.zeros(2, dtype=torch.float64, device=self.device)
         loss_and_square[0] = loss / self.layout.tp
         # These functions take all parameters in a few kernels, as torch.nn.utils.clip_grad_norm_ does.
-        norms = foreach_norm([*grads.values()])
-        foreach_mul_(norms, [self.norm_weights[name] ** 0.5 for name in grads])
-        loss_and_square[1] = torch.stack(norms).double().square().sum()
+        grad_norms = foreach_norm([*nonempty_grads.values()])
+        foreach_mul_(grad_norms, [self.norm_weights[name] ** 0.5 for name in nonempty_grads])
+        loss_and_square[1] = torch.stack(grad_norms).double().square().sum()
         dist.all_reduce(loss_and_square)
         self.gradient_norm = loss_and_square[1].sqrt()
         factor = clip_factor(self.gradient_norm, self.clip_norm)
-        foreach_mul_([*grads.values()], factor.to(norms[0].dtype))
-        for name, grad in grads.items():
+        foreach_mul_([*nonempty_grads.values()], factor.to(grad_norms[0].dtype))
+        for name, grad in nonempty_grads.items():
             self.shards[name].grad = grad
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -40,7 +40,7 @@ from ultrabench.kernel.loss import HeadGradient, ToGradient, head_loss
 from ultrabench.kernel.mesh import Part, dp_part, is_expert, local_shard
 from ultrabench.kernel.model import Block, Decoder, column_products
 
-Move = Callable[[Tensor], Callable[[], Tensor]]
+TokenMove = Callable[[Tensor], Callable[[], Tensor]]
 """Starts to move a tensor between the ranks, and returns a function that waits for the result."""
 
 CUT_DIM = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "head": 0, "out": 1, "down": 1}
@@ -67,8 +67,8 @@ class TensorParallel:
         """Starts to gather the tokens of all ranks; returns a function that waits for them, B x S x H."""
         if not self.sequence_parallel or self.group.size() == 1:
             return lambda: x_BsH
-        pending = all_gather(x_BsH.contiguous(), self.group)
-        return lambda: wait(pending).view(len(x_BsH), -1, x_BsH.shape[-1])
+        gathered = all_gather(x_BsH.contiguous(), self.group)
+        return lambda: wait(gathered).view(len(x_BsH), -1, x_BsH.shape[-1])
 
     def scatter(self, x_BSH: Tensor) -> Callable[[], Tensor]:
         """Starts to sum over the ranks; returns a function that waits for this rank's tokens, B x S/tp x H."""
@@ -76,8 +76,8 @@ class TensorParallel:
             return lambda: x_BSH
         if not self.sequence_parallel:
             return partial(wait, all_reduce(x_BSH, self.group))
-        parts = x_BSH.reshape(self.group.size() * len(x_BSH), -1, x_BSH.shape[-1])
-        return partial(wait, reduce_scatter(parts, self.group))
+        parts_by_rank = x_BSH.reshape(self.group.size() * len(x_BSH), -1, x_BSH.shape[-1])
+        return partial(wait, reduce_scatter(parts_by_rank, self.group))
 
 
 def _empty_gradients(x_BsH: Tensor, _: Any, weights: Sequence[Tensor], *options: Any) -> list[Tensor]:
@@ -119,7 +119,7 @@ def _column_gradients(
         grad_TH = _input_gradient(tp, flat_grads, weights)
         grad_waits.append(tp.scatter(grad_TH.view(len(grads[0]), -1, x_BsH.shape[-1])))
     grad_weights = [] if wait_x is None else _weight_gradients(tp, flat_grads, wait_x().flatten(0, 1))
-    return [*(wait_for() for wait_for in grad_waits), *grad_weights]
+    return [*(wait_for_grad() for wait_for_grad in grad_waits), *grad_weights]
 
 
 def _input_gradient(tp: TensorParallel, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -152,12 +152,12 @@ class _Columns(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
         tp, (x_BsH, *weights) = ctx.tp, ctx.saved_tensors
         if tp.group.size() == 1:
-            results = iter(_column_gradients(tp, x_BsH, grads, weights))
+            gradients = iter(_column_gradients(tp, x_BsH, grads, weights))
         else:
             options = tp.sequence_parallel, tp.fp8, tp.wants_inputs, tp.wants_weights
-            results = iter(_columns_backward(x_BsH, grads, weights, tp.group.group_name, *options))
-        grad_x = next(results) if tp.wants_inputs else None
-        return None, grad_x, *(results if tp.wants_weights else [None] * len(weights))
+            gradients = iter(_columns_backward(x_BsH, grads, weights, tp.group.group_name, *options))
+        grad_x = next(gradients) if tp.wants_inputs else None
+        return None, grad_x, *(gradients if tp.wants_weights else [None] * len(weights))
 
 
 class _Row(torch.autograd.Function):
@@ -188,21 +188,21 @@ class _Exchange(torch.autograd.Function):
     """Gathers the tokens of all ranks, or sums and scatters them; backward does the opposite."""
 
     @staticmethod
-    def forward(ctx, move: Move, back: Move, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.back = back
+    def forward(ctx, move: TokenMove, move_back: TokenMove, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.move_back = move_back
         return move(x)()
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        return None, None, ctx.back(grad)()
+        return None, None, ctx.move_back(grad)()
 
 
 def _look_up(tp: TensorParallel, embedding: nn.Embedding, tokens_BS: Tensor) -> Tensor:
     """The embeddings of this rank's tokens: each rank looks up those it has rows of, the others count 0."""
-    rows = embedding.weight
-    index = tokens_BS - tp.group.rank() * len(rows)
-    masked = (index < 0) | (index >= len(rows))
-    x_BSH = functional.embedding(index.masked_fill(masked, 0), rows).masked_fill(masked[..., None], 0)
+    weight = embedding.weight
+    row = tokens_BS - tp.group.rank() * len(weight)
+    masked = (row < 0) | (row >= len(weight))
+    x_BSH = functional.embedding(row.masked_fill(masked, 0), weight).masked_fill(masked[..., None], 0)
     out: Tensor = _Exchange.apply(tp.scatter, tp.gather, x_BSH)  # type: ignore[no-untyped-call]
     return out
 
@@ -236,9 +236,9 @@ def apply_tp(model: Decoder, tp: TensorParallel) -> None:
         return
     for name, module in model.named_modules():
         if (dim := CUT_DIM.get(name.rpartition(".")[2])) is not None:
-            for parameter, value in list(module.named_parameters()):  # a weight, and the bias of q, k or v
-                part = value.chunk(tp.group.size(), dim)[0]
-                setattr(module, parameter, nn.Parameter(part.detach().clone()))
+            for param_name, param in list(module.named_parameters()):  # a weight, and the bias of q, k or v
+                part = param.chunk(tp.group.size(), dim)[0]
+                setattr(module, param_name, nn.Parameter(part.detach().clone()))
     if model.embedding is not None:
         model.embedding.forward = partial(_look_up, tp, model.embedding)  # type: ignore[method-assign]
     if model.head is not None:
@@ -252,8 +252,8 @@ def part_of(name: str, param: Tensor, group: dist.ProcessGroup) -> Part:
     The group is that of tp, or of ep for experts.
     """
     dim = cut_dim(name)
-    tp_part = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
-    return (*tp_part, *dp_part(param))
+    cut = () if dim is None else ((dim, group.rank() * param.shape[dim], param.shape[dim]),)
+    return (*cut, *dp_part(param))
 
 
 def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], tp: TensorParallel) -> None:
@@ -263,12 +263,12 @@ def sum_norm_gradients(params: Iterable[tuple[str, Tensor]], tp: TensorParallel)
     the others. L is the number of layers of the stage, and shards is zero_shards of the layout. Without the norms
     of q and k, which have D weights each, + D is left out. A router adds H times the number of experts.
     """
-    group, suffixes = tp.group, ("q_norm", "k_norm") if not tp.sequence_parallel else ("norm", "router")
+    group, suffixes = tp.group, ("norm", "router") if tp.sequence_parallel else ("q_norm", "k_norm")
     sums = (p.grad for name, p in params if cut_dim(name) is None and name.split(".")[-2].endswith(suffixes))
     grads = [local_shard(grad) for grad in sums if grad is not None]
     if group.size() == 1 or not grads:
         return
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat, group=group)
-    for grad, grad_sum in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+    flat_grad = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat_grad, group=group)
+    for grad, grad_sum in zip(grads, torch.split(flat_grad, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(grad_sum.view_as(grad))

@@ -113,10 +113,10 @@ class Timing:
         start_s, warmup_steps, min_s = time.perf_counter(), self.measure.warmup_steps, self.measure.warmup_s
         while self.done_steps < warmup_steps or self._value_of_rank_0(time.perf_counter() - start_s) < min_s:
             self.step()
-        for remaining in range(MAX_COMPILING_STEPS, -1, -1):
+        for remaining_steps in range(MAX_COMPILING_STEPS, -1, -1):
             if not reduce_over_ranks(self.has_compiled, self.device):
                 return
-            if remaining:
+            if remaining_steps:
                 self.step()
         compiling_text = (
             f"step {self.done_steps} still compiled layers ({self.trainer.compiler.num_graphs} graphs so far)"

@@ -95,8 +95,8 @@ class _PlainStep:
     def __init__(self, run: RunSpec, precision: str, device: torch.device) -> None:
         torch.set_default_dtype(MASTER_DTYPE[precision])
         self.run, self.device, self.dtype = run, device, COMPUTE_DTYPE[precision]
-        shape, position_ranges = run.shape, [range(run.workload.seq_len)]
-        self.model = Decoder(shape, split_stages(shape, 1)[0], position_ranges, run.kernel.routing).to(device)
+        shape, positions = run.shape, [range(run.workload.seq_len)]
+        self.model = Decoder(shape, split_stages(shape, 1)[0], positions, run.kernel.routing).to(device)
         if precision == "fp8":
             round_products(self.model)
         self.models, self.params = [self.model], dict(self.model.named_parameters())
@@ -159,26 +159,21 @@ def _train_steps(spec: CheckSpec, trainer: TrainStep | _PlainStep) -> dict[str, 
     These are `loss` of all steps, `grad` by name after the first backward, and `param` by name at the end, with which
     the biases of routers count in fp64; rounding may move a token to another expert, and a bias by a whole step.
     """
-    losses, grad_by_name, params = [], dict[str, Tensor](), trainer.params
+    losses, grads, params = [], dict[str, Tensor](), trainer.params
     for step in range(1, spec.steps + 1):
         loss = trainer.accumulate(*trainer.batch(step))
         if step == 1:
-            grad_by_name = {
-                n: local_shard(p.grad).to("cpu", copy=True) for n, p in params.items() if p.grad is not None
-            }
+            local_grads = {n: local_shard(p.grad) for n, p in params.items() if p.grad is not None}
+            grads = {name: grad.to("cpu", copy=True) for name, grad in local_grads.items()}
         trainer.clip_norm = UNREACHED_NORM if step == 2 else spec.clip
         losses.append(trainer.update(loss).item())
-    param_values = {name: local_shard(param.detach()).cpu() for name, param in params.items()}
+    values = {name: local_shard(param.detach()).cpu() for name, param in params.items()}
     if spec.precision == "fp64":
-        param_values |= {name: bias for model in trainer.models for name, bias in balances(model).items()}
-    return {
-        "loss": {"loss": torch.tensor(losses, dtype=torch.float64)},
-        "grad": grad_by_name,
-        "param": param_values,
-    }
+        values |= {name: bias for model in trainer.models for name, bias in balances(model).items()}
+    return {"loss": {"loss": torch.tensor(losses, dtype=torch.float64)}, "grad": grads, "param": values}
 
 
-def _l2_difference(a: Tensor, b: Tensor) -> float:
+def _l2_diff(a: Tensor, b: Tensor) -> float:
     """The L2 norm of the difference; inf if a value is not a number."""
     return float((a - b).double().norm().nan_to_num(nan=math.inf))
 
@@ -190,24 +185,23 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
     element that no rank holds has an infinite difference.
     """
     torch.set_num_threads(1)
-    fp64, plain = (torch.load(folder / f"{precision}.pt") for precision in ("fp64", spec.precision))
+    exact, rounded = (torch.load(folder / f"{precision}.pt") for precision in ("fp64", spec.precision))
     tensors_by_rank = [torch.load(folder / f"rank{rank}.pt") for rank in range(spec.layout.world_size)]
     assembled: dict[str, dict[str, Tensor]] = {}
     comparison: dict[str, Any] = {"passed": True}
-    for kind, fp64_values in fp64.items():
-        assembled[kind] = {name: torch.full_like(full, torch.nan) for name, full in fp64_values.items()}
-        diffs = dict.fromkeys(fp64_values, 0.0)
+    for kind, exact_values in exact.items():
+        assembled[kind] = {name: torch.full_like(full, torch.nan) for name, full in exact_values.items()}
+        diffs = dict.fromkeys(exact_values, 0.0)
         for rank_tensors in tensors_by_rank:
             for name, values in rank_tensors[kind].items():
-                tied = spec.shape.tie_word_embeddings and name == "head.weight"
-                full_name, part = TIED_NAME if tied else name, rank_tensors["parts"].get(name, ())
+                is_tied = spec.shape.tie_word_embeddings and name == "head.weight"
+                full_name, part = TIED_NAME if is_tied else name, rank_tensors["parts"].get(name, ())
                 part_view(assembled[kind][full_name], part).copy_(values)
-                diffs[full_name] = max(
-                    diffs[full_name], _l2_difference(part_view(fp64_values[full_name], part), values)
-                )
+                diff = _l2_diff(part_view(exact_values[full_name], part), values)
+                diffs[full_name] = max(diffs[full_name], diff)
         for name, full in assembled[kind].items():
-            diffs[name] = max(diffs[name], _l2_difference(fp64_values[name], full))
-        rounding = {name: _l2_difference(full, plain[kind][name]) for name, full in fp64_values.items()}
+            diffs[name] = max(diffs[name], _l2_diff(exact_values[name], full))
+        rounding = {name: _l2_diff(full, rounded[kind][name]) for name, full in exact_values.items()}
         if kind == "param":
             diffs, rounding = (
                 {"all": math.hypot(*diff_by_name.values())} for diff_by_name in (diffs, rounding)
@@ -223,7 +217,7 @@ def _compare(spec: CheckSpec, folder: Path) -> CheckResult:
         if kind == "grad":
             comparison["worst_parameter"] = worst_name
     if spec.dump is not None:
-        torch.save(fp64, Path(spec.dump) / "reference.pt")
+        torch.save(exact, Path(spec.dump) / "reference.pt")
         torch.save(assembled, Path(spec.dump) / "check.pt")
     missing_grads = list[str]()
     for rank, rank_tensors in enumerate(tensors_by_rank):

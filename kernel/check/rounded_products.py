@@ -14,10 +14,8 @@ def round_rows(matrix: Tensor) -> Tensor:
     """The values that 8 bits hold of a matrix, in fp32, if each row has the largest power of two as its scale with which it fits."""
     dtype = fp8_dtype(matrix.device)
     dtype_max, row_max = torch.finfo(dtype).max, matrix.double().abs().amax(1, keepdim=True)
-    scale_exponent = torch.where(row_max > 0, torch.log2(dtype_max / row_max), 0).floor()
-    return torch.ldexp(
-        torch.ldexp(matrix.double(), scale_exponent).float().to(dtype).double(), -scale_exponent
-    ).float()
+    exponent = torch.where(row_max > 0, torch.log2(dtype_max / row_max), 0).floor()
+    return torch.ldexp(torch.ldexp(matrix.double(), exponent).float().to(dtype).double(), -exponent).float()
 
 
 class _Linear(torch.autograd.Function):

@@ -43,7 +43,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Lets DTensor turn its operators into operators on plain tensors, which then arrive here as those of ours do."""
-        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
+        if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         kwargs = kwargs or {}
         if function := OPERATORS.get(func):
@@ -51,12 +51,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args)
         if isinstance(func, HigherOrderOperator):
             # Compiled recomputation: an operator that may draw random numbers, after their state if that is given.
-            operator_index = next(
-                index for index, argument in enumerate(args) if isinstance(argument, OpOverload)
-            )
+            start = next(i for i, argument in enumerate(args) if isinstance(argument, OpOverload))
             with self:
-                out = args[operator_index](*args[operator_index + 1 :], **kwargs)
-                return out if operator_index else (torch.empty(0), out)
+                out = args[start](*args[start + 1 :], **kwargs)
+                return out if start else (torch.empty(0), out)
         out = func(*args, **kwargs)
         if func is WAIT:
             out = args[0]
@@ -78,15 +76,13 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None, expert_mesh: DeviceMesh | None = None
+        self, mesh: DeviceMesh, cp_group: dist.ProcessGroup | None, experts: DeviceMesh | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls_and_bytes = defaultdict[str, list[int]](lambda: [0, 0])
-        group_by_axis = {
-            axis: m.get_group(axis) for m in (expert_mesh, mesh) if m for axis in m.mesh_dim_names or ()
-        }
-        self._axis_by_group: dict[Any, str] = {
-            str(g.group_name): axis for axis, g in {**group_by_axis, "cp": cp_group}.items() if g
+        groups = {axis: m.get_group(axis) for m in (experts, mesh) if m for axis in m.mesh_dim_names or ()}
+        self._axes: dict[Any, str] = {
+            str(g.group_name): axis for axis, g in {**groups, "cp": cp_group}.items() if g
         }
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -96,14 +92,12 @@ class CollectiveCounts(Observer):  # type: ignore[no-untyped-call]
         name = func._schema.name.partition("::")[2]
         if name not in _OPERATION_NAMES:
             return
-        arguments = tree_leaves((args, kwargs))
-        axis = next(
-            (self._axis_by_group[g] for g in map(group_name, arguments) if g in self._axis_by_group), "world"
-        )
-        payload_bytes = max((tensor.nbytes for tensor in arguments if isinstance(tensor, Tensor)), default=0)
+        leaves = tree_leaves((args, kwargs))
+        axis = next((self._axes[g] for g in map(group_name, leaves) if g in self._axes), "world")
+        payload_bytes = max((t.nbytes for t in leaves if isinstance(t, Tensor)), default=0)
         axis = "ep" if _OPERATION_NAMES[name] == "all_to_all" else axis
         if name == "all_gather_into_tensor":
-            payload_bytes *= next(argument for argument in arguments if isinstance(argument, int))
+            payload_bytes *= next(n for n in leaves if isinstance(n, int))
         totals = self.calls_and_bytes[f"{axis} {_OPERATION_NAMES[name]}"]
         totals[0] += 1
         totals[1] += payload_bytes
@@ -161,10 +155,10 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
         self._live_storages: dict[int, _CountedStorage] = {}
         """Storages by their id, which a later storage may have again."""
         self._sizes: dict[_CountedStorage, int] = {}
-        self._at_peak: dict[_CountedStorage, int] | None = None
+        self._sizes_at_peak: dict[_CountedStorage, int] | None = None
         """The sizes at the peak; None while these are the sizes now."""
         self._paused = False
-        self._freed: list[int] = []
+        self._freed_ids: list[int] = []
         """Ids of storages that were freed, perhaps by another thread, and are not yet subtracted."""
 
     @contextmanager
@@ -182,13 +176,13 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
                 self._subtract_freed()  # its id may have belonged to a freed storage
                 if id(storage) not in self._live_storages:
                     self._live_storages[id(storage)] = counted_storage = _CountedStorage()
-                    weakref.finalize(storage, self._freed.append, id(storage))
+                    weakref.finalize(storage, self._freed_ids.append, id(storage))
                     self._resize(counted_storage, storage.nbytes())
 
     def _subtract_freed(self) -> None:
         """Subtracts freed storages; it runs later than they are freed, which may happen in any operation."""
-        while self._freed:
-            storage = self._live_storages.pop(self._freed.pop(0))
+        while self._freed_ids:
+            storage = self._live_storages.pop(self._freed_ids.pop(0))
             self._resize(storage, 0)
             del self._sizes[storage]
 
@@ -206,16 +200,16 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
 
     def _resize(self, storage: _CountedStorage, new_bytes: int) -> None:
         added_bytes = new_bytes - self._sizes.get(storage, 0)
-        if added_bytes < 0 and self._at_peak is None:
-            self._at_peak = self._sizes.copy()
+        if added_bytes < 0 and self._sizes_at_peak is None:
+            self._sizes_at_peak = self._sizes.copy()
         self._sizes[storage] = new_bytes
         self._live_bytes += added_bytes
         if self._live_bytes > self.peak_bytes:
-            self.peak_bytes, self._at_peak = self._live_bytes, None
+            self.peak_bytes, self._sizes_at_peak = self._live_bytes, None
 
     def reset_peak(self) -> None:
         """Sets the peak to the storages that are live now."""
-        self.peak_bytes, self._at_peak = self.live_bytes, None
+        self.peak_bytes, self._sizes_at_peak = self.live_bytes, None
 
     def set_kind(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Sets the kind of the storages of `tensors` for all their lifetime; the default is activation."""
@@ -228,6 +222,6 @@ class LiveBytes(Observer):  # type: ignore[no-untyped-call]
     def peak_by_kind(self) -> Counter[str]:
         """The bytes of each kind at the peak; their sum is the peak."""
         bytes_by_kind = Counter[str]()
-        for storage, nbytes in (self._sizes if self._at_peak is None else self._at_peak).items():
+        for storage, nbytes in (self._sizes if self._sizes_at_peak is None else self._sizes_at_peak).items():
             bytes_by_kind[storage.kind] += nbytes
         return bytes_by_kind

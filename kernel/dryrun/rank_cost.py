@@ -33,7 +33,7 @@ TIMEOUT_S = 6 * 3600.0
 _CPU = torch.device("cpu")
 
 
-def make_optimizer_states(trainer: TrainStep) -> None:
+def make_states(trainer: TrainStep) -> None:
     """Makes the optimizer's states, which exist from the second step of a real run on."""
     for shard in trainer.shards.values():
         shard.grad = torch.zeros_like(shard)
@@ -55,9 +55,7 @@ def _generated_loss(
         return logits_to_gradient(logits, targets, group)
 
 
-def measure_step(
-    spec: RunSpec, prepare: Callable[[TrainStep], object] = make_optimizer_states
-) -> dict[str, Any]:
+def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_states) -> dict[str, Any]:
     """The RankCost of this rank of the default process group, as JSON values.
 
     Tests call it on real ranks to check dry runs; real ranks `prepare` with a training step.
@@ -85,9 +83,7 @@ def measure_step(
             trainer.update(loss)
         del batch, loss
     storages.set_kind("parameter", [*trainer.shards.values(), *sharded.gathered()])
-    storages.set_kind(
-        "optimizer", (tensor for state in trainer.optimizer.state.values() for tensor in state.values())
-    )
+    storages.set_kind("optimizer", (t for state in trainer.optimizer.state.values() for t in state.values()))
     bytes_by_kind = storages.peak_by_kind()
     return {
         "pp_rank": trainer.coordinates.pp, "rank": dist.get_rank(),

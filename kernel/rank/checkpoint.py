@@ -100,11 +100,9 @@ class Checkpoint:
         for tensor in tensors.values():
             tensor.zero_()
         load_s, _ = self._timed(partial(load, tensors, checkpoint_id=path, process_group=self.group))
-        differing_names = [
-            name for name, tensor in tensors.items() if not same_bits(tensor, copies.pop(name))
-        ]
-        if reduce_over_ranks(len(differing_names), self.device):
-            raise NotLoadedError(f"the loaded state differs: {differing_names or 'only on other ranks'}")
+        differing = [name for name, tensor in tensors.items() if not same_bits(tensor, copies.pop(name))]
+        if reduce_over_ranks(len(differing), self.device):
+            raise NotLoadedError(f"the loaded state differs: {differing or 'only on other ranks'}")
         self._remove(path)
         return {"save_s": save_s, "load_s": load_s, "bytes": num_bytes}
 

@@ -34,12 +34,10 @@ def of_values(tensors: Iterable[Tensor]) -> str | None:
     return None
 
 
-def of_rotations(cos: Tensor, sin: Tensor, position_ranges: Sequence[range], shape: ModelShape) -> str:
+def of_rotations(cos: Tensor, sin: Tensor, positions: Sequence[range], shape: ModelShape) -> str:
     """The precision in which the angles were computed whose cosines and sines these are."""
-    return _nearest(
-        torch.stack((cos, sin)),
-        lambda dtype: torch.stack(rope_tables(position_ranges, shape, cos, computed_in=dtype)),
-    )
+    tables = torch.stack((cos, sin))
+    return _nearest(tables, lambda dtype: torch.stack(rope_tables(positions, shape, cos, computed_in=dtype)))
 
 
 def of_norm(norm: RmsNorm, like: Tensor) -> str:

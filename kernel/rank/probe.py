@@ -35,16 +35,14 @@ Rows = list[dict[str, float]]
 percentile of the bus bandwidth: busbw_bytes_per_s, busbw_p5_bytes_per_s and busbw_p95_bytes_per_s."""
 
 
-def _collective_calls(
-    all_parts: Tensor, second_buffer: Tensor, own_part: Tensor, group: Group
-) -> dict[str, Callable[[], object]]:
-    """Operation -> a call of it; `all_parts` and `second_buffer` have the size of all ranks' parts together."""
+def _calls(gathered: Tensor, received: Tensor, part: Tensor, group: Group) -> dict[str, Callable[[], object]]:
+    """Operation -> a call of it; `gathered` and `received` have the size of all ranks' parts together."""
     return {
-        "allreduce": partial(dist.all_reduce, all_parts, group=group),
-        "allgather": partial(dist.all_gather_into_tensor, all_parts, own_part, group=group),
-        "reducescatter": partial(dist.reduce_scatter_tensor, own_part, all_parts, group=group),
-        "alltoall": partial(dist.all_to_all_single, second_buffer, all_parts, group=group),
-        "sendrecv": lambda: RingTransfer(all_parts, second_buffer, group).wait(),
+        "allreduce": partial(dist.all_reduce, gathered, group=group),
+        "allgather": partial(dist.all_gather_into_tensor, gathered, part, group=group),
+        "reducescatter": partial(dist.reduce_scatter_tensor, part, gathered, group=group),
+        "alltoall": partial(dist.all_to_all_single, received, gathered, group=group),
+        "sendrecv": lambda: RingTransfer(gathered, received, group).wait(),
     }
 
 
@@ -126,17 +124,15 @@ def _copy_rates(device: torch.device, seconds: float) -> list[float]:
     return _rates(device, partial(target.copy_, source), 2 * source.numel(), seconds)
 
 
-def _rates(
-    device: torch.device, call: Callable[[], object], work_per_call: float, seconds: float
-) -> list[float]:
-    """`work_per_call` / median time of a call, by rank, while all ranks do the same for some `seconds`."""
+def _rates(device: torch.device, call: Callable[[], object], work: float, seconds: float) -> list[float]:
+    """`work` / median time of a call, by rank, while all ranks do the same for some `seconds`."""
     num_calls = 5 if device.type == "cuda" else 1
     _seconds(device, call, 1)
     dist.barrier()
     times_s, end_s = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end_s or len(times_s) < 3:
         times_s.append(_seconds(device, call, num_calls))
-    return _gather_by_rank(device, work_per_call / median(times_s))
+    return _gather_by_rank(device, work / median(times_s))
 
 
 def _gather_by_rank(device: torch.device, value: float) -> list[float]:
@@ -155,15 +151,15 @@ def _measure_collectives(
     num_ranks = dist.get_world_size(group)
     for size in settings.sizes_bytes if num_ranks > 1 else ():
         num_elements = max(1, size // ELEMENT_BYTES // num_ranks)
-        all_parts, second_buffer = torch.zeros(2, num_elements * num_ranks, device=device)
-        calls = _collective_calls(all_parts, second_buffer, torch.zeros(num_elements, device=device), group)
+        gathered, received = torch.zeros(2, num_elements * num_ranks, device=device)
+        calls = _calls(gathered, received, torch.zeros(num_elements, device=device), group)
         for name in settings.operations:
             rounds = range(settings.warmup + settings.iterations)
             times_s = [_seconds(device, calls[name], settings.calls) for _ in rounds]
             # The slowest rank of all nodes counts. This also lets all ranks begin the next size together.
             slowest_times = torch.tensor(times_s[settings.warmup :], dtype=torch.float64, device=device)
             dist.all_reduce(slowest_times, dist.ReduceOp.MAX)
-            size_bytes = all_parts.numel() * ELEMENT_BYTES
+            size_bytes = gathered.numel() * ELEMENT_BYTES
             rows_by_operation[name].append(
                 _row(size_bytes, size_bytes * crossing_share(name, num_ranks), slowest_times.tolist())
             )

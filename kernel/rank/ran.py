@@ -75,9 +75,7 @@ def watched(trainer: TrainStep) -> Iterator[Watch]:
 
     def see_gradients(loss: Tensor) -> Tensor:
         grads = {name: p.grad for name, p in trainer.params.items() if p.grad is not None}
-        watch.gradients = [
-            precisions.sample(local_shard(grad)) for name, grad in grads.items() if _is_matrix(name)
-        ]
+        watch.gradients = [precisions.sample(local_shard(g)) for n, g in grads.items() if _is_matrix(n)]
         watch.steps += 1
         return train_update(loss)
 
@@ -111,12 +109,12 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
     An option that differs between layers or micro-batches has all its values, such as `full and none`. What a
     pipeline stage without layers cannot know is absent.
     """
-    forwards, num_steps = watch.forwards, watch.steps
+    forwards, gas = watch.forwards, len(watch.forwards) // (watch.steps * len(trainer.models))
     options = {
         "fused_optimizer": bool(trainer.optimizer.defaults["fused"]),
         "tf32": torch.get_float32_matmul_precision() != "highest",
-        "mbs": _common_value(input_size[0] for input_size, _ in forwards),
-        "gas": len(forwards) // (num_steps * len(trainer.models)),
+        "mbs": _common_value(size[0] for size, _ in forwards),
+        "gas": gas,
     }
     if pipeline := getattr(trainer, "pipeline", None):
         num_stages = len(pipeline.stages)
@@ -127,29 +125,21 @@ def options_of(trainer: TrainStep, watch: Watch) -> dict[str, Any]:
         return options
     shape, seq_len = trainer.spec.shape, trainer.spec.workload.seq_len
     tp_degrees = [shape.q_width // layer.attention.q.weight.shape[0] for layer in layers]
-    expert_rows = [
-        len(layer.ffn.experts.gate) for layer in layers if isinstance(layer.ffn, SparseFeedForward)
-    ]
-    if expert_rows or not shape.num_experts:
+    num_rows = [len(layer.ffn.experts.gate) for layer in layers if isinstance(layer.ffn, SparseFeedForward)]
+    if num_rows or not shape.num_experts:
         all_rows = shape.num_experts * shape.moe_intermediate_size
-        options["ep"] = _common_value(all_rows // rows for rows in expert_rows) if expert_rows else 1
+        options["ep"] = _common_value(all_rows // rows for rows in num_rows) if num_rows else 1
         options["routing"] = _common_value(model.routing.name for model in trainer.models)
     assert watch.rotations is not None
     num_token_parts = len(watch.rotations[0]) // watch.tokens
     # A stage gets B x S/cp tokens, or x_BSH of the stage before, whose tokens may be cut over tp, too.
-    cp_degrees = [
-        seq_len // (input_size[1] * num_token_parts ** (len(input_size) - 2)) for input_size, _ in forwards
-    ]
+    cp_degrees = [seq_len // (size[1] * num_token_parts ** (len(size) - 2)) for size, _ in forwards]
     states = [state for _, layer_states in forwards for state in layer_states]
     # ZeRO stages 1 and 2 differ only in whether every one of several micro-batches reduces gradients.
-    later_states = [
-        s for n, (_, layer_states) in enumerate(forwards) for s in layer_states if n % options["gas"]
-    ]
-    reduces_each = not pipeline and later_states and all(state.has_reduced for state in later_states)
-    stage_if_sharded = 2 if reduces_each else 1
+    later_states = [s for n, (_, layer_states) in enumerate(forwards) for s in layer_states if n % gas]
+    stage_if_sharded = 2 if not pipeline and later_states and all(s.has_reduced for s in later_states) else 1
     if not pipeline:
-        last_forwards = forwards[options["gas"] - 1 :: options["gas"]]
-        last_states = (state for _, layer_states in last_forwards for state in layer_states)
+        last_states = [state for _, layer_states in forwards[gas - 1 :: gas] for state in layer_states]
         options["dp_overlap"] = _common_value("on" if state.reduces_next else "off" for state in last_states)
     attention_args: list[tuple[str, ...]] = [
         getattr(unwrap(layer.attention.core), "args", ("any",)) for layer in layers
@@ -197,7 +187,7 @@ def _precisions(trainer: TrainStep, watch: Watch) -> dict[str, str]:
     assert watch.rotations is not None
     cos, sin = watch.rotations
     return {kind: _common_value(group) for kind, group in precisions_by_kind.items() if group} | {
-        "angles": precisions.of_rotations(cos, sin, trainer.position_ranges, trainer.spec.shape),
+        "angles": precisions.of_rotations(cos, sin, trainer.positions, trainer.spec.shape),
         "norms": precisions.of_norm(layers_of(trainer)[0].ffn_norm, cos),
     }
 

@@ -22,9 +22,9 @@ def dump_on_signals(report: Report) -> None:
     There are two signals because the second answer needs the interpreter lock, which a thread that hangs in C
     may hold. Call it in the main thread; it starts one thread, which sleeps. Other programs may use it too.
     """
-    stacks = open(f"{report.path}{STACKS_SUFFIX}", "w")  # noqa: SIM115 - faulthandler writes to it
-    _kept_open.append(stacks)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    stacks_file = open(f"{report.path}{STACKS_SUFFIX}", "w")  # noqa: SIM115 - faulthandler writes to it
+    _kept_open.append(stacks_file)
+    faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
     signal_reader, signal_writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(signal_writer, False)
     # A handler in Python would wait for the main thread, which may be blocked in a collective. C code writes

@@ -35,14 +35,11 @@ def summarize(trace: dict[str, Any]) -> dict[str, Any]:
     operators = kernels or [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
     spans = [_span(e) for e in operators] if kernels else exclusive_spans(operators)
     comm_spans = [s for s in spans if _communicates(s)]
-    compute_spans = merged_spans(s for s in spans if not _communicates(s))
+    compute_spans = merge(s for s in spans if not _communicates(s))
     scale_s = 1e-6 / max(1, len(steps))
     step_time_s = sum(float(e["dur"]) for e in steps) * scale_s
-    compute_s, communication_s = (
-        total_us(compute_spans) * scale_s,
-        total_us(merged_spans(comm_spans)) * scale_s,
-    )
-    exposed_s = (total_us(merged_spans([*compute_spans, *comm_spans])) - total_us(compute_spans)) * scale_s
+    compute_s, communication_s = total_us(compute_spans) * scale_s, total_us(merge(comm_spans)) * scale_s
+    exposed_s = (total_us(merge([*compute_spans, *comm_spans])) - total_us(compute_spans)) * scale_s
     calls, us_by_name = Counter(e["name"] for e in operators), defaultdict[str, float](float)
     for span in spans:
         us_by_name[span.name] += span.end - span.start
@@ -102,7 +99,7 @@ def exclusive_spans(events: Iterable[dict[str, Any]]) -> list[Span]:
     return pieces
 
 
-def merged_spans(spans: Iterable[Span]) -> list[Span]:
+def merge(spans: Iterable[Span]) -> list[Span]:
     """The time that the spans cover together, as ordered spans that do not overlap."""
     merged: list[Span] = []
     for span in sorted(spans):

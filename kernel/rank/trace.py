@@ -66,12 +66,8 @@ def _bytes_by_kind(trainer: TrainStep, peak_bytes: int | None, trace: dict[str, 
     A gradient has the size and type of its parameter. On a CPU only the bytes that the traced steps allocated
     are known, which include the gradients.
     """
-    optimizer_tensors = [
-        t for s in trainer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)
-    ]
-    parameter_bytes, optimizer_bytes = (
-        sum(t.nbytes for t in tensors) for tensors in (trainer.shards.values(), optimizer_tensors)
-    )
+    states = [t for s in trainer.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    parameter_bytes, optimizer_bytes = (sum(t.nbytes for t in ts) for ts in (trainer.shards.values(), states))
     other_bytes = (
         most_allocated(trace) if peak_bytes is None else peak_bytes - parameter_bytes - optimizer_bytes
     )

@@ -200,7 +200,7 @@ def flipped_bit(right, self, loss):
 # The ring of context parallelism.
 
 
-@planted(cp, "_query_and_key_slices", parity="cp=2 bf16")
+@planted(cp, "_attended_slices", parity="cp=2 bf16")
 def ring_sees_the_future(right, rank, other, seq):
     """Queries attend to all keys of the later ranks, too."""
     return (slice(None), slice(None), False) if other > rank else right(rank, other, seq)
@@ -264,7 +264,7 @@ def weights_twice(right, weights, groups):
     return right(iter(held), groups)
 
 
-@planted(step, "make_cp_group", groups="dp=3")
+@planted(step, "cp_group", groups="dp=3")
 def group_of_two(right, layout):
     """The first and the last rank make a group for themselves."""
     ends = [0, layout.world_size - 1]

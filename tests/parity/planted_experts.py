@@ -43,20 +43,20 @@ def combine_by_expert(right, ep, rows, by_rank, row_counts):
     return right(ep, rows, torch.arange(len(rows)), row_counts)
 
 
-@planted(ep, "_mix_experts", parity="dp=2 ep=2 moe bf16")
+@planted(ep, "_mix", parity="dp=2 ep=2 moe bf16")
 def score_twice(right, ep, x, weights, route, experts):
     """The score of an expert is multiplied into its output twice."""
     return right(ep, x, weights * weights, route, experts)
 
 
-@planted(ep, "_mix_experts", parity="tp=2 ep=2 moe")
+@planted(ep, "_mix", parity="tp=2 ep=2 moe")
 def dropped_token(right, ep, x, weights, route, experts):
     """The experts of the last token of a rank have no room for it."""
     kept = torch.arange(len(x)) < len(x) - 1
     return right(ep, x, weights * kept[:, None], route, experts)
 
 
-@planted(ep, "_grouped_weight_gradients", parity="dp=2 ep=2 moe")
+@planted(ep, "_grouped_gradients", parity="dp=2 ep=2 moe")
 def shifted_expert_gradients(right, *args):
     """Each expert of a rank gets the gradient of the one before."""
     return right(*args).roll(1, 0)

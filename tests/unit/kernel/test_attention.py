@@ -71,14 +71,14 @@ def test_what_runs(monkeypatch, asked, precision, head_width, device, has_cudnn,
     """`has_cudnn` is whether torch prefers cuDNN on that GPU."""
     monkeypatch.setattr(attention, "has_cudnn_attention", lambda _: has_cudnn)
     kernel = KernelConfig(name="embedded", attention=asked, precision=precision)
-    assert attention.choose_implementation(kernel, head_width, device) == runs
+    assert attention.choose_backend(kernel, head_width, device) == runs
 
 
 def test_flash3_that_is_not_installed_is_told_in_one_line():
     """The package flash_attn_interface exists for GPUs only."""
     kernel = KernelConfig(name="embedded", attention="flash3", precision="bf16")
     with refused("kernel.attention=flash3: "):
-        attention.choose_implementation(kernel, 128, GPU)
+        attention.choose_backend(kernel, 128, GPU)
 
 
 def test_the_operators_of_cudnn_take_our_arguments():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ultrabench.kernel import replicas
-from ultrabench.kernel.mesh import make_cp_group
+from ultrabench.kernel.mesh import cp_group
 from ultrabench.kernel.rank.failure import ReplicasDifferError
 from ultrabench.layout import Layout
 
@@ -33,7 +33,7 @@ def test_every_rank_asks_for_all_rings(monkeypatch, on_nccl):
         dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
         if on_nccl:
             dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-        make_cp_group(layout)
+        cp_group(layout)
         dist.destroy_process_group()
     rings = [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert asked == ([rings] if on_nccl else rings) * layout.world_size

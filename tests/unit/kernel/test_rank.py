@@ -17,7 +17,7 @@ from ultrabench.kernel.rank.failure import (
     kind_of,
     one_line,
 )
-from ultrabench.kernel.rank.timeline import Span, merged_spans, most_allocated, summarize, total_us
+from ultrabench.kernel.rank.timeline import Span, merge, most_allocated, summarize, total_us
 
 
 def test_variables_that_steer_a_run_are_recorded(monkeypatch):
@@ -178,5 +178,5 @@ def test_the_most_memory_is_that_of_the_host():
 
 def test_spans_that_touch_or_hold_each_other_are_one():
     spans = [Span(5, 6, "c"), Span(0, 4, "a"), Span(1, 2, "b"), Span(4, 5, "d"), Span(8, 9, "e")]
-    assert [(s.start, s.end) for s in merged_spans(spans)] == [(0, 6), (8, 9)]
-    assert total_us(merged_spans(spans)) == 7
+    assert [(s.start, s.end) for s in merge(spans)] == [(0, 6), (8, 9)]
+    assert total_us(merge(spans)) == 7
