@@ -64,7 +64,7 @@ def use_timeout(timeout: datetime.timedelta) -> None:
     """Sets the time-out of all process groups that are made from now on, also of those that torch makes itself.
 
     `init_device_mesh` takes no time-out for the groups of its axes, and NCCL's own would be 10 minutes.
-    Goes when it takes one.
+    Goes when `init_device_mesh` takes a time-out.
     """
     c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timeout  # type: ignore[attr-defined]

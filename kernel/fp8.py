@@ -17,7 +17,7 @@ def fp8_dtype(device: torch.device) -> torch.dtype:
     """The dtype of 8 bits, with 3 of them for the fraction, that products on `device` take.
 
     That of AMD's gfx942 has no infinity and no negative 0, and half the range.
-    Goes when torch says it.
+    Goes when torch says which dtype a device takes.
     """
     if torch.version.hip is None or device.type == "cpu":
         return torch.float8_e4m3fn

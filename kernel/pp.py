@@ -35,7 +35,7 @@ SCHEDULES = {schedule: get_schedule_class(name) for schedule, name in _TORCH_SCH
 class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
     """A stage that passes targets to the last part of the model, and reports finished micro-batches."""
 
-    progress: Callable[[], None]
+    after_microbatch: Callable[[], None]
     """It is called after every forward and every backward of a micro-batch."""
     tp: TensorParallel
     """The ranks of tensor parallelism, which are told what a backward pass must compute."""
@@ -51,7 +51,7 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         if self.is_last:
             kwargs["targets_BS"] = next(self.targets)
         out = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self.progress()
+        self.after_microbatch()
         return out
 
     def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):  # type: ignore[no-untyped-def]
@@ -71,7 +71,7 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         return backward_of_stage(bwd_kwargs), None
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, *args, **kwargs):  # type: ignore[no-untyped-def]
-        """Runs torch's backward of a micro-batch, then calls `progress`.
+        """Runs torch's backward of a micro-batch, then calls `after_microbatch`.
 
         The schedule keeps all losses until the step ends, and the graph of each would keep the stage's input.
         """
@@ -79,7 +79,7 @@ class Stage(BuffersOnDemand, PeerlessWarmup, PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
             loss.detach_()
-        self.progress()
+        self.after_microbatch()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduces all gradients of the step, also under schedules that compute some gradients of weights later."""
@@ -119,7 +119,7 @@ class Pipeline:
         models: Sequence[Decoder],
         pp_mesh: DeviceMesh,
         device: torch.device,
-        progress: Callable[[], None],
+        after_microbatch: Callable[[], None],
         tp: TensorParallel,
     ) -> None:
         layout, dtype = spec.layout, COMPUTE_DTYPE[spec.kernel.precision]
@@ -148,7 +148,7 @@ class Pipeline:
                 output_args=stage_output,
                 group=pp_group,
             )
-            stage.progress, stage.tp = progress, tp
+            stage.after_microbatch, stage.tp = after_microbatch, tp
             stage.shares_rank, stage.pending_sends = layout.virtual_stages > 1, defaultdict(list)
             self.stages.append(stage)
             if model.head is not None and layout.pp_schedule == "afab":

@@ -84,12 +84,12 @@ class TrainStep:
         device: torch.device,
         mesh: DeviceMesh,
         *,
-        progress: Callable[[], None] = lambda: None,
+        after_microbatch: Callable[[], None] = lambda: None,
         backend: str = "inductor",
     ) -> None:
         layout = self.layout = spec.layout
         self.spec, self.device, self.mesh = spec, device, mesh
-        self.clip_norm, self.progress = CLIP_NORM, progress
+        self.clip_norm, self.after_microbatch = CLIP_NORM, after_microbatch
         self.compiler = GraphCounter(backend)
         self.attention = choose_backend(spec.kernel, spec.shape.head_width, device)
         self.coordinates = layout.coordinates(dist.get_rank())
@@ -116,7 +116,7 @@ class TrainStep:
             nonempty_shards, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
         )
         if layout.pp > 1:
-            self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, progress, self.tp)
+            self.pipeline = Pipeline(spec, self.models, mesh["pp"], device, after_microbatch, self.tp)
 
     def cut_group(self, name: str) -> dist.ProcessGroup:
         """The ranks over which the parameter `name` is cut: those of ep for experts, else those of tp."""
@@ -176,7 +176,7 @@ class TrainStep:
                 loss.backward()
                 end_microbatch(model, self.layout.zero_stage, **options)
                 losses.append(loss.detach())
-                self.progress()
+                self.after_microbatch()
         sum_norm_gradients(self.params.items(), self.tp)
         zero_loss = torch.zeros((), device=self.device)
         return sum((loss.detach() for loss in losses), zero_loss)

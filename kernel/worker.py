@@ -237,8 +237,8 @@ def _train(task: Task, device: torch.device, report: Report) -> None:
     if device.type == "cpu":
         memory.limit_cpu_memory(task.rank_mem_bytes)
         report.write("memory", **memory.usage())
-    progress = device_progress(device, report.microbatch)
-    trainer = TrainStep(task.spec, device, mesh, progress=progress)
+    after_microbatch = device_progress(device, report.microbatch)
+    trainer = TrainStep(task.spec, device, mesh, after_microbatch=after_microbatch)
     if device.type == "cuda":
         memory.reset_peak(device)
     Timing(task, trainer, report).run()

@@ -65,7 +65,7 @@ def measure_step(spec: RunSpec, prepare: Callable[[TrainStep], object] = make_st
         # Without generating code, torch decides as it does on GPUs what a compiled layer keeps.
         trainer = TrainStep(
             spec, _CPU, mesh, backend="aot_eager",
-            progress=lambda: storages.set_kind("gradient", sharded.gradients()),
+            after_microbatch=lambda: storages.set_kind("gradient", sharded.gradients()),
         )  # fmt: skip
         sharded = ShardedTensors(trainer.models, lambda grad: storages.set_kind("gradient", [grad]))
         for model in trainer.models:
