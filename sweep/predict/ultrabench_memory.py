@@ -287,7 +287,7 @@ def _work(
         kept = _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining)
         return kept, 0.0, layer.input_half
     released = m.hidden if group.is_full else layer.stored
-    # The gradients of weights come one after the other: of `down` or of the experts, ..., and of q, k and v at once.
+    # Gradients of weights are made one matrix after the other, those of q, k and v last and at once.
     one_matrix = min(added, m.element * group.reduced) / 3
     before_qkv, with_qkv = max(0.0, added - layer.qkv_weights), max(added, layer.qkv_weights)
     buffers = (
