@@ -54,7 +54,7 @@ def apply_dp(
     It is wrapped at degree 1, too, since that gives bf16 compute on fp32 masters.
 
     Args:
-        experts: the mesh of the experts of a sparse layer, which are a group beside the rest of the layer.
+        expert_mesh: the mesh of the experts of a sparse layer, which are a group beside the rest of the layer.
     """
     policy = MixedPrecisionPolicy()
     if precision in IN_16_BITS:

@@ -73,7 +73,7 @@ def rope_frequencies(shape: ModelShape, even_channels: Tensor) -> Tensor:
     the other linearly in the number of turns.
 
     Args:
-        half: 0, 2, ... R-2.
+        even_channels: 0, 2, ... R-2.
     """
     frequency = shape.rope_theta ** (-even_channels / shape.rotary_width)
     if (scaling := shape.rope_scaling) is None:

@@ -81,7 +81,7 @@ def paint(axes: Axes, grid: Grid, cell: Cell, lines: Sequence[Line], scale_max: 
     """Draws the square of `cell` with its lines of text; a square is one unit wide and high.
 
     Args:
-        end: value at the end of the colour scale, in percent for MFU.
+        scale_max: value at the end of the colour scale, in percent for MFU.
     """
     x, y = grid.nodes.index(cell.nodes), grid.models.index(_model(cell))
     fill: Any = _NO_RESULT_FILL if cell.run_id is None else _NO_VALUE_FILL

@@ -110,7 +110,7 @@ class Checkpoint:
         """Saves while training goes on, and trains until all ranks have saved.
 
         Args:
-            train: trains a step and returns its seconds.
+            train_step: trains a step and returns its seconds.
             step_time_s: seconds of a step that no save disturbs.
 
         Raises:

@@ -266,7 +266,7 @@ class SlurmLauncher:
         """Notes which active jobs still hold nodes after their end; returns messages about those that do so for long.
 
         Args:
-            since: when squeue showed these jobs.
+            asked_at: when squeue showed these jobs.
         """
         for job in jobs:
             if job.state == "COMPLETING":

@@ -122,7 +122,7 @@ def _cached_config(name: str) -> Path:
 
 
 def read_checkpoint_config(location: str) -> ModelShape:
-    """The shape of the model in a config.json: the file `place`, in the folder `place`, or of that name on the hub.
+    """The shape of the model in a config.json: the file `location`, in the folder `location`, or of that name on the hub.
 
     The model's name is the last part of `_name_or_path`. Without that key it is the name of the folder
     of config.json, the name of a file that is not called config.json, or the last part of the name on the hub.

@@ -49,10 +49,10 @@ def _earlier_runs(state: SweepState) -> Counter[ModelShape]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], template: str) -> str:
-    """The settings of a model that differ, at most MOST of them, such as `rope_theta: 10000 -> 500000`.
+    """The settings of a model that differ, at most MAX_NAMED of them, such as `rope_theta: 10000 -> 500000`.
 
     Args:
-        form: how a setting is written, with places for its name and its two values.
+        template: how a setting is written, with places for its name and its two values.
     """
     names = [name for name in old if name != "name" and old[name] != new[name]]
     texts = [template.format(name, _text(old[name]), _text(new[name])) for name in names[:MAX_NAMED]]

@@ -33,7 +33,7 @@ RATE_TOLERANCE, TIME_TOLERANCE, RANK_TOLERANCE = 0.15, 0.10, 0.25
 """Relative differences up to which a measurement is normal: of rates and clocks, of the step time of a
 control run, and between the step times of ranks."""
 SHARED_CORES_FACTOR = 10.0
-"""Factor on RATES, TIMES, RANKS and the largest mfu for CPU cores, which other programs may use, too."""
+"""Factor on RATE_TOLERANCE, TIME_TOLERANCE, RANK_TOLERANCE and the largest mfu for CPU cores, which other programs may use, too."""
 
 _Key = TypeVar("_Key")
 
