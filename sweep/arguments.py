@@ -122,7 +122,8 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
         raise ConfigError(
             f"{OTHER_DEGREES}={model_parallel} does not divide {gpu_counts}; choose degrees that do"
         )
-    if (dp := values.get("dp", usual_dp := num_gpus // model_parallel)) != usual_dp:
+    usual_dp = num_gpus // model_parallel
+    if (dp := values.get("dp", usual_dp)) != usual_dp:
         fact = f"dp={dp} with {OTHER_DEGREES}={model_parallel} needs {dp * model_parallel} GPUs, not {gpu_counts}"
         raise ConfigError(f"{fact}: give dp={usual_dp}, leave dp out, or change nodes, tp, pp or cp")
     layout = layout_of(dict(zip(FOLLOWING, (dp, max(1, pp)), strict=True)) | dict(values))

@@ -9,8 +9,8 @@ from ultrabench.kernel_config import ELEMENT_BYTES
 from ultrabench.run import RunSpec
 from ultrabench.sweep.predict.experts import busiest_share
 
-LOGITS, WIDE_LOGITS = 2**29, 2**27
-"""Largest numbers of logits in a chunk of the loss and in one softmax: CHUNK_LOGITS and SOFTMAX_LOGITS of kernel/loss.py."""
+CHUNK_LOGITS, SOFTMAX_LOGITS = 2**29, 2**27
+"""Largest numbers of logits in a chunk of the loss and in one softmax: those of kernel/loss.py."""
 
 
 class LayerBytes(NamedTuple):
@@ -136,7 +136,7 @@ def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:
     layout, vocabulary = spec.layout, max(1, spec.shape.vocab_size // spec.layout.tp)
     table, table_sum = (vocabulary * spec.shape.hidden_size * width for width in (float(element), 4.0))
     wide = element + 4 * (layout.tp > 1) if spec.compiles else 8 if element == 2 else element
-    rows = min(tokens, max(1, LOGITS // vocabulary))
+    rows = min(tokens, max(1, CHUNK_LOGITS // vocabulary))
     chunks, peak_bytes = -(-tokens // rows), 0.0
     sums_before = chunks * (layout.gas - 1) * (layout.pp_schedule == "afab")
     for chunk in range(min(3, chunks)):
@@ -145,5 +145,7 @@ def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:
         before = (0.0, table, table_sum)[summand]
         # The first gradient is there in bf16 while it becomes fp32 for the second one.
         after = (table, table_sum + (2 if element == 2 else 1) * table, table_sum + table)[summand]
-        peak_bytes = max(peak_bytes, logits * element + max(before + wide * min(logits, WIDE_LOGITS), after))
+        peak_bytes = max(
+            peak_bytes, logits * element + max(before + wide * min(logits, SOFTMAX_LOGITS), after)
+        )
     return peak_bytes, table_sum if sums_before + chunks > 1 else table

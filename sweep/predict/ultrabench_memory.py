@@ -199,10 +199,11 @@ def _forward(
     layout, has_head, is_zero3 = spec.layout, p.stage.has_head, spec.layout.zero_stage == 3
     gathered = p.tied or p.last or p.following if is_zero3 else p.size.whole
     # What was gathered last is still in the buffer of the gather, too. In a pipeline a backward leaves layers gathered.
-    if layout.zero_shards > 1 and is_zero3 and layout.pp > 1 and after_backward:
-        gathered += p.first
-    elif layout.zero_shards > 1 and (is_alone or (is_zero3 and (layout.pp == 1 or not has_head))):
-        gathered += p.last or p.following
+    if layout.zero_shards > 1:
+        if is_zero3 and layout.pp > 1 and after_backward:
+            gathered += p.first
+        elif is_alone or (is_zero3 and (layout.pp == 1 or not has_head)):
+            gathered += p.last or p.following
     logits, buffers = (m.loss + m.hidden * p.stage.has_norm) * has_head, m.sparse.forward * p.ends_sparse
     logits, buffers = (logits, 0.0) if logits > buffers else (0.0, buffers)
     return _moment(FORWARD, m.element * gathered, sums, _stored(m, p.layers), logits, buffers)

@@ -203,12 +203,11 @@ def next_attempts(
         confirmations = range(config.repeats, config.measure.confirm)
         todo += finder.wanted([r for r in settled_runs if r.run_id in best_ids], confirmations)
     todo = [t for t in todo if t.key not in keys_under_way]
-    runs_control = config.launcher.control  # one allocation of each number of nodes is tried first
-    claims = (a.spec_as(Nodes) for a in state.attempts.values() if a.ok)
-    passed_nodes = {claim.nodes for claim in claims if claim}
-    untried_nodes = (
-        frozenset({t.candidate.nodes for t in todo} - passed_nodes) if runs_control else frozenset[int]()
-    )
+    untried_nodes = frozenset[int]()
+    if config.launcher.control:  # one allocation of each number of nodes is tried first
+        claims = (a.spec_as(Nodes) for a in state.attempts.values() if a.ok)
+        passed_nodes = {claim.nodes for claim in claims if claim}
+        untried_nodes = frozenset({t.candidate.nodes for t in todo} - passed_nodes)
     busy_nodes = untried_nodes & {allocation.nodes for allocation in open_allocations}
     ready = tuple(t for t in todo if t.candidate.nodes not in busy_nodes and not t.must_wait)
     return AttemptsLeft(
@@ -267,9 +266,10 @@ def contenders(runs: Iterable[Candidate], state: SweepState, device: str) -> fro
 
 def read_otherwise(attempt: AttemptState, kernel: KernelConfig) -> bool:
     """Whether an attempt without a step that counts was read by another pattern or from another rank's log."""
+    if attempt.result is None or attempt.result.cause != UNMEASURED:
+        return False
     old_kernel = (attempt.spec_as(dict[str, Any]) or {}).get("kernel", {})
-    is_unmeasured = attempt.result is not None and attempt.result.cause == UNMEASURED
-    return is_unmeasured and any(old_kernel.get(name) != getattr(kernel, name) for name in LOG_OPTIONS)
+    return any(old_kernel.get(name) != getattr(kernel, name) for name in LOG_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -287,9 +287,9 @@ def loss_groups(state: SweepState) -> list[list[LossGroup]]:
     """
     losses_by_workload: dict[tuple[float, Hashable], dict[AttemptKey, float]] = defaultdict(dict)
     for key, attempt in state.attempts.items():
-        if (ok := attempt.ok) and ok.loss_final is not None:
-            with contextlib.suppress(KeyError, msgspec.DecodeError):  # the claim was lost or damaged
-                losses_by_workload[_workload(attempt.spec_json, ok)][key] = ok.loss_final
+        if (ok := attempt.ok) and ok.loss_final is not None and (claim := attempt.spec_as(_Claim)):
+            with contextlib.suppress(KeyError, msgspec.DecodeError):  # a part of the claim is damaged
+                losses_by_workload[_workload(claim, ok)][key] = ok.loss_final
     return [
         _groups(losses, tolerance)
         for (tolerance, _), losses in losses_by_workload.items()
@@ -325,13 +325,12 @@ class _Claim(msgspec.Struct):
     variant: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-def _workload(spec: bytes, result: RunResult) -> tuple[float, Hashable]:
+def _workload(claim: _Claim, result: RunResult) -> tuple[float, Hashable]:
     """The tolerance of a loss, and all that decides it: model, batch, program, its options, versions and step.
 
     Raises:
-        KeyError, msgspec.DecodeError: the spec is damaged.
+        KeyError, msgspec.DecodeError: a part of the claim is damaged.
     """
-    claim = msgspec.json.decode(spec, type=_Claim)
     parts = (bytes(claim.kernel), bytes(claim.shape), bytes(claim.workload), bytes(claim.variant))
     tolerance, text = _claimed_workload(*parts)
     return tolerance, (text, result.env_id, result.loss_step)

@@ -4,16 +4,14 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from ultrabench.record import canonical_json, raw_json, to_dict
+from ultrabench.record import T, canonical_json, raw_json, to_dict
 from ultrabench.result import RunResult, Status
 from ultrabench.run import AttemptKey, OfAttempt
 from ultrabench.store import events
-
-T = TypeVar("T")
 
 
 class Nodes(msgspec.Struct):
