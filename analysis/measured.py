@@ -18,7 +18,7 @@ from ultrabench.run import RunSpec, Workload
 
 _SHAPE = tuple(field.name for field in fields(ModelShape))
 
-_NEEDED = ("nodes", *DEGREES, "zero_stage", *BATCH, "seq_len", "kernel", "precision")
+_NEEDED = ("nodes", "gpus_per_node", *DEGREES, "zero_stage", *BATCH, "seq_len", "kernel", "precision")
 """Columns whose defaults would be a guess."""
 _OPTIONS = ("precision", "compile", "attention", "routing")
 """Columns that are options of the kernel."""
@@ -59,7 +59,7 @@ class MeasuredRun:
 
 
 _COLUMNS = tuple(field.name for field in fields(MeasuredRun) if field.name != "spec")
-_READ = frozenset({*_COLUMNS, *_SHAPE, *_NEEDED, *AXES, *_OPTIONS, "model", "gbs", "gpus_per_node"})
+_READ = frozenset({*_COLUMNS, *_SHAPE, *_NEEDED, *AXES, *_OPTIONS, "model", "gbs"})
 
 
 def measured_runs(table: pa.Table) -> tuple[list[MeasuredRun], dict[str, list[str]]]:
@@ -87,21 +87,21 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
         ConfigError: a column that the run needs is null, or the values contradict each other.
     """
     if nulls := [name for name in _NEEDED if row[name] is None]:
-        raise ConfigError(f"missing {', '.join(nulls)}: give every degree, the ZeRO stage and the batch")
+        raise ConfigError(f"missing {', '.join(nulls)}: give every degree, the ZeRO stage, the batch, the nodes and their GPUs")
     if row["precision"] not in PRECISIONS:
         todo = f"supported: {', '.join(PRECISIONS)}"
         raise ConfigError(f"precision={row['precision']} cannot be predicted", todo)
     kernel, version = row["kernel"], row.get("kernel_version") or ""
     kernel_fields: dict[str, Any] = {"name": kernel, "version": int(version) if version.isdecimal() else 1}
     kernel_fields |= {} if kernel == "embedded" else {"kind": "command", "command": (kernel,)}
-    records = {
-        "shape": shape_of(row),
-        "layout": _part(Layout, "", row, AXES),
-        "kernel": _part(KernelConfig, "", row, _OPTIONS, **kernel_fields),
-        "workload": _part(Workload, "", row, ("seq_len", "gbs")),
-    }
-    node_fields = {name: row[name] for name in ("nodes", "gpus_per_node") if row.get(name) is not None}
-    return from_dict(RunSpec, records | node_fields, where="")
+    return RunSpec(
+        shape=shape_of(row),
+        layout=_part(Layout, "", row, AXES),
+        kernel=_part(KernelConfig, "", row, _OPTIONS, **kernel_fields),
+        workload=_part(Workload, "", row, ("seq_len", "gbs")),
+        nodes=row["nodes"],
+        gpus_per_node=row["gpus_per_node"],
+    )
 
 
 def shape_of(row: Mapping[str, Any]) -> ModelShape:
