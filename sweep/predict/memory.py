@@ -27,14 +27,14 @@ def memory_constants(framework: str, values: Mapping[str, Any]) -> MemoryConstan
     return from_dict(FORMS[framework], values, where="memory")
 
 
-def predict_memory(spec: RunSpec, constants: MemoryConstants, which: str = EVERY) -> tuple[StageMemory, ...]:
+def predict_memory(spec: RunSpec, constants: MemoryConstants, ranks: str = EVERY) -> tuple[StageMemory, ...]:
     """The memory of each rank of the pipeline axis, in its order; `StageMemory.phase` says what makes its peak.
 
     Args:
         which: EVERY, LARGEST or ENDS; a form may give more ranks than it is asked for.
     """
     if isinstance(constants, UltrabenchMemory):
-        return ultrabench_memory(spec, constants, which)
+        return ultrabench_memory(spec, constants, ranks)
     if isinstance(constants, MegatronMemory):
         return megatron_memory(spec, constants)
     return nanotron_memory(spec, constants)

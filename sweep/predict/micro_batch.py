@@ -135,17 +135,17 @@ def _loss(spec: RunSpec, tokens: int, element: int) -> tuple[float, float]:
     """
     layout, vocabulary = spec.layout, max(1, spec.shape.vocab_size // spec.layout.tp)
     table, table_sum = (vocabulary * spec.shape.hidden_size * width for width in (float(element), 4.0))
-    wide = element + 4 * (layout.tp > 1) if spec.compiles else 8 if element == 2 else element
+    softmax_width = element + 4 * (layout.tp > 1) if spec.compiles else 8 if element == 2 else element
     rows = min(tokens, max(1, CHUNK_LOGITS // vocabulary))
     chunks, peak_bytes = -(-tokens // rows), 0.0
     sums_before = chunks * (layout.gas - 1) * (layout.pp_schedule == "afab")
     for chunk in range(min(3, chunks)):
         logits = vocabulary * (rows if chunk < chunks - 1 else tokens - chunk * rows)
-        summand = min(2, sums_before + chunk)
-        before = (0.0, table, table_sum)[summand]
+        num_earlier = min(2, sums_before + chunk)
+        before = (0.0, table, table_sum)[num_earlier]
         # The first gradient is there in bf16 while it becomes fp32 for the second one.
-        after = (table, table_sum + (2 if element == 2 else 1) * table, table_sum + table)[summand]
+        after = (table, table_sum + (2 if element == 2 else 1) * table, table_sum + table)[num_earlier]
         peak_bytes = max(
-            peak_bytes, logits * element + max(before + wide * min(logits, SOFTMAX_LOGITS), after)
+            peak_bytes, logits * element + max(before + softmax_width * min(logits, SOFTMAX_LOGITS), after)
         )
     return peak_bytes, table_sum if sums_before + chunks > 1 else table

@@ -84,20 +84,20 @@ class StageParams(NamedTuple):
     """The groups among which is that of the peak, in the order of backward."""
 
 
-def params_of_ranks(spec: RunSpec, which: str) -> Iterator[tuple[int, list[StageParams]]]:
-    """The ranks of the pipeline axis that `which` of `stage_memory` asks for, each with its stages."""
+def params_of_ranks(spec: RunSpec, ranks: str) -> Iterator[tuple[int, list[StageParams]]]:
+    """The ranks of the pipeline axis that `ranks`, a word of `stage_memory`, asks for, each with its stages."""
     shape, layout = spec.shape, spec.layout
     degrees = layout.tp, layout.zero_shards, layout.ep, layout.expert_shards
     is_tied, pipeline = shape.tie_word_embeddings and layout.pp == 1, (layout.pp, layout.virtual_stages)
-    for rank, stages in _ranks(shape, *pipeline, layout.pp_schedule, layout.full_every < 2, which):
+    for rank, stages in _ranks(shape, *pipeline, layout.pp_schedule, layout.full_every < 2, ranks):
         yield rank, [_stage_params(shape, stage, layout.full_every, is_tied, *degrees) for stage in stages]
 
 
 @lru_cache(maxsize=4096)
 def _ranks(
-    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str, is_uniform: bool, which: str
+    shape: ModelShape, pp: int, virtual_stages: int, pp_schedule: str, is_uniform: bool, rank_set: str
 ) -> list[tuple[int, tuple[Stage, ...]]]:
-    """The ranks that `which` asks for, each with its stages.
+    """The ranks that `rank_set` asks for, each with its stages.
 
     An inner rank holds no more than an earlier one with as many layers in each stage; than the first one only under
     1f1b, where that has more micro-batches in flight, since it sends no gradients.
@@ -107,7 +107,7 @@ def _ranks(
     for rank, stages in enumerate(stages_by_rank(shape, layout)):
         layer_counts, is_inner = tuple(stage.num_layers for stage in stages), 0 < rank < pp - 1
         is_like_earlier = layer_counts in seen_counts and pp_schedule != "zbv" and is_uniform
-        if not is_inner or which == EVERY or (which != ENDS and not is_like_earlier):
+        if not is_inner or rank_set == EVERY or (rank_set != ENDS and not is_like_earlier):
             ranks.append((rank, stages))
         if is_inner or pp_schedule == "1f1b":
             seen_counts.add(layer_counts)
@@ -115,7 +115,7 @@ def _ranks(
 
 
 @lru_cache(maxsize=4096)
-def _blocks(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> tuple[Size, ...]:
+def _block_sizes(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int) -> tuple[Size, ...]:
     """The sizes of a table, a norm, a dense layer, a sparse layer without its experts, and its experts.
 
     expert_shards ranks share the same experts, and shards ranks the rest. A table is the embedding or the head.
@@ -128,11 +128,11 @@ def _blocks(shape: ModelShape, tp: int, shards: int, ep: int, expert_shards: int
     shared = _feed_forward(h, shape.shared_expert_intermediate_size // tp) if shape.n_shared_experts else []
     rows = num_experts * width, h  # those of all experts of the rank under each other
     return (
-        _padded(shards, (shape.vocab_size // tp, h)),
-        _padded(shards, (h, 1)),
-        _padded(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
-        _padded(shards, *attention, (shape.num_experts, h), *shared),
-        _padded(expert_shards, rows, rows, (num_experts * h, width)),
+        _padded_size(shards, (shape.vocab_size // tp, h)),
+        _padded_size(shards, (h, 1)),
+        _padded_size(shards, *attention, *_feed_forward(h, shape.intermediate_size // tp)),
+        _padded_size(shards, *attention, (shape.num_experts, h), *shared),
+        _padded_size(expert_shards, rows, rows, (num_experts * h, width)),
     )
 
 
@@ -140,7 +140,7 @@ def _feed_forward(h: int, width: int) -> list[tuple[int, int]]:
     return [(width, h), (width, h), (h, width)]
 
 
-def _padded(shards: int, *matrices: tuple[int, int]) -> Size:
+def _padded_size(shards: int, *matrices: tuple[int, int]) -> Size:
     num_params = sum(-(-rows // shards) * shards * columns for rows, columns in matrices)
     return Size(num_params, num_params // shards, len(matrices))
 
@@ -156,7 +156,7 @@ def _stage_params(
         is_tied: whether norm and head are in one group with the embedding.
         degrees: tp, the ranks that shard parameters, ep, and the ranks that shard the same experts.
     """
-    table, norm, dense, sparse, experts = _blocks(shape, *degrees)
+    table, norm, dense, sparse, experts = _block_sizes(shape, *degrees)
     start, end = stage.first_layer, stage.first_layer + stage.num_layers
     head = NOTHING.plus(norm, stage.has_norm and not is_tied).plus(table, stage.has_head and not is_tied)
     embedding = NOTHING.plus(norm, is_tied).plus(table, stage.has_embedding)
@@ -168,21 +168,21 @@ def _stage_params(
 
     def remaining(layer: int) -> Layers:
         full = [n for n in range(start, layer + 1) if full_every and (n + 1) % full_every == 0]
-        sparse = shape.num_sparse_layers(start, layer + 1 - start) - sum(map(shape.is_sparse, full))
-        return Layers(layer + 1 - start - sparse - len(full), sparse, len(full))
+        num_sparse = shape.num_sparse_layers(start, layer + 1 - start) - sum(map(shape.is_sparse, full))
+        return Layers(layer + 1 - start - num_sparse - len(full), num_sparse, len(full))
 
     # From layer to layer, activations fall and gradients grow by the same number of bytes: the peak is at the ends.
     peak_layers = {start, shape.first_k_dense_replace, end - 2, end - 1}
     groups, finished, previous_params = list[ParamGroup](), NOTHING, 0
-    for (n, kind, (sooner, later)), following in zip(order, [*shared_params, 0, 0], strict=True):
-        size = later.plus(sooner)
+    for (n, kind, (expert_size, rest_size)), following in zip(order, [*shared_params, 0, 0], strict=True):
+        size = rest_size.plus(expert_size)
         if n in peak_layers or (kind == EMBEDDING and embedding.whole) or (kind == HEAD and stage.has_norm):
             is_full = full_every > 0 and (n + 1) % full_every == 0
             groups.append(ParamGroup(
-                kind, remaining(min(n, end - 1)), bool(sooner.whole), is_full, size.whole, sooner.whole or size.whole,
+                kind, remaining(min(n, end - 1)), bool(expert_size.whole), is_full, size.whole, expert_size.whole or size.whole,
                 finished.whole, finished.shard, previous_params, following,
             ))  # fmt: skip
-        finished, previous_params = finished.plus(size), later.whole
+        finished, previous_params = finished.plus(size), rest_size.whole
     following, tied = shared_params[0] if shared_params else 0, embedding.whole * is_tied
     ends_sparse, all_layers = start < end and shape.is_sparse(end - 1), remaining(end - 1)
     return StageParams(

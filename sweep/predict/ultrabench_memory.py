@@ -67,20 +67,22 @@ Moment = tuple[float, str, float, float, float, float, float]
 """All bytes, the phase, and the bytes of weights, gradients, activations, logits and buffers."""
 
 
-def ultrabench_memory(spec: RunSpec, c: UltrabenchMemory, which: str = EVERY) -> tuple[StageMemory, ...]:
-    """The memory of the ranks of the pipeline axis that `which` asks for.
+def ultrabench_memory(
+    spec: RunSpec, constants: UltrabenchMemory, ranks: str = EVERY
+) -> tuple[StageMemory, ...]:
+    """The memory of the ranks of the pipeline axis that `ranks` asks for.
 
     In fp64 every number is twice as wide as in fp32. zbv holds up to zbv_margin more than the closed form counts.
     """
     layout, m, memory = spec.layout, micro_batch(spec), list[StageMemory]()
     scale = 2 if spec.kernel.precision == "fp64" else 1
-    stored_scale = scale * (1 + c.zbv_margin * (layout.pp_schedule == "zbv"))
-    for rank, params in params_of_ranks(spec, which):
+    stored_scale = scale * (1 + constants.zbv_margin * (layout.pp_schedule == "zbv"))
+    for rank, params in params_of_ranks(spec, ranks):
         _, phase, weights, gradients, stored, logits, buffers = max(_moments(spec, m, params, rank))
         buffers = scale * buffers + 16 * layout.gas * rank_tokens(spec)  # the batch: inputs and targets
         stored, logits = stored_scale * stored, scale * logits
-        reserve = c.base_bytes + c.fragmentation * (stored + logits + buffers)
-        reserve += c.reduce_stream_bytes * sum([p.size.shard for p in params])
+        reserve = constants.base_bytes + constants.fragmentation * (stored + logits + buffers)
+        reserve += constants.reduce_stream_bytes * sum([p.size.shard for p in params])
         weights, gradients, optimizer = scale * weights, scale * gradients, _state_bytes(spec, params)
         memory.append(
             StageMemory(rank, phase, weights, gradients, optimizer, stored, logits, buffers, reserve)
@@ -127,7 +129,7 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
     loss = m.whole_hidden + m.table * (schedule != "afab")  # all losses of afab share one gradient
     stored = [_stored(m, p.layers) + loss * p.stage.has_head for p in params]
     load_bytes = (
-        *stored, *(_halfway(m, p.layers) if _halves(spec, p) else m.hidden for p in params),
+        *stored, *(_halfway(m, p.layers) if _is_halved(spec, p) else m.hidden for p in params),
         *(4 * p.size.whole for p in params), *(w * _unsummed(p) for p in params),
         *(4 * p.size.shard for p in params), *(w * (p.last if is_zero3 else p.size.whole) for p in params),
         *(w * (p.size.whole - p.first - p.last) * is_zero3 for p in params),
@@ -136,7 +138,7 @@ def _moments(spec: RunSpec, m: MicroBatch, params: list[StageParams], rank: int)
         p = params[work.chunk]
         if work.kind == "forward" and not (p.stage.has_head or p.ends_sparse):
             continue  # it needs less than the backward
-        load = max([[*map(mul, load, load_bytes)] for load in work_loads], key=sum)
+        load = max([[*map(mul, counts, load_bytes)] for counts in work_loads], key=sum)
         summed, is_later = p.size.shard if sums_shards else p.size.whole, work.has_sums or work.unsummed != 0
         sum_bytes = 4.0 * summed * work.has_sums
         if work.kind == "forward":
@@ -171,7 +173,7 @@ def _halfway(m: MicroBatch, layers: Layers) -> float:
     return (layers.dense + layers.full) * m.dense.halfway + layers.sparse * m.sparse.halfway
 
 
-def _halves(spec: RunSpec, p: StageParams) -> bool:
+def _is_halved(spec: RunSpec, p: StageParams) -> bool:
     """Whether backward of a stage computes gradients of inputs and of weights apart; the first stage has no inputs."""
     return spec.layout.pp_schedule == "zbv" and not p.stage.has_embedding
 
@@ -211,7 +213,7 @@ def _forward(
 
 def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iterator[Moment]:
     """The moment of most bytes of each group of parameters: its backward, or the reduction of its gradients."""
-    layout, w, whole, halves = spec.layout, m.element, p.size.whole, _halves(spec, p)
+    layout, w, whole, halved = spec.layout, m.element, p.size.whole, _is_halved(spec, p)
     is_zero3, reduces_after = layout.zero_stage == 3, layout.dp_overlap == "off"
     sums_shards = _sums_shards(layout)
     reduces, frees = work.is_last or sums_shards, work.is_last or (layout.pp == 1 and is_zero3)
@@ -223,10 +225,10 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
         if is_zero3 and not work.after_backward:  # forward has freed the layers' parameters
             is_gathered = group.kind != EMBEDDING or (sums > 0 and not frees)
             gathered = finished * (not frees) + size * is_gathered + group.following + p.tied
-        freed, added_bytes = w * size * frees, 0.0 if halves else float(w * size)
+        freed, added_bytes = w * size * frees, 0.0 if halved else float(w * size)
         if w == 4 and has_whole_sums:  # fp32 is added in place, but that of gate and up of experts at once
             added_bytes = 8 / 3 * group.reduced * group.is_sparse
-        if halves:
+        if halved:
             unsummed = w * max(0, _unsummed(p) - finished) + 4 * finished * (not work.has_sums)
             gradients, new, reducing = sums + unsummed * work.unsummed, 0.0, 0
         elif not reduces or reduces_after:
@@ -240,7 +242,7 @@ def _backward(spec: RunSpec, m: MicroBatch, p: StageParams, work: Work, sums: fl
                 new = max(new, 8.0 * group.reduced + w * (size - group.reduced))
             if group.kind != LAYER and layout.zero_shards > 1:
                 new += 4 * size / layout.zero_shards
-        stored, released, buffers = _work(m, p, group, added_bytes, has_table=has_table, halves=halves)
+        stored, released, buffers = _work(m, p, group, added_bytes, has_table=has_table, halved=halved)
         gradients += w * p.tied * (group.kind == LAYER)  # the gradient of the head
         if reducing + released + buffers > new - freed:
             yield _moment(BACKWARD, w * gathered, gradients + reducing, stored, 0.0, buffers)
@@ -267,14 +269,14 @@ def _weight_half(m: MicroBatch, p: StageParams, work: Work, sums: float) -> Iter
 
 
 def _work(
-    m: MicroBatch, p: StageParams, group: ParamGroup, added: float, *, has_table: bool, halves: bool
+    m: MicroBatch, p: StageParams, group: ParamGroup, added: float, *, has_table: bool, halved: bool
 ) -> tuple[float, float, float]:
     """The activations as the backward of a group begins, those that it uses up, and what it needs beside them.
 
     Args:
         added: bytes of the gradients of its weights that are not added in place.
         has_table: whether the gradient of the head's weights is not yet taken.
-        halves: whether the gradients of weights are left to another half.
+        halved: whether the gradients of weights are left to another half.
     """
     stored = _stored(m, group.remaining)
     if group.kind == EMBEDDING:
@@ -284,7 +286,7 @@ def _work(
         loss = 2 * m.whole_hidden + (m.table + m.element * (p.last or p.first)) * has_table
         return stored, 0.0, max(loss * p.stage.has_head, (2 + 12 / m.element) * m.hidden)
     layer = m.sparse if group.is_sparse else m.dense
-    if halves:
+    if halved:
         kept = _stored(m, p.layers) + _halfway(m, p.layers) - _halfway(m, group.remaining)
         return kept, 0.0, layer.input_half
     released = m.hidden if group.is_full else layer.stored
