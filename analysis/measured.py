@@ -87,7 +87,9 @@ def spec_of(row: Mapping[str, Any]) -> RunSpec:
         ConfigError: a column that the run needs is null, or the values contradict each other.
     """
     if nulls := [name for name in _NEEDED if row[name] is None]:
-        raise ConfigError(f"missing {', '.join(nulls)}: give every degree, the ZeRO stage, batch, nodes and GPUs")
+        raise ConfigError(
+            f"missing {', '.join(nulls)}: give every degree, the ZeRO stage, batch, nodes and GPUs"
+        )
     if row["precision"] not in PRECISIONS:
         todo = f"supported: {', '.join(PRECISIONS)}"
         raise ConfigError(f"precision={row['precision']} cannot be predicted", todo)

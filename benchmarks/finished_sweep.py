@@ -46,12 +46,17 @@ def write_sweep(path: Path, attempts: int) -> SweepFolder:
     ]
     workload, per_node, plan = config.workload, config.hardware.gpus_per_node, list[Candidate]()
     for shape, nodes in itertools.product(shapes, NODES):
-        on = {"shape": shape, "kernel": config.kernel, "nodes": nodes, "gpus_per_node": per_node}
+        spec_fields = {"shape": shape, "kernel": config.kernel, "nodes": nodes, "gpus_per_node": per_node}
         for layout in layouts(config.axes, shape, nodes * per_node, per_node, workload.gbs):
             rule, reason = next(broken_rules(layout, shape), (None, None))
-            spec = RunSpec(**on, workload=workload, layout=layout)
-            told = {"rule": rule, "reason": reason, "predicted": PREDICTED, "flops_formula": "palm"}
-            plan.append(Candidate(run_id=spec.run_id, spec=spec, **told))
+            spec = RunSpec(**spec_fields, workload=workload, layout=layout)
+            candidate_fields = {
+                "rule": rule,
+                "reason": reason,
+                "predicted": PREDICTED,
+                "flops_formula": "palm",
+            }
+            plan.append(Candidate(run_id=spec.run_id, spec=spec, **candidate_fields))
     every = max(1, sum(c.runs for c in plan) // attempts)
     # Of each cell at least some layouts are kept, since neighbours in the list are of one cell.
     plan = plan[::every]
@@ -66,13 +71,17 @@ def write_sweep(path: Path, attempts: int) -> SweepFolder:
     for first in range(0, attempts, PACKED):
         name = f"agent-n1-{first}"
         numbers = range(first, min(first + PACKED, attempts))
-        told = itertools.chain(*(_told(next(runs), n // number, n, f"a{first}") for n in numbers))
-        lines = (events.Line(event=e, writer=name, seq=n, time=float(first)) for n, e in enumerate(told))
+        events_of_file = itertools.chain(
+            *(_events_of(next(runs), n // number, n, f"a{first}") for n in numbers)
+        )
+        lines = (
+            events.Line(event=e, writer=name, seq=n, time=float(first)) for n, e in enumerate(events_of_file)
+        )
         (folder.journal / f"{name}.jsonl").write_bytes(b"".join(map(events.encode, lines)))
     return folder
 
 
-def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[events.Event]:
+def _events_of(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[events.Event]:
     """The events of the n-th attempt of the sweep."""
     key = {"run_id": spec.run_id, "repeat": repeat, "attempt": 0}
     predicted = {"step_time_s": 5.0, "peak_mem_bytes": 40 << 30, "p_oom": 0.2}
@@ -90,15 +99,15 @@ def _told(spec: RunSpec, repeat: int, n: int, allocation: str) -> Iterator[event
         "torch_version": "2.13.0", "env_id": "e" * 16, "kernel_digest": "d" * 16, "measured_by": "report",
     }  # fmt: skip
     if n % 6 < 3:
-        held = {"peak_mem_allocated_bytes": 30 << 30, "peak_mem_reserved_bytes": 41 << 30}
+        memory = {"peak_mem_allocated_bytes": 30 << 30, "peak_mem_reserved_bytes": 41 << 30}
         ok = {"step_times_s": steps, "ci_reached": True, "stopped": "interval"}
-        result = RunResult(status=Status.OK, loss_final=11.0, loss_step=5, **known, **ok, **held)
+        result = RunResult(status=Status.OK, loss_final=11.0, loss_step=5, **known, **ok, **memory)
         yield events.Result(**key, allocation=allocation, result=result)
         return
     status, cause = (Status.OOM, "cuda_oom") if n % 6 < 5 else (Status.CRASH, "exception")
-    told = {"reason": f"rank {n % 8}: tried to allocate 2.00 GiB", "cause": cause, "fingerprint": "f" * 16}
+    failure = {"reason": f"rank {n % 8}: tried to allocate 2.00 GiB", "cause": cause, "fingerprint": "f" * 16}
     exits, tail = {str(rank): 1 for rank in range(8)}, [f"line {k} of the log" for k in range(8)]
-    result = RunResult(status=status, **known, **told, evidence={"exits": exits, "tail": tail})
+    result = RunResult(status=status, **known, **failure, evidence={"exits": exits, "tail": tail})
     yield events.Failed(**key, allocation=allocation, result=result)
 
 

@@ -99,21 +99,23 @@ def cold(folder: Path, tasks: Sequence[Path]) -> Way:
 
 def account(events: list[sweeps.Event], node_s: float) -> str:
     """A text that says how the packed job spent its time, by the journal."""
-    at = {e["event"]: e["time"] for e in events if e["event"].startswith(("allocation_", "preflight"))}
+    time_by_event = {
+        e["event"]: e["time"] for e in events if e["event"].startswith(("allocation_", "preflight"))
+    }
     ends = {e["run_id"]: e["time"] for e in events if e["event"] == "result"}
     claims = {e["run_id"]: e["time"] for e in events if e["event"] == "claimed" and e["run_id"] in ends}
     phases: dict[str, list[float]] = {}
     for run_id in claims:
-        own = (e for e in events if e["event"] == "phase" and e["run_id"] == run_id)
-        told = [("fork", claims[run_id]), *((e["name"], e.get("at", e["time"])) for e in own)]
-        for (name, start), (_, end) in pairwise([*told, ("", ends[run_id])]):
+        run_phases = (e for e in events if e["event"] == "phase" and e["run_id"] == run_id)
+        phase_starts = [("fork", claims[run_id]), *((e["name"], e.get("at", e["time"])) for e in run_phases)]
+        for (name, start), (_, end) in pairwise([*phase_starts, ("", ends[run_id])]):
             phases.setdefault(name, []).append(end - start)
     first, last = min(claims.values()), max(ends.values())
-    outside = node_s - (at["allocation_ended"] - at["allocation_started"])
+    outside = node_s - (time_by_event["allocation_ended"] - time_by_event["allocation_started"])
     lines = [
         f"job without its agents' journal {outside:.1f} s (start of the job and of Python, clean-up)",
-        f"before the first run {first - at['allocation_started']:.1f} s (import of torch, preflight)",
-        f"after the last run {at['allocation_ended'] - last:.1f} s",
+        f"before the first run {first - time_by_event['allocation_started']:.1f} s (import of torch, preflight)",
+        f"after the last run {time_by_event['allocation_ended'] - last:.1f} s",
         "a run, median: " + ", ".join(f"{name} {median(spans):.2f} s" for name, spans in phases.items()),
         f"between runs {(last - first - sum(ends[r] - claims[r] for r in claims)) / len(claims):.3f} s",
     ]

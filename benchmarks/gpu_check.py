@@ -106,9 +106,9 @@ def machine_lines(machine: Machine) -> Iterator[Line]:
 
     def doctor() -> Finding:
         words = ("launcher=local", f"hardware={machine.hardware}", f"hardware.gpus_per_node={machine.ranks}")
-        nothing = [{"name": "doctor", "status": "fail", "told": ""}]
+        nothing = [{"name": "doctor", "status": "fail", "finding": ""}]
         checks = machine.run("doctor", *words, "--json") or nothing
-        failed = [f"{c['name']}: {c['told']}" for c in checks if c["status"] == "fail"]
+        failed = [f"{c['name']}: {c['finding']}" for c in checks if c["status"] == "fail"]
         return Finding(not failed, "; ".join(failed) or f"{len(checks)} checks")
 
     yield Line(f"doctor hardware={machine.hardware}", doctor, ESTIMATES_S["machine"])

@@ -184,5 +184,5 @@ def require_gpus(facts: dict[str, Any]) -> None:
         why = f"torch {facts['torch_version']} is built without CUDA"
     elif facts["driver_version"] is None:
         why = "no NVIDIA driver is loaded"
-    told = f"torch sees no GPU here: {why}; nothing was measured or written"
-    raise ConfigError(f"{told}. Run it on a machine with GPUs, or add --cpu for two processes of this one")
+    problem = f"torch sees no GPU here: {why}; nothing was measured or written"
+    raise ConfigError(f"{problem}. Run it on a machine with GPUs, or add --cpu for two processes of this one")

@@ -193,8 +193,13 @@ def main() -> int:
     with ThreadPoolExecutor(words.processes) as pool:
         for line, result in pool.map(partial(checked, words.device, words.precision), words.layouts):
             failed += not result["passed"]
-            verdict, told = "pass" if result["passed"] else "FAIL", result.get("error") or differences(result)
-            print(f"| {line} | {verdict} | {result.get('seconds', 0):.0f} s | {told} |", flush=True)
+            verdict, difference_text = (
+                "pass" if result["passed"] else "FAIL",
+                result.get("error") or differences(result),
+            )
+            print(
+                f"| {line} | {verdict} | {result.get('seconds', 0):.0f} s | {difference_text} |", flush=True
+            )
     return int(failed > 0)
 
 

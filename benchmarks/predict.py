@@ -42,9 +42,9 @@ predictors = {nodes: predictor(config, nodes, peak) for nodes, peak in peaks.ite
 predict_s = cpu_s(lambda: [predictors[spec.nodes].predict(spec) for spec in valid])
 compose_s = cpu_s(lambda: load_config([PLAYBOOK]))
 whole_s = median(costs(ultrabench("sweep", "plan", PLAYBOOK))[0] for _ in range(TIMES))
-told = (
+rate_text = (
     f"{len(valid) / predict_s:,.0f} layouts/s: memory, P(OOM) and step time of {len(valid):,} valid layouts"
 )
 print(
-    f"{told}\nsweep plan {PLAYBOOK}: {whole_s:.2f} s of CPU, {whole_s / compose_s:.1f} x one compose ({compose_s:.3f} s)"
+    f"{rate_text}\nsweep plan {PLAYBOOK}: {whole_s:.2f} s of CPU, {whole_s / compose_s:.1f} x one compose ({compose_s:.3f} s)"
 )

@@ -100,30 +100,30 @@ def sweep(folder: Path, runs: int) -> tuple[Cost, dict[str, float]]:
     time.sleep(SETTLE_S)
     seen = rpcs() - before
     results = folder / "results/submit"
-    told = events(results)
+    journal_events = events(results)
     done = Cost(
-        runs=len({e["run_id"] for e in told if e["event"] == "result"}),
+        runs=len({e["run_id"] for e in journal_events if e["event"] == "result"}),
         wall_s=wall_s,
-        submit_s=submitting_s(told),
+        submit_s=submitting_s(journal_events),
         calls=Counter((folder / "calls").read_text().split()),
         rpcs=seen,
         files=sum(path.is_file() for path in results.rglob("*")),
     )
-    at = [e["time"] for e in told if e["event"] in ("claimed", "result")]
+    run_event_times = [e["time"] for e in journal_events if e["event"] in ("claimed", "result")]
     return done, {
         "own_s": own_s,
         "children_s": children_s,
         "journal_bytes": sum(path.stat().st_size for path in results.glob("journal/*.jsonl")),
-        "jobs": sum(e["event"] == "submitted" for e in told),
-        "running_s": at[-1] - at[0],
+        "jobs": sum(e["event"] == "submitted" for e in journal_events),
+        "running_s": run_event_times[-1] - run_event_times[0],
     }
 
 
-def submitting_s(told: list[Event]) -> float:
+def submitting_s(journal_events: list[Event]) -> float:
     """Seconds from `submitting` to `submitted`, counted once for each array."""
     spans: dict[str, list[float]] = {}
-    token = {e["allocation"]: e["token"] for e in told if e["event"] == "submitting"}
-    for event in told:
+    token = {e["allocation"]: e["token"] for e in journal_events if e["event"] == "submitting"}
+    for event in journal_events:
         if event["event"] in ("submitting", "submitted"):
             spans.setdefault(token[event["allocation"]], []).append(float(event["time"]))
     return sum(max(times) - min(times) for times in spans.values())

@@ -56,8 +56,10 @@ def print_row(name: str, rows: int, command: list[str], times: int = 3) -> None:
 
     The least is printed because whatever else the machine does can only add to it.
     """
-    helps = [costs(ultrabench("--help")) for _ in range(times)]
-    found = [costs(command) for _ in range(times)]
-    (help_s, help_wall_s), (cpu_s, wall_s) = (map(min, zip(*told, strict=True)) for told in (helps, found))
-    shown = f"{cpu_s:.2f} s, {cpu_s / help_s:.1f} x | {wall_s:.2f} s, {wall_s / help_wall_s:.1f} x"
-    print(f"| {name} | {rows:,} | {shown} |", flush=True)
+    help_costs = [costs(ultrabench("--help")) for _ in range(times)]
+    command_costs = [costs(command) for _ in range(times)]
+    (help_s, help_wall_s), (cpu_s, wall_s) = (
+        map(min, zip(*costs_of_times, strict=True)) for costs_of_times in (help_costs, command_costs)
+    )
+    cost_text = f"{cpu_s:.2f} s, {cpu_s / help_s:.1f} x | {wall_s:.2f} s, {wall_s / help_wall_s:.1f} x"
+    print(f"| {name} | {rows:,} | {cost_text} |", flush=True)

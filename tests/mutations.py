@@ -63,12 +63,12 @@ def checked(server: Server, where: str) -> Found:
     """The parity check, also with the errors that it reports."""
     result = server.ask(run_check, spec_of(where))
     if result.error is None:
-        share, shown = _worst(result)
+        share, difference_text = _worst(result)
         near = "parity" if share > MARGIN else "a difference near rounding"
-        return Found(None if result.passed else near, shown)
-    told = result.error.rpartition("Error: ")[2]
+        return Found(None if result.passed else near, difference_text)
+    error_text = result.error.rpartition("Error: ")[2]
     signs = {"IgnoredOptionError": "ignored", "different groups": "groups", "rank 1 has had enough": "death"}
-    return Found(next((by for sign, by in signs.items() if sign in result.error), "an error"), told)
+    return Found(next((by for sign, by in signs.items() if sign in result.error), "an error"), error_text)
 
 
 def _worst(result: CheckResult) -> tuple[float, str]:
@@ -90,8 +90,10 @@ def compared(server: Server, where: str) -> Found:
     answer = server.ask(test.worst_difference, where)
     if isinstance(answer, str):
         return Found("an error", answer)
-    told = "not the same parameters have gradients" if answer == math.inf else f"{answer:.0e}"
-    return Found("transformers" if answer >= TOLERANCE else None, f"{told}, allowed {TOLERANCE:.0e}")
+    difference_text = "not the same parameters have gradients" if answer == math.inf else f"{answer:.0e}"
+    return Found(
+        "transformers" if answer >= TOLERANCE else None, f"{difference_text}, allowed {TOLERANCE:.0e}"
+    )
 
 
 def replicas(server: Server, where: str) -> Found:

@@ -88,8 +88,8 @@ class Campaign:
     def close(self) -> None:
         """Ends the launchers and removes the file system."""
         self.kill_launchers()
-        if left := self.cluster.jobs():
-            self.cluster.run("scancel", *left, code=None)
+        if run_counts := self.cluster.jobs():
+            self.cluster.run("scancel", *run_counts, code=None)
         for other in self.clusters[1:]:
             other.tool("down")
         if self.mounted:
@@ -194,9 +194,9 @@ class Campaign:
     def _over(self) -> bool:
         """Whether the sweep has ended; starts another launcher if it has not and none runs."""
         code = self._launchers[-1].returncode
-        told = self._answer("sweep", "status", self.sweep, "--json") if code in (0, 1) else ""
-        left = json.loads(told)["by_status"] if told else {"pending": 1}
-        if not (left.get("pending") or left.get("running")):
+        status_json = self._answer("sweep", "status", self.sweep, "--json") if code in (0, 1) else ""
+        run_counts = json.loads(status_json)["by_status"] if status_json else {"pending": 1}
+        if not (run_counts.get("pending") or run_counts.get("running")):
             return True
         self.say(f"     a launcher ended with {code}: {self._last_words()}")
         if len(self._launchers) > MAX_LAUNCHES:

@@ -56,18 +56,22 @@ def order(campaign: "Campaign", fault: Fault) -> Hit:
     order.touch()
 
     def answer() -> list[Path]:
-        return [told for told in (folder / "taken").glob(f"{number}.json") if told.stat().st_size]
+        return [
+            answer_path
+            for answer_path in (folder / "taken").glob(f"{number}.json")
+            if answer_path.stat().st_size
+        ]
 
     try:
-        told = one_of(answer, fault)
+        answer_path = one_of(answer, fault)
     except MissedError:
         if order.exists():
             order.unlink()
             raise
-        told = one_of(answer, fault)  # a rank took it at the last moment
-    taken = json.loads(told.read_text())
-    target = f"rank {taken['rank']} of {taken['key']}"
-    return {"target": target, "allocations": [taken["allocation"]]}
+        answer_path = one_of(answer, fault)  # a rank took it at the last moment
+    answer_fields = json.loads(answer_path.read_text())
+    target = f"rank {answer_fields['rank']} of {answer_fields['key']}"
+    return {"target": target, "allocations": [answer_fields["allocation"]]}
 
 
 def _job(campaign: "Campaign", fault: Fault) -> Hit:

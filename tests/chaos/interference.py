@@ -317,9 +317,9 @@ def _empty_squeue(campaign: "Campaign", fault: Fault) -> Hit:
         one_of(wrappers.pids, fault)
         time.sleep(LIES_S)
         waiting = len(jobs(campaign.sweep, states="PD"))
-    told = "squeue lists nothing" + ", sacct calls all jobs completed" * (fault.share % 2)
+    target = "squeue lists nothing" + ", sacct calls all jobs completed" * (fault.share % 2)
     # A waiting job gives no sign of life, so it may be submitted again if both programs say that it is over.
-    return {"target": told, "costs": waiting if fault.share % 2 else 0}
+    return {"target": target, "costs": waiting if fault.share % 2 else 0}
 
 
 STRIKES = {

@@ -42,9 +42,9 @@ def _cells(faults: list[dict[str, Any]]) -> str:
     """How many of these faults hit something, how many found nothing to hit, and the ends they explain."""
     ends = Counter(end for fault in faults for end in fault.get("ends", ()))
     missed = Counter(fault["missed"] for fault in faults if "missed" in fault)
-    told = ", ".join(f"{count} {end}" for end, count in sorted(ends.items())) or "-"
+    ends_text = ", ".join(f"{count} {end}" for end, count in sorted(ends.items())) or "-"
     why = ", ".join(f"{count} ({reason})" for reason, count in missed.items()) or "0"
-    return f"{len(faults) - missed.total()} | {why} | {told}"
+    return f"{len(faults) - missed.total()} | {why} | {ends_text}"
 
 
 def _said(*words: str) -> str:
