@@ -64,7 +64,7 @@ def test_a_cell_is_over_after_few_runs_and_the_rest_has_reasons():
     assert counts["skipped"] == len(PLAN.runs) - len(attempts)
     begun = progress_of("s", PLAN.runs, state_of(batches[0]), "cuda")
     assert 0 < begun.to_go <= len(attempts) < begun.by_status["pending"] == begun.left
-    assert f", about {begun.to_go} to go" in str(counts_line(begun, busy=True))
+    assert f", about {begun.to_go} to go" in str(counts_line(begun, is_active=True))
     state.launched = Launched(generation=2, config={"sweep": {"strategy": "exhaustive"}})
     now = progress_of("s", PLAN.runs, state, "cuda")
     assert now.to_go == now.left == len(PLAN.runs) - len(attempts)
