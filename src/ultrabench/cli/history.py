@@ -39,8 +39,8 @@ def history(
     from ultrabench.cli.tables import print_json, say, warn
 
     nights = read_nights(folders or [str(results_dir)], results_dir, warn)
-    first_name = f"{since:%Y-%m-%d}" if since else ""
-    speed_history = build_history([night for night in nights if night.name >= first_name])
+    first_day = f"{since:%Y-%m-%d}" if since else ""
+    speed_history = build_history([night for night in nights if night.name >= first_day])
     speed_losses = speed_history.losses(fail_above_percent / 100)
     if output is not None:
         from ultrabench.analysis.figures.nights import figure

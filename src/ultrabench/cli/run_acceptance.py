@@ -137,8 +137,8 @@ class _Acceptance:
             say(f"ended the jobs; finished runs are kept in {folder.path}. The same command starts anew.")
             raise
         # A sweep that uses only some GPUs of a node holds the whole node.
-        held_factor = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
-        self._gpu_hours_left -= held_factor * committed_gpu_hours(sweep.plan, sweep.state(), ())
+        gpus_held_per_used = self._config.hardware.gpus_per_node / config.hardware.gpus_per_node
+        self._gpu_hours_left -= gpus_held_per_used * committed_gpu_hours(sweep.plan, sweep.state(), ())
         return folder
 
 
@@ -198,8 +198,8 @@ def check_speed(folder: SweepFolder, is_published: bool) -> Check:
     result_table = collect([folder], warn)
     rows = _final_table_rows(result_table, folder)
     if not is_published:
-        speeds = [(row["tokens_per_s_per_gpu"] or 0.0, _run_text(row)) for row in rows]
-        fastest_text = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds))
+        speeds_and_runs = [(row["tokens_per_s_per_gpu"] or 0.0, _run_text(row)) for row in rows]
+        fastest_text = "ours: {1}: {0:,.0f} tokens/s/GPU".format(*max(speeds_and_runs))
         return passed(f"no published speed for this hardware and precision; {fastest_text}")
     if failed_rows := [row for row in rows if row["status"] != Status.OK]:
         return _failed_check(failed_rows[0])

@@ -71,10 +71,10 @@ def with_full_keys(overrides: Sequence[str]) -> list[str]:
 
 def with_fp8(config: SweepConfig, overrides: Sequence[str]) -> SweepConfig:
     """The sweep in fp8, too, where the hardware and a model have it and no override chooses the precision."""
-    hardware, options, kind = config.hardware, config.options, config.kernel.kind
+    hardware, options, is_embedded = config.hardware, config.options, config.kernel.kind == "embedded"
     has_fp8 = hardware.device == "cuda" and not hardware.fp8_refusal and "fp8" in hardware.peak_flops_per_s
     has_dense_model = not all(shape.num_experts for shape in config.models)
-    if "kernel.precision" in parts_of(overrides) or kind != "embedded" or not (has_fp8 and has_dense_model):
+    if "kernel.precision" in parts_of(overrides) or not (is_embedded and has_fp8 and has_dense_model):
         return config
     precisions = tuple(dict.fromkeys((*options.values["precision"], "fp8")))
     return replace(config, options=replace(options, values={**options.values, "precision": precisions}))
@@ -103,20 +103,20 @@ def _rows(
     predictor = cell_search(config, recommendation.shape, cell).planned.predictor
     for run in recommendation.runs:
         prediction, spec = run.prediction, run.spec
-        rate_per_gpu = rate(spec, prediction.step_time_s)
-        loss_part, loss_share = largest_loss(predictor.step_time(spec, predictor.stages(spec)))
+        tokens_per_s_per_gpu = rate(spec, prediction.step_time_s)
+        overhead_part, overhead_share = largest_loss(predictor.step_time(spec, predictor.stages(spec)))
         yield {
             **cell_row,
             "layout": spec.label(),
             **{name: getattr(run.layout, name) for name in AXES},
             "run_id": run.run_id,
-            "mfu": run.mfu(rate_per_gpu),
-            "tokens_per_s": rate_per_gpu * cell_row["gpus"],
-            "tokens_per_s_per_gpu": rate_per_gpu,
+            "mfu": run.mfu(tokens_per_s_per_gpu),
+            "tokens_per_s": tokens_per_s_per_gpu * cell_row["gpus"],
+            "tokens_per_s_per_gpu": tokens_per_s_per_gpu,
             **{name: getattr(prediction, name) for name in SHARED_KEYS},
             "rank_mem_bytes": config.hardware.mem_bytes,
-            "lost_to": loss_part,
-            "lost_share": loss_share,
+            "lost_to": overhead_part,
+            "lost_share": overhead_share,
             "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
             "above_published": _is_above_published(best_rate, run),
             "command": _command(config, run, {**cell_row, "model": model or cell.model}, extra_overrides),

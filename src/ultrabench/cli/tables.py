@@ -116,12 +116,12 @@ class FittedTable(Table):
             if column.justify != "right":
                 word_width = max(map(cell_len, " ".join(cell_texts).split()), default=0)
                 widths[index] = min(full_widths[index], max(MIN_TEXT_WIDTH, min(word_width, MAX_WORD_WIDTH)))
-        order = {header_text: position for position, header_text in enumerate(LEFT_OUT_FIRST)}
 
         def importance_key(index: int) -> tuple[bool, bool, int, int]:
             header = str(self.columns[index].header)
-            stays = index == 0 or header == self.always_shown
-            return stays, any(map(str, self.columns[index].cells)), order.get(header, len(order)), -index
+            is_kept = index == 0 or header == self.always_shown
+            position = LEFT_OUT_FIRST.index(header) if header in LEFT_OUT_FIRST else len(LEFT_OUT_FIRST)
+            return is_kept, any(map(str, self.columns[index].cells)), position, -index
 
         for index in sorted(full_widths, key=importance_key)[:-1]:
             if sum(widths.values()) + 2 * (len(widths) - 1) > max_width:

@@ -49,9 +49,9 @@ def dryrun_spec(arguments: list[str], compiled: bool = False) -> tuple[RunSpec, 
 def _model_flops(spec: RunSpec, cost: RankCost) -> float:
     """FLOPs of one step on the rank of this cost, counted as in ModelShape.flops_per_token."""
     shape, layout = spec.shape, spec.layout
-    attention = shape.attention_flops(spec.workload.seq_len)
-    stages = stages_by_rank(shape, layout)[cost.pp_rank]
-    flops_per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in stages)
+    attention_flops = shape.attention_flops(spec.workload.seq_len)
+    rank_stages = stages_by_rank(shape, layout)[cost.pp_rank]
+    flops_per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention_flops for s in rank_stages)
     return flops_per_token * spec.tokens_per_step / (layout.dp * layout.cp * layout.tp)
 
 

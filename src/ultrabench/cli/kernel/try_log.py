@@ -47,7 +47,7 @@ def run_try_log(pattern_text: str, log_path: Path, as_json: bool) -> int:
 
 
 def _patterns(text: str) -> dict[str, re.Pattern[str]]:
-    """Option -> pattern, for the kernel of the name `text`, or for a pattern by the names of its groups."""
+    """Option -> pattern: those of a kernel if `text` names one, else this pattern for each option with its groups."""
     if path := files("kernel").get(text):
         settings = read_yaml(path)
         text_by_option = {option: settings[option] for option in LOG_PATTERNS if settings.get(option)}

@@ -60,8 +60,8 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     time_parts = run_predictor.step_time(spec, stages)
     prediction = run_predictor.of_parts(spec, stages, time_parts)
     peak_stage = max(stages, key=lambda stage: stage.peak_bytes)
-    rate_per_gpu = spec.tokens_per_step / prediction.step_time_s / spec.layout.world_size
-    token_flops = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
+    tokens_per_s_per_gpu = spec.tokens_per_step / prediction.step_time_s / spec.layout.world_size
+    flops_per_token = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
     return {
         "label": spec.layout.label(),
         "world_size": spec.layout.world_size,
@@ -85,8 +85,8 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "time": time_parts._asdict(),
         "communication_over_compute": run_predictor.communication_ratios(spec),
         "limited_by": prediction.limited_by,
-        "tokens_per_s_per_gpu": rate_per_gpu,
-        "mfu": None if peak.source == GUESSED else rate_per_gpu * token_flops / peak.flops_per_s,
+        "tokens_per_s_per_gpu": tokens_per_s_per_gpu,
+        "mfu": None if peak.source == GUESSED else tokens_per_s_per_gpu * flops_per_token / peak.flops_per_s,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
         "against_published": _against_published(spec, config, prediction.step_time_s, peak),
     }
@@ -174,9 +174,9 @@ def _bar_table(title: str, parts: dict[str, float], scale: float) -> RenderableT
         parts: name of a part -> its bytes or seconds.
         scale: factor from these to the unit of `title`.
     """
-    total, largest = sum(parts.values()), max(parts.values())
+    total, max_value = sum(parts.values()), max(parts.values())
     visible_parts = {name: value for name, value in parts.items() if value > 1e-4 * total}
-    bars = {name: BAR_CHAR * round(BAR_WIDTH * value / largest) for name, value in visible_parts.items()}
+    bars = {name: BAR_CHAR * round(BAR_WIDTH * value / max_value) for name, value in visible_parts.items()}
     rows = [(n, f"{v * scale:,.2f}", f"{100 * v / total:.0f} %", bars[n]) for n, v in visible_parts.items()]
     return table(title, "part", ">amount", ">share", "", rows=rows)
 

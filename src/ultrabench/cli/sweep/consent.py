@@ -43,7 +43,7 @@ def headline(config: SweepConfig) -> str:
     if config.kernel.kind == "probe":
         return f"sweep {config.name}: links of {hardware_name}, {setup_text}"
     nodes, seq_lens, gbs = config.axes.nodes, config.options.values["seq_len"], config.options.values["gbs"]
-    step_tokens = [int(config.gbs_on(end(nodes), end(gbs))) * end(seq_lens) for end in (min, max)]
+    step_tokens = [int(config.gbs_on(pick(nodes), pick(gbs))) * pick(seq_lens) for pick in (min, max)]
     tokens_text = " to ".join(dict.fromkeys(map(count, step_tokens)))
     nodes_text = counted(min(nodes), "node")
     scaling_text = f" on {nodes_text}, scaled with the number of nodes" if config.scaling == WEAK else ""

@@ -53,8 +53,8 @@ def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Pat
     if as_json:
         spec = next((spec for a in attempts if (spec := a.spec_as(dict[str, Any]))), None)
         documents = [_attempt_document(a, folder.log_folder(a.key)) for a in attempts]
-        facts = {"plan": plan_row, "communication_over_compute": ratios, "spec": spec}
-        print_json({"sweep": folder.name, "run_id": run_id, **facts, "attempts": documents})
+        plan_facts = {"plan": plan_row, "communication_over_compute": ratios, "spec": spec}
+        print_json({"sweep": folder.name, "run_id": run_id, **plan_facts, "attempts": documents})
         return
     plan_values = {name: value for name, value in (plan_row or {}).items() if name not in ("order", "run_id")}
     headings = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
@@ -125,9 +125,9 @@ def _evidence_lines(evidence: dict[str, Any], log_folder: Path) -> Iterator[Rend
 def _attempt_document(attempt: AttemptState, log_folder: Path) -> dict[str, Any]:
     """An attempt as `sweep show --json` prints it."""
     key, result = attempt.key, to_dict(attempt.result) if attempt.result else None
-    place = {"repeat": key.repeat, "attempt": key.attempt, "allocation": attempt.allocation}
-    logs = {"logs": str(log_folder), "profile": _trace_summaries(log_folder)}
-    return {**place, "phase": attempt.phase, "result": result, **logs}
+    key_fields = {"repeat": key.repeat, "attempt": key.attempt, "allocation": attempt.allocation}
+    log_fields = {"logs": str(log_folder), "profile": _trace_summaries(log_folder)}
+    return {**key_fields, "phase": attempt.phase, "result": result, **log_fields}
 
 
 def _attempt_cells(attempt: AttemptState) -> Iterator[object]:
@@ -176,8 +176,8 @@ def _trace_lines(summary: dict[str, Any]) -> Iterator[RenderableType]:
     yield f"  memory in GiB: {memory_text}"
     kernels = ((k["name"][:60], k["calls"], k["seconds"]) for k in summary["top"])
     rows = [(name, f"{calls:g}", f"{s:.4g}", _share_text(s, step_s)) for name, calls, s in kernels]
-    row_name = "kernel" if summary["device"] == "cuda" else "operator"
-    yield table("", row_name, ">calls a step", ">s a step", ">of the step", rows=rows)
+    name_heading = "kernel" if summary["device"] == "cuda" else "operator"
+    yield table("", name_heading, ">calls a step", ">s a step", ">of the step", rows=rows)
     yield f"files: {summary['folder']}"
 
 

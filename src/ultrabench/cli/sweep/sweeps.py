@@ -149,22 +149,26 @@ def _confirm(question: str, yes: bool) -> None:
 
 
 def _require_idle(folder: SweepFolder, participle: str) -> None:
-    """Raises SweepFolderError if a launcher follows a sweep, or a job of it may live."""
+    """Raises SweepFolderError if a launcher follows a sweep, or a job of it may live.
+
+    Args:
+        participle: what is done to the sweep in words of the message, such as `deleted`.
+    """
     state = fold(read_journal(folder.journal))
-    users = [f"{launcher} follows it" for launcher in living_launchers(folder)]
-    if not users and open_allocations(state):
+    user_texts = [f"{launcher} follows it" for launcher in living_launchers(folder)]
+    if not user_texts and open_allocations(state):
         config = launched_config(folder, state)
         launcher = choose_launcher(config, folder)  # it must know the cluster, to tell its jobs from others
         jobs = living(launcher, state, GRACE_S + config.launcher.grace_s + launcher.rest_s)
-        users = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
-    if users:
+        user_texts = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
+    if user_texts:
         rule = f"only an idle sweep can be {participle}"
-        more_text = f" and {len(users) - 3} more" if len(users) > 3 else ""
-        fact = f"{folder.name} is in use ({'; '.join(users[:3])}{more_text})"
+        more_text = f" and {len(user_texts) - 3} more" if len(user_texts) > 3 else ""
+        fact = f"{folder.name} is in use ({'; '.join(user_texts[:3])}{more_text})"
         raise SweepFolderError(f"{fact}; {rule}. To end it: ultrabench sweep cancel {folder.display_name}")
 
 
 def _job_text(name: str, job: dict[str, Any] | None, by: dict[str, Any]) -> str:
-    """An allocation in words, such as `job 17_0 (n1-c0ffee.0) of ann on big`."""
+    """An allocation in words, such as `job 17_0 (n1-c0ffee.0) of ann on big`; `by` says who submitted it from where."""
     text = f"job {job['job_id']} ({name})" if job and "job_id" in job else f"allocation {name}"
     return f"{text} of {by['user']} on {by.get('cluster') or by.get('host')}" if by.get("user") else text
