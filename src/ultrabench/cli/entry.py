@@ -6,6 +6,7 @@ from types import FrameType
 
 
 def _exit_on_interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """The handler of Ctrl-C while the command is still imported: ends the process with one line and code 130."""
     os.write(2, b"ultrabench: interrupted\n")
     os._exit(130)
 

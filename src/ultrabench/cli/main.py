@@ -102,6 +102,8 @@ _received_signals: list[int] = []
 
 
 def _handle_ctrl_c() -> None:
+    """Makes Ctrl-C raise KeyboardInterrupt and records it, unless SIGINT is ignored as in the background."""
+
     def interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
         _received_signals.append(signal_number)
         raise KeyboardInterrupt

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for other commands these would be slow imports
 _ARGUMENTS_HELP = "Results to draw (default: the newest sweep). AXIS is for effect only. NAME=VALUE selects rows, such as nodes=4, or sets a layout."
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
 Parquet = Annotated[Path | None, table_option("File to write.")]
+"""Output for a command that writes parquet."""
 Sweeps = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: the newest sweep."),

@@ -161,6 +161,7 @@ def final_rows(folder: SweepFolder) -> list[Row]:
 
 
 def _final_table_rows(result_table: pa.Table, folder: SweepFolder) -> list[Row]:
+    """The final rows of runs in a result table of `folder`, with the command that shows each run."""
     rows = [row for row in result_table.to_pylist() if row["is_final"] and row["rule"] is None]
     return [row | {"show": f"ultrabench sweep show {row['run_id']} {folder.display_name}"} for row in rows]
 
@@ -217,4 +218,5 @@ def _failed_check(row: Row, prefix: str = "", suffix: str = "", advice: str = ""
 
 
 def _run_text(row: Row) -> str:
+    """The model, layout and number of nodes of a run."""
     return f"{row['model']} {run_label(row)} on {counted(row['nodes'], 'node')}"

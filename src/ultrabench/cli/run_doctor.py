@@ -108,6 +108,7 @@ def _write(config: SweepConfig, site: Site, cluster: str, force: bool, slurm_pro
 
 
 def _show_checks(config: SweepConfig, checks: Sequence[Check]) -> None:
+    """Prints a table of the checks; checks that could not be made share the last row."""
     config_text = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
     rows, unknown_checks = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
     for check in (check for check in checks if check.name not in unknown_checks):

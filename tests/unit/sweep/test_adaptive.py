@@ -168,5 +168,5 @@ def test_rows_and_show_tell_why_a_run_was_left_out(tmp_path, capsys):
     left = [row for row in collect([folder], print).to_pylist() if row["status"] == "skipped"]
     assert len(left) > len(PLAN.runs) / 2
     assert all(row["reason"].startswith(("not promising: ", "predicted ")) for row in left)
-    show_run(left[0]["run_id"], str(tmp_path), as_json=False, results=tmp_path)
+    show_run(left[0]["run_id"], str(tmp_path), as_json=False, results_dir=tmp_path)
     assert left[0]["reason"] in capsys.readouterr().out

@@ -16,7 +16,9 @@ from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.arguments import PREDICTED, read_run
 
 DEFAULT_ARGUMENTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "seq_len", "precision")}
+"""The value of an argument that is not given."""
 MEMORY_KINDS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
+"""Names of the fields of RankCost that hold bytes, without `_bytes`."""
 
 
 def run_dryrun(arguments: list[str], compiled: bool, as_json: bool) -> None:
@@ -56,6 +58,7 @@ def _model_flops(spec: RunSpec, cost: RankCost) -> float:
 
 
 def _cost_document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[str, Any]:
+    """The document of `kernel dryrun --json`."""
     ranks_per_stage = spec.layout.world_size // spec.layout.pp
     return {
         "label": spec.layout.label(),
@@ -70,6 +73,7 @@ def _cost_document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> 
 
 
 def _show_costs(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
+    """Prints memory and FLOPs of the first rank of each pipeline stage, the collectives, and whether the step fits."""
     max_cost = max(costs, key=lambda cost: cost.peak_bytes)
     unit_bytes, unit_name = (GIB, "GiB") if max_cost.peak_bytes >= GIB else (2**20, "MiB")
     title = f"{spec.shape.name}, {spec.layout.label()}: one step, one rank per pipeline stage, {unit_name}"

@@ -115,6 +115,7 @@ def _line_values(option: str, match: re.Match[str], values: dict[str, Any]) -> I
 
 
 def _show_report(option: str, report: dict[str, Any], log_path: Path) -> None:
+    """Prints the first matches of the pattern of one option, and an example of a matching line that does not count."""
     noun = NOUN_BY_OPTION[option]
     matched_lines, refused = report["lines"], report["refused"]
     if form_text := report.get("form"):
@@ -133,4 +134,5 @@ def _show_report(option: str, report: dict[str, Any], log_path: Path) -> None:
 
 
 def _short_value(value: Any) -> Any:
+    """A value as the table shows it: a float with at most six digits, any other value unchanged."""
     return f"{value:.6g}" if isinstance(value, float) else value

@@ -24,6 +24,7 @@ MEMORY_COLUMNS = ("median", "90 %", "OOM right", "borderline", "wrong prune", "O
 MAX_LISTED_RUNS = 30
 """Largest number of runs that `validate` lists one by one; --json lists all, and --rows writes them."""
 DEFAULT_PROFILE_FILE = Path("ultrabench/profiles/mine.yaml")
+"""The file that `calibrate` writes without -o."""
 ProfileName = Annotated[
     str | None,
     typer.Option("--profile", metavar="NAME", help="Default: the profile of the program of the runs."),
@@ -203,6 +204,7 @@ def _memory_texts(metrics: Metrics) -> tuple[str, ...]:
 
 
 def _share_text(share: float | None) -> str:
+    """A share from 0 to 1 as percent; a dash where it is unknown."""
     return percent(share) or "-"
 
 

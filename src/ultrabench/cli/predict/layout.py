@@ -93,6 +93,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
 
 
 def _against_published(spec: RunSpec, config: SweepConfig, step_time_s: float, peak: Peak) -> str | None:
+    """A sentence that compares the predicted MFU with the best published one; None on CPUs or without one."""
     if config.hardware.device != "cuda":
         return None
     best_rate = best_published(config)

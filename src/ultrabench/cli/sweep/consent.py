@@ -179,6 +179,7 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
 
 
 def _print_price(plan: Plan, price: Price, limits: JobLimits, used_gpu_hours: float) -> None:
+    """Prints what is left to run, its price, its jobs, and how soon it can be done under the limits of the site."""
     cells = sorted(price.runs, key=lambda cell: (cell[1], cell[0]))
     say(headline(plan.config))
     say(price_table(plan, price, ("runs",), {cell: price.runs[cell][:1] for cell in cells}))

@@ -43,7 +43,9 @@ from ultrabench.sweep.running.progress import progress_of, settled_runs
 
 SignalHandler = Callable[[int, FrameType | None], None] | signal.Handlers
 TERMINATING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals by which others end a launch, as when its terminal is gone."""
 ENDING_SIGNALS = (signal.SIGINT, *TERMINATING_SIGNALS)
+"""All signals that end a launch."""
 
 
 def run_launch(
@@ -219,6 +221,7 @@ def _ask_to_replace_jobs(sweep: OpenSweep, launcher: Launcher) -> list[str]:
 
 
 def _raise_interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """The handler of a signal: raises KeyboardInterrupt with the number of the signal."""
     ignore_signals()  # comes first, so that another signal cannot interrupt what follows
     raise KeyboardInterrupt(signal_number)
 

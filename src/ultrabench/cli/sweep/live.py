@@ -172,6 +172,7 @@ def _phase_text(run: Candidate, attempt: AttemptState) -> str:
 
 
 def _views_below_counts(progress: SweepProgress, is_active: bool, with_bar: bool) -> Iterator[RenderableType]:
+    """The lines and tables of the panel below its counts."""
     if with_bar:
         yield ProgressBar(total=progress.runs, completed=progress.runs - progress.left, width=40)
         yield Text("")

@@ -238,6 +238,7 @@ def cell_key(entry: Mapping[str, Any]) -> CellKey:
 
 
 def _share_text(share: float) -> str:
+    """A share from 0 to 1 as percent without decimals."""
     return "<1 %" if share < 0.01 else f"{100 * share:.0f} %"
 
 

@@ -41,7 +41,9 @@ RANK_HEADING = re.compile(r"^--- rank \d+$", re.MULTILINE)
 MAX_RANK_DIGITS = 5
 """Largest number of digits of a place in `sweep top`; a longer number is the beginning of a run id."""
 HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
+"""Keys of the evidence of a hang for one rank, and columns of its table."""
 TIME_PARTS = ("compute", "communication", "exposed_communication", "idle")
+"""Parts of a traced step, whose seconds the summary of a trace holds under these names with `_s`."""
 
 
 def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Path) -> None:
@@ -147,6 +149,7 @@ def _attempt_cells(attempt: AttemptState) -> Iterator[object]:
 
 
 def _rank_line(rank: dict[str, Any]) -> str:
+    """A line that says how the process of a rank ended, in which phase, and its error or last line."""
     exit_code, end_text = rank.get("code"), "no exit code"
     if rank.get("killed_by_us"):
         end_text = "killed by ultrabench"
@@ -182,6 +185,7 @@ def _trace_lines(summary: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def _share_text(part_s: float, total_s: float) -> str:
+    """The share of a part in `total_s` as percent; empty if the total is zero."""
     return f"{part_s / total_s:.1%}" if total_s else ""
 
 

@@ -80,6 +80,7 @@ def show_sweeps(results_dir: Path, as_json: bool) -> None:
 
 
 def _sweep_summary(folder: SweepFolder) -> SweepSummary:
+    """Reads a sweep and summarizes it."""
     sweep_json, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn))
     runs = [*runs_of(sweep_json, read_rows(folder.plan, runs_only=True), state)]
     progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
@@ -90,6 +91,7 @@ def _sweep_summary(folder: SweepFolder) -> SweepSummary:
 
 
 def _table_row(summary: SweepSummary) -> tuple[str | Text | None, ...]:
+    """The row of `sweep list` for one sweep."""
     progress = summary.progress
     best_texts: tuple[str | None, ...] = (None, None, None)
     settled_text = f"{len(progress.settled)} of {progress.runs}"
@@ -103,6 +105,7 @@ def _table_row(summary: SweepSummary) -> tuple[str | Text | None, ...]:
 
 
 def _mfu(run: Candidate, standing: Standing) -> float | None:
+    """The MFU at the measured rate of a run; None where either is unknown."""
     return None if standing.rate is None else run.mfu(standing.rate)
 
 
@@ -141,6 +144,7 @@ def run_rename(folder: SweepFolder, new_name: str, yes: bool) -> None:
 
 
 def _confirm(question: str, yes: bool) -> None:
+    """Asks the user unless `yes` is set; raises ConfigError without a terminal, and typer.Abort if the answer is no."""
     if yes:
         return
     if not can_ask():
