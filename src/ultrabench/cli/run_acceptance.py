@@ -81,7 +81,7 @@ class _Acceptance:
         self._published_rates = comparable_rates(config)  # an error in these files must cost no GPU time
 
     def checks(self) -> Iterator[Check]:
-        """The checks of CHECKS, each after the sweeps that it needs."""
+        """The checks named in CHECK_NAMES, each after the sweeps that it needs."""
         num_gpus, mbs = self._config.hardware.gpus_per_node, max(self._config.axes.layout["mbs"])
         axes = DP_AXES | {"nodes": [1], "mbs": [mbs]}
         groups: dict[str, Any] = {"sweep": axes, "hardware": {"gpus_per_node": 1}}

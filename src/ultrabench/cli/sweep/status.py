@@ -73,7 +73,7 @@ def _snapshots(folder: SweepFolder, watch: bool) -> Iterator[tuple[SweepProgress
 
 
 def activity(folder: SweepFolder, progress: SweepProgress, state: SweepState) -> str:
-    """What a sweep does now, as a key of STANDINGS."""
+    """What a sweep does now, as a key of REASON_BY_ACTIVITY."""
     if not progress.left:
         return "done"
     if state.paused or state.cancelled:

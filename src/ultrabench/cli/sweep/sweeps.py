@@ -39,7 +39,7 @@ class SweepSummary:
     num_cells: int
     progress: SweepProgress
     activity: str
-    """A key of STANDINGS of status.py."""
+    """A key of REASON_BY_ACTIVITY of status.py."""
     age_s: float
     """Seconds since its journal was last written."""
 
