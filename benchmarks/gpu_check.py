@@ -29,7 +29,7 @@ from gpu_rows import row_lines, write_rows
 from rich.text import Text
 
 from ultrabench import checkout
-from ultrabench.cli.tables import duration, say, show, style_of, table
+from ultrabench.cli.tables import duration_text, say, show, style_of, table
 from ultrabench.errors import ConfigError, UltrabenchError, counted, require_known
 from ultrabench.hardware import GIB
 from ultrabench.kernel.requests import CheckSpec, dry_run
@@ -312,7 +312,7 @@ def run_lines(
 def print_results(results: dict[str, dict[str, Any]], lines: Mapping[str, Line], machine: Machine) -> None:
     """The table of all results, what to look at for each step that failed, and what is left."""
     styles = {"pass": "ok", "fail": "crash", "refused": None}
-    rows = [(key, Text(result["status"], style_of(styles[result["status"]])), duration(result["seconds"]), result["found"])
+    rows = [(key, Text(result["status"], style_of(styles[result["status"]])), duration_text(result["seconds"]), result["found"])
             for key, result in results.items()]  # fmt: skip
     show(
         table(f"{machine.ranks} x {machine.facts['gpu_name']}", "line", "status", ">time", "found", rows=rows)
@@ -320,7 +320,7 @@ def print_results(results: dict[str, dict[str, Any]], lines: Mapping[str, Line],
     failed = {key.partition(":")[0] for key, result in results.items() if result["status"] == "fail"}
     show(*(f"{step} failed; look at: {look}" for step, look in LOOK.items() if step in failed))
     if left := [line.estimate_s for key, line in lines.items() if key not in results]:
-        show(f"left: {counted(len(left), 'line')}, about {duration(sum(left))}; the same command continues")
+        show(f"left: {counted(len(left), 'line')}, {duration_text(sum(left))}; the same command continues")
     if empty := [step for step in LOOK if not any(key.startswith(f"{step}: ") for key in lines)]:
         show(f"not run: {', '.join(empty)} (links and schedules need 2 GPUs, speeds 8 of them)")
 

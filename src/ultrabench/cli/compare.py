@@ -15,10 +15,10 @@ from ultrabench.errors import ConfigError, counted
 if TYPE_CHECKING:
     from ultrabench.analysis.compare import Comparison
 
-Results = Annotated[str, typer.Argument(metavar="SWEEP or FILE.parquet", show_default=False)]
+ResultSource = Annotated[str, typer.Argument(metavar="SWEEP or FILE.parquet", show_default=False)]
 Threshold = Annotated[float, percent_option("--threshold", "Ignore smaller differences of step times.")]
-Record = dict[Any, Any]
-"""Column -> value of one row."""
+ResultRow = dict[Any, Any]
+"""Column -> value of one row of a comparison."""
 PUBLISHED = "published"
 """Word that stands for the rates of configs/published/ in the place of results B."""
 MAX_ROWS = 10
@@ -28,9 +28,9 @@ MAX_UNPROVEN = 5
 
 
 def compare(
-    a: Results,
-    b: Results,
-    threshold: Threshold = 5.0,
+    a: ResultSource,
+    b: ResultSource,
+    threshold_percent: Threshold = 5.0,
     output: Path | None = typer.Option(
         None, "-o", "--output", help="Write all layouts (.parquet) or a figure (.png, .svg or .pdf)."
     ),
@@ -49,31 +49,32 @@ def compare(
     if b == PUBLISHED:
         return _beside_published(a, output, json_, results_dir)
     from ultrabench.analysis.collect import distinct_names, open_results
-    from ultrabench.analysis.compare import compare as compared
+    from ultrabench.analysis.compare import compare as compare_tables
     from ultrabench.cli.tables import print_json, say, warn
 
-    (*source_a, table_a), (*source_b, table_b) = (
+    (name_a, prefix_a, table_a), (name_b, prefix_b, table_b) = (
         open_results(source, results_dir, warn) for source in (a, b)
     )
-    comparison = compared(table_a, table_b, threshold / 100, distinct_names(source_a, source_b))
+    names = distinct_names((name_a, prefix_a), (name_b, prefix_b))
+    comparison = compare_tables(table_a, table_b, threshold_percent / 100, names)
     if output is not None:
-        _write(comparison, output)
+        _write_comparison(comparison, output)
         say(f"wrote {counted(len(comparison.rows), 'layout')} to {output}")
     if json_:
-        (name_a, name_b), (only_a, only_b) = comparison.names, comparison.num_only
-        sides = {"a": name_a, "b": name_b, "only_a": only_a, "only_b": only_b}
+        num_only_a, num_only_b = comparison.num_only
+        sides = {"a": names[0], "b": names[1], "only_a": num_only_a, "only_b": num_only_b}
         fields = ("threshold", "differing", "regressions", "median_ratio", "checkpoints", "notes", "warning")
-        tables = {"winners": comparison.winners, "rows": comparison.rows}
-        records = {name: json.loads(frame.to_json(orient="records")) for name, frame in tables.items()}
-        print_json(sides | {name: getattr(comparison, name) for name in fields} | records)
+        frames = {"winners": comparison.winners, "rows": comparison.rows}
+        row_lists = {key: json.loads(frame.to_json(orient="records")) for key, frame in frames.items()}
+        print_json(sides | {key: getattr(comparison, key) for key in fields} | row_lists)
     else:
-        _print(comparison)
+        _print_comparison(comparison)
     if comparison.warning:
         warn(comparison.warning)
     return int(comparison.regressions > 0)
 
 
-def _beside_published(source: str, output: Path | None, json_: bool, results_dir: Path) -> int:
+def _beside_published(source: str, output: Path | None, as_json: bool, results_dir: Path) -> int:
     """Prints the best run of each cell beside the nearest published rate; those that match come first."""
     from dataclasses import asdict
 
@@ -83,30 +84,25 @@ def _beside_published(source: str, output: Path | None, json_: bool, results_dir
 
     if output is not None:
         raise ConfigError(f"-o {output}: compare {PUBLISHED} writes no file; use --json")
-    name, _, table = open_results(source, results_dir, warn)
-    entries = sorted(beside_published(table), key=lambda entry: entry.share is None)
-    num_matched = sum(entry.share is not None for entry in entries)
-    if json_:
+    name, _, result_table = open_results(source, results_dir, warn)
+    runs = sorted(beside_published(result_table), key=lambda run: run.share is None)
+    num_matched = sum(run.share is not None for run in runs)
+    if as_json:
         rows = [
-            {
-                "cell": e.cell.to_json(),
-                "published": asdict(e.published),
-                "differing": e.differing,
-                "share": e.share,
-            }
-            for e in entries
-        ]
+            {"cell": run.cell.to_json(), "published": asdict(run.published), "differing": run.differing, "share": run.share}
+            for run in runs
+        ]  # fmt: skip
         print_json({"name": name, "matched": num_matched, "rows": rows})
         return 0
-    if not entries:
-        show(f"{name}: no cell has a rate to compare: {none_comparable(table)}")
+    if not runs:
+        show(f"{name}: no cell has a rate to compare: {none_comparable(result_table)}")
         return 0
-    show(f"{name}: {num_matched} of {counted(len(entries), 'cell')} with a rate match a published rate")
-    show(*(f"  {entry.text}" for entry in entries))
+    show(f"{name}: {num_matched} of {counted(len(runs), 'cell')} with a rate match a published rate")
+    show(*(f"  {run.text}" for run in runs))
     return 0
 
 
-def _write(comparison: "Comparison", path: Path) -> None:
+def _write_comparison(comparison: "Comparison", path: Path) -> None:
     """Writes the compared layouts as parquet, or draws them."""
     if path.suffix == ".parquet":
         import pyarrow as pa
@@ -120,60 +116,64 @@ def _write(comparison: "Comparison", path: Path) -> None:
     draw(path, lambda: figure(comparison))
 
 
-def _print(comparison: "Comparison") -> None:
+def _print_comparison(comparison: "Comparison") -> None:
     """Prints what differs, layouts with a finding or a large ratio, cells with another winner, and the notes."""
     from ultrabench.analysis.compare import FAILING, FASTER, RUNNING_AGAIN, SLOWER
     from ultrabench.analysis.numbers import with_unit
     from ultrabench.cli.tables import show, table
 
-    counts = comparison.rows["finding"].value_counts()
-    summary = [f"{counts.get(name, 0)} {name}" for name in (SLOWER, FASTER, FAILING, RUNNING_AGAIN)]
-    median_ratio = "unknown" if comparison.median_ratio is None else f"{comparison.median_ratio:.3f}"
-    counts_line = f"{', '.join(summary)} (threshold {comparison.threshold:.1%})"
-    show(f"{comparison.title}: median ratio of step times {median_ratio}; {counts_line}")
+    num_by_finding = comparison.rows["finding"].value_counts()
+    counts = [f"{num_by_finding.get(name, 0)} {name}" for name in (SLOWER, FASTER, FAILING, RUNNING_AGAIN)]
+    ratio_text = "unknown" if comparison.median_ratio is None else f"{comparison.median_ratio:.3f}"
+    counts_line = f"{', '.join(counts)} (threshold {comparison.threshold:.1%})"
+    show(f"{comparison.title}: median ratio of step times {ratio_text}; {counts_line}")
     show(f"  A is {comparison.names[0]}, B is {comparison.names[1]}; ratios are B / A")
-    show(*(f"  {name}: {value_a} -> {value_b}" for name, (value_a, value_b) in comparison.differing.items()))
-    rows = comparison.findings.to_dict("records")
-    heads = ("finding", "model", ">nodes", "layout", ">step A", ">step B", ">ratio", ">p")
-    if rows:
-        show(table(f"\nfindings{_more(rows)}", *heads, rows=map(_cells, rows[:MAX_ROWS])))
-    unproven_rows = comparison.unproven
-    large_rows = unproven_rows[unproven_rows["ratio"] > 1 + comparison.threshold].to_dict("records")
-    if large_rows:
-        columns = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
-        first_rows = large_rows[:MAX_UNPROVEN]
-        cells = [(*_cells(row)[1:4], *_cells(row)[-2:], row["steps_a"], row["steps_b"]) for row in first_rows]
-        shown_share = f"{len(cells)} of {len(large_rows):,}"
-        show(table(f"\nlargest ratios that are not significant ({shown_share})", *columns, rows=cells))
+    show(*(f"  {column}: {a} -> {b}" for column, (a, b) in comparison.differing.items()))
+    findings = comparison.findings.to_dict("records")
+    headings = ("finding", "model", ">nodes", "layout", ">step A", ">step B", ">ratio", ">p")
+    if findings:
+        shown_rows = map(_table_row, findings[:MAX_ROWS])
+        show(table(f"\nfindings{_count_text(findings)}", *headings, rows=shown_rows))
+    unproven_frame = comparison.unproven
+    large_ratio_rows = unproven_frame[unproven_frame["ratio"] > 1 + comparison.threshold].to_dict("records")
+    if large_ratio_rows:
+        ratio_headings = ("model", ">nodes", "layout", ">ratio", ">p", ">steps A", ">steps B")
+        unproven_rows = [
+            (*_table_row(row)[1:4], *_table_row(row)[-2:], row["steps_a"], row["steps_b"])
+            for row in large_ratio_rows[:MAX_UNPROVEN]
+        ]
+        title = f"largest ratios that are not significant ({len(unproven_rows)} of {len(large_ratio_rows):,})"
+        show(table(f"\n{title}", *ratio_headings, rows=unproven_rows))
     winners = comparison.winners.to_dict("records")
-    titles = ("model", ">nodes", "best of A", "best of B", "note")
+    columns = ("model", ">nodes", "best of A", "best of B", "note")
     if winners:
-        cells = [(w["model"], w["nodes"], w["best_a"], w["best_b"], _kept(w)) for w in winners[:MAX_ROWS]]
-        show(table(f"\ncells with another winner{_more(winners)}", *titles, rows=cells))
-    medians = [
+        rows = [(w["model"], w["nodes"], w["best_a"], w["best_b"], _note_text(w)) for w in winners[:MAX_ROWS]]
+        show(table(f"\ncells with another winner{_count_text(winners)}", *columns, rows=rows))
+    median_rows = [
         [c["column"], *(with_unit(c["column"], c[side]) for side in "ab"), c["layouts"]]
         for c in comparison.checkpoints
     ]
-    if medians:
-        show(table("\ncheckpoints (medians, not tested)", "column", ">A", ">B", ">layouts", rows=medians))
+    if median_rows:
+        show(table("\ncheckpoints (medians, not tested)", "column", ">A", ">B", ">layouts", rows=median_rows))
     show("", *comparison.notes)
 
 
-def _more(rows: list[Record]) -> str:
+def _count_text(rows: list[ResultRow]) -> str:
+    """How many of these rows a table shows; empty if it shows all."""
     return f" ({MAX_ROWS} of {len(rows):,}; all: -o FILE.parquet)" if len(rows) > MAX_ROWS else ""
 
 
-def _cells(row: Record) -> tuple[object, ...]:
-    """The columns of a layout; the status stands for a step time that was not measured."""
+def _table_row(row: ResultRow) -> tuple[object, ...]:
+    """The row of the table of findings for one layout; a status replaces a step time that was not measured."""
     sides = ((row[f"runs_{side}"], row[f"step_time_{side}_s"], row[f"status_{side}"]) for side in "ab")
-    times = (f"{time_s:.4g} s" if runs else status for runs, time_s, status in sides)
-    ratio = f"{row['ratio']:.3f}" if row["runs_a"] and row["runs_b"] else None
-    p = None if math.isnan(row["p_corrected"]) else f"{row['p_corrected']:.2g}"
-    return row["finding"], row["model"], row["nodes"], row["layout"], *times, ratio, p
+    time_texts = (f"{time_s:.4g} s" if num_runs else status for num_runs, time_s, status in sides)
+    ratio_text = f"{row['ratio']:.3f}" if row["runs_a"] and row["runs_b"] else None
+    p_text = None if math.isnan(row["p_corrected"]) else f"{row['p_corrected']:.2g}"
+    return row["finding"], row["model"], row["nodes"], row["layout"], *time_texts, ratio_text, p_text
 
 
-def _kept(winner: Record) -> str:
-    """What it would cost to keep the best layout of A."""
+def _note_text(winner: ResultRow) -> str:
+    """The note on a cell with another winner: what it would cost to keep the best layout of A."""
     if winner["as_good"]:
         return "in B, the best of A ties for best"
     if math.isnan(winner["cost"]):

@@ -14,7 +14,7 @@ def configs(
     json_: Json = False,
 ) -> None:
     """List the configuration files for overrides, or print one."""
-    from ultrabench.cli.tables import plain, print_json, say, show, table
+    from ultrabench.cli.tables import plain_text, print_json, say, show, table
     from ultrabench.sweep.config.files import FOLDERS, OVERRIDES, describe, files, read_text
 
     if group is not None:
@@ -22,17 +22,17 @@ def configs(
     if group is not None and name is not None:
         path_by_name = files(FOLDERS[group])
         require_known(group, path_by_name, name)
-        text = read_text(path_by_name[name])
+        file_text = read_text(path_by_name[name])
         if json_:
-            print_json({"path": str(path_by_name[name]), "text": text})
+            print_json({"path": str(path_by_name[name]), "text": file_text})
         else:
             say(str(path_by_name[name]))
-            sys.stdout.write(plain(text))
+            sys.stdout.write(plain_text(file_text))
         return
-    by_group = {group_name: describe(FOLDERS[group_name]) for group_name in ([group] if group else FOLDERS)}
+    texts_by_group = {name: describe(FOLDERS[name]) for name in ([group] if group else FOLDERS)}
     if json_:
-        print_json(by_group)
+        print_json(texts_by_group)
         return
-    for group_name, options in by_group.items():
+    for group_name, text_by_name in texts_by_group.items():
         title = f"{group_name}=" if group_name in OVERRIDES else f"{group_name} (sweep show --as)"
-        show(table(title, "name", "what it is", rows=options.items()), "")
+        show(table(title, "name", "what it is", rows=text_by_name.items()), "")

@@ -26,6 +26,6 @@ def doctor(
     they check that all layouts have the same loss and gradient, that out-of-memory errors are recognised, and
     that a published speed is reached. The exit code is 1 if a check fails and 3 if Slurm does not respond.
     """
-    from ultrabench.cli.run_doctor import report, run_doctor
+    from ultrabench.cli.run_doctor import print_checks, run_doctor
 
-    return report(*run_doctor(overrides, name if write else None, partition, force, wait, deep), json_)
+    return print_checks(*run_doctor(overrides, name if write else None, partition, force, wait, deep), json_)

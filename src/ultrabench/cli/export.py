@@ -39,21 +39,22 @@ def export(
     from ultrabench.analysis.collect import open_results
     from ultrabench.analysis.export.tracked_runs import csv_text, tracked_runs
     from ultrabench.analysis.export.trackers import log_results, open_tracker
-    from ultrabench.cli.tables import out, print_json, say, warn
+    from ultrabench.cli.tables import output_console, print_json, say, warn
 
-    name, path_prefix, table = open_results(source, results_dir, warn)
-    runs = tracked_runs(table)
+    source_name, path_prefix, result_table = open_results(source, results_dir, warn)
+    runs = tracked_runs(result_table)
     if not runs:
-        raise ConfigError(f"no run of {name} has ended; see ultrabench sweep status")
+        raise ConfigError(f"no run of {source_name} has ended; see ultrabench sweep status")
     if kind == "csv":
         destination = str(output or f"{path_prefix}export.csv")
         write_result(Path(destination), csv_text(runs).encode())
     else:
         from rich.progress import track
 
-        tracker, console = open_tracker(kind, project, output or Path(path_prefix).parent), out(stderr=True)
-        bar = track(runs, "runs", console=console, transient=True, disable=not console.is_terminal)
-        log_results(tracker, bar, table, name)
+        tracker = open_tracker(kind, project, output or Path(path_prefix).parent)
+        console = output_console(stderr=True)
+        runs_with_bar = track(runs, "runs", console=console, transient=True, disable=not console.is_terminal)
+        log_results(tracker, runs_with_bar, result_table, source_name)
         destination = tracker.where
     if json_:
         print_json({"kind": kind, "runs": len(runs), "where": destination})

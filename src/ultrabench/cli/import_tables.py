@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from ultrabench.cli.options import Json, table_file
+from ultrabench.cli.options import Json, table_option
 from ultrabench.cli.results import write_result
 from ultrabench.errors import ConfigError, counted
 
-Output = Annotated[Path | None, table_file("File to write; default: FILE.parquet in the current folder.")]
+Output = Annotated[Path | None, table_option("File to write; default: FILE.parquet in the current folder.")]
 
 
 def import_table(
@@ -29,25 +29,26 @@ def import_table(
     from ultrabench.analysis.importing.table_map import built_in, read_map
     from ultrabench.cli.tables import print_json, say, show, table
 
-    *formats, file = arguments
-    if len(formats) + (map_ is not None) != 1:
-        forms = "ultrabench import nanotron FILE.csv, or ultrabench import --map map.yaml FILE.csv"
-        raise ConfigError(f"import {' '.join(arguments)} needs one format or one map: {forms}")
-    imported = import_csv(Path(file), read_map(map_ or built_in(formats[0])))
-    path = output or Path(Path(file).name).with_suffix(".parquet")
-    write_result(path, parquet(imported.table))
-    rows = imported.table.select(["status", "model", "suspect"]).to_pylist()
-    by_status = Counter(str(row["status"]) for row in rows)
-    by_model = Counter(str(row["model"]) for row in rows)
+    *format_names, csv_path = arguments
+    if len(format_names) + (map_ is not None) != 1:
+        usage = "ultrabench import nanotron FILE.csv, or ultrabench import --map map.yaml FILE.csv"
+        raise ConfigError(f"import {' '.join(arguments)} needs one format or one map: {usage}")
+    conversion = import_csv(Path(csv_path), read_map(map_ or built_in(format_names[0])))
+    output_path = output or Path(Path(csv_path).name).with_suffix(".parquet")
+    write_result(output_path, parquet(conversion.table))
+    rows = conversion.table.select(["status", "model", "suspect"]).to_pylist()
+    num_by_status = Counter(str(row["status"]) for row in rows)
+    num_by_model = Counter(str(row["model"]) for row in rows)
     num_suspects = sum(row["suspect"] is not None for row in rows)
     if json_:
-        counts = {"rows": len(rows), "by_status": by_status, "by_model": by_model, "suspect": num_suspects}
-        print_json({**counts, "doubts": imported.doubts, "unused_columns": imported.unused})
+        counts = {"rows": len(rows), "by_status": num_by_status, "by_model": num_by_model}
+        doubts = {"suspect": num_suspects, "doubts": conversion.doubts, "unused_columns": conversion.unused}
+        print_json(counts | doubts)
     else:
-        doubt_rows = [(reason, ends.total(), ends["ok"]) for reason, ends in imported.doubts.items()]
-        show(table("rows", "status", ">rows", rows=by_status.items()), "")
-        show(table("models", "model", ">rows", rows=by_model.items()), "")
+        doubt_rows = [(reason, num.total(), num["ok"]) for reason, num in conversion.doubts.items()]
+        show(table("rows", "status", ">rows", rows=num_by_status.items()), "")
+        show(table("models", "model", ">rows", rows=num_by_model.items()), "")
         show(table("suspect rows", "reason", ">rows", ">ok rows", rows=doubt_rows), "")
-        show(f"unused columns: {', '.join(imported.unused) or 'none'}")
+        show(f"unused columns: {', '.join(conversion.unused) or 'none'}")
     rows_text = counted(len(rows), "row")
-    say(f"read {rows_text} from {file}, wrote {rows_text} to {path}; {num_suspects:,} suspect")
+    say(f"read {rows_text} from {csv_path}, wrote {rows_text} to {output_path}; {num_suspects:,} suspect")

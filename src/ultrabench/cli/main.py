@@ -55,55 +55,57 @@ def main() -> None:
     # Threads of numpy would wait in a loop for work that tables do not have.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        _require_folder()
-        code = app(standalone_mode=False)
+        _require_working_folder()
+        exit_code = app(standalone_mode=False)
         sys.stdout.flush()
     except UltrabenchError as error:
-        code = _fail(str(error), error.exit_code)
+        exit_code = _print_failure(str(error), error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        code = _fail("" if _interrupts else "interrupted", 130)
+        exit_code = _print_failure("" if _received_signals else "interrupted", 130)
     except OSError as error:
-        target = error.filename or "standard output"
-        line = f"cannot use {target}: {error.strerror or error}; free or unlock it, or use another"
-        code = _fail(line, DiskError.exit_code if may_pass(error) else 2)
+        unusable_path = error.filename or "standard output"
+        message = f"cannot use {unusable_path}: {error.strerror or error}; free or unlock it, or use another"
+        exit_code = _print_failure(message, DiskError.exit_code if may_pass(error) else 2)
     except Exception as error:
         # This is a wrong option. Typer has its own copy of Click, so its class cannot be named here.
         if not hasattr(error, "format_message"):
-            if not _interrupts:
+            if not _received_signals:
                 raise
-            sys.exit(_fail("", 2))
+            sys.exit(_print_failure("", 2))
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(error.format_message(), err=True)
             sys.exit(2)
-        line, hint = error.format_message(), ""
-        takes_settings = {"plan", "launch", "doctor", "check", "dryrun"}
-        option = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
-        if option and takes_settings.intersection(sys.argv):
+        message, hint = error.format_message(), ""
+        commands_with_settings = {"plan", "launch", "doctor", "check", "dryrun"}
+        unknown_option = getattr(error, "option_name", "") if type(error).__name__ == "NoSuchOption" else ""
+        if unknown_option and commands_with_settings.intersection(sys.argv):
             hint = "; write settings without dashes: sweep.tp=[2], or tp=2 with kernel"
-        elif option == "--profile":
+        elif unknown_option == "--profile":
             hint = "; write settings without dashes: profile=NAME"
-        elif option == "--sweep":
+        elif unknown_option == "--sweep":
             hint = "; give the sweep without an option: ultrabench sweep status NAME"
-        for group, commands in (("sweep", sweep_app), ("kernel", kernel_app)):
-            command_names = {c.callback.__name__ for c in commands.registered_commands if c.callback}
-            if "No such command" in line and sys.argv[1] in command_names:
-                hint = f"; did you mean: ultrabench {group} {sys.argv[1]}?"
-        code = _fail(f"{line} (see --help{hint})", 2)
+        for group_name, group_app in (("sweep", sweep_app), ("kernel", kernel_app)):
+            command_names = {c.callback.__name__ for c in group_app.registered_commands if c.callback}
+            if "No such command" in message and sys.argv[1] in command_names:
+                hint = f"; did you mean: ultrabench {group_name} {sys.argv[1]}?"
+        exit_code = _print_failure(f"{message} (see --help{hint})", 2)
     try:
         sys.stdout.flush()
     except OSError:  # reported above; Python must not write the rest again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     gc.freeze()  # otherwise Python searches all objects for cycles before it exits
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(exit_code if isinstance(exit_code, int) else 0)
 
 
-_interrupts: list[int] = []
+_received_signals: list[int] = []
 """The SIGINTs that this process got; a library may turn their KeyboardInterrupt into any other exception."""
 
 
 def _handle_ctrl_c() -> None:
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        _interrupts.append(number)
+    """Makes Ctrl-C raise KeyboardInterrupt and records it, unless SIGINT is ignored as in the background."""
+
+    def interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
+        _received_signals.append(signal_number)
         raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -111,7 +113,7 @@ def _handle_ctrl_c() -> None:
             signal.signal(signal.SIGINT, interrupt)
 
 
-def _require_folder() -> None:
+def _require_working_folder() -> None:
     """Raises ConfigError when the folder in which the command was started is gone."""
     try:
         os.getcwd()
@@ -119,33 +121,33 @@ def _require_folder() -> None:
         raise ConfigError(f"cannot use the working folder: {error.strerror}; change to another") from error
 
 
-def _fail(message: str, code: int) -> int:
+def _print_failure(message: str, exit_code: int) -> int:
     """Prints a message as one line on stderr; returns the exit code, which is 130 for all that follows Ctrl-C."""
     from ultrabench.cli.tables import say
 
-    if _interrupts:
-        message, code = ": ".join(filter(None, ("interrupted", message))), 130
+    if _received_signals:
+        message, exit_code = ": ".join(filter(None, ("interrupted", message))), 130
     say(f"ultrabench: {' '.join(message.split())}")
-    return code
+    return exit_code
 
 
-class _Forgiving(io.FileIO):
+class _ErrorIgnoringStream(io.FileIO):
     """A stream that ignores errors: if nobody reads it any more, its output is lost, but the work continues."""
 
-    errors: type[OSError] = OSError
+    ignored_errors: type[OSError] = OSError
     """Errors that are ignored."""
 
     def write(self, data: Any) -> int:
         """Writes as much of `data` as it can, and returns the whole length."""
-        with contextlib.suppress(self.errors):
+        with contextlib.suppress(self.ignored_errors):
             super().write(data)
         return len(data)
 
 
-class _Pipe(_Forgiving):
+class _PipedStdout(_ErrorIgnoringStream):
     """A stdout that may be closed by its reader, as by `| head`; a full disk is still an error."""
 
-    errors = BrokenPipeError
+    ignored_errors = BrokenPipeError
 
 
 def _guard_streams() -> None:
@@ -155,12 +157,12 @@ def _guard_streams() -> None:
             pass
     encoding = getattr(sys.__stderr__, "encoding", "utf-8")
     if sys.stderr is sys.__stderr__:
-        stderr = io.BufferedWriter(_Forgiving(2, "w", closefd=False))
-        sys.stderr = io.TextIOWrapper(stderr, encoding, "backslashreplace", line_buffering=True)
+        buffered_stderr = io.BufferedWriter(_ErrorIgnoringStream(2, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(buffered_stderr, encoding, "backslashreplace", line_buffering=True)
     if sys.stdout is None or sys.stdout is sys.__stdout__:
         encoding = getattr(sys.__stdout__, "encoding", "utf-8")
-        buffered = io.BufferedWriter(_Pipe(1, "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(buffered, encoding, line_buffering=os.isatty(1))
+        buffered_stdout = io.BufferedWriter(_PipedStdout(1, "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(buffered_stdout, encoding, line_buffering=os.isatty(1))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

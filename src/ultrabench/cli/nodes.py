@@ -19,7 +19,7 @@ Sweeps = Annotated[
 
 def nodes(
     sweeps: Sweeps = None,
-    exclude: bool = typer.Option(
+    as_exclude_list: bool = typer.Option(
         False, "--exclude-list", help="Print the marked nodes for sbatch --exclude."
     ),
     since: Since = None,
@@ -35,21 +35,20 @@ def nodes(
     from ultrabench.analysis.nodes.table import HEADS, NOTE, cells, days_text, health_text, losses_text
     from ultrabench.cli.tables import print_json, show, table
 
-    if exclude and json_:
+    if as_exclude_list and json_:
         raise ConfigError("--exclude-list and --json cannot be combined; leave one out")
-    rows = _rows(sweeps, results_dir)
+    attempt_rows = _attempt_rows(sweeps, results_dir)
     if since:
-        rows = [row for row in rows if (row["started_at"] or 0.0) >= since.timestamp()]
-        if not rows:
-            raise ConfigError(
-                f"no attempt started since {since:%Y-%m-%d}", "give an earlier date with --since"
-            )
-    node_reports = reports(rows)
-    if exclude:
+        attempt_rows = [row for row in attempt_rows if (row["started_at"] or 0.0) >= since.timestamp()]
+        if not attempt_rows:
+            fact = f"no attempt started since {since:%Y-%m-%d}"
+            raise ConfigError(fact, "give an earlier date with --since")
+    node_reports = reports(attempt_rows)
+    if as_exclude_list:
         typer.echo(exclude_list(node_reports))
     elif json_:
-        losses = smallest_losses(report.speeds for report in node_reports)
-        print_json({"nodes": [report.as_json() for report in node_reports], "smallest_losses": losses})
+        speed_losses = smallest_losses(report.speeds for report in node_reports)
+        print_json({"nodes": [report.as_json() for report in node_reports], "smallest_losses": speed_losses})
     else:
         num_marked = sum(report.marked for report in node_reports)
         table_rows = ([*cells(report), health_text(report)] for report in node_reports)
@@ -58,20 +57,20 @@ def nodes(
         show(table(title, *HEADS, "health", rows=table_rows), "", *notes)
 
 
-def _rows(names: list[str] | None, results_dir: Path) -> "list[Row]":
+def _attempt_rows(sweep_names: list[str] | None, results_dir: Path) -> "list[Row]":
     """The rows of the named sweeps, or of all in the folder, of which those that cannot be read give a warning."""
     from ultrabench.analysis.nodes.measurements import Row, journal_rows
     from ultrabench.cli.tables import warn
 
-    if names:
-        folders = {(folder := find_sweep(name, results_dir)).path.resolve(): folder for name in names}
+    if sweep_names:
+        folders = {(folder := find_sweep(name, results_dir)).path.resolve(): folder for name in sweep_names}
         return [row for folder in folders.values() for row in journal_rows(folder, warn)]
-    rows, paths = list[Row](), sorted(sweeps_in(results_dir))
-    for path in paths:
+    rows, sweep_paths = list[Row](), sorted(sweeps_in(results_dir))
+    for sweep_path in sweep_paths:
         try:
-            rows += journal_rows(SweepFolder(path.absolute()), warn)
+            rows += journal_rows(SweepFolder(sweep_path.absolute()), warn)
         except (UltrabenchError, OSError) as error:
-            warn(f"{path.name}: {error}")
-    if not paths:
+            warn(f"{sweep_path.name}: {error}")
+    if not sweep_paths:
         raise SweepFolderError(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
     return rows

@@ -10,46 +10,47 @@ import typer
 from ultrabench.errors import ConfigError
 
 RESULTS = Path("results")
+"""Folder of the sweeps without --results-dir."""
 
 
-def words(metavar: str, meaning: str) -> Any:
-    """An argument that takes any number of words; `meaning` is its help."""
-    return typer.Argument(metavar=metavar, default_factory=list, show_default=False, help=meaning)
+def words_argument(metavar: str, help_text: str) -> Any:
+    """An argument that takes any number of words; `help_text` is its help."""
+    return typer.Argument(metavar=metavar, default_factory=list, show_default=False, help=help_text)
 
 
-def table_file(meaning: str) -> Any:
-    """The option -o for a table to write as parquet; `meaning` is its help."""
-    return typer.Option("-o", "--output", callback=require_parquet, help=meaning)
+def table_option(help_text: str) -> Any:
+    """The option -o for a table to write as parquet; `help_text` is its help."""
+    return typer.Option("-o", "--output", callback=require_parquet, help=help_text)
 
 
 def require_parquet(path: Path | None) -> Path | None:
-    """The name of a table to write; raises ConfigError when it does not end in .parquet."""
+    """Returns the path of a table to write unchanged; raises ConfigError when it does not end in .parquet."""
     if path is not None and path.suffix != ".parquet":
         raise ConfigError(f"{path}: a table is written as parquet; give a name that ends in .parquet")
     return path
 
 
-def percent_option(name: str, meaning: str) -> Any:
+def percent_option(option: str, help_text: str) -> Any:
     """An option for a percentage such as `5` or `0.5%`; a bare number below 1 is refused, because it may be a fraction."""
 
     def parse_percent(text: str | float) -> float:
-        number, option = str(text).removesuffix("%").strip(), f"{name} {text}"
+        number_text, option_text = str(text).removesuffix("%").strip(), f"{option} {text}"
         try:
-            percentage = float(number)
+            percentage = float(number_text)
         except ValueError:
             percentage = math.nan
         if not 0 <= percentage < math.inf:
-            raise ConfigError(f"{option} is not a percentage of 0 or more; write {name} 5 for 5 %")
-        if 0 < percentage < 1 and number == str(text):
-            forms = f"write {name} {100 * percentage:g} for {100 * percentage:g} %, or {name} {number}% for {number} %"
-            raise ConfigError(f"{option} may be a fraction or a percentage; {forms}")
+            raise ConfigError(f"{option_text} is not a percentage of 0 or more; write {option} 5 for 5 %")
+        if 0 < percentage < 1 and number_text == str(text):
+            remedy = f"write {option} {100 * percentage:g} for {100 * percentage:g} %, or {option} {number_text}% for {number_text} %"
+            raise ConfigError(f"{option_text} may be a fraction or a percentage; {remedy}")
         return percentage
 
-    return typer.Option(name, metavar="PERCENT", parser=parse_percent, help=meaning)
+    return typer.Option(option, metavar="PERCENT", parser=parse_percent, help=help_text)
 
 
 def parse_since(text: str) -> datetime:
-    """The begin of a date in UTC; raises ConfigError when the text is not an ISO date."""
+    """The start of a day in UTC; raises ConfigError when the text is not an ISO date."""
     try:
         return datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=UTC)
     except ValueError:
@@ -57,14 +58,14 @@ def parse_since(text: str) -> datetime:
 
 
 Overrides = Annotated[
-    list[str], words("[OVERRIDES]...", "Hydra overrides, such as hardware=h100x8 cluster=mine.")
+    list[str], words_argument("[OVERRIDES]...", "Hydra overrides, such as hardware=h100x8 cluster=mine.")
 ]
 Source = Annotated[
     str | None, typer.Argument(metavar="[SWEEP or FILE.parquet]", help="Default: the newest sweep.")
 ]
 RankBy = Annotated[str, typer.Option(metavar="COLUMN", help="Rank by this numeric column of the results.")]
-AlsoRankBy = Annotated[str | None, typer.Option(hidden=True)]
-"""The spelling of RankBy that another command has."""
+RankByAlias = Annotated[str | None, typer.Option(hidden=True)]
+"""RankBy under the name that it has in another command: --by in `heatmap`, --rank-by in `sweep top`."""
 Since = Annotated[
     datetime | None,
     typer.Option(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultrabench.analysis.figures.kinds import KINDS, prepared, rows_where, runs_drawn
-from ultrabench.cli.options import RESULTS, AlsoRankBy, Json, RankBy, ResultsDir, Source, table_file
+from ultrabench.cli.options import RESULTS, Json, RankBy, RankByAlias, ResultsDir, Source, table_option
 from ultrabench.errors import ConfigError, SweepFolderError, counted, require_known, require_once
 from ultrabench.store.folder import find_sweep, write_whole
 
@@ -15,39 +15,40 @@ if TYPE_CHECKING:  # for other commands these would be slow imports
 
     from matplotlib.figure import Figure
 
-_WORDS = "Results to draw (default: the newest sweep). AXIS is for effect only. NAME=VALUE selects rows, such as nodes=4, or sets a layout."
+_ARGUMENTS_HELP = "Results to draw (default: the newest sweep). AXIS is for effect only. NAME=VALUE selects rows, such as nodes=4, or sets a layout."
 Output = Annotated[Path | None, typer.Option("-o", "--output", help="File to write.")]
-Table = Annotated[Path | None, table_file("File to write.")]
+Parquet = Annotated[Path | None, table_option("File to write.")]
+"""Output for a command that writes parquet."""
 Sweeps = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SWEEP]...", help="Names or folders; default: the newest sweep."),
 ]
 
 
-def collect_sweeps(sweeps: Sweeps = None, output: Table = None, results_dir: ResultsDir = RESULTS) -> None:
+def collect_sweeps(sweeps: Sweeps = None, output: Parquet = None, results_dir: ResultsDir = RESULTS) -> None:
     """Collect the results of sweeps in one parquet file."""
     from ultrabench.analysis.cells import caveats
     from ultrabench.analysis.collect import collect, parquet
     from ultrabench.cli.tables import say, warn
 
-    named_folders = [find_sweep(name, results_dir) for name in sweeps or (None,)]
-    folders = [*{folder.path.resolve(): folder for folder in named_folders}.values()]
-    table = collect(folders, warn)
-    path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
-    write_result(path, parquet(table))
-    rows_text = f"{counted(len(table), 'row')} ({counted(len(table['attempt'].drop_null()), 'attempt')})"
-    say(f"wrote {rows_text} of {', '.join(f.name for f in folders)} to {path}", *caveats(table))
+    given_folders = [find_sweep(name, results_dir) for name in sweeps or (None,)]
+    folders = [*{folder.path.resolve(): folder for folder in given_folders}.values()]
+    result_table = collect(folders, warn)
+    output_path = output or (folders[0].path if len(folders) == 1 else results_dir) / "runs.parquet"
+    write_result(output_path, parquet(result_table))
+    rows_text = f"{counted(len(result_table), 'row')} ({counted(len(result_table['attempt'].drop_null()), 'attempt')})"
+    say(f"wrote {rows_text} of {', '.join(f.name for f in folders)} to {output_path}", *caveats(result_table))
 
 
 def heatmap(
     source: Source = None,
     output: Output = None,
     rank_by: RankBy = "tokens_per_s_per_gpu",
-    by: AlsoRankBy = None,
+    by: RankByAlias = None,
     include_suspects: bool = typer.Option(
         False, "--include-suspects", help="Let suspect runs win their cells."
     ),
-    other: str | None = typer.Option(
+    other_source: str | None = typer.Option(
         None, "--compare", metavar="SWEEP or FILE", help="Show ratios to the best runs of this sweep or file."
     ),
     json_: Json = False,
@@ -60,10 +61,10 @@ def heatmap(
     from ultrabench.cli.tables import print_json, say, warn
 
     rank_by = by or rank_by
-    name, path_prefix, table = open_results(source, results_dir, warn)
-    cells, other_name = rank(table, rank_by=rank_by, include_suspects=include_suspects), ""
-    if other is not None:
-        other_name, other_prefix, other_table = open_results(other, results_dir, warn)
+    name, path_prefix, result_table = open_results(source, results_dir, warn)
+    cells, other_name = rank(result_table, rank_by=rank_by, include_suspects=include_suspects), ""
+    if other_source is not None:
+        other_name, other_prefix, other_table = open_results(other_source, results_dir, warn)
         name, other_name = distinct_names((name, path_prefix), (other_name, other_prefix))
         cells = compared_with(cells, rank(other_table, rank_by=rank_by, include_suspects=include_suspects))
     if json_:
@@ -72,24 +73,25 @@ def heatmap(
         return
     from ultrabench.analysis.figures.heatmap import figure
 
-    ranked_by = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
-    notes_text = "".join(f"Ranked by {column}. " for column in ranked_by[:1]) + notes(table, include_suspects)
-    path = output or Path(f"{path_prefix}heatmap.png")
-    draw(path, lambda: figure(cells, title=name, notes=notes_text, compared_with=other_name))
+    rank_columns = sorted({cell.ranked_by for cell in cells if cell.ranked_by} - {DEFAULT_RANK_BY})
+    notes_text = "".join(f"Ranked by {column}. " for column in rank_columns[:1])
+    notes_text += notes(result_table, include_suspects)
+    output_path = output or Path(f"{path_prefix}heatmap.png")
+    draw(output_path, lambda: figure(cells, title=name, notes=notes_text, compared_with=other_name))
     num_tied = sum(bool(cell.as_good_as_best) for cell in cells)
     tied_text = f"; in {num_tied} of them, several layouts tie for best: see ultrabench sweep top"
-    say(f"drew {counted(len(cells), 'cell')} to {path}{tied_text if num_tied else ''}")
+    say(f"drew {counted(len(cells), 'cell')} to {output_path}{tied_text if num_tied else ''}")
 
 
 def plot(
     kind: str | None = typer.Argument(None, metavar="KIND", help="Kind of figure; --list shows all kinds."),
     arguments: list[str] | None = typer.Argument(
-        None, metavar="[AXIS] [SWEEP or FILE.parquet] [NAME=VALUE]...", help=_WORDS
+        None, metavar="[AXIS] [SWEEP or FILE.parquet] [NAME=VALUE]...", help=_ARGUMENTS_HELP
     ),
     output: Output = None,
     axis: str | None = typer.Option(None, metavar="NAME", help="The x axis; --list shows the choices."),
-    by: str | None = typer.Option(
-        None, metavar="COLUMN", help="The y axis, for kinds that --list shows with --by."
+    by_column: str | None = typer.Option(
+        None, "--by", metavar="COLUMN", help="The y axis, for kinds that --list shows with --by."
     ),
     list_: bool = typer.Option(False, "--list", help="List the kinds of figures."),
     results_dir: ResultsDir = RESULTS,
@@ -103,46 +105,46 @@ def plot(
     require_known("figure", KINDS, kind)
     from ultrabench.analysis.collect import open_results
 
-    words = [*(arguments or [])]
+    words_left = [*(arguments or [])]
     if KINDS[kind].over_any_axis and axis is None:
-        axis = next((word for word in words if "=" not in word and not word.endswith(".parquet")), None)
+        axis = next((word for word in words_left if "=" not in word and not word.endswith(".parquet")), None)
         if axis:
-            words.remove(axis)
-    source, settings = _split(words)
+            words_left.remove(axis)
+    source, value_by_column = _source_and_values(words_left)
     if KINDS[kind].of_layout:
         no_results = "", f"{Path.cwd()}/", None
-        name, path_prefix, table = open_results(source, results_dir, warn) if source else no_results
-        options = {"layout": settings}
+        name, path_prefix, result_table = open_results(source, results_dir, warn) if source else no_results
+        options = {"layout": value_by_column}
     else:
-        name, path_prefix, table = open_results(source, results_dir, warn)
-        table, options = rows_where(table, settings), {}
-    path = output or Path(f"{path_prefix}{'-'.join(filter(None, (kind, axis, by)))}.png")
-    drawn, make = prepared(kind, table, title=name, axis=axis, by=by, **options)
-    draw(path, make)
-    num_runs = runs_drawn(drawn)
-    say(f"drew {path}" if num_runs is None else f"drew {counted(num_runs, 'run')} to {path}")
+        name, path_prefix, result_table = open_results(source, results_dir, warn)
+        result_table, options = rows_where(result_table, value_by_column), {}
+    output_path = output or Path(f"{path_prefix}{'-'.join(filter(None, (kind, axis, by_column)))}.png")
+    drawn_data, make_figure = prepared(kind, result_table, title=name, axis=axis, by=by_column, **options)
+    draw(output_path, make_figure)
+    num_runs = runs_drawn(drawn_data)
+    say(f"drew {output_path}" if num_runs is None else f"drew {counted(num_runs, 'run')} to {output_path}")
 
 
 def _print_kinds() -> None:
     """Prints one line for each kind of figure."""
-    for kind, description in KINDS.items():
-        axes = f" (--axis {', '.join(description.axes)})" if description.axes else ""
-        columns = f" (--by COLUMN, default {description.by})" if description.by else ""
-        typer.echo(f"{kind:<14}{description.shows}{axes}{columns}")
+    for kind, traits in KINDS.items():
+        axes_text = f" (--axis {', '.join(traits.axes)})" if traits.axes else ""
+        columns_text = f" (--by COLUMN, default {traits.by})" if traits.by else ""
+        typer.echo(f"{kind:<14}{traits.shows}{axes_text}{columns_text}")
 
 
-def _split(words: list[str]) -> tuple[str | None, dict[str, str]]:
+def _source_and_values(arguments: list[str]) -> tuple[str | None, dict[str, str]]:
     """The sweep or file among the words, None for the newest, and the values of columns.
 
     Raises:
         ConfigError: two words are no COLUMN=VALUE, or have the same column.
     """
-    require_once(words)
-    sources = [argument for argument in words if "=" not in argument]
+    require_once(arguments)
+    sources = [argument for argument in arguments if "=" not in argument]
     if len(sources) > 1:
         raise ConfigError(f"{' '.join(sources)}: give one sweep or file; write other words as COLUMN=VALUE")
-    settings = dict(argument.split("=", 1) for argument in words if "=" in argument)
-    return (sources[0] if sources else None), settings
+    value_by_column = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    return (sources[0] if sources else None), value_by_column
 
 
 def report(
@@ -160,30 +162,29 @@ def report(
     from ultrabench.analysis.page.rows import document
     from ultrabench.cli.tables import print_json, say, warn
 
-    name, path_prefix, table = open_results(source, results_dir, warn)
-    path = output or Path(f"{path_prefix}report.html")
-    page_data = document(table, public=public)
+    name, path_prefix, result_table = open_results(source, results_dir, warn)
+    output_path = output or Path(f"{path_prefix}report.html")
+    page_data = document(result_table, public=public)
     html = page(page_data, title=name).encode()
-    write_result(path, html)
+    write_result(output_path, html)
     if json_:
-        print_json(
-            {"path": str(path), "bytes": len(html), "rows": len(table), "cells": len(page_data["cells"])}
-        )
+        counts = {"rows": len(result_table), "cells": len(page_data["cells"])}
+        print_json({"path": str(output_path), "bytes": len(html), **counts})
         return
-    say(f"wrote a page of {counted(len(table), 'row')} ({len(html) / 1e6:.1f} MB) to {path}")
+    say(f"wrote a page of {counted(len(result_table), 'row')} ({len(html) / 1e6:.1f} MB) to {output_path}")
 
 
-def draw(path: Path, make: "Callable[[], Figure]") -> None:
-    """Writes the figure that `make` draws; the suffix of `path` gives the format."""
+def draw(path: Path, make_figure: "Callable[[], Figure]") -> None:
+    """Writes the figure that `make_figure` draws; the suffix of `path` gives the format."""
     from ultrabench.analysis.figures.picture import render
 
-    write_result(path, render(make, path))
+    write_result(path, render(make_figure, path))
 
 
-def write_result(path: Path, data: bytes) -> None:
+def write_result(path: Path, content: bytes) -> None:
     """Writes a file that the user asked for, whole or not at all."""
     try:
-        write_whole(path, data)
+        write_whole(path, content)
     except OSError as error:
         reason = error.strerror if path.parent.is_dir() else f"there is no folder {path.parent}"
         raise SweepFolderError(f"cannot write {path}: {reason}; choose another -o FILE") from error

@@ -18,67 +18,70 @@ from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim", "unknown": "dim"}
+"""Status of a check -> style in which it is printed."""
 
 
 def run_doctor(
-    overrides: list[str], write: str | None, partition: str | None, force: bool, wait_s: float, deep: bool
+    overrides: list[str], cluster: str | None, partition: str | None, force: bool, wait_s: float, deep: bool
 ) -> tuple[SweepConfig, list[Check]]:
     """The configuration that `overrides` describe, and its checks in order.
 
     Args:
-        write: name of the cluster configuration that is written first and then checked; None writes nothing.
+        cluster: name of the cluster configuration to write and then check; None writes nothing.
         partition: the partition of that configuration; None means launcher.partition, else the default one.
+        force: whether an existing configuration of this name is overwritten.
+        wait_s: seconds that the job on a node may take; with 0 no job is submitted.
         deep: whether an acceptance run follows.
 
     Raises:
         ConfigError: --deep is given with a sweep, or --partition without --write. `examine` and
             `run_acceptance` raise it, too.
     """
-    if deep and (name := parts_of(overrides).get("sweep")):
-        raise ConfigError(f"--deep runs its own sweep (acceptance); leave out sweep={name}")
-    if partition and write is None:
-        raise ConfigError(
-            f"--partition {partition} needs --write; add it, or set launcher.partition={partition}"
-        )
+    if deep and (sweep_name := parts_of(overrides).get("sweep")):
+        raise ConfigError(f"--deep runs its own sweep (acceptance); leave out sweep={sweep_name}")
+    if partition and cluster is None:
+        remedy = f"add it, or set launcher.partition={partition}"
+        raise ConfigError(f"--partition {partition} needs --write", remedy)
     site = Site()
     # The configuration that --write makes does not exist yet, so it cannot be named in an override.
-    chosen_overrides, slurm_problem = _with_launcher(site, [o for o in overrides if o != f"cluster={write}"])
+    usable_overrides = [override for override in overrides if override != f"cluster={cluster}"]
+    chosen_overrides, slurm_problem = _with_launcher(site, usable_overrides)
     chosen_overrides += [f"launcher.partition={partition}"] if partition else []
     if deep:
-        is_small = load_config([*chosen_overrides, "sweep=acceptance"]).hardware.device == "cpu"
-        chosen_overrides.append("sweep=acceptance-small" if is_small else "sweep=acceptance")
+        on_cpu = load_config([*chosen_overrides, "sweep=acceptance"]).hardware.device == "cpu"
+        chosen_overrides.append("sweep=acceptance-small" if on_cpu else "sweep=acceptance")
     config = load_config(chosen_overrides)
-    if write is not None:
-        _write(config, site, write, force, slurm_problem)
+    if cluster is not None:
+        _write(config, site, cluster, force, slurm_problem)
         if "cluster" not in parts_of(chosen_overrides):
-            config = load_config([*chosen_overrides, f"cluster={write}"])
+            config = load_config([*chosen_overrides, f"cluster={cluster}"])
     checks = examine(config, site, wait_s=wait_s, say=say)
     if deep:
         # It needs pandas, which takes time to import.
         from ultrabench.cli.run_acceptance import run_acceptance
 
-        reason = f"not started, because {' and '.join(failures(checks))} failed"
-        checks += [skipped("acceptance run", reason)] if failures(checks) else run_acceptance(config)
+        skip_reason = f"not started, because {' and '.join(failures(checks))} failed"
+        checks += [skipped("acceptance run", skip_reason)] if failures(checks) else run_acceptance(config)
     if slurm_problem and slurm_problem.status is CheckStatus.WARN:
         checks.insert(0, slurm_problem)
     return config, checks
 
 
-def report(config: SweepConfig, checks: Sequence[Check], as_json: bool) -> int:
+def print_checks(config: SweepConfig, checks: Sequence[Check], as_json: bool) -> int:
     """Prints the checks of a configuration; returns the exit code."""
     if as_json:
         print_json([to_dict(check) for check in checks])
     else:
-        _show(config, checks)
-    counts = Counter(check.status for check in checks)
-    say(", ".join(f"{counts[status]} {status}" for status in CheckStatus if counts[status]))
+        _show_checks(config, checks)
+    num_by_status = Counter(check.status for check in checks)
+    say(", ".join(f"{num_by_status[status]} {status}" for status in CheckStatus if num_by_status[status]))
     if config.launcher.name == "slurm" and ACCESS_CHECKS.keys() & failures(checks):
         return ClusterError.exit_code
-    return int(counts[CheckStatus.FAIL] > 0)
+    return int(num_by_status[CheckStatus.FAIL] > 0)
 
 
 def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], Check | None]:
-    """The overrides with a launcher, and why it is not Slurm; Slurm is chosen if it answers."""
+    """The overrides with a launcher, and the failed check that says why it is not Slurm; Slurm is chosen if it answers."""
     if "launcher" in parts_of(overrides):
         return [*overrides], None
     slurm_problem = why_not_slurm(site)
@@ -87,8 +90,8 @@ def _with_launcher(site: Site, overrides: Sequence[str]) -> tuple[list[str], Che
     return [*overrides, f"launcher={launcher}"], slurm_problem
 
 
-def _write(config: SweepConfig, site: Site, name: str, force: bool, slurm_problem: Check | None) -> None:
-    """Writes the configuration of the partition that `config` names.
+def _write(config: SweepConfig, site: Site, cluster: str, force: bool, slurm_problem: Check | None) -> None:
+    """Writes the configuration `cluster` for the partition that `config` names.
 
     Raises:
         ConfigError: the file exists or cannot be written, or there is no such partition.
@@ -100,17 +103,18 @@ def _write(config: SweepConfig, site: Site, name: str, force: bool, slurm_proble
     if launcher.name == "local":
         raise ConfigError("--write needs Slurm; leave launcher=local out")
     limits = site.limits(launcher.partition, launcher.account, launcher.qos)
-    path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", name, site, limits, launcher, force)
-    say(f"wrote {path}", f"to use it: ultrabench sweep plan cluster={name} launcher=slurm")
+    path = write_cluster_file(Path.cwd() / "ultrabench" / "cluster", cluster, site, limits, launcher, force)
+    say(f"wrote {path}", f"to use it: ultrabench sweep plan cluster={cluster} launcher=slurm")
 
 
-def _show(config: SweepConfig, checks: Sequence[Check]) -> None:
-    names_text = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
-    rows, unknown_names = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
-    for check in (check for check in checks if check.name not in unknown_names):
-        remedy = f"; remedy: {check.remedy}" if check.remedy else ""
-        rows.append((check.name, Text(check.status, STYLES[check.status]), check.finding + remedy))
-    if unknown_names:
-        unknown_text = f"{len(unknown_names)} values cannot be read here: {', '.join(unknown_names)}"
+def _show_checks(config: SweepConfig, checks: Sequence[Check]) -> None:
+    """Prints a table of the checks; checks that could not be made share the last row."""
+    config_text = f"launcher={config.launcher.name} hardware={config.hardware.name} cluster={config.cluster}"
+    rows, unknown_checks = [], [check.name for check in checks if check.status is CheckStatus.UNKNOWN]
+    for check in (check for check in checks if check.name not in unknown_checks):
+        remedy_text = f"; remedy: {check.remedy}" if check.remedy else ""
+        rows.append((check.name, Text(check.status, STYLES[check.status]), check.finding + remedy_text))
+    if unknown_checks:
+        unknown_text = f"{len(unknown_checks)} values cannot be read here: {', '.join(unknown_checks)}"
         rows.append(("not checked", Text(CheckStatus.UNKNOWN, STYLES[CheckStatus.UNKNOWN]), unknown_text))
-    show(table(f"doctor: {names_text}", "check", "status", "found", rows=rows))
+    show(table(f"doctor: {config_text}", "check", "status", "found", rows=rows))

@@ -24,54 +24,54 @@ LEFT_OUT_FIRST = (
     "first seen", "last seen", "attempt", "memory", "MFU", "tokens/s/GPU",
 )  # fmt: skip
 """Columns of any table that are left out on a narrow terminal, the least important one first."""
-BLOCK = "\u2588"
+BAR_CHAR = "\u2588"
 """The character of which bars are made."""
 MIN_TEXT_WIDTH, MAX_WORD_WIDTH = 12, 24
 """A column of text may shrink to 12 characters or its longest word; only words longer than 24 are broken."""
 
-_UNSEEN = re.compile(
+_CONTROL_SEQUENCES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 )
 """Escape sequences of terminals, control characters except tab and newline, and marks that reverse text."""
 
 
-def plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """The text without escape sequences and control characters, so that logs cannot control a terminal."""
-    return _UNSEEN.sub("", text)
+    return _CONTROL_SEQUENCES.sub("", text)
 
 
 class PlainConsole(Console):
     """A console that prints only plain text; all colours and cursor movements come from Rich."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of what is printed, without control characters in their text; bars are of # in ASCII."""
-        block = "#" if self.options.ascii_only else BLOCK
+        """The segments of what is printed, without control characters in their text; an ASCII console gets bars of #."""
+        bar_char = "#" if self.options.ascii_only else BAR_CHAR
         for segment in super().render(renderable, options):
-            text = segment.text if segment.control else plain(segment.text).replace(BLOCK, block)
+            text = segment.text if segment.control else plain_text(segment.text).replace(BAR_CHAR, bar_char)
             yield segment._replace(text=text)
 
-    def print_line(self, part: RenderableType) -> None:
+    def print_line(self, renderable: RenderableType) -> None:
         """Prints a line or a table: a terminal gets a line wrapped between words, a pipe gets it whole."""
-        self.print(part, soft_wrap=isinstance(part, str | Text) and not self.is_terminal)
+        self.print(renderable, soft_wrap=isinstance(renderable, str | Text) and not self.is_terminal)
 
 
-def out(stderr: bool = False) -> PlainConsole:
+def output_console(stderr: bool = False) -> PlainConsole:
     """The console for tables on stdout, or one for stderr."""
     width = None if (sys.stderr if stderr else sys.stdout).isatty() else PIPE_WIDTH
     return PlainConsole(stderr=stderr, width=width, highlight=False, markup=False)
 
 
-def show(*parts: RenderableType, stderr: bool = False) -> None:
+def show(*renderables: RenderableType, stderr: bool = False) -> None:
     """Prints lines of text, tables and groups of both on stdout, or on stderr."""
-    console = out(stderr)
-    for part in parts:
-        console.print_line(part)
+    console = output_console(stderr)
+    for renderable in renderables:
+        console.print_line(renderable)
 
 
-def say(*parts: RenderableType) -> None:
+def say(*renderables: RenderableType) -> None:
     """Prints progress on stderr: lines of text, tables and groups of both."""
-    show(*parts, stderr=True)
+    show(*renderables, stderr=True)
 
 
 def warn(message: str) -> None:
@@ -111,19 +111,19 @@ class FittedTable(Table):
         """Index of each column that fits -> its width; `max_width` includes two blanks between columns."""
         full_widths, widths = {}, {}
         for index, column in enumerate(self.columns):
-            texts = [str(column.header), *map(str, column.cells)]
-            full_widths[index] = widths[index] = max(map(cell_len, texts))
+            cell_texts = [str(column.header), *map(str, column.cells)]
+            full_widths[index] = widths[index] = max(map(cell_len, cell_texts))
             if column.justify != "right":
-                word_width = max(map(cell_len, " ".join(texts).split()), default=0)
+                word_width = max(map(cell_len, " ".join(cell_texts).split()), default=0)
                 widths[index] = min(full_widths[index], max(MIN_TEXT_WIDTH, min(word_width, MAX_WORD_WIDTH)))
-        places = {name: place for place, name in enumerate(LEFT_OUT_FIRST)}
 
-        def importance(index: int) -> tuple[bool, bool, int, int]:
+        def importance_key(index: int) -> tuple[bool, bool, int, int]:
             header = str(self.columns[index].header)
-            stays = index == 0 or header == self.always_shown
-            return stays, any(map(str, self.columns[index].cells)), places.get(header, len(places)), -index
+            is_kept = index == 0 or header == self.always_shown
+            position = LEFT_OUT_FIRST.index(header) if header in LEFT_OUT_FIRST else len(LEFT_OUT_FIRST)
+            return is_kept, any(map(str, self.columns[index].cells)), position, -index
 
-        for index in sorted(full_widths, key=importance)[:-1]:
+        for index in sorted(full_widths, key=importance_key)[:-1]:
             if sum(widths.values()) + 2 * (len(widths) - 1) > max_width:
                 del widths[index]
         spare_width = max_width - sum(widths.values()) - 2 * (len(widths) - 1)
@@ -137,15 +137,15 @@ def table(title: str, *columns: str, rows: Iterable[Iterable[object]] = ()) -> F
     """A table in our style; None is an empty cell.
 
     Args:
-        columns: their names; one such as `>step` is aligned to the right and never broken.
+        columns: names of the columns; one such as `>step` is aligned to the right and never broken.
     """
-    styled = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name in columns:
-        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
-        styled.add_column(name.removeprefix(">"), justify=justify, header_style="dim")
+    new_table = FittedTable(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column_name in columns:
+        justify: Literal["left", "right"] = "right" if column_name.startswith(">") else "left"
+        new_table.add_column(column_name.removeprefix(">"), justify=justify, header_style="dim")
     for row in rows:
-        styled.add_row(*(cell if isinstance(cell, Text | None) else str(cell) for cell in row))
-    return styled
+        new_table.add_row(*(cell if isinstance(cell, Text | None) else str(cell) for cell in row))
+    return new_table
 
 
 def style_of(status: str | None, has_caveat: bool = False) -> str:
@@ -160,7 +160,7 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Seconds as a text such as 45s, 3m20s or 2h05m."""
     minutes, rest_s = divmod(round(seconds), 60)
     if minutes < 60:

@@ -73,7 +73,7 @@ def places(folder):
     page = document(table, public=False)
     return {
         "status": [now.by_status, [attempt.result.status for _, attempt in now.failures]],
-        "live": "1 melted" in counts_line(now, busy=False).plain,
+        "live": "1 melted" in counts_line(now, is_active=False).plain,
         "terminal": style_of("melted"),
         "retry": [decision.retry, decision.pause_s],
         "figure": [sorted(points["end"]), "melted away" in picture, "#123456" in picture],

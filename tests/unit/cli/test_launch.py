@@ -16,7 +16,7 @@ from tests.configs import refused
 from tests.unit.allocations import PLAN, told
 from tests.unit.cli.conftest import QUICK, one_line, record
 from ultrabench.cli.sweep.consent import ask_for_budget, ask_for_this_machine
-from ultrabench.cli.sweep.launch import first_lines, other_launches
+from ultrabench.cli.sweep.launch import first_lines, launch_differences
 from ultrabench.cli.sweep.live import Display, attempt_line
 from ultrabench.errors import ConfigError
 from ultrabench.processes import busy_share
@@ -207,8 +207,8 @@ def test_a_launch_tells_its_new_runs_and_those_of_earlier_launches_apart(sweep):
     for run in QUICK.runs[2:4]:
         record(sweep, run, status=Status.OOM, reason="no memory")
     state = fold(read_journal(sweep.journal))
-    assert [*other_launches(state, set(ids), settled_before=set())] == []
-    new, earlier = other_launches(state, set(ids[1:]), settled_before=set(ids[:2]))
+    assert [*launch_differences(state, set(ids), old_settled_ids=set())] == []
+    new, earlier = launch_differences(state, set(ids[1:]), old_settled_ids=set(ids[:2]))
     assert new == "new in this launch: 2 runs settled (2 oom)"
     assert earlier == "in earlier launches only: 1 run settled (1 ok)"
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.sweep_folder import write
 from tests.unit.cli.conftest import QUICK, record
-from ultrabench.cli.run_doctor import _show
-from ultrabench.cli.tables import PlainConsole, plain, table
+from ultrabench.cli.run_doctor import _show_checks
+from ultrabench.cli.tables import PlainConsole, plain_text, table
 from ultrabench.launchers.doctor.check import failed
 from ultrabench.result import Status
 from ultrabench.run import AttemptKey
@@ -119,7 +119,7 @@ def test_commands_that_plan_say_so_at_once_on_a_terminal_only(ultrabench, words)
 
 
 def test_plain_text_keeps_lines_and_tabs():
-    assert plain(f"a\tb\nc\r\x7f{HOSTILE}") == f"a\tb\nc{SHOWN}"
+    assert plain_text(f"a\tb\nc\r\x7f{HOSTILE}") == f"a\tb\nc{SHOWN}"
 
 
 RUN_ID = "5ef64a46843185df"
@@ -174,7 +174,9 @@ def test_long_reasons_share_the_room_and_only_overlong_words_are_broken():
 
 def test_the_remedy_of_a_check_is_there_on_a_narrow_terminal_too(monkeypatch, capsys):
     monkeypatch.setattr("ultrabench.cli.tables.PIPE_WIDTH", 50)
-    _show(QUICK.config, [failed("cannot be written: /somewhere/far/away", "mend it").named("results folder")])
+    _show_checks(
+        QUICK.config, [failed("cannot be written: /somewhere/far/away", "mend it").named("results folder")]
+    )
     assert "remedy: mend it" in " ".join(capsys.readouterr().out.split())
 
 

@@ -29,7 +29,7 @@ def rows_of(monkeypatch):
 
     def rows(*columns):
         monkeypatch.setattr(run_acceptance, "collect", lambda folders, warn: table_of(*columns))
-        return run_acceptance.rows_of(SweepFolder(FOLDER))
+        return run_acceptance.final_rows(SweepFolder(FOLDER))
 
     return rows
 

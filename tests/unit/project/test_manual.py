@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from ultrabench.cli.main import app
-from ultrabench.cli.run_recommend import in_full
+from ultrabench.cli.run_recommend import with_full_keys
 from ultrabench.sweep.config.load import load_config
 
 ROOT = Path(__file__).parents[3]
@@ -70,4 +70,4 @@ def test_a_command_of_the_manual_exists_with_its_options_and_overrides(page, wor
         return
     takes_overrides = path in (["sweep", "plan"], ["sweep", "launch"], ["recommend"], ["doctor"])
     if takes_overrides and not any(start in word for word in overrides for start in NOT_HERE):
-        load_config(in_full(overrides) if path == ["recommend"] else overrides)
+        load_config(with_full_keys(overrides) if path == ["recommend"] else overrides)

@@ -64,7 +64,7 @@ def test_a_cell_is_over_after_few_runs_and_the_rest_has_reasons():
     assert counts["skipped"] == len(PLAN.runs) - len(attempts)
     begun = progress_of("s", PLAN.runs, state_of(batches[0]), "cuda")
     assert 0 < begun.to_go <= len(attempts) < begun.by_status["pending"] == begun.left
-    assert f", about {begun.to_go} to go" in str(counts_line(begun, busy=True))
+    assert f", about {begun.to_go} to go" in str(counts_line(begun, is_active=True))
     state.launched = Launched(generation=2, config={"sweep": {"strategy": "exhaustive"}})
     now = progress_of("s", PLAN.runs, state, "cuda")
     assert now.to_go == now.left == len(PLAN.runs) - len(attempts)
@@ -168,5 +168,5 @@ def test_rows_and_show_tell_why_a_run_was_left_out(tmp_path, capsys):
     left = [row for row in collect([folder], print).to_pylist() if row["status"] == "skipped"]
     assert len(left) > len(PLAN.runs) / 2
     assert all(row["reason"].startswith(("not promising: ", "predicted ")) for row in left)
-    show_run(left[0]["run_id"], str(tmp_path), as_json=False, results=tmp_path)
+    show_run(left[0]["run_id"], str(tmp_path), as_json=False, results_dir=tmp_path)
     assert left[0]["reason"] in capsys.readouterr().out

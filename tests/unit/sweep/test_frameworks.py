@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.unit.sweep.test_other_kernels import CHANGES, spec_of, with_values
-from ultrabench.cli.sweep.show_as import not_expressed, spec_there, with_precision
+from ultrabench.cli.sweep.show_as import not_expressed, spec_for_kernel, with_precision
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import Layout
 from ultrabench.run import AttemptKey, fill_in
@@ -28,7 +28,7 @@ def shown(name, **more):
     """The file of a framework for a run, and what it does not express."""
     framework, spec = framework_of(name), with_values(USUAL, more)
     there = with_precision(framework.kernel, spec.kernel.precision)
-    words = fill_in(spec_there(spec, there), AttemptKey("x", 0, 0), CONFIG.measure)
+    words = fill_in(spec_for_kernel(spec, there), AttemptKey("x", 0, 0), CONFIG.measure)
     return text_of(words, framework.file), [*not_expressed(spec, there, framework.elsewhere)]
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.strategies import LONG
-from ultrabench.cli.sweep.show_as import not_expressed, spec_there, without_other_models
+from ultrabench.cli.sweep.show_as import not_expressed, spec_for_kernel, without_other_models
 from ultrabench.kernel_config import PRECISIONS, KernelConfig
 from ultrabench.layout import AXES, TEXT_AXES, USUAL, Layout
 from ultrabench.model_shape import ModelShape
@@ -206,10 +206,10 @@ def test_torchtitan_is_told_ep_and_what_to_register_for_a_model_with_experts():
     assert "num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64" in model
     assert "scoring_func=sigmoid" in model
     assert "sliding_window" not in model
-    assert "--debug.moe-force-load-balance" in spec_there(spec, config.kernel).kernel.command
+    assert "--debug.moe-force-load-balance" in spec_for_kernel(spec, config.kernel).kernel.command
     learned = replace(spec, kernel=replace(spec.kernel, routing="learned"))
     assert [*not_expressed(learned, config.kernel)][1].startswith("routing=learned: ")
-    assert spec_there(learned, config.kernel).kernel.command == config.kernel.command
+    assert spec_for_kernel(learned, config.kernel).kernel.command == config.kernel.command
     command = command_of(spec, config)
     assert "--debug.moe-force-load-balance" not in command, "its router chooses in a run of its own"
     full = replace(config.models[0], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)

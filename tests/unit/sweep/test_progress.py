@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tests.unit.allocations import PLAN, key_of, predicted, told
 from ultrabench.cli.sweep.live import panel
-from ultrabench.cli.sweep.status import _page
+from ultrabench.cli.sweep.status import status_view
 from ultrabench.result import Status
 from ultrabench.store.events import AllocationEnded, Launched, LeadingAgent, Start
 from ultrabench.store.state import AllocationState, SweepState
@@ -86,7 +86,7 @@ def test_running_layouts_have_their_step_time_and_the_sweep_its_rate():
     assert now.runs_per_hour == 60
     (running,) = now.as_json()["running"]
     assert (running["phase"], running["steps"], running["step_time_s"]) == ("warmup", 7, 0.25)
-    text = "\n".join(str(part) for part in panel(now, busy=True).renderables)
+    text = "\n".join(str(part) for part in panel(now, is_active=True).renderables)
     assert "ETA" not in text  # no run has told its duration
     assert f"warmup, 7 steps of 0.25 s, predicted {PLANNED[3].prediction.step_time_s:.3g} s" in text
     state.attempts[PLANNED[0].run_id, 0, 0].time = state.attempts[PLANNED[1].run_id, 0, 0].time = -9000.0
@@ -191,7 +191,7 @@ def test_the_health_of_nodes_is_warned_of_once_for_each_check():
     ]
     assert [*now.node_warnings] == lines
     page = io.StringIO()
-    Console(file=page, width=1000).print(_page(now, None))
+    Console(file=page, width=1000).print(status_view(now, None))
     assert [line for line in page.getvalue().splitlines() if "warning" in line] == [
         f"warning: {line}" for line in lines
     ]

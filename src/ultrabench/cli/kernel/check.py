@@ -15,11 +15,11 @@ from ultrabench.sweep.config.load import load_model
 
 MAX_RANKS = 64
 """Largest number of processes of a check."""
-RANK_BYTES = 1e8
+RANK_MEM_BYTES = 1e8
 """Bytes of memory of each process of the check, without torch's libraries, which all processes share."""
-STATE_BYTES = 40
+PARAM_STATE_BYTES = 40
 """Bytes for each parameter in fp64: the parameter, its gradient, a copy to compare, two moments of AdamW."""
-ARGUMENTS = ("seq_len", "seed", "steps", "attention", "routing")
+SPEC_ARGUMENTS = ("seq_len", "seed", "steps", "attention", "routing")
 """Arguments besides the model and the axes; they are fields of CheckSpec."""
 
 
@@ -28,28 +28,28 @@ def run_check(arguments: list[str], options: Mapping[str, Any], as_json: bool) -
     spec = check_spec(arguments, options)
     num_ranks, num_cores = spec.layout.world_size, len(os.sched_getaffinity(0))
     if spec.device == "cpu" and num_ranks > max(num_cores, 8):
-        memory_text = f"{num_ranks} processes need about {num_ranks * RANK_BYTES / GIB:.0f} GiB of memory"
+        memory_text = f"{num_ranks} processes need about {num_ranks * RANK_MEM_BYTES / GIB:.0f} GiB of memory"
         warn(f"{memory_text}, and take minutes on {counted(num_cores, 'core')}")
-    places_text = f"{counted(num_ranks, 'process' if spec.device == 'cpu' else 'GPU')} in {spec.precision}"
-    say(f"comparing {spec.layout.label()} on {places_text} with one process in fp64")
+    ranks_text = f"{counted(num_ranks, 'process' if spec.device == 'cpu' else 'GPU')} in {spec.precision}"
+    say(f"comparing {spec.layout.label()} on {ranks_text} with one process in fp64")
     result = check(spec)
     if as_json:
         print_json(to_dict(result))
         return int(not result.passed)
-    differences = [
+    diffs = [
         ("loss", result.loss_diff, result.loss_allowed),
         ("gradients", result.grad_diff, result.grad_allowed),
         ("parameters", result.param_diff, result.param_allowed),
     ]
-    rows = [(kind, "-" if d is None else f"{d:.3g}", f"{allowed:.3g}") for kind, d, allowed in differences]
+    rows = [(name, "-" if diff is None else f"{diff:.3g}", f"{limit:.3g}") for name, diff, limit in diffs]
     title = f"{spec.layout.label()}, {spec.shape.name}, {spec.precision} on {spec.device}"
     show(table(title, "difference of", "is", "allowed", rows=rows))
     say(*(f"  {line}" for line in (*result.missing_gradients, result.error) if line))
-    verdict_text = "equal" if result.passed else "NOT equal"
+    outcome_text = "equal" if result.passed else "NOT equal"
     if result.error and result.loss_diff is None:
-        verdict_text = "no result"
+        outcome_text = "no result"
     worst_text = f"; worst: {result.worst_parameter}" if result.worst_parameter and not result.passed else ""
-    say(f"{verdict_text} ({result.seconds:.1f} s){worst_text}")
+    say(f"{outcome_text} ({result.seconds:.1f} s){worst_text}")
     return int(not result.passed)
 
 
@@ -62,28 +62,27 @@ def check_spec(arguments: list[str], options: Mapping[str, Any]) -> CheckSpec:
     Raises:
         ConfigError: a word is unknown, or the layout is impossible.
     """
-    values = {"dp": 1} | read_arguments(arguments, ("model", *ARGUMENTS), "dp=2 tp=2 gas=4")
+    values = {"dp": 1} | read_arguments(arguments, ("model", *SPEC_ARGUMENTS), "dp=2 tp=2 gas=4")
     shape = load_model(values["model"]) if "model" in values else TINY
     layout = layout_of(values)
-    fields = {**options, "dump": _folder(options["dump"]), **{n: values[n] for n in ARGUMENTS if n in values}}
+    dump = _make_folder(options["dump"])
+    fields = {**options, "dump": dump, **{n: values[n] for n in SPEC_ARGUMENTS if n in values}}
     spec = CheckSpec(layout=layout, shape=shape, **fields)
     require_possible(spec.run, spec.device)
     if layout.world_size > MAX_RANKS:
         fact = f"{layout.label()} needs {layout.world_size} processes"
         raise ConfigError(f"{fact}; the check runs at most {MAX_RANKS}: choose smaller degrees")
-    needed_gib = 2 * STATE_BYTES * shape.num_params / GIB
+    needed_gib = 2 * PARAM_STATE_BYTES * shape.num_params / GIB
     ram_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     if needed_gib > ram_gib:
-        state_cost = (
-            f"{shape.num_params:,} parameters, {STATE_BYTES} bytes each, in the layout and in one process"
-        )
-        fact = f"model={shape.name} needs at least {needed_gib:,.0f} GiB ({state_cost})"
+        state_text = f"{shape.num_params:,} parameters, {PARAM_STATE_BYTES} bytes each, in the layout and in one process"
+        fact = f"model={shape.name} needs at least {needed_gib:,.0f} GiB ({state_text})"
         raise ConfigError(f"{fact}; this machine has {ram_gib:,.0f} GiB: use a smaller model, such as tiny")
     return spec
 
 
-def _folder(dump: str | None) -> str | None:
-    """The absolute path of the folder `dump`, which is made."""
+def _make_folder(dump: str | None) -> str | None:
+    """Makes the folder `dump`; returns its absolute path, or None without a folder."""
     if dump is None:
         return None
     try:

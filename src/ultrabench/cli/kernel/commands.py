@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from ultrabench.cli.options import Json, words
+from ultrabench.cli.options import Json, words_argument
 
 kernel_app = typer.Typer(help="Test a kernel without a sweep.", no_args_is_help=True, rich_markup_mode=None)
-_LAYOUT = "Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full; for dryrun also nodes=8."
-Arguments = Annotated[list[str], words("[NAME=VALUE]...", _LAYOUT)]
+_LAYOUT_HELP = "Layout and model, such as tp=2 pp=2 gas=4 model=tiny recompute=full; for dryrun also nodes=8."
+Arguments = Annotated[list[str], words_argument("[NAME=VALUE]...", _LAYOUT_HELP)]
 
 
 @kernel_app.command()

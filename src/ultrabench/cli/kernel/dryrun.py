@@ -15,8 +15,10 @@ from ultrabench.run import RunSpec
 from ultrabench.stages import stages_by_rank
 from ultrabench.sweep.arguments import PREDICTED, read_run
 
-DEFAULTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "seq_len", "precision")}
+DEFAULT_ARGUMENTS = {name: PREDICTED[name] for name in ("model", "hardware", "nodes", "seq_len", "precision")}
+"""The value of an argument that is not given."""
 MEMORY_KINDS = ("static", "parameter", "gradient", "optimizer", "activation", "peak")
+"""Names of the fields of RankCost that hold bytes, without `_bytes`."""
 
 
 def run_dryrun(arguments: list[str], compiled: bool, as_json: bool) -> None:
@@ -30,9 +32,9 @@ def run_dryrun(arguments: list[str], compiled: bool, as_json: bool) -> None:
         costs.append(cost)
         say(f"  stage {cost.pp_rank} (rank {cost.rank}): peak {cost.peak_bytes / GIB:.2f} GiB")
     if as_json:
-        print_json(_document(spec, hardware, costs))
+        print_json(_cost_document(spec, hardware, costs))
     else:
-        _show(spec, hardware, costs)
+        _show_costs(spec, hardware, costs)
 
 
 def dryrun_spec(arguments: list[str], compiled: bool = False) -> tuple[RunSpec, Hardware]:
@@ -41,7 +43,7 @@ def dryrun_spec(arguments: list[str], compiled: bool = False) -> tuple[RunSpec, 
     Raises:
         ConfigError: a word or a name is unknown, or the layout is impossible.
     """
-    spec, config = read_run(arguments, DEFAULTS)
+    spec, config = read_run(arguments, DEFAULT_ARGUMENTS)
     kernel = KernelConfig(name="embedded", precision=spec.kernel.precision, compile=compiled)
     return replace(spec, kernel=kernel), config.hardware
 
@@ -49,13 +51,14 @@ def dryrun_spec(arguments: list[str], compiled: bool = False) -> tuple[RunSpec, 
 def _model_flops(spec: RunSpec, cost: RankCost) -> float:
     """FLOPs of one step on the rank of this cost, counted as in ModelShape.flops_per_token."""
     shape, layout = spec.shape, spec.layout
-    attention = shape.attention_flops(spec.workload.seq_len)
-    stages = stages_by_rank(shape, layout)[cost.pp_rank]
-    flops_per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention for s in stages)
+    attention_flops = shape.attention_flops(spec.workload.seq_len)
+    rank_stages = stages_by_rank(shape, layout)[cost.pp_rank]
+    flops_per_token = sum(6 * s.matmul_params(shape) + s.num_layers * attention_flops for s in rank_stages)
     return flops_per_token * spec.tokens_per_step / (layout.dp * layout.cp * layout.tp)
 
 
-def _document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[str, Any]:
+def _cost_document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[str, Any]:
+    """The document of `kernel dryrun --json`."""
     ranks_per_stage = spec.layout.world_size // spec.layout.pp
     return {
         "label": spec.layout.label(),
@@ -69,33 +72,37 @@ def _document(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> dict[
     }
 
 
-def _show(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
-    largest_cost = max(costs, key=lambda cost: cost.peak_bytes)
-    unit_bytes, unit_name = (GIB, "GiB") if largest_cost.peak_bytes >= GIB else (2**20, "MiB")
+def _show_costs(spec: RunSpec, hardware: Hardware, costs: list[RankCost]) -> None:
+    """Prints memory and FLOPs of the first rank of each pipeline stage, the collectives, and whether the step fits."""
+    max_cost = max(costs, key=lambda cost: cost.peak_bytes)
+    unit_bytes, unit_name = (GIB, "GiB") if max_cost.peak_bytes >= GIB else (2**20, "MiB")
     title = f"{spec.shape.name}, {spec.layout.label()}: one step, one rank per pipeline stage, {unit_name}"
     rows = []
     for cost in costs:
-        parts = (f"{getattr(cost, f'{part}_bytes') / unit_bytes:.2f}" for part in MEMORY_KINDS)
-        tera_flops = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
-        rows.append((cost.pp_rank, *parts, *tera_flops))
-    numbers = (f">{part}" for part in (*MEMORY_KINDS, "model TFLOP", "hardware TFLOP"))
-    fits_text = "fits" if largest_cost.peak_bytes <= hardware.mem_bytes else "does NOT fit"
-    peak_text = f"largest peak {largest_cost.peak_bytes / GIB:.2f} GiB (stage {largest_cost.pp_rank}) {fits_text} into"
-    capacity_text = (
-        f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}; allocator, NCCL and CUDA need extra memory"
-    )
-    show(table(title, "pp", *numbers, rows=rows), _collectives(costs), f"{peak_text} {capacity_text}")
+        memory_texts = (f"{getattr(cost, f'{kind}_bytes') / unit_bytes:.2f}" for kind in MEMORY_KINDS)
+        flop_texts = (f"{flops / 1e12:.4g}" for flops in (_model_flops(spec, cost), cost.hardware_flops))
+        rows.append((cost.pp_rank, *memory_texts, *flop_texts))
+    number_columns = (f">{kind}" for kind in (*MEMORY_KINDS, "model TFLOP", "hardware TFLOP"))
+    fits_text = "fits" if max_cost.peak_bytes <= hardware.mem_bytes else "does NOT fit"
+    peak_text = f"largest peak {max_cost.peak_bytes / GIB:.2f} GiB (stage {max_cost.pp_rank}) {fits_text}"
+    device_text = f"{hardware.mem_bytes / GIB:.1f} GiB of {hardware.gpu}"
+    memory_text = f"{peak_text} into {device_text}; allocator, NCCL and CUDA need extra memory"
+    show(table(title, "pp", *number_columns, rows=rows), _collectives_table(costs), memory_text)
 
 
-def _collectives(costs: list[RankCost]) -> Table:
-    """A table of the collectives of a step; stages that send the same bytes share a row."""
-    stages_by_collective: dict[tuple[str, int, int], list[str]] = {}
+def _collectives_table(costs: list[RankCost]) -> Table:
+    """A table of the collectives of a step; stages that send the same bytes share a row.
+
+    The name of a collective is its mesh axis and its kind, such as `tp all_reduce`.
+    """
+    pp_ranks_by_collective: dict[tuple[str, int, int], list[str]] = {}
     for cost in costs:
-        for name, (calls, nbytes) in cost.collectives.items():
-            stages_by_collective.setdefault((name, calls, nbytes), []).append(str(cost.pp_rank))
+        for name, (num_calls, num_bytes) in cost.collectives.items():
+            pp_ranks = pp_ranks_by_collective.setdefault((name, num_calls, num_bytes), [])
+            pp_ranks.append(str(cost.pp_rank))
     rows = []
-    for (name, calls, nbytes), stages in sorted(stages_by_collective.items()):
-        size = f"{nbytes / 2**20:,.4g}" if nbytes >= 2**10 else "< 0.001"
-        rows.append((*name.split(), calls, size, ",".join(stages)))
-    columns = ("axis", "collective", ">calls", ">MiB", "stages")
-    return table("collectives of one step, by mesh axis", *columns, rows=rows)
+    for (name, num_calls, num_bytes), pp_ranks in sorted(pp_ranks_by_collective.items()):
+        mib_text = f"{num_bytes / 2**20:,.4g}" if num_bytes >= 2**10 else "< 0.001"
+        rows.append((*name.split(), num_calls, mib_text, ",".join(pp_ranks)))
+    headings = ("axis", "collective", ">calls", ">MiB", "stages")
+    return table("collectives of one step, by mesh axis", *headings, rows=rows)

@@ -17,91 +17,93 @@ from ultrabench.log_patterns import (
 )
 from ultrabench.sweep.config.files import files, read_yaml
 
-MAX_SHOWN = 5
+MAX_SHOWN_LINES = 5
 """Number of matches that the table shows, from the beginning of a log."""
-NOUNS = {"step_line": "step", "memory_line": "memory peak", "mfu_line": "MFU value"}
+NOUN_BY_OPTION = {"step_line": "step", "memory_line": "memory peak", "mfu_line": "MFU value"}
 """Option of a kernel -> what a line that its pattern matches reports."""
 
 
-def run_try_log(text: str, file: Path, as_json: bool) -> int:
-    """Prints what the pattern `text`, or each pattern of the kernel of that name, finds; returns 1 if one finds nothing.
+def run_try_log(pattern_text: str, log_path: Path, as_json: bool) -> int:
+    """Prints what a pattern, or each pattern of a kernel, finds in a log; returns 1 if one finds nothing.
+
+    Args:
+        pattern_text: a regular expression, or the name of a kernel.
 
     Raises:
         ConfigError: a pattern is wrong, or the file cannot be read.
     """
-    patterns = _patterns(text)
+    patterns = _patterns(pattern_text)
     try:
-        log = file.read_text(errors="replace")
+        log = log_path.read_text(errors="replace")
     except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}; give the log of a program") from None
-    reading_by_option = {option: _reading(option, pattern, log) for option, pattern in patterns.items()}
+        raise ConfigError(f"cannot read {log_path}: {error.strerror}; give the log of a program") from None
+    reports = {option: _match_report(option, pattern, log) for option, pattern in patterns.items()}
     if as_json:
-        print_json(reading_by_option)
+        print_json(reports)
     else:
-        for option, reading in reading_by_option.items():
-            _show(option, reading, file)
-    return 0 if all(reading["lines"] for reading in reading_by_option.values()) else 1
+        for option, report in reports.items():
+            _show_report(option, report, log_path)
+    return 0 if all(report["lines"] for report in reports.values()) else 1
 
 
 def _patterns(text: str) -> dict[str, re.Pattern[str]]:
-    """Option -> pattern, for the kernel of the name `text`, or for a pattern by the names of its groups."""
+    """Option -> pattern: those of a kernel if `text` names one, else this pattern for each option with its groups."""
     if path := files("kernel").get(text):
         settings = read_yaml(path)
-        texts = {option: settings[option] for option in LOG_PATTERNS if settings.get(option)}
-        if not texts:
+        text_by_option = {option: settings[option] for option in LOG_PATTERNS if settings.get(option)}
+        if not text_by_option:
             raise ConfigError(f"kernel={text} ({path}) has none of {', '.join(LOG_PATTERNS)}; give a pattern")
-        return {option: compiled_any(str(pattern)) for option, pattern in texts.items()}
+        return {option: compiled_any(str(pattern)) for option, pattern in text_by_option.items()}
     pattern = compiled_any(text)
-    if not (options := options_of(pattern)):
-        forms = "; ".join(f"{option}: {', '.join(LOG_PATTERNS[option].groups)}" for option in LOG_PATTERNS)
+    if not (option_names := options_of(pattern)):
+        groups_text = "; ".join(f"{name}: {', '.join(LOG_PATTERNS[name].groups)}" for name in LOG_PATTERNS)
         similar_kernel = nearest_name(text, files("kernel"))
-        rule = f"not a kernel, and has no group (?P<NAME>...) with one of these names: {forms}"
+        rule = f"not a kernel, and has no group (?P<NAME>...) with one of these names: {groups_text}"
         raise ConfigError(f"{text!r} is {rule}", f"did you mean {similar_kernel}?" if similar_kernel else "")
-    return dict.fromkeys(options, pattern)
+    return dict.fromkeys(option_names, pattern)
 
 
-def _reading(option: str, pattern: re.Pattern[str], log: str) -> dict[str, Any]:
-    """What a pattern finds in a log: `lines` that count, `refused` ones, and the `nearest` where none counts.
+def _match_report(option: str, pattern: re.Pattern[str], log: str) -> dict[str, Any]:
+    """What a pattern finds in a log, as `--json` prints it.
 
-    Of an MFU `form` says how its numbers are taken.
+    `lines` holds the values of the matching lines that count, `refused` says why other matching lines do not count,
+    and `nearest` has the most similar lines where none counts. For an MFU, `form` says how its numbers are taken.
     """
-    lines, refused = [], []
-    for number, line in enumerate(log.splitlines(), start=1):
+    matched_lines, refused = [], []
+    for line_number, line in enumerate(log.splitlines(), start=1):
         match = pattern.search(line)
         if match is None:
             continue
         values = parse_log_line(line, pattern, tokens_per_gpu=1.0, option=option) or {}
         refusal = misread(option, values) or values.get("fault")
         if values and not refusal:
-            lines.append({"line": number, **dict(_read(option, match, values))})
+            matched_lines.append({"line": line_number, **dict(_line_values(option, match, values))})
         else:
-            refused.append(f"line {number} matches, but {refusal or 'has no such number'}: {line.strip()}")
-    nearest = [] if lines else refused[:1] or nearest_lines(log, pattern.pattern)
-    reading = {"lines": lines, "refused": refused, "nearest": nearest}
-    return reading | ({"form": _form_of_mfu(pattern, log, lines)} if option == "mfu_line" else {})
+            reason = refusal or "has no such number"
+            refused.append(f"line {line_number} matches, but {reason}: {line.strip()}")
+    nearest = [] if matched_lines else refused[:1] or nearest_lines(log, pattern.pattern)
+    report = {"lines": matched_lines, "refused": refused, "nearest": nearest}
+    return report | ({"form": _mfu_form_text(pattern, log, matched_lines)} if option == "mfu_line" else {})
 
 
-def _form_of_mfu(pattern: re.Pattern[str], log: str, lines: list[dict[str, Any]]) -> str:
-    """A sentence that says how the numbers of an MFU are taken, and which group fits them where another one seems to."""
+def _mfu_form_text(pattern: re.Pattern[str], log: str, matched_lines: list[dict[str, Any]]) -> str:
+    """A sentence that says whether MFU numbers are read as fractions or percent, and which group gives the other reading."""
     matches = [*filter(None, map(pattern.search, log.splitlines()))]
     if "fraction" in pattern.groupindex:
-        ends = (match.string[match.end("fraction") :] for match in matches if match["fraction"])
-        if any(re.match(r"\s*%", end) for end in ends):
+        texts_after = (match.string[match.end("fraction") :] for match in matches if match["fraction"])
+        if any(re.match(r"\s*%", text_after) for text_after in texts_after):
             return (
                 "the number is read as a fraction of 1, but a % follows it: name the group (?P<percent>...)"
             )
         return "the number is read as a fraction of 1; for percent, name the group (?P<percent>...)"
-    if (
-        lines
-        and max(line["mfu"] for line in lines) < 0.01
-        and not any("%" in match.string for match in matches)
-    ):
+    has_percent_sign = any("%" in match.string for match in matches)
+    if matched_lines and max(line["mfu"] for line in matched_lines) < 0.01 and not has_percent_sign:
         return "every number is below 1 percent; for a fraction of 1, name the group (?P<fraction>...)"
     return "the number is divided by 100; for a fraction of 1, name the group (?P<fraction>...)"
 
 
-def _read(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The groups of an option with their texts, then what follows from them if that does not depend on a layout."""
+def _line_values(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The texts of the groups that a line matched, then the values that follow from them without knowing the layout."""
     log_pattern = LOG_PATTERNS[option]
     groups = {**log_pattern.groups, **log_pattern.optional}
     texts = {name: text for name, text in match.groupdict().items() if text is not None and name in groups}
@@ -112,22 +114,25 @@ def _read(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator
             yield quantity, values[quantity]
 
 
-def _show(option: str, reading: dict[str, Any], file: Path) -> None:
-    noun = NOUNS[option]
-    lines, refused = reading["lines"], reading["refused"]
-    if form := reading.get("form"):
-        say(f"kernel.{option}: {form}")
-    if not lines:
-        say(f"kernel.{option}: no {noun} found in {file}; nearest lines:", *reading["nearest"])
+def _show_report(option: str, report: dict[str, Any], log_path: Path) -> None:
+    """Prints the first matches of the pattern of one option, and an example of a matching line that does not count."""
+    noun = NOUN_BY_OPTION[option]
+    matched_lines, refused = report["lines"], report["refused"]
+    if form_text := report.get("form"):
+        say(f"kernel.{option}: {form_text}")
+    if not matched_lines:
+        say(f"kernel.{option}: no {noun} found in {log_path}; nearest lines:", *report["nearest"])
         return
-    columns = [*dict.fromkeys(name for row in lines[:MAX_SHOWN] for name in row)]
-    shown_rows = [[_short(row.get(name)) for name in columns] for row in lines[:MAX_SHOWN]]
-    first_text = f", the first {MAX_SHOWN}:" if len(lines) > MAX_SHOWN else ""
-    show(f"kernel.{option}: {counted(len(lines), noun)} in {file}{first_text}")
+    shown_lines = matched_lines[:MAX_SHOWN_LINES]
+    columns = [*dict.fromkeys(name for line in shown_lines for name in line)]
+    shown_rows = [[_short_value(line.get(name)) for name in columns] for line in shown_lines]
+    first_text = f", the first {MAX_SHOWN_LINES}:" if len(matched_lines) > MAX_SHOWN_LINES else ""
+    show(f"kernel.{option}: {counted(len(matched_lines), noun)} in {log_path}{first_text}")
     show(table("", *(f">{name}" for name in columns), rows=shown_rows))
     if refused:
         say(f"kernel.{option}: {counted(len(refused), 'matching line')} ignored, such as:", refused[0])
 
 
-def _short(value: Any) -> Any:
+def _short_value(value: Any) -> Any:
+    """A value as the table shows it: a float with at most six digits, any other value unchanged."""
     return f"{value:.6g}" if isinstance(value, float) else value

@@ -3,20 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ultrabench.analysis.numbers import percent
-from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source, require_parquet, words
+from ultrabench.cli.options import RESULTS, Json, ResultsDir, Source, require_parquet, words_argument
 from ultrabench.cli.results import Output, draw, write_result
 from ultrabench.errors import ConfigError, counted, require_known
-
-if TYPE_CHECKING:
-    from ultrabench.sweep.predict.profile import Profile
 
 Metrics = dict[str, Any]
 """Errors of predictions, as `ultrabench.analysis.predict.validate.metrics` gives them."""
@@ -27,14 +23,15 @@ MEMORY_COLUMNS = ("median", "90 %", "OOM right", "borderline", "wrong prune", "O
 """Columns of the errors of memory."""
 MAX_LISTED_RUNS = 30
 """Largest number of runs that `validate` lists one by one; --json lists all, and --rows writes them."""
-DEFAULT_OUTPUT = Path("ultrabench/profiles/mine.yaml")
+DEFAULT_PROFILE_FILE = Path("ultrabench/profiles/mine.yaml")
+"""The file that `calibrate` writes without -o."""
 ProfileName = Annotated[
     str | None,
     typer.Option("--profile", metavar="NAME", help="Default: the profile of the program of the runs."),
 ]
 
 
-class _LayoutFirst(TyperGroup):
+class _LayoutByDefault(TyperGroup):
     """The group `predict`, whose command `layout` need not be named before NAME=VALUE.
 
     Its other commands take `profile=NAME` like all of ultrabench, besides `--profile NAME`."""
@@ -43,18 +40,18 @@ class _LayoutFirst(TyperGroup):
         """The arguments, with `layout` in front where they begin with no command."""
         if args[:1] and args[0] in self.commands.keys() - {"layout"}:
             args = [f"--{argument}" if argument.startswith("profile=") else argument for argument in args]
-        is_argument = args[:1] and args[0] not in (*self.commands, "--help")
-        names_layout = is_argument and any("=" in argument for argument in args)
-        return super().parse_args(ctx, ["layout", *args] if names_layout else args)
+        names_no_command = args[:1] and args[0] not in (*self.commands, "--help")
+        is_layout = names_no_command and any("=" in argument for argument in args)
+        return super().parse_args(ctx, ["layout", *args] if is_layout else args)
 
 
 predict_app = typer.Typer(
-    cls=_LayoutFirst, no_args_is_help=True, rich_markup_mode=None,
+    cls=_LayoutByDefault, no_args_is_help=True, rich_markup_mode=None,
     help="Predict a layout; validate and calibrate predictions.\n\nFor example: ultrabench predict model=llama3-8b tp=4.",
 )  # fmt: skip
-_LAYOUT = "Layout, such as tp=2 pp=2 gas=4 recompute=full; also model, hardware, nodes, seq_len, kernel and profile."
-_LEAVE_OUT = "Leave out each model or node count, fit to the others, and score on it."
-Arguments = Annotated[list[str], words("[NAME=VALUE]...", _LAYOUT)]
+_LAYOUT_HELP = "Layout, such as tp=2 pp=2 gas=4 recompute=full; also model, hardware, nodes, seq_len, kernel and profile."
+_LEAVE_OUT_HELP = "Leave out each model or node count, fit to the others, and score on it."
+Arguments = Annotated[list[str], words_argument("[NAME=VALUE]...", _LAYOUT_HELP)]
 
 
 @predict_app.command()
@@ -71,10 +68,10 @@ def layout(arguments: Arguments, json_: Json = False, results_dir: ResultsDir = 
 def validate(
     source: Source = None,
     profile_name: ProfileName = None,
-    rows: Path | None = typer.Option(
-        None, callback=require_parquet, help="Write all rows with their predictions (.parquet)."
+    rows_path: Path | None = typer.Option(
+        None, "--rows", callback=require_parquet, help="Write all rows with their predictions (.parquet)."
     ),
-    leave_out: str | None = typer.Option(None, metavar="model or nodes", help=_LEAVE_OUT),
+    leave_out: str | None = typer.Option(None, metavar="model or nodes", help=_LEAVE_OUT_HELP),
     output: Output = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
@@ -89,119 +86,125 @@ def validate(
         row_errors,
         without_own_group,
     )
-    from ultrabench.analysis.predict.validate import table as predicted
+    from ultrabench.analysis.predict.validate import table as predict_table
     from ultrabench.cli.predict.cases import open_cases, open_cases_by_profile
     from ultrabench.cli.tables import print_json, say, show
     from ultrabench.sweep.config.load import load_profile
 
-    if leave_out is not None:
-        require_known("group for --leave-out", GROUPS, leave_out)
     if leave_out is None:
-        groups = open_cases_by_profile(source, profile_name, results_dir)
-        tables = [predicted(cases, partial(_same, profile)) for cases, profile in groups]
+        case_groups = open_cases_by_profile(source, profile_name, results_dir)
+        # `predict_table` calls the lambda before the loop goes on.
+        tables = [predict_table(cases, lambda _: profile) for cases, profile in case_groups]  # noqa: B023
         predictions = pd.concat(tables, ignore_index=True)
-        profiles = [profile for _, profile in groups]
-        for cases, profile in groups:
+        profiles = [profile for _, profile in case_groups]
+        for cases, profile in case_groups:
             if priors := priors_of_fp8(cases, profile):
                 say(priors)
             if profile.prior:
                 fit_text = f"profile {profile.name}: {profile.source}; for the runs of that fit, the errors are fit errors"
                 say(f"{fit_text}: for unseen runs, add --leave-out model or nodes")
     else:
-        cases_of_file, profile = open_cases([source], profile_name, results_dir)
+        require_known("group for --leave-out", GROUPS, leave_out)
+        source_cases, profile = open_cases([source], profile_name, results_dir)
         profiles = [profile]
         prior = load_profile(profile.prior) if profile.prior else profile
-        limits = {name: value for name, value in profile.memory.items() if name.endswith("limit")}
+        memory_limits = {name: value for name, value in profile.memory.items() if name.endswith("limit")}
         memory_text = " and memory (not its limits)" if profile.framework == "nanotron" else ""
-        say(
-            f"--leave-out {leave_out}: step time{memory_text} refitted without each, starting from profile {prior.name}"
-        )
-        refits = without_own_group(cases_of_file, replace(prior, memory=prior.memory | limits), leave_out)
-        predictions = predicted(cases_of_file, lambda case: refits[GROUPS[leave_out](case)])
-    names = ", ".join(profile.name for profile in profiles)
-    metrics_by_scope, errors = metrics(predictions), row_errors(predictions)
-    if rows is not None:
+        start_text = f"starting from profile {prior.name}"
+        say(f"--leave-out {leave_out}: step time{memory_text} refitted without each, {start_text}")
+        start_profile = replace(prior, memory=prior.memory | memory_limits)
+        refits = without_own_group(source_cases, start_profile, leave_out)
+        predictions = predict_table(source_cases, lambda case: refits[GROUPS[leave_out](case)])
+    profile_names = ", ".join(profile.name for profile in profiles)
+    metrics_by_scope, run_errors = metrics(predictions), row_errors(predictions)
+    if rows_path is not None:
         import pyarrow as pa
 
         from ultrabench.analysis.collect import parquet
 
-        write_result(rows, parquet(pa.Table.from_pandas(predictions, preserve_index=False)))
+        write_result(rows_path, parquet(pa.Table.from_pandas(predictions, preserve_index=False)))
     if output is not None:
         from ultrabench.analysis.figures.plots.predicted import validated
 
-        draw(output, lambda: validated(predictions, names))
+        draw(output, lambda: validated(predictions, profile_names))
     if json_:
         profile_records = [
             {"name": p.name, "source": p.source, "prior": p.prior, "leave_out": leave_out} for p in profiles
         ]
-        print_json(metrics_by_scope | {"profiles": profile_records, "rows": errors})
+        print_json(metrics_by_scope | {"profiles": profile_records, "rows": run_errors})
         return
-    if len(errors) <= MAX_LISTED_RUNS:
-        _show_rows(errors)
-    for scope, scores in metrics_by_scope.items():
+    if len(run_errors) <= MAX_LISTED_RUNS:
+        _show_errors(run_errors)
+    for scope, scope_metrics in metrics_by_scope.items():
         if scope == "all" and not metrics_by_scope["healthy"]["excluded"]:
             show("step time of all rows: as above, because no row is excluded", "")
             continue
-        reasons = ", ".join(f"{n:,} {reason}" for reason, n in scores["excluded_by_reason"].items())
-        runs_text = f"{scores['step_time']['rows']:,} runs ({scores['excluded']:,} excluded)"
-        title = f"step time of {scope} rows, profile {names}: {runs_text}"
-        _show(f"{title}: {reasons}" if reasons else title, TIME_COLUMNS, scores, _time)
-        shares_text = ", ".join(f"{k} {_percent(v)}" for k, v in scores["interval"]["regimes"].items())
+        reasons = ", ".join(f"{n:,} {reason}" for reason, n in scope_metrics["excluded_by_reason"].items())
+        runs_text = f"{scope_metrics['step_time']['rows']:,} runs ({scope_metrics['excluded']:,} excluded)"
+        title = f"step time of {scope} rows, profile {profile_names}: {runs_text}"
+        _show_metrics(f"{title}: {reasons}" if reasons else title, TIME_COLUMNS, scope_metrics, _time_texts)
+        share_by_regime = scope_metrics["interval"]["regimes"]
+        shares_text = ", ".join(f"{name} {_share_text(share)}" for name, share in share_by_regime.items())
         show(f"{scope} rows inside their 80 % interval, by regime: {shares_text or 'none'}", "")
-    _show(f"memory and OOM of all rows, profile {names}", MEMORY_COLUMNS, metrics_by_scope["all"], _memory)
+    title = f"memory and OOM of all rows, profile {profile_names}"
+    _show_metrics(title, MEMORY_COLUMNS, metrics_by_scope["all"], _memory_texts)
 
 
-def _same(profile: "Profile", case: object) -> "Profile":
-    """The profile, whatever the case is."""
-    return profile
-
-
-def _show_rows(errors: list[dict[str, Any]]) -> None:
+def _show_errors(run_errors: list[dict[str, Any]]) -> None:
     """Prints what was measured and predicted of each run, in tokens/s/GPU, and the error of its step time."""
     from ultrabench.cli.tables import show, table
 
     rows = []
-    for e in errors:
-        speed, predicted, low, high = (
-            f"{e[f'{end}tokens_per_s_per_gpu']:,.0f}" for end in ("", "predicted_", "low_", "high_")
+    for run in run_errors:
+        measured_text, predicted_text, low_text, high_text = (
+            f"{run[f'{prefix}tokens_per_s_per_gpu']:,.0f}" for prefix in ("", "predicted_", "low_", "high_")
         )
-        run = f"{e['model']} {e['precision']}{' compiled' * e['compile']}"
-        nodes = f"{counted(e['nodes'], 'node')} {e['hardware']}"
-        interval = f"{low}-{high}{'' if e['inside'] else ' (outside)'}"
-        rows.append((run, nodes, e["layout"], speed, predicted, interval, f"{e['step_time_error']:+.0%}"))
-    heads = ("run", "on", "layout", ">measured", ">predicted", ">80 % interval", ">step time error")
-    show(table("tokens/s/GPU of each run", *heads, rows=rows), "")
+        run_text = f"{run['model']} {run['precision']}{' compiled' * run['compile']}"
+        nodes_text = f"{counted(run['nodes'], 'node')} {run['hardware']}"
+        interval_text = f"{low_text}-{high_text}{'' if run['inside'] else ' (outside)'}"
+        speed_texts = (measured_text, predicted_text, interval_text)
+        rows.append((run_text, nodes_text, run["layout"], *speed_texts, f"{run['step_time_error']:+.0%}"))
+    columns = ("run", "on", "layout", ">measured", ">predicted", ">80 % interval", ">step time error")
+    show(table("tokens/s/GPU of each run", *columns, rows=rows), "")
 
 
-def _show(
-    title: str, columns: tuple[str, ...], scores: Metrics, cells: Callable[[Metrics], tuple[str, ...]]
+def _show_metrics(
+    title: str, columns: tuple[str, ...], metrics: Metrics, texts_of: Callable[[Metrics], tuple[str, ...]]
 ) -> None:
-    """Prints one line for all rows and one for each value of a slice."""
+    """Prints a table of errors: one row for all runs, and one for each slice of them such as `model tiny`.
+
+    Args:
+        texts_of: gives the texts of `columns` for the errors of one slice.
+    """
     from ultrabench.cli.tables import show, table
 
-    parts = {f"{name} {value}": m for name, slices in scores["by"].items() for value, m in slices.items()}
-    rows = [(name.removeprefix("parallelism "), *cells(m)) for name, m in ({"all": scores} | parts).items()]
+    slices = {"all": metrics}
+    for name, metrics_by_value in metrics["by"].items():
+        slices |= {f"{name} {value}": slice_ for value, slice_ in metrics_by_value.items()}
+    rows = [(name.removeprefix("parallelism "), *texts_of(slice_)) for name, slice_ in slices.items()]
     show(table(title, "rows of", *(f">{head}" for head in columns), rows=rows), "")
 
 
-def _time(m: Metrics) -> tuple[str, ...]:
-    """The texts of one line, in the order of TIME."""
-    time, planning, correlation = m["step_time"], m["planning"], m["step_time"]["spearman_in_cell"]
+def _time_texts(metrics: Metrics) -> tuple[str, ...]:
+    """The texts of one table row about step times, in the order of TIME_COLUMNS."""
+    step_time, planning = metrics["step_time"], metrics["planning"]
+    correlation = step_time["spearman_in_cell"]
     return (
-        f"{time['rows']:,}", f"{m['more_than_twice']:,}", _percent(time["median_error"]), _percent(time["p90_error"]),
-        _percent(m["interval"]["coverage"]), "-" if correlation is None else f"{correlation:.3f}",
-        _percent(planning["best_in_top5"]), _percent(planning["top1_regret"]),
+        f"{step_time['rows']:,}", f"{metrics['more_than_twice']:,}", _share_text(step_time["median_error"]), _share_text(step_time["p90_error"]),
+        _share_text(metrics["interval"]["coverage"]), "-" if correlation is None else f"{correlation:.3f}",
+        _share_text(planning["best_in_top5"]), _share_text(planning["top1_regret"]),
     )  # fmt: skip
 
 
-def _memory(m: Metrics) -> tuple[str, ...]:
-    """The texts of one line, in the order of MEMORY."""
-    memory, oom = m["memory"], m["oom"]
-    shares = (oom[name] for name in ("accuracy", "borderline_accuracy", "false_prune", "caught"))
-    return (*map(_percent, (memory["median_error"], memory["p90_error"], *shares)),)
+def _memory_texts(metrics: Metrics) -> tuple[str, ...]:
+    """The texts of one table row about memory, in the order of MEMORY_COLUMNS."""
+    memory, oom = metrics["memory"], metrics["oom"]
+    oom_shares = (oom[name] for name in ("accuracy", "borderline_accuracy", "false_prune", "caught"))
+    return (*map(_share_text, (memory["median_error"], memory["p90_error"], *oom_shares)),)
 
 
-def _percent(share: float | None) -> str:
+def _share_text(share: float | None) -> str:
+    """A share from 0 to 1 as percent; a dash where it is unknown."""
     return percent(share) or "-"
 
 
@@ -210,8 +213,8 @@ def calibrate(
     sources: list[str] | None = typer.Argument(
         None, metavar="[SWEEP or FILE.parquet]...", help="Default: the newest sweep."
     ),
-    profile: ProfileName = None,
-    output: Path = typer.Option(DEFAULT_OUTPUT, "-o", "--output", help="Profile to write."),
+    profile_name: ProfileName = None,
+    output: Path = typer.Option(DEFAULT_PROFILE_FILE, "-o", "--output", help="Profile to write."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
@@ -220,37 +223,31 @@ def calibrate(
     It shows the errors on runs that were left out of the fit."""
     if output.suffix != ".yaml":
         raise ConfigError(f"{output}: a profile is a YAML file; give a name that ends in .yaml")
-    from ultrabench.analysis.predict.calibrate import calibrate as calibrated
+    from ultrabench.analysis.predict.calibrate import calibrate as fit_profile
     from ultrabench.analysis.predict.calibrate import to_yaml
     from ultrabench.cli.predict.cases import open_cases
     from ultrabench.cli.tables import print_json, say, show, table
 
-    fitted_cases, prior = open_cases(sources or [None], profile, results_dir)
-    calibration = calibrated(fitted_cases, prior, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
+    fitted_cases, prior = open_cases(sources or [None], profile_name, results_dir)
+    calibration = fit_profile(fitted_cases, prior, name=output.stem, date=f"{datetime.now(UTC):%Y-%m-%d}")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_result(output, to_yaml(calibration.profile, prior).encode())
     if json_:
-        summary = {
-            "profile": str(output),
-            "prior": prior.name,
-            "runs": calibration.runs,
-            "fitted": calibration.fitted,
-        }
-        print_json(
-            summary | {"before": calibration.before, "after": calibration.after, "memory": calibration.memory}
-        )
+        fields = ("runs", "fitted", "before", "after", "memory")
+        values = {name: getattr(calibration, name) for name in fields}
+        print_json({"profile": str(output), "prior": prior.name, **values})
         return
-    errors_by_part = {
+    errors_by_quantity = {
         "step_time": {"before": calibration.before, "after": calibration.after},
         "memory": calibration.memory,
     }
     rows = []
-    for part, errors in errors_by_part.items():
-        fitted = "fitted" if calibration.fitted[part] else "fitted, not used"
-        constants_text = {"before": f"profile {prior.name}", "after": fitted}
-        for stage in errors:
-            shares = (f"{100 * errors[stage][key]:.1f} %" for key in ("median_error", "p90_error"))
-            rows.append((part.replace("_", " "), constants_text[stage], *shares))
+    for quantity, errors_by_constants in errors_by_quantity.items():
+        fit_text = "fitted" if calibration.fitted[quantity] else "fitted, not used"
+        constants_text = {"before": f"profile {prior.name}", "after": fit_text}
+        for constants, errors in errors_by_constants.items():
+            error_texts = (f"{100 * errors[key]:.1f} %" for key in ("median_error", "p90_error"))
+            rows.append((quantity.replace("_", " "), constants_text[constants], *error_texts))
     title = f"error on runs left out of the fit ({counted(calibration.runs, 'healthy run')})"
     show(table(title, "of", "constants", ">median", ">90 %", rows=rows), "")
     say(f"wrote {output}: {calibration.profile.source}; to use it in a sweep: profile={output.stem}")
@@ -262,7 +259,7 @@ def replay(
     strategy: str = typer.Option(
         "adaptive", metavar="NAME", help="adaptive, exhaustive, random or predicted."
     ),
-    batch: int = typer.Option(1, min=1, help="Number of concurrent runs."),
+    max_parallel_runs: int = typer.Option(1, "--batch", min=1, help="Number of concurrent runs."),
     profile_name: ProfileName = None,
     output: Output = None,
     json_: Json = False,
@@ -272,33 +269,33 @@ def replay(
 
     It shows the GPU hours and the regret of the strategy; -o FILE.png draws them."""
     from ultrabench.analysis.predict.replay import STRATEGIES, cells_of
-    from ultrabench.analysis.predict.replay import replay as replayed
+    from ultrabench.analysis.predict.replay import replay as replay_cells
     from ultrabench.cli.predict.cases import open_cases
     from ultrabench.cli.tables import print_json, say, show, table
     from ultrabench.sweep.config.load import load_config
 
     require_known("strategy", STRATEGIES, strategy)
-    replayed_cases, profile = open_cases([source], profile_name, results_dir)
-    cells = cells_of(replayed_cases, profile)
+    source_cases, profile = open_cases([source], profile_name, results_dir)
+    cells = cells_of(source_cases, profile)
     if not cells:
         raise ConfigError(f"no layout of {source or 'the sweep'} has an ok run; replay a finished sweep")
-    replays = replayed(cells, strategy, batch, load_config().max_p_oom)
+    document = replay_cells(cells, strategy, max_parallel_runs, load_config().max_p_oom)
     if output is not None:
         from ultrabench.analysis.figures.replayed import figure
 
-        draw(output, lambda: figure(replays, str(source or "sweep")))
+        draw(output, lambda: figure(document, str(source or "sweep")))
     if json_:
-        print_json(replays)
+        print_json(document)
         return
     rows = [
         (c["model"], c["nodes"], c["layouts"], c["runs"], f"{c['gpu_hours_share']:.1%}",
          "none found" if c["regret"] is None else f"{c['regret']:.1%}")
-        for c in replays["cells"]
+        for c in document["cells"]
     ]  # fmt: skip
-    title = f"strategy {strategy}, batch {batch}, profile {profile.name}"
+    title = f"strategy {strategy}, batch {max_parallel_runs}, profile {profile.name}"
     show(table(title, "model", ">nodes", ">layouts", ">runs", ">GPU hours", ">regret", rows=rows), "")
-    num_near = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in replays["cells"])
-    say(
-        f"{replays['runs']:,} runs, {replays['gpu_hours_share']:.1%} of the GPU hours of all layouts; "
-        f"within 2 % of the best in {num_near} of {len(rows)} cells"
+    num_near_best = sum(c["regret"] is not None and c["regret"] <= 0.02 for c in document["cells"])
+    cost_text = (
+        f"{document['runs']:,} runs, {document['gpu_hours_share']:.1%} of the GPU hours of all layouts"
     )
+    say(f"{cost_text}; within 2 % of the best in {num_near_best} of {len(rows)} cells")

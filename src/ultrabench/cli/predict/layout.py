@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from ultrabench.analysis.collect import collect
 from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.numbers import count, formula_text, params_text
-from ultrabench.cli.tables import BLOCK, print_json, show, table, three_digits, warn
+from ultrabench.cli.tables import BAR_CHAR, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
 from ultrabench.hardware import GIB, GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, of_peak
 from ultrabench.layout import AXES, BATCH, DEGREES
@@ -31,7 +31,7 @@ from ultrabench.sweep.predict.stage_memory import MEMORY_PARTS, StageMemory
 
 BAR_WIDTH = 40
 """Number of characters of the longest bar."""
-NUM_NEAREST = 3
+NUM_SHOWN_RUNS = 3
 """Number of measured runs that are shown."""
 
 
@@ -39,7 +39,7 @@ def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
     """Prints the predicted memory and step time of one layout, and measured runs like it."""
     spec, config = read_run(arguments, PREDICTED)
     prediction = document(spec, config)
-    prediction["nearest"] = [*_nearest(spec, config, results_dir)]
+    prediction["nearest"] = [*_nearest_runs(spec, config, results_dir)]
     if as_json:
         print_json(prediction)
     else:
@@ -48,8 +48,8 @@ def run_predict(arguments: list[str], as_json: bool, results_dir: Path) -> None:
 
 def _whole_bytes(stage: StageMemory) -> dict[str, int]:
     """The parts of a rank's memory, rounded so that they add up to its rounded peak."""
-    sums = [round(total) for total in accumulate(getattr(stage, part) for part in MEMORY_PARTS)]
-    return dict(zip(MEMORY_PARTS, map(sub, sums, [0, *sums]), strict=False))
+    sums_bytes = [round(total) for total in accumulate(getattr(stage, part) for part in MEMORY_PARTS)]
+    return dict(zip(MEMORY_PARTS, map(sub, sums_bytes, [0, *sums_bytes]), strict=False))
 
 
 def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
     time_parts = run_predictor.step_time(spec, stages)
     prediction = run_predictor.of_parts(spec, stages, time_parts)
     peak_stage = max(stages, key=lambda stage: stage.peak_bytes)
-    rate = spec.tokens_per_step / prediction.step_time_s / spec.layout.world_size
-    flops = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
+    tokens_per_s_per_gpu = spec.tokens_per_step / prediction.step_time_s / spec.layout.world_size
+    flops_per_token = spec.shape.flops_per_token(spec.workload.seq_len, config.measure.flops_formula)
     return {
         "label": spec.layout.label(),
         "world_size": spec.layout.world_size,
@@ -85,14 +85,15 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "time": time_parts._asdict(),
         "communication_over_compute": run_predictor.communication_ratios(spec),
         "limited_by": prediction.limited_by,
-        "tokens_per_s_per_gpu": rate,
-        "mfu": None if peak.source == GUESSED else rate * flops / peak.flops_per_s,
+        "tokens_per_s_per_gpu": tokens_per_s_per_gpu,
+        "mfu": None if peak.source == GUESSED else tokens_per_s_per_gpu * flops_per_token / peak.flops_per_s,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
         "against_published": _against_published(spec, config, prediction.step_time_s, peak),
     }
 
 
 def _against_published(spec: RunSpec, config: SweepConfig, step_time_s: float, peak: Peak) -> str | None:
+    """A sentence that compares the predicted MFU with the best published one; None on CPUs or without one."""
     if config.hardware.device != "cuda":
         return None
     best_rate = best_published(config)
@@ -101,43 +102,41 @@ def _against_published(spec: RunSpec, config: SweepConfig, step_time_s: float, p
 
 def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Iterator[RenderableType]:
     """The tables of a prediction."""
-    unit_bytes, name = (GIB, "GiB") if prediction["peak_mem_bytes"] >= GIB else (2**20, "MiB")
-    stages, limit_text = prediction["stages"], f"{prediction['rank_mem_bytes'] / GIB:.4g} GiB"
-    largest = max(stages, key=lambda stage: stage["peak_bytes"])
-    peak_place = (
-        f"pipeline rank {largest['pp_rank']}, {largest['phase']}" if len(stages) > 1 else largest["phase"]
-    )
+    unit_bytes, unit_name = (GIB, "GiB") if prediction["peak_mem_bytes"] >= GIB else (2**20, "MiB")
+    stages, capacity_text = prediction["stages"], f"{prediction['rank_mem_bytes'] / GIB:.4g} GiB"
+    peak_stage = max(stages, key=lambda stage: stage["peak_bytes"])
+    peak_text = f"pipeline rank {peak_stage['pp_rank']}, " * (len(stages) > 1) + peak_stage["phase"]
     hardware_text = f"{counted(prediction['world_size'], 'GPU')} of {config.hardware.name}"
     size_text = params_text(prediction["num_params"], prediction["num_active_params"])
     yield f"{spec.shape.name} ({size_text}), {prediction['label']}, {hardware_text}, sequences of {spec.workload.seq_len:,} tokens"
-    yield _bars(f"\npeak memory ({peak_place}), {name}", prediction["memory"], 1 / unit_bytes)
+    yield _bar_table(f"\npeak memory ({peak_text}), {unit_name}", prediction["memory"], 1 / unit_bytes)
     if len(stages) > 1:
-        rows, columns = [], ("phase", *MEMORY_PARTS, "peak_bytes")
-        for parts, equal_stages in groupby(stages, lambda stage: [stage[name] for name in columns]):
+        rows, stage_keys = [], ("phase", *MEMORY_PARTS, "peak_bytes")
+        for values, equal_stages in groupby(stages, lambda stage: [stage[key] for key in stage_keys]):
             ranks = [stage["pp_rank"] for stage in equal_stages]
             ranks_text = f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0]
-            rows.append((ranks_text, parts[0], *(f"{part / unit_bytes:.2f}" for part in parts[1:])))
-        heads = ("rank", "at", *(f">{part}" for part in (*MEMORY_PARTS, "peak")))
-        yield table(f"\nmemory of each pipeline rank, {name}", *heads, rows=rows)
+            rows.append(
+                (ranks_text, values[0], *(f"{part_bytes / unit_bytes:.2f}" for part_bytes in values[1:]))
+            )
+        columns = ("rank", "at", *(f">{part}" for part in (*MEMORY_PARTS, "peak")))
+        yield table(f"\nmemory of each pipeline rank, {unit_name}", *columns, rows=rows)
     fit_text = "unlikely to fit" if prediction["p_oom"] > LIKELY_OOM else "likely to fit"
     if prediction["limited_by"] == "memory" and prediction["p_oom"] <= LIKELY_OOM:
         fit_text += ", but the allocator must release its reserve and wait"
-    yield f"peak {prediction['peak_mem_bytes'] / unit_bytes:.2f} {name} of {limit_text}: {fit_text}, P(OOM) {100 * prediction['p_oom']:.1f} %"
-    yield _bars("\nstep time, ms", prediction["time"], 1e3)
+    yield f"peak {prediction['peak_mem_bytes'] / unit_bytes:.2f} {unit_name} of {capacity_text}: {fit_text}, P(OOM) {100 * prediction['p_oom']:.1f} %"
+    yield _bar_table("\nstep time, ms", prediction["time"], 1e3)
     if ratios := prediction["communication_over_compute"]:
         yield ratio_line(ratios, spec.layout.dp_overlap)
-    mfu_text = (
-        ""
-        if prediction["mfu"] is None
-        else f", MFU {100 * prediction['mfu']:.1f} %{of_peak(spec.kernel.precision)}"
-    )
+    mfu, mfu_text = prediction["mfu"], ""
+    if mfu is not None:
+        mfu_text = f", MFU {100 * mfu:.1f} %{of_peak(spec.kernel.precision)}"
     low, high = (three_digits(prediction[f"step_time_{end}_s"]) for end in ("low", "high"))
     step_text = f"step {three_digits(prediction['step_time_s'])} s (80 % interval: {low} to {high} s)"
     rate_text = f"{prediction['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU{mfu_text}"
     yield f"{step_text}; {rate_text}; limited by {prediction['limited_by']}"
-    if prediction["mfu"] is not None and spec.shape.num_experts:
+    if mfu is not None and spec.shape.num_experts:
         yield formula_text([config.measure.flops_formula], has_experts=True)
-    if prediction["mfu"] is None:
+    if mfu is None:
         rate_text = count(UNMEASURED_CPU_FLOPS_PER_S, "FLOP/s")
         yield f"assumes {rate_text} per core; a sweep measures its cores first, so it predicts other times"
     profile = config.profile
@@ -146,14 +145,14 @@ def _page(prediction: dict[str, Any], spec: RunSpec, config: SweepConfig) -> Ite
         yield f"extrapolated beyond the fitted values (in brackets): {', '.join(prediction['unmeasured'])}"
     if prediction["against_published"]:
         yield prediction["against_published"]
-    if nearest := prediction["nearest"]:
+    if nearest_runs := prediction["nearest"]:
         rows = []
-        for run in nearest:
-            ratio = f"{run['predicted_step_time_s'] / run['step_time_s']:.2f}"
-            numbers = (f"{run['step_time_s']:.3g}", ratio, f"{run['tokens_per_s_per_gpu']:,.0f}")
+        for run in nearest_runs:
+            ratio_text = f"{run['predicted_step_time_s'] / run['step_time_s']:.2f}"
+            numbers = (f"{run['step_time_s']:.3g}", ratio_text, f"{run['tokens_per_s_per_gpu']:,.0f}")
             rows.append((run["sweep"], run["nodes"], run["layout"], run["seq_len"], *numbers, run["run_id"]))
-        heads = ("sweep", ">nodes", "layout", ">seq_len", ">step s", ">x predicted", ">tokens/s/GPU", "run")
-        yield table("\nmost similar measured runs", *heads, rows=rows)
+        columns = "sweep", ">nodes", "layout", ">seq_len", ">step s", ">x predicted", ">tokens/s/GPU", "run"
+        yield table("\nmost similar measured runs", *columns, rows=rows)
 
 
 def ratio_line(ratios: Mapping[str, float], dp_overlap: str = "on") -> str:
@@ -162,23 +161,28 @@ def ratio_line(ratios: Mapping[str, float], dp_overlap: str = "on") -> str:
     Args:
         dp_overlap: the value of this axis in the layout.
     """
-    texts = ", ".join(f"{axis} {ratio:.2g}" for axis, ratio in ratios.items())
-    line = f"communication over compute: {texts}; above 1, compute cannot hide it"
+    ratios_text = ", ".join(f"{axis} {ratio:.2g}" for axis, ratio in ratios.items())
+    line = f"communication over compute: {ratios_text}; above 1, compute cannot hide it"
     if dp_overlap == "off" and "dp" in ratios:
         line += "; dp_overlap=off hides no gradient reduction"
     return line
 
 
-def _bars(title: str, parts: dict[str, float], scale: float) -> RenderableType:
-    """A table with a bar for each part that is seen, whose lengths are relative to the largest."""
-    total, longest_value = sum(parts.values()), max(parts.values())
+def _bar_table(title: str, parts: dict[str, float], scale: float) -> RenderableType:
+    """A table with a bar for each part above 0.01 % of the sum; the largest part has the longest bar.
+
+    Args:
+        parts: name of a part -> its bytes or seconds.
+        scale: factor from these to the unit of `title`.
+    """
+    total, max_value = sum(parts.values()), max(parts.values())
     visible_parts = {name: value for name, value in parts.items() if value > 1e-4 * total}
-    bars = {name: BLOCK * round(BAR_WIDTH * value / longest_value) for name, value in visible_parts.items()}
+    bars = {name: BAR_CHAR * round(BAR_WIDTH * value / max_value) for name, value in visible_parts.items()}
     rows = [(n, f"{v * scale:,.2f}", f"{100 * v / total:.0f} %", bars[n]) for n, v in visible_parts.items()]
     return table(title, "part", ">amount", ">share", "", rows=rows)
 
 
-def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[dict[str, Any]]:
+def _nearest_runs(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[dict[str, Any]]:
     """The measured runs of the same model and hardware whose layouts differ least, from all sweeps of a folder."""
     runs: list[MeasuredRun] = []
     for path in sorted(results_dir.glob("*/sweep.json")):
@@ -187,7 +191,7 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
     model_and_hardware = spec.shape.name, config.hardware.name
     valid_runs = (r for r in runs if r.status == Status.OK and r.is_final and not r.suspect and r.step_time_s)
     similar_runs = [run for run in valid_runs if (run.spec.shape.name, run.hardware) == model_and_hardware]
-    for run in sorted(similar_runs, key=lambda run: distance(run.spec, spec))[:NUM_NEAREST]:
+    for run in sorted(similar_runs, key=lambda run: distance(run.spec, spec))[:NUM_SHOWN_RUNS]:
         assert run.step_time_s is not None
         yield {
             "sweep": run.sweep,
@@ -204,8 +208,8 @@ def _nearest(spec: RunSpec, config: SweepConfig, results_dir: Path) -> Iterator[
 def distance(a: RunSpec, b: RunSpec) -> float:
     """How much two runs differ: 1 for each factor of two in a number, and 1 for each other setting that differs."""
     number_axes = (*DEGREES, *BATCH)
-    sizes = ((getattr(a.layout, name), getattr(b.layout, name)) for name in number_axes)
-    workload_sizes = ((a.nodes, b.nodes), (a.workload.seq_len, b.workload.seq_len))
+    axis_pairs = ((getattr(a.layout, name), getattr(b.layout, name)) for name in number_axes)
+    workload_pairs = ((a.nodes, b.nodes), (a.workload.seq_len, b.workload.seq_len))
     other_axes = (name for name in AXES if name not in number_axes)
-    total: float = sum(getattr(a.layout, name) != getattr(b.layout, name) for name in other_axes)
-    return total + sum(math.fabs(math.log2(size_a / size_b)) for size_a, size_b in (*sizes, *workload_sizes))
+    num_differing: float = sum(getattr(a.layout, name) != getattr(b.layout, name) for name in other_axes)
+    return num_differing + sum(math.fabs(math.log2(n_a / n_b)) for n_a, n_b in (*axis_pairs, *workload_pairs))

@@ -9,13 +9,13 @@ import typer
 
 from ultrabench.cli.options import (
     RESULTS,
-    AlsoRankBy,
     Json,
     Overrides,
     RankBy,
+    RankByAlias,
     ResultsDir,
     Source,
-    table_file,
+    table_option,
 )
 from ultrabench.errors import ConfigError
 from ultrabench.store.folder import find_sweep
@@ -43,7 +43,7 @@ Detach = Annotated[bool, typer.Option("--detach", help="Submit the jobs and exit
 ResultsOption = Annotated[
     Path | None, typer.Option("--results-dir", help="Folder of the sweeps, like results_dir=FOLDER.")
 ]
-PlanFile = Annotated[Path | None, table_file("Write all candidates to a parquet file.")]
+PlanFile = Annotated[Path | None, table_option("Write all candidates to a parquet file.")]
 Run = Annotated[str, typer.Argument(help="Id of the run, first digits of the id, or rank in sweep top.")]
 SweepArgument = Annotated[str | None, typer.Argument(metavar="[SWEEP]", help="Same as --sweep.")]
 _AS_HELP = "Print how another framework, such as megatron or deepspeed, trains this layout (see docs/start/your-program.md)."
@@ -126,9 +126,9 @@ def status(
 @sweep_app.command()
 def top(
     source: Source = None,
-    first: int | None = typer.Option(None, "-n", min=1, help="Runs per cell; default: 10, with --json all."),
+    limit: int | None = typer.Option(None, "-n", min=1, help="Runs per cell; default: 10, with --json all."),
     by: RankBy = "tokens_per_s_per_gpu",
-    rank_by: AlsoRankBy = None,
+    rank_by: RankByAlias = None,
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
@@ -137,7 +137,7 @@ def top(
     The best run comes first, then those statistically indistinguishable from it, the others, and suspects."""
     from ultrabench.cli.sweep.top import show_top
 
-    show_top(source, first, rank_by or by, json_, results_dir)
+    show_top(source, limit, rank_by or by, json_, results_dir)
 
 
 @sweep_app.command()
@@ -153,8 +153,8 @@ def effects(source: Source = None, json_: Json = False, results_dir: ResultsDir 
 @sweep_app.command()
 def retry(
     sweep: Sweep = None,
-    only: str | None = typer.Option(None, help="Statuses to retry, such as crash,timeout."),
-    run: str | None = typer.Option(None, help="Retry only the run with this id."),
+    status_list: str | None = typer.Option(None, "--only", help="Statuses to retry, such as crash,timeout."),
+    run_id_prefix: str | None = typer.Option(None, "--run", help="Retry only the run with this id."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what would run, and run nothing."),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
@@ -162,7 +162,7 @@ def retry(
     """Retry failed runs; all other results stay unchanged."""
     from ultrabench.cli.sweep.control import run_retry
 
-    return run_retry(find_sweep(sweep, results_dir), only, run, dry_run, json_)
+    return run_retry(find_sweep(sweep, results_dir), status_list, run_id_prefix, dry_run, json_)
 
 
 @sweep_app.command()
@@ -225,19 +225,19 @@ def show(
     run_id: Run,
     in_sweep: SweepArgument = None,
     sweep: SweepOption = None,
-    as_: str | None = typer.Option(None, "--as", metavar="FRAMEWORK", help=_AS_HELP),
+    framework: str | None = typer.Option(None, "--as", metavar="FRAMEWORK", help=_AS_HELP),
     json_: Json = False,
     results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Show the results, plan, attempts and evidence of a run."""
-    if as_ is None:
+    if framework is None:
         from ultrabench.cli.sweep.show import show_run
 
         show_run(run_id, in_sweep or sweep, json_, results_dir)
     else:
         from ultrabench.cli.sweep.show_as import show_as
 
-        show_as(as_, run_id, in_sweep or sweep, json_, results_dir)
+        show_as(framework, run_id, in_sweep or sweep, json_, results_dir)
 
 
 @sweep_app.command()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import typer
 
 from ultrabench.analysis.numbers import count, params_text
-from ultrabench.cli.tables import FittedTable, can_ask, duration, say, table, three_digits, warn
+from ultrabench.cli.tables import FittedTable, can_ask, duration_text, say, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocation_ends import open_allocations
@@ -27,7 +27,7 @@ from ultrabench.sweep.running.price import (
 )
 from ultrabench.variant import shown
 
-LONG_HOURS = 1.0
+MIN_ASKED_HOURS = 1.0
 """Predicted hours on this machine from which a launch asks first."""
 BUSY_SHARE = 0.3
 """Share of this machine's cores, used by other programs, from which a launch warns."""
@@ -35,25 +35,22 @@ BUSY_SHARE = 0.3
 
 def headline(config: SweepConfig) -> str:
     """One line with all that the runs of a sweep share, such as its models, hardware, batch and precision."""
-    models, hardware = ", ".join(map(_size_text, config.models)), config.hardware.name
-    options = {name: " or ".join(map(shown, values)) for name, values in config.options.values.items()}
-    routing = next(filter(None, map(config.kernel.routing_of, config.models)), None)
-    texts = (options["precision"], f"kernel {config.kernel.name}", routing_text(routing))
-    setup_text = ", ".join(filter(None, texts))
+    models_text, hardware_name = ", ".join(map(_size_text, config.models)), config.hardware.name
+    option_texts = {name: " or ".join(map(shown, values)) for name, values in config.options.values.items()}
+    routing_name = next(filter(None, map(config.kernel.routing_of, config.models)), None)
+    setup_texts = (option_texts["precision"], f"kernel {config.kernel.name}", routing_text(routing_name))
+    setup_text = ", ".join(filter(None, setup_texts))
     if config.kernel.kind == "probe":
-        return f"sweep {config.name}: links of {hardware}, {setup_text}"
-    seq_lens, batches = config.options.values["seq_len"], config.options.values["gbs"]
-    nodes = config.axes.nodes
-    tokens = [int(config.gbs_on(pick(nodes), pick(batches))) * pick(seq_lens) for pick in (min, max)]
-    tokens_text = " to ".join(dict.fromkeys(map(count, tokens)))
+        return f"sweep {config.name}: links of {hardware_name}, {setup_text}"
+    nodes, seq_lens, gbs = config.axes.nodes, config.options.values["seq_len"], config.options.values["gbs"]
+    step_tokens = [int(config.gbs_on(pick(nodes), pick(gbs))) * pick(seq_lens) for pick in (min, max)]
+    tokens_text = " to ".join(dict.fromkeys(map(count, step_tokens)))
     nodes_text = counted(min(nodes), "node")
     scaling_text = f" on {nodes_text}, scaled with the number of nodes" if config.scaling == WEAK else ""
-    batch_text = f"sequences of {options['seq_len']} tokens, global batch {options['gbs']}{scaling_text} ({tokens_text} tokens)"
-    variant_texts = [
-        f"{name} {options[name]}" for name, values in config.options.of_variants.items() if len(values) > 1
-    ]
-    varied_text = f"; varied: {', '.join(variant_texts)}" if variant_texts else ""
-    return f"sweep {config.name}: {models} on {hardware}, {batch_text}, {setup_text}{varied_text}"
+    batch_text = f"sequences of {option_texts['seq_len']} tokens, global batch {option_texts['gbs']}{scaling_text} ({tokens_text} tokens)"
+    varied_names = [name for name, values in config.options.of_variants.items() if len(values) > 1]
+    varied_text = ", ".join(f"{name} {option_texts[name]}" for name in varied_names)
+    return f"sweep {config.name}: {models_text} on {hardware_name}, {batch_text}, {setup_text}{varied_text and f'; varied: {varied_text}'}"
 
 
 def _size_text(shape: ModelShape) -> str:
@@ -62,30 +59,31 @@ def _size_text(shape: ModelShape) -> str:
 
 
 def price_table(
-    plan: Plan, price: Price, names: Sequence[str], counts: Mapping[CellKey, Sequence[int]]
+    plan: Plan, price: Price, count_names: Sequence[str], counts_by_cell: Mapping[CellKey, Sequence[int]]
 ) -> FittedTable:
-    """A table of GPU hours: a row for each cell with its `counts` and its interval, then other costs, then the sum.
+    """A table of GPU hours: a row for each cell with its counts and its interval, then other costs, then the sum.
 
     Args:
-        names: names of the columns of `counts`.
+        count_names: names of the columns with the counts of a cell.
     """
-    rows = []
-    columns = cell_columns(counts)
-    for cell, cell_counts in counts.items():
-        num_gpus, (_, cost) = cell.nodes * plan.config.hardware.gpus_per_node, price.runs.get(cell, (0, 0.0))
+    rows, cell_keys = [], cell_columns(counts_by_cell)
+    for cell, cell_counts in counts_by_cell.items():
+        num_gpus = cell.nodes * plan.config.hardware.gpus_per_node
+        _, gpu_hours = price.runs.get(cell, (0, 0.0))
         low, high = price.intervals.get(cell, (0.0, 0.0))
         interval_text = f"{three_digits(low)} to {three_digits(high)}" if low < high else ""
-        cell_values = (*(getattr(cell, name) for name in columns), num_gpus)
-        rows.append((*cell_values, *(f"{n:,}" for n in cell_counts), three_digits(cost), interval_text))
-    number_columns = (f">{name}" for name in (*columns[1:], "GPUs", *names, "GPU hours", "interval"))
-    shown_table = table("", "model", *number_columns, rows=rows)
+        cell_values = (*(getattr(cell, key) for key in cell_keys), num_gpus)
+        rows.append((*cell_values, *(f"{n:,}" for n in cell_counts), three_digits(gpu_hours), interval_text))
+    columns = (f">{name}" for name in (*cell_keys[1:], "GPUs", *count_names, "GPU hours", "interval"))
+    shown_table = table("", "model", *columns, rows=rows)
     shown_table.add_section()
-    for purpose, (number, cost) in price.extra.items():
-        shown_table.add_row(f"{purpose}: {number:,}", *("" for _ in (*columns, *names)), three_digits(cost))
+    empty_cells = [""] * len((*cell_keys, *count_names))
+    for purpose, (num_runs, gpu_hours) in price.extra.items():
+        shown_table.add_row(f"{purpose}: {num_runs:,}", *empty_cells, three_digits(gpu_hours))
     shown_table.add_section()
-    sums = (f"{sum(column):,}" for column in zip(*counts.values(), strict=True))
-    interval_text = " to ".join(map(three_digits, price.interval))
-    shown_table.add_row("all", *("" for _ in columns), *sums, three_digits(price.gpu_hours), interval_text)
+    count_sums = (f"{sum(counts):,}" for counts in zip(*counts_by_cell.values(), strict=True))
+    total_texts = (*count_sums, three_digits(price.gpu_hours), " to ".join(map(three_digits, price.interval)))
+    shown_table.add_row("all", *empty_cells[: len(cell_keys)], *total_texts)
     return shown_table
 
 
@@ -97,23 +95,21 @@ def interval_line(price: Price) -> str:
 
 def jobs_line(price: Price, config: SweepConfig) -> str:
     """One line that says how many jobs a price holds, how long they are, and why some are longer than asked."""
-    launcher, minutes = config.launcher, [job.predicted_s / 60 for job in price.jobs]
-    job_lengths = f"{counted(len(price.jobs), 'job')} of {_minutes(minutes, 'predicted ')}"
-    reason = f"launcher.allocation_minutes={launcher.allocation_minutes:g}"
+    launcher, job_minutes = config.launcher, [job.predicted_s / 60 for job in price.jobs]
+    lengths_text = f"{counted(len(price.jobs), 'job')} of {_minutes_text(job_minutes, 'predicted ')}"
+    reason_text = f"launcher.allocation_minutes={launcher.allocation_minutes:g}"
     if launcher.pack:
         extra_text = " besides the control run" if launcher.control and launcher.pack > 1 else ""
-        reason += f", launcher.pack={launcher.pack}{extra_text}"
-    if max(minutes) > launcher.allocation_minutes:
-        share_text = (
-            f", or to keep its control run at {CONTROL_SHARE:.0%} or less" if launcher.control else ""
-        )
-        reason += f"; longer if one run needs it{share_text}"
-    limits_text = _minutes([job.limit_s / 60 for job in price.jobs])
+        reason_text += f", launcher.pack={launcher.pack}{extra_text}"
+    if max(job_minutes) > launcher.allocation_minutes:
+        share_text = f", or to keep its control run at {CONTROL_SHARE:.0%} or less" * launcher.control
+        reason_text += f"; longer if one run needs it{share_text}"
+    limits_text = _minutes_text([job.limit_s / 60 for job in price.jobs])
     source_text = " (launcher.time_minutes)" if launcher.time_minutes else ""
-    return f"{job_lengths} ({reason}), {'time limits' if ' to ' in limits_text else 'time limit'} {limits_text}{source_text}"
+    return f"{lengths_text} ({reason_text}), {'time limits' if ' to ' in limits_text else 'time limit'} {limits_text}{source_text}"
 
 
-def too_long(plan: Plan) -> Iterator[str]:
+def time_limit_lines(plan: Plan) -> Iterator[str]:
     """A line about the runs that no job may be long enough for, if there are any."""
     reasons = [c.reason for c in plan.candidates if c.rule == TIME_LIMIT]
     if reasons:
@@ -121,10 +117,10 @@ def too_long(plan: Plan) -> Iterator[str]:
         yield f"{runs_text} of {len(reasons) + len(plan.runs):,} excluded, such as one for which {reasons[0]}"
 
 
-def _minutes(values: Sequence[float], kind: str = "") -> str:
-    """The range of some minutes, such as `1 minute` or `4.5 to 18 minutes`."""
-    end_texts = dict.fromkeys(f"{v:.0f}" if v >= 10 else f"{v:.2g}" for v in (min(values), max(values)))
-    return f"{' to '.join(end_texts)} {kind}{'minute' if [*end_texts] == ['1'] else 'minutes'}"
+def _minutes_text(minutes: Sequence[float], adjective: str = "") -> str:
+    """The range of these minutes, such as `1 minute` or, with the adjective `predicted `, `4.5 to 18 predicted minutes`."""
+    end_texts = dict.fromkeys(f"{v:.0f}" if v >= 10 else f"{v:.2g}" for v in (min(minutes), max(minutes)))
+    return f"{' to '.join(end_texts)} {adjective}{'minute' if [*end_texts] == ['1'] else 'minutes'}"
 
 
 def ask_for_budget(
@@ -132,7 +128,7 @@ def ask_for_budget(
 ) -> float:
     """Shows the price of what is left to do and asks; returns the GPU hours that the sweep may use in all.
 
-    Any budget that is given will do while jobs of the sweep are under way, because these leave something to do.
+    While jobs of the sweep are queued or running, any budget is accepted, because they use it without a new job.
 
     Raises:
         ConfigError: there is no terminal to ask on and no --max-gpu-hours, or the budget is too small.
@@ -142,11 +138,11 @@ def ask_for_budget(
     if not price.jobs:
         return max(used_gpu_hours, 1e-9) if max_gpu_hours is None else max_gpu_hours
     _print_price(plan, price, limits, used_gpu_hours)
-    first_gpu_hours = price.jobs[0].gpu_hours
+    job_gpu_hours = price.jobs[0].gpu_hours
     if max_gpu_hours is not None:
-        if not open_allocations(state) and used_gpu_hours + first_gpu_hours > max_gpu_hours:
-            fact = f"{three_digits(used_gpu_hours)} are used and the first job needs {three_digits(first_gpu_hours)}"
-            remedy = f"give at least {used_gpu_hours + first_gpu_hours:.3g}, or a smaller launcher.allocation_minutes"
+        if not open_allocations(state) and used_gpu_hours + job_gpu_hours > max_gpu_hours:
+            fact = f"{three_digits(used_gpu_hours)} are used and the first job needs {three_digits(job_gpu_hours)}"
+            remedy = f"give at least {used_gpu_hours + job_gpu_hours:.3g}, or a smaller launcher.allocation_minutes"
             raise ConfigError(f"--max-gpu-hours {max_gpu_hours:g}; {fact}: {remedy}")
         return max_gpu_hours
     budget = used_gpu_hours + BUDGET_FACTOR * price.gpu_hours
@@ -166,33 +162,34 @@ def ask_for_this_machine(plan: Plan, price: Price, yes: bool) -> None:
     Raises:
         typer.Abort: the answer is no.
     """
-    if plan.config.hardware.device == "cpu" and price.jobs and (busy := busy_share(0.2)) >= BUSY_SHARE:
-        fact = f"other programs use {busy:.0%} of this machine's cores"
+    busy_core_share = busy_share(0.2) if plan.config.hardware.device == "cpu" and price.jobs else 0.0
+    if busy_core_share >= BUSY_SHARE:
+        fact = f"other programs use {busy_core_share:.0%} of this machine's cores"
         warn(f"{fact}: step times will be longer and vary more")
     hours = sum(job.gpu_hours / job.nodes for job in price.jobs) / plan.config.hardware.gpus_per_node
-    lines = [f"about {three_digits(hours)} hours on this machine"] if hours >= LONG_HOURS else []
+    concerns = [f"about {three_digits(hours)} hours on this machine"] if hours >= MIN_ASKED_HOURS else []
     if not any(run.fits for run in plan.runs):
         needed_gib = min(run.prediction.peak_mem_bytes for run in plan.runs) / GIB
         smallest_text = f"the smallest needs {needed_gib:,.0f} GiB a rank"
         limit_gib = plan.config.hardware.mem_bytes / GIB
-        lines.append(f"no run is predicted to fit: {smallest_text}, and a rank has {limit_gib:.0f}")
-    if lines and not yes and price.jobs and can_ask():
+        concerns.append(f"no run is predicted to fit: {smallest_text}, and a rank has {limit_gib:.0f}")
+    if concerns and not yes and price.jobs and can_ask():
         say(headline(plan.config))
-        typer.confirm(f"{'; '.join(lines)}. Launch?", abort=True, err=True)
+        typer.confirm(f"{'; '.join(concerns)}. Launch?", abort=True, err=True)
 
 
 def _print_price(plan: Plan, price: Price, limits: JobLimits, used_gpu_hours: float) -> None:
+    """Prints what is left to run, its price, its jobs, and how soon it can be done under the limits of the site."""
     cells = sorted(price.runs, key=lambda cell: (cell[1], cell[0]))
     say(headline(plan.config))
     say(price_table(plan, price, ("runs",), {cell: price.runs[cell][:1] for cell in cells}))
     jobs, gpus_per_node = price.jobs, plan.config.hardware.gpus_per_node
     num_nodes = min(limits.max_nodes, sum(job.nodes for job in jobs))
-    longest_s = max(3600 * job.gpu_hours / (gpus_per_node * job.nodes) for job in jobs)
-    earliest_s = max(3600 * price.gpu_hours / (gpus_per_node * num_nodes), longest_s)
+    longest_job_s = max(3600 * job.gpu_hours / (gpus_per_node * job.nodes) for job in jobs)
+    earliest_end_s = max(3600 * price.gpu_hours / (gpus_per_node * num_nodes), longest_job_s)
     largest_text = counted(max(job.nodes for job in jobs), "node")
-    say(interval_line(price), *too_long(plan), jobs_line(price, plan.config))
+    say(interval_line(price), *time_limit_lines(plan), jobs_line(price, plan.config))
     limits_text = f"{counted(limits.max_jobs, 'job')} and {counted(limits.max_nodes, 'node')} at a time"
-    end_text = f"done in {duration(earliest_s)} at the earliest"
-    say(
-        f"at most {limits_text}, {largest_text} per job; {end_text}; used so far: {three_digits(used_gpu_hours)} GPU hours"
-    )
+    end_text = f"done in {duration_text(earliest_end_s)} at the earliest"
+    used_text = f"used so far: {three_digits(used_gpu_hours)} GPU hours"
+    say(f"at most {limits_text}, {largest_text} per job; {end_text}; {used_text}")

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ultrabench.cli.sweep.launch import follow, require_tracker, settled
+from ultrabench.cli.sweep.launch import follow, is_settled, require_tracker
 from ultrabench.cli.sweep.live import counts_line
 from ultrabench.cli.tables import print_json, say, show, table, warn
 from ultrabench.errors import ClusterError, ConfigError, require_known
@@ -29,56 +29,61 @@ from ultrabench.sweep.running.progress import progress_of
 from ultrabench.sweep.running.retry import decide_retry, excluded_nodes
 
 
-def run_retry(folder: SweepFolder, only: str | None, run: str | None, dry_run: bool, as_json: bool) -> int:
-    """Tries failed runs again, even where the retry policy would not; returns the exit code."""
-    state, plan = _open(folder)
+def run_retry(
+    folder: SweepFolder, status_list: str | None, run_id_prefix: str | None, dry_run: bool, as_json: bool
+) -> int:
+    """Tries failed runs again, even where the retry policy would not; returns the exit code.
+
+    Args:
+        status_list: the statuses to retry with commas between them; None means all failures except a lack of memory.
+        run_id_prefix: beginning of the ids of the runs to retry; None means all runs.
+    """
+    state, plan = _state_and_plan(folder)
     state = for_answers(state)
-    failed_attempts = _failed(folder, state, only, run)
-    rows = [_retry_row(a, state, plan) for a in failed_attempts]
+    attempts = _attempts_to_retry(folder, state, status_list, run_id_prefix)
+    retry_rows = [_retry_row(attempt, state, plan) for attempt in attempts]
     if as_json:
-        print_json(rows)
-    if not failed_attempts:
-        say(f"nothing to retry: {f'no run has status {only}' if only else 'no run failed'}")
+        print_json(retry_rows)
+    if not attempts:
+        say(f"nothing to retry: {f'no run has status {status_list}' if status_list else 'no run failed'}")
         return 0
     if not dry_run:
         require_tracker(plan.config)
     if not as_json:
         title = f"{'would be' if dry_run else 'are'} retried, whatever the retry policy says"
         columns = ("run", ">repeat", ">attempt", "was", "on", "reason", "retry policy")
-        show(table(title, *columns, rows=[row.values() for row in rows]))
+        show(table(title, *columns, rows=[row.values() for row in retry_rows]))
         for node, reason in excluded_nodes(state, plan.config.retry).items():
             say(f"node {node} is excluded: {reason}; retry.forgive=[{node}] uses it again")
     if dry_run:
         return 0
-    keys = [a.key for a in failed_attempts]
-    return follow(*_reopen(folder, state, plan, keys, None), detach=False, ask=True, stderr=as_json)
+    retry_keys = [attempt.key for attempt in attempts]
+    return follow(*_reopen(folder, state, plan, retry_keys, None), detach=False, ask=True, stderr=as_json)
 
 
-def _failed(folder: SweepFolder, state: SweepState, only: str | None, run: str | None) -> list[AttemptState]:
-    """The failed final attempts that were asked for; lack of memory is an answer, tried again only if it is named."""
-    statuses = {name.strip() for name in only.split(",")} if only else FAILURES
+def _attempts_to_retry(
+    folder: SweepFolder, state: SweepState, status_list: str | None, run_id_prefix: str | None
+) -> list[AttemptState]:
+    """The failed final attempts that the user asked for; a lack of memory only if its status or its run was named."""
+    usual_statuses = FAILURES if run_id_prefix else FAILURES - {Status.OOM}
+    statuses = {name.strip() for name in status_list.split(",")} if status_list else usual_statuses
     require_known("status to retry", FAILURES, *sorted(statuses))
     planned_ids = {row["run_id"] for row in read_rows(folder.plan, runs_only=True)}
-    if run is not None and not any(run_id.startswith(run) for run_id in planned_ids):
-        raise ConfigError(f"no run id of {folder.name} begins with {run!r}; see ultrabench sweep top -n 100")
-    return [
-        a
-        for (run_id, _), a in sorted(final_attempts(state).items())
-        if a.result
-        and a.result.status in statuses
-        and run_id in planned_ids
-        and run_id.startswith(run or "")
-        and (only or run or a.result.status != Status.OOM)
-    ]
+    chosen_ids = {run_id for run_id in planned_ids if run_id.startswith(run_id_prefix or "")}
+    if run_id_prefix is not None and not chosen_ids:
+        fact = f"no run id of {folder.name} begins with {run_id_prefix!r}"
+        raise ConfigError(f"{fact}; see ultrabench sweep top -n 100")
+    attempts = (a for (run_id, _), a in sorted(final_attempts(state).items()) if run_id in chosen_ids)
+    return [attempt for attempt in attempts if attempt.result and attempt.result.status in statuses]
 
 
 def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str, object]:
     """The table row of an attempt to make: its run, how that ended before, and what the retry policy says."""
     result, key = attempt.result, attempt.key
     assert result is not None
-    memory_share = next((r.prediction.memory_share for r in plan.runs if r.run_id == key.run_id), 1.0)
-    attempts = [a for a in state.by_run()[key.run_id] if a.key.repeat == key.repeat]
-    decision = decide_retry(attempts, plan.config.retry, memory_share=memory_share)
+    memory_share = next((run.prediction.memory_share for run in plan.runs if run.run_id == key.run_id), 1.0)
+    attempts_of_repeat = [a for a in state.by_run()[key.run_id] if a.key.repeat == key.repeat]
+    decision = decide_retry(attempts_of_repeat, plan.config.retry, memory_share=memory_share)
     return {
         "run_id": key.run_id,
         "repeat": key.repeat,
@@ -92,8 +97,8 @@ def _retry_row(attempt: AttemptState, state: SweepState, plan: Plan) -> dict[str
 
 def run_pause(folder: SweepFolder) -> None:
     """Pauses a sweep: running allocations end after their current run, and queued ones are cancelled."""
-    state, plan = _open(folder)
-    if settled(plan, state):
+    state, plan = _state_and_plan(folder)
+    if is_settled(plan, state):
         say(f"nothing to pause: every run of {folder.name} is settled")
         return
     if state.cancelled:
@@ -103,14 +108,14 @@ def run_pause(folder: SweepFolder) -> None:
         JournalWriter(folder.journal, "pause").write(Pause(generation=state.generation + 1))
     # The file is written after the journal, because the resume that removes it needs the event.
     write_whole(folder.pause, "ultrabench sweep resume removes this file\n")
-    _end(folder, state, plan, queued_only=True)
+    _end_allocations(folder, state, plan, queued_only=True)
     resume_command = f"ultrabench sweep resume {folder.display_name}"
     say(f"Pausing: current runs will finish, no new ones will start. To continue: {resume_command}")
 
 
 def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -> int:
     """Lifts a pause and continues the sweep with its latest configuration; returns the exit code."""
-    state, plan = _open(folder)
+    state, plan = _state_and_plan(folder)
     require_tracker(plan.config)
     folder.pause.unlink(missing_ok=True)
     if state.paused:
@@ -120,14 +125,14 @@ def run_resume(folder: SweepFolder, detach: bool, max_gpu_hours: float | None) -
 
 def run_cancel(folder: SweepFolder) -> None:
     """Cancels a sweep: no new allocation is submitted, and all queued and running ones are ended."""
-    state, plan = _open(folder)
-    if settled(plan, state) and not open_allocations(state):
+    state, plan = _state_and_plan(folder)
+    if is_settled(plan, state) and not open_allocations(state):
         say(f"nothing to cancel: every run of {folder.name} is settled")
         return
     writer = JournalWriter(folder.journal, "cancel")
     writer.write(Cancel(generation=state.generation + 1))
     try:
-        _end(folder, state, plan, queued_only=False)
+        _end_allocations(folder, state, plan, queued_only=False)
     except ClusterError as error:
         launchers = living_launchers(folder, writer.path)
         if not launchers:
@@ -135,14 +140,13 @@ def run_cancel(folder: SweepFolder) -> None:
             raise ClusterError(f"{error}. {remedy}") from error
         say(f"{error}. {launchers[0]} follows this sweep and retries until the jobs have ended")
         return
-    progress = progress_of(
-        folder.name, plan.runs, fold(read_journal(folder.journal)), plan.config.hardware.device
-    )
-    say(counts_line(progress, busy=False))
+    end_state = fold(read_journal(folder.journal))
+    progress = progress_of(folder.name, plan.runs, end_state, plan.config.hardware.device)
+    say(counts_line(progress, is_active=False))
     say("Cancelled. Results are kept; run the launch command again to continue.")
 
 
-def _open(folder: SweepFolder) -> tuple[SweepState, Plan]:
+def _state_and_plan(folder: SweepFolder) -> tuple[SweepState, Plan]:
     """The state of a sweep, and the plan of its latest launch.
 
     Raises:
@@ -164,27 +168,27 @@ def launched_config(folder: SweepFolder, state: SweepState) -> SweepConfig:
 
 
 def _reopen(
-    folder: SweepFolder, state: SweepState, plan: Plan, retry: Sequence[AttemptKey], budget: float | None
+    folder: SweepFolder, state: SweepState, plan: Plan, retry_keys: Sequence[AttemptKey], budget: float | None
 ) -> tuple[OpenSweep, Launcher, str]:
     """A sweep opened with the configuration of its latest launch, its launcher, and its name in commands.
 
     Args:
-        retry: failed attempts to repeat even if the retry policy would not repeat them.
+        retry_keys: failed attempts to repeat even if the retry policy would not repeat them.
         budget: the GPU hours that the sweep may use; None means the budget of the latest launch.
     """
-    launched, display_name = state.launched or Launched(generation=0, config={}), folder.display_name
-    budget = launched.max_gpu_hours if budget is None else budget
-    if launched.work_dir and Path(launched.work_dir).is_dir():
-        os.chdir(launched.work_dir)  # a command of the user may name files of this folder
+    latest_launch, display_name = state.launched or Launched(generation=0, config={}), folder.display_name
+    budget = latest_launch.max_gpu_hours if budget is None else budget
+    if latest_launch.work_dir and Path(latest_launch.work_dir).is_dir():
+        os.chdir(latest_launch.work_dir)  # a command of the user may name files of this folder
     launcher = choose_launcher(plan.config, folder)
-    limit_s = launcher.limits.max_limit_s
+    max_limit_s = launcher.limits.max_limit_s
     sweep = open_sweep(
-        plan, reuse="any", warn=warn, say=say, retry=retry, max_gpu_hours=budget, max_limit_s=limit_s
+        plan, reuse="any", warn=warn, say=say, retry=retry_keys, max_gpu_hours=budget, max_limit_s=max_limit_s
     )
     return sweep, launcher, display_name
 
 
-def _end(folder: SweepFolder, state: SweepState, plan: Plan, *, queued_only: bool) -> None:
+def _end_allocations(folder: SweepFolder, state: SweepState, plan: Plan, *, queued_only: bool) -> None:
     """Ends the open allocations of a sweep that this user has submitted."""
     allocations = open_allocations(state)
     other_users = {str(a.by["user"]) for a in allocations.values() if a.by and a.by.get("user") != own_name()}

@@ -9,24 +9,24 @@ from ultrabench.analysis.effects import HEADS, cells, competing, effects_by_axis
 from ultrabench.cli.tables import print_json, say, show, table, warn
 
 
-def show_effects(source: str | None, as_json: bool, results: Path) -> None:
+def show_effects(source: str | None, as_json: bool, results_dir: Path) -> None:
     """Prints one table of all axes, those with the largest proven effect first."""
-    name, _, rows = open_results(source, results, warn)
-    measured = competing(rows)
-    effects_of_axes = effects_by_axis(measured)
+    source_name, _, result_table = open_results(source, results_dir, warn)
+    competing_runs = competing(result_table)
+    effects_of_axis = effects_by_axis(competing_runs)
     if as_json:
         effect_records = [
             {"axis": axis, **asdict(effect), "proven": effect.proven > 0}
-            for axis, axis_effects in effects_of_axes.items()
+            for axis, axis_effects in effects_of_axis.items()
             for effect in axis_effects
         ]
-        unpaired_axes = (axis for axis, axis_effects in effects_of_axes.items() if not axis_effects)
-        unpaired = {axis: why_no_pairs(measured, axis) for axis in unpaired_axes}
-        pair_notes = {"without_pairs": unpaired, "left_out": measured.left_out}
-        print_json({"name": name, "effects": effect_records, **pair_notes})
+        unpaired_axes = (axis for axis, axis_effects in effects_of_axis.items() if not axis_effects)
+        reason_by_axis = {axis: why_no_pairs(competing_runs, axis) for axis in unpaired_axes}
+        pair_notes = {"without_pairs": reason_by_axis, "left_out": competing_runs.left_out}
+        print_json({"name": source_name, "effects": effect_records, **pair_notes})
         return
-    lines = [cells(axis, effect) for axis, axis_effects in effects_of_axes.items() for effect in axis_effects]
-    if lines:
-        heads = (*HEADS[:3], *(f">{head}" for head in HEADS[3:]))
-        show(table(f"{name}: effect of each value, all else equal", *heads, rows=lines))
-    say(*notes(measured, effects_of_axes), *caveats(rows))
+    table_rows = [cells(axis, effect) for axis, effects in effects_of_axis.items() for effect in effects]
+    if table_rows:
+        headings = (*HEADS[:3], *(f">{head}" for head in HEADS[3:]))
+        show(table(f"{source_name}: effect of each value, all else equal", *headings, rows=table_rows))
+    say(*notes(competing_runs, effects_of_axis), *caveats(result_table))

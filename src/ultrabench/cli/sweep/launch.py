@@ -41,9 +41,11 @@ from ultrabench.sweep.running.other_shapes import other_shapes
 from ultrabench.sweep.running.price import BUDGET_FACTOR, Price, committed_gpu_hours, price_of, within_limit
 from ultrabench.sweep.running.progress import progress_of, settled_runs
 
-Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+SignalHandler = Callable[[int, FrameType | None], None] | signal.Handlers
 TERMINATING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals by which others end a launch, as when its terminal is gone."""
 ENDING_SIGNALS = (signal.SIGINT, *TERMINATING_SIGNALS)
+"""All signals that end a launch."""
 
 
 def run_launch(
@@ -61,22 +63,23 @@ def run_launch(
         plan_with_bar(config)
         return _leave_in_background(folder)
     launcher = choose_launcher(config, folder)
-    limit_s = launcher.limits.max_limit_s
-    plan = within_limit(plan_with_bar(config), limit_s)
+    max_limit_s = launcher.limits.max_limit_s
+    plan = within_limit(plan_with_bar(config), max_limit_s)
     state = fold(read_journal(folder.journal)) if find_sweep_json(folder) else SweepState()
-    price = price_of(plan, state, limit_s)
-    for line in (*other_shapes(config.models, state), *same_commands(plan)):
-        warn(line)
+    price = price_of(plan, state, max_limit_s)
+    for note in (*other_shapes(config.models, state), *same_commands(plan)):
+        warn(note)
     if config.launcher.name == "local":
         ask_for_this_machine(plan, price, yes)
     else:
         if acceptance_note := not_accepted(config):
             warn(acceptance_note)
         max_gpu_hours = ask_for_budget(plan, price, state, launcher.limits, max_gpu_hours, yes)
-    budget = max_gpu_hours
-    sweep = open_sweep(plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=budget, max_limit_s=limit_s)
-    same_price = price if sweep.plan is plan else None
-    return follow(sweep, launcher, folder.display_name, same_price, detach=detach, ask=not yes, stderr=False)
+    sweep = open_sweep(
+        plan, reuse=reuse, warn=warn, say=say, max_gpu_hours=max_gpu_hours, max_limit_s=max_limit_s
+    )
+    known_price = price if sweep.plan is plan else None
+    return follow(sweep, launcher, folder.display_name, known_price, detach=detach, ask=not yes, stderr=False)
 
 
 def require_tracker(config: SweepConfig) -> None:
@@ -85,12 +88,11 @@ def require_tracker(config: SweepConfig) -> None:
         require_library(config.launcher.track)
 
 
-def settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
+def is_settled(plan: Plan, state: SweepState, accepts: Callable[[RunResult], bool] = lambda _: True) -> bool:
     """Whether a sweep has no attempts left to submit or to wait for."""
-    keys = frozenset(state.attempts)
-    return next_attempts(
-        plan, state, launch=Launch(accepts=accepts, old_attempts=keys, begun_attempts=keys)
-    ).is_over
+    attempt_keys = frozenset(state.attempts)
+    launch = Launch(accepts=accepts, old_attempts=attempt_keys, begun_attempts=attempt_keys)
+    return next_attempts(plan, state, launch=launch).is_over
 
 
 def follow(
@@ -115,95 +117,96 @@ def follow(
             signal on, further ones are ignored.
     """
     config, runs = sweep.config, sweep.plan.runs
-    settled_before = settled_runs(sweep.state()).keys()
+    old_settled_ids = settled_runs(sweep.state()).keys()
     say(*first_lines(sweep, price or price_of(sweep.plan, sweep.state())))
-    replaced_names = _asked_to_take_over(sweep, launcher) if ask else []
+    replaced_jobs = _ask_to_replace_jobs(sweep, launcher) if ask else []
     # Under nohup SIGHUP is ignored, and stays so.
-    caught_signals = [n for n in TERMINATING_SIGNALS if signal.getsignal(n) == signal.SIG_DFL]
+    caught_signals = [number for number in TERMINATING_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
     try:
-        _handle(_stop, caught_signals)
+        _set_handler(_raise_interrupt, caught_signals)
         tracker = config.launcher.track
         if detach and tracker:
             say(f"--detach does not track runs; to export them later: ultrabench export {tracker}")
             tracker = None
         with tracked(tracker, sweep.folder), Display(config.name, runs, config.hardware.device) as display:
             reconciler = Reconciler(sweep, launcher, display.show, display.say)
-            reconciler.recorder.withdraw(replaced_names, f"taken over by {own_name()}")
+            reconciler.recorder.withdraw(replaced_jobs, f"taken over by {own_name()}")
             state = reconciler.once()[0] if detach else reconciler.run()
-    except KeyboardInterrupt as stop:
-        signal_number = int((*stop.args, signal.SIGINT)[0])
+    except KeyboardInterrupt as interruption:
+        signal_number = int((*interruption.args, signal.SIGINT)[0])
         if ends_jobs:
             ignore_signals()
             return 128 + signal_number
-        return _interrupted(sweep, launcher, signal_number, display_name)
-    _handle(signal.SIG_DFL, caught_signals)  # the rest takes only a moment
+        return _report_interruption(sweep, launcher, signal_number, display_name)
+    _set_handler(signal.SIG_DFL, caught_signals)  # the rest takes only a moment
     if detach and reconciler.memory.submitted:
         fact = f"Submitted {counted(reconciler.memory.submitted, 'job')}; later ones need a launcher"
         say(f"{fact}: ultrabench sweep resume {display_name} (same user, any login node of the cluster)")
         return 0
     progress = progress_of(config.name, runs, state, config.hardware.device)
-    show(panel(progress, busy=False), stderr=stderr)
-    say(*other_launches(state, {run.run_id for run in runs}, settled_before))
+    show(panel(progress, is_active=False), stderr=stderr)
+    say(*launch_differences(state, {run.run_id for run in runs}, old_settled_ids))
     if reconciler.stopped:
         if state.cancelled and config.launcher.name == "local":
             interrupt(sweep, launcher)  # ends what was submitted meanwhile
-        _say_stopped(reconciler, state, display_name)
+        _print_stop_reason(reconciler, state, display_name)
         return 1
-    if failed := [run.run_id for run, a in progress.failures if a.result and a.result.status not in ANSWERS]:
-        show_hint = f"ultrabench sweep show {failed[-1]} {display_name} shows why that run failed"
+    failures = ((run.run_id, attempt.result) for run, attempt in progress.failures)
+    if failed_ids := [run_id for run_id, result in failures if result and result.status not in ANSWERS]:
+        show_hint = f"ultrabench sweep show {failed_ids[-1]} {display_name} shows why that run failed"
         say(f"next: {show_hint}; ultrabench sweep retry {display_name} tries failed runs again")
     if Status.OK in progress.by_status:
         say(f"next: ultrabench {'plot comm' if config.kernel.kind == 'probe' else 'heatmap'} {display_name}")
-    return int(any(Status(s) not in ANSWERS for s in progress.by_status if s not in UNSETTLED))
+    return int(any(Status(name) not in ANSWERS for name in progress.by_status if name not in UNSETTLED))
 
 
-def _say_stopped(reconciler: Reconciler, state: SweepState, display_name: str) -> None:
+def _print_stop_reason(reconciler: Reconciler, state: SweepState, display_name: str) -> None:
     """Prints why a sweep stopped and, if it is over its budget, the command that continues it."""
     say(f"stopped: {reconciler.stopped}")
     if reconciler.over_budget:
         plan = reconciler.sweep.plan
-        needed = committed_gpu_hours(plan, state, ()) + BUDGET_FACTOR * price_of(plan, state).gpu_hours
-        say(f"To continue: ultrabench sweep resume {display_name} --max-gpu-hours {needed:.3g}")
+        budget = committed_gpu_hours(plan, state, ()) + BUDGET_FACTOR * price_of(plan, state).gpu_hours
+        say(f"To continue: ultrabench sweep resume {display_name} --max-gpu-hours {budget:.3g}")
 
 
 def first_lines(sweep: OpenSweep, price: Price) -> Iterator[str]:
     """The lines that a launch prints before it submits anything."""
-    config, runs, cost = sweep.config, sweep.plan.runs, three_digits(price.gpu_hours)
+    config, runs, cost_text = sweep.config, sweep.plan.runs, three_digits(price.gpu_hours)
     yield headline(config)
     runs_text = counted(len(runs), "run")
-    runs_left = f"{price.left} of {runs_text} left" if price.left < len(runs) else runs_text
+    left_text = f"{price.left} of {runs_text} left" if price.left < len(runs) else runs_text
     if price.left and price.repeats_only:  # `sweep status` counts these runs as settled
-        runs_left = f"repeats of {counted(price.left, 'run')} left"
-    yield f"{config.name}: {runs_left}, {cost} GPU hours predicted, in {sweep.folder.path}"
+        left_text = f"repeats of {counted(price.left, 'run')} left"
+    yield f"{config.name}: {left_text}, {cost_text} GPU hours predicted, in {sweep.folder.path}"
     if not any(run.fits for run in runs):
         yield "no run is predicted to fit into the memory of a rank"
-    settings = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}
-    if any(settings.values()) and settled(sweep.plan, sweep.state(), sweep.accepts):
-        settings_text = " ".join(setting for setting, is_set in settings.items() if is_set)
+    is_set_by_setting = {"trace=true": config.trace, "measure.checkpoint=true": config.measure.checkpoint}
+    if any(is_set_by_setting.values()) and is_settled(sweep.plan, sweep.state(), sweep.accepts):
+        settings_text = " ".join(setting for setting, is_set in is_set_by_setting.items() if is_set)
         yield f"{settings_text} applies to new runs only, and all runs are measured; add repeats=N or name=NAME"
     for launcher_text in living_launchers(sweep.folder, sweep.journal.path):
         yield f"{launcher_text} also follows this sweep; both can continue: no run is made twice"
 
 
-def other_launches(state: SweepState, planned_ids: Set[str], settled_before: Set[str]) -> Iterator[str]:
+def launch_differences(state: SweepState, planned_ids: Set[str], old_settled_ids: Set[str]) -> Iterator[str]:
     """Lines about settled runs that are new in this launch, and about those of earlier launches only.
 
     Args:
         planned_ids: run_ids of the runs of this launch.
-        settled_before: run_ids of the runs that were settled before this launch.
+        old_settled_ids: run_ids of the runs that were settled before this launch.
     """
     status_by_run = settled_runs(state)
-    groups = {
-        "new in this launch": planned_ids - settled_before,
-        "in earlier launches only": settled_before - planned_ids,
+    ids_by_group = {
+        "new in this launch": planned_ids - old_settled_ids,
+        "in earlier launches only": old_settled_ids - planned_ids,
     }
-    for name, runs in groups.items() if settled_before else ():
-        if counts := Counter(status_by_run[run_id] for run_id in runs if run_id in status_by_run):
-            counts_text = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-            yield f"{name}: {counted(counts.total(), 'run')} settled ({counts_text})"
+    for group, run_ids in ids_by_group.items() if old_settled_ids else ():
+        if num_by_status := Counter(status_by_run[run_id] for run_id in run_ids if run_id in status_by_run):
+            counts_text = ", ".join(f"{num} {status}" for status, num in sorted(num_by_status.items()))
+            yield f"{group}: {counted(num_by_status.total(), 'run')} settled ({counts_text})"
 
 
-def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
+def _ask_to_replace_jobs(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     """Names of queued jobs of others that cannot be seen from here, if the user agrees to replace them.
 
     Jobs of others are never replaced without asking. Those that already run are waited for.
@@ -217,23 +220,24 @@ def _asked_to_take_over(sweep: OpenSweep, launcher: Launcher) -> list[str]:
     return sorted(a.name for a in hidden_allocations) if typer.confirm(question, err=True) else []
 
 
-def _stop(signal_number: int, frame: FrameType | None) -> None:
+def _raise_interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """The handler of a signal: raises KeyboardInterrupt with the number of the signal."""
     ignore_signals()  # comes first, so that another signal cannot interrupt what follows
     raise KeyboardInterrupt(signal_number)
 
 
 def ignore_signals() -> None:
     """Makes this process ignore the signals that end it, while it ends its jobs."""
-    _handle(signal.SIG_IGN, ENDING_SIGNALS)
+    _set_handler(signal.SIG_IGN, ENDING_SIGNALS)
 
 
-def _handle(handler: Handler, signals: Iterable[int]) -> None:
+def _set_handler(handler: SignalHandler, signals: Iterable[int]) -> None:
     """Makes `handler` handle these signals."""
-    for number in signals:
-        signal.signal(number, handler)
+    for signal_number in signals:
+        signal.signal(signal_number, handler)
 
 
-def _interrupted(sweep: OpenSweep, launcher: Launcher, signal_number: int, display_name: str) -> int:
+def _report_interruption(sweep: OpenSweep, launcher: Launcher, signal_number: int, display_name: str) -> int:
     """Prints what still runs and how to continue after signal `signal_number`; returns the exit code.
 
     Jobs of Slurm go on. On this machine Ctrl-C ends all runs. A launcher that is ended by a signal, or
@@ -242,25 +246,25 @@ def _interrupted(sweep: OpenSweep, launcher: Launcher, signal_number: int, displ
     # A second retry of the same runs has nothing to retry.
     is_retry = sys.argv[1:3] == ["sweep", "retry"]
     arguments = ["sweep", "resume", display_name] if is_retry else sys.argv[1:]
-    same_command = shlex.join(["ultrabench", *hide(arguments, sweep.config.secrets)])
-    jobs_go_on = sweep.config.launcher.name != "local"
-    if jobs_go_on or signal_number != signal.SIGINT:
-        name = signal.Signals(signal_number).name
-        signal_text = "" if signal_number == signal.SIGINT else f"ended by {name}: "
-        jobs_text = "submitted jobs keep running" if jobs_go_on else "runs on this machine continue"
-        next_text = f"To follow again: {same_command}; to end them: ultrabench sweep cancel {display_name}"
-        line = f"{signal_text}stopped following the sweep; {jobs_text}. {next_text}"
+    next_command = shlex.join(["ultrabench", *hide(arguments, sweep.config.secrets)])
+    jobs_continue = sweep.config.launcher.name != "local"
+    if jobs_continue or signal_number != signal.SIGINT:
+        signal_name = signal.Signals(signal_number).name
+        signal_text = "" if signal_number == signal.SIGINT else f"ended by {signal_name}: "
+        jobs_text = "submitted jobs keep running" if jobs_continue else "runs on this machine continue"
+        next_text = f"To follow again: {next_command}; to end them: ultrabench sweep cancel {display_name}"
+        message = f"{signal_text}stopped following the sweep; {jobs_text}. {next_text}"
     else:
-        how_text = "interrupted"
+        end_text = "interrupted"
         try:
-            _handle(_stop, ENDING_SIGNALS)
+            _set_handler(_raise_interrupt, ENDING_SIGNALS)
             say("stopping the runs on this machine")
             interrupt(sweep, launcher)
         except KeyboardInterrupt:
-            how_text = "interrupted again before all runs had ended"
-        line = f"{how_text}; finished runs are kept. To continue: {same_command}"
-    _handle(signal.SIG_IGN, ENDING_SIGNALS)
-    say(line)
+            end_text = "interrupted again before all runs had ended"
+        message = f"{end_text}; finished runs are kept. To continue: {next_command}"
+    _set_handler(signal.SIG_IGN, ENDING_SIGNALS)
+    say(message)
     return 128 + signal_number
 
 
@@ -270,9 +274,9 @@ def _leave_in_background(folder: SweepFolder) -> int:
     folder.create()
     arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
     command = [sys.executable, "-P", "-m", "ultrabench.cli.main", *arguments]
-    path = folder.path / "launcher.log"
-    with path.open("ab") as log:
+    log_path = folder.path / "launcher.log"
+    with log_path.open("ab") as log:
         process = Popen(command, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    say(f"launching in the background (process {process.pid}, output in {path})")
+    say(f"launching in the background (process {process.pid}, output in {log_path})")
     say(f"to watch: ultrabench sweep status {folder.display_name} --watch")
     return 0

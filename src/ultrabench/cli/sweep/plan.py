@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, too_long
-from ultrabench.cli.tables import out, print_json, say, show, table, three_digits, warn
+from ultrabench.cli.sweep.consent import headline, interval_line, jobs_line, price_table, time_limit_lines
+from ultrabench.cli.tables import output_console, print_json, say, show, table, three_digits, warn
 from ultrabench.errors import ConfigError, counted
 from ultrabench.hardware import GIB
 from ultrabench.launchers.allocate import allocations, shapes
@@ -46,15 +46,12 @@ from ultrabench.sweep.running.price import Price, planned_jobs, price_of, within
 from ultrabench.sweep.running.progress import SweepProgress, progress_of
 from ultrabench.sweep.running.standings import measured_rates
 
-COUNTS = {
-    "candidates": "candidates",
-    "valid": "valid",
-    "runs": "runs_at_most",
-    "likely to fit": "predicted_to_fit",
-}
-"""Column of the table -> key of a cell in the JSON document."""
-SEARCHED = {"expected runs": "runs"}
-"""Column of the table -> key of a cell in the JSON document, for the adaptive search, which makes only some runs."""
+KEY_BY_COLUMN = {
+    "candidates": "candidates", "valid": "valid", "runs": "runs_at_most", "likely to fit": "predicted_to_fit"
+}  # fmt: skip
+"""Column of the table -> key of an entry of `cells` in the JSON document."""
+SEARCH_KEY_BY_COLUMN = {"expected runs": "runs"}
+"""The same for the adaptive search, which makes only some of the runs."""
 
 
 def plan_with_bar(config: SweepConfig, **peak_rate: Any) -> Plan:
@@ -63,13 +60,13 @@ def plan_with_bar(config: SweepConfig, **peak_rate: Any) -> Plan:
     Raises:
         ConfigError: no candidate can run.
     """
-    console = out(stderr=True)
-    columns = TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", visible=False)
+    console = output_console(stderr=True)
+    bar_columns = TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*bar_columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task_id = bar.add_task("", visible=False)
 
-        def advance(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=total >= PARALLEL_FROM)
+        def advance(num_done: int, total: int) -> None:
+            bar.update(task_id, completed=num_done, total=total, visible=total >= PARALLEL_FROM)
 
         return require_runs(make_plan(config, advance=advance, **peak_rate))
 
@@ -101,146 +98,152 @@ def show_plan(
         write_plan(plan.candidates, output, config.hardware.name)
         say(f"wrote {counted(len(plan.candidates), 'candidate')} to {output}")
     progress = progress_of(config.name, plan.runs, state, config.hardware.device)
-    rates = measured_rates(plan.runs, state, config.hardware.device)
-    best = layouts_to_try(plan, top, rates, advised_p_oom) if top else []
+    rate_by_run = measured_rates(plan.runs, state, config.hardware.device)
+    best_rows = layouts_to_try(plan, top, rate_by_run, advised_p_oom) if top else []
     price = price_of(plan, state)
-    summary = _summary(plan, price, progress)
-    advised_cells = {key_of(row) for row in best if row["advised"]}
+    summary = _summary_document(plan, price, progress)
+    advised_cells = {cell_key(row) for row in best_rows if row["advised"]}
     notes = [*nothing_fits(plan, advised_cells, advised_p_oom), *other_shapes(config.models, state)]
     notes += same_commands(plan)
-    unmeasured_runs = [run for run in plan.runs if run.run_id not in rates]
+    unmeasured_runs = [run for run in plan.runs if run.run_id not in rate_by_run]
     specs = (run.spec for run in unmeasured_runs)
     summary["unmeasured"] = beyond_fit(specs, config.profile, config.hardware.gpu_at_limit)
-    notes += _extrapolation(plan, unmeasured_runs, summary["unmeasured"], best)
+    notes += _extrapolation_lines(plan, unmeasured_runs, summary["unmeasured"], best_rows)
     if progress.settled:
         price_note = "the price covers the rest" if price.jobs else "nothing is left to run"
         notes.append(f"{len(progress.settled):,} of {counted(len(plan.runs), 'run')} settled: {price_note}")
     if price.jobs:
         price_text = f"price for launcher={config.launcher.name}: {jobs_line(price, config)}"
-        notes += [interval_line(price), *too_long(plan), price_text]
-    notes += _chosen_ep(plan)
+        notes += [interval_line(price), *time_limit_lines(plan), price_text]
+    notes += _auto_ep_lines(plan)
     if as_json:
-        print_json(summary | {"notes": notes} | ({"top": best} if top else {}))
+        print_json(summary | {"notes": notes} | ({"top": best_rows} if top else {}))
         return
-    show(*_page(plan, price, summary, best), *notes)
+    show(*_page(plan, price, summary, best_rows), *notes)
 
 
-def _summary(plan: Plan, price: Price, progress: SweepProgress) -> dict[str, Any]:
+def _summary_document(plan: Plan, price: Price, progress: SweepProgress) -> dict[str, Any]:
     """The document of `sweep plan --json` without what is said about predictions.
 
     `runs` is the expected number of runs, and `runs_at_most` the largest possible one.
     """
     summary, settled_ids = plan.summary(), progress.settled - progress.skipped.keys()
     num_settled_by_cell = Counter(run.cell for run in plan.runs if run.run_id in settled_ids)
-    for cell in summary["cells"]:
-        key = key_of(cell)
+    for entry in summary["cells"]:
+        key = cell_key(entry)
         num_runs, gpu_hours = price.runs.get(key, (0, 0.0))
-        cell["runs_at_most"] = cell["runs"]
+        entry["runs_at_most"] = entry["runs"]
         if plan.config.strategy == "adaptive":
-            cell["runs"] = num_runs + num_settled_by_cell[key]
-        cell.update(_rounded(gpu_hours, price.intervals.get(key, (0.0, 0.0))))
-    counts = {"settled": len(progress.settled), "runs_at_most": summary["runs"]}
-    counts |= {"runs": sum(cell["runs"] for cell in summary["cells"])}
-    costs = price.extra.items()
-    extras = {name: {"count": n, "predicted_gpu_hours": round(cost, 4)} for name, (n, cost) in costs}
-    return summary | counts | _rounded(price.gpu_hours, price.interval) | {"beside_runs": extras}
+            entry["runs"] = num_runs + num_settled_by_cell[key]
+        entry.update(_rounded_hours(gpu_hours, price.intervals.get(key, (0.0, 0.0))))
+    run_counts = {"settled": len(progress.settled), "runs_at_most": summary["runs"]}
+    run_counts |= {"runs": sum(entry["runs"] for entry in summary["cells"])}
+    extras = {
+        purpose: {"count": num, "predicted_gpu_hours": round(hours, 4)} for purpose, (num, hours) in price.extra.items()
+    }  # fmt: skip
+    return summary | run_counts | _rounded_hours(price.gpu_hours, price.interval) | {"beside_runs": extras}
 
 
-def _rounded(gpu_hours: float, interval: tuple[float, float]) -> dict[str, Any]:
-    rounded_ends = [round(end, 4) for end in interval]
-    return {"predicted_gpu_hours": round(gpu_hours, 4), "predicted_gpu_hours_interval": rounded_ends}
+def _rounded_hours(gpu_hours: float, interval: tuple[float, float]) -> dict[str, Any]:
+    """Predicted GPU hours and the ends of their interval, as fields of the document."""
+    rounded_interval = [round(end, 4) for end in interval]
+    return {"predicted_gpu_hours": round(gpu_hours, 4), "predicted_gpu_hours_interval": rounded_interval}
 
 
-def _chosen_ep(plan: Plan) -> Iterator[str]:
+def _auto_ep_lines(plan: Plan) -> Iterator[str]:
     """A line for each model with experts, which says what sweep.ep=auto means for it."""
     for shape in plan.config.models:
         if shape.num_experts and "auto" in plan.config.axes.layout["ep"]:
-            values = sorted({c.layout.ep for c in plan.candidates if c.spec.shape == shape})
-            yield f"sweep.ep=auto selects {', '.join(map(str, values))} for the {shape.num_experts} experts of {shape.name}"
+            ep_values = sorted({c.layout.ep for c in plan.candidates if c.spec.shape == shape})
+            yield f"sweep.ep=auto selects {', '.join(map(str, ep_values))} for the {shape.num_experts} experts of {shape.name}"
 
 
-def _extrapolation(
-    plan: Plan, runs: Sequence[Candidate], unmeasured: list[str], best: list[Row]
+def _extrapolation_lines(
+    plan: Plan, runs: Sequence[Candidate], unmeasured_features: list[str], best_rows: list[Row]
 ) -> Iterator[str]:
-    """Lines about predictions beyond what was measured; marks those among the rows of `best`.
+    """Lines about predictions beyond what was measured; sets `unmeasured` and `above_published` of `best_rows`.
 
     Args:
         runs: the runs of the plan that are not measured.
-        unmeasured: their features that no run of the fit had.
+        unmeasured_features: features of these runs that no run of the fit had.
+        best_rows: rows of the layouts to try first.
     """
     config, profile, gpu = plan.config, plan.config.profile, plan.config.hardware.gpu_at_limit
-    if unmeasured:
+    if unmeasured_features:
         num_extrapolated = sum(bool(profile.unmeasured(run.spec, gpu)) for run in runs)
         extrapolation_text = f"extrapolated beyond the values that profile {profile.name} was fitted to"
-        yield f"{num_extrapolated:,} of {counted(len(runs), 'run')} {'is' if num_extrapolated == 1 else 'are'} {extrapolation_text} (in brackets), with wider intervals: {'; '.join(unmeasured)}"
-    best_rate, mfus = best_published(config), dict[str, float]()
-    specs = {run.run_id: run.spec for run in runs}
+        yield f"{num_extrapolated:,} of {counted(len(runs), 'run')} {'is' if num_extrapolated == 1 else 'are'} {extrapolation_text} (in brackets), with wider intervals: {'; '.join(unmeasured_features)}"
+    best_rate, mfu_by_run = best_published(config), dict[str, float]()
+    spec_by_run = {run.run_id: run.spec for run in runs}
     for run in runs:
         if run.fits and run.peak_flops_per_s and config.hardware.device == "cuda":
-            time_s, peak = run.prediction.step_time_s, run.peak_flops_per_s
-            mfus[run.run_id] = published_mfu(run.spec, time_s, peak, best_rate)
-    for row in best:
-        spec, mfu = specs.get(row["run_id"]), mfus.get(row["run_id"], 0.0)
+            step_time_s, peak_flops_per_s = run.prediction.step_time_s, run.peak_flops_per_s
+            mfu_by_run[run.run_id] = published_mfu(run.spec, step_time_s, peak_flops_per_s, best_rate)
+    for row in best_rows:
+        spec, mfu = spec_by_run.get(row["run_id"]), mfu_by_run.get(row["run_id"], 0.0)
         row["unmeasured"] = beyond_fit([spec], profile, gpu) if spec else []
         row["above_published"] = best_rate is not None and best_rate.below(mfu)
-    if mfus and (line := against_published(config, max(mfus.values()), best_rate)):
+    if mfu_by_run and (line := against_published(config, max(mfu_by_run.values()), best_rate)):
         yield line
 
 
-def _page(plan: Plan, price: Price, summary: dict[str, Any], best: list[Row]) -> Iterator[RenderableType]:
-    """The tables of a plan: its price by cell, rejected and refused candidates, and layouts to try first."""
-    columns = COUNTS | (SEARCHED if plan.config.strategy == "adaptive" else {})
-    cells = {key_of(cell): [cell[key] for key in columns.values()] for cell in summary["cells"]}
+def _page(plan: Plan, price: Price, summary: dict[str, Any], layouts: list[Row]) -> Iterator[RenderableType]:
+    """The tables of a plan: its price by cell, rejected and refused candidates, and the `layouts` to try first."""
+    key_by_column = KEY_BY_COLUMN | (SEARCH_KEY_BY_COLUMN if plan.config.strategy == "adaptive" else {})
+    counts = {cell_key(entry): [entry[key] for key in key_by_column.values()] for entry in summary["cells"]}
     yield headline(plan.config)
-    yield price_table(plan, price, tuple(columns), cells)
-    if pruned := summary["pruned"]:
+    yield price_table(plan, price, tuple(key_by_column), counts)
+    if num_pruned := summary["pruned"]:
         max_p_oom = plan.config.max_p_oom
-        example = next(c for c in plan.candidates if c.rule == PRUNED)
-        fact = f"{pruned:,} valid layouts are excluded because P(OOM) is above max_p_oom={max_p_oom:g}"
-        yield f"{fact}, such as {example.layout.label()}: {example.reason}"
-    if unselected := [c for c in plan.candidates if c.rule == UNSELECTED]:
-        yield f"{len(unselected):,} valid layouts are excluded: {unselected[0].reason}"
+        pruned_run = next(c for c in plan.candidates if c.rule == PRUNED)
+        fact = f"{num_pruned:,} valid layouts are excluded because P(OOM) is above max_p_oom={max_p_oom:g}"
+        yield f"{fact}, such as {pruned_run.layout.label()}: {pruned_run.reason}"
+    if unselected_runs := [c for c in plan.candidates if c.rule == UNSELECTED]:
+        yield f"{len(unselected_runs):,} valid layouts are excluded: {unselected_runs[0].reason}"
     if num_large := summary["runs_at_most"] - summary["predicted_to_fit"]:
         consequence = "they run last and are priced at start-up only"
         yield f"{num_large:,} of the {summary['runs_at_most']:,} runs are unlikely to fit into memory: {consequence}"
-    if rejected := summary["rejected"]:
-        examples = {c.rule: c.reason for c in reversed(plan.candidates)}
-        rows = [(rule, f"{count:,}", examples[rule]) for rule, count in rejected.items()]
+    if num_by_rule := summary["rejected"]:
+        reason_by_rule = {c.rule: c.reason for c in reversed(plan.candidates)}
+        rows = [(rule, f"{count:,}", reason_by_rule[rule]) for rule, count in num_by_rule.items()]
         yield table("\nrejected, by rule", "rule", ">candidates", "for example", rows=rows)
-    if refused := summary["refused_by_kernel"]:
+    if num_by_reason := summary["refused_by_kernel"]:
         title = f"\nvalid, but kernel={plan.config.kernel.name} cannot run them"
-        counts = [(reason, f"{count:,}") for reason, count in refused.items()]
-        yield table(title, "reason", ">candidates", rows=counts)
+        reason_rows = [(reason, f"{count:,}") for reason, count in num_by_reason.items()]
+        yield table(title, "reason", ">candidates", rows=reason_rows)
     for missing in summary["without_candidates"]:
         yield f"sweep.{missing['axis']}={missing['value']} has no candidate: {missing['reason']}"
-    if best:
-        lines, names = [], cell_columns(cells)
-        for row in best:
-            low, high = (three_digits(row[f"step_time_{end}_s"]) for end in ("low", "high"))
-            rate, step = f"{row['tokens_per_s_per_gpu']:,.0f}", three_digits(row["step_time_s"])
-            mfu = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
-            step, p_oom = (f"{step} ({low}-{high})", _percent(row["p_oom"])) if low != high else (step, "")
-            peak, cell = f"{row['peak_mem_bytes'] / GIB:.1f}", (*(row[n] for n in names), row["layout"])
+    if layouts:
+        table_rows, cell_keys = [], cell_columns(counts)
+        for row in layouts:
+            low, high = (three_digits(row[f"step_time_{bound}_s"]) for bound in ("low", "high"))
+            step_text, oom_text = three_digits(row["step_time_s"]), ""
+            if low != high:  # it is predicted, not measured
+                step_text, oom_text = f"{step_text} ({low}-{high})", _share_text(row["p_oom"])
+            mfu_text = "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
+            speed_texts = (f"{row['tokens_per_s_per_gpu']:,.0f}", mfu_text, step_text)
             note = row["why"] if row["advised"] else "most likely to fit, not advised"
             note += f", {NO_ROOM}" * (not row["has_room"])
             note += ", extrapolated" * bool(row["unmeasured"]) + ", above published" * row["above_published"]
-            lines.append((*cell, rate, mfu, step, peak, p_oom, row["limited_by"], note, row["run_id"]))
-        numbers = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
-        heads = ("model", *(f">{name}" for name in names[1:]), "layout")
-        yield table("\nlayouts to try first", *heads, *numbers, "why", "run", rows=lines)
+            numbers = (*speed_texts, f"{row['peak_mem_bytes'] / GIB:.1f}", oom_text, row["limited_by"])
+            table_rows.append((*(row[key] for key in (*cell_keys, "layout")), *numbers, note, row["run_id"]))
+        number_columns = (">tokens/s/GPU", ">MFU", ">step s", ">peak GiB", ">P(OOM)", "limited by")
+        columns = ("model", *(f">{key}" for key in cell_keys[1:]), "layout", *number_columns, "why", "run")
+        yield table("\nlayouts to try first", *columns, rows=table_rows)
 
 
-def key_of(cell: Mapping[str, Any]) -> CellKey:
+def cell_key(entry: Mapping[str, Any]) -> CellKey:
     """The cell that an entry of the summary of a plan describes."""
-    return CellKey(*(cell[name] for name in CellKey._fields))
+    return CellKey(*(entry[name] for name in CellKey._fields))
 
 
-def _percent(share: float) -> str:
+def _share_text(share: float) -> str:
+    """A share from 0 to 1 as percent without decimals."""
     return "<1 %" if share < 0.01 else f"{100 * share:.0f} %"
 
 
 def layouts_to_try(
-    plan: Plan, top: int, rates: Mapping[str, float | None], advised_p_oom: float = ADVISED_P_OOM
+    plan: Plan, top: int, rate_by_run: Mapping[str, float | None], advised_p_oom: float = ADVISED_P_OOM
 ) -> list[Row]:
     """The `top` best runs of each cell, in the order of the cells in the sweep, first by measured and then by expected tokens/s/GPU.
 
@@ -249,20 +252,20 @@ def layouts_to_try(
     that may not win its cell, such as a suspect, is left out, and the interval of the others is their step time alone.
 
     Args:
-        rates: run_id -> measured tokens/s/GPU; None for a run that may not win.
+        rate_by_run: run_id -> measured tokens/s/GPU; None for a run that may not win.
         advised_p_oom: P(OOM) above which a run that is not measured is not advised.
     """
-    best = list[Row]()
+    best_rows = list[Row]()
     runs_by_cell = plan.cells
     for _, cell in planned_cells(plan.config):
         rows, runs = list[Row](), runs_by_cell.get(cell, [])
-        unmeasured_runs = (run for run in runs if run.run_id not in rates)
-        likely_ids = {run.run_id for run in advised(unmeasured_runs, advised_p_oom)}
+        unmeasured_runs = (run for run in runs if run.run_id not in rate_by_run)
+        advised_ids = {run.run_id for run in advised(unmeasured_runs, advised_p_oom)}
         for run in runs:
             prediction, tokens_per_gpu = run.prediction, run.spec.tokens_per_step / run.layout.world_size
-            is_measured = run.run_id in rates
-            if rate := rates.get(run.run_id, tokens_per_gpu / prediction.step_time_s):
-                time_s, p_oom = tokens_per_gpu / rate, 0 if is_measured else prediction.p_oom
+            is_measured = run.run_id in rate_by_run
+            if rate := rate_by_run.get(run.run_id, tokens_per_gpu / prediction.step_time_s):
+                step_time_s, p_oom = tokens_per_gpu / rate, 0 if is_measured else prediction.p_oom
                 rows.append(
                     {
                         **cell._asdict(),
@@ -271,21 +274,22 @@ def layouts_to_try(
                         "tokens_per_s_per_gpu": rate,
                         "mfu": run.mfu(rate),
                         "expected_tokens_per_s_per_gpu": expected_rate(rate, p_oom),
-                        "step_time_s": time_s,
-                        "step_time_low_s": time_s if is_measured else prediction.step_time_low_s,
-                        "step_time_high_s": time_s if is_measured else prediction.step_time_high_s,
+                        "step_time_s": step_time_s,
+                        "step_time_low_s": step_time_s if is_measured else prediction.step_time_low_s,
+                        "step_time_high_s": step_time_s if is_measured else prediction.step_time_high_s,
                         "peak_mem_bytes": prediction.peak_mem_bytes,
                         "p_oom": prediction.p_oom,
                         "limited_by": prediction.limited_by,
                         "why": "measured" if is_measured else "predicted",
-                        "advised": is_measured or run.run_id in likely_ids,
+                        "advised": is_measured or run.run_id in advised_ids,
                         "has_room": prediction.memory_share <= 1,
                     }
                 )
-        candidates = [row for row in rows if row["advised"]]
-        candidates = candidates or sorted(rows, key=lambda row: float(row["p_oom"]))[:1]
-        best += sorted(candidates, key=lambda row: (row["why"], -row["expected_tokens_per_s_per_gpu"]))[:top]
-    return best
+        advised_rows = [row for row in rows if row["advised"]]
+        advised_rows = advised_rows or sorted(rows, key=lambda row: float(row["p_oom"]))[:1]
+        advised_rows.sort(key=lambda row: (row["why"], -row["expected_tokens_per_s_per_gpu"]))
+        best_rows += advised_rows[:top]
+    return best_rows
 
 
 def print_script(overrides: list[str]) -> None:

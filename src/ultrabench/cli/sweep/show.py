@@ -18,8 +18,8 @@ from ultrabench.analysis.numbers import formula_text, params_text, with_unit
 from ultrabench.analysis.ranking import leaderboard
 from ultrabench.analysis.rows import Row
 from ultrabench.cli.predict.layout import ratio_line
-from ultrabench.cli.sweep.top import cell_text, numbers
-from ultrabench.cli.tables import plain, print_json, say, show, style_of, table, warn
+from ultrabench.cli.sweep.top import cell_text, number_texts
+from ultrabench.cli.tables import plain_text, print_json, say, show, style_of, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError
 from ultrabench.hardware import GIB
 from ultrabench.rank_report import TRACE_PHASE
@@ -34,49 +34,51 @@ from ultrabench.sweep.plan import predictor
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.running.outliers import for_answers
 
-FOLLOW_S = 0.3
+LOG_POLL_S = 0.3
 """Seconds between two looks at the log that `sweep logs -f` follows."""
-HEADING = re.compile(r"^--- rank \d+$", re.MULTILINE)
+RANK_HEADING = re.compile(r"^--- rank \d+$", re.MULTILINE)
 """The line above each rank's part of a collected log."""
 MAX_RANK_DIGITS = 5
 """Largest number of digits of a place in `sweep top`; a longer number is the beginning of a run id."""
 HANG_COLUMNS = ("rank", "host", "state", "phase", "step", "part", "microbatches", "collective", "at")
+"""Keys of the evidence of a hang for one rank, and columns of its table."""
 TIME_PARTS = ("compute", "communication", "exposed_communication", "idle")
+"""Parts of a traced step, whose seconds the summary of a trace holds under these names with `_s`."""
 
 
-def show_run(name: str, sweep: str | None, as_json: bool, results: Path) -> None:
+def show_run(id_or_rank: str, sweep: str | None, as_json: bool, results_dir: Path) -> None:
     """Prints the numbers, plan row, attempts and evidence of one run."""
-    folder, run_id, read_state = find_run(name, sweep, results)
+    folder, run_id, read_state = find_run(id_or_rank, sweep, results_dir)
     attempts = read_state().by_run().get(run_id, [])
-    row = next((r for r in read_rows(folder.plan) if r["run_id"] == run_id), None)
-    ratios = _communication_ratios(read_sweep_json(folder), row, read_state()) if row else {}
+    plan_row = next((row for row in read_rows(folder.plan) if row["run_id"] == run_id), None)
+    ratios = _communication_ratios(read_sweep_json(folder), plan_row, read_state()) if plan_row else {}
     if as_json:
         spec = next((spec for a in attempts if (spec := a.spec_as(dict[str, Any]))), None)
-        documents = [_document(a, folder.log_folder(a.key)) for a in attempts]
-        header = {"sweep": folder.name, "run_id": run_id, "plan": row, "communication_over_compute": ratios}
-        print_json({**header, "spec": spec, "attempts": documents})
+        documents = [_attempt_document(a, folder.log_folder(a.key)) for a in attempts]
+        plan_facts = {"plan": plan_row, "communication_over_compute": ratios, "spec": spec}
+        print_json({"sweep": folder.name, "run_id": run_id, **plan_facts, "attempts": documents})
         return
-    plan_values = {name: value for name, value in (row or {}).items() if name not in ("order", "run_id")}
-    columns = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
+    plan_values = {name: value for name, value in (plan_row or {}).items() if name not in ("order", "run_id")}
+    headings = ("repeat", "attempt", "status", "step s", "loss", "seconds", "on", "reason")
     show(
         Text(f"run {run_id} of {folder.name}", "bold"),
-        *_numbers(folder, run_id),
+        *_number_lines(folder, run_id),
         Text("\nplan", "bold"),
         *(f"{name:<30} {with_unit(name, value)}" for name, value in plan_values.items() if value is not None),
-        *([ratio_line(ratios, str((row or {}).get("dp_overlap")))] if ratios else []),
-        table("\nattempts", *columns, rows=map(_columns, attempts)),
+        *([ratio_line(ratios, str((plan_row or {}).get("dp_overlap")))] if ratios else []),
+        table("\nattempts", *headings, rows=map(_attempt_cells, attempts)),
     )
     for attempt in attempts:
-        logs = folder.log_folder(attempt.key)
+        log_folder = folder.log_folder(attempt.key)
         if attempt.result and attempt.result.evidence:
             show(Text(f"\nevidence of {attempt.key.repeat}.{attempt.key.attempt}", "bold"))
-            show(*_evidence(attempt.result.evidence, logs))
-        for summary in _traces(logs):
+            show(*_evidence_lines(attempt.result.evidence, log_folder))
+        for summary in _trace_summaries(log_folder):
             show(*_trace_lines(summary))
 
 
 def _communication_ratios(sweep: SweepJson, row: Row, state: SweepState) -> dict[str, float]:
-    """The predicted communication of each axis over the computing beside it, on the links of the data sheet.
+    """Axis -> its predicted communication time over its compute time, with links as fast as in the data sheet.
 
     Empty for a run that does not train, and where the configuration of the latest launch cannot be read.
     """
@@ -88,14 +90,13 @@ def _communication_ratios(sweep: SweepJson, row: Row, state: SweepState) -> dict
     return {}
 
 
-def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
+def _number_lines(folder: SweepFolder, run_id: str) -> Iterator[Text]:
     """Lines with the numbers of a run in `sweep top`; none for a run that trains nothing."""
-    rows = [row for row in _runs(folder) if row["run_id"] == run_id]
-    for row in rows:
+    for row in (row for row in _ranked_rows(folder) if row["run_id"] == run_id):
         text_by_name: dict[str, str | Text | None] = {"rank": f"{row['rank']}, {cell_text(row)}"}
         if row["num_params"]:
             text_by_name["model"] = params_text(row["num_params"], row["num_active_params"])
-        text_by_name |= numbers(row) | {"suspect": row["suspect"]}
+        text_by_name |= number_texts(row) | {"suspect": row["suspect"]}
         if row["attempt"] is None:  # others are in the table of attempts
             text_by_name["reason"] = row["reason"]
         for name, value in text_by_name.items():
@@ -105,31 +106,33 @@ def _numbers(folder: SweepFolder, run_id: str) -> Iterator[Text]:
             yield Text(formula_text([row["flops_formula"]], has_experts=True))
 
 
-def _runs(folder: SweepFolder) -> list[Row]:
+def _ranked_rows(folder: SweepFolder) -> list[Row]:
     """The runs of a sweep in the order of `sweep top`; empty for a sweep that only measures links."""
     return [row for runs in leaderboard(collect([folder], lambda note: None)) for row in runs]
 
 
-def _evidence(evidence: dict[str, Any], logs: Path) -> Iterator[RenderableType]:
+def _evidence_lines(evidence: dict[str, Any], log_folder: Path) -> Iterator[RenderableType]:
     """Lines that say how each rank ended and, for a hang, its cause and what every rank was doing."""
     for rank in evidence.get("ranks", []):
         yield _rank_line(rank)
     if "hang_cause" in evidence:
         yield f"\n{evidence['hang_cause']}\n"
     if hang_rows := evidence.get("hang_evidence"):
-        rows = [[row.get(name) for name in HANG_COLUMNS] for row in hang_rows]
+        rows = [[row.get(column) for column in HANG_COLUMNS] for row in hang_rows]
         yield table("ranks before they were killed", *HANG_COLUMNS, rows=rows)
-    yield from map(str, sorted((logs / "hang_evidence").glob("*")))
-    yield f"logs: {logs}{'' if logs.is_dir() else ' (gone)'}"
+    yield from map(str, sorted((log_folder / "hang_evidence").glob("*")))
+    yield f"logs: {log_folder}{'' if log_folder.is_dir() else ' (gone)'}"
 
 
-def _document(attempt: AttemptState, logs: Path) -> dict[str, Any]:
-    fields = {"repeat": attempt.key.repeat, "attempt": attempt.key.attempt, "allocation": attempt.allocation}
-    result = to_dict(attempt.result) if attempt.result else None
-    return {**fields, "phase": attempt.phase, "result": result, "logs": str(logs), "profile": _traces(logs)}
+def _attempt_document(attempt: AttemptState, log_folder: Path) -> dict[str, Any]:
+    """An attempt as `sweep show --json` prints it."""
+    key, result = attempt.key, to_dict(attempt.result) if attempt.result else None
+    key_fields = {"repeat": key.repeat, "attempt": key.attempt, "allocation": attempt.allocation}
+    log_fields = {"logs": str(log_folder), "profile": _trace_summaries(log_folder)}
+    return {**key_fields, "phase": attempt.phase, "result": result, **log_fields}
 
 
-def _columns(attempt: AttemptState) -> Iterator[object]:
+def _attempt_cells(attempt: AttemptState) -> Iterator[object]:
     """Repeat, attempt, status, step time, loss, duration, hosts and reason of an attempt."""
     result = attempt.result
     yield attempt.key.repeat
@@ -146,21 +149,22 @@ def _columns(attempt: AttemptState) -> Iterator[object]:
 
 
 def _rank_line(rank: dict[str, Any]) -> str:
-    code, end_text = rank.get("code"), "no exit code"
+    """A line that says how the process of a rank ended, in which phase, and its error or last line."""
+    exit_code, end_text = rank.get("code"), "no exit code"
     if rank.get("killed_by_us"):
         end_text = "killed by ultrabench"
-    elif isinstance(code, int):
-        end_text = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    last_words = rank.get("error") or rank.get("last_line") or ""
-    return f"  rank {rank['rank']}: {end_text} in phase {rank['phase']} {last_words}".rstrip()
+    elif isinstance(exit_code, int):
+        end_text = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+    last_message = rank.get("error") or rank.get("last_line") or ""
+    return f"  rank {rank['rank']}: {end_text} in phase {rank['phase']} {last_message}".rstrip()
 
 
-def _traces(logs: Path) -> list[dict[str, Any]]:
+def _trace_summaries(log_folder: Path) -> list[dict[str, Any]]:
     """The summaries of the traces of an attempt, sorted by rank; trace=true makes them."""
     summaries = []
-    for path in logs.glob(f"{TRACE_PHASE}/rank*/summary.json"):
+    for summary_file in log_folder.glob(f"{TRACE_PHASE}/rank*/summary.json"):
         with contextlib.suppress(OSError, ValueError):
-            summaries.append({**json.loads(path.read_text()), "folder": str(path.parent)})
+            summaries.append({**json.loads(summary_file.read_text()), "folder": str(summary_file.parent)})
     return sorted(summaries, key=lambda summary: int(summary["rank"]))
 
 
@@ -169,24 +173,25 @@ def _trace_lines(summary: dict[str, Any]) -> Iterator[RenderableType]:
     step_s = summary["step_time_s"]
     yield Text(f"\ninside rank {summary['rank']}, {summary['steps']} steps of {step_s:.4g} s", "bold")
     for part in TIME_PARTS:
-        seconds = summary[f"{part}_s"]
-        yield f"  {part.replace('_', ' ')}: {seconds:.4g} s ({_share(seconds, step_s)})"
-    memory_text = ", ".join(f"{kind} {size / GIB:.4g}" for kind, size in summary["memory_bytes"].items())
+        part_s = summary[f"{part}_s"]
+        yield f"  {part.replace('_', ' ')}: {part_s:.4g} s ({_share_text(part_s, step_s)})"
+    memory_text = ", ".join(f"{kind} {nbytes / GIB:.4g}" for kind, nbytes in summary["memory_bytes"].items())
     yield f"  memory in GiB: {memory_text}"
     kernels = ((k["name"][:60], k["calls"], k["seconds"]) for k in summary["top"])
-    rows = [(name, f"{calls:g}", f"{s:.4g}", _share(s, step_s)) for name, calls, s in kernels]
-    kind = "kernel" if summary["device"] == "cuda" else "operator"
-    yield table("", kind, ">calls a step", ">s a step", ">of the step", rows=rows)
+    rows = [(name, f"{calls:g}", f"{s:.4g}", _share_text(s, step_s)) for name, calls, s in kernels]
+    name_heading = "kernel" if summary["device"] == "cuda" else "operator"
+    yield table("", name_heading, ">calls a step", ">s a step", ">of the step", rows=rows)
     yield f"files: {summary['folder']}"
 
 
-def _share(seconds: float, total_s: float) -> str:
-    return f"{seconds / total_s:.1%}" if total_s else ""
+def _share_text(part_s: float, total_s: float) -> str:
+    """The share of a part in `total_s` as percent; empty if the total is zero."""
+    return f"{part_s / total_s:.1%}" if total_s else ""
 
 
-def show_logs(name: str, follow: bool, sweep: str | None, results: Path) -> None:
+def show_logs(id_or_rank: str, follow: bool, sweep: str | None, results_dir: Path) -> None:
     """Prints the log of the latest attempt; with `follow`, goes on until the attempt has ended."""
-    folder, run_id, read_state = find_run(name, sweep, results)
+    folder, run_id, read_state = find_run(id_or_rank, sweep, results_dir)
     offset_by_log: dict[Path, int] = {}
     is_silent = True
     while True:
@@ -194,19 +199,19 @@ def show_logs(name: str, follow: bool, sweep: str | None, results: Path) -> None
         if not attempts and not follow:
             raise SweepFolderError(f"run {run_id} has not been attempted yet; add -f to wait for it")
         is_over = bool(attempts) and attempts[-1].result is not None
-        for path in _log_files(folder, attempts[-1]) if attempts else []:
-            if is_over and offset_by_log and path not in offset_by_log:
+        for log_path in _log_files(folder, attempts[-1]) if attempts else []:
+            if is_over and offset_by_log and log_path not in offset_by_log:
                 continue  # the collected log repeats what was printed
-            with path.open(encoding="utf-8", errors="replace") as file:  # \r ends a line, too
-                file.seek(offset_by_log.get(path, 0))
-                new_text = plain(file.read())
+            with log_path.open(encoding="utf-8", errors="replace") as log_file:  # \r ends a line, too
+                log_file.seek(offset_by_log.get(log_path, 0))
+                new_text = plain_text(log_file.read())
                 sys.stdout.write(new_text)
-                is_silent = is_silent and not HEADING.sub("", new_text).strip()
-                offset_by_log[path] = file.tell()
+                is_silent = is_silent and not RANK_HEADING.sub("", new_text).strip()
+                offset_by_log[log_path] = log_file.tell()
             sys.stdout.flush()
         if is_over or not follow:
             break
-        time.sleep(FOLLOW_S)
+        time.sleep(LOG_POLL_S)
     if not offset_by_log:
         say(f"run {run_id} has no log{' yet' if not is_over else ''}")
     elif is_silent:
@@ -224,38 +229,43 @@ def _log_files(folder: SweepFolder, attempt: AttemptState) -> list[Path]:
 
 def _state_reader(folder: SweepFolder) -> Callable[[], SweepState]:
     """A function that returns the current state; each call reads only what is new in the journal."""
-    reader, journal = JournalReader(folder.journal, warn), Fold()
-    return lambda: for_answers(journal.add(reader.poll()))
+    journal_reader, state_fold = JournalReader(folder.journal, warn), Fold()
+    return lambda: for_answers(state_fold.add(journal_reader.poll()))
 
 
 def find_run(
-    name: str, sweep: str | None, results: Path
+    id_or_rank: str, sweep: str | None, results_dir: Path
 ) -> tuple[SweepFolder, str, Callable[[], SweepState]]:
-    """The sweep folder and run_id that `name` means, and a function that returns the sweep's current state.
+    """The sweep folder and run_id that a user means, and a function that returns the sweep's current state.
 
-    `name` is the beginning of a run_id, or a rank in `sweep top`.
+    `id_or_rank` is the beginning of a run_id, or a rank in `sweep top`.
 
     Raises:
-        SweepFolderError: `name` means no run, or several runs.
+        SweepFolderError: `id_or_rank` means no run, or several runs.
     """
-    if name.isdecimal() and len(name) <= MAX_RANK_DIGITS:
-        runs = _runs(folder := find_sweep(sweep, results))
-        if 0 < int(name) <= len(runs):
-            name, sweep = runs[int(name) - 1]["run_id"], str(folder.path)
-        elif runs:
+    if id_or_rank.isdecimal() and len(id_or_rank) <= MAX_RANK_DIGITS:
+        ranked_rows = _ranked_rows(folder := find_sweep(sweep, results_dir))
+        if 0 < int(id_or_rank) <= len(ranked_rows):
+            id_or_rank, sweep = ranked_rows[int(id_or_rank) - 1]["run_id"], str(folder.path)
+        elif ranked_rows:
             remedy = f"give a rank of `ultrabench sweep top`, or more than {MAX_RANK_DIGITS} digits of an id"
-            raise SweepFolderError(f"no rank {name} in {folder.name}, which has {len(runs)}; {remedy}")
-    folders = [] if sweep else [SweepFolder(head.parent) for head in sorted(results.glob("*/sweep.json"))]
+            fact = f"no rank {id_or_rank} in {folder.name}, which has {len(ranked_rows)}"
+            raise SweepFolderError(f"{fact}; {remedy}")
+    paths = [] if sweep else sorted(results_dir.glob("*/sweep.json"))
+    folders = [SweepFolder(path.parent) for path in paths] or [find_sweep(sweep, results_dir)]
     matches: list[tuple[SweepFolder, str, Callable[[], SweepState]]] = []
-    for folder in folders or [find_sweep(sweep, results)]:
+    for folder in folders:
         read_sweep_json(folder)
         read_state = _state_reader(folder)
-        ids = {k.run_id for k in read_state().attempts} | {row["run_id"] for row in read_rows(folder.plan)}
-        matches += [(folder, i, read_state) for i in sorted(ids) if i.startswith(name)]
+        planned_ids = {row["run_id"] for row in read_rows(folder.plan)}
+        run_ids = sorted({key.run_id for key in read_state().attempts} | planned_ids)
+        matches += [(folder, run_id, read_state) for run_id in run_ids if run_id.startswith(id_or_rank)]
     if len(matches) == 1:
         return matches[0]
     if not matches:
-        fact = f"no run in {sweep or f'{results}/'} has that rank, or an id that begins with {name!r}"
+        searched_folder = sweep or f"{results_dir}/"
+        fact = f"no run in {searched_folder} has that rank, or an id that begins with {id_or_rank!r}"
         raise SweepFolderError(f"{fact}; to list them: ultrabench sweep top -n 100")
     examples = ", ".join(f"{m[1]} ({m[0].name})" for m in matches[:5])
-    raise SweepFolderError(f"{name!r} matches {len(matches)} runs: {examples}; give more digits or --sweep")
+    fact = f"{id_or_rank!r} matches {len(matches)} runs: {examples}"
+    raise SweepFolderError(f"{fact}; give more digits or --sweep")

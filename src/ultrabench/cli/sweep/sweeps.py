@@ -11,7 +11,7 @@ from rich.text import Text
 from ultrabench.analysis.numbers import percent
 from ultrabench.cli.sweep.control import launched_config
 from ultrabench.cli.sweep.status import activity
-from ultrabench.cli.tables import can_ask, duration, print_json, say, show, table, warn
+from ultrabench.cli.tables import can_ask, duration_text, print_json, say, show, table, warn
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
 from ultrabench.launchers.allocation_ends import living, open_allocations
 from ultrabench.launchers.choose import choose_launcher
@@ -32,14 +32,14 @@ DAY_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class SweepSummary:
     """What `sweep list` says about one sweep."""
 
     folder: SweepFolder
     num_cells: int
     progress: SweepProgress
     activity: str
-    """A key of STANDINGS of status.py."""
+    """A key of REASON_BY_ACTIVITY of status.py."""
     age_s: float
     """Seconds since its journal was last written."""
 
@@ -58,7 +58,7 @@ class Summary:
         document = self.progress.as_json()
         return {
             "path": str(self.folder.path), "cells": self.num_cells, "activity": self.activity, "age_s": round(self.age_s, 1),
-            **{name: document[name] for name in ("sweep", "runs", "settled", "by_status", "best")},
+            **{key: document[key] for key in ("sweep", "runs", "settled", "by_status", "best")},
         }  # fmt: skip
 
 
@@ -67,42 +67,45 @@ def show_sweeps(results_dir: Path, as_json: bool) -> None:
     summaries = []
     for path in sorted(sweeps_in(results_dir), key=last_written, reverse=True):
         try:
-            summaries.append(_summary(SweepFolder(path.absolute())))
+            summaries.append(_sweep_summary(SweepFolder(path.absolute())))
         except (UltrabenchError, OSError) as error:
             warn(f"{path.name}: {error}")
     if as_json:
         print_json([summary.as_json() for summary in summaries])
     elif summaries:
-        heads = "sweep", ">cells", ">runs settled", "best", ">tokens/s/GPU", ">MFU", ">age", "activity"
-        show(table(f"sweeps in {results_dir}", *heads, rows=map(_row, summaries)))
+        headings = "sweep", ">cells", ">runs settled", "best", ">tokens/s/GPU", ">MFU", ">age", "activity"
+        show(table(f"sweeps in {results_dir}", *headings, rows=map(_table_row, summaries)))
     else:
         say(f"no sweep in {results_dir}/; start one with: ultrabench sweep launch")
 
 
-def _summary(folder: SweepFolder) -> Summary:
-    sweep, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn))
-    runs = [*runs_of(sweep, read_rows(folder.plan, runs_only=True), state)]
-    progress = progress_of(folder.name, runs, state, sweep.hardware.device)
-    return Summary(
+def _sweep_summary(folder: SweepFolder) -> SweepSummary:
+    """Reads a sweep and summarizes it."""
+    sweep_json, state = read_sweep_json(folder), fold(read_journal(folder.journal, warn))
+    runs = [*runs_of(sweep_json, read_rows(folder.plan, runs_only=True), state)]
+    progress = progress_of(folder.name, runs, state, sweep_json.hardware.device)
+    return SweepSummary(
         folder=folder, num_cells=len(by_cell(runs)), progress=progress, activity=activity(folder, progress, state),
         age_s=max(0.0, time.time() - last_written(folder.path)),
     )  # fmt: skip
 
 
-def _row(summary: Summary) -> tuple[str | Text | None, ...]:
+def _table_row(summary: SweepSummary) -> tuple[str | Text | None, ...]:
+    """The row of `sweep list` for one sweep."""
     progress = summary.progress
-    number_texts: tuple[str | None, ...] = (None, None, None)
+    best_texts: tuple[str | None, ...] = (None, None, None)
     settled_text = f"{len(progress.settled)} of {progress.runs}"
     if summary.best:
         run, standing = summary.best
-        label = f"{run.spec.label()}{' (suspect)' if standing.suspect else ''}"
-        number_texts = label, f"{standing.rate or 0.0:,.0f}", percent(_mfu(run, standing))
-    days = summary.age_s / DAY_S
-    age = f"{days:.0f} d" if days >= 2 else duration(summary.age_s)
-    return progress.sweep, str(summary.num_cells), settled_text, *number_texts, age, summary.activity
+        best_text = f"{run.spec.label()}{' (suspect)' if standing.suspect else ''}"
+        best_texts = best_text, f"{standing.rate or 0.0:,.0f}", percent(_mfu(run, standing))
+    age_days = summary.age_s / DAY_S
+    age_text = f"{age_days:.0f} d" if age_days >= 2 else duration_text(summary.age_s)
+    return progress.sweep, str(summary.num_cells), settled_text, *best_texts, age_text, summary.activity
 
 
 def _mfu(run: Candidate, standing: Standing) -> float | None:
+    """The MFU at the measured rate of a run; None where either is unknown."""
     return None if standing.rate is None else run.mfu(standing.rate)
 
 
@@ -116,13 +119,13 @@ def run_rm(folder: SweepFolder, yes: bool) -> None:
     folder = require_own_folder(folder)
     _require_idle(folder, "deleted")
     attempts = counted(len(fold(read_journal(folder.journal)).attempts), "attempt")
-    _ask(f"Permanently delete {folder.path} ({attempts}, logs and results)?", yes)
+    _confirm(f"Permanently delete {folder.path} ({attempts}, logs and results)?", yes)
     _require_idle(folder, "deleted")  # a launch may have begun meanwhile
     remove_sweep(folder)
     say(f"deleted {folder.path}")
 
 
-def run_rename(folder: SweepFolder, name: str, yes: bool) -> None:
+def run_rename(folder: SweepFolder, new_name: str, yes: bool) -> None:
     """Renames a sweep, which can be continued under its new name.
 
     Raises:
@@ -130,16 +133,18 @@ def run_rename(folder: SweepFolder, name: str, yes: bool) -> None:
         SweepFolderError: its jobs may live, it is no folder of its own, or the name is taken.
         typer.Abort: the answer is no.
     """
-    value_from(Annotated[str, SWEEP_NAME], name, "NEW")
+    value_from(Annotated[str, SWEEP_NAME], new_name, "NEW")
     folder = require_own_folder(folder)
     _require_idle(folder, "renamed")
-    _ask(f"Exported files keep the old name. Rename {folder.path} to {name}?", yes)
+    _confirm(f"Exported files keep the old name. Rename {folder.path} to {new_name}?", yes)
     _require_idle(folder, "renamed")
-    renamed = rename_sweep(folder, name)
-    say(f"renamed {folder.name} to {name}; to continue it: ultrabench sweep resume {renamed.display_name}")
+    renamed_folder = rename_sweep(folder, new_name)
+    command = f"ultrabench sweep resume {renamed_folder.display_name}"
+    say(f"renamed {folder.name} to {new_name}; to continue it: {command}")
 
 
-def _ask(question: str, yes: bool) -> None:
+def _confirm(question: str, yes: bool) -> None:
+    """Asks the user unless `yes` is set; raises ConfigError without a terminal, and typer.Abort if the answer is no."""
     if yes:
         return
     if not can_ask():
@@ -148,22 +153,26 @@ def _ask(question: str, yes: bool) -> None:
 
 
 def _require_idle(folder: SweepFolder, participle: str) -> None:
-    """Raises SweepFolderError if a launcher follows a sweep, or a job of it may live."""
+    """Raises SweepFolderError if a launcher follows a sweep, or a job of it may live.
+
+    Args:
+        participle: what is done to the sweep in words of the message, such as `deleted`.
+    """
     state = fold(read_journal(folder.journal))
-    actors = [f"{launcher} follows it" for launcher in living_launchers(folder)]
-    if not actors and open_allocations(state):
+    user_texts = [f"{launcher} follows it" for launcher in living_launchers(folder)]
+    if not user_texts and open_allocations(state):
         config = launched_config(folder, state)
         launcher = choose_launcher(config, folder)  # it must know the cluster, to tell its jobs from others
         jobs = living(launcher, state, GRACE_S + config.launcher.grace_s + launcher.rest_s)
-        actors = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
-    if actors:
+        user_texts = [_job_text(name, job.job, job.by) for name, job in jobs.items()]
+    if user_texts:
         rule = f"only an idle sweep can be {participle}"
-        more_text = f" and {len(actors) - 3} more" if len(actors) > 3 else ""
-        fact = f"{folder.name} is in use ({'; '.join(actors[:3])}{more_text})"
+        more_text = f" and {len(user_texts) - 3} more" if len(user_texts) > 3 else ""
+        fact = f"{folder.name} is in use ({'; '.join(user_texts[:3])}{more_text})"
         raise SweepFolderError(f"{fact}; {rule}. To end it: ultrabench sweep cancel {folder.display_name}")
 
 
 def _job_text(name: str, job: dict[str, Any] | None, by: dict[str, Any]) -> str:
-    """An allocation in words, such as `job 17_0 (n1-c0ffee.0) of ann on big`."""
+    """An allocation in words, such as `job 17_0 (n1-c0ffee.0) of ann on big`; `by` says who submitted it from where."""
     text = f"job {job['job_id']} ({name})" if job and "job_id" in job else f"allocation {name}"
     return f"{text} of {by['user']} on {by.get('cluster') or by.get('host')}" if by.get("user") else text

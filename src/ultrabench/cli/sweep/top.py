@@ -22,44 +22,50 @@ SHOWN_AS = {
     "predicted_step_time_s": "predicted",
 }  # fmt: skip
 """Column of the results -> column of the table that shows it; another column that is ranked by is added."""
-MARKS = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
+COLUMN_BY_MARK = {"best": "best", "as good": "as_good_as_best", "suspect": "suspect"}
 """Mark of an ok run -> the column that says whether it has this mark; the first mark of a run is shown."""
-_TEXTS = ("environment", "layout", "status", "run id")
+_TEXT_COLUMNS = ("environment", "layout", "status", "run id")
 """Columns of the table that hold texts."""
 CELL_COLUMNS = [*(name for name in PANEL if name != "routing"), "num_params"]
 """Columns that the title of a table names, besides the routing, where they distinguish its cell from others of its model."""
-DEFAULT_ROWS = 10
+DEFAULT_LIMIT = 10
 """Number of runs of each cell that a table shows by default."""
 
 
-def show_top(source: str | None, max_rows: int | None, rank_by: str, as_json: bool, results: Path) -> None:
-    """Prints the first runs of each cell; by default 10 in a table, and all as JSON."""
-    name, _, rows = open_results(source, results, warn)
-    cells = [runs for runs in leaderboard(rows, rank_by=rank_by) if runs]
+def show_top(source: str | None, limit: int | None, rank_by: str, as_json: bool, results_dir: Path) -> None:
+    """Prints at most `limit` runs of each cell, the best first; by default 10 in a table, and all as JSON."""
+    source_name, _, result_table = open_results(source, results_dir, warn)
+    cell_runs = [runs for runs in leaderboard(result_table, rank_by=rank_by) if runs]
     if as_json:
-        print_json([row for runs in cells for row in runs[: max_rows or len(runs)]])
+        print_json([row for runs in cell_runs for row in runs[: limit or len(runs)]])
         return
-    settings = set_apart([runs[0] for runs in cells], CELL_COLUMNS)
-    for runs, setting in zip(cells, settings, strict=True):
-        _print_cell(name, runs, setting, max_rows or DEFAULT_ROWS)
-    ranked_rows = [row for runs in cells for row in runs if row["flops_formula"]]
+    cell_settings = set_apart([runs[0] for runs in cell_runs], CELL_COLUMNS)
+    for runs, setting_texts in zip(cell_runs, cell_settings, strict=True):
+        _print_cell(source_name, runs, setting_texts, limit or DEFAULT_LIMIT)
+    ranked_rows = [row for runs in cell_runs for row in runs if row["flops_formula"]]
     formulas = {row["flops_formula"] for row in ranked_rows}
     notes = [formula_text(formulas, any(row["num_experts"] for row in ranked_rows))] if formulas else []
     if not (source or "").endswith(".parquet"):
-        notes.append(_more(find_sweep(source, results).display_name, rank_by, len(cells)))
-    say(*caveats(rows), *notes)
+        notes.append(_details_hint(find_sweep(source, results_dir).display_name, rank_by, len(cell_runs)))
+    say(*caveats(result_table), *notes)
 
 
-def _more(sweep: str, rank_by: str, cells: int) -> str:
+def _details_hint(sweep_name: str, rank_by: str, num_cells: int) -> str:
     """The command that shows a run; it takes ranks only of the default order, from cell to cell."""
     is_default = rank_by == DEFAULT_RANK_BY
-    hint = "; ranks continue across cells" * (cells > 1 and is_default)
-    command = f"ultrabench sweep show {'RANK' if is_default else 'RUN_ID'} --sweep {sweep}"
+    hint = "; ranks continue across cells" * (num_cells > 1 and is_default)
+    command = f"ultrabench sweep show {'RANK' if is_default else 'RUN_ID'} --sweep {sweep_name}"
     return f"details of a run: {command}{hint}"
 
 
-def _print_cell(name: str, runs: list[Row], setting: Sequence[str], max_rows: int) -> None:
-    top_row, num_hidden = runs[0], len(runs) - max_rows
+def _print_cell(results_name: str, runs: list[Row], setting_texts: Sequence[str], limit: int) -> None:
+    """Prints the first runs of one cell as a table.
+
+    Args:
+        results_name: name of the sweep or file.
+        setting_texts: settings that distinguish this cell from others of its model.
+    """
+    top_row, num_hidden = runs[0], len(runs) - limit
     rank_by = str(top_row["ranked_by"])
     column = rank_by if rank_by in top_row else "ranked_value"  # the expected rate of a plan is no column
     added_columns = {rank_by: column} if rank_by not in SHOWN_AS else {}
@@ -69,14 +75,14 @@ def _print_cell(name: str, runs: list[Row], setting: Sequence[str], max_rows: in
         added_columns = {f"median {SHOWN_AS.get(rank_by, rank_by)}": "ranked_value"}
     has_environments = any(row["environment"] for row in runs)
     shown_rows = []
-    for row in runs[:max_rows]:
-        texts = {"rank": row["rank"]}
-        texts |= {title: with_unit(rank_by, row[column]) for title, column in added_columns.items()}
-        texts |= {"environment": row["environment"]} if has_environments else {}
-        shown_rows.append({**texts, **numbers(row), "run id": row["run_id"]})
-    columns = [name if name in _TEXTS else f">{name}" for name in shown_rows[0]]
-    title = f"{name}: {', '.join((cell_text(top_row), *setting))}, by {ranking_text}"
-    shown_table = table(title, *columns, rows=[row.values() for row in shown_rows])
+    for row in runs[:limit]:
+        first_texts = {"rank": row["rank"]}
+        first_texts |= {heading: with_unit(rank_by, row[column]) for heading, column in added_columns.items()}
+        first_texts |= {"environment": row["environment"]} if has_environments else {}
+        shown_rows.append({**first_texts, **number_texts(row), "run id": row["run_id"]})
+    headings = [name if name in _TEXT_COLUMNS else f">{name}" for name in shown_rows[0]]
+    title = f"{results_name}: {', '.join((cell_text(top_row), *setting_texts))}, by {ranking_text}"
+    shown_table = table(title, *headings, rows=[row.values() for row in shown_rows])
     shown_table.always_shown = next(iter(added_columns), SHOWN_AS.get(rank_by, rank_by))
     show(shown_table, f"{num_hidden} more; to show all: -n {len(runs)}\n" if num_hidden > 0 else "")
 
@@ -87,7 +93,7 @@ def cell_text(row: Row) -> str:
     return ", ".join(filter(None, (text, routing_text(row["routing"]))))
 
 
-def numbers(row: Row) -> dict[str, str | Text | None]:
+def number_texts(row: Row) -> dict[str, str | Text | None]:
     """Column of the table -> text of the most important numbers of a run; None where one is unknown."""
     text_by_column: dict[str, str | Text | None] = {"layout": " ".join(layout_words(row))}
     text_by_column |= {name: with_unit(column, row[column]) for column, name in SHOWN_AS.items()}
@@ -96,21 +102,21 @@ def numbers(row: Row) -> dict[str, str | Text | None]:
     text_by_column["memory"] = memory(row["peak_mem_reserved_bytes"], row["peak_mem_reserved_rank0_bytes"])
     if text_by_column["step"] and row["step_time_ci95_rel"] is not None:
         text_by_column["step"] = f"{text_by_column['step']} +- {percent(row['step_time_ci95_rel'])}"
-    return text_by_column | {"status": _status(row)}
+    return text_by_column | {"status": _status_text(row)}
 
 
-def _status(row: Row) -> Text:
+def _status_text(row: Row) -> Text:
     """The status of a run as one word; for an ok run, its place in the ranking such as `best`.
 
     A best run whose interval missed its target also has the width, such as `best +- 53.0 %`.
     """
     status = row["status"]
-    label = state(status, row["attempt"])
+    label_text = state(status, row["attempt"])
     if status == "ok":
         plain_label = "slower" if row["stopped"] == SLOWER else "ok"
-        label = next((mark for mark, column in MARKS.items() if row[column]), plain_label)
-    width_text = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if label == "best" else ""
-    if status == "ok" and row["suspect"] and label in ("best", "as good"):
-        label = f"{label}, suspect"
-    style = style_of(status, has_caveat=bool(width_text) or "suspect" in label or label == "slower")
-    return Text(f"{label} {width_text}".rstrip(), style)
+        label_text = next((mark for mark, column in COLUMN_BY_MARK.items() if row[column]), plain_label)
+    width_text = too_wide(row["ci_reached"], row["step_time_ci95_rel"]) if label_text == "best" else ""
+    if status == "ok" and row["suspect"] and label_text in ("best", "as good"):
+        label_text = f"{label_text}, suspect"
+    style = style_of(status, has_caveat=bool(width_text) or "suspect" in label_text or label_text == "slower")
+    return Text(f"{label_text} {width_text}".rstrip(), style)

@@ -28,24 +28,24 @@ def tracked(tracker_kind: str | None, folder: SweepFolder) -> Iterator[None]:
         [sys.executable, "-P", "-m", "ultrabench.analysis.export.live", tracker_kind, str(folder.path)],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    num_earlier_failures, is_complete = len(_failures(folder)), False
+    num_earlier_failures, is_complete = len(_failure_lines(folder)), False
     try:
         yield
         is_complete = True
     finally:
-        is_complete = is_complete and _ends(process)
+        is_complete = is_complete and _finish_tracking(process)
         if process.stdin:
             process.stdin.close()
         process.kill()
         process.wait()
         if not is_complete:
-            new_failures = _failures(folder)[num_earlier_failures:]
+            new_failures = _failure_lines(folder)[num_earlier_failures:]
             failure_text = f" ({new_failures[-1]})" if new_failures else ""
             command = f"ultrabench export {tracker_kind} {folder.display_name}"
             say(f"{tracker_kind} may miss some runs{failure_text}; to add them: {command}")
 
 
-def _ends(process: "subprocess.Popen[bytes]") -> bool:
+def _finish_tracking(process: "subprocess.Popen[bytes]") -> bool:
     """Asks the process to log what is left; returns whether it has done so in time."""
     assert process.stdin
     process.stdin.close()
@@ -57,7 +57,7 @@ def _ends(process: "subprocess.Popen[bytes]") -> bool:
     return False
 
 
-def _failures(folder: SweepFolder) -> list[str]:
+def _failure_lines(folder: SweepFolder) -> list[str]:
     """The lines of tracking.log."""
-    log = folder.path / "tracking.log"
-    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    log_path = folder.path / "tracking.log"
+    return log_path.read_text(encoding="utf-8", errors="replace").splitlines() if log_path.exists() else []
