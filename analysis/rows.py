@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ultrabench.analysis.schema import MODEL, OF_EXPERTS, RESULTS_SCHEMA_VERSION, SCHEMA, SIZES
-from ultrabench.device_rates import bandwidths, preflight_rates, summary
+from ultrabench.device_rates import link_measurements, preflight_rates, summary
 from ultrabench.errors import ConfigError, counted
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, default_schedule
@@ -321,7 +321,7 @@ def _circumstances(allocation: AllocationState, cluster: str | None) -> Row:
 def _measured(result: RunResult, gpus: int | None) -> Row:
     row: Row = dict(zip(_MEASURED, _measured_of(result), strict=True))
     if result.probe:
-        row |= summary(result.probe) | {"bandwidths": bandwidths(result.probe) or None}
+        row |= summary(result.probe) | {"bandwidths": link_measurements(result.probe) or None}
     row["evidence"] = _json_text(result.evidence) if result.evidence else None
     row["variables"] = _json_text(result.variables) if result.variables else None
     if result.sm_clock_hz is not None or result.throttled is not None:

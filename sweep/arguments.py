@@ -17,7 +17,7 @@ from ultrabench.layout import (
     default_virtual_stages,
     other_degrees,
 )
-from ultrabench.routing import in_quotes
+from ultrabench.routing import override_value
 from ultrabench.run import RunSpec, Workload
 from ultrabench.sweep.config.load import load_config
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -102,7 +102,7 @@ def config_of(values: Mapping[str, Any]) -> SweepConfig:
     overrides = {key: value for key, value in values.items() if key not in run_arguments}
     overrides |= {f"kernel.{name}": values.get(name) for name in OF_KERNEL}
     if routing := values.get("routing"):
-        overrides["kernel.routing"] = in_quotes(routing)
+        overrides["kernel.routing"] = override_value(routing)
     return load_config([f"{key}={value}" for key, value in overrides.items() if value is not None])
 
 

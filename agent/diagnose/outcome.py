@@ -21,7 +21,7 @@ from ultrabench.agent.diagnose.findings import (
 from ultrabench.agent.diagnose.signatures import CAUSE_BY_NAME, cause_by_text, ending_lines, last_line, quoted
 from ultrabench.agent.ranks.rank_progress import AttemptProgress, RankProgress
 from ultrabench.errors import counted
-from ultrabench.log_patterns import TRY_LOG, misread, nearest_lines
+from ultrabench.log_patterns import TRY_LOG, misread_reason, nearest_lines
 from ultrabench.measure import Measure
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
@@ -199,7 +199,7 @@ def _misread_text(ranks: Sequence[RankProgress], task: Task, source_mfu: float |
     if source_mfu is not None:
         observations.append(("mfu_line", ranks[task.spec.logging_rank], {"mfu": source_mfu}))
     for option, rank, values in observations:
-        if getattr(task.spec.kernel, option) and (reason := misread(option, values, max_bytes)):
+        if getattr(task.spec.kernel, option) and (reason := misread_reason(option, values, max_bytes)):
             return f"kernel.{option} misreads the log of rank {rank.number}: {reason}; to test it: {TRY_LOG}"
     return None
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 import ultrabench
 from ultrabench.allowed import matching, one_of, require_allowed
 from ultrabench.errors import ConfigError
-from ultrabench.log_patterns import LOG_PATTERNS, compiled
+from ultrabench.log_patterns import LOG_PATTERNS, compile_pattern
 from ultrabench.model_shape import ModelShape
 
 KERNEL_VERSION = 4
@@ -99,7 +99,7 @@ class KernelConfig:
         require_allowed(self, "kernel.")
         for option in LOG_PATTERNS:
             if (text := getattr(self, option)) is not None:
-                compiled(option, text)
+                compile_pattern(option, text)
         if self.kind == "command" and not self.command:
             raise ConfigError("kernel.command is empty; give the program: kernel.command='[python,train.py]'")
         if self.kind != "command" and (reserved_names := sorted(RANK_VARIABLES & self.env.keys())):

@@ -9,8 +9,8 @@ from ultrabench.cli.tables import print_json, say, show, table
 from ultrabench.errors import ConfigError, counted, nearest_name
 from ultrabench.log_patterns import (
     LOG_PATTERNS,
-    compiled_any,
-    misread,
+    compile_any,
+    misread_reason,
     nearest_lines,
     options_of,
     parse_log_line,
@@ -50,8 +50,8 @@ def _patterns(text: str) -> dict[str, re.Pattern[str]]:
         texts = {option: settings[option] for option in LOG_PATTERNS if settings.get(option)}
         if not texts:
             raise ConfigError(f"kernel={text} ({path}) has none of {', '.join(LOG_PATTERNS)}; give a pattern")
-        return {option: compiled_any(str(pattern)) for option, pattern in texts.items()}
-    pattern = compiled_any(text)
+        return {option: compile_any(str(pattern)) for option, pattern in texts.items()}
+    pattern = compile_any(text)
     if not (options := options_of(pattern)):
         forms = "; ".join(f"{option}: {', '.join(LOG_PATTERNS[option].groups)}" for option in LOG_PATTERNS)
         similar_kernel = nearest_name(text, files("kernel"))
@@ -71,7 +71,7 @@ def _reading(option: str, pattern: re.Pattern[str], log: str) -> dict[str, Any]:
         if match is None:
             continue
         values = parse_log_line(line, pattern, tokens_per_gpu=1.0, option=option) or {}
-        refusal = misread(option, values) or values.get("fault")
+        refusal = misread_reason(option, values) or values.get("fault")
         if values and not refusal:
             lines.append({"line": number, **dict(_read(option, match, values))})
         else:
