@@ -15,7 +15,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, FOLLOWING, IN_SWEEP, NEUTRAL, TEXT_AXES, TYPES_IN_SWEEP, as_text
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
-from ultrabench.record import T, field_types, from_dict, lacking, to_dict, value_from
+from ultrabench.record import T, field_types, from_dict, missing_fields, to_dict, value_from
 from ultrabench.run import Workload
 from ultrabench.store.kernel_secrets import redacted
 from ultrabench.sweep.config.checkpoint import in_our_words, read_checkpoint_config, shape_from
@@ -261,7 +261,7 @@ def read_hardware(values: Mapping[str, Any]) -> Hardware:
         paths = [path for path, row in rated.items() if row["gpu"] == values["gpu"]]
         if not paths:
             unknown = unknown_name("hardware.gpu", values["gpu"], {row["gpu"] for row in rated.values()})
-            advice = f"for a new GPU, add to its file: {', '.join(lacking(Hardware, values))}"
+            advice = f"for a new GPU, add to its file: {', '.join(missing_fields(Hardware, values))}"
             raise ConfigError(unknown, advice, setting="hardware.gpu")
         if len(paths) > 1:
             fact = f"{paths[1]}: {paths[0]} also has rates of gpu={values['gpu']}"
