@@ -40,7 +40,7 @@ from ultrabench.sweep.plan import Plan, make_plan
 from ultrabench.sweep.plan_table import write_plan
 from ultrabench.sweep.running.outliers import busy_peak
 from ultrabench.sweep.running.price import within_limit
-from ultrabench.variant import FLAGS, PLACE_OPTIONS, variables_of
+from ultrabench.variant import FLAGS, JOB_OPTIONS, variables_of
 
 Accepts = Callable[[RunResult], bool]
 """Says whether a result with the status ok counts for a launch."""
@@ -343,7 +343,7 @@ def accepted(
     # This host does not know the libraries on the nodes of a cluster, nor those of other interpreters and containers,
     # so there only the sources are compared.
     is_on_nodes = config.launcher.name != "local" or any(
-        name in config.options.values for name in PLACE_OPTIONS
+        name in config.options.values for name in JOB_OPTIONS
     )
 
     def is_same_environment(result: RunResult) -> bool:

@@ -26,7 +26,7 @@ from ultrabench.measure import Measure
 from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task
-from ultrabench.step_time import ci95_rel, extremes
+from ultrabench.step_time import ci95_rel, extreme_medians_s
 from ultrabench.store.kernel_secrets import redacted
 
 MESSAGE_CHARS = 1000
@@ -81,7 +81,7 @@ def classify(
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),
         ci_reached=None if interval_rel is None else interval_rel <= measure.target_ci95_rel,
         step_times_s=tuple(times_s),
-        rank_step_times_s=extremes([rank.measured_steps(measure) for rank in progress.ranks]),
+        rank_step_times_s=extreme_medians_s([rank.measured_steps(measure) for rank in progress.ranks]),
         loss_final=_loss(rank0, measure),
         loss_step=measure.loss_step,
         hardware_flops_per_step=done_line.get("hardware_flops_per_step"),

@@ -10,13 +10,13 @@ from typing import Annotated, Any, NamedTuple
 
 from ultrabench.allowed import at_least, between, require_allowed
 from ultrabench.errors import ConfigError, counted, unknown_name
-from ultrabench.kernel_config import ANY, KernelConfig
+from ultrabench.kernel_config import ANY_VALUE, KernelConfig
 from ultrabench.layout import ADDED_LATER as ADDED_AXES
 from ultrabench.layout import NEUTRAL, Layout
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import content_id, to_dict, values_of
-from ultrabench.variant import WORDS, Value, identity, in_group, texts
+from ultrabench.variant import WORDS, Value, identity, option_texts, options_in_group
 
 Size = Annotated[int, between(1, 2**30)]
 """A seq_len or gbs; larger ones are typing errors and would overflow byte counts."""
@@ -104,7 +104,7 @@ class RunSpec:
 
     def label(self) -> str:
         """A short text of the layout and the variant, such as `dp2 tp1 pp1 z0 mbs1 gas4 NCCL_ALGO=Ring`."""
-        return " ".join((self.layout.label(), *texts(self.variant)))
+        return " ".join((self.layout.label(), *option_texts(self.variant)))
 
     @property
     def logging_rank(self) -> int:
@@ -203,7 +203,7 @@ def words_of(spec: RunSpec) -> dict[str, Any]:
         "microbatch_tokens": spec.layout.mbs * spec.workload.seq_len,
         "step_tokens": spec.workload.gbs * spec.workload.seq_len,
         **{name: getattr(spec.shape, name) for name in FOLLOWING_SIZES},
-        **in_group(spec.variant, WORDS),
+        **options_in_group(spec.variant, WORDS),
     }}  # fmt: skip
 
 
@@ -254,10 +254,12 @@ def fill_in(spec: RunSpec, key: AttemptKey, measure: Measure) -> list[str]:
             return text
         if name not in words:
             noun = f"word in kernel.command of kernel={spec.kernel.name}"
-            raise ConfigError(unknown_name(noun, text, words, first=in_group(spec.variant, WORDS)))
+            raise ConfigError(unknown_name(noun, text, words, first=options_in_group(spec.variant, WORDS)))
         return in_command(words[name])
 
-    flags = (table.get(str(words.get(name)), table.get(ANY, ())) for name, table in spec.kernel.flags.items())
+    flags = (
+        table.get(str(words.get(name)), table.get(ANY_VALUE, ())) for name, table in spec.kernel.flags.items()
+    )
     parts = chain(spec.kernel.command, *flags, spec.arguments)
     command = [_IN_BRACES.sub(value_text, part) for part in parts]
     return [sys.executable if command[0] == "python" else command[0], *command[1:]]

@@ -23,7 +23,7 @@ from ultrabench.errors import counted
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
 from ultrabench.store.state import AllocationState, SweepState, with_lost
-from ultrabench.variant import program_of
+from ultrabench.variant import program_options
 
 MIN_COMPARABLE = 3
 """Smallest number of comparable measurements, or of comparable layouts, among which one can be an outlier."""
@@ -346,7 +346,7 @@ def _claimed_workload(kernel: bytes, shape: bytes, workload: bytes, variant: byt
     sizes, batch, options = (
         msgspec.json.decode(part, type=dict[str, Any]) for part in (shape, workload, variant)
     )
-    parts = (sizes | {"name": None}, batch, program.name, *program_of(options), program.precision)
+    parts = (sizes | {"name": None}, batch, program.name, *program_options(options), program.precision)
     return tolerance, msgspec.json.encode(parts, order="deterministic")
 
 

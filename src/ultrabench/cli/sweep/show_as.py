@@ -33,7 +33,7 @@ from ultrabench.sweep.config.framework import MODEL, Framework, text_of
 from ultrabench.sweep.config.load import load_config, load_framework, load_model
 from ultrabench.sweep.plan_table import read_rows, runs_of
 from ultrabench.sweep.refusals import ROUTED, unsupported
-from ultrabench.variant import texts, variables_of
+from ultrabench.variant import option_texts, variables_of
 
 IMPLIED = ("name", *FOLLOWING, "gbs")
 """Fields that no command needs: name, and dp, and gas or gbs, which a framework derives from the others."""
@@ -63,7 +63,7 @@ def show_as(name: str, run: str, sweep: str | None, as_json: bool, results: Path
     options = {key: value for key, value in spec.variant.items() if key.removeprefix("env.") not in variables}
     document: dict[str, Any] = {
         "sweep": sweep_name, "run_id": run_id, "framework": name, "written_from": kernel.written_from,
-        "env": kernel.env | variables, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *texts(options)],
+        "env": kernel.env | variables, "not_expressed": [*not_expressed(spec, kernel, framework.elsewhere), *option_texts(options)],
     }  # fmt: skip
     words = fill_in(spec_there(spec, kernel), AttemptKey(run_id, 0, 0), config.measure)
     if framework.file:
