@@ -143,10 +143,10 @@ def require_same_flags(state: SweepState, config: SweepConfig) -> None:
 
 def provenance(config: SweepConfig) -> dict[str, Any]:
     """The user, host, version and sources of a launch, for the record."""
-    commit = checkout.commit()
+    commit = checkout.commit_sha()
     return {
         "git_commit": commit,
-        "git_dirty": bool(checkout.difference()) if commit else None,
+        "git_dirty": bool(checkout.uncommitted_patch()) if commit else None,
         "version": ultrabench.__version__,
         "python": platform.python_version(),
         "argv": hide(sys.argv[1:], config.secrets),
@@ -313,7 +313,7 @@ def _machine_facts(config: SweepConfig, needs_peak: bool, say: Say) -> dict[str,
 
 def _keep_difference(folder: SweepFolder) -> None:
     """Saves the uncommitted changes of the sources as a patch, named by the hash of its content."""
-    patch = checkout.difference()
+    patch = checkout.uncommitted_patch()
     if patch:
         name = hashlib.sha256(patch).hexdigest()[:16]
         write_whole(folder.path / f"changes-{name}.patch", patch)

@@ -146,7 +146,7 @@ class Node:
             "foreign": foreign_processes(self._is_ours) if self._on_gpus else [],
             "short_of_space": self._short_of_space(),
             "kernel_digest": self.digest(),
-            "git_commit": checkout.commit(),
+            "git_commit": checkout.commit_sha(),
             "health": to_facts(examine(self._first_reading, self._first_reading)),
         }
 

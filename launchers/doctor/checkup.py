@@ -71,7 +71,7 @@ def check_folder(report: Report, config: SweepConfig) -> Check:
 
 def check_python(report: Report, config: SweepConfig) -> Check:
     """Checks that the node has the same ultrabench and the same training program as this host."""
-    digest, commit, version = config.kernel.digest(), checkout.commit(), ultrabench.__version__
+    digest, commit, version = config.kernel.digest(), checkout.commit_sha(), ultrabench.__version__
     remedy = "install the same version on the nodes, or set launcher.python= to a Python that has it"
     node_version, node_digest = report["ultrabench_version"], report["kernel_digest"]
     node_commit = report["git_commit"]

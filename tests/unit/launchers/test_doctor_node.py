@@ -32,7 +32,7 @@ REPORT = {
     "host": "gpu01", "job_id": "7_0", "won_own_claim": True, "won_taken_claim": False,
     "python": "/envs/ub/bin/python", "python_version": "3.11.7", "ultrabench_version": ultrabench.__version__,
     "ultrabench_path": "/envs/ub/ultrabench", "kernel_digest": load(CPU).kernel.digest(), "kernel_error": None,
-    "git_commit": checkout.commit(), "utc_offset": time.strftime("%z"), "gpus": 8, "foreign": [], "cores": 112,
+    "git_commit": checkout.commit_sha(), "utc_offset": time.strftime("%z"), "gpus": 8, "foreign": [], "cores": 112,
     "numa_nodes": 2, "torch": TORCH, "torch_error": None,
     "began_s": 1000.0, "ended_s": 1004.0,
     "results_dir": "/shared/results", "same_folder": True, "own_claim_seen": True, "earliest_s": 999.0, "latest_s": 1005.0,
