@@ -21,7 +21,7 @@ from ultrabench.kernel_config import KernelConfig
 from ultrabench.layout import AXES, default_schedule
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import canonical_json, from_dict, non_default_values
-from ultrabench.result import Doubt, RunResult, Status, sentences
+from ultrabench.result import Doubt, RunResult, Status, doubt_text
 from ultrabench.run import RunSpec
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.claim import unrecorded
@@ -242,7 +242,7 @@ def _variant_columns(variant: Variant) -> Row:
 
 def doubt_columns(doubts: Sequence[Doubt]) -> Row:
     """The columns that say why a row is in doubt."""
-    return {"suspect": sentences(doubts), "suspect_codes": [doubt.code for doubt in doubts] or None}
+    return {"suspect": doubt_text(doubts), "suspect_codes": [doubt.code for doubt in doubts] or None}
 
 
 @functools.cache

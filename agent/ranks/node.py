@@ -297,7 +297,7 @@ class Node:
             health = to_facts(examine(self._first_reading, self._health.read_again()))
             self._health.close()
         unusable = self._end_processes()
-        if processes.state(self._server.pid) in STOPPED:
+        if processes.state_of(self._server.pid) in STOPPED:
             self._server.replace()
         gauge = self._gauge
         return Cleaned(
@@ -313,8 +313,8 @@ class Node:
 
     def _end_processes(self) -> str | None:
         """Kills all processes but the fork server; returns a message about processes that did not die."""
-        survivors = processes.kill_until_gone(self._processes_of_run, meanwhile=self.disk.beat)
-        return f"processes that cannot be killed: {processes.described(survivors)}" if survivors else None
+        survivors = processes.kill_until_gone(self._processes_of_run, on_round=self.disk.beat)
+        return f"processes that cannot be killed: {processes.pids_text(survivors)}" if survivors else None
 
     def _processes_of_run(self) -> list[int]:
         """All descendants of this agent and all processes with its tag, except the fork server.

@@ -19,6 +19,8 @@ leaves (num_floating_point_operations of Megatron-LM).
 
 RENAMED = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
 """Key of a config.json -> the field of ModelShape that holds it, where their names differ."""
+_EXPERT_SIZES = ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace")
+"""Fields that must be 0 in a model without experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +119,8 @@ class ModelShape:
     def _broken_expert_rules(self) -> Iterator[str]:
         """A message for each rule that the sizes of the experts break; a size that files may rename stands in braces."""
         experts_text = f"{{num_experts}}={self.num_experts}"
-        names = ("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "first_k_dense_replace")
         if not self.num_experts:
-            needless_sizes = (name for name in names if getattr(self, name))
+            needless_sizes = (name for name in _EXPERT_SIZES if getattr(self, name))
             yield from (
                 f"{name}={getattr(self, name)} needs {{num_experts}} >= 1; {experts_text}"
                 for name in needless_sizes

@@ -10,7 +10,7 @@ from tests.strategies import LONG
 from tests.unit.analysis.sweeps import LAYOUTS, OK, TINY, spec_of
 from ultrabench.kernel_config import KernelConfig
 from ultrabench.record import raw_json, to_dict
-from ultrabench.result import Status, sentences
+from ultrabench.result import Status, doubt_text
 from ultrabench.run import AttemptKey
 from ultrabench.step_time import extreme_medians_s
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts
@@ -51,7 +51,7 @@ def bad(state):
 
 def doubts(state, device="cuda"):
     found = suspect_attempts(with_loss_outliers(state), device=device)
-    return {key.run_id: sentences(doubts) for key, doubts in found.items()}
+    return {key.run_id: doubt_text(doubts) for key, doubts in found.items()}
 
 
 def test_an_outlying_loss_is_invalid_and_says_what_the_others_have():
