@@ -15,7 +15,7 @@ from ultrabench.layout import (
     Layout,
     default_schedule,
     default_virtual_stages,
-    other_degrees,
+    model_parallel_degree,
 )
 from ultrabench.routing import override_value
 from ultrabench.run import RunSpec, Workload
@@ -116,7 +116,7 @@ def run_of(values: Mapping[str, Any], config: SweepConfig) -> RunSpec:
     nodes, pp, gpus_per_node = values["nodes"], values.get("pp", 1), hardware.gpus_per_node
     if nodes < 1:
         raise ConfigError(f"nodes={nodes}; must be >= 1")
-    num_gpus, model_parallel = nodes * gpus_per_node, max(1, other_degrees(values))
+    num_gpus, model_parallel = nodes * gpus_per_node, max(1, model_parallel_degree(values))
     gpu_counts = f"{counted(num_gpus, 'GPU')} ({counted(nodes, 'node')} of {gpus_per_node})"
     if num_gpus % model_parallel:
         raise ConfigError(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ultrabench.hardware import Hardware
-from ultrabench.kernel_config import ANY_VALUE, PRECISIONS_16_BIT, KernelConfig
+from ultrabench.kernel_config import ANY, PRECISIONS_16_BIT, KernelConfig
 from ultrabench.layout import FOLLOWING, NEUTRAL, Layout, details_of
 from ultrabench.model_shape import ModelShape, RopeScaling
 from ultrabench.record import values_of
@@ -218,7 +218,7 @@ def unsupported(
         is_supported = (
             value in allowed_values
             if name in kernel.supports
-            else str(value) in allowed_values or ANY_VALUE in allowed_values
+            else str(value) in allowed_values or ANY in allowed_values
         )
         if not is_supported and not is_trivial and not _has_no_effect(layout, name):
             allowed_text = ", ".join(map(str, allowed_values))

@@ -34,7 +34,7 @@ ATTENTION_NAMES = ("auto", "cudnn", "flash", "flash3", "math")
 LOG_OPTIONS = (*LOG_PATTERNS, "step_rank")
 """Options that say how a log is read. While no result comes from a log, they may change within a sweep."""
 
-ANY_VALUE = "*"
+ANY = "*"
 """What kernel.flags has in place of a value for all values that it does not list."""
 
 RANK_VARIABLES = frozenset({
@@ -81,7 +81,7 @@ class KernelConfig:
     supports: dict[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Word of a layout or a model -> the values that the command supports; other words may have any value."""
     flags: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict, hash=False)
-    """Word of a layout or a model -> each value that the command supports, as text, or ANY_VALUE -> more arguments for it."""
+    """Word of a layout or a model -> each value that the command supports, as text, or ANY -> more arguments for it."""
     step_line: str | None = None
     """A regular expression for programs that only log. It is searched in each line of one rank's log, and has
     one of the groups that LOG_PATTERNS lists for it, and optionally the group `loss`."""

@@ -12,7 +12,7 @@ from ultrabench.allowed import Count
 from ultrabench.errors import ConfigError, require_known, unknown_name
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import KernelConfig
-from ultrabench.layout import AXES, FOLLOWING, IN_SWEEP, NEUTRAL, TEXT_AXES, TYPES_IN_SWEEP, as_text
+from ultrabench.layout import AXES, FOLLOWING, NEUTRAL, SWEEP_VALUES, TEXT_AXES, TYPES_IN_SWEEP, choice_text
 from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import T, field_types, from_dict, missing_fields, to_dict, value_from
@@ -190,14 +190,14 @@ def _axes(sweep: dict[str, Any]) -> Axes:
         raise ConfigError("sweep.gas=auto is not an integer", advice)
     for name in TEXT_AXES & values_by_axis.keys():
         values_by_axis[name] = [
-            as_text(value) if NEUTRAL[name] == "on" else str(value) for value in values_by_axis[name]
+            choice_text(value) if NEUTRAL[name] == "on" else str(value) for value in values_by_axis[name]
         ]
     types = {"nodes": Count, **TYPES_IN_SWEEP}
     axes = {name: read_list(values, types[name], f"sweep.{name}") for name, values in values_by_axis.items()}
     usual_values: dict[str, Any] = {
         name: (value,) for name, value in NEUTRAL.items() if name not in FOLLOWING
     }
-    usual_values |= {name: (in_sweep.default,) for name, in_sweep in IN_SWEEP.items()}
+    usual_values |= {name: (in_sweep.default,) for name, in_sweep in SWEEP_VALUES.items()}
     return Axes(nodes=axes.pop("nodes"), layout=usual_values | axes)
 
 

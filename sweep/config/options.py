@@ -13,10 +13,10 @@ from ultrabench.allowed import Line
 from ultrabench.errors import ConfigError, nearest_name, require_known
 from ultrabench.hardware import Hardware
 from ultrabench.kernel_config import PRECISIONS_16_BIT, RANK_VARIABLES, KernelConfig
-from ultrabench.layout import AXES, TEXT_AXES, as_text
+from ultrabench.layout import AXES, TEXT_AXES, choice_text
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import field_types, value_from
-from ultrabench.run import AttemptKey, Size, in_command
+from ultrabench.run import AttemptKey, Size, command_text
 from ultrabench.store.kernel_secrets import is_secret
 from ultrabench.variant import (
     CELL_OPTIONS,
@@ -161,7 +161,7 @@ def read_options(
 
 
 def _texts(
-    values: Any, name: str, kind: Any = _Scalar, text_of: Callable[[Value], str] = in_command
+    values: Any, name: str, kind: Any = _Scalar, text_of: Callable[[Value], str] = command_text
 ) -> tuple[Value, ...]:
     """The values of an option that a program gets as texts, which `text_of` makes of them.
 
@@ -240,7 +240,7 @@ def read_flags(flags: Mapping[str, Any]) -> _Arguments:
             raise ConfigError(
                 f"{setting}={table!r} does not map values to arguments", remedy, setting=setting
             )
-        parts_by_value = {as_text(value): parts for value, parts in table.items()}
+        parts_by_value = {choice_text(value): parts for value, parts in table.items()}
         tables[name] = value_from(dict[str, tuple[str, ...]], parts_by_value, setting)
         _require_different(setting, tables[name].items())
     return tables
