@@ -147,7 +147,7 @@ class Leader:
         facts, num_nodes = self._group.facts if self._allocation.preflight else [], self._allocation.nodes
         fault_by_host = dict[str, str]()
         for node_facts in facts:
-            if faults := complaints(node_facts.get("health", {}), Health.FAIL, nodes=num_nodes):
+            if faults := complaints(node_facts.get("health", {}), Health.FAIL, num_nodes=num_nodes):
                 fault_by_host[str(node_facts["host"])] = f"the node is faulty: {'; '.join(faults.values())}"
         return fault_by_host
 

@@ -9,7 +9,7 @@ from typing import Self
 from ultrabench.model_shape import ModelShape
 from ultrabench.result import Doubt, Status, doubt_text
 from ultrabench.run import AttemptKey
-from ultrabench.standing import Repeat, Standing, same_environments, standings
+from ultrabench.standing import Repeat, Standing, merge_environments, standings
 from ultrabench.step_time import ci95_rel
 from ultrabench.store.state import AttemptState, SweepState, final_attempts
 from ultrabench.sweep.candidate import Candidate, CellKey
@@ -144,4 +144,4 @@ def _environments(state: SweepState) -> dict[str, str]:
     if len(env_ids) < 2:
         return {env_id: env_id for env_id in env_ids}
     environments = ((ok.environment, str(ok.env_id), ok.driver_version or "") for ok in ok_results)
-    return same_environments(environments)[0]
+    return merge_environments(environments)[0]

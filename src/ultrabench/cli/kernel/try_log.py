@@ -103,7 +103,7 @@ def _form_of_mfu(pattern: re.Pattern[str], log: str, lines: list[dict[str, Any]]
 def _read(option: str, match: re.Match[str], values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The groups of an option with their texts, then what follows from them if that does not depend on a layout."""
     log_pattern = LOG_PATTERNS[option]
-    groups = {**log_pattern.groups, **log_pattern.optional}
+    groups = {**log_pattern.groups, **log_pattern.optional_groups}
     texts = {name: text for name, text in match.groupdict().items() if text is not None and name in groups}
     yield from texts.items()
     for name, text in texts.items():
