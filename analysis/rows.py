@@ -24,7 +24,7 @@ from ultrabench.record import canonical_json, from_dict, non_default_values
 from ultrabench.result import Doubt, RunResult, Status, doubt_text
 from ultrabench.run import RunSpec
 from ultrabench.step_time import ci95_rel
-from ultrabench.store.claim import unrecorded
+from ultrabench.store.claim import unrecorded_attempts
 from ultrabench.store.folder import SweepFolder
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import AllocationState, AttemptState, SweepState, final_attempts, fold
@@ -82,7 +82,7 @@ def sweep_table(folder: SweepFolder, warn: Warn) -> pa.Table:
         warn(f"{folder.name}: no plan.parquet; candidates that were never attempted are missing")
     plan = read_plan(folder.plan) if folder.plan.exists() else SCHEMA.empty_table()
     state = fold(read_journal(folder.journal, warn))
-    if missing := unrecorded(folder.claims, state):
+    if missing := unrecorded_attempts(folder.claims, state):
         silence = (
             f"the journal has no record of {counted(len(missing), 'claimed attempt')}, such as {missing[0]}"
         )

@@ -30,7 +30,7 @@ from ultrabench.store.claim import give_up, owner_of
 from ultrabench.store.events import Launched
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.journal import JournalReader, JournalWriter
-from ultrabench.store.kernel_secrets import hide, keep
+from ultrabench.store.kernel_secrets import redact_arguments, write_secrets
 from ultrabench.store.state import Fold, SweepState
 from ultrabench.store.sweep_json import SweepJson, create_sweep_json, find_sweep_json
 from ultrabench.sweep.config.load import profile_of
@@ -149,7 +149,7 @@ def provenance(config: SweepConfig) -> dict[str, Any]:
         "git_dirty": bool(checkout.uncommitted_patch()) if commit else None,
         "version": ultrabench.__version__,
         "python": platform.python_version(),
-        "argv": hide(sys.argv[1:], config.secrets),
+        "argv": redact_arguments(sys.argv[1:], config.secrets),
         "user": os.environ.get("USER") or str(os.getuid()),
         "host": platform.node(),
         "created_at": time.time(),
@@ -265,7 +265,7 @@ def open_sweep(
         for line in busy_peak(peak.core_share if peak else None):
             warn(line)
         require_same(described, config, folder.path)  # another launch may have created it meanwhile
-    keep(config.kernel.env, folder.secrets, config.secrets)
+    write_secrets(config.kernel.env, folder.secrets, config.secrets)
     if not has_known_peak:
         core_rate, num_cores = described.core_flops_per_s, described.cores or 1
         plan = within_limit(make_plan(config, core_flops_per_s=core_rate, cores=num_cores), max_limit_s)

@@ -27,7 +27,7 @@ from ultrabench.rank_report import CHECKPOINT_NUMBERS
 from ultrabench.result import SLOWER, UNMEASURED, RunResult, Status
 from ultrabench.run import Task
 from ultrabench.step_time import ci95_rel, extreme_medians_s
-from ultrabench.store.kernel_secrets import redacted
+from ultrabench.store.kernel_secrets import redact_env
 
 MESSAGE_CHARS = 1000
 """Longest error message of a rank, in characters, that is kept in the journal."""
@@ -75,7 +75,7 @@ def classify(
     return replace(
         result,
         **versions,
-        variables=redacted(environment.get("variables") or {})[0],
+        variables=redact_env(environment.get("variables") or {})[0],
         measured_by=("log" if "measured_by" in rank0.steps[-1] else "report") if rank0.steps else None,
         source_mfu=source_mfu,
         stopped=done_line.get("stopped") or ((result.stopped or "program") if is_ok else None),

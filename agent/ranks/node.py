@@ -30,7 +30,7 @@ from ultrabench.record import to_dict
 from ultrabench.run import Task, fill_in
 from ultrabench.store.allocation import Allocation
 from ultrabench.store.folder import SweepFolder, write_whole
-from ultrabench.store.kernel_secrets import revealed
+from ultrabench.store.kernel_secrets import reveal_env
 from ultrabench.variant import variables_of
 
 
@@ -101,7 +101,7 @@ class Node:
         self._rank_cpus = rank_cpus(gpus_per_node, [gpu.bus_id for gpu in gpus] if self._on_gpus else None)
         self._threads_per_rank = allocation.threads or max(1, len(os.sched_getaffinity(0)) // gpus_per_node)
         self._shared_memory = cleanup.SharedMemoryCleanup()
-        self._program_env = revealed(kernel.env, self.folder.secrets)
+        self._program_env = reveal_env(kernel.env, self.folder.secrets)
         self._task = allocation.tasks[0]
         """The task of the current run."""
         self._run_folder = self.scratch

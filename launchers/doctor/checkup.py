@@ -36,7 +36,7 @@ from ultrabench.node_health import CHECKS, MIN_FREE_GIB, Health, findings_of, pl
 from ultrabench.processes import own_name
 from ultrabench.record import to_dict
 from ultrabench.store.allocation import Allocation
-from ultrabench.store.claim import claim, owner
+from ultrabench.store.claim import claim, claim_content
 from ultrabench.store.folder import SweepFolder, write_whole
 from ultrabench.store.state import AllocationState
 from ultrabench.sweep.config.sweep_config import SweepConfig
@@ -230,7 +230,7 @@ class CheckupFolder:
         if "report.json" not in os.listdir(self.path):
             return None
         report: Report = json.loads((self.path / "report.json").read_text())
-        own_claim_seen = owner(self.path / "claims", "node") is not None
+        own_claim_seen = claim_content(self.path / "claims", "node") is not None
         folder_facts = {"results_dir": self.results_dir, "same_folder": report.get("token") == self.token}
         return report | folder_facts | {"own_claim_seen": own_claim_seen, "latest_s": time.time()}
 

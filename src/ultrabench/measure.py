@@ -9,7 +9,7 @@ from ultrabench.allowed import Count, Positive, above, at_least, between, one_of
 from ultrabench.errors import ConfigError
 from ultrabench.model_shape import FLOPS_FORMULAS
 
-STATE_BYTES_PER_PARAM = 12
+PARAM_STATE_BYTES = 12
 """Bytes of a parameter and its two moments in a checkpoint, in fp32."""
 NODE_WRITE_BYTES_PER_S = 1e9
 """Bytes that a node writes to a file system in a second, for the price of a run; measured ones differ widely."""
@@ -74,8 +74,9 @@ class Measure:
 
     def checkpoint_s(self, num_params: int, nodes: int) -> float:
         """Seconds of two saves and a load of the state for the price of a run."""
-        state_bytes = STATE_BYTES_PER_PARAM * num_params
-        return min(self.checkpoint_limit_s, 3 * state_bytes / nodes / NODE_WRITE_BYTES_PER_S)
+        return min(
+            self.checkpoint_limit_s, 3 * PARAM_STATE_BYTES * num_params / nodes / NODE_WRITE_BYTES_PER_S
+        )
 
     def __post_init__(self) -> None:
         require_allowed(self, "measure.")

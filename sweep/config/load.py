@@ -17,7 +17,7 @@ from ultrabench.measure import Measure
 from ultrabench.model_shape import ModelShape
 from ultrabench.record import T, field_types, from_dict, missing_fields, to_dict, value_from
 from ultrabench.run import Workload
-from ultrabench.store.kernel_secrets import redacted
+from ultrabench.store.kernel_secrets import redact_env
 from ultrabench.sweep.config.checkpoint import in_our_words, read_checkpoint_config, shape_from
 from ultrabench.sweep.config.compose import compose_tree, in_defaults, moved, parts_of, unknown_override
 from ultrabench.sweep.config.files import (
@@ -95,7 +95,7 @@ def config_from_tree(tree: dict[str, Any]) -> SweepConfig:
     names, cluster, sweep = tree["names"], tree["cluster"], tree["sweep"]
     kernel, secrets = dict(tree["kernel"]), dict[str, str]()
     if isinstance(kernel.get("env"), dict):
-        kernel["env"], secrets = redacted(kernel["env"])
+        kernel["env"], secrets = redact_env(kernel["env"])
         tree = tree | {"kernel": kernel}
     hardware = read_hardware({"name": names["hardware"], **tree["hardware"]})
     options_of_kernel = _kernel_options(kernel, hardware)

@@ -17,7 +17,7 @@ from ultrabench.launchers.doctor.cluster_file import write_cluster_file
 from ultrabench.launchers.doctor.examine import REPORT_CHECKS
 from ultrabench.launchers.slurm.script import array_script
 from ultrabench.launchers.slurm.site import Limits, Site
-from ultrabench.store.claim import owner
+from ultrabench.store.claim import claim_content
 from ultrabench.sweep.config.load import load_config
 
 load = cache(load_config)
@@ -135,7 +135,7 @@ def test_a_checkup_in_a_job_claims_for_that_job(tmp_path, monkeypatch):
     (tmp_path / "claims").mkdir()
     report = checkup.examine_node(tmp_path)
     assert (report["job_id"], report["won_own_claim"], report["token"]) == ("7", True, None)
-    assert owner(tmp_path / "claims", "node")["job"]["job_id"] == "7"
+    assert claim_content(tmp_path / "claims", "node")["job"]["job_id"] == "7"
 
 
 MEMORY = Limits(name="big.mem", gres="gpu:8")
