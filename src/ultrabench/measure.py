@@ -11,7 +11,7 @@ from ultrabench.model_shape import FLOPS_FORMULAS
 
 PARAM_STATE_BYTES = 12
 """Bytes of a parameter and its two moments in a checkpoint, in fp32."""
-NODE_WRITE_BYTES_PER_S = 1e9
+WRITE_BYTES_PER_S = 1e9
 """Bytes that a node writes to a file system in a second, for the price of a run; measured ones differ widely."""
 
 
@@ -74,9 +74,7 @@ class Measure:
 
     def checkpoint_s(self, num_params: int, nodes: int) -> float:
         """Seconds of two saves and a load of the state for the price of a run."""
-        return min(
-            self.checkpoint_limit_s, 3 * PARAM_STATE_BYTES * num_params / nodes / NODE_WRITE_BYTES_PER_S
-        )
+        return min(self.checkpoint_limit_s, 3 * PARAM_STATE_BYTES * num_params / nodes / WRITE_BYTES_PER_S)
 
     def __post_init__(self) -> None:
         require_allowed(self, "measure.")

@@ -150,15 +150,14 @@ def _rank(repeats: Sequence[_IndexedRepeat], include_suspects: bool, by_control:
         if by_control and repeat.run_id == repeat.control
     }
     competing_by_run = _group_by_run(competing)
-    unplaced = [
+    drafts = [
         _standing(repeats_of_run, competing_by_run.get(run, ()), by_control, control_cis)
         for run, repeats_of_run in _group_by_run(repeats).items()
     ]
-    best = min((s for s in unplaced if s.interval is not None), key=_value_key, default=None)
+    best = min((s for s in drafts if s.interval is not None), key=_value_key, default=None)
     best_low = best.interval[0] if best and best.interval else math.inf  # lower end of its interval
     flagged_standings = [
-        (s, s is best, s is not best and s.interval is not None and s.interval[1] >= best_low)
-        for s in unplaced
+        (s, s is best, s is not best and s.interval is not None and s.interval[1] >= best_low) for s in drafts
     ]
     flagged_standings.sort(key=lambda entry: _place_key(entry[0], entry[1] or entry[2]))
     return [
