@@ -102,9 +102,8 @@ class Leader:
         The source is Slurm, so that a result that the earlier start has written counts more.
         """
         for task in self._allocation.tasks if self._start.restart else ():
-            claimed_by = (
-                self._node.disk.retry(partial(claim_content, self._node.folder.claims, str(task.key))) or {}
-            )
+            read_claim = partial(claim_content, self._node.folder.claims, str(task.key))
+            claimed_by = self._node.disk.retry(read_claim) or {}
             is_own = claimed_by.get("allocation") == self._allocation.name
             if is_own and claimed_by.get("job") != self._owner["job"]:
                 reason = f"job {self._start.job_id} was requeued while it ran"

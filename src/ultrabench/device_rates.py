@@ -94,7 +94,7 @@ def summary(probe: dict[str, Any]) -> dict[str, float | None]:
         bandwidth over all ranks (such as `allreduce_busbw_bytes_per_s`) and inside the slowest node
         (such as `allreduce_intra_node_busbw_bytes_per_s`).
     """
-    rates = {name: slowest_rate(probe.get(name)) for name in DEVICE_RATES}
+    rates = {name: min_rate(probe.get(name)) for name in DEVICE_RATES}
     rates |= {f"{name}{infix}_busbw_bytes_per_s": None for infix in INFIXES.values() for name in OPERATIONS}
     # The largest size comes last, so that its bandwidth replaces those of smaller ones.
     for link in sorted(link_measurements(probe), key=itemgetter("bytes")):
@@ -120,7 +120,7 @@ def rates_by_node(probe: dict[str, Any], num_nodes: int) -> dict[str, list[float
     columns = {}
     for column in NODE_RATES:
         rates: Any = probe.get(column.removeprefix("node_"))
-        if num_nodes and slowest_rate(rates) is not None and len(rates) % num_nodes == 0:
+        if num_nodes and min_rate(rates) is not None and len(rates) % num_nodes == 0:
             num_local = len(rates) // num_nodes  # devices of a node
             columns[column] = [float(min(rates[n : n + num_local])) for n in range(0, len(rates), num_local)]
     return columns
@@ -139,7 +139,7 @@ def link_measurements(probe: dict[str, Any]) -> list[dict[str, Any]]:
     return measurements
 
 
-def slowest_rate(rates: Any) -> float | None:
+def min_rate(rates: Any) -> float | None:
     """The lowest rate; None unless the rates of all devices are known."""
     are_known = isinstance(rates, list) and rates and all(map(is_number, rates))
     return float(min(rates)) if are_known else None

@@ -9,9 +9,9 @@ from ultrabench.errors import ConfigError
 
 GIB = 2**30
 
-PEAK_SOURCE_GUESSED = "guessed"
+PEAK_GUESSED = "guessed"
 """Source of a peak rate that nobody has measured."""
-PEAK_SOURCE_GIVEN = "given as hardware.peak_flops_per_s"
+PEAK_GIVEN = "given as hardware.peak_flops_per_s"
 """Source of a peak rate of CPUs that a user gives."""
 UNMEASURED_CPU_FLOPS_PER_S = 5e10
 """FP32 rate of a CPU core that predictions use until the rate has been measured."""
@@ -170,9 +170,9 @@ class Hardware:
                 fact = f"peak_flops_per_s of hardware={self.name} has no rate for {precision}, only for "
                 remedy = "choose another kernel.precision, or add the rate and its source to that file"
                 raise ConfigError(f"{fact}{', '.join(rates)}", remedy, setting="hardware.peak_flops_per_s")
-            source = self.source if self.device == "cuda" else PEAK_SOURCE_GIVEN
+            source = self.source if self.device == "cuda" else PEAK_GIVEN
             return Peak(flops_per_s=rates[precision], source=source)
         num_ranks = self.gpus_per_node * (nodes if self.simulated else 1)
-        source = "measured" if core_flops_per_s else PEAK_SOURCE_GUESSED
         host_flops_per_s = cores * (core_flops_per_s or UNMEASURED_CPU_FLOPS_PER_S)
+        source = "measured" if core_flops_per_s else PEAK_GUESSED
         return Peak(flops_per_s=host_flops_per_s / num_ranks, source=source)

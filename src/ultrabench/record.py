@@ -113,7 +113,7 @@ def _require_known_fields(record: Any, values: Any, where: str) -> None:
     elif isinstance(record, dict):
         for key, part in record.items():
             _require_known_fields(part, values[key], f"{where}.{key}")
-    elif _is_record(record) and isinstance(values, Mapping):
+    elif dataclasses.is_dataclass(record) and isinstance(values, Mapping):
         fields = field_types(record.__class__)
         if not values.keys() <= fields.keys():
             require_known(f"field of {where}", fields, *values, setting=where)
@@ -128,7 +128,7 @@ def _fields_with_records(cls: Any) -> frozenset[str]:
 
 
 def _holds_record(hint: Any) -> bool:
-    return _is_record(hint) or any(map(_holds_record, typing.get_args(hint)))
+    return dataclasses.is_dataclass(hint) or any(map(_holds_record, typing.get_args(hint)))
 
 
 def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> Any:
@@ -139,7 +139,7 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
     """
     cls, rule = _class_and_rule(hint)
     type_origin, type_args = typing.get_origin(cls), typing.get_args(cls)
-    if _is_record(cls) and isinstance(value, Mapping):
+    if dataclasses.is_dataclass(cls) and isinstance(value, Mapping):
         hints = field_types(cls)
         if not skip_unknown:
             require_known(f"field of {where}", hints, *value, setting=where)
@@ -161,11 +161,8 @@ def _value_by_parts(hint: Any, value: Any, where: str, skip_unknown: bool) -> An
     raise ConfigError(_refusal_text(cls, rule, value, where) + suggestion_text, setting=where)
 
 
-def _is_record(cls: Any) -> bool:
-    return dataclasses.is_dataclass(cls)
-
-
 def _dotted(where: str, name: str) -> str:
+    """The dotted name of the field `name` of the record at `where`, which is empty for the whole document."""
     return f"{where}.{name}" if where else name
 
 

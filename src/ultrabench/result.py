@@ -65,9 +65,9 @@ FAILURES = frozenset(s for s, traits in STATUSES.items() if s != Status.OK and t
 """The statuses of attempts that failed, which can be tried again."""
 FAULTS = frozenset(s for s in FAILURES if STATUSES[s].decided_by == "run")
 """Failures that the training program or its layout may have caused."""
-OUTSIDE_FAILURES = frozenset(s for s in FAILURES if STATUSES[s].decided_by in ("cluster", "user"))
+OUTER_FAILURES = frozenset(s for s in FAILURES if STATUSES[s].decided_by in ("cluster", "user"))
 """Failures that are not the run's fault. Those of one launch are counted together."""
-INTERRUPTED = OUTSIDE_FAILURES & frozenset(s for s, traits in STATUSES.items() if traits.passed_over)
+INTERRUPTED = OUTER_FAILURES & frozenset(s for s, traits in STATUSES.items() if traits.passed_over)
 """Statuses of attempts that the cluster or the user ended; the next launch tries their runs again."""
 PENDING, RUNNING = "pending", "running"
 UNSETTLED = (PENDING, RUNNING)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ultrabench.device_rates import slowest_rate, summary
+from ultrabench.device_rates import min_rate, summary
 from ultrabench.errors import counted
 from ultrabench.result import Doubt, RunResult, Status
 from ultrabench.run import AttemptKey
@@ -101,9 +101,7 @@ def gemm_rates(state: SweepState) -> dict[str, float]:
     """Allocation -> the FLOPs per second of plain matrix products on its slowest device, for which all others wait."""
     probes = ((name, allocation.preflight.get("probe")) for name, allocation in state.allocations.items())
     rates = (
-        (name, slowest_rate(probe.get("gemm_flops_per_s")))
-        for name, probe in probes
-        if isinstance(probe, dict)
+        (name, min_rate(probe.get("gemm_flops_per_s"))) for name, probe in probes if isinstance(probe, dict)
     )
     return {name: flops_per_s for name, flops_per_s in rates if flops_per_s is not None}
 

@@ -76,9 +76,8 @@ class Bench:
         """Our environment variables; on a slow machine steps of the program last longer, as tests do."""
         step_s = os.environ.get("STEP_S")
         step = {"STEP_S": f"{float(step_s) * self.slowness:.4f}"} if step_s else {}
-        machine = {
-            LOCK_VARIABLE: str(self.folder)
-        }  # tests run beside each other, sweeps of one folder do not
+        # Tests run beside each other, sweeps of one folder do not.
+        machine = {LOCK_VARIABLE: str(self.folder)}
         return {**os.environ, **machine, **step}
 
     def done(self, *words: str, seconds: float = 240) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import typer
 
 from ultrabench.cli.options import RESULTS, Json, ResultsDir, Since
 from ultrabench.errors import ConfigError, SweepFolderError, UltrabenchError, counted
-from ultrabench.store.folder import SweepFolder, find_sweep, sweep_folders_in
+from ultrabench.store.folder import SweepFolder, find_sweep, sweep_dirs
 
 if TYPE_CHECKING:  # for other commands this would be a slow import
     from ultrabench.analysis.nodes.measurements import Row
@@ -66,7 +66,7 @@ def _rows(names: list[str] | None, results_dir: Path) -> "list[Row]":
     if names:
         folders = {(folder := find_sweep(name, results_dir)).path.resolve(): folder for name in names}
         return [row for folder in folders.values() for row in journal_rows(folder, warn)]
-    rows, paths = list[Row](), sorted(sweep_folders_in(results_dir))
+    rows, paths = list[Row](), sorted(sweep_dirs(results_dir))
     for path in paths:
         try:
             rows += journal_rows(SweepFolder(path.absolute()), warn)

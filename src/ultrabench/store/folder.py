@@ -176,7 +176,7 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
         for path in (Path(sweep), results_dir / sweep):
             if (path / "sweep.json").is_file():
                 return SweepFolder(path.absolute())
-    folders = sweep_folders_in(results_dir)
+    folders = sweep_dirs(results_dir)
     if sweep is not None and folders:
         raise SweepFolderError(unknown_name("sweep", sweep, (folder.name for folder in folders)))
     if not folders:
@@ -185,7 +185,7 @@ def find_sweep(sweep: str | None, results_dir: Path = Path("results")) -> SweepF
     return SweepFolder(max(sorted(folders), key=last_written_s).absolute())
 
 
-def sweep_folders_in(results_dir: Path) -> list[Path]:
+def sweep_dirs(results_dir: Path) -> list[Path]:
     """The folders of all sweeps in `results_dir`; a folder whose name begins with a dot is being removed and does not count."""
     return [sweep_json.parent for sweep_json in results_dir.glob("[!.]*/sweep.json")]
 
@@ -209,12 +209,12 @@ def living_launchers(folder: SweepFolder, own_journal: Path | None = None) -> li
     for path in sorted(folder.journal.glob("launcher-*-*-*.jsonl")):
         host, pid, _ = path.stem.removeprefix("launcher-").rsplit("-", 2)
         is_alive = os.path.exists(f"/proc/{pid}") if host == this_host else True
-        if path != own_journal and is_alive and now_s - modified_at_s(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
+        if path != own_journal and is_alive and now_s - mtime_s(path) < MISSED_TOUCHES * SIGN_OF_LIFE_S:
             launchers.append(f"process {pid} on {host}")
     return launchers
 
 
-def modified_at_s(path: Path) -> float:
+def mtime_s(path: Path) -> float:
     """Time stamp of a file in seconds since 1970; 0 if the file is gone."""
     try:
         return path.stat().st_mtime

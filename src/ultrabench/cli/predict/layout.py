@@ -16,7 +16,7 @@ from ultrabench.analysis.measured import MeasuredRun, measured_runs
 from ultrabench.analysis.numbers import count, formula_text, params_text
 from ultrabench.cli.tables import BLOCK, print_json, show, table, three_digits, warn
 from ultrabench.errors import UltrabenchError, counted
-from ultrabench.hardware import GIB, PEAK_SOURCE_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix
+from ultrabench.hardware import GIB, PEAK_GUESSED, UNMEASURED_CPU_FLOPS_PER_S, Peak, peak_suffix
 from ultrabench.layout import AXES, BATCH, DEGREES
 from ultrabench.record import to_dict
 from ultrabench.result import Status
@@ -86,7 +86,7 @@ def document(spec: RunSpec, config: SweepConfig) -> dict[str, Any]:
         "communication_over_compute": run_predictor.communication_ratios(spec),
         "limited_by": prediction.limited_by,
         "tokens_per_s_per_gpu": rate,
-        "mfu": None if peak.source == PEAK_SOURCE_GUESSED else rate * flops / peak.flops_per_s,
+        "mfu": None if peak.source == PEAK_GUESSED else rate * flops / peak.flops_per_s,
         "unmeasured": beyond_fit([spec], config.profile, config.hardware.gpu_at_limit),
         "against_published": _against_published(spec, config, prediction.step_time_s, peak),
     }

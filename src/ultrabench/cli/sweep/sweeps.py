@@ -18,7 +18,7 @@ from ultrabench.launchers.choose import choose_launcher
 from ultrabench.launchers.local import GRACE_S
 from ultrabench.record import value_from
 from ultrabench.standing import Standing
-from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers, sweep_folders_in
+from ultrabench.store.folder import SweepFolder, last_written_s, living_launchers, sweep_dirs
 from ultrabench.store.journal import read_journal
 from ultrabench.store.state import fold
 from ultrabench.store.sweep_json import read_sweep_json
@@ -65,7 +65,7 @@ class Summary:
 def show_sweeps(results_dir: Path, as_json: bool) -> None:
     """Prints a line for each sweep, the one that was written last first; one that cannot be read gives a warning."""
     summaries = []
-    for path in sorted(sweep_folders_in(results_dir), key=last_written_s, reverse=True):
+    for path in sorted(sweep_dirs(results_dir), key=last_written_s, reverse=True):
         try:
             summaries.append(_summary(SweepFolder(path.absolute())))
         except (UltrabenchError, OSError) as error:
